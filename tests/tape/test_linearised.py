@@ -262,3 +262,30 @@ def test_a_loop_that_has_no_derivative_by_one_operand_has_that_by_another():
     calls.clear()
     np.testing.assert_allclose(gradient(b), expected)
     assert len(calls) == 3
+
+
+@jax.jit
+def zeros_and_more(x):
+    return jnp.zeros_like(x), x + 1
+
+
+def of_zeros(x):
+    zeros, more = zeros_and_more(jnp.sin(x))
+    return jnp.where(more > 1, more * x, jnp.cos(zeros) * x)
+
+
+@pytest.mark.parametrize("fun", [jax.nn.relu, jax.nn.leaky_relu, of_zeros])
+def test_what_no_operand_decides_is_not_saved(fun, everything_saved):
+    called, x = jax.jit(lambda x: (fun(jnp.sin(x)) ** 2).sum()), W
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        first = tape.gradient(called(x), x)
+    record = tape._record
+    entry = record.entries[0]
+    saved = [record.arrays[slot] for slot in entry.results[entry.computation.count :]]
+    assert saved
+    assert not any((array == 0).all() for array in saved)
+    np.testing.assert_allclose(first, jax.grad(called)(x), rtol=1e-6)
+    np.testing.assert_allclose(
+        tape.gradient(first, x), jax.grad(lambda x: jax.grad(called)(x).sum())(x), atol=1e-6
+    )

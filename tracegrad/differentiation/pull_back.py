@@ -34,6 +34,7 @@ from tracegrad.ir import (
 from tracegrad.ir.dependence import Masks, joined, spread
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.notes import add_note
+from tracegrad.ir.occurrence import users_line
 from tracegrad.ir.operations import CONNECTING
 from tracegrad.ir.running import read, run_node
 from tracegrad.tracing.user_errors import explain_loop, explain_rule
@@ -222,13 +223,22 @@ def _jax_vjp(
         _, vjp = _jax.vjp_of_some(run, read(node.inputs, values), active, given)
         return list(vjp([cotangents[i] for i in given]))
     except Exception as error:
-        explain_loop(error)
         types = [atom.aval for atom in node.inputs]
         one = functools.partial(_jax.program_of_one, node.primitive, node.params, types)
-        explain_rule(error, lambda: graph_of(one()))
-        if not getattr(error, "__notes__", ()):  # lowering names the node as well
-            add_note(error, f"while differentiating {Occurrence((), node)}")
+        explain_node(error, node, lambda: graph_of(one()))
         raise
+
+
+def explain_node(error: Exception, node: Node, program: Callable[[], Graph]) -> None:
+    """Adds to JAX's error at the derivative of a node what the node is, and the cure.
+
+    `program`: gives the node as a graph.
+    """
+    explain_loop(error, users_line(node))
+    explain_rule(error, program)
+    # The innermost node only, and once: the one that runs names itself as well.
+    if not any(note.startswith("while ") for note in getattr(error, "__notes__", ())):
+        add_note(error, f"while differentiating {Occurrence((), node)}")
 
 
 def _released_together(cotangents: Sequence[Any]) -> list[Any]:

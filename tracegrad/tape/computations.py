@@ -7,6 +7,7 @@ So a `Computation` has one jitted function, and one for each way in which it is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.lookups import with_slices
+from tracegrad.ir import Graph
 from tracegrad.ir.dependence import of_each
 from tracegrad.ir.importer import import_program
 from tracegrad.tape.derivatives import PullBack, next_forward, pull_back_at_operands
@@ -23,6 +25,7 @@ from tracegrad.tracing.in_force import differentiating
 
 _JIT = _jax.JIT
 Fun = Callable[..., list[Any]]
+_numbers = itertools.count()
 
 
 class Computation:
@@ -32,6 +35,7 @@ class Computation:
     without the garbage collector.
 
     Attributes:
+      number: its own for ever, by which it is known after it has gone.
       fun: ``(*operands) -> results``, to be traced.
       run: the same, compiled where it can be.
       name: shown in messages, and by profilers.
@@ -68,6 +72,7 @@ class Computation:
         is_compiled: bool = True,
         is_kept: bool = True,
     ):
+        self.number = next(_numbers)
         self.fun, self.called, self.name = fun, fun, name
         self.primitive, self.params = primitive, params or {}
         self.captured: Sequence[Any] = ()
@@ -207,14 +212,18 @@ def _pull_function(
     return pull
 
 
+def traced(called: Fun, types: Sequence[Any]) -> Graph:
+    """The graph of a function of arrays of these types."""
+    return import_program(jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types))
+
+
 def links_of(called: Fun, types: Sequence[Any]) -> Sequence[int]:
     """For each result of an operation the mask of the operands that are connected to it.
 
     Of an operand for which a rule gives None the derivative of the program does not tell that.
     """
     with differentiating():
-        program = jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types)
-        return Walk().region(import_program(program), of_each(map(_jax.has_gradient, types)))
+        return Walk().region(traced(called, types), of_each(map(_jax.has_gradient, types)))
 
 
 def _of_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:

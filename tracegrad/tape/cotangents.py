@@ -7,20 +7,18 @@ it. Derivatives of higher order need nothing else.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad._jax.caches import cached
+from tracegrad._jax.caches import Cache, cached
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.differentiation.pull_back import Aggregation, sum_of_known
-from tracegrad.ir import Occurrence
-from tracegrad.ir.notes import add_note
-from tracegrad.ir.occurrence import users_line
+from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_of_known
 from tracegrad.tape.computations import Computation, add_computation
 from tracegrad.tape.record import Entry, Record, on_the_way
 from tracegrad.tape.recorder import Recorder
@@ -28,7 +26,6 @@ from tracegrad.tape.recorders import not_overridden
 from tracegrad.tape.rules_on_values import Rule
 from tracegrad.tape.under_rules import graph_of, vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
-from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
 Path = Sequence[tuple[Entry, tuple[int, ...]]]
 # From the seeds of the targets to the cotangents of the sources; None for one without.
@@ -49,14 +46,16 @@ class Derivative:
 
 
 def _run_gradient(backward: Backward, seeds: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
-    given = [_ones(t) if s is None else s for s, t in zip(seeds, targets, strict=True)]
-    return backward(given)
+    filled = [_ones(t) if s is None else s for s, t in zip(seeds, targets, strict=True)]
+    return backward(filled)
 
 
 def _run_jacobian(backward: Backward, seeds: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
     (target,) = targets
-    found = _mapped(lambda seed: backward([seed]), _basis(target.shape, target))
-    return [None if ct is None else ct.reshape(*target.shape, *ct.shape[1:]) for ct in found]
+    cotangents_of = _mapped(lambda seed: backward([seed]), _basis(target.shape, target))
+    return [
+        None if ct is None else ct.reshape(*target.shape, *ct.shape[1:]) for ct in cotangents_of
+    ]
 
 
 def _run_batch_jacobian(
@@ -65,12 +64,12 @@ def _run_batch_jacobian(
     (target,) = targets
     batch, *rest = target.shape
     # The same element of every example at once: none depends on another example.
-    found = _mapped(
+    cotangents_of = _mapped(
         lambda row: backward([jnp.broadcast_to(row, target.shape)]), _basis(rest, target)
     )
     return [
         None if ct is None else jnp.moveaxis(ct, 1, 0).reshape(batch, *rest, *ct.shape[2:])
-        for ct in found
+        for ct in cotangents_of
     ]
 
 
@@ -128,7 +127,7 @@ def cotangents(
     record: Record,
     sources: Sequence[int],
     targets: Sequence[int],
-    kind: Derivative,
+    derivative: Derivative,
     seeds: Sequence[Any] = (),
     stopped: Collection[int] = frozenset(),
     aggregate: Aggregation | None = None,
@@ -138,128 +137,40 @@ def cotangents(
 
     Args:
       record, sources, targets: the slots of arrays in a record.
-      kind: what is made of the backward pass.
+      derivative: what is made of the backward pass.
       seeds: for each target what it starts from (None: ones); a Jacobian has none.
       stopped: slots that count as constants: no cotangent goes back through them.
       aggregate: how the cotangents that reach one value are added up.
       gated: release the cotangents of an operation's operands together.
     """
+    rules = rules_for_recorded()
+    is_plain = derivative is GRADIENT and not (rules or stopped or aggregate or gated)
+    looks_inside = jax.config.jax_debug_nans or jax.config.jax_disable_jit
+    if is_plain and not looks_inside and _jax.is_top_level():
+        pass_ = _pass_as_one(record, sources, targets, seeds)
+        if pass_ is not None and (found := pass_(record.arrays, seeds)) is not None:
+            return found
     arrays = list(record.arrays)
-    forces = rules_for_recorded()
-    path = on_the_way(record, sources, targets, stopped, of_data=bool(forces))
-    if forces:
-        backward = vjp_under_rules(path, arrays, sources, targets, stopped, forces)
+    path = on_the_way(record, sources, targets, stopped, of_data=bool(rules))
+    if rules:
+        backward = vjp_under_rules(path, arrays, sources, targets, stopped, rules)
     else:
-        tables = _tables(path, sources) if kind.sparse else set[int]()
+        tables = _tables(path, sources) if derivative.sparse else set[int]()
 
         def backward(seeds: Sequence[Any]) -> list[Any]:
             found: dict[int, list[Any]] = {}
             for slot, seed in zip(targets, seeds, strict=True):
                 found.setdefault(slot, []).append(seed)
-            passing = _Pass(arrays, set(sources), set(stopped), tables, aggregate or _sum, gated)
+            passing = _Pass(arrays, set(sources), stopped, tables, aggregate or _sum, gated)
             return passing.run(path, sources, found)
 
     def run() -> list[Any]:
-        return kind.run(backward, seeds, [arrays[slot] for slot in targets])
+        return derivative.run(backward, seeds, [arrays[slot] for slot in targets])
 
     if rules_in_force():
         with not_overridden():
             return run()
     return run()
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """One reverse pass.
-
-    Attributes:
-      arrays: of the record, by slot.
-      sources, stopped: slots; a source keeps what has arrived at it.
-      tables: those that may get slices.
-      aggregate, gated: as of `cotangents`.
-    """
-
-    arrays: Sequence[Any]
-    sources: set[int]
-    stopped: set[int]
-    tables: set[int]
-    aggregate: Aggregation
-    gated: bool
-
-    def run(self, path: Path, sources: Sequence[int], found: dict[int, list[Any]]) -> list[Any]:
-        for entry, active in reversed(path):
-            given: dict[int, Any] = {}
-            for k, slot in enumerate(entry.results):
-                if slot in found and slot not in self.stopped:
-                    given[k] = self._total(found, slot)
-                    if slot not in self.sources:
-                        del found[slot]  # a cotangent that nobody asks for is let go
-            if not given:
-                continue
-            try:
-                results = self._pulled(entry, active, given)
-            except Exception as error:
-                if not isinstance(entry.computation, Rule):
-                    _explain(error, entry, self.arrays)
-                raise
-            if self.gated and results:
-                barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
-                results = barrier(results)
-            for k, ct in results.items():
-                found.setdefault(entry.args[active[k]], []).append(ct)
-        return [self._total(found, slot) if slot in found else None for slot in sources]
-
-    def _total(self, found: dict[int, list[Any]], slot: int) -> Any:
-        terms = found[slot]
-        if len(terms) > 1:
-            if any(map(is_slices, terms)):  # the slices of the lookup that ran first stand in front
-                terms = terms[::-1]
-            found[slot] = terms = [sum_of_known(terms, self.aggregate)]
-        return terms[0]
-
-    def _pulled(
-        self, entry: Entry, active: tuple[int, ...], given: Mapping[int, Any]
-    ) -> dict[int, Any]:
-        """The cotangents of the active operands of an entry, by their places there."""
-        computation = entry.computation
-        if any(map(is_slices, given.values())):
-            if _is_cast(entry) and entry.args[0] in self.tables:
-                return {0: given[0].shaped_as(jax.typeof(self.arrays[entry.args[0]]))}
-            given = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in given.items()}
-        slots = [entry.args[i] for i in active]
-        sparse = tuple([slot in self.tables for slot in slots])
-        if isinstance(computation, Rule):
-            flags = [slot in self.tables for slot in entry.args]
-            found = computation.pull_back([given.get(k) for k in range(len(entry.results))], flags)
-            return {k: found[i] for k, i in enumerate(active) if found[i] is not None}
-        if computation.has_effects and computation.count is None:
-            computation.require_forward(active, [self.arrays[s] for s in entry.args])
-        pull = computation.pull(active, tuple(given), len(entry.args), sparse)
-        saved = entry.args if computation.count is None else (*entry.args, *entry.results)
-        return dict(run_here(pull, [*map(self.arrays.__getitem__, saved), *given.values()]))
-
-
-def _tables(path: Path, sources: Sequence[int]) -> set[int]:
-    """The slots whose cotangents may be slices: of sources, and of casts and copies of sources."""
-    tables = set(sources)
-    for entry, _ in path:
-        if _is_cast(entry) and entry.args[0] in tables:
-            tables.update(entry.results)
-    return tables
-
-
-def _is_cast(entry: Entry) -> bool:
-    primitive = getattr(entry.computation, "primitive", None)
-    return primitive is not None and primitive.name in ("convert_element_type", "copy")
-
-
-def _explain(error: Exception, entry: Entry, arrays: Sequence[Any]) -> None:
-    """Adds to an error the line of the operation that JAX cannot differentiate, and what to do."""
-    graph = graph_of([entry], arrays, ()).graph
-    (node,) = graph.nodes
-    explain_loop(error, users_line(node))
-    explain_rule(error, lambda: graph)
-    add_note(error, f"while differentiating {Occurrence((), node)}")
 
 
 def run_here(computation: Computation, operands: Sequence[Any]) -> Any:
@@ -278,3 +189,185 @@ def _sum(terms: Sequence[Any]) -> Any:
     for term in terms[1:]:
         (total,) = run_here(add_computation, [total, term])
     return total
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One reverse pass.
+
+    Attributes:
+      arrays: of the record, by slot.
+      sources, stopped: slots; a source keeps what has arrived at it.
+      tables: those that may get slices.
+      aggregate, gated: as of `cotangents`.
+    """
+
+    arrays: Sequence[Any] | Mapping[int, Any]
+    sources: set[int]
+    stopped: Collection[int] = frozenset()
+    tables: Collection[int] = frozenset()
+    aggregate: Aggregation = _sum
+    gated: bool = False
+
+    def run(self, path: Path, sources: Sequence[int], terms_of: dict[int, list[Any]]) -> list[Any]:
+        for entry, active in reversed(path):
+            of_results: dict[int, Any] = {}
+            for k, slot in enumerate(entry.results):
+                if slot in terms_of and slot not in self.stopped:
+                    of_results[k] = self._total(terms_of, slot)
+                    if slot not in self.sources:
+                        del terms_of[slot]  # a cotangent that nobody asks for is let go
+            if not of_results:
+                continue
+            try:
+                results = self._pulled(entry, active, of_results)
+            except Exception as error:
+                if not isinstance(entry.computation, Rule):
+                    _explain(error, entry, self.arrays)
+                raise
+            if self.gated and results:
+                barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
+                results = barrier(results)
+            for k, ct in results.items():
+                terms_of.setdefault(entry.args[active[k]], []).append(ct)
+        return [self._total(terms_of, slot) if slot in terms_of else None for slot in sources]
+
+    def _total(self, terms_of: dict[int, list[Any]], slot: int) -> Any:
+        terms = terms_of[slot]
+        if len(terms) > 1:
+            if any(map(is_slices, terms)):  # the slices of the lookup that ran first stand in front
+                terms = terms[::-1]
+            terms_of[slot] = terms = [sum_of_known(terms, self.aggregate)]
+        return terms[0]
+
+    def _pulled(
+        self, entry: Entry, active: tuple[int, ...], of_results: Mapping[int, Any]
+    ) -> dict[int, Any]:
+        """The cotangents of the active operands of an entry, by their places there."""
+        computation = entry.computation
+        if any(map(is_slices, of_results.values())):
+            if _is_cast(entry) and entry.args[0] in self.tables:
+                return {0: of_results[0].shaped_as(jax.typeof(self.arrays[entry.args[0]]))}
+            of_results = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in of_results.items()}
+        slots = [entry.args[i] for i in active]
+        sparse = tuple([slot in self.tables for slot in slots])
+        if isinstance(computation, Rule):
+            flags = [slot in self.tables for slot in entry.args]
+            of_inputs = computation.pull_back(
+                [of_results.get(k) for k in range(len(entry.results))], flags
+            )
+            return {k: of_inputs[i] for k, i in enumerate(active) if of_inputs[i] is not None}
+        if computation.has_effects and computation.count is None:
+            computation.require_forward(active, [self.arrays[s] for s in entry.args])
+        pull = computation.pull(active, tuple(of_results), len(entry.args), sparse)
+        needed = map(self.arrays.__getitem__, entry.needed)
+        return dict(run_here(pull, [*needed, *of_results.values()]))
+
+
+# ------------------------------------------------------------------- a pass that has come often
+
+# To start the program of an entry takes longer than to run it. So a pass that has come this often
+# is compiled as one program; earlier that would take longer than it ever saves.
+_OFTEN = 8
+_LONGEST = 512  # entries: XLA takes more than linear time
+_times: Cache[int, int] = Cache(1 << 14)  # how often a pass has come, by its hash
+_as_one: Cache[Any, _AsOne] = Cache(128)
+
+
+def _pass_as_one(
+    record: Record, sources: Sequence[int], targets: Sequence[int], seeds: Sequence[Any]
+) -> _AsOne | None:
+    """The compiled program of a pass over a whole record, once that has come often enough."""
+    key = (
+        tuple([(e.computation.number, e.args, e.results) for e in record.entries]),
+        tuple(record.without_gradient),
+        sources,
+        targets,
+        tuple([seed is None for seed in seeds]),
+    )
+    known = _as_one.get(key)
+    if known is not None:
+        return known
+    times = _times[hash(key)] = _times.put(hash(key), 0) + 1
+    if times % _OFTEN or len(record.entries) > _LONGEST:
+        return None
+    path = on_the_way(record, sources, targets)
+    if not all(_may_be_part(entry.computation) for entry, _ in path):
+        return None
+    found = _AsOne(path, sources, targets, key)
+    return _as_one.put(key, found)
+
+
+def _may_be_part(computation: Computation | Rule) -> bool:
+    """Whether the pull of a computation may be a part of a larger program that is kept."""
+    if isinstance(computation, Rule):
+        return False
+    return computation.is_kept and not computation.has_effects
+
+
+class _AsOne:
+    """The pass over a list of entries as one compiled program.
+
+    It goes when a computation of the list goes, and holds none of these: who asks for the program
+    has them all in the record.
+    """
+
+    def __init__(self, path: Path, sources: Sequence[int], targets: Sequence[int], key: Any):
+        def forget(_: Any, programs: Cache[Any, _AsOne] = _as_one) -> None:
+            programs.pop(key, None)
+
+        refs = {entry.computation: weakref.ref(entry.computation, forget) for entry, _ in path}
+        steps = [(refs[entry.computation], entry[1:], active) for entry, active in path]
+        needed = dict.fromkeys(targets)
+        for entry, _ in path:
+            needed.update(dict.fromkeys(entry.needed))
+        self._needed = tuple(needed)
+
+        def backward(operands: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+            arrays = dict(zip(needed, operands, strict=True))
+            path = [(Entry(cast(Computation, ref()), *rest), at) for ref, rest, at in steps]
+            start: dict[int, list[Any]] = {}
+            for slot, seed in zip(targets, seeds, strict=True):
+                seed = jnp.ones_like(arrays[slot]) if seed is None else seed
+                start.setdefault(slot, []).append(seed)
+            return _Pass(arrays, set(sources)).run(path, sources, start)
+
+        self._run = jax.jit(backward)
+
+    def __call__(self, arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any] | None:
+        """The cotangents of the sources; None for arrays on different devices."""
+        operands = [arrays[slot] for slot in self._needed]
+        try:
+            found: list[Any] = self._run(operands, seeds)
+        except ValueError:
+            if not _lie_apart([*operands, *seeds]):
+                raise
+            return None
+        return found
+
+
+def _lie_apart(arrays: Sequence[Any]) -> bool:
+    """Whether arrays are on different devices, for which JAX compiles no program."""
+    committed = [array for array in arrays if getattr(array, "committed", False)]
+    return len({frozenset(array.sharding.device_set) for array in committed}) > 1
+
+
+def _tables(path: Path, sources: Sequence[int]) -> set[int]:
+    """The slots whose cotangents may be slices: of sources, and of casts and copies of sources."""
+    tables = set(sources)
+    for entry, _ in path:
+        if _is_cast(entry) and entry.args[0] in tables:
+            tables.update(entry.results)
+    return tables
+
+
+def _is_cast(entry: Entry) -> bool:
+    primitive = getattr(entry.computation, "primitive", None)
+    return primitive is not None and primitive.name in ("convert_element_type", "copy")
+
+
+def _explain(error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]) -> None:
+    """Adds to an error the line of the operation that JAX cannot differentiate, and what to do."""
+    graph = graph_of([entry], arrays, ()).graph
+    (node,) = graph.nodes
+    explain_node(error, node, lambda: graph)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tracegrad import _jax
-from tracegrad.ir.dependence import dependence
+from tracegrad._jax.caches import of_program
+from tracegrad.ir.dependence import dependence, joined
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.running import run_graph
 from tracegrad.tape.effects import silenced
@@ -92,17 +93,25 @@ def transposed(
         return [found[k] for k in wanted]
 
     program = jax.make_jaxpr(along)(*types)
-    connected = [True] * len(types) if is_whole else _connected(program)
+    open_form, primitives = _jax.opened(program), _jax.program_facts(program).primitives
+    calls_host = any(_jax.calls_host(primitive.name) for primitive in primitives)
+    if is_whole:
+        connected = [True] * len(types)
+    elif open_form.effects or not _WITH_TURNS.isdisjoint(primitives):
+        reached = joined(dependence(import_program(program)))
+        connected = [bool(reached >> i & 1) for i in range(len(types))]
+    else:
+        connected = _reaching(open_form, open_form.outvars)
     if not any(connected):
         return {}
     cotangents = [
         jax.lax.convert_element_type(ct, aval.dtype)
         for ct, aval in zip(given.values(), program.out_avals, strict=True)
     ]
-    if any(_jax.calls_host(p.name) for p in _jax.program_facts(program).primitives):
+    if calls_host:
         transpose = _silently_transposed(derivative, wanted, types)
     else:  # (The transpose of references takes the function as JAX has it.)
-        linear = along if _jax.opened(program).effects else jaxpr_as_fun(program)
+        linear = along if open_form.effects else jaxpr_as_fun(program)
         transpose = jax.linear_transpose(linear, *types)
     found = transpose(cotangents)
     return {k: ct for k, ct in enumerate(found) if connected[k]}
@@ -133,26 +142,12 @@ def _silently_transposed(
     return transpose
 
 
-def _connected(program: Any) -> list[bool]:
-    """For each input of a linear program whether it reaches an output. (Effects are those of
-    references.)"""
-    primitives = _jax.program_facts(program).primitives
-    if not primitives.isdisjoint(_WITH_TURNS) or _jax.opened(program).effects:
-        masks = dependence(import_program(program))
-        reached = 0
-        for mask in masks:
-            reached |= mask
-        return [bool(reached >> i & 1) for i in range(len(program.in_avals))]
-    open_form = _jax.opened(program)
-    return _reaching(open_form, open_form.outvars)
-
-
 _WITH_TURNS = frozenset({_jax.SCAN, _jax.COND, _jax.WHILE})
 
 
 def _reaching(program: Any, outvars: Sequence[Any]) -> list[bool]:
-    """The same of an open program without loops and branches, and of some of its results. It looks
-    into calls."""
+    """For each input of an open program without loops and branches whether it reaches one of these
+    of its results. It looks into calls."""
     live = {v for v in outvars if not hasattr(v, "val")}
     for equation in reversed(program.eqns):
         if live.isdisjoint(equation.outvars):
@@ -226,11 +221,15 @@ def next_forward(
     count = of_results[0].num_leaves
     open_form = _jax.opened(program)
     # An operand is not returned (JAX would copy it), nor one array twice (a VJP under jit returns
-    # one up to four times). A result is returned once more as a residual: what is computed from a
-    # gradient is not, by that, computed from the result.
+    # one up to four times), nor what no operand decides (zeros). A result is returned once more as
+    # a residual: what is computed from a gradient is not, by that, computed from the result.
+    decided = _decided_by_operands(program)
     places = {id(v): i for i, v in enumerate(open_form.invars)}
-    kept, residuals = list(range(count)), list[int]()
+    kept, residuals = list(range(count)), list[Any]()
     for i, v in enumerate(open_form.outvars[count:], count):
+        if not decided[i]:
+            residuals.append(_without_operands(program, i))
+            continue
         if id(v) not in places or hasattr(v, "val"):
             places[id(v)] = len(types) + len(kept)
             kept.append(i)
@@ -261,7 +260,8 @@ def next_forward(
                 saved = list(islice(at_residual, tree.num_leaves))
                 if set(wanted) <= set(active):
                     break
-            derivative = jax.tree.unflatten(tree, [arrays[i] for i in saved])
+            values = [arrays[i] if type(i) is int else evaluate(i, (), {})[0] for i in saved]
+            derivative = jax.tree.unflatten(tree, values)
             every = transposed(derivative, [types[i] for i in active], here, is_whole)
             at = {i: k for k, i in enumerate(wanted)}
             of_active = {active[k]: ct for k, ct in every.items()}
@@ -272,6 +272,42 @@ def next_forward(
         return found
 
     return forward, pull_back, count, of_results[0]
+
+
+@of_program
+def _decided_by_operands(program: Any) -> list[bool]:
+    """For each result of a program whether an operand (or an effect) decides it."""
+    open_form = _jax.opened(program)
+    decided, undecided_in_calls = set(open_form.invars), set[Any]()
+    for equation in open_form.eqns:
+        if equation.effects or any(_is_variable(v) and v in decided for v in equation.invars):
+            decided.update(equation.outvars)
+            if equation.primitive is _jax.JIT:
+                each = zip(equation.outvars, _decided_by_operands(equation.params["jaxpr"]))
+                undecided_in_calls.update(v for v, is_decided in each if not is_decided)
+    decided -= undecided_in_calls
+    return [not _is_variable(v) or v in decided for v in open_form.outvars]
+
+
+def _without_operands(program: Any, place: int) -> Any:
+    """A program without operands for a result that no operand decides."""
+    open_form, constants = _jax.parts_of(program)
+    result = open_form.outvars[place]
+    needed, equations = {result}, list[Any]()
+    for equation in reversed(open_form.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            if equation.primitive is _jax.JIT and result in equation.outvars:
+                inner = equation.params["jaxpr"]
+                return _without_operands(inner, equation.outvars.index(result))
+            equations.append(equation)
+            needed.update(filter(_is_variable, equation.invars))
+    return _jax.program_of(
+        program,
+        constants=dict(zip(open_form.constvars, constants, strict=True)),
+        inputs=(),
+        outputs=[result],
+        equations=equations[::-1],
+    )
 
 
 def _add_to(cotangents: dict[int, Any], more: Mapping[int, Any]) -> None:

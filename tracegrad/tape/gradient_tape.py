@@ -264,8 +264,8 @@ class GradientTape(Recording):
         self._check_usable()
         targets, variables = arrays_of(target)
         seeds = seeds_for(targets, output_gradients)
-        kind = SPARSE_GRADIENT if sparse else GRADIENT
-        return self._differentiate(targets, variables, sources, unconnected, kind, seeds)
+        derivative = SPARSE_GRADIENT if sparse else GRADIENT
+        return self._differentiate(targets, variables, sources, unconnected, derivative, seeds)
 
     def jacobian(
         self,
@@ -359,7 +359,7 @@ class GradientTape(Recording):
         variables: Mapping[Variable, Any],
         sources: Any,
         unconnected: UnconnectedGradients,
-        kind: Derivative,
+        derivative: Derivative,
         seeds: Sequence[Any] = (),
     ) -> Any:
         leaves, tree = jax.tree.flatten(sources, is_leaf=is_variable)
@@ -378,7 +378,7 @@ class GradientTape(Recording):
         if not _jax.is_top_level():
             record.hand_out()
         with _jax.as_computed(targets):
-            found = cotangents_of(record, leaves, targets, variables, kind, seeds)
+            found = cotangents_of(record, leaves, targets, variables, derivative, seeds)
         if any(map(is_none, found)):
             each_leaf = itertools.compress(leaves_of(sources), wanted or itertools.repeat(True))
             if self._recorder and any(map(self._is_further_inside, targets)):
@@ -389,7 +389,7 @@ class GradientTape(Recording):
         if unconnected is UnconnectedGradients.ZERO:
             with _jax.as_computed(leaves):
                 found = [
-                    kind.zeros(targets, leaf) if ct is None else ct
+                    derivative.zeros(targets, leaf) if ct is None else ct
                     for ct, leaf in zip(found, leaves, strict=True)
                 ]
         if wanted is not None:

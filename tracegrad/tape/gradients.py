@@ -185,8 +185,10 @@ def gradients(
     each = [array for of in reads for array in of]
     _refuse_from_around(record, targets, each, stops, any(map(is_variable, sources)))
     with jax.named_scope(name):
-        kind = SPARSE_GRADIENT if sparse else GRADIENT
-        terms = iter(_pull_back(record, targets, each, kind, seeds, stops, sums, gate_gradients))
+        derivative = SPARSE_GRADIENT if sparse else GRADIENT
+        terms = iter(
+            _pull_back(record, targets, each, derivative, seeds, stops, sums, gate_gradients)
+        )
         found = [sum_of_known([next(terms) for _ in of], sums) for of in reads]
         if colocate_gradients_with_ops:
             found = [_colocated(g, of[-1]) for g, of in zip(found, reads, strict=True)]
@@ -304,7 +306,7 @@ def _pull_back(
     record: Record,
     targets: Sequence[Any],
     sources: Sequence[Any],
-    kind: Derivative,
+    derivative: Derivative,
     seeds: Sequence[Any] = (),
     stops: Sequence[Any] = (),
     aggregate: Aggregation | None = None,
@@ -314,7 +316,7 @@ def _pull_back(
     stopped = frozenset(map(record.slot, stops))
     warn_of_lost(record, sources, targets)
     ends = tuple(map(record.slot, sources)), tuple(map(record.slot, targets))
-    return cotangents(record, *ends, kind, seeds, stopped, aggregate, gated)
+    return cotangents(record, *ends, derivative, seeds, stopped, aggregate, gated)
 
 
 def _refuse_from_around(

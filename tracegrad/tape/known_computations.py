@@ -31,6 +31,10 @@ _JIT = _jax.JIT
 _computations: Cache[Any, Computation] = Cache(2048)
 _of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
 
+# Of jitted functions that close over no arrays, and have no effects: the settings of the latest
+# call, and what it computes.
+_simple_calls: WeakCache[tuple[tuple[Any, ...], Computation]] = WeakCache(2048)
+
 # A jitted function of at most so many cheap operations is computed again for its derivative: that
 # costs no more than to hand what was computed from one program to the next.
 _MOST_AGAIN = 32
@@ -72,6 +76,15 @@ def _new(primitive: Any, params: Mapping[str, Any]) -> Computation:
     )
 
 
+def simple_call(params: Mapping[str, Any]) -> Computation | None:
+    """What a call of a jitted function computes, if it came before and there is nothing else to
+    heed: no arrays that it closes over, no effects."""
+    known = _simple_calls.get(params["jaxpr"])
+    if known is None or known[0] != _jax.jit_settings(params):
+        return None
+    return known[1]
+
+
 def computation_of_rule(primitive: Any, params: Mapping[str, Any]) -> Computation:
     """The computation of a function with a rule, traced for this call: of no other one, since a
     rule is a Python function, which may read what has changed."""
@@ -87,6 +100,9 @@ def computation_with_programs(
       primitive, params: JAX's.
       captured: the arrays that the programs close over and that are to be operands.
     """
+    is_simple = primitive is _JIT and not captured
+    if is_simple and (call := simple_call(params)) is not None:
+        return call
     if any(map(_jax.is_tracer, captured)):  # gone with its transformation
         return _with_programs(primitive, without_donation(params), captured)
     ids = tuple(map(id, captured))
@@ -103,15 +119,17 @@ def computation_with_programs(
     if known is None:
         known = _of_programs.put(program, {})
     try:
-        found = known.get(key)
+        computation = known.get(key)
     except TypeError:
         return _with_programs(primitive, without_donation(params), captured)
-    if found is None:
-        found = known[key] = _of_structure(primitive, without_donation(params), captured)
-    elif not found.is_kept:  # it has come again
-        found.is_kept = True
-        found.derived.clear()
-    return found
+    if computation is None:
+        computation = known[key] = _of_structure(primitive, without_donation(params), captured)
+    elif not computation.is_kept:  # it has come again
+        computation.is_kept = True
+        computation.derived.clear()
+    if is_simple and not _jax.program_facts(program).has_effects:
+        _simple_calls.put(program, (_jax.jit_settings(params), computation))
+    return computation
 
 
 def _of_structure(
@@ -133,7 +151,8 @@ def _with_programs(
 ) -> Computation:
     """`is_kept`: whether another call will find it; else nothing is compiled for it."""
     # The table that has the computation knows it by its program, which it may not hold itself.
-    params = {name: _copied(value) for name, value in params.items()}
+    copies = {name: program.replace() for name, program in _jax.sub_programs(params)}
+    params = _jax.with_programs(params, copies)
     facts = _jax.facts_below(params)
     refused = refused_arrays(primitive, params, captured)
     captured = [array for array in captured if id(array) not in refused]
@@ -155,7 +174,7 @@ def _with_programs(
     calls_host = any(_jax.calls_host(p.name) for p in facts.primitives)
     is_run_once |= calls_host
     has_references = any(_has_references(program) for _, program in _jax.sub_programs(params))
-    found = Computation(
+    computation = Computation(
         fun,
         str(params.get("name", primitive.name)),
         primitive=primitive,
@@ -173,13 +192,13 @@ def _with_programs(
             instead = dict(zip(ids, operands))
             return evaluate(params["jaxpr"], operands[len(ids) :], instead)
 
-        found.run, found.gives_list = compiled(inlined, found.name), True
+        computation.run, computation.gives_list = compiled(inlined, computation.name), True
     elif primitive in (_jax.SCAN, _jax.COND, _jax.WHILE):
-        found.run, found.gives_list = compiled(fun, found.name), True
-    found.has_rules = primitive in RULES or not facts.primitives.isdisjoint(RULES)
-    found.has_nones = _jax.CUSTOM_VJP in (primitive, *facts.primitives)
-    found.captured, found.refused = captured, refused
-    return found
+        computation.run, computation.gives_list = compiled(fun, computation.name), True
+    computation.has_rules = primitive in RULES or not facts.primitives.isdisjoint(RULES)
+    computation.has_nones = _jax.CUSTOM_VJP in (primitive, *facts.primitives)
+    computation.captured, computation.refused = captured, refused
+    return computation
 
 
 @of_program
@@ -194,16 +213,6 @@ def _has_references(program: Any) -> bool:
 
 def _scans(primitive: Any, facts: Any) -> bool:
     return primitive is _jax.SCAN or _jax.SCAN in facts.primitives
-
-
-def _copied(value: Any) -> Any:
-    program: Any = value
-    if isinstance(value, _jax.PROGRAM_TYPES):
-        return program.replace()
-    if isinstance(value, (tuple, list)) and any(isinstance(v, _jax.PROGRAM_TYPES) for v in value):
-        copies = [_copied(item) for item in value]
-        return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)
-    return value
 
 
 def _is_costly(params: Mapping[str, Any], facts: Any) -> bool:

@@ -14,12 +14,11 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.ir import CustomGradient, Graph, Node, has_gradient
+from tracegrad.ir import CustomGradient, Node, has_gradient
 from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.dependence import Masks, joined, of_each
-from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.tape.computations import Computation
+from tracegrad.tape.computations import Computation, traced
 from tracegrad.tape.made_rules import What, closed_over_by, closes_over_arrays
 from tracegrad.tape.record import Entry, LostGradient, Record, lost_gradient_text, type_of_kept
 from tracegrad.tape.rules_on_values import Rule
@@ -109,18 +108,13 @@ def lose(
 def lost_operands(fun: Any, types: Sequence[Any]) -> Lost:
     """Each operand of a function that a function with a rule in it closes over: its position, what
     the user calls it, and the results that are connected to a result of that inner function."""
-    graph = _traced(fun, types)
     walk = _ClosedOver(len(types))
-    outs = walk.region(graph, of_each(map(_jax.has_gradient, types)))
+    outs = walk.region(traced(fun, types), of_each(map(_jax.has_gradient, types)))
     return [
         (operand, what, places)
         for (operand, what), bit in walk.found.items()
         if (places := tuple([i for i, mask in enumerate(outs) if mask & bit]))
     ]
-
-
-def _traced(fun: Any, types: Sequence[Any]) -> Graph:
-    return import_program(jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)))(*types))
 
 
 class _ClosedOver(Walk):

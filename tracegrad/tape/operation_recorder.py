@@ -19,10 +19,12 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import Computation
+from tracegrad.tape.direct_calls import NotDirect, direct_form
 from tracegrad.tape.effects import reads_the_host
 from tracegrad.tape.known_computations import (
     computation_of,
     computation_with_programs,
+    simple_call,
     without_donation,
 )
 from tracegrad.tape.lost_gradients import lose_in
@@ -80,6 +82,33 @@ class OperationRecorder(ForwardingTrace):
     def gives_back(self) -> bool:
         return self.is_top and len(self.records) == 1 and type(self.records[0]) is Record
 
+    def call_jitted(
+        self, jitted: Any, forms: dict[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        operands = jax.tree.leaves((args, kwargs))
+        watching = self.watching(operands)
+        is_plain = self.is_top and len(watching) == len(self.records) == 1
+        if not (is_plain and self._may_save(watching)) or _jax.config.jax_disable_jit:
+            return jitted(*args, **kwargs)
+        (record,) = watching
+        key = record.active(operands), record.orders
+        form = forms.get(key)
+        if form is None and len(forms) < _MOST_FORMS:
+            form = forms[key] = direct_form(jitted, *key)
+        if form is None or form is NotDirect or not are_plain(operands):
+            return jitted(*args, **kwargs)
+        tell_of_assigned(operands)
+        try:
+            with set_current_trace(self.parent_trace):
+                results, call = form(*args, **kwargs)
+        except NotDirect:
+            forms[key] = NotDirect
+            return jitted(*args, **kwargs)
+        record.add(call.computation, operands, results, current_source_info())
+        if call.computation.has_rules:
+            lose_in(watching, call.computation, operands, results)
+        return jax.tree.unflatten(call.tree, results[: call.tree.num_leaves])
+
     # ------------------------------------------------------------------ what JAX asks of a trace
 
     def process_primitive(
@@ -97,9 +126,16 @@ class OperationRecorder(ForwardingTrace):
                 with set_current_trace(self.parent_trace):
                     return primitive.bind(*args, **params)
             results = self.apply(computation_of(primitive, params), args, watching)
+        elif primitive is _JIT:
+            call = simple_call(params)
+            watching = [] if call is None else self.watching(args)
+            if call is None or not watching:
+                return self._process_programs(primitive, args, params)
+            tell_of_assigned(args)
+            return self.apply(call, args, watching)
         elif primitive is TO_HOST:
             return self._end_gradient(primitive, args, params)
-        elif primitive is not _JIT and not _jax.sub_programs(params):
+        elif not _jax.sub_programs(params):
             _WITHOUT_PROGRAMS.add(primitive)
             return self.process_primitive(primitive, args, params)
         else:
@@ -171,10 +207,8 @@ class OperationRecorder(ForwardingTrace):
         self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
     ) -> Any:
         """Runs a computation and records it; returns its own results, as it gives them."""
-        for operand in operands:
-            if type(operand) not in PLAIN:
-                operands = self.own_operands(computation.name, operands)
-                break
+        if not PLAIN.issuperset(map(type, operands)):
+            operands = self.own_operands(computation.name, operands)
         saves = computation.saves if self.is_top else computation.is_run_once
         with set_current_trace(self.parent_trace):
             if saves and watching and self._may_save(watching):
@@ -292,6 +326,7 @@ def refuse_references(name: str, values: Sequence[Any]) -> None:
         )
 
 
+_MOST_FORMS = 64  # of one jitted function: one for each set of operands that are followed
 _IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
 # Of most operands it is known by their type that they can be held as they are.
 PLAIN = {bool, int, float, complex}

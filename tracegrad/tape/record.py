@@ -35,6 +35,13 @@ class Entry(NamedTuple):
     results: tuple[int, ...]
     source_info: Any
 
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """The slots of the arrays at which it is pulled back."""
+        if getattr(self.computation, "count", None) is None:  # it has saved nothing
+            return self.args
+        return (*self.args, *self.results)
+
 
 class LostGradient(NamedTuple):
     """A followed array that a function with a rule closes over, so that the rule gives it none.
@@ -82,6 +89,7 @@ class Record:
       arrays: by slot.
       tracked: the slots of the arrays that are followed, by identity.
       others: those of other operands.
+      without_gradient: those of results without one: integers, booleans, random keys.
     """
 
     keeps_operations = True
@@ -92,6 +100,7 @@ class Record:
         self.entries: list[Entry] = []
         self.tracked: Any = {}
         self.others: dict[int, int] = {}
+        self.without_gradient: list[int] = []
         self.lost: list[LostGradient] = []
         # What was used where nothing was followed, weakly, by identity.
         self.unfollowed: dict[int, weakref.ref[Any]] = {}
@@ -173,6 +182,7 @@ class Record:
                 tracked[id(result)] = slot
             else:
                 others[id(result)] = slot
+                self.without_gradient.append(slot)
         self.entries.append(
             Entry(computation, tuple(slots), tuple(range(first, len(arrays))), info)
         )
@@ -216,7 +226,8 @@ class Record:
     def forget_arrays(self) -> None:
         """Lets go of all arrays; what was recorded, and which Variables were watched, can still be
         asked."""
-        self.arrays[:] = list(map(type_of_kept, self.arrays))
+        abstract, array_type = jax.core.AbstractValue, _jax.array_type
+        self.arrays[:] = [x if isinstance(x, abstract) else array_type(x) for x in self.arrays]
         self.tracked.clear()
         self.others.clear()
         self.unfollowed.clear()
@@ -239,6 +250,7 @@ class Record:
         self.arrays.clear()
         self.reads.clear()
         self.entries.clear()
+        self.without_gradient.clear()
 
 
 def type_of_kept(array: Any) -> Any:

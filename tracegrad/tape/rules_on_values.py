@@ -30,6 +30,7 @@ class Rule:
       handed_on: which results are which of the operands as they were.
     """
 
+    number = None  # as a `Computation` has one
     name: str
     called: Callable[..., list[Any]]
     pull_back: Callable[[Sequence[Any], Sequence[bool]], Sequence[Any]]

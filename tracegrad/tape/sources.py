@@ -27,7 +27,7 @@ def cotangents_of(
     sources: Sequence[Any],
     targets: Sequence[Any],
     variables: Mapping[Variable, Any],
-    kind: Derivative,
+    derivative: Derivative,
     seeds: Sequence[Any],
 ) -> list[Any]:
     """The cotangents of sources; None for one that nothing connects to a target.
@@ -37,13 +37,13 @@ def cotangents_of(
       sources: arrays and Variables.
       targets: arrays.
       variables: the values of those Variables that are targets.
-      kind, seeds: as of `cotangents`.
+      derivative, seeds: as of `cotangents`.
     """
     # Each read of a Variable is a value of its own, the more so after an assignment.
     arrays = [record.reads_of(source) for source in sources]
     if variables:
         arrays = [_with_target(variables, source, of) for source, of in zip(sources, arrays)]
-    found = _of_arrays(record, list(chain(*arrays)), targets, kind, seeds)
+    found = _of_arrays(record, list(chain(*arrays)), targets, derivative, seeds)
     if set(map(len, arrays)) == {1}:  # as most are
         return found
     each = iter(found)
@@ -61,7 +61,7 @@ def _of_arrays(
     record: Record,
     sources: Sequence[Any],
     targets: Sequence[Any],
-    kind: Derivative,
+    derivative: Derivative,
     seeds: Sequence[Any],
 ) -> list[Any]:
     warn_of_lost(record, sources, targets)
@@ -78,7 +78,7 @@ def _of_arrays(
         return [None] * len(sources)
     to_targets = tuple([record.slot(targets[i]) for i in inside])
     given = [seeds[i] for i in inside] if seeds else []
-    found = cotangents(record, tuple(from_sources.values()), to_targets, kind, given)
+    found = cotangents(record, tuple(from_sources.values()), to_targets, derivative, given)
     if len(from_sources) == len(sources):  # each once
         return found
     by_source = dict(zip(from_sources, found, strict=True))

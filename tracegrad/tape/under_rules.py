@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ class Recorded(NamedTuple):
 
 def graph_of(
     entries: Sequence[Entry],
-    types: Sequence[Any],
+    types: Sequence[Any] | Mapping[int, Any],
     outputs: Sequence[int],
     first: Sequence[int] = (),
     *,
@@ -77,7 +77,7 @@ def graph_of(
 def run_entries(
     entries: Sequence[Entry],
     known: dict[int, Any],
-    shown: Sequence[Any] | None = None,
+    shown: Sequence[Any] | Mapping[int, Any] | None = None,
     used: Callable[[int, Any], Any] = lambda slot, value: value,
 ) -> None:
     """Runs entries once more, to be traced.
@@ -121,7 +121,7 @@ def vjp_under_rules(
     sources: Sequence[int],
     targets: Sequence[int],
     stopped: Collection[int],
-    forces: Sequence[Force],
+    rules: Sequence[Force],
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """How cotangents of targets are pulled back to sources by a program to which rules are applied.
 
@@ -158,7 +158,7 @@ def vjp_under_rules(
     places = {slot: i for i, slot in enumerate([*given, *added])}
     wanted = tuple(dict.fromkeys(places[slot] for slot in sources))
     differentiated = tuple(i in wanted for i in range(len(types)))
-    edited = apply_in_force(replace(graph, differentiated=differentiated), forces)
+    edited = apply_in_force(replace(graph, differentiated=differentiated), rules)
 
     def run(*operands: Any) -> list[Any]:
         return run_graph(edited, operands)

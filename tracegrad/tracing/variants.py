@@ -245,6 +245,7 @@ class Variant:
             options = options_behind(pipeline.fun, options, pipeline.static, use.values)
         self._make_nested = functools.partial(jax.jit, body, **options)
         self._has_options = any(options.values())
+        self._forms: dict[Any, Any] = {}  # of a trace that calls it
         if use.recomputes:
             extra = _jax.keep_recompute_options(jax.default_backend())
             options = _jax.with_compiler_options(options, extra or {})
@@ -360,13 +361,12 @@ class Variant:
         """A call where others look on."""
         updated, read, written = variables
         trace = _jax.current_trace(None)
-        is_shown = isinstance(trace, ForwardingTrace) and not self._has_options and trace.gives_back
-        values = (
-            show([*updated, *read])
-            if is_shown
-            else [variable.value for variable in (*updated, *read)]
-        )
-        new, result = self.nested(*values, *args, **kwargs)
+        if isinstance(trace, ForwardingTrace) and not self._has_options and trace.gives_back:
+            values = (*show([*updated, *read]), *args)
+            new, result = trace.call_jitted(self.nested, self._forms, values, kwargs)
+        else:
+            values = tuple([variable.value for variable in (*updated, *read)])
+            new, result = self.nested(*values, *args, **kwargs)
         if self.use.calls_host:
             _jax.wait_for(new)
         for variable, value in zip((*updated, *written), new, strict=False):

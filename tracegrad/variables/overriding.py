@@ -99,6 +99,18 @@ class ForwardingTrace(jax.core.Trace):
         """Whether what it keeps of Variables it was shown is given back (see `lending.show`)."""
         return False
 
+    def call_jitted(
+        self, jitted: Any, forms: dict[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The result of a jitted function.
+
+        Args:
+          jitted: made without options; nobody but the trace is handed its arguments.
+          forms: where the trace may keep what it makes of the function.
+          args, kwargs: the arguments.
+        """
+        return jitted(*args, **kwargs)
+
     def stage_value(self, value: Any) -> Any:
         with _jax.set_current_trace(self.parent_trace):
             return self.parent_trace.stage_value(value)
