@@ -343,7 +343,6 @@ def test_many_variables_for_one_argument_are_warned_of():
     with pytest.warns(tg.RetraceWarning, match=r"the Variable of `w` changed.*pass its `.value`"):
         results = [float(f(w)) for w in many]
     assert results == [i + 1.0 for i in range(9)]
-    assert "w: <Variable w8>" in str(f.cache_info())
 
 
 def test_variables_have_names_in_the_text_of_a_graph():

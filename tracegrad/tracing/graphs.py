@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -136,7 +135,6 @@ def trace_to_graph(
         assigned=inside.variables.assigned,
         updates=inside.updates,
         settings=inside.settings,
-        surroundings={name: weakref.ref(m) for name, m in inside.outside.modules.items()},
         loses=_lost(inside.lost, fun, args, kwargs, static) if is_lost else (),
     )
 

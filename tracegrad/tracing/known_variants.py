@@ -16,7 +16,7 @@ import jax
 
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.variants import Use, Variant
-from tracegrad.variables.outside import Fixture
+from tracegrad.variables.trees import Fixed
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
@@ -36,15 +36,15 @@ class KnownVariants:
     def __init__(self) -> None:
         self._all: OrderedDict[Any, Variant] = OrderedDict()  # by identity, last used last
         self._by_signature: OrderedDict[Any, Variant] = OrderedDict()
-        self.only: OrderedDict[tuple[Fixture, ...], Variant | None] = OrderedDict()
+        self.only: OrderedDict[tuple[Fixed, ...], Variant | None] = OrderedDict()
         self._lock = threading.RLock()
 
-    def likely(self, variables: tuple[Fixture, ...], key: Any) -> Variant | None:
+    def likely(self, variables: tuple[Fixed, ...], key: Any) -> Variant | None:
         """What such arguments had the last time, or the only one that there is. No other: to try
         one reads its Variables, as a tape would notice.
 
         Args:
-          key: the `signature` of the arguments, and their surroundings.
+          key: the `signature` of the arguments.
         """
         with self._lock:
             for variant in (self._by_signature.get(key), self.only.get(variables)):
@@ -62,7 +62,7 @@ class KnownVariants:
                 self._all[use.identity] = variant
             return variant
 
-    def remember(self, variant: Variant, variables: tuple[Fixture, ...], key: Any) -> bool:
+    def remember(self, variant: Variant, variables: tuple[Fixed, ...], key: Any) -> bool:
         """Notes of what variant a call was. Returns whether there is no other, and it is called
         with the arguments alone."""
         with self._lock:

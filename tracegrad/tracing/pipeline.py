@@ -31,13 +31,11 @@ from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.known_variants import KnownVariants, signature
 from tracegrad.tracing.retracing import Signature, TraceHistory
-from tracegrad.tracing.rules_of_modules import refuse_rules_that_read
 from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.user_errors import explain, explain_rule
 from tracegrad.tracing.variants import Use, Variant
 from tracegrad.variables.modules import Modules, Structure, modules_in
-from tracegrad.variables.outside import Fixture, Surroundings, surroundings
 from tracegrad.variables.packed import Packing
 from tracegrad.variables.trees import Fixed, given, held, taken, without_variables
 
@@ -87,7 +85,6 @@ class Pipeline:
         self._taken_apart = static.each(Packing() if all(map(_is_for_all, parts)) else _given)
         self.takes_apart = False  # whether any call had arguments with what is no array
         self.holds_modules = False  # whether any had modules of flax.nnx
-        self._outside: list[weakref.ref[Any]] = []  # modules of flax.nnx that it closes over
         self._left_to: Callable[..., Any] | None = None  # instead of coming here
         self._warned = False
 
@@ -102,7 +99,7 @@ class Pipeline:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         packed, named = args, kwargs
-        variables: tuple[Fixture, ...] = ()
+        variables: tuple[Fixed, ...] = ()
         modules = None
         found = None
         try:
@@ -147,17 +144,17 @@ class Pipeline:
 
     def _packed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Fixture, ...], Modules | None]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Fixed, ...], Modules | None]:
         """The arguments of a call as jit gets them, and what is in them besides arrays."""
         if not self.holds_modules:
             args, kwargs, variables = self._taken_apart(args, kwargs)
-            return args, kwargs, (*variables, *self._surroundings()), None
+            return args, kwargs, variables, None
         (args, kwargs), structures = self.static.given(args, kwargs, held)
         modules = modules_in((args, kwargs)) if structures else None
         if modules is not None and self._donation is not None:
             self._donation.refuse_sharing(self.fun, args, kwargs)
         args, kwargs, variables = self._taken_apart(args, kwargs)
-        return args, kwargs, (*structures, *variables, *self._surroundings()), modules
+        return args, kwargs, (*structures, *variables), modules
 
     def search(
         self,
@@ -179,25 +176,22 @@ class Pipeline:
             self.holds_modules = True
 
         key = signature(self.static, args, kwargs)
-        around = self._surroundings()
         variant = None
         if not found and key is None:  # the jit of any says what is wrong with the arguments
             variant = Variant(self, Use(_NOTHING))
         elif not found:
-            variant = self._variants.likely((*variables, *around), (key, around))
+            variant = self._variants.likely(variables, key)
         for _ in range(_ATTEMPTS):
             if variant is None:
                 found = found or self.traced(args, kwargs)
                 variant = self._variants.of(self, found[1])
-                around = self._looking_at(found[1].modules)
             with Attempt(self, found) as attempt:
                 try:
                     result = action(variant, args, kwargs)
                 except Exception as error:
                     explain_rule(error, lambda: self.graph(args, kwargs))
                     raise
-                fixed = *variables, *around
-                is_all = self._variants.remember(variant, fixed, (key, around))
+                is_all = self._variants.remember(variant, variables, key)
                 if is_all and not self.takes_apart:
                     self._leave_to_jit(variant)
                 return result
@@ -206,19 +200,6 @@ class Pipeline:
             f"{self.__name__} uses other Variables each time it is traced. Create its "
             "Variables once, outside of it."
         )
-
-    def _looking_at(self, modules: Sequence[weakref.ref[Any]]) -> tuple[Surroundings, ...]:
-        """Has calls look at modules that the function closes over. Returns what they are now."""
-        if modules:
-            known = {id(ref()) for ref in self._outside}
-            new = [ref for ref in modules if id(ref()) not in known]
-            self._outside = [ref for ref in (*self._outside, *new) if ref() is not None]
-            self.take_apart()
-        return self._surroundings()
-
-    def _surroundings(self) -> tuple[Surroundings, ...]:
-        """What the modules that the function closes over are now."""
-        return surroundings(self._outside) if self._outside else ()
 
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
@@ -270,8 +251,6 @@ class Pipeline:
             graph = self.graph(args, kwargs)
             if graph.loses:
                 raise TypeError(changes_lost(self.__name__, graph.loses))
-            if graph.surroundings:
-                refuse_rules_that_read(graph)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
         outer = _jax.is_part_of_a_program() if in_jit else _jax.staging_trace() is not None
@@ -318,7 +297,6 @@ class Pipeline:
             Signature.of(
                 {name: v for name, v in named.items() if name not in fixed},
                 {name: v for name, v in named.items() if name in fixed},
-                {name: each.structure for each in use.surroundings for name in graph.surroundings},
             )
         )
 

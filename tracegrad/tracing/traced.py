@@ -20,14 +20,12 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.tracing.graphs import Rule, require_function
 from tracegrad.tracing.jit_options import options_behind_module
-from tracegrad.tracing.module_functions import function_of
+from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
-from tracegrad.tracing.retracing import CacheInfo
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.static import resolve
 from tracegrad.tracing.user_errors import explain
-from tracegrad.variables.statics import is_module
 
 _JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
 
@@ -41,7 +39,6 @@ class TracedFunction:
       lower(*args, **kwargs), trace(*args, **kwargs): `jax.stages.Lowered` and
         `jax.stages.Traced`, as of a jitted function; so `jax.export.export` takes it.
       eval_shape(*args, **kwargs): the types of the results, without computing them.
-      cache_info(): the signatures for which it was traced, when, and why each was a new one.
       clear_cache(): forgets compiled programs.
       __wrapped__: the original function.
 
@@ -70,9 +67,8 @@ class TracedFunction:
         require_function(fun)
         functools.update_wrapper(self, fun, updated=())
         static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
-        called, self._first = fun, ()
-        if is_module(fun):
-            called, self._first = function_of(fun), (fun,)
+        called, self._first = taking_module(fun)
+        if self._first:
             options, static = options_behind_module(fun, options, static)
         self._made_with = tuple(rules), dict(jit_options or {})
         self._called = called  # the pipeline holds it weakly
@@ -123,28 +119,6 @@ class TracedFunction:
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The results as `jax.ShapeDtypeStruct`s. Assigns nothing."""
         return self._staged("eval_shape", args, kwargs)
-
-    def cache_info(self) -> CacheInfo:
-        """The signatures for which the function was traced, when, and why each was a new one.
-
-        All wrappers of a function with the same rules share them, and those with the same options
-        its programs too. Calls inside another compiled function are not counted: nothing is
-        compiled for them (nor are those for which JAX goes on with what it traced there).
-
-        >>> import jax.numpy as jnp, tracegrad as tg
-        >>> @tg.trace
-        ... def double(x):
-        ...     return 2 * x
-        >>> for n in (3, 4, 4, 4):
-        ...     _ = double(jnp.ones(n))
-        >>> double.cache_info()  # doctest: +ELLIPSIS
-        double was traced for 2 signatures
-          1. ...  x: float32[3]
-            the first
-          2. ...  x: float32[4]
-            the shape of `x` changed from [3] to [4]
-        """
-        return self._pipeline.history.info()
 
     def clear_cache(self) -> None:
         """Forgets what was compiled: the next call traces again."""
@@ -244,10 +218,10 @@ def trace(
     trees too, is that Variable inside, and may be watched and assigned there; for each there is a
     program. One among its results is handed out as an array, its value at the end of the call.
     Modules of `flax.nnx` among its arguments, optimisers, metrics and random streams are changed as
-    under ``nnx.jit``, in about half the time; for each structure of them there is a program. Those
-    that it closes over are read as they are at each call. A module of equinox may be the function,
-    or a method of one, or what `equinox.filter_grad` returns: its arrays are inputs of the program,
-    which equal ones share.
+    under ``nnx.jit``, in about half the time; for each structure of them there is a program. One
+    that the function closes over is a constant of the program, as under `jax.jit`. A module of
+    flax.nnx or of equinox may be the function, or a method of one, or what `equinox.filter_grad`
+    returns: its arrays are inputs of the program, which equal ones share.
     Usable bare (``@trace``), with arguments
     (``@trace(static_argnames="n")``), on methods, and under every JAX transformation.
 

@@ -35,7 +35,6 @@ from tracegrad.variables.inside import hands_out, put_together
 from tracegrad.variables.lending import free, hold, lend, peek, settle, show, take_back
 from tracegrad.variables.listening import listeners
 from tracegrad.variables.modules import Modules, held_leaves, modules_in
-from tracegrad.variables.outside import ModuleArray, surroundings
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed, unpacked
 from tracegrad.variables.statics import has_modules, has_statics, with_statics
@@ -57,8 +56,6 @@ class Use:
       updates: which arrays of the modules of flax.nnx among the arguments it returns: those with
         new values, and those that would be gone after the call.
       settings: attributes of these modules that get another value.
-      modules: those of flax.nnx outside of it, held weakly; what there is of them besides arrays
-        are its `surroundings`.
       calls_host: whether it calls code that XLA did not compile, where it has state.
       recomputes: whether it recomputes, and must be compiled with options that keep that.
       has_statics: whether some of its result is no array.
@@ -66,7 +63,7 @@ class Use:
       returns_modules: whether modules of flax.nnx in its result are put in their places then.
       is_plain: whether it is arguments in, result out.
       puts_back: whether modules and results are put together after the call.
-      is_over: a Variable or a module is gone, and with it the use of the program.
+      is_over: a Variable is gone, and with it the use of the program.
       identity: equal for uses of the same Variables in the same way.
     """
 
@@ -80,36 +77,30 @@ class Use:
         read = {id(v): v for v in graph.variables}
         assigned = {id(v): v for v in graph.assigned}
         self.is_over = False
-        outside = [ref() for ref in graph.surroundings.values()]
-        self.updated, self.read, self.written, self.modules = self._weakly(
+        self.updated, self.read, self.written = self._weakly(
             [v for key, v in assigned.items() if key in read],
             [v for key, v in read.items() if key not in assigned],
             [v for key, v in assigned.items() if key not in read],
-            [module for module in outside if module is not None],
         )
         self.values = (*self.updated, *self.read)  # of these the program takes the values
         self.updates = tuple(sorted({*donated, *graph.updates}))
         self.settings = graph.settings
-        self.surroundings = surroundings(self.modules) if self.modules else ()
-        # A Variable is kept by whoever uses it; these by nobody.
-        self._alone = [v for v in read.values() if isinstance(v, ModuleArray) and v.is_alone]
         self.returns_modules = hands_out(graph.out_tree)
         self.has_statics = has_statics(graph.out_tree)
-        of_modules = self.updates, self.settings, self.returns_modules, self.modules
+        of_modules = self.updates, self.settings, self.returns_modules
         self.has_state = bool(read or assigned or any(of_modules))
         self.calls_host = self.has_state and graph.calls_host
         needed = _jax.keep_recompute_options(jax.default_backend())
         self.recomputes = needed is not None and graph.recomputes
         self.returns_statics = packs and self.has_statics
         self.is_plain = not self.has_state and not self.returns_statics
-        self.puts_back = self.returns_statics or any(of_modules[:3])
+        self.puts_back = self.returns_statics or any(of_modules)
         self.identity = (
             frozenset(read),
             frozenset(assigned),
             self.updates,
             self.settings,
             self.returns_modules,
-            self.surroundings,
             self.calls_host,
             self.returns_statics,
         )

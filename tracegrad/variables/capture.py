@@ -27,7 +27,6 @@ import jax
 from tracegrad import _jax
 from tracegrad.variables.lending import FROZEN
 from tracegrad.variables.listening import listeners, listening
-from tracegrad.variables.outside import ModuleArray, states_around
 from tracegrad.variables.variable import Variable
 
 # What a Variable gives to who reads it as a value of its own, and the Variable's value at the
@@ -95,7 +94,6 @@ class Capture:
         self._handed: list[int] = []  # the identities of assigned values read further inside
         self._prepared: set[Variable] = set()  # assigned under a generation of programs of its own
         self._trace: Any = None
-        self._states: list[Any] | None = None  # of flax, around the function
         self._life = _Life()
         self._generations = ExitStack()
 
@@ -113,7 +111,7 @@ class Capture:
             _active.captures -= 1
             self._life.runs = False
             # They know the function, which has this: a circle, that would keep alive what it holds.
-            self._trace, self._states = None, None
+            self._trace = None
             self._read.clear()
             self._current, self._readable, self._readable_inside = {}, {}, {}
             for identity in self._handed:
@@ -127,8 +125,6 @@ class Capture:
     # ---------------------------------------------------------------------------------- listening
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        if isinstance(variable, ModuleArray) and not variable.is_outside(self._around()):
-            return outside()  # a function further inside closes over what was made in this one
         if _active.telling:
             return self._value_inside(variable)
         here = _jax.current_trace(None)
@@ -163,11 +159,6 @@ class Capture:
             return False
         inside = _jax.outward(where, self._trace)
         return any(variable in self._read.get(trace, ()) for trace in inside)
-
-    def _around(self) -> list[Any]:
-        if self._states is None:
-            self._states = states_around(self._trace)
-        return self._states
 
     def _value_at_entry(self, variable: Variable) -> _jax.Placeholder:
         if variable not in self._entry:

@@ -2,8 +2,8 @@
 
 Variables are themselves, and modules of flax.nnx are made of the traced arrays. What has another
 value in those when the function is over is an output of its program; a module that it returns is
-one of the caller's, or a new one. Of what is around it the function's Variables are found by a
-`Capture`, and modules by an `Outside`.
+one of the caller's, or a new one. The Variables that it uses are found by a
+`Capture`. A module that it closes over is a constant, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from tracegrad.variables.nnx_objects import (
     nnx,
     static_attributes,
 )
-from tracegrad.variables.outside import Outside
 from tracegrad.variables.states import Changes, States
 from tracegrad.variables.statics import Static, are_arrays, fix, is_variable
 from tracegrad.variables.trees import flattened, with_variables
@@ -63,7 +62,6 @@ class Inside:
 
     Attributes:
       variables: the Variables that it has read and assigned.
-      outside: the modules of flax.nnx that it has met outside of it.
       out_tree: the structure of its result.
       updates: which of the arrays of its modules it has assigned.
       settings: attributes of its modules that it has changed, and that are no data.
@@ -72,7 +70,6 @@ class Inside:
 
     def __init__(self, trace_again: Callable[[], NoReturn], apart: set[Variable]):
         self.variables = Capture(trace_again, apart)
-        self.outside = Outside()
         self.out_tree: Any = None
         self.updates: tuple[int, ...] = ()
         self.settings: tuple[Setting, ...] = ()
@@ -103,8 +100,7 @@ class Inside:
         try:
             with self.variables.captured():
                 args, kwargs = self._entering(args, kwargs)
-                with self.outside.watched():
-                    result, updates = self._leaving(fun(*args, **kwargs))
+                result, updates = self._leaving(fun(*args, **kwargs))
                 values = [*self.variables.last_values(), *updates]
                 return (result, values) if values else result  # messages then say where in it
         finally:  # their arrays know the function, which has this: see `Capture.captured`

@@ -37,8 +37,7 @@ _lenders: set[int] = set()  # the threads that ever lent
 
 def stored(variable: Variable) -> Any:
     """What is read where nobody listens."""
-    staged = _jax.staging_trace() is not None and not variable.may_be_kept
-    if staged and not _jax.is_tracer(variable._value):
+    if _jax.staging_trace() is not None and not _jax.is_tracer(variable._value):
         raise RuntimeError(FROZEN.format(name=variable.name))
     return handed(variable)
 
