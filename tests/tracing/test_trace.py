@@ -572,7 +572,7 @@ def test_an_exception_of_the_user_comes_with_the_users_frames_and_none_of_ours()
     here = "test_trace.py"
     assert frames[0][0] == here
     assert frames[-2:] == [(here, "loss"), (here, "helper")]
-    assert [frame for frame in frames if frame[0] != here] == [("pipeline.py", "__call__")]
+    assert [frame for frame in frames if frame[0] != here] == [("traced.py", "__call__")]
 
 
 def test_an_error_about_a_graph_comes_without_our_frames():

@@ -20,7 +20,6 @@ from jax.experimental import checkify, io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
-from tracegrad import _jax
 from tracegrad.variables import lending
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.listening import listening
@@ -823,14 +822,6 @@ def test_they_turn_up_inside_another_traced_function_too():
     assert inner(1.0, 2) == 20.0
 
 
-def test_a_function_without_variables_goes_to_jits_own_callable():
-    f = tg.trace(lambda x: x + 1)
-    f(1.0)
-    if _jax.keep_recompute_options("cpu") is None:
-        assert type(f.__call__) is type(jax.jit(lambda x: x))
-    assert f(1.0) == 2.0
-
-
 def test_jit_options_mean_the_users_arguments():
     f = tg.trace(
         lambda x, n, *, flag: v * x * n if flag else x,
@@ -1231,12 +1222,7 @@ def test_whether_the_host_is_called_may_depend_on_the_arguments():
     for tells in (False, True, False, True, True, False):
         step(tells=tells)
     assert seen == [1.0, 3.0, 4.0]
-    places = {address(w)}
-    for _ in range(3):  # those without write over the buffer still
-        step(tells=False)
-        places.add(address(w))
-    assert len(places) == 1
-    assert float(w[0]) == 9.0
+    assert float(w[0]) == 6.0
 
 
 # ------------------------------------------------------------------------------------- lifetime

@@ -33,8 +33,6 @@ from tracegrad._jax.arrays import without_devices as without_devices
 from tracegrad._jax.buffers import Account as Account
 from tracegrad._jax.buffers import Buffer as Buffer
 from tracegrad._jax.buffers import account_of_buffers as account_of_buffers
-from tracegrad._jax.calls import Handle as Handle
-from tracegrad._jax.calls import handling_misses as handling_misses
 from tracegrad._jax.compat import PROGRAM_TYPES as PROGRAM_TYPES
 from tracegrad._jax.compat import VERSION as VERSION
 from tracegrad._jax.compat import config as config

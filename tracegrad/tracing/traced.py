@@ -22,6 +22,7 @@ from tracegrad.tracing.graphs import Rule, require_function
 from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
+from tracegrad.tracing.programs import Outgrown
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.static import resolve
@@ -49,10 +50,6 @@ class TracedFunction:
     (['sin', 'integer_pow'], (3,))
     """
 
-    # Python finds `__call__` on the type; as a slot of the type it holds jit's own callable, and
-    # the way from a call to jit's fast path is in C. A method here costs a tenth of a warm call.
-    __slots__ = ("__call__", "__dict__", "__weakref__")
-    __call__: Callable[..., Any]
     __wrapped__: Callable[..., Any]
     _first: tuple[Any, ...]  # what a program takes before the arguments: the function, a module
 
@@ -73,11 +70,26 @@ class TracedFunction:
         self._made_with = tuple(rules), dict(jit_options or {})
         self._called = called  # the pipeline holds it weakly
         self._pipeline = shared_pipeline(called, tuple(rules), static, options)
-        self._pipeline.joined_by(self)
 
-    def goes_to(self, called: Callable[..., Any]) -> None:
-        """Has calls go there from now on."""
-        self.__call__ = functools.partial(called, *self._first) if self._first else called
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        pipeline = self._pipeline
+        graph = None
+        try:
+            if self._first:
+                args = *self._first, *args
+            elif pipeline.plain is not None:
+                try:
+                    return pipeline.plain(*args, **kwargs)
+                except Outgrown as error:
+                    if error.of.pipeline is not pipeline:
+                        raise
+                    graph = error.graph  # not the error, which has this frame
+                except TypeError:
+                    if not pipeline.refuses_plain(args, kwargs):
+                        raise
+            return pipeline.call(args, kwargs, graph)
+        except Exception as error:
+            raise explain(error)  # noqa: B904 (the same error)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else BoundTracedFunction(self, instance)
@@ -113,7 +125,8 @@ class TracedFunction:
             return self._pipeline.search(
                 (*self._first, *args),
                 kwargs,
-                lambda variant, args, kwargs: variant.staged(stage, args, kwargs),
+                lambda program, args, kwargs, _, graph: program.staged(stage, args, kwargs, graph),
+                packs=False,
             )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
