@@ -596,3 +596,78 @@ def test_arguments_with_statics_are_donated_and_sharded_as_others():
         assert (result.devices(), name) == ({jax.devices()[1]}, "b")
     whole = tg.trace(lambda x: {"y": x, "n": "a"}, out_shardings={"y": device, "n": None})
     assert whole(jnp.ones(3))["y"].devices() == {jax.devices()[1]}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    """A tree that is made of arrays alone, and says so."""
+
+    weight: jax.Array
+    bias: jax.Array
+
+    def __post_init__(self):
+        for part in (self.weight, self.bias):
+            assert isinstance(part, (jax.Array, tg.Variable)), part
+            assert part.ndim == 1
+
+
+def checked():
+    return Checked(jnp.ones(2), jnp.zeros(2))
+
+
+CALLS_WITH_CHECKED = {
+    "alone": (lambda c, *_: Checked(c.bias, c.weight), ()),
+    "beside a function": (lambda c, act: Checked(act(c.bias), c.weight), (jnp.cos,)),
+    "in a tree with a string": (lambda c, tree: Checked(tree["c"].bias, c.weight), None),
+    "beside a Variable": (lambda c, v: Checked(c.bias + v, c.weight), (tg.Variable(1.0),)),
+}
+
+
+@pytest.mark.parametrize("way", CALLS_WITH_CHECKED)
+def test_a_class_that_checks_its_parts_gets_arrays_alone(way):
+    fun, rest = CALLS_WITH_CHECKED[way]
+    rest = ({"c": checked(), "name": "c"},) if rest is None else rest
+    expected = fun(checked(), *rest)
+    for run in (
+        tg.trace(fun),
+        tg.trace(lambda *args: (fun(*args), "text", jnp.sin)),
+        tg.rewrite(fun),
+        lambda *args: tg.graph(fun)(*args).to_callable()(*args),
+    ):
+        for _ in range(2):
+            got = run(checked(), *rest)
+            got, *others = got if isinstance(got, tuple) else (got,)
+            assert_same_tree(got, expected)
+            assert others in ([], ["text", jnp.sin])
+
+
+def test_a_class_that_checks_its_parts_may_hold_a_variable():
+    total = tg.Variable(jnp.zeros(2))
+
+    def add(c, how):
+        return c.bias.assign_add(how(c.weight)).value
+
+    step = tg.trace(add)
+    for count in (1.0, 2.0):
+        np.testing.assert_array_equal(step(Checked(jnp.ones(2), total), jnp.square), count)
+    np.testing.assert_array_equal(total.value, 2.0)
+
+
+def test_gradients_of_a_class_that_checks_its_parts():
+    gradient = tg.grad(lambda c, act: jnp.sum(act(c.weight) * c.bias))
+    got = tg.trace(gradient)(checked(), jnp.sin)
+    np.testing.assert_allclose(got.bias, np.sin(np.ones(2)), rtol=1e-6)
+
+
+class StaticCall(eqx.Module):
+    weight: jax.Array
+
+    @staticmethod
+    def __call__(x):
+        return x + 1
+
+
+def test_a_module_whose_call_is_static_is_traced():
+    call = tg.trace(StaticCall(jnp.ones(2)))
+    assert (call(1.0), call(2.0)) == (2.0, 3.0)

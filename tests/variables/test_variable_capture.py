@@ -1225,6 +1225,33 @@ def test_whether_the_host_is_called_may_depend_on_the_arguments():
     assert float(w[0]) == 6.0
 
 
+def test_what_one_thread_reads_another_does_not_write_over_before_it_has_it():
+    """The first loan of a thread, beside the first calls of one that only reads."""
+    w = Variable(jnp.zeros(1 << 16))
+    read, step = tg.trace(lambda x: x * w[0]), tg.trace(lambda: w.assign_add(1.0))
+    read(1.0), step()
+    problems = []
+
+    def repeat(call, barrier):
+        barrier.wait()
+        try:
+            for _ in range(20):
+                call()
+        except Exception as error:
+            problems.append(error)
+
+    for _ in range(20):
+        barrier = threading.Barrier(2)
+        calls = (lambda: float(read(1.0)), step)
+        threads = [threading.Thread(target=repeat, args=(call, barrier)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not problems
+    assert float(w.value[0]) == 401.0
+
+
 # ------------------------------------------------------------------------------------- lifetime
 
 

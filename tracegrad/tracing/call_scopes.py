@@ -152,7 +152,8 @@ _calls = _jax.Replacement()
 def _places(bases: tuple[type, ...]) -> Iterator[tuple[type, str, Any]]:
     """Where scoped calls go: into the classes of modules that define how they are called."""
     for kind in _kinds(bases):
-        if callable(vars(kind).get("__call__")):
+        call = vars(kind).get("__call__")
+        if callable(call) and not isinstance(call, staticmethod | classmethod):
             yield kind, "__call__", _scoped
 
 

@@ -39,7 +39,10 @@ class ModuleFunction:
         self.__doc__ = module.__doc__
         self.__module__ = module.__module__
         with suppress(TypeError, ValueError):
-            signature = inspect.signature(module)
+            # Before Python 3.12 that of an object with a static `__call__` lacks a parameter.
+            call = inspect.getattr_static(type(module), "__call__", None)
+            is_static = isinstance(call, staticmethod)
+            signature = inspect.signature(module.__call__ if is_static else module)
             name = "self" if "self" not in signature.parameters else "module"
             first = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
             own = signature.parameters.values()

@@ -31,7 +31,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
 from tracegrad.tracing.jit_options import options_behind, signature_behind
 from tracegrad.variables.inside import hands_out, put_together
-from tracegrad.variables.lending import free, hold, lend, peek, settle, show, take_back
+from tracegrad.variables.lending import dispatching, free, hold, lend, peek, settle, show, take_back
 from tracegrad.variables.listening import listeners
 from tracegrad.variables.modules import Modules, Setting, held_leaves, modules_in
 from tracegrad.variables.overriding import ForwardingTrace
@@ -295,6 +295,12 @@ class Body:
             raise Outgrown(self, None)
         return args, kwargs
 
+    def warn_of_merging(self) -> None:
+        """See there."""
+        pipeline = self._pipeline()
+        if pipeline is not None:
+            pipeline.warn_of_merging()
+
     def __repr__(self) -> str:
         return self._text  # what JAX's messages name
 
@@ -333,6 +339,7 @@ class Program:
             donated = (*written_over, *options["donate_argnums"])
             options = {**options, "donate_argnums": donated}
         self.options = options
+        self._warn = body.warn_of_merging  # `direct` has it: it does not hold this
         is_other = use.has_variables or use.recomputes
         self.outermost: Any = jax.jit(body, **options) if is_other else self.nested
         self.direct: Callable[..., Any] | None = None
@@ -357,7 +364,7 @@ class Program:
     def _recomputing(self) -> Callable[..., Any]:
         """What a call is, where XLA is to be told to keep what is recomputed."""
         # A warm call costs as little more than the jit's as Python allows, hence the local names.
-        nested, outermost, warn = self.nested, self.outermost, self._warn_of_merging
+        nested, outermost, warn = self.nested, self.outermost, self._warn
         current, top_level = _jax.current_trace, _jax.TopLevelTrace
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -368,12 +375,6 @@ class Program:
             return result
 
         return run
-
-    def _warn_of_merging(self) -> None:
-        """See there."""
-        pipeline = self._pipeline()
-        if pipeline is not None:
-            pipeline.warn_of_merging()
 
     def __call__(
         self,
@@ -419,20 +420,20 @@ class Program:
     ) -> tuple[NewValues, Any]:
         """A call that writes over what it updates, with nobody around."""
         updated, read, written = variables
-        constants = peek(read) if read else ()
-        if not updated and not written:
-            new, result = self.outermost(*constants, *args, **kwargs)
+        free((*updated, *read, *written))  # who holds the lock waits for nobody
+        with dispatching:  # no other thread lends what is read here before the program has it
+            constants = peek(read) if read else ()
+            if not updated and not written:
+                new, result = self.outermost(*constants, *args, **kwargs)
+                return new, result
+            values = lend(updated)
+            try:
+                new, result = self.outermost(*values, *constants, *args, **kwargs)
+            except BaseException:
+                take_back(updated)
+                raise
+            settle([*updated, *written] if written else updated, new)
             return new, result
-        if written:
-            free(written)
-        values = lend(updated)
-        try:
-            new, result = self.outermost(*values, *constants, *args, **kwargs)
-        except BaseException:
-            take_back(updated)
-            raise
-        settle([*updated, *written] if written else updated, new)
-        return new, result
 
     def _held(
         self, variables: Variables, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -441,7 +442,9 @@ class Program:
         updated, read, written = variables
         constants = [variable.value for variable in read]  # the host may run what writes over them
         assigned = (*updated, *written)
-        values = hold(assigned)[: len(updated)]
+        free(assigned)
+        with dispatching:
+            values = hold(assigned)[: len(updated)]
         try:
             new, result = self.outermost(*values, *constants, *args, **kwargs)
             _jax.wait_for(new)
@@ -470,7 +473,7 @@ class Program:
             if is_new:
                 variable.assign(value)
         if self.use.recomputes:
-            self._warn_of_merging()
+            self._warn()
         return new, result
 
     def staged(

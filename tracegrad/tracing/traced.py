@@ -146,6 +146,14 @@ class TracedFunction:
             return name
         return TracedFunction, (self.__wrapped__, *self._made_with)
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the function: `inspect.getfullargspec` does not follow `__wrapped__`."""
+        try:
+            return inspect.signature(self.__wrapped__)
+        except (TypeError, ValueError) as error:
+            raise AttributeError("__signature__") from error
+
     def __repr__(self) -> str:
         return f"<traced {repr_of(self.__wrapped__)}>"
 

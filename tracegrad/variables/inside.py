@@ -35,7 +35,14 @@ from tracegrad.variables.nnx_objects import (
     static_attributes,
 )
 from tracegrad.variables.states import Changes, States
-from tracegrad.variables.statics import Static, are_arrays, fix, is_variable
+from tracegrad.variables.statics import (
+    Static,
+    are_arrays,
+    fix,
+    has_nodes,
+    is_variable,
+    structure_with,
+)
 from tracegrad.variables.trees import flattened, with_variables
 from tracegrad.variables.variable import Variable
 
@@ -111,7 +118,7 @@ class Inside:
         with modules made of traced arrays."""
         self._given = args, kwargs
         is_leaf = is_whole()
-        leaves, tree, variables = flattened(self._given, is_leaf)
+        leaves, tree, _ = flattened(self._given, is_leaf)
         if is_leaf is not None:
             self._places = [i for i, leaf in enumerate(leaves) if type(leaf) is Held]
             if any(map(is_state, leaves)):
@@ -123,8 +130,6 @@ class Inside:
             self._before = read(self._modules)
             for i, module in zip(self._places, self._modules, strict=True):
                 leaves[i] = module
-        elif not variables:
-            return self._given
         return with_variables(tree, leaves)
 
     def _leaving(self, result: Any) -> tuple[Any, list[Any]]:
@@ -144,8 +149,8 @@ class Inside:
             # JAX would read a Variable later, when nobody listens any more.
             leaves = [leaf.value if isinstance(leaf, Variable) else leaf for leaf in leaves]
             fix(leaves, tree, is_result=True)
-            result = jax.tree.unflatten(tree, leaves)
-            tree = jax.tree.structure(result)
+            tree = structure_with(tree, leaves)
+            result = jax.tree.leaves(leaves)
         self.out_tree = tree
         return result, values
 
@@ -268,8 +273,7 @@ def hands_out(structure: Any) -> bool:
     """Whether results of a structure are to be put together."""
     if nnx() is None:
         return False
-    result = jax.tree.unflatten(structure, range(structure.num_leaves))
-    return any(map(_is_handed_out, jax.tree.leaves(result, is_leaf=_is_handed_out)))
+    return has_nodes(structure, (Reference, Held))
 
 
 def _is_handed_out(node: object) -> bool:

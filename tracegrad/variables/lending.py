@@ -29,6 +29,10 @@ FROZEN = (
     "instead, which makes an input of the Variable, or pass its `.value` in as an argument."
 )
 
+# Held from the read of Variables to the dispatch of the program that is given their arrays: without
+# it another thread could lend one in between, and its program write it over. A program may call
+# another while JAX traces it.
+dispatching = threading.RLock()
 _lock = threading.Lock()
 _returned = threading.Condition(_lock)
 _waiting = 0  # how many threads wait for it
@@ -163,8 +167,9 @@ def hold(variables: Sequence[Variable]) -> list[Any]:
 
 def free(variables: Sequence[Variable]) -> None:
     """Waits until no program of another thread is to assign any of the Variables."""
-    with _lock:
-        _wait_for(variables, threading.get_ident())
+    if any(variable._borrower is not None for variable in variables):
+        with _lock:
+            _wait_for(variables, threading.get_ident())
 
 
 def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:

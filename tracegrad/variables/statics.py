@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import NoneType
 from typing import Any, TypeVar
@@ -153,6 +153,11 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _static(leaf: Any, index: int, structure: Any, *, is_result: bool) -> Static:
     try:
+        if is_result and isinstance(leaf, Iterator):
+            raise TypeError(
+                f"it is {leaf!r}, which is no array and computes when it is asked, after the "
+                "function is over. Return a list"
+            )
         return Static(leaf, is_result=is_result)
     except TypeError as error:
         where = place_of_leaf(structure, index)
@@ -282,8 +287,31 @@ def fix(leaves: list[Any], structure: Any, *, is_result: bool = False) -> bool:
 
 def has_statics(structure: Any) -> bool:
     """Whether some of such trees is no array."""
-    count: int = structure.num_leaves
-    return len(jax.tree.leaves(jax.tree.unflatten(structure, range(count)))) != count
+    return has_nodes(structure, (Static,))
+
+
+def has_nodes(structure: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether there is a node of one of some classes in trees of a structure."""
+    node = structure.node_data()
+    if node is None:
+        return False
+    return node[0] in kinds or any(has_nodes(child, kinds) for child in structure.children())
+
+
+def structure_with(structure: Any, leaves: Sequence[Any]) -> Any:
+    """The structure of a tree with nodes (`Static`) in the places of some leaves. No tree is made:
+    a class of the user's may check what it is made of."""
+    if structure.num_nodes == structure.num_leaves == 1:
+        return jax.tree.structure(leaves[0])
+    if not structure.num_leaves:
+        return structure
+    children, start = [], 0
+    for child in structure.children():
+        children.append(structure_with(child, leaves[start : start + child.num_leaves]))
+        start += child.num_leaves
+    return jax.tree_util.PyTreeDef.from_node_data_and_children(
+        jax.tree_util.default_registry, structure.node_data(), children
+    )
 
 
 # For ``is_leaf=``: what stands in given arguments for a Variable or for what is no array.
