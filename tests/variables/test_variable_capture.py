@@ -763,7 +763,8 @@ def test_functions_inside_a_traced_one_may_return_variables(around):
 
 def test_a_loss_may_be_a_variable():
     total = Variable(0.0)
-    assert tg.value_and_grad(lambda x: total.assign(x * x))(3.0) == (9.0, 0.0)
+    with pytest.warns(UserWarning, match="read after it was assigned what is being differentiated"):
+        assert tg.value_and_grad(lambda x: total.assign(x * x))(3.0) == (9.0, 0.0)
 
 
 # ------------------------------------------------------------------------------ which Variables
@@ -1250,6 +1251,47 @@ def test_what_one_thread_reads_another_does_not_write_over_before_it_has_it():
             thread.join()
     assert not problems
     assert float(w.value[0]) == 401.0
+
+
+CUT = {
+    "eager": lambda f: jax.grad(f),
+    "traced": lambda f: tg.trace(jax.grad(f)),
+    "grad of traced": lambda f: tg.trace(lambda x: jax.value_and_grad(f)(x)[1]),
+    "grad of tracegrad": lambda f: tg.grad(f),
+}
+
+
+@pytest.mark.parametrize("way", CUT)
+def test_a_gradient_that_an_assignment_cuts_is_warned_of(way):
+    v = Variable(1.0, name="scale")
+
+    def loss(x):
+        v.assign(x * x)
+        return v.value * x
+
+    with pytest.warns(UserWarning, match=r"'scale' is read after .*differentiated \(.*\d+\)"):
+        assert float(CUT[way](loss)(3.0)) == 9.0  # and not 27: x * x has no gradient
+
+
+@pytest.mark.parametrize("way", CUT)
+def test_a_state_that_is_assigned_and_not_read_again_is_healthy(way):
+    mean, x = Variable(1.0), 3.0
+
+    def loss(x):
+        y = x * mean.value
+        mean.assign(0.5 * (mean.value + y))
+        return y
+
+    for _ in range(2):
+        CUT[way](loss)(x)
+        mean.value
+    stopped = Variable(1.0)
+
+    def with_stop(x):
+        stopped.assign(jax.lax.stop_gradient(x * x))
+        return stopped.value * x
+
+    assert float(CUT[way](with_stop)(x)) == 9.0
 
 
 # ------------------------------------------------------------------------------------- lifetime

@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 import jax
 
 from tracegrad import _jax
+from tracegrad.variables.cut_gradients import assigned_anew, warn_if_cut, without_gradient
 from tracegrad.variables.lending import FROZEN
 from tracegrad.variables.listening import listeners, listening
 from tracegrad.variables.variable import Variable
@@ -125,6 +126,7 @@ class Capture:
     # ---------------------------------------------------------------------------------- listening
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        warn_if_cut(variable)
         if _active.telling:
             return self._value_inside(variable)
         here = _jax.current_trace(None)
@@ -217,10 +219,11 @@ class Capture:
         if _jax.is_tracer(value):
             # Another object, for tapes; and an assignment is not differentiated: of a value that
             # is being differentiated here, JAX gives the plain value.
-            value = _jax.undifferentiated(value)
+            value = without_gradient(variable, value)
             if here is not self._trace and _jax.is_tracer(value):
                 self._refuse_inner(variable, value)
         else:
+            assigned_anew(variable)
             value = _jax.fresh_alias(value)
         self._current[variable] = value
         self._readable.pop(variable, None)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.variables.cut_gradients import warn_if_cut, without_gradient
 from tracegrad.variables.listening import heard_read, listeners
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _lenders: set[int] = set()  # the threads that ever lent
 
 def stored(variable: Variable) -> Any:
     """What is read where nobody listens."""
+    warn_if_cut(variable)
     if _jax.staging_trace() is not None and not _jax.is_tracer(variable._value):
         raise RuntimeError(FROZEN.format(name=variable.name))
     return handed(variable)
@@ -50,7 +52,7 @@ def store(variable: Variable, value: Any) -> None:
     """What is done by an assignment to which nobody listens."""
     if _jax.is_tracer(value):
         # What is differentiated carries its value, and assignment is not differentiated.
-        value = _jax.undifferentiated(value)
+        value = without_gradient(variable, value)
     if _jax.is_tracer(value):
         raise RuntimeError(
             f"the Variable {variable.name!r} is assigned a value that exists only inside a "
