@@ -1253,6 +1253,24 @@ def test_what_one_thread_reads_another_does_not_write_over_before_it_has_it():
     assert float(w.value[0]) == 401.0
 
 
+@pytest.mark.parametrize("otherwise", ["returns", "raises"])
+def test_a_function_that_catches_everything_gets_the_branch_that_it_would_run(otherwise):
+    v = Variable(1.0)
+    inner = jax.jit(lambda x: x * v.value)
+
+    @tg.trace
+    def f(x):
+        v.assign(5.0)
+        try:
+            return inner(x)
+        except BaseException:
+            if otherwise == "raises":
+                raise ValueError("caught") from None
+            return -x
+
+    assert f(2.0) == f(2.0) == 10.0
+
+
 CUT = {
     "eager": lambda f: jax.grad(f),
     "traced": lambda f: tg.trace(jax.grad(f)),

@@ -19,10 +19,8 @@ class Left(BaseException):
     No Exception, so that it passes through the ``except Exception`` of the user's functions.
     """
 
-    def __init__(self, attempt: Attempt, found: Any):
+    def __init__(self) -> None:
         super().__init__("nothing catches this but tracegrad")
-        self.attempt = attempt
-        self.found = found
 
 
 class Attempt:
@@ -30,10 +28,15 @@ class Attempt:
 
     Not a function that is called, for the sake of the user's tracebacks; and what the next attempt
     raises does not seem to come from the handling of an error.
+
+    Attributes:
+      is_left: whether it was, also where the function has caught what leaves it (``except:``), and
+        returned or raised something else: what it traced then is nothing that it would compute.
     """
 
     def __init__(self) -> None:
         self.found: Any = None
+        self.is_left = False
 
     def __enter__(self) -> Attempt:
         self._before = _here.attempts
@@ -42,14 +45,12 @@ class Attempt:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         _here.attempts, self._before = self._before, ()
-        if isinstance(error, Left) and error.attempt is self:
-            self.found = error.found
-            return True
-        return False
+        return self.is_left and error is not None
 
     def leave(self, found: Any) -> NoReturn:
         """Ends the attempt."""
-        raise Left(self, found)
+        self.found, self.is_left = found, True
+        raise Left
 
 
 class _Here(threading.local):

@@ -119,7 +119,8 @@ def trace_to_graph(
             inside = Inside(functools.partial(attempt.leave, within), apart)
             fresh = _fresh(fun, static_kwargs, within, inside)
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1])
-        within = attempt.found
+        if attempt.is_left:
+            program, within = None, attempt.found
     explicit, variables = inside.variables.explicit(program)
     traced = _jax.function_of(program)
     arguments = (*traced.arguments, *(variable.name for variable in variables))
