@@ -549,32 +549,6 @@ def test_the_facts_of_a_program_are_those_of_the_programs_in_it_too():
     assert _jax.facts_below({"name": "sin"}) == _jax.ProgramFacts()
 
 
-def test_a_call_that_is_not_compiled_is_asked_about_first_and_a_warm_one_is_jits():
-    asked = []
-
-    def handle(go_on, args, kwargs):
-        asked.append(args)
-        if args[0] == "word":
-            return "handled"
-        go_on()
-        return None
-
-    jitted = jax.jit(lambda x: 2 * x)
-    call = _jax.handling_misses(jitted, handle, lambda error: ValueError(str(error)))
-    assert type(call) is type(jitted)  # else it is a function around it
-    for _ in range(3):
-        assert call(3.0) == 6.0
-    assert call("word") == "handled"
-    assert jax.grad(call)(3.0) == 2.0
-    assert len(asked) == 3
-    with pytest.raises(ValueError, match="abstract array"):
-        call("other")
-    assert call.lower(3.0).compile()(4.0) == 8.0
-    call.clear_cache()
-    assert call(3.0) == 6.0
-    assert len(asked) == 5
-
-
 def test_a_compiled_program_says_what_it_writes_and_where_that_was_traced():
     def f(w, x):
         with jax.named_scope("first"):

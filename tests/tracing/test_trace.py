@@ -572,7 +572,23 @@ def test_an_exception_of_the_user_comes_with_the_users_frames_and_none_of_ours()
     here = "test_trace.py"
     assert frames[0][0] == here
     assert frames[-2:] == [(here, "loss"), (here, "helper")]
-    assert [frame for frame in frames if frame[0] != here] == [("pipeline.py", "__call__")]
+    assert [frame for frame in frames if frame[0] != here] == [("traced.py", "__call__")]
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type")
+def test_a_generator_as_a_result_is_refused_by_its_path():
+    for result in (lambda x: (i * x for i in range(3)), lambda x: {"y": iter([x])}):
+        with pytest.raises(TypeError, match=r"result.*computes when it is asked.*Return a list"):
+            tg.trace(result)(1.0)
+
+
+def test_inspect_sees_the_signature_of_the_function():
+    def scaled(x, factor: float = 2.0, *, offset=0.0):
+        return factor * x + offset
+
+    traced = tg.trace(scaled)
+    assert inspect.signature(traced) == inspect.signature(scaled)
+    assert inspect.getfullargspec(traced) == inspect.getfullargspec(scaled)
 
 
 def test_an_error_about_a_graph_comes_without_our_frames():

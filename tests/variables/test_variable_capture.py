@@ -20,7 +20,6 @@ from jax.experimental import checkify, io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
-from tracegrad import _jax
 from tracegrad.variables import lending
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.listening import listening
@@ -343,7 +342,6 @@ def test_many_variables_for_one_argument_are_warned_of():
     with pytest.warns(tg.RetraceWarning, match=r"the Variable of `w` changed.*pass its `.value`"):
         results = [float(f(w)) for w in many]
     assert results == [i + 1.0 for i in range(9)]
-    assert "w: <Variable w8>" in str(f.cache_info())
 
 
 def test_variables_have_names_in_the_text_of_a_graph():
@@ -765,7 +763,8 @@ def test_functions_inside_a_traced_one_may_return_variables(around):
 
 def test_a_loss_may_be_a_variable():
     total = Variable(0.0)
-    assert tg.value_and_grad(lambda x: total.assign(x * x))(3.0) == (9.0, 0.0)
+    with pytest.warns(UserWarning, match="read after it was assigned what is being differentiated"):
+        assert tg.value_and_grad(lambda x: total.assign(x * x))(3.0) == (9.0, 0.0)
 
 
 # ------------------------------------------------------------------------------ which Variables
@@ -822,14 +821,6 @@ def test_they_turn_up_inside_another_traced_function_too():
     w.assign(20.0)
     assert outer(1.0) == 20.0
     assert inner(1.0, 2) == 20.0
-
-
-def test_a_function_without_variables_goes_to_jits_own_callable():
-    f = tg.trace(lambda x: x + 1)
-    f(1.0)
-    if _jax.keep_recompute_options("cpu") is None:
-        assert type(f.__call__) is type(jax.jit(lambda x: x))
-    assert f(1.0) == 2.0
 
 
 def test_jit_options_mean_the_users_arguments():
@@ -1232,12 +1223,93 @@ def test_whether_the_host_is_called_may_depend_on_the_arguments():
     for tells in (False, True, False, True, True, False):
         step(tells=tells)
     assert seen == [1.0, 3.0, 4.0]
-    places = {address(w)}
-    for _ in range(3):  # those without write over the buffer still
-        step(tells=False)
-        places.add(address(w))
-    assert len(places) == 1
-    assert float(w[0]) == 9.0
+    assert float(w[0]) == 6.0
+
+
+def test_what_one_thread_reads_another_does_not_write_over_before_it_has_it():
+    """The first loan of a thread, beside the first calls of one that only reads."""
+    w = Variable(jnp.zeros(1 << 16))
+    read, step = tg.trace(lambda x: x * w[0]), tg.trace(lambda: w.assign_add(1.0))
+    read(1.0), step()
+    problems = []
+
+    def repeat(call, barrier):
+        barrier.wait()
+        try:
+            for _ in range(20):
+                call()
+        except Exception as error:
+            problems.append(error)
+
+    for _ in range(20):
+        barrier = threading.Barrier(2)
+        calls = (lambda: float(read(1.0)), step)
+        threads = [threading.Thread(target=repeat, args=(call, barrier)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not problems
+    assert float(w.value[0]) == 401.0
+
+
+@pytest.mark.parametrize("otherwise", ["returns", "raises"])
+def test_a_function_that_catches_everything_gets_the_branch_that_it_would_run(otherwise):
+    v = Variable(1.0)
+    inner = jax.jit(lambda x: x * v.value)
+
+    @tg.trace
+    def f(x):
+        v.assign(5.0)
+        try:
+            return inner(x)
+        except BaseException:
+            if otherwise == "raises":
+                raise ValueError("caught") from None
+            return -x
+
+    assert f(2.0) == f(2.0) == 10.0
+
+
+CUT = {
+    "eager": lambda f: jax.grad(f),
+    "traced": lambda f: tg.trace(jax.grad(f)),
+    "grad of traced": lambda f: tg.trace(lambda x: jax.value_and_grad(f)(x)[1]),
+    "grad of tracegrad": lambda f: tg.grad(f),
+}
+
+
+@pytest.mark.parametrize("way", CUT)
+def test_a_gradient_that_an_assignment_cuts_is_warned_of(way):
+    v = Variable(1.0, name="scale")
+
+    def loss(x):
+        v.assign(x * x)
+        return v.value * x
+
+    with pytest.warns(UserWarning, match=r"'scale' is read after .*differentiated \(.*\d+\)"):
+        assert float(CUT[way](loss)(3.0)) == 9.0  # and not 27: x * x has no gradient
+
+
+@pytest.mark.parametrize("way", CUT)
+def test_a_state_that_is_assigned_and_not_read_again_is_healthy(way):
+    mean, x = Variable(1.0), 3.0
+
+    def loss(x):
+        y = x * mean.value
+        mean.assign(0.5 * (mean.value + y))
+        return y
+
+    for _ in range(2):
+        CUT[way](loss)(x)
+        mean.value
+    stopped = Variable(1.0)
+
+    def with_stop(x):
+        stopped.assign(jax.lax.stop_gradient(x * x))
+        return stopped.value * x
+
+    assert float(CUT[way](with_stop)(x)) == 9.0
 
 
 # ------------------------------------------------------------------------------------- lifetime

@@ -6,7 +6,6 @@ by the name of this package, ``_jax.has_gradient``: each name without an undersc
 """
 
 from tracegrad._jax.arrays import *
-from tracegrad._jax.calls import *
 from tracegrad._jax.compat import *
 from tracegrad._jax.custom_derivatives import *
 from tracegrad._jax.derivatives import *

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -77,7 +76,6 @@ class Graph:
     settings: tuple[Any, ...] = ()
     differentiated: tuple[bool, ...] = ()
     loses: tuple[str, ...] = ()
-    surroundings: Mapping[str, weakref.ref[Any]] = field(default_factory=dict)
 
     # ---------------------------------------------------------------------------------- its parts
 

@@ -30,7 +30,6 @@ from tracegrad.saving.trees import tree_text
 from tracegrad.saving.variables import is_key, stored_form
 from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.lending import peek
-from tracegrad.variables.outside import is_param
 from tracegrad.variables.variable import Variable
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -110,20 +109,19 @@ def save(
     needed("flatbuffers")  # jax.export does
     _check_options(path, gradient_order, platforms)
     places: Places = {}
-    trained = set[Variable]()  # of modules of flax.nnx: trained, though not by tapes
     functions, programs = [], dict[str, Array]()
     for name, function, given in _requests(fun, specs):
         _check_unicode(name, "a function")
         if isinstance(function, LoadedFunction) and given is None:
             found = _as_loaded(name, function, gradient_order, platforms, places)
         else:
-            found = _traced(name, function, given, gradient_order, platforms, places, trained)
+            found = _traced(name, function, given, gradient_order, platforms, places)
         record, contents, text = found
         # Names may be no Unicode.
         contents = {**contents, record.graph: text.encode("utf-8", "backslashreplace")}
         programs |= {name: np.frombuffer(each, np.uint8) for name, each in contents.items()}
         functions.append(record)
-    variables, arrays = _recorded(list(places), trained)
+    variables, arrays = _recorded(list(places))
     manifest = Manifest(
         versions={"tracegrad": __version__, **_jax.versions()},
         single=not isinstance(fun, Mapping),
@@ -210,7 +208,7 @@ def _places(variables: Sequence[Variable], known: Places) -> tuple[int, ...]:
 
 
 def _recorded(
-    variables: Sequence[Variable], trained: Collection[Variable]
+    variables: Sequence[Variable],
 ) -> tuple[tuple[VariableRecord, ...], dict[str, Array]]:
     """What the manifest says of Variables, and their values now; on the CPU without a copy."""
     records: list[VariableRecord] = []
@@ -222,7 +220,7 @@ def _recorded(
             key=key,
             name=variable.name,
             array=array_record(variable, value),
-            trainable=variable.trainable or variable in trained,
+            trainable=variable.trainable,
             key_type=_key_type(variable.name, value) if is_key(value) else None,
         )
         records.append(record)
@@ -282,19 +280,11 @@ def _traced(
     order: int,
     platforms: Sequence[str] | None,
     places: Places,
-    trained: set[Variable],
 ) -> Saved:
     source = source_of(name, functools.partial(traced_for, name, fun, specs))
     traced = source.graph
     parameters, arguments, result = interface(traced, name)
     programs = export(source, (arguments, result), order, platforms)
-    # With respect to what a rule closes over there is no gradient: tapes should not ask for it.
-    refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
-    trained.update(
-        variable
-        for i, variable in enumerate(traced.variables, -len(traced.variables))
-        if is_param(variable) and i not in refused
-    )
     pairs = zip(parameters, map(tree_text, arguments), strict=True)
     given = ", ".join(f"{parameter}: {text}" for (parameter, _), text in pairs)
     record = FunctionRecord(

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad import _jax
-from tracegrad.variables.outside import quietly
 
 # What JAX keeps of inner functions is kept apart from what it keeps of them elsewhere.
 _key = _jax.user_context()
@@ -106,8 +105,7 @@ def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
     ref = weakref.ref(module)
     known = _tracing.paths.get(id(module))
     if known is None or known[0]() is not module:
-        with quietly():
-            known = _tracing.paths[id(module)] = ref, _paths_in(module)
+        known = _tracing.paths[id(module)] = ref, _paths_in(module)
     # Transformations hand copies of modules to their functions, which are counted in each anew.
     name, around = type(module).__name__, "/".join(call.path for call in calls)
     place = name, around, weakref.ref(_jax.current_trace(None))
@@ -126,8 +124,7 @@ def _paths_in_copy(called: Any) -> dict[int, str]:
     copy = caller.f_locals.get(*first) if first else None
     if type(copy) is not type(called) or copy is called:
         return {}
-    with quietly():
-        return _paths_in(copy)
+    return _paths_in(copy)
 
 
 def _paths_in(root: Any) -> dict[int, str]:
@@ -155,7 +152,8 @@ _calls = _jax.Replacement()
 def _places(bases: tuple[type, ...]) -> Iterator[tuple[type, str, Any]]:
     """Where scoped calls go: into the classes of modules that define how they are called."""
     for kind in _kinds(bases):
-        if callable(vars(kind).get("__call__")):
+        call = vars(kind).get("__call__")
+        if callable(call) and not isinstance(call, staticmethod | classmethod):
             yield kind, "__call__", _scoped
 
 

@@ -7,12 +7,16 @@ a traced function closes over would be: the change could not come out. It does n
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import FrameType, TracebackType
+from typing import Any
+
+import jax
 
 from tracegrad.ir.occurrence import is_own_file
-from tracegrad.variables.nnx_objects import is_module
-from tracegrad.variables.outside import paths_in
+from tracegrad.variables.nnx_objects import find, is_module
+from tracegrad.variables.trees import is_whole_or_variable
 
 CURE = (
     "belongs to a module that was made outside of the function that changes it here. "
@@ -32,7 +36,7 @@ def advice(error: Exception) -> str | None:
     frames = list(_frames(error.__traceback__))
     refused = (frame.f_locals.get(k) for frame in reversed(frames) for k in ("self", "value"))
     changed = next((each for each in refused if is_module(each)), None)
-    paths = (path for frame in frames for path in paths_in(frame, changed))
+    paths = (path for frame in frames for path in _paths_in(frame, changed))
     path = next(paths, f"a {type(changed).__name__}")
     return f"`{path}` {CURE}"
 
@@ -43,3 +47,25 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
         if not is_own_file(traceback.tb_frame.f_code.co_filename):
             yield traceback.tb_frame
         traceback = traceback.tb_next
+
+
+def _paths_in(frame: FrameType, wanted: object) -> Iterator[str]:
+    """By which names the code of a frame gets to an object in a module: ``self.model.linear``."""
+    code = frame.f_code
+    globals_ = {k: frame.f_globals[k] for k in code.co_names if k in frame.f_globals}
+    for name, value in {**globals_, **frame.f_locals}.items():
+        for prefix, tree in _trees(name, value):
+            with suppress(TypeError, ValueError):  # JAX wants keys that it can sort
+                leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_whole_or_variable)
+                for path, leaf in leaves:
+                    inner = find(wanted, leaf) if is_module(leaf) else None
+                    if inner is not None:
+                        yield f"{prefix}{jax.tree_util.keystr(path)}{inner}"
+
+
+def _trees(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value, and if it is an object of the user's, its attributes."""
+    if isinstance(value, (dict, list, tuple)) or is_module(value):
+        yield name, value
+    elif isinstance(getattr(value, "__dict__", None), Mapping) and not isinstance(value, type):
+        yield from ((f"{name}.{k}", v) for k, v in vars(value).items() if is_module(v))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -120,7 +119,8 @@ def trace_to_graph(
             inside = Inside(functools.partial(attempt.leave, within), apart)
             fresh = _fresh(fun, static_kwargs, within, inside)
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1])
-        within = attempt.found
+        if attempt.is_left:
+            program, within = None, attempt.found
     explicit, variables = inside.variables.explicit(program)
     traced = _jax.traced_from(program)
     arguments = (*traced.arguments, *(variable.name for variable in variables))
@@ -136,7 +136,6 @@ def trace_to_graph(
         assigned=inside.variables.assigned,
         updates=inside.updates,
         settings=inside.settings,
-        surroundings={name: weakref.ref(m) for name, m in inside.outside.modules.items()},
         loses=_lost(inside.lost, fun, args, kwargs, static) if is_lost else (),
     )
 

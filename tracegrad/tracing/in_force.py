@@ -151,7 +151,6 @@ def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph]) -> Graph:
         updates=traced.updates,
         settings=traced.settings,
         loses=traced.loses,
-        surroundings=traced.surroundings,
     )
 
 

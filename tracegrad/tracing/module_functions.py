@@ -1,13 +1,15 @@
-"""A module of equinox that is traced: a function that takes the module before its arguments.
+"""A module that is traced: a function that takes the module before its arguments.
 
 So its arrays are inputs of the program, as with `equinox.filter_jit`, and modules that differ in
 these alone are one function: a model and what it is after a step, `equinox.filter_grad` of the same
-function twice. (`jax.jit` takes no such modules.)
+function twice. So a module of flax.nnx that is called is read as it is at each call, and changed as
+under ``nnx.jit``. A method of such a module takes the module first, as it does in its class.
 """
 
 from __future__ import annotations
 
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +18,8 @@ from typing import Any
 import jax
 
 from tracegrad._jax.caches import Cache
-from tracegrad.variables.statics import Given, Static, is_structure
+from tracegrad.variables.nnx_objects import is_module as is_module_of_nnx
+from tracegrad.variables.statics import Given, Static, is_module, is_structure
 from tracegrad.variables.trees import given
 
 
@@ -36,7 +39,10 @@ class ModuleFunction:
         self.__doc__ = module.__doc__
         self.__module__ = module.__module__
         with suppress(TypeError, ValueError):
-            signature = inspect.signature(module)
+            # Before Python 3.12 that of an object with a static `__call__` lacks a parameter.
+            call = inspect.getattr_static(type(module), "__call__", None)
+            is_static = isinstance(call, staticmethod)
+            signature = inspect.signature(module.__call__ if is_static else module)
             name = "self" if "self" not in signature.parameters else "module"
             first = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
             own = signature.parameters.values()
@@ -62,7 +68,17 @@ class ModuleFunction:
 _functions: Cache[Any, tuple[ModuleFunction, list[weakref.ref[Any]]]] = Cache(256)
 
 
-def function_of(module: Any) -> ModuleFunction:
+def taking_module(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What a program is made of, and what that takes before the arguments: for a module, or a
+    method of one of flax.nnx (that of equinox is a module), the module."""
+    if isinstance(fun, types.MethodType) and is_module_of_nnx(fun.__self__):
+        return fun.__func__, (fun.__self__,)
+    if is_module(fun) or is_module_of_nnx(fun):
+        return _function_of(fun), (fun,)
+    return fun, ()
+
+
+def _function_of(module: Any) -> ModuleFunction:
     """The one for this module and those that differ from it in arrays alone."""
     itself, _ = given(module)
     structure = jax.tree.structure(itself)

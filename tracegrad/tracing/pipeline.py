@@ -1,63 +1,58 @@
-"""A function and its rules on the way to XLA: its variants, and which of them a call is.
+"""A function and its rules on the way to XLA: which program a call runs.
 
-A `Pipeline` is what all wrappers of a function with the same rules and options share. It has a
-bounded table of variants (`variants`), and takes for a call the one that fitted last time. Where
-JAX then has to trace, and another one fits, the call goes on with that, and nothing is traced
-twice. A function that uses no Variables is left to its jit as soon as that is known: the jit takes
-the place of the pipeline in the wrappers, so that a warm call costs what it costs there.
+A `Pipeline` is what all wrappers of a function with the same rules and options share. A call whose
+arguments are arrays, of a function that uses no Variables, is one of an ordinary jit (`plain`). For
+others the arguments are taken apart, and the program of their key is called (`programs`); where
+that is outgrown, a larger one takes its place, and nothing is traced twice for it.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
-from tracegrad.tracing.attempts import AnotherVariant, Attempt, attempt_at, tracing_depth
+from tracegrad.tracing.attempts import tracing_depth
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.donated_modules import donation
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
-from tracegrad.tracing.known_variants import KnownVariants, signature
+from tracegrad.tracing.programs import Outgrown, Program, Use
 from tracegrad.tracing.retracing import Signature, TraceHistory
-from tracegrad.tracing.rules_of_modules import refuse_rules_that_read
 from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.user_errors import explain, explain_rule
-from tracegrad.tracing.variants import Use, Variant
 from tracegrad.variables.modules import Modules, Structure, modules_in
-from tracegrad.variables.outside import Fixture, Surroundings, surroundings
 from tracegrad.variables.packed import Packing
 from tracegrad.variables.trees import Fixed, given, held, taken, without_variables
 
-if TYPE_CHECKING:
-    from tracegrad.tracing.traced import TracedFunction
-
 T = TypeVar("T")
-Found = tuple[Graph, Use]  # what a function turned out to be, for some arguments
+Action = Callable[[Program, tuple[Any, ...], dict[str, Any], Modules | None, Graph | None], T]
 
-_ATTEMPTS = 8
-
-_NOTHING = replace(
-    import_program(jax.make_jaxpr(lambda: ())(), name="nothing"), out_tree=jax.tree.structure(None)
-)
+_ATTEMPTS = 16
+_KEPT = 64  # programs of a function
 
 
 class Pipeline:
-    """A function with rules and options of `jax.jit`; to call it is to call the compiled function.
+    """A function with rules and options of `jax.jit`, and its programs.
 
     It holds the function weakly, because the table of pipelines lives as long as that does.
+
+    Attributes:
+      takes_apart: whether any call had arguments with what is no array.
+      holds_modules: whether any had modules of flax.nnx.
+      packs_results: whether results that are not all arrays may be packed.
     """
 
     def __init__(
@@ -76,19 +71,18 @@ class Pipeline:
         self.__name__ = function_name(fun)
         self.__doc__ = fun.__doc__
         self.__module__ = getattr(fun, "__module__", __name__)
-        self._functions: weakref.WeakSet[TracedFunction] = weakref.WeakSet()
         self.text = repr_of(fun)
-        self._variants = KnownVariants()
+        self._programs: OrderedDict[tuple[Fixed, ...], Program] = OrderedDict()
+        self._lock = threading.RLock()
         # Shardings of the parts of an argument or of a result are said along its tree.
         shardings = options.get("in_shardings")
         parts = shardings if isinstance(shardings, tuple) else (shardings,)
         self._donation = donation(fun, options, static)
-        self._packs_results = _is_for_all(options.get("out_shardings"))
+        self.packs_results = _is_for_all(options.get("out_shardings"))
         self._taken_apart = static.each(Packing() if all(map(_is_for_all, parts)) else _given)
-        self.takes_apart = False  # whether any call had arguments with what is no array
-        self.holds_modules = False  # whether any had modules of flax.nnx
-        self._outside: list[weakref.ref[Any]] = []  # modules of flax.nnx that it closes over
-        self._left_to: Callable[..., Any] | None = None  # instead of coming here
+        self.takes_apart = False
+        self.holds_modules = False
+        self.plain: Callable[..., Any] | None = None  # what a call is, while that is all
         self._warned = False
 
     @property
@@ -100,125 +94,118 @@ class Pipeline:
 
     # ---------------------------------------------------------------------------------- calls
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        packed, named = args, kwargs
-        variables: tuple[Fixture, ...] = ()
-        modules = None
-        found = None
-        try:
-            if self.takes_apart:
-                packed, named, variables, modules = self._packed(args, kwargs)
-            variant = self._variants.only.get(variables)
-            if variant is not None and not variant.use.is_over:
-                try:
-                    return variant(packed, named, modules)
-                except AnotherVariant as other:
-                    if other.of is not self:
-                        raise
-                    found = other.found
-            if _jax.config.jax_disable_jit:
-                return self.eagerly(args, kwargs)
-            return self.search(args, kwargs, self._call, found)
-        except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
-
-    def _on_miss(
-        self, go_on: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph | None = None
     ) -> Any:
-        """A call that has gone to jit directly, which has nothing compiled for it."""
-        if self._has_statics(args, kwargs):
-            self.take_apart()
-            return self(*args, **kwargs)
-        with Attempt(self) as attempt:
-            go_on()
-            return None
-        self._leave_to_jit(None)
-        return self.search(args, kwargs, self._call, attempt.found)
+        """Calls the function, not by the plain jit.
 
-    def _has_statics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        given = self.static.given(args, kwargs)[0]
-        return given[0] is not args or given[1] is not kwargs
+        Args:
+          graph: what was traced when the plain jit was tried, and is none for that.
+        """
+        if _jax.config.jax_disable_jit:
+            return self.eagerly(args, kwargs)
+        if graph is not None:
+            self._grow((), graph)
+        return self.search(args, kwargs, Program.__call__, graph)
 
-    def _call(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.takes_apart:
-            return variant(args, kwargs)
-        args, kwargs, _, modules = self._packed(args, kwargs)
-        return variant(args, kwargs, modules)
-
-    def _packed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Fixture, ...], Modules | None]:
-        """The arguments of a call as jit gets them, and what is in them besides arrays."""
-        if not self.holds_modules:
-            args, kwargs, variables = self._taken_apart(args, kwargs)
-            return args, kwargs, (*variables, *self._surroundings()), None
-        (args, kwargs), structures = self.static.given(args, kwargs, held)
-        modules = modules_in((args, kwargs)) if structures else None
-        if modules is not None and self._donation is not None:
-            self._donation.refuse_sharing(self.fun, args, kwargs)
-        args, kwargs, variables = self._taken_apart(args, kwargs)
-        return args, kwargs, (*structures, *variables, *self._surroundings()), modules
+    def refuses_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the plain jit refuses such arguments, and a program of them does not."""
+        if self.takes_apart:
+            return False
+        (given_args, given_kwargs), fixed = self.static.given(args, kwargs)
+        self.holds_modules |= any(isinstance(each, Structure) for each in fixed)
+        if given_args is args and given_kwargs is kwargs:
+            return False
+        self.take_apart()
+        return True
 
     def search(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        action: Callable[[Variant, tuple[Any, ...], dict[str, Any]], T],
-        found: Found | None = None,
+        action: Action[T],
+        graph: Graph | None = None,
+        *,
+        packs: bool = True,
     ) -> T:
-        """Does something with the variant that fits the arguments.
+        """Does something with the program of a call.
 
         Args:
-          found: what the function is for these arguments, where it is known.
+          graph: what was traced for it.
+          packs: whether the arguments may be packed.
         """
-        called = args, kwargs
-        (args, kwargs), variables = self.static.given(args, kwargs)
-        if args is not called[0] or kwargs is not called[1]:
-            self.take_apart()
-        if any(isinstance(each, Structure) for each in variables):
-            self.holds_modules = True
-
-        key = signature(self.static, args, kwargs)
-        around = self._surroundings()
-        variant = None
-        if not found and key is None:  # the jit of any says what is wrong with the arguments
-            variant = Variant(self, Use(_NOTHING))
-        elif not found:
-            variant = self._variants.likely((*variables, *around), (key, around))
+        if not self._programs and not self.takes_apart:  # a look before JAX takes them apart
+            self.refuses_plain(args, kwargs)
         for _ in range(_ATTEMPTS):
-            if variant is None:
-                found = found or self.traced(args, kwargs)
-                variant = self._variants.of(self, found[1])
-                around = self._looking_at(found[1].modules)
-            with Attempt(self, found) as attempt:
-                try:
-                    result = action(variant, args, kwargs)
-                except Exception as error:
-                    explain_rule(error, lambda: self.graph(args, kwargs))
+            packed, named, fixed, modules = self._packed(args, kwargs, packs)
+            program = self._program(fixed)
+            try:
+                return action(program, packed, named, modules, graph)
+            except Outgrown as outgrown:
+                if not program.is_outgrown_by(outgrown):
                     raise
-                fixed = *variables, *around
-                is_all = self._variants.remember(variant, fixed, (key, around))
-                if is_all and not self.takes_apart:
-                    self._leave_to_jit(variant)
-                return result
-            variant, found = None, attempt.found
+                if _jax.config.jax_disable_jit:
+                    raise
+                graph = outgrown.graph
+                if graph is not None:
+                    self._grow(fixed, graph)
+            except Exception as error:
+                if isinstance(error, TypeError) and self.refuses_plain(args, kwargs):
+                    continue
+                explain_rule(error, lambda: self.graph(*self.static.given(args, kwargs)[0]))
+                raise
         raise RuntimeError(
             f"{self.__name__} uses other Variables each time it is traced. Create its "
             "Variables once, outside of it."
         )
 
-    def _looking_at(self, modules: Sequence[weakref.ref[Any]]) -> tuple[Surroundings, ...]:
-        """Has calls look at modules that the function closes over. Returns what they are now."""
-        if modules:
-            known = {id(ref()) for ref in self._outside}
-            new = [ref for ref in modules if id(ref()) not in known]
-            self._outside = [ref for ref in (*self._outside, *new) if ref() is not None]
-            self.take_apart()
-        return self._surroundings()
+    def _packed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], packs: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Fixed, ...], Modules | None]:
+        """The arguments of a call as jit gets them, and what is in them besides arrays."""
+        if not self.takes_apart:
+            return args, kwargs, (), None
+        if not packs:
+            (args, kwargs), fixed = self.static.given(args, kwargs)
+            self.holds_modules |= any(isinstance(each, Structure) for each in fixed)
+            return args, kwargs, fixed, modules_in((args, kwargs))
+        if not self.holds_modules:
+            args, kwargs, variables = self._taken_apart(args, kwargs)
+            return args, kwargs, variables, None
+        (args, kwargs), structures = self.static.given(args, kwargs, held)
+        modules = modules_in((args, kwargs)) if structures else None
+        if modules is not None and self._donation is not None:
+            self._donation.refuse_sharing(self.fun, args, kwargs)
+        args, kwargs, variables = self._taken_apart(args, kwargs)
+        return args, kwargs, (*structures, *variables), modules
 
-    def _surroundings(self) -> tuple[Surroundings, ...]:
-        """What the modules that the function closes over are now."""
-        return surroundings(self._outside) if self._outside else ()
+    def _program(self, fixed: tuple[Fixed, ...]) -> Program:
+        """The program of a key."""
+        program = self._programs.get(fixed)
+        if program is None or program.use.is_over:
+            with self._lock:
+                is_plain = not any(isinstance(each, Structure) for each in fixed)
+                program = self._programs[fixed] = Program(self, Use(is_plain=is_plain))
+                self._keep_some()
+        return program
+
+    def _grow(self, fixed: tuple[Fixed, ...], graph: Graph) -> None:
+        """Sees to it that the program of a key has a place for what was traced."""
+        with self._lock:
+            program = self._program(fixed)
+            if not program.use.serves(graph, self.packs_results):
+                self._programs[fixed] = program.grown(graph)
+                self._keep_some()
+
+    def _keep_some(self) -> None:
+        while len(self._programs) > _KEPT:
+            self._programs.popitem(last=False)
+        plain = self._programs.get(())
+        self.plain = None if self.takes_apart or plain is None else plain.direct
+
+    def take_apart(self) -> None:
+        """Has calls look, from now on, for what is no array among their arguments."""
+        self.takes_apart, self.plain = True, None
 
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
@@ -227,29 +214,12 @@ class Pipeline:
             args, kwargs = taken((args, kwargs))
             return without_variables(self.fun(*args, **kwargs))
         args, kwargs = self.static.given(args, kwargs)[0]
-        graph, _ = self.traced(args, kwargs)
+        graph = self.traced(args, kwargs)
         return call_traced(graph, (args, kwargs), self.static.apart(args, kwargs)[0])
 
-    # ------------------------------------------------------------------------------- wrappers
-
-    def joined_by(self, function: TracedFunction) -> None:
-        """Has the calls of one more wrapper go where those of the others do."""
-        self._functions.add(function)
-        function.goes_to(self._left_to or self)
-
-    def take_apart(self) -> None:
-        """Has calls look, from now on, for what is no array among their arguments."""
-        if not self.takes_apart:
-            self.takes_apart = True
-            self._leave_to_jit(None)
-
-    def _leave_to_jit(self, variant: Variant | None) -> None:
-        """Has the calls of all wrappers go to what a variant is called by, or come here again."""
-        self._left_to = None
-        if variant is not None and variant.direct is not None:
-            self._left_to = variant.handling_misses(_weakly(self._on_miss))
-        for function in list(self._functions):
-            function.goes_to(self._left_to or self)
+    def donated_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        """Which arrays of the modules among arguments are donated."""
+        return [] if self._donation is None else self._donation.places(args, kwargs)
 
     # ---------------------------------------------------------------------------------- graphs
 
@@ -259,39 +229,17 @@ class Pipeline:
         with with_jit():  # so that rules find the functions
             return traced_under(self.rules, trace)
 
-    def traced(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_jit: bool = False
-    ) -> Found:
-        """The graph of a call that is about to be compiled, and what it uses.
-
-        `in_jit`: the compilation has begun, and this is a part of it.
-        """
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        """The graph of a call that is being compiled."""
         try:
             graph = self.graph(args, kwargs)
             if graph.loses:
                 raise TypeError(changes_lost(self.__name__, graph.loses))
-            if graph.surroundings:
-                refuse_rules_that_read(graph)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
-        outer = _jax.is_part_of_a_program() if in_jit else _jax.staging_trace() is not None
-        donated = () if self._donation is None else self._donation.places(args, kwargs)
-        use = Use(graph, donated=donated, packs=self._packs_results)
-        if not outer:  # else nothing is compiled for it
-            self._note(args, kwargs, graph, use)
-        return graph, use
-
-    def known(self, flat: Sequence[Any], tree: Any) -> Found | None:
-        """The graph of the call that goes on now, if it is of these arguments; for one use."""
-        attempt = attempt_at(self)
-        found: Found | None = None if attempt is None else attempt.known
-        if attempt is None or found is None or found[0].in_tree != tree:
-            return None
-        types = list(map(_jax.type_of, flat))
-        if found[0].in_avals[: len(types)] != types:
-            return None
-        attempt.known = None
-        return found
+        if not _jax.is_part_of_a_program():  # else nothing is compiled for it
+            self._note(args, kwargs)
+        return graph
 
     def warn_of_merging(self) -> None:
         """Warns, once, where XLA undoes what a call nested in a compiled function recomputes."""
@@ -309,7 +257,7 @@ class Pipeline:
             UserWarning,
         )
 
-    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph, use: Use) -> None:
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = argument_names(self.fun, len(args))
         named = {**dict(zip(names, args, strict=True)), **kwargs}
         _, positions, static_kwargs = self.static.apart(args, kwargs)
@@ -318,13 +266,16 @@ class Pipeline:
             Signature.of(
                 {name: v for name, v in named.items() if name not in fixed},
                 {name: v for name, v in named.items() if name in fixed},
-                {name: each.structure for each in use.surroundings for name in graph.surroundings},
             )
         )
 
     def clear_cache(self) -> None:
         """Forgets every program."""
-        self._variants.clear()
+        with self._lock:
+            for program in self._programs.values():
+                program.clear_cache()
+            self._programs.clear()
+            self.plain = None
 
 
 def with_jit() -> AbstractContextManager[None]:
@@ -351,18 +302,6 @@ def _given(argument: Any, found: list[Fixed]) -> Any:
 def _is_for_all(shardings: Any) -> bool:
     """Whether what is said of the shardings of a tree says the same of all arrays in it."""
     return shardings is None or jax.tree_util.all_leaves([shardings])
-
-
-def _weakly(method: Callable[..., T]) -> Callable[..., T]:
-    """A bound method that does not hold its object: whoever calls it does."""
-    ref = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> T:
-        bound = ref()
-        assert bound is not None, "the traced function that is called holds it"
-        return bound(*args)
-
-    return call
 
 
 def _weak(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:

@@ -6,18 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tracegrad.tracing.signatures import parameters_of, positional
-from tracegrad.variables.trees import Fixed, given
+from tracegrad.variables.trees import Arguments, Fixed, given
 
 Indices = int | Iterable[int] | None
 Names = str | Iterable[str] | None
 Taken = tuple[tuple[Any, ...], dict[str, Any], tuple[Fixed, ...]]
-
-
-class _Call(NamedTuple):
-    """The arguments of a call, of which messages say where what is."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 class StaticArguments(NamedTuple):
@@ -53,11 +46,11 @@ class StaticArguments(NamedTuple):
         """`variables.trees.given` (or `given_before`) of a call, whose static arguments are Python
         values as they are: the same objects if there is nothing to replace."""
         if not self.positions and not self.names:
-            arguments, variables = take(_Call(args, kwargs))
+            arguments, variables = take(Arguments(args, kwargs))
             return arguments, variables
         dynamic, positions, named = self.apart(args, kwargs)
         static = [args[i] for i in positions], named
-        left, variables = take(_Call(*dynamic))
+        left, variables = take(Arguments(*dynamic))
         fixed, others = take(static, statics=False)
         args_left, kwargs_left = left
         if args_left is dynamic[0] and kwargs_left is dynamic[1] and fixed is static:
@@ -83,7 +76,7 @@ class StaticArguments(NamedTuple):
                     return taken, {}, tuple(found)
                 named = {name: take(arg, found) for name, arg in sorted(kwargs.items())}
             except TypeError:
-                given(_Call(args, kwargs))  # says where it is
+                given(Arguments(args, kwargs))  # says where it is
                 raise
             return taken, named, tuple(found)  # in the order of a tree
 

@@ -20,14 +20,13 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.tracing.graphs import Rule, require_function
 from tracegrad.tracing.jit_options import options_behind_module
-from tracegrad.tracing.module_functions import function_of
+from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
-from tracegrad.tracing.retracing import CacheInfo
+from tracegrad.tracing.programs import Outgrown
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.static import resolve
 from tracegrad.tracing.user_errors import explain
-from tracegrad.variables.statics import is_module
 
 _JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
 
@@ -41,7 +40,6 @@ class TracedFunction:
       lower(*args, **kwargs), trace(*args, **kwargs): `jax.stages.Lowered` and
         `jax.stages.Traced`, as of a jitted function; so `jax.export.export` takes it.
       eval_shape(*args, **kwargs): the types of the results, without computing them.
-      cache_info(): the signatures for which it was traced, when, and why each was a new one.
       clear_cache(): forgets compiled programs.
       __wrapped__: the original function.
 
@@ -52,10 +50,6 @@ class TracedFunction:
     (['sin', 'integer_pow'], (3,))
     """
 
-    # Python finds `__call__` on the type; as a slot of the type it holds jit's own callable, and
-    # the way from a call to jit's fast path is in C. A method here costs a tenth of a warm call.
-    __slots__ = ("__call__", "__dict__", "__weakref__")
-    __call__: Callable[..., Any]
     __wrapped__: Callable[..., Any]
     _first: tuple[Any, ...]  # what a program takes before the arguments: the function, a module
 
@@ -70,18 +64,32 @@ class TracedFunction:
         require_function(fun)
         functools.update_wrapper(self, fun, updated=())
         static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
-        called, self._first = fun, ()
-        if is_module(fun):
-            called, self._first = function_of(fun), (fun,)
+        called, self._first = taking_module(fun)
+        if self._first:
             options, static = options_behind_module(fun, options, static)
         self._made_with = tuple(rules), dict(jit_options or {})
         self._called = called  # the pipeline holds it weakly
         self._pipeline = shared_pipeline(called, tuple(rules), static, options)
-        self._pipeline.joined_by(self)
 
-    def goes_to(self, called: Callable[..., Any]) -> None:
-        """Has calls go there from now on."""
-        self.__call__ = functools.partial(called, *self._first) if self._first else called
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        pipeline = self._pipeline
+        graph = None
+        try:
+            if self._first:
+                args = *self._first, *args
+            elif pipeline.plain is not None:
+                try:
+                    return pipeline.plain(*args, **kwargs)
+                except Outgrown as error:
+                    if error.of.pipeline is not pipeline:
+                        raise
+                    graph = error.graph  # not the error, which has this frame
+                except TypeError:
+                    if not pipeline.refuses_plain(args, kwargs):
+                        raise
+            return pipeline.call(args, kwargs, graph)
+        except Exception as error:
+            raise explain(error)  # noqa: B904 (the same error)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else BoundTracedFunction(self, instance)
@@ -117,34 +125,13 @@ class TracedFunction:
             return self._pipeline.search(
                 (*self._first, *args),
                 kwargs,
-                lambda variant, args, kwargs: variant.staged(stage, args, kwargs),
+                lambda program, args, kwargs, _, graph: program.staged(stage, args, kwargs, graph),
+                packs=False,
             )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The results as `jax.ShapeDtypeStruct`s. Assigns nothing."""
         return self._staged("eval_shape", args, kwargs)
-
-    def cache_info(self) -> CacheInfo:
-        """The signatures for which the function was traced, when, and why each was a new one.
-
-        All wrappers of a function with the same rules share them, and those with the same options
-        its programs too. Calls inside another compiled function are not counted: nothing is
-        compiled for them (nor are those for which JAX goes on with what it traced there).
-
-        >>> import jax.numpy as jnp, tracegrad as tg
-        >>> @tg.trace
-        ... def double(x):
-        ...     return 2 * x
-        >>> for n in (3, 4, 4, 4):
-        ...     _ = double(jnp.ones(n))
-        >>> double.cache_info()  # doctest: +ELLIPSIS
-        double was traced for 2 signatures
-          1. ...  x: float32[3]
-            the first
-          2. ...  x: float32[4]
-            the shape of `x` changed from [3] to [4]
-        """
-        return self._pipeline.history.info()
 
     def clear_cache(self) -> None:
         """Forgets what was compiled: the next call traces again."""
@@ -158,6 +145,14 @@ class TracedFunction:
         if (name := name_in_module(self)) is not None:
             return name
         return TracedFunction, (self.__wrapped__, *self._made_with)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the function: `inspect.getfullargspec` does not follow `__wrapped__`."""
+        try:
+            return inspect.signature(self.__wrapped__)
+        except (TypeError, ValueError) as error:
+            raise AttributeError("__signature__") from error
 
     def __repr__(self) -> str:
         return f"<traced {repr_of(self.__wrapped__)}>"
@@ -244,10 +239,10 @@ def trace(
     trees too, is that Variable inside, and may be watched and assigned there; for each there is a
     program. One among its results is handed out as an array, its value at the end of the call.
     Modules of `flax.nnx` among its arguments, optimisers, metrics and random streams are changed as
-    under ``nnx.jit``, in about half the time; for each structure of them there is a program. Those
-    that it closes over are read as they are at each call. A module of equinox may be the function,
-    or a method of one, or what `equinox.filter_grad` returns: its arrays are inputs of the program,
-    which equal ones share.
+    under ``nnx.jit``, in about half the time; for each structure of them there is a program. One
+    that the function closes over is a constant of the program, as under `jax.jit`. A module of
+    flax.nnx or of equinox may be the function, or a method of one, or what `equinox.filter_grad`
+    returns: its arrays are inputs of the program, which equal ones share.
     Usable bare (``@trace``), with arguments
     (``@trace(static_argnames="n")``), on methods, and under every JAX transformation.
 

@@ -25,9 +25,9 @@ from weakref import WeakKeyDictionary
 import jax
 
 from tracegrad import _jax
+from tracegrad.variables.cut_gradients import assigned_anew, warn_if_cut, without_gradient
 from tracegrad.variables.lending import FROZEN
 from tracegrad.variables.listening import listeners, listening
-from tracegrad.variables.outside import ModuleArray, states_around
 from tracegrad.variables.variable import Variable
 
 # What a Variable gives to who reads it as a value of its own, and the Variable's value at the
@@ -95,7 +95,6 @@ class Capture:
         self._handed: list[int] = []  # the identities of assigned values read further inside
         self._prepared: set[Variable] = set()  # assigned under a generation of programs of its own
         self._trace: Any = None
-        self._states: list[Any] | None = None  # of flax, around the function
         self._life = _Life()
         self._generations = ExitStack()
 
@@ -113,7 +112,7 @@ class Capture:
             _active.captures -= 1
             self._life.runs = False
             # They know the function, which has this: a circle, that would keep alive what it holds.
-            self._trace, self._states = None, None
+            self._trace = None
             self._read.clear()
             self._current, self._readable, self._readable_inside = {}, {}, {}
             for identity in self._handed:
@@ -127,8 +126,7 @@ class Capture:
     # ---------------------------------------------------------------------------------- listening
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        if isinstance(variable, ModuleArray) and not variable.is_outside(self._around()):
-            return outside()  # a function further inside closes over what was made in this one
+        warn_if_cut(variable)
         if _active.telling:
             return self._value_inside(variable)
         here = _jax.current_trace(None)
@@ -163,11 +161,6 @@ class Capture:
             return False
         inside = _jax.outward(where, self._trace)
         return any(variable in self._read.get(trace, ()) for trace in inside)
-
-    def _around(self) -> list[Any]:
-        if self._states is None:
-            self._states = states_around(self._trace)
-        return self._states
 
     def _value_at_entry(self, variable: Variable) -> _jax.Placeholder:
         if variable not in self._entry:
@@ -226,10 +219,11 @@ class Capture:
         if _jax.is_tracer(value):
             # Another object, for tapes; and an assignment is not differentiated: of a value that
             # is being differentiated here, JAX gives the plain value.
-            value = _jax.undifferentiated(value)
+            value = without_gradient(variable, value)
             if here is not self._trace and _jax.is_tracer(value):
                 self._refuse_inner(variable, value)
         else:
+            assigned_anew(variable)
             value = _jax.fresh_alias(value)
         self._current[variable] = value
         self._readable.pop(variable, None)

@@ -2,8 +2,8 @@
 
 Variables are themselves, and modules of flax.nnx are made of the traced arrays. What has another
 value in those when the function is over is an output of its program; a module that it returns is
-one of the caller's, or a new one. Of what is around it the function's Variables are found by a
-`Capture`, and modules by an `Outside`.
+one of the caller's, or a new one. The Variables that it uses are found by a
+`Capture`. A module that it closes over is a constant, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,15 @@ from tracegrad.variables.nnx_objects import (
     nnx,
     static_attributes,
 )
-from tracegrad.variables.outside import Outside
 from tracegrad.variables.states import Changes, States
-from tracegrad.variables.statics import Static, are_arrays, fix, is_variable
+from tracegrad.variables.statics import (
+    Static,
+    are_arrays,
+    fix,
+    has_nodes,
+    is_variable,
+    structure_with,
+)
 from tracegrad.variables.trees import flattened, with_variables
 from tracegrad.variables.variable import Variable
 
@@ -63,7 +69,6 @@ class Inside:
 
     Attributes:
       variables: the Variables that it has read and assigned.
-      outside: the modules of flax.nnx that it has met outside of it.
       out_tree: the structure of its result.
       updates: which of the arrays of its modules it has assigned.
       settings: attributes of its modules that it has changed, and that are no data.
@@ -72,7 +77,6 @@ class Inside:
 
     def __init__(self, trace_again: Callable[[], NoReturn], apart: set[Variable]):
         self.variables = Capture(trace_again, apart)
-        self.outside = Outside()
         self.out_tree: Any = None
         self.updates: tuple[int, ...] = ()
         self.settings: tuple[Setting, ...] = ()
@@ -103,8 +107,7 @@ class Inside:
         try:
             with self.variables.captured():
                 args, kwargs = self._entering(args, kwargs)
-                with self.outside.watched():
-                    result, updates = self._leaving(fun(*args, **kwargs))
+                result, updates = self._leaving(fun(*args, **kwargs))
                 values = [*self.variables.last_values(), *updates]
                 return (result, values) if values else result  # messages then say where in it
         finally:  # their arrays know the function, which has this: see `Capture.captured`
@@ -115,7 +118,7 @@ class Inside:
         with modules made of traced arrays."""
         self._given = args, kwargs
         is_leaf = is_whole()
-        leaves, tree, variables = flattened(self._given, is_leaf)
+        leaves, tree, _ = flattened(self._given, is_leaf)
         if is_leaf is not None:
             self._places = [i for i, leaf in enumerate(leaves) if type(leaf) is Held]
             if any(map(is_state, leaves)):
@@ -127,8 +130,6 @@ class Inside:
             self._before = read(self._modules)
             for i, module in zip(self._places, self._modules, strict=True):
                 leaves[i] = module
-        elif not variables:
-            return self._given
         return with_variables(tree, leaves)
 
     def _leaving(self, result: Any) -> tuple[Any, list[Any]]:
@@ -148,8 +149,8 @@ class Inside:
             # JAX would read a Variable later, when nobody listens any more.
             leaves = [leaf.value if isinstance(leaf, Variable) else leaf for leaf in leaves]
             fix(leaves, tree, is_result=True)
-            result = jax.tree.unflatten(tree, leaves)
-            tree = jax.tree.structure(result)
+            tree = structure_with(tree, leaves)
+            result = jax.tree.leaves(leaves)
         self.out_tree = tree
         return result, values
 
@@ -272,8 +273,7 @@ def hands_out(structure: Any) -> bool:
     """Whether results of a structure are to be put together."""
     if nnx() is None:
         return False
-    result = jax.tree.unflatten(structure, range(structure.num_leaves))
-    return any(map(_is_handed_out, jax.tree.leaves(result, is_leaf=_is_handed_out)))
+    return has_nodes(structure, (Reference, Held))
 
 
 def _is_handed_out(node: object) -> bool:

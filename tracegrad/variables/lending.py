@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad.variables.cut_gradients import warn_if_cut, without_gradient
 from tracegrad.variables.listening import heard_read, listeners
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ FROZEN = (
     "instead, which makes an input of the Variable, or pass its `.value` in as an argument."
 )
 
+# Held from the read of Variables to the dispatch of the program that is given their arrays: without
+# it another thread could lend one in between, and its program write it over. A program may call
+# another while JAX traces it.
+dispatching = threading.RLock()
 _lock = threading.Lock()
 _returned = threading.Condition(_lock)
 _waiting = 0  # how many threads wait for it
@@ -37,8 +42,8 @@ _lenders: set[int] = set()  # the threads that ever lent
 
 def stored(variable: Variable) -> Any:
     """What is read where nobody listens."""
-    staged = _jax.staging_trace() is not None and not variable.may_be_kept
-    if staged and not _jax.is_tracer(variable._value):
+    warn_if_cut(variable)
+    if _jax.staging_trace() is not None and not _jax.is_tracer(variable._value):
         raise RuntimeError(FROZEN.format(name=variable.name))
     return handed(variable)
 
@@ -47,7 +52,7 @@ def store(variable: Variable, value: Any) -> None:
     """What is done by an assignment to which nobody listens."""
     if _jax.is_tracer(value):
         # What is differentiated carries its value, and assignment is not differentiated.
-        value = _jax.undifferentiated(value)
+        value = without_gradient(variable, value)
     if _jax.is_tracer(value):
         raise RuntimeError(
             f"the Variable {variable.name!r} is assigned a value that exists only inside a "
@@ -164,8 +169,9 @@ def hold(variables: Sequence[Variable]) -> list[Any]:
 
 def free(variables: Sequence[Variable]) -> None:
     """Waits until no program of another thread is to assign any of the Variables."""
-    with _lock:
-        _wait_for(variables, threading.get_ident())
+    if any(variable._borrower is not None for variable in variables):
+        with _lock:
+            _wait_for(variables, threading.get_ident())
 
 
 def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:

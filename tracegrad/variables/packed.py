@@ -18,8 +18,15 @@ import jax
 import numpy as np
 
 from tracegrad.variables.modules import PathKey
-from tracegrad.variables.statics import Static, fix, is_kind_of_array, settings
-from tracegrad.variables.trees import Fixed, flattened, given
+from tracegrad.variables.statics import (
+    Static,
+    fix,
+    is_kind_of_array,
+    is_variable,
+    settings,
+    structure_with,
+)
+from tracegrad.variables.trees import Fixed, flattened, given, with_variables
 
 _KEPT = 256  # layouts of a function, and structures of a layout
 _IMMUTABLE = frozenset({str, bytes, type, np.dtype})
@@ -35,18 +42,18 @@ class Packed:
         self.structure = structure
 
     def argument(self) -> Any:
-        """The argument as it was, but for `Given` in the places of Variables."""
-        return jax.tree.unflatten(self.structure, self.arrays)
-
-
-class _Mark:
-    """Stands for an array."""
+        """The argument as it was."""
+        return with_variables(self.structure, self.arrays)
 
 
 def _flatten_with_paths(packed: Packed) -> tuple[Iterable[tuple[PathKey, Any]], Any]:
-    marks = [_Mark() for _ in packed.arrays]  # which nothing else in the tree is
-    places = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(packed.structure, marks))
-    paths = [PathKey(jax.tree_util.keystr(keys)) for keys, leaf in places if type(leaf) is _Mark]
+    places = jax.tree_util.tree_leaves_with_path(packed.argument(), is_leaf=is_variable)
+    arrays, paths = iter(packed.arrays), list[PathKey]()
+    array = next(arrays, None)
+    for keys, leaf in places:  # what is no array is among them
+        if leaf is array:
+            paths.append(PathKey(jax.tree_util.keystr(keys)))
+            array = next(arrays, None)
     return list(zip(paths, packed.arrays, strict=True)), packed.structure
 
 
@@ -59,8 +66,8 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """The arguments of a call as the caller wrote them, but for `Given` and what JAX has put in
-    the places of arrays."""
+    """The arguments of a call as the caller wrote them, but for what JAX has put in the places of
+    arrays."""
     return (
         tuple([arg.argument() if type(arg) is Packed else arg for arg in args]),
         {k: arg.argument() if type(arg) is Packed else arg for k, arg in kwargs.items()},
@@ -122,7 +129,7 @@ class _Layout:
         if not fix(fixed, tree):  # with tracers in it, or fixed before
             return tree, [True] * len(leaves)
         is_array = [type(leaf) is not Static for leaf in fixed]
-        structure = jax.tree.structure(jax.tree.unflatten(tree, fixed))
+        structure = structure_with(tree, fixed)
         if self._never_changes and not any(is_array[i] for i in self.others):
             if len(self.known) >= _KEPT:
                 self.known.clear()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import NoneType
 from typing import Any, TypeVar
@@ -22,7 +22,6 @@ import numpy as np
 from tracegrad._jax.caches import facts_of
 from tracegrad.variables.modules import Held
 from tracegrad.variables.nnx_objects import is_state
-from tracegrad.variables.snapshots import is_same, snapshot
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
@@ -71,45 +70,25 @@ class Static(Part):
     """A leaf that is no array, among arguments or results: a node of their tree, without leaves.
 
     JAX puts the leaf itself back when it hands the tree on. Two are the same if their leaves are
-    equal and of one type, or the same object, where it has no equality or hash of its own. One with
-    equality and no hash (a dataclass, a namespace, a set) can be changed: the same object after
-    that is another one.
+    equal and of one type, or the same object, where it has no equality of its own. A leaf that has
+    equality and no hash is refused, as `jax.jit` refuses such static arguments: programs are kept
+    by these leaves.
     """
 
-    __slots__ = ("__weakref__", "_hash", "_leaf", "_now", "_ref", "_text")
+    __slots__ = ("__weakref__", "_hash", "_leaf", "_ref", "_text")
 
     def __init__(self, leaf: Any, *, is_result: bool = False):
         kind: Any = type(leaf)
         self._leaf, self._hash = leaf, object.__hash__(leaf)
         self._ref: Any = None
-        self._now: Any = None
         self._text = f"<{kind.__name__} that is gone>"
-        is_told_by_identity = kind.__eq__ is object.__eq__
-        if not is_told_by_identity:
-            _check_comparable(leaf)
-            try:
-                self._hash = hash(repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
-            except TypeError:
-                is_told_by_identity = True
-                self._now = None if is_result else snapshot(leaf)
+        if kind.__eq__ is not object.__eq__:
+            if not is_result:  # no program is kept by what comes out of it
+                self._hash = _hash_of(leaf)
         # JAX's caches keep this, and may not keep an argument that they can tell by identity.
-        if is_told_by_identity and not is_result:
+        elif not is_result:
             with suppress(TypeError):
-                self._leaf, self._ref = None, weakref.ref(leaf, self._forgetting())
-
-    def _forgetting(self) -> Callable[[object], None] | None:
-        """What drops what was in an object when the object is gone. It does not hold this, which is
-        made at each call and goes without a search for cycles."""
-        if self._now is None:
-            return None
-        me = weakref.ref(self)
-
-        def forget(_: object) -> None:
-            static = me()
-            if static is not None:
-                static._now = None
-
-        return forget
+                self._leaf, self._ref = None, weakref.ref(leaf)
 
     @property
     def leaf(self) -> Any:
@@ -120,9 +99,8 @@ class Static(Part):
             return False
         mine, others = self.leaf, other.leaf
         if mine is others:
-            is_there = self._ref is None or mine is not None
-            return is_there and is_same(self._now, other._now)
-        return self._now is other._now is None and is_same(mine, others)
+            return self._ref is None or mine is not None
+        return _is_same(mine, others)
 
     def __hash__(self) -> int:
         return self._hash
@@ -133,8 +111,6 @@ class Static(Part):
 
     def __repr__(self) -> str:
         leaf = self.leaf
-        if self._now is not None:
-            return repr(self._now)
         return self._text if leaf is None else repr(leaf)
 
 
@@ -143,24 +119,45 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _check_comparable(leaf: Any) -> None:
+def _hash_of(leaf: Any) -> int:
+    """The hash of a leaf by which programs are kept. Raises TypeError if it has none."""
     try:
-        equal = bool(leaf == leaf) or isinstance(leaf, (float, complex))  # nan
-    except Exception as error:
-        problem: Exception | None = error
-    else:
+        # 0.0 == -0.0, and nan != nan
+        value = hash(repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
+        if isinstance(leaf, (float, complex)) or leaf == leaf:
+            return value
         problem = None
-        if equal:
-            return
+    except Exception as error:
+        problem = error
     raise TypeError(
-        f"it is {leaf!r} of type {type(leaf).__name__}, which cannot be compared even with itself: "
-        "what is no array is part of what a program is made for, and is compared with that of "
-        "other calls. Give its class an __eq__ that returns a bool, or none at all"
+        f"it is {leaf!r} of type {type(leaf).__name__}, which has no hash or no equality: what is "
+        "no array is static, and programs are kept by both. Give its class both, as by "
+        "`@dataclass(frozen=True)`, or neither; or register it with "
+        "jax.tree_util.register_dataclass, if it holds arrays"
     ) from problem
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two leaves are of one type and equal."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(other)
+    try:
+        return bool(one == other)
+    except Exception:  # each is comparable with itself, and that is how it is known
+        return False
 
 
 def _static(leaf: Any, index: int, structure: Any, *, is_result: bool) -> Static:
     try:
+        if is_result and isinstance(leaf, Iterator):
+            raise TypeError(
+                f"it is {leaf!r}, which is no array and computes when it is asked, after the "
+                "function is over. Return a list"
+            )
         return Static(leaf, is_result=is_result)
     except TypeError as error:
         where = place_of_leaf(structure, index)
@@ -290,8 +287,31 @@ def fix(leaves: list[Any], structure: Any, *, is_result: bool = False) -> bool:
 
 def has_statics(structure: Any) -> bool:
     """Whether some of such trees is no array."""
-    count: int = structure.num_leaves
-    return len(jax.tree.leaves(jax.tree.unflatten(structure, range(count)))) != count
+    return has_nodes(structure, (Static,))
+
+
+def has_nodes(structure: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether there is a node of one of some classes in trees of a structure."""
+    node = structure.node_data()
+    if node is None:
+        return False
+    return node[0] in kinds or any(has_nodes(child, kinds) for child in structure.children())
+
+
+def structure_with(structure: Any, leaves: Sequence[Any]) -> Any:
+    """The structure of a tree with nodes (`Static`) in the places of some leaves. No tree is made:
+    a class of the user's may check what it is made of."""
+    if structure.num_nodes == structure.num_leaves == 1:
+        return jax.tree.structure(leaves[0])
+    if not structure.num_leaves:
+        return structure
+    children, start = [], 0
+    for child in structure.children():
+        children.append(structure_with(child, leaves[start : start + child.num_leaves]))
+        start += child.num_leaves
+    return jax.tree_util.PyTreeDef.from_node_data_and_children(
+        jax.tree_util.default_registry, structure.node_data(), children
+    )
 
 
 # For ``is_leaf=``: what stands in given arguments for a Variable or for what is no array.

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,77 @@ jax.tree_util.register_pytree_with_keys(Variable, _flatten_with_keys, _unflatten
 jax.tree_util.register_pytree_node(Given, _flatten_given, _unflatten_given)
 
 
+class Mirror:
+    """Stands for an object of a class of the user's in which there is what is no array.
+
+    What stands for that (`Static`, `Given`, `Held`) is in no object of the class itself, which may
+    check what it is made of. To JAX a mirror is the same node; `with_variables` makes the object.
+    """
+
+    __slots__ = ("children", "keys", "node")
+
+    def __init__(self, children: Sequence[Any], node: Any, keys: tuple[Any, ...]):
+        self.children = children
+        self.node = node  # its class, and what it is besides its children, as JAX has them
+        self.keys = keys
+
+
+def _unflatten_mirror(of: tuple[Any, tuple[Any, ...]], children: Iterable[Any]) -> Any:
+    node, keys = of
+    children = tuple(children)
+    return node_of(node, children) if _pass.takes else Mirror(children, node, keys)
+
+
+def node_of(node: Any, children: Sequence[Any]) -> Any:
+    """The object of a node, as JAX has that, with these children."""
+    leaf = jax.tree.structure(0)
+    structure = jax.tree_util.PyTreeDef.from_node_data_and_children(
+        jax.tree_util.default_registry, node, [leaf] * len(children)
+    )
+    return jax.tree.unflatten(structure, children)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Mirror,
+    lambda mirror: (
+        tuple(zip(mirror.keys, mirror.children, strict=True)),
+        (mirror.node, mirror.keys),
+    ),
+    _unflatten_mirror,
+    lambda mirror: (mirror.children, (mirror.node, mirror.keys)),
+)
+
+_CONTAINERS = frozenset({tuple, list, dict, OrderedDict, defaultdict, Mirror})
+
+
+def with_leaves(tree: T, structure: Any, leaves: Iterator[Any]) -> T:
+    """A tree with other leaves, and `Given` for its Variables; mirrors where these are in objects
+    of classes of the user's."""
+    if structure.num_nodes == structure.num_leaves == 1:
+        return next(leaves)  # type: ignore[no-any-return]
+    if isinstance(tree, Variable):
+        return given_of(tree)  # type: ignore[return-value]
+    nodes, one_level = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda n: n is not tree)
+    if not nodes:
+        return tree
+    parts = zip(nodes, structure.children(), strict=True)
+    children = [with_leaves(child, inner, leaves) for (_, child), inner in parts]
+    if all(new is old for new, (_, old) in zip(children, nodes, strict=True)):
+        return tree
+    if type(tree) in _CONTAINERS or isinstance(tree, Arguments):
+        new: T = jax.tree.unflatten(one_level, children)
+        return new
+    keys = tuple(key for (key,), _ in nodes)
+    return Mirror(children, structure.node_data(), keys)  # type: ignore[return-value]
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call, of which messages say where what is."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 class _Unflattened(threading.local):
     """The traced values that were put in the places of Variables, in the trace begun last."""
 
@@ -161,7 +233,9 @@ def _given(
         has_modules, has_statics = hold(leaves), fix(leaves, tree)
         is_changed = is_changed or has_modules or has_statics
         structures = structures_in(leaves)
-    return (jax.tree.unflatten(tree, leaves) if is_changed else arguments), (*structures, *found)
+    if is_changed:
+        arguments = with_leaves(arguments, tree, iter(leaves))
+    return arguments, (*structures, *found)
 
 
 def held(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Structure, ...]]:
@@ -169,9 +243,9 @@ def held(arguments: T, *, statics: bool = True) -> tuple[T, tuple[Structure, ...
     if not statics:
         return arguments, ()
     leaves, tree = jax.tree.flatten(arguments, is_leaf=is_whole_or_variable)
-    is_changed = hold(leaves)
-    structures = structures_in(leaves)
-    return (jax.tree.unflatten(tree, leaves) if is_changed else arguments), structures
+    if not hold(leaves):
+        return arguments, ()
+    return with_leaves(arguments, tree, iter(leaves)), structures_in(leaves)
 
 
 def is_whole_or_variable(node: object) -> bool:

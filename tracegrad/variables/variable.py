@@ -96,8 +96,6 @@ class Variable:
 
     # NumPy's operators leave the operation to ours.
     __array_priority__ = 100
-    # Whether a program of JAX's own may keep the value, as a constant for all of its later calls.
-    may_be_kept = False
 
     def __init__(
         self,
