@@ -9,7 +9,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.gradient_types import is_numeric, type_of
-from tracegrad.differentiation.smallest_cuts import MOST_WAYS, Cut, CutsOnWay, explain_unconnected
+from tracegrad.differentiation.smallest_cuts import Cut, CutsOnWay, explain_unconnected
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explanation import Finding
@@ -52,7 +52,7 @@ _LOOP_CURE = (
 
 def _findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]:
     """What cuts an input of a graph off; `ways`: its `smallest_cuts`."""
-    cuts, *others = ways
+    cuts = ways[0]
     for cut in cuts:
         cause, owner = _cause_of_cut(cut), whose(cut.occurrence)
         text, origin = _words(cut), cut.occurrence.origin
@@ -68,7 +68,7 @@ def _findings_of_cuts(path: str, ways: Sequence[CutsOnWay]) -> Iterator[Finding]
             text = f"{by} {text}"
         yield Finding(
             cause,
-            text + _also_needed(cut, cuts) + _elsewhere(others),
+            text + _also_needed(cut, cuts),
             (path,),
             origin=origin,
             whose=owner,
@@ -103,17 +103,6 @@ def _also_needed(cut: Cut, cuts: CutsOnWay) -> str:
         return ""
     verb = "cuts" if len(others) == 1 else "cut"
     return f"; on the same way {verb} {listed(others, 3)}, too: a gradient needs all of them gone"
-
-
-def _elsewhere(ways: Sequence[CutsOnWay]) -> str:
-    """The other ways with as few cuts."""
-    if not ways:
-        return ""
-    count = f"{len(ways)} other ways are" if len(ways) > 1 else "1 other way is"
-    if len(ways) == MOST_WAYS - 1:
-        count = f"{len(ways)} or more other ways are"
-    places = list(dict.fromkeys(place for cuts in ways for place in map(_place, cuts)))
-    return f"; {count} cut as well: {listed(places, 3)}"
 
 
 def _cause_of_cut(cut: Cut) -> str:
