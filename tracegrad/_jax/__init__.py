@@ -40,6 +40,7 @@ from tracegrad._jax.compat import VERSION as VERSION
 from tracegrad._jax.compat import config as config
 from tracegrad._jax.compat import keep_recompute_options as keep_recompute_options
 from tracegrad._jax.compat import policy_name as policy_name
+from tracegrad._jax.compat import quick_options as quick_options
 from tracegrad._jax.compat import scan_split as scan_split
 from tracegrad._jax.compat import shard_map_options as shard_map_options
 from tracegrad._jax.compat import versions as versions

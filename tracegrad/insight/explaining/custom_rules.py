@@ -59,7 +59,7 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
 
 
 def refuse_closed_over(
-    measured: MeasuredPass, graph: Graph, reached: AbstractSet[Value], path: Path
+    refused: dict[Occurrence, str], graph: Graph, reached: AbstractSet[Value], path: Path
 ) -> None:
     """Notes which rules of a graph close over what is differentiated; to these a pass asks for no
     cotangent, so that nothing else would say it."""
@@ -67,7 +67,7 @@ def refuse_closed_over(
         if not isinstance(node, CustomGradient) or node.kind != "vjp":
             continue
         if not reached.isdisjoint(node.inputs[: node.closed_over]):
-            measured.refused[Occurrence(path, node)] = f"{node.name} {CLOSES_OVER}"
+            refused[Occurrence(path, node)] = f"{node.name} {CLOSES_OVER}"
 
 
 def of_right_dtypes(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from tracegrad.insight.explaining.custom_rules import (
     refuse_closed_over,
 )
 from tracegrad.insight.explaining.observed import Key
-from tracegrad.insight.explaining.statistics import edge, exact, norms, units
+from tracegrad.insight.explaining.statistics import edge, exact, index, norms, units
 from tracegrad.insight.explaining.visits import (
     Kept,
     Visit,
@@ -58,58 +59,53 @@ from tracegrad.ir.running import read, run_node, run_nodes
 from tracegrad.ir.wording import first_line
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["args"], meta_fields=["measure"])
+@dataclass(frozen=True)
+class Deferred:
+    """A measure that is yet to be taken of some arrays."""
+
+    measure: Callable[..., Any]
+    args: Any
+
+
 class MeasuredPass:
     """The instrumented passes over one graph.
 
     Args:
       graph: a traced function.
-      sources: which of its inputs get cotangents.
       close: whether to look at values, and at the results of every VJP.
 
     `keys` lists what the statistics are of, in the order in which they were met; for `refused` and
     `lines` see `Observed`.
     """
 
-    def __init__(self, graph: Graph, sources: Sequence[bool], close: bool):
+    def __init__(self, graph: Graph, close: bool):
         self.graph = graph
-        self.sources = sources
         self.close = close
         self.walk = Walk()
         self.refused: dict[Occurrence, str] = {}
         self.lines: dict[Occurrence, Origin] = {}
         self._numbers: dict[Key, int] = {}
         self._found: dict[int, Any] = {}
+        self._is_deferring = False
         self.is_muted = False
 
     @property
     def keys(self) -> list[Key]:
         return list(self._numbers)
 
-    def run(self, args: Sequence[Any], seeds: Sequence[Any]) -> dict[int, Any]:
-        """The statistics by the number of their key.
-
-        Args:
-          args: the graph's inputs.
-          seeds: for each output its cotangent, or None.
-        """
-        with self._collecting() as found:
-            outs, kept = self.forward(self.graph, args, ())
-            cotangents = self.backward(self.graph, kept, seeds, self.sources, ())
-            self._note_each("source", None, cotangents)
-            if self.close:
-                self._note_each("input", None, args)
-            self._note_each("output", None, outs)
-        return found
-
     # ------------------------------------------------------------------------------- collecting
 
     @contextmanager
-    def _collecting(self) -> Iterator[dict[int, Any]]:
+    def collecting(self, *, defer: bool = False) -> Iterator[dict[int, Any]]:
+        """Gives what is measured inside, by the number of its key; with `defer` the arrays, for the
+        measures to be taken outside of a compiled program."""
         outer, self._found = self._found, {}
+        before, self._is_deferring = self._is_deferring, defer
         try:
             yield self._found
         finally:
-            self._found = outer
+            self._found, self._is_deferring = outer, before
 
     @contextmanager
     def mute(self) -> Iterator[None]:
@@ -125,7 +121,8 @@ class MeasuredPass:
     ) -> None:
         if not self.is_muted:
             number = self._numbers.setdefault((kind, of, k), len(self._numbers))
-            self._found[number] = measure(*args)
+            is_later = self._is_deferring
+            self._found[number] = Deferred(measure, args) if is_later else measure(*args)
 
     def _note_each(self, kind: str, of: Occurrence | None, arrays: Sequence[Any]) -> None:
         """Measures those arrays of a list that are there and may have a gradient."""
@@ -189,7 +186,7 @@ class MeasuredPass:
 
         def step(carry: list[Any], x: list[Any]) -> Any:
             operands = [*constants, *carry, *x]
-            with self._collecting() as found:
+            with self.collecting() as found:
                 outs, _ = self.forward(node.regions["jaxpr"], operands, here.into("jaxpr"))
             outs = list(map(strong, outs))
             return outs[:count], (outs[count:], carry, found)
@@ -199,11 +196,11 @@ class MeasuredPass:
         return [*final, *stacked], carries
 
     def _forward_cond(self, here: Occurrence, args: list[Any]) -> list[Any]:
-        self.note("branch", here, 0, lambda: args[0].astype(jnp.float32).reshape(1))
+        self.note("branch", here, 0, index, args[0])
 
         def branch(name: str) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
-                with self._collecting() as found:
+                with self.collecting() as found:
                     outs, _ = self.forward(here.node.regions[name], operands, here.into(name))
                 return list(map(strong, outs)), found
 
@@ -265,7 +262,7 @@ class MeasuredPass:
 
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
         reached = reached_from(graph, inputs, self.walk)
-        refuse_closed_over(self, graph, reached, path)
+        refuse_closed_over(self.refused, graph, reached, path)
         results = pull_back(graph, kept.values, seeds, inputs, reached, through)
         found = dict(zip(inputs, results, strict=True))
         return [found.get(value) for value in graph.inputs]
@@ -324,7 +321,7 @@ class MeasuredPass:
             with self.mute():
                 _, values = self.forward(region, operands, path)
             outs: list[Any] = [None] * count
-            with self._collecting() as found:
+            with self.collecting() as found:
                 for j, ct in zip(carried, flowing, strict=True):
                     self.note("carry", visit.here, j, norms, ct)
                     outs[j] = ct
@@ -364,7 +361,7 @@ class MeasuredPass:
             def run(operands: Any, cotangents: Any) -> Any:
                 with self.mute():
                     _, kept = self.forward(region, operands, path)
-                with self._collecting() as found:
+                with self.collecting() as found:
                     ins = self.backward(region, kept, cotangents, wanted, path)
                 results = [or_zeros(ins[i - 1], operands[i - 1]) for i in visit.active]
                 return list(map(strong, results)), found
