@@ -18,6 +18,7 @@ from tracegrad.insight.explaining.custom_rules import changed_rules
 from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals, state_of_model
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed
+from tracegrad.insight.explaining.padding import normalised_padding
 from tracegrad.insight.explaining.runs import measure
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, NORM, ZEROS
@@ -91,6 +92,7 @@ def explain_graph(
     findings += zero_gradients(observed, close, reports, sources, inputs)
     findings += slopes(observed, norms, sources)
     findings += changed_rules(observed)
+    findings += normalised_padding(observed, norms)
     findings += dead_units(observed, targets, findings)
     value = observed.stats.get(("output", None, targets[0])) if targets else None
     return Explanation(

@@ -13,7 +13,6 @@ would keep all that was computed there, where this keeps the carries and compute
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,17 @@ from tracegrad.insight.explaining.custom_rules import (
     refuse_closed_over,
 )
 from tracegrad.insight.explaining.observed import Key
-from tracegrad.insight.explaining.statistics import edge, exact, index, norms, units
+from tracegrad.insight.explaining.padding import scale_of_normalisation
+from tracegrad.insight.explaining.rectifiers import bounds_of, may_be_rectifier
+from tracegrad.insight.explaining.statistics import (
+    divided,
+    edge,
+    exact,
+    index,
+    multiplied,
+    norms,
+    units,
+)
 from tracegrad.insight.explaining.visits import (
     Kept,
     Visit,
@@ -43,10 +52,8 @@ from tracegrad.insight.explaining.visits import (
     strong,
 )
 from tracegrad.ir import (
-    Atom,
     CustomGradient,
     Graph,
-    Literal,
     Node,
     Occurrence,
     Recompute,
@@ -149,16 +156,16 @@ class MeasuredPass:
 
     def is_measured(self, node: Node) -> bool:
         """Whether the operands or results of a node that is not entered are looked at."""
-        return self.close or _may_be_rectifier(node)
+        return self.close or may_be_rectifier(node)
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
         """The results of such a node."""
         node, results = here.node, run_node(here.node, operands)
         if self.close:
             self._note_each("value", here, results)
-        if _may_be_rectifier(node):
+        if may_be_rectifier(node):
             maximum = [] if isinstance(node, CustomGradient) else operands
-            bounds = _bounds(self.graph.region_of(here), node, maximum)
+            bounds = bounds_of(self.graph.region_of(here), node, maximum)
             self.note("units", here, 0, units, results[0], maximum, bounds)
         return results
 
@@ -280,12 +287,21 @@ class MeasuredPass:
             compare_with_primal(self, visit, results)
             if self.close:
                 look_into_rule(self, visit)
+        scale = None if self.is_muted else scale_of_normalisation(self._region(visit), node)
+        for i, ct in zip(visit.active, results, strict=True):
+            if scale is not None and i != scale and ct is not None:
+                measure = divided if node.op == "div" else multiplied
+                self.note("amplified", visit.here, i, measure, ct, visit.operands[scale])
         if self.close:
             operands = visit.operands
             for i, ct in zip(visit.active, results, strict=True):
                 if ct is not None:
                     self.note("edge", visit.here, i, edge, ct, first_of(visit.given), operands)
         return results
+
+    def _region(self, visit: Visit) -> Graph:
+        path = visit.here.path
+        return path[-1][0].region(path[-1][1]) if path else self.graph
 
     def _backward_region(self, visit: Visit) -> list[Any]:
         node, given, inside = visit.here.node, visit.given, visit.inner
@@ -383,25 +399,3 @@ def _scan(node: Node, step: Any, init: Any, scanned: Any, backward: bool = False
         length=node.params["length"],
         reverse=bool(node.params["reverse"]) != backward,
     )
-
-
-def _may_be_rectifier(node: Node) -> bool:
-    is_relu = isinstance(node, CustomGradient) and node.name == "relu"
-    if not is_relu and node.op != "max":
-        return False
-    aval = node.outputs[0].aval
-    return len(aval.shape) >= 2 and math.prod(aval.shape) > 0 and _jax.has_gradient(aval)
-
-
-def _bounds(graph: Graph, node: Node, operands: Sequence[Any]) -> Sequence[Any]:
-    """What a maximum may be with: where a number is written there, that."""
-    pairs = zip(node.inputs, operands, strict=False)
-    return [x for value, x in pairs if _is_written(graph, value)] or operands
-
-
-def _is_written(graph: Graph, value: Atom) -> bool:
-    """Whether a value is a number in the program, or an array filled with one."""
-    if isinstance(value, Literal):
-        return True
-    node = graph.producers.get(value)
-    return node is not None and node.op == "broadcast_in_dim" and _is_written(graph, node.inputs[0])

@@ -166,6 +166,29 @@ def difference(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
 
 
 @_by_place
+def multiplied(xp: Any, result: Any, factor: Any) -> Any:
+    """Of a cotangent that a factor has multiplied: how far the largest factor is from the least,
+    the norm where the factor is near the largest, and the norm elsewhere."""
+    return _amplified(xp, result, factor)
+
+
+@_by_place
+def divided(xp: Any, result: Any, divisor: Any) -> Any:
+    """The same of a divisor."""
+    return _amplified(xp, result, 1 / _real(xp, divisor))
+
+
+def _amplified(xp: Any, result: Any, factor: Any) -> Any:
+    result, factor = _real(xp, result), xp.abs(_real(xp, factor))
+    if result.size == 0 or factor.size == 0:
+        return xp.zeros(3)
+    factor = xp.broadcast_to(factor, result.shape)
+    is_large = factor > xp.max(factor) / 10
+    parts = xp.where(is_large, result, 0), xp.where(is_large, 0, result)
+    return _vector(xp, xp.max(factor) / xp.min(factor), *(_norm(xp, x) for x in parts))
+
+
+@_by_place
 def units(xp: Any, result: Any, operands: Sequence[Any], bounds: Sequence[Any]) -> Any:
     """Of what is along the last axis how many are never active, and how many there are.
 
