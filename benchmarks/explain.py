@@ -1,9 +1,8 @@
 """What `explain` costs on a 12-layer transformer, beside one compiled backward pass.
 
-Both alternate in one process after a first call of each; the numbers are ratios of medians. The
-ninth call of `explain` compiles its passes, so that those before it and those behind it are told
-apart. ``--bugs`` runs the gallery of seeded bugs instead: what `explain` and ``jax_debug_nans``
-tell of each.
+First calls are in CPU seconds, which neighbours do not blur. After that both alternate in one
+process; the numbers are ratios of medians. ``--bugs`` runs the gallery of seeded bugs instead: what
+`explain` and ``jax_debug_nans`` tell of each.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from tracegrad.insight import explain
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "insight"))
 from gallery import BUGS, Bug
 
-ROUNDS = 7  # and the first are the eight calls before `explain` compiles
+ROUNDS = 7
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def seconds(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def measured(width: int, batch: int, length: int) -> list[str]:
-    params = init(12, width, 1000)
+def measured(layers: int, width: int, batch: int, length: int) -> list[str]:
+    params = init(layers, width, 1000)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 1000, (batch, length + 1)))
     loss = loss_with(block)
     backward = jax.jit(jax.value_and_grad(loss))
@@ -49,20 +48,19 @@ def measured(width: int, batch: int, length: int) -> list[str]:
     def explained() -> None:
         explain(loss, params, tokens)
 
-    def ratio() -> list[str]:
-        times = [(seconds(compiled), seconds(explained)) for _ in range(ROUNDS)]
-        one, other = (statistics.median(column) for column in zip(*times, strict=True))
-        return [f"{1000 * one:.0f} ms", f"{1000 * other:.0f} ms", f"{other / one:.1f}"]
-
-    row = [f"12 layers of {width}, {batch} x {length} tokens"]
-    row += [f"{seconds(compiled):.1f} s", f"{seconds(explained):.1f} s", *ratio()]
-    return [*row, f"{seconds(explained):.1f} s", *ratio()]
+    first = [seconds(run, time.process_time) for run in (compiled, explained)]
+    times = [(seconds(compiled), seconds(explained)) for _ in range(ROUNDS)]
+    one, other = (statistics.median(column) for column in zip(*times, strict=True))
+    row = [f"{layers} layers of {width}, {batch} x {length} tokens"]
+    row += [f"{first[0]:.1f} s", f"{first[1]:.1f} s", f"{first[1] / first[0]:.2f}"]
+    return [*row, f"{1000 * one:.0f} ms", f"{1000 * other:.0f} ms", f"{other / one:.1f}"]
 
 
 def cost() -> None:
-    rows = [measured(*sizes) for sizes in ((128, 2, 64), (256, 4, 128))]
-    then = ["backward", "explain", "ratio"]
-    header = ["transformer", "first backward", "first explain", *then, "ninth explain", *then]
+    sizes = (6, 128, 2, 64), (12, 128, 2, 64), (24, 128, 2, 64), (12, 256, 4, 128)
+    rows = [measured(*each) for each in sizes]
+    header = ["transformer", "first backward", "first explain", "ratio"]
+    header += ["backward", "explain", "ratio"]
     print_table("One call of explain beside one compiled backward pass", header, rows)
 
 

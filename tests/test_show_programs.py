@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
-from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from control_flow import CASES, Case
@@ -14,7 +14,7 @@ from tracegrad.differentiation.connectivity import connections
 from tracegrad.insight import show
 
 
-def check(view, folder: Path) -> None:
+def check(view) -> None:
     graph = view.graph
     connected = [any(i in found for found in connections(graph)) for i in range(len(graph.inputs))]
     assert view._flow.reached == connected
@@ -27,23 +27,22 @@ def check(view, folder: Path) -> None:
     assert [row[0] for row in bodies[0]["rows"]] == [
         [graph.names[value] for value in node.outputs] for node in graph.nodes
     ]
-    assert view.to_dot().count(" -> ") >= len(graph.nodes) // 2
-    view.to_model_explorer(folder / "graph.json")
+    ElementTree.fromstring(view.to_svg())
 
 
 @pytest.mark.parametrize("case", CASES[::8], ids=str)
-def test_control_flow_is_shown(case: Case, tmp_path: Path):
-    check(show(case.fun, *case.args), tmp_path)
+def test_control_flow_is_shown(case: Case):
+    check(show(case.fun, *case.args))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_control_flow_is_shown(case: Case, tmp_path: Path):
-    check(show(case.fun, *case.args), tmp_path)
+def test_all_control_flow_is_shown(case: Case):
+    check(show(case.fun, *case.args))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_programs_are_shown(program: Program, tmp_path: Path):
+def test_programs_are_shown(program: Program):
     function, args = program.build()
-    check(show(function, *args), tmp_path)
+    check(show(function, *args))

@@ -1,11 +1,10 @@
 """Draws the pictures of the documentation: the graph of a loss, and a plan for its memory.
 
-`python docs/pictures/draw.py` writes `graph.svg` (by Graphviz' `dot`) and `plan.svg` beside it.
+`python docs/pictures/draw.py` writes `graph.svg` and `plan.svg` beside it.
 """
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import jax
@@ -15,7 +14,6 @@ import matplotlib as mpl
 import tracegrad as tg
 
 HERE = Path(__file__).parent
-LAYOUT = 'rankdir=TB bgcolor="white" pad=0.2 ranksep=0.2'
 
 
 @tg.custom_gradient
@@ -40,9 +38,7 @@ def deep(weights, x):
 
 def draw_graph() -> None:
     graph = tg.show(loss, jnp.ones((8, 32)), jnp.ones((64, 8)), jnp.ones((64, 32)))
-    text = graph.to_dot().replace("rankdir=TB", LAYOUT)
-    drawn = subprocess.run(["dot", "-Tsvg"], input=text, capture_output=True, check=True, text=True)
-    (HERE / "graph.svg").write_text(drawn.stdout, encoding="utf-8")
+    (HERE / "graph.svg").write_text(graph.to_svg(), encoding="utf-8")
 
 
 def draw_plan() -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 import tracegrad as tg
 from tracegrad.insight import Explanation, explain
-from tracegrad.insight.explaining.explain_graph import key_of
+from tracegrad.insight.explaining.runs import key_of
 from tracegrad.ir.authors import whose
 
 X = jnp.array([0.3, -1.2, 2.0])
@@ -89,28 +89,51 @@ def test_norms_and_zeros_are_those_of_jax():
         assert report.size == gradient.size
 
 
-def test_the_ninth_look_is_compiled_and_says_the_same(caplog):
-    @jax.checkpoint
+def test_layers_that_are_alike_share_their_programs_and_the_next_call_has_them(caplog):
     def layer(w, x):
-        return jax.nn.relu(jax.jit(jnp.dot)(x, w))
+        h = jax.nn.relu(jax.jit(jnp.dot)(x, w["in"]) + w["bias"])
+        h = (h - jnp.mean(h, -1, keepdims=True)) * jax.lax.rsqrt(jnp.var(h, -1, keepdims=True) + 1)
+        return x + jnp.tanh(h) @ w["out"] * w["scale"]
 
-    def loss(params, x):
-        for name in ("first", "second"):
-            x = layer(params[name], x)
-        return jnp.mean(jax.nn.softplus(x * params["scale"]))
+    def loss(layers, x):
+        for w in layers:
+            x = layer(w, x)
+        return jnp.mean(jax.nn.softplus(x))
 
-    first, second = jax.random.normal(jax.random.key(0), (2, 8, 8))
-    params = {"first": first, "second": second, "scale": jnp.float32(2.0)}
-    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
-    norms = jax.tree.map(jnp.linalg.norm, jax.grad(loss)(params, x))
-    for look in range(1, 11):
+    def compiled(count):
+        first, second = jax.random.normal(jax.random.key(0), (2, 8, 8))
+        one = {"in": first, "out": second, "bias": jnp.ones(8), "scale": jnp.float32(0.1)}
+        layers, x = [one] * count, jnp.linspace(-1, 1, 32).reshape(4, 8)
+        norms = jax.tree.map(jnp.linalg.norm, jax.grad(loss)(layers, x))
         caplog.clear()
         with jax.log_compiles():
-            explanation = explain(loss, params, x)
-        assert ("compilation of jit(stacked)" in caplog.text) == (look == 9)
-        assert explanation.findings == ()
-        for name, norm in norms.items():
-            assert explanation[f"params.{name}"].norm == pytest.approx(float(norm), rel=1e-5)
+            explanation = explain(loss, layers, x)
+        assert explanation.problems == ()
+        for k, norm in enumerate(n for of_layer in norms for n in of_layer.values()):
+            assert explanation.sources[k].norm == pytest.approx(float(norm), rel=1e-5)
+        return caplog.text.count("Finished XLA compilation")
+
+    tg.clear_caches()
+    assert compiled(12) <= compiled(6) + 8  # which have no more than the ends for themselves
+    assert compiled(12) == 0
+
+
+def test_numbers_that_single_precision_cannot_hold_are_told():
+    count = 4097
+    wide = explain(lambda x: jnp.sum(x * jnp.zeros(())), jnp.ones((count, count)))
+    assert (wide["x"].gradient, wide["x"].zeros) == ("0", 1.0)
+    one = explain(lambda x: jnp.sum(x[0]), jnp.ones((count, count)))
+    assert one["x"].zeros < 1
+    assert one["x"].norm == pytest.approx(count**0.5)
+    large = explain(lambda x: jnp.sum(x * 3e38), jnp.zeros(100))
+    assert large["x"].norm == pytest.approx(3e39, rel=1e-6)
+    assert large.problems == ()
+    with jax.enable_x64(True):
+        double = explain(lambda x: jnp.sum(x * 3e200), jnp.ones(2))
+        small = explain(lambda x: jnp.sum(x * 1e-200), jnp.ones(4))
+    assert (double["x"].norm, double["x"].infs) == (pytest.approx(3e200 * 2**0.5), 0)
+    assert double.problems == ()
+    assert small["x"].norm == pytest.approx(2e-200)
 
 
 @pytest.mark.parametrize("by_jax", [False, True], ids=["", "where JAX checks too"])
@@ -465,7 +488,8 @@ def test_other_ways_that_are_cut_and_what_else_stands_in_the_way_are_told():
         return jnp.sum(a + jax.lax.stop_gradient(x))
 
     (finding,) = explain(either, X).findings
-    assert finding.what == "your own stop_gradient"
+    line = either.__code__.co_firstlineno
+    assert (finding.what, finding.origin.line) == ("your own stop_gradient", line + 2)
 
 
 def test_what_is_written_says_why_it_gets_no_gradient():

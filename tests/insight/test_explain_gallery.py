@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 from gallery import BUGS
 
-import tracegrad as tg
 from tracegrad.insight import explain
-from tracegrad.insight.explaining import explain_graph
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize("looks", [8, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BUGS)
-def test_the_cause_the_line_and_the_cure_of_a_bug_are_named(name, looks, monkeypatch):
-    """Operation by operation, and as one compiled program, which it is at the ninth look."""
-    monkeypatch.setattr(explain_graph, "_OFTEN", looks)
-    tg.clear_caches()
+def test_the_cause_the_line_and_the_cure_of_a_bug_are_named(name):
     seeded = BUGS[name]
     bug = seeded.build()
     explanation = explain(bug.loss, *bug.arguments, wrt=bug.wrt)

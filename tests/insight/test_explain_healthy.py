@@ -204,3 +204,41 @@ def test_of_three_rectifiers_on_a_line_the_dead_one_is_told():
     (finding,) = explain(loss, [random(i, 6, 4) for i in range(3)], X).problems
     assert (finding.cause, finding.sources) == ("dead units", ("p.1",))
     assert "number 2 of 3 on that line" in finding.what
+
+
+def normalise(p, x):
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    variance = jnp.mean(centred**2, -1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + 1e-6) * p["scale"] + p["bias"]  # the line
+
+
+def padded(masks):
+    """A model with two normalisations, of which the last rows of the input are padding."""
+
+    def loss(p, x, mask):
+        h = normalise(p["first"], x @ p["in"])
+        if masks:
+            h = jnp.where(mask, h, 0.0)
+        h = normalise(p["second"], jnp.tanh(h @ p["out"]))
+        h = jnp.where(mask, h, 0.0) if masks else h
+        return jnp.mean(jnp.tanh(h @ p["in"]) * jnp.arange(4.0))
+
+    norm = {"scale": jnp.ones(4), "bias": jnp.zeros(4)}
+    first, second, x = jax.random.normal(jax.random.key(0), (3, 4, 4))
+    mask = jnp.ones((4, 1), bool).at[3].set(False)
+    p = {"in": first, "out": second, "first": norm, "second": norm}
+    return explain(loss, p, jnp.where(mask, x, 0.0), mask)
+
+
+def test_rows_of_padding_that_a_normalisation_makes_most_of_the_gradient_are_told():
+    explanation = padded(masks=False)
+    (finding,) = explanation.problems
+    assert finding.cause == "rows without variance"
+    assert finding.origin.line == normalise.__code__.co_firstlineno + 3
+    assert "p.first.bias" in finding.sources
+    norms = {report.path: report.norm for report in explanation.sources}
+    assert norms["p.first.bias"] > 100 * norms["p.first.scale"]
+
+
+def test_rows_of_padding_that_are_masked_are_healthy():
+    assert padded(masks=True).problems == ()

@@ -47,7 +47,7 @@ class _CountingPass(MeasuredPass):
     """A forward pass that counts how often each `while` loop runs, and ends it at a limit."""
 
     def __init__(self, program: Graph):
-        super().__init__(program, [True] * len(program.inputs), close=False)
+        super().__init__(program, close=False)
         self._limit: Any = jnp.inf
 
     def counted(self, leaves: Sequence[Any], limit: Any) -> tuple[list[Any], Any]:
@@ -93,7 +93,7 @@ class _CountingPass(MeasuredPass):
         return outs
 
     def _run(self, graph: Graph, args: Sequence[Any], path: Any) -> tuple[list[Any], Any]:
-        with self._collecting() as found:
+        with self.collecting() as found:
             outs, _ = self.forward(graph, args, path)
         longest = jnp.zeros((), float)
         for steps in found.values():  # NaN: of a branch that was not taken

@@ -47,14 +47,14 @@ class _Alike:
         self._new = iter(values)
         self._again = itertools.cycle(values)
 
-    def take(self, taken: set[Value]) -> tuple[Occurrence | None, Value | None]:
-        """The next; `taken` are those of which there are buffers, and then it is of them."""
+    def take(self, taken: set[Value]) -> Occurrence | None:
+        """What computes the next; `taken` are those of which there are buffers."""
         found = next((each for each in self._new if each[1] not in taken), None)
         found = found or next(self._again, None)
         if found is None:
-            return None, None
+            return None
         taken.add(found[1])
-        return found
+        return found[0]
 
 
 class _Known:
@@ -83,18 +83,15 @@ class _Known:
             is_forward = made is None or not made.is_backward
             kind = "residual" if is_forward and buffer.is_read_back else "activation"
             kind = kind if is_forward else "gradient"
-        line, scope, times = "", "", 1
+        line, scope = "", ""
         source: Occurrence | None = None
-        value: Value | None = None
         if kind != "argument" and made is not None and not made.name:
             line = f"copy of {made.path}"
         elif kind != "argument" and made is not None:
             origin = self.origin(made)
-            source, value = self._source(made, origin, buffer.size)
+            source = self._source(made, origin, buffer.size)
             scope = scope_of(self._scopes_in(made.path) if source is None else source.scopes)
             line = str(origin or f"XLA's {made.name}")
-            if source is not None and source.path and value is not None:
-                times = max(1, buffer.size // max(1, nbytes(value.aval)))
         return Held(
             buffer.size,
             kind,
@@ -103,9 +100,7 @@ class _Known:
             scope,
             kept_for,
             buffer.alive,
-            value,
             source,
-            times,
         )
 
     def origin(self, made: Operation) -> Origin | None:
@@ -120,13 +115,11 @@ class _Known:
             return ""
         return told(made.name, self.origin(made), is_backward=made.is_backward)
 
-    def _source(
-        self, made: Operation, origin: Origin | None, size: int
-    ) -> tuple[Occurrence | None, Value | None]:
+    def _source(self, made: Operation, origin: Origin | None, size: int) -> Occurrence | None:
         """What is most like it in the graph: where it is, what it does, how large it is; rather
         what no other buffer is of."""
         if origin is None:
-            return None, None
+            return None
         place = origin.file, origin.line, made.is_backward
         key = place, made.path, made.name, size
         if key not in self._alike:

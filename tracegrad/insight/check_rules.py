@@ -86,11 +86,11 @@ class _Operands(MeasuredPass):
     """The forward pass of `operands_in`."""
 
     def __init__(self, program: Graph):
-        super().__init__(program, [True] * len(program.inputs), close=False)
+        super().__init__(program, close=False)
 
     def given(self, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
         """See `operands_in`."""
-        with self._collecting() as found:
+        with self.collecting() as found:
             self.forward(self.graph, [*leaves, *(v.value for v in self.graph.variables)], ())
         measured = [(*self.keys[number], array) for number, array in found.items()]
         taken = {cond: np.ravel(index) for kind, cond, _, index in measured if kind == "branch"}

@@ -62,10 +62,11 @@ def explain(
       ValueError: `wrt` selects what the call does not have; an array has been donated.
       Whatever the function itself raises when it is traced.
 
-    The cost is that of one forward and one reverse pass, operation by operation, and of the few
-    numbers taken of each array on the way; again as much where something is not finite. The passes
-    are compiled for a program with loops or more than a gigabyte of results, and for one that is
-    explained for the ninth time.
+    The first call costs about what compiling the gradient does, the next several times what running
+    it does: runs of operations are compiled, alike ones once, and return all that flows in them.
+    Where something is not finite, or a gradient is zero, the program is measured once more, at all
+    its values. What a program prints it prints then, too; a function with a rule that calls the
+    host calls it for its derivative once more.
 
     >>> import jax.numpy as jnp
     >>> from tracegrad import explain

@@ -13,14 +13,12 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad._jax.progress import progress
 from tracegrad.insight import folding
 from tracegrad.insight.buffers import peak_of_buffers
-from tracegrad.insight.live_ranges import find_peak
-from tracegrad.insight.memory_advice import MOST_MEASURED, Advice, advice_for
-from tracegrad.insight.peak import LASTING, Held, Peak
+from tracegrad.insight.memory_advice import Advice, Cost, advice_for, cost_of
+from tracegrad.insight.peak import Held, Peak
 from tracegrad.ir.wording import in_units, name_of, some, table
-from tracegrad.planning.buffers import Account, account_of_buffers
+from tracegrad.planning.buffers import account_of_buffers
 from tracegrad.planning.compiled import NotMeasuredError, account_of, saying_why_not
 from tracegrad.planning.hlo import lines_kept, module_of
 from tracegrad.tracing import TracedFunction, trace
@@ -63,24 +61,22 @@ class MemoryReport:
 
     Lines are of XLA's own buffers where it says which there are, as it does for CPUs. Elsewhere
     they are of what the compiled program writes, in the order in which it does, and which of it
-    shares a buffer is found out, mostly to a few percent. Where nothing can be compiled they are of
-    the values as the program computes them: XLA may compute some of them in another order, or
-    inside of others.
+    shares a buffer is found out, mostly to a few percent.
 
     Attributes:
       function: the name of the function.
       total: bytes that the program needs at once: temporary ones, arguments and results.
       temporary: of these the ones beside arguments and results.
       measured_on: the backend and the JAX whose XLA says so, and how many devices there are, of
-        each of which bytes are; "" where the two are the model's.
-      why_not_measured: why they are, in JAX's or XLA's words; "" where XLA says them.
+        each of which bytes are.
       lines: what is alive at the peak, what holds most first; what has no line, as arguments, last.
       listed: bytes that they add up to.
       constants: bytes of arrays that are written into the program, as those that a function closes
         over, beside `total`; where XLA says so.
-      listed_by: ``XLA``, ``the compiled program`` or ``the model``.
+      listed_by: ``XLA`` or ``the compiled program``.
       at: the operation at which the peak is.
-      advice: the cheapest things to do, by FLOPs for each byte that they free.
+      advice: the cheapest things to do, by FLOPs for each byte that they free;
+        none but with ``measure_advice=True``.
       timeline: bytes alive at each operation.
     """
 
@@ -88,7 +84,6 @@ class MemoryReport:
     total: int
     temporary: int
     measured_on: str
-    why_not_measured: str
     lines: tuple[Line, ...]
     listed: int
     constants: int
@@ -124,12 +119,9 @@ class MemoryReport:
     __repr__ = __str__
 
     def _headline(self) -> str:
-        by = f"XLA: {self.measured_on}"
-        if self.why_not_measured:
-            by = f"by the model, not by XLA: {self.why_not_measured}"
         return (
             f"memory of {self.function}: {in_units(self.total)} at once, "
-            f"{in_units(self.temporary)} beside arguments and results ({by})"
+            f"{in_units(self.temporary)} beside arguments and results (XLA: {self.measured_on})"
         )
 
     def _where(self) -> str:
@@ -139,9 +131,9 @@ class MemoryReport:
         """What the lines do not tell."""
         found = []
         less, more = self.listed - self.total, self.total - self.listed
-        if self.measured_on and less > 0:
+        if less > 0:
             found.append(f"XLA holds {in_units(less)} less than these: more of them share a buffer")
-        elif self.measured_on:
+        elif more > 0:
             found.append(f"XLA holds {in_units(more)} beside these, as in gaps between buffers")
         if self.constants > _FEW * self.total:
             found.append(f"arrays of {in_units(self.constants)} are in the program, beside these")
@@ -179,19 +171,21 @@ def memory(fun: Callable[..., Any], *, measure_advice: bool = False) -> Callable
 
     Args:
       fun: any function of arrays and pytrees of arrays, with a gradient inside or without. One of
-        `tracegrad.trace` is seen with its rules.
-      measure_advice: whether the program is compiled with each thing that it may advise, up to six,
-        to tell what that frees in XLA's bytes, and not about; what frees nothing, or cannot be
-        done (a rule, where `jax.grad` was called before), is left out then.
+        `tracegrad.trace` is seen with its rules, and one of `jax.jit` takes its static arguments.
+      measure_advice: whether to look for what frees memory. The program is compiled once for each
+        thing that may: donated arguments, budgets, and parts to recompute, seven at most. What
+        frees nothing is left out; what is told frees what XLA says.
 
     Returns:
       A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and returns
       a `MemoryReport`. The program is compiled, for XLA's own account of its bytes, and not run:
       for the devices that its arguments lie on, which may be of `jax.experimental.topologies` and
-      not here. A program that cannot be compiled by itself has that of the planner's model.
+      not here.
 
     Raises:
       TypeError: `fun` is not callable, or an argument is neither an array nor static.
+      ValueError: XLA cannot compile the program by itself (its shapes are symbolic, it names an
+        axis of a `vmap` around it), or does not say what it holds.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(w, x):
@@ -209,54 +203,56 @@ def memory(fun: Callable[..., Any], *, measure_advice: bool = False) -> Callable
     require_function(fun)
 
     def report(*args: Any, **kwargs: Any) -> MemoryReport:
-        make_graph = fun.graph if isinstance(fun, TracedFunction) else trace_graph(fun)
-        program = make_graph(*args, **kwargs)
+        of_arrays, arrays, named = _without_statics(fun, args, kwargs)
+        if isinstance(fun, TracedFunction):
+            program = fun.graph(*args, **kwargs)
+        else:
+            program = trace_graph(of_arrays)(*arrays, **named)
         shardings = list(map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
         device, devices = _jax.device_of(shardings), _jax.device_count(shardings)
-        account, stats, why_not = None, None, ""
+
+        def compiled_by_xla(lower: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with saying_why_not():
+                compiled = lower(*args, **kwargs).compile()
+                return getattr(compiled, "compiled", compiled)  # of equinox.filter_jit
+
+        def compiled_with(options: Mapping[str, Any]) -> Cost | None:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of what could not be donated
+                    other = trace(of_arrays, **options)
+                    compiled = compiled_by_xla(other.lower, *arrays, **named)
+                    return cost_of(compiled, device, other.graph(*arrays, **named))
+            except NotMeasuredError:
+                return None
+
         try:
-            with saying_why_not(), lines_kept():
-                lowering = fun if hasattr(fun, "lower") else trace(fun)
-                compiled = lowering.lower(*args, **kwargs).compile()
-                compiled = getattr(compiled, "compiled", compiled)  # of equinox.filter_jit
-                module = module_of(compiled)
-                stats = account_of(compiled, device)
-                given = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
-                devices = max(devices, _jax.device_count(given))
-        except NotMeasuredError as error:  # the model's, and it says so
-            why_not = str(error)
-        else:
-            account = account_of_buffers(module, stats)
-        if account is not None:
-            peak = peak_of_buffers(program, account)
-        else:
-            peak = find_peak(program, is_host=not _jax.has_host_memory(device))
+            with lines_kept():
+                lowering: Any = fun if hasattr(fun, "lower") else trace(fun)
+                compiled = compiled_by_xla(lowering.lower, *args, **kwargs)
+                with saying_why_not():
+                    module = module_of(compiled)
+                    now = cost_of(compiled, device, program)
+                    stats = account_of(compiled, device)
+        except NotMeasuredError as error:
+            raise ValueError(
+                f"memory tells what XLA holds, and XLA does not compile {name_of(fun)} by itself: "
+                f"{error}. Give it the function that is compiled, with shapes that are numbers"
+            ) from error
+        given = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
+        given = [each for each in given if hasattr(each, "device_set")]  # a tree may change leaves
+        account = account_of_buffers(module, stats)
+        peak = peak_of_buffers(program, account)
         lines = _lines(peak)
-        listed = sum(line.size for line in lines)
-        temporary = sum(line.size for line in lines if line.kind not in LASTING)
-        total, aliased = listed, 0
-        if stats is not None:
-            temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
-            total = _total(stats)
-
-        with progress("memory", MOST_MEASURED) as begin:
-
-            def freed_by(options: Mapping[str, Any]) -> int | None:
-                begin(f"compiling with {', '.join(options)}=")
-                held = _total_with(options, fun, args, kwargs, device)
-                return None if held is None else total - held
-
-            asked = freed_by if measure_advice and stats is not None else None
-            advice = advice_for(peak, is_donated=aliased > 0, freed_by=asked)
+        advice = advice_for(peak, arrays, now, compiled_with) if measure_advice else []
         return MemoryReport(
             function=name_of(fun),
-            total=total,
-            temporary=temporary,
-            measured_on=_jax.compiled_by(device, devices) if stats else "",
-            why_not_measured=why_not,
-            listed=listed,
-            constants=0 if account is None else account.constants,
-            listed_by=_listed_by(account),
+            total=now.total,
+            temporary=stats.temp_size_in_bytes,
+            measured_on=_jax.compiled_by(device, max(devices, _jax.device_count(given))),
+            listed=sum(line.size for line in lines),
+            constants=account.constants,
+            listed_by="XLA" if account.is_told else "the compiled program",
             at=peak.at,
             lines=tuple(lines),
             advice=tuple(advice),
@@ -266,29 +262,28 @@ def memory(fun: Callable[..., Any], *, measure_advice: bool = False) -> Callable
     return report
 
 
-def _total(stats: Any) -> int:
-    """Bytes that a program needs at once, as XLA says."""
-    ends = stats.argument_size_in_bytes + stats.output_size_in_bytes
-    return int(stats.temp_size_in_bytes + ends - stats.alias_size_in_bytes)
+def _without_statics(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The function, with what `jax.jit` or `trace` may take as static written into it: all that is
+    no array. None stands in the place of that."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [leaf if hasattr(leaf, "dtype") else None for leaf in leaves]
+    is_jit = isinstance(fun, TracedFunction | type(jax.jit(lambda: None)))
+    if not is_jit or all(array is not None for array in arrays):
+        return fun, args, kwargs
 
+    def of_arrays(*args: Any, **kwargs: Any) -> Any:
+        given = iter(jax.tree.leaves((args, kwargs)))
+        filled = [
+            leaf if array is None else next(given)
+            for leaf, array in zip(leaves, arrays, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return fun(*args, **kwargs)
 
-def _total_with(
-    options: Mapping[str, Any], fun: Any, args: Any, kwargs: Any, device: Any
-) -> int | None:
-    """The same of a program with some options of `trace`; None if it cannot be compiled so."""
-    try:
-        with saying_why_not(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what could not be donated
-            compiled = trace(fun, **options).lower(*args, **kwargs).compile()
-            return _total(account_of(compiled, device))
-    except NotMeasuredError:
-        return None
-
-
-def _listed_by(account: Account | None) -> str:
-    if account is None:
-        return "the model"
-    return "XLA" if account.is_told else "the compiled program"
+    args, kwargs = jax.tree.unflatten(tree, arrays)
+    return of_arrays, args, kwargs
 
 
 # ------------------------------------------------------------------------------------------ lines

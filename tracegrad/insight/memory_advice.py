@@ -1,4 +1,4 @@
-"""What would free memory, of what a program holds at its peak, and what that costs."""
+"""What frees memory, and what that costs: each thing is compiled, and XLA says it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
 
 from tracegrad import _jax
-from tracegrad.insight.peak import LASTING, Held, Peak
-from tracegrad.ir import Graph, Node, Occurrence, Recompute, Value, match
-from tracegrad.ir.scopes import is_backward
+from tracegrad._jax.progress import progress
+from tracegrad.insight.peak import Peak
+from tracegrad.ir import Graph, Occurrence, Recompute, Value, match
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import in_units
-from tracegrad.planning.costs import is_by_element, nbytes, node_flops
+from tracegrad.planning.compiled import account_of
+from tracegrad.planning.costs import node_flops
 from tracegrad.rewriting.rules import recompute
 
 _MOST = 3
-MOST_MEASURED = 6  # where XLA is asked what they free
-_LIKELY = 12  # scopes that are tried: those that hold most
-_BUDGET = 0.3  # the share that a plan is asked to free
-_FEWEST = 6  # residuals that there is a plan for
+_MOST_RULES = 4  # that are compiled: of the scopes or lines that hold most
+_BUDGETS = ("70%", "30%")
 _LEAST = 0.01  # of what is held: what frees less is not worth to be said
 
 
@@ -33,115 +34,85 @@ class Advice:
 
     Attributes:
       what: how it is written.
-      frees: bytes: about, or as XLA holds the program with it.
-      flops: what it computes again; None if only a plan can tell (`plan_recompute`).
+      frees: bytes that XLA holds less with it.
+      flops: FLOPs that the program computes more with it.
       options: what `tracegrad.trace` takes for it: ``trace(fun, **advice.options)``.
-      is_measured: whether `frees` is what XLA says.
     """
 
     what: str
     frees: int
-    flops: int | None
+    flops: int
     options: Mapping[str, Any] = field(repr=False, compare=False)
-    is_measured: bool = False
 
     def __str__(self) -> str:
-        cost = "at the least FLOPs that a plan needs"
-        if self.flops is not None:
-            cost = f"for {self.flops:.3g} FLOPs more" if self.flops else "for nothing"
-        about = "" if self.is_measured else "about "
-        return f"{self.what} frees {about}{in_units(self.frees)} {cost}"
+        cost = f"for {self.flops:.3g} FLOPs more" if self.flops > 0 else "for nothing"
+        return f"{self.what} frees {in_units(self.frees)} {cost}"
 
 
-def advice_for(
-    peak: Peak,
-    *,
-    is_donated: bool,
-    freed_by: Callable[[Mapping[str, Any]], int | None] | None = None,
-) -> list[Advice]:
+class Cost(NamedTuple):
+    """What a compiled program holds at once, in bytes; what its graph computes, in FLOPs (XLA would
+    count the body of a loop once); and whether results are written in the place of arguments."""
+
+    total: int
+    flops: int
+    is_donated: bool
+
+
+def cost_of(compiled: Any, device: Any, program: Graph) -> Cost:
+    """What XLA says of what was compiled of a graph. Raises NotMeasuredError where it does not."""
+    stats = account_of(compiled, device)
+    ends = stats.argument_size_in_bytes + stats.output_size_in_bytes
+    total = stats.temp_size_in_bytes + ends - stats.alias_size_in_bytes
+    known: dict[Graph, int] = {}
+    flops = sum(node_flops(node, known) for node in program.nodes)
+    return Cost(int(total), flops, stats.alias_size_in_bytes > 0)
+
+
+def advice_for(peak: Peak, args: tuple[Any, ...], now: Cost, compiled_with: Any) -> list[Advice]:
     """The cheapest things to do, by FLOPs for each byte that they free.
 
     Args:
-      is_donated: whether results are written in the place of arguments already.
-      freed_by: compiles the program with some options of `trace`, and tells the bytes that it needs
-        less; None if it cannot be. What frees nothing, or cannot be done, is left out then.
+      args: the positional arguments; None for what is no array.
+      now: of the program as it is.
+      compiled_with: compiles the program with some options of `trace`: the cost, or None if that
+        cannot be done.
     """
-    found = [*_recomputes(peak), *(() if is_donated else _donations(peak))]
-    least = _LEAST * sum(each.size for each in peak.held)
-    found = sorted((each for each in found if each.frees >= least), key=_price)
-    if freed_by is not None:
-        seen = ((each, freed_by(each.options)) for each in found[:MOST_MEASURED])
-        found = [
-            replace(each, frees=size, is_measured=True)
-            for each, size in seen
-            if size is not None and size >= least
-        ]
-    return sorted(found, key=_price)[:_MOST]
+    candidates = [*_recomputes(peak), *_budgets(peak)]
+    candidates += [] if now.is_donated else _donations(peak, args)
+    found = []
+    with progress("memory", len(candidates)) as begin:
+        for what, options in candidates:
+            begin(f"compiling with {', '.join(options)}=")
+            cost = compiled_with(options)
+            if cost is not None and now.total - cost.total > _LEAST * now.total:
+                freed, more = now.total - cost.total, max(0, cost.flops - now.flops)
+                found.append(Advice(what, freed, more, options))
+    known = {
+        (each.frees, *each.options): each for each in reversed(found)
+    }  # one rule for one effect
+    return sorted(known.values(), key=lambda a: (a.flops / a.frees, -a.frees))[:_MOST]
 
 
-def _recomputes(peak: Peak) -> Iterator[Advice]:
+_Candidate = tuple[str, Mapping[str, Any]]
+
+
+def _recomputes(peak: Peak) -> Iterator[_Candidate]:
     """Recomputing what lies in scopes of a like name; where none is named, what a line computes."""
-    residuals = [each for each in peak.held if each.kind == "residual"]
     held: Counter[str] = Counter()
     selectors: dict[str, Selector] = {}
-    for each in residuals:
-        if each.source is not None and _is_recomputed(each.source):
-            continue
-        for text, selector in _selectors(each.source).items():
-            selectors[text] = selector
-            held[text] += each.size
-    known: set[tuple[int, int]] = set()
-    for text, _ in held.most_common(_LIKELY):
-        instances = [
-            [node for node in found.nodes if not is_backward(node)]
-            for found in peak.program.find(selectors[text])
-        ]
-        frees, flops = _freed(peak.program, residuals, instances)
-        if frees > 0 and (frees, flops) not in known:  # else a scope in another, with nothing else
-            known.add((frees, flops))
-            rules = [recompute(selectors[text])]
-            yield Advice(f"rules.recompute({text})", frees, flops, {"rules": rules})
-    # A plan has to have something to choose from.
-    sizes = [each.size for each in residuals]
-    if len(sizes) >= _FEWEST and max(sizes) <= _BUDGET * sum(sizes):
-        temporary = sum(each.size for each in peak.held if each.kind not in LASTING)
-        most = int(_BUDGET * temporary)
-        budget = f"{1 - _BUDGET:.0%}"
-        what = f'trace(..., memory_budget="{budget}")'
-        yield Advice(what, most, None, {"memory_budget": budget})
+    for each in peak.held:
+        if each.kind == "residual" and each.source and not _is_recomputed(each.source):
+            for text, selector in _selectors(each.source).items():
+                selectors[text] = selector
+                held[text] += each.size
+    for text, _ in held.most_common(_MOST_RULES):
+        yield f"rules.recompute({text})", {"rules": [recompute(selectors[text])]}
 
 
-def _freed(
-    program: Graph, residuals: Sequence[Held], instances: Sequence[Sequence[Node]]
-) -> tuple[int, int]:
-    """Bytes, about, if each of these parts is recomputed by itself, and the FLOPs of that."""
-    alive = {each.value for each in residuals} | {
-        value for each in residuals if each.source is not None for value in each.source.node.outputs
-    }
-    known: dict[Graph, int] = {}
-    frees = flops = most = 0
-    for nodes in instances:
-        members = set(nodes)
-        held = [each for each in residuals if each.source and each.source.node in members]
-        times = max((each.times for each in held), default=0)
-        # What comes in is kept, and so is what goes out to where others read it.
-        read = {v for node in nodes for v in node.operands}
-        come = [
-            v
-            for v in read - alive
-            if v in program.producers and program.producers[v] not in members
-        ]
-        gone = [each for each in held if _is_read_elsewhere(program, each, members)]
-        kept = times * sum(nbytes(v.aval) for v in come) + sum(each.size for each in gone)
-        frees += max(0, sum(each.size for each in held) - kept)
-        most = max(most, sum(each.size // each.times for each in held))
-        flops += times * sum(node_flops(node, known) for node in nodes)
-    return frees - most, flops  # one of them is there when it is run again
-
-
-def _is_read_elsewhere(program: Graph, held: Held, members: set[Node]) -> bool:
-    users = () if held.value is None else program.users.get(held.value, ())
-    return any(user not in members and not is_backward(user) for user in users)
+def _budgets(peak: Peak) -> Iterator[_Candidate]:
+    if any(each.kind == "residual" for each in peak.held):
+        for budget in _BUDGETS:
+            yield f'trace(..., memory_budget="{budget}")', {"memory_budget": budget}
 
 
 def _is_recomputed(made: Occurrence) -> bool:
@@ -150,10 +121,8 @@ def _is_recomputed(made: Occurrence) -> bool:
     return is_inside or not {"checkpoint", "rematted_computation"}.isdisjoint(made.scopes)
 
 
-def _selectors(made: Occurrence | None) -> dict[str, Selector]:
+def _selectors(made: Occurrence) -> dict[str, Selector]:
     """The selectors of what is like an operation, as they are written."""
-    if made is None:
-        return {}
     names = dict.fromkeys(re.sub(r"[0-9]+", "*", name) for name in made.scopes)
     if names:
         return {f'match.scope("{like}")': match.scope(like) for like in names}
@@ -163,41 +132,28 @@ def _selectors(made: Occurrence | None) -> dict[str, Selector]:
     return {f'match.source("{place}")': match.source(place)}
 
 
-def _price(advice: Advice) -> tuple[float, int]:
-    flops = math.inf if advice.flops is None else advice.flops
-    return flops / max(1, advice.frees), -advice.frees
-
-
-def _donations(peak: Peak) -> Iterator[Advice]:
-    """Arguments in the place of which their successors can be written: results of the same type
-    that are computed of them element by element, as parameters in a train step."""
+def _donations(peak: Peak, args: tuple[Any, ...]) -> list[_Candidate]:
+    """Arguments in the place of which their successors may be written: most of their leaves have
+    the type of a result that depends on them, as parameters in a train step."""
     program = peak.program
-    if program.in_tree is None:
-        return
-    comes_of: dict[Value, tuple[Value, ...]] = {v: (v,) for v in program.inputs}
-    for node in program.nodes:
-        if is_by_element(node):
-            operands = node.operands
-            for value in node.outputs:
-                like = [v for v in operands if _type(v) == _type(value)]
-                comes_of[value] = (*dict.fromkeys(v for w in like for v in comes_of.get(w, ())),)
-    replaced: set[Value] = set()
-    for output in program.outputs:
-        sources = comes_of.get(output, ()) if isinstance(output, Value) else ()
-        replaced.update(next(([v] for v in sources if v not in replaced and v is not output), []))
-    given = sum(each.size for each in peak.held if each.kind == "argument")
-    each_device = given / max(1, sum(nbytes(v.aval) for v in program.inputs))
-    inputs = iter(program.inputs)
-    found, size = [], 0
-    for position, argument in enumerate(program.in_tree.children()[0].children()):
-        values = list(itertools.islice(inputs, argument.num_leaves))
-        bytes_of = sum(nbytes(v.aval) for v in values if v in replaced)
-        if bytes_of > sum(nbytes(v.aval) for v in values) / 2:
+    leaves = [jax.tree.leaves(arg) for arg in args]
+    counts = [len(of_one) for of_one in leaves]
+    if sum(counts) > len(program.inputs):
+        return []
+    results = Counter(_type(out) for out in program.outputs if isinstance(out, Value))
+    inputs, found = iter(program.inputs), []
+    for position, count in enumerate(counts):
+        values = list(itertools.islice(inputs, count))
+        sizes = [math.prod(getattr(v.aval, "shape", ())) for v in values]
+        fits = 0
+        for value, size in zip(values, sizes, strict=True):
+            if results[_type(value)] > 0 and value not in program.outputs:
+                results[_type(value)] -= 1
+                fits += size
+        if 2 * fits > sum(sizes):
             found.append(position)
-            size += int(bytes_of * min(1.0, each_device))
-    if found:
-        what = f"trace(..., donate_argnums={tuple(found)}), if nobody reads these again,"
-        yield Advice(what, size, 0, {"donate_argnums": tuple(found)})
+    what = f"trace(..., donate_argnums={tuple(found)}), if nobody reads these again,"
+    return [(what, {"donate_argnums": tuple(found)})] if found else []
 
 
 def _type(value: Value) -> str:

@@ -1,15 +1,13 @@
-"""What is alive at the peak of a program, as the model (`live_ranges`) or XLA (`buffers`) says."""
+"""What is alive at the peak of a program, told by the program that XLA compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tracegrad.ir import Graph, Occurrence, Value
+from tracegrad.ir import Graph, Occurrence
 from tracegrad.ir.occurrence import Origin
 from tracegrad.ir.scopes import UNDER_RULES
-
-LASTING = ("argument", "constant", "result")  # what is no temporary
 
 
 @dataclass(frozen=True)
@@ -26,10 +24,8 @@ class Held:
       kept_for: the operation at the peak or after it that reads it next; of what the forward pass
         makes, the next of the backward pass that does.
       alive: from when to when, as shares of the program.
-      value: what it is in the graph; None where that is not known.
       source: the operation that computes it; of the results of a loop the one inside of it; None
         for arguments and constants, and where it is not known.
-      times: of how many of these it consists, in a loop.
     """
 
     size: int
@@ -39,9 +35,7 @@ class Held:
     scope: str
     kept_for: str
     alive: tuple[float, float]
-    value: Value | None
     source: Occurrence | None
-    times: int
 
 
 @dataclass(frozen=True)
@@ -52,10 +46,6 @@ class Peak:
     at: str
     held: tuple[Held, ...]
     timeline: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return max(self.timeline, default=0)
 
 
 _AROUND = (UNDER_RULES, "checkpoint", "rematted_computation")

@@ -1,12 +1,9 @@
-"""`show`: a graph for people, in a terminal, a notebook or another program's window."""
+"""`show`: a graph for people, in a terminal, a notebook, a page or a picture."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path as FilePath
 from typing import Any
 
 from tracegrad.insight import drawing, html
@@ -39,7 +36,7 @@ def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> Graph
         graph.
 
     Returns:
-      A `GraphView`, which displays itself and writes other programs' formats.
+      A `GraphView`, which displays itself, and writes itself as a page or as a picture.
 
     Raises:
       TypeError: `fun` is neither a function nor a graph, or a graph comes with arguments.
@@ -57,9 +54,8 @@ def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> Graph
       reduce_sum = reduce_sum(floor) axes=(0, 1)     f32[]     ...
       div = div(reduce_sum, 16.0)                    f32[]     ...
       return div
-    >>> print(view.to_dot())  # doctest: +ELLIPSIS
-    digraph "loss" {
-    ...
+    >>> view.to_svg().startswith("<svg")
+    True
     """
     if isinstance(fun, Graph):
         if args or kwargs:
@@ -107,28 +103,10 @@ class GraphView:
         """
         return html.page(self.graph, self._flow)
 
-    def to_dot(self) -> str:
-        """The graph in the language of `Graphviz <https://graphviz.org/doc/info/lang.html>`_.
-
-        Scopes and regions are clusters; a region that is entered often is drawn once. Large graphs
-        are for `to_model_explorer`: Graphviz takes minutes for some thousand operations.
-        """
-        return drawing.to_dot(self._flow)
-
-    def to_model_explorer(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file that `Model Explorer <https://github.com/google-ai-edge/model-explorer>`_
-        opens: ``model-explorer loss.json``.
-
-        Args:
-          path: the file, whose name must end in ``.json``: by that Model Explorer knows it.
-
-        Raises:
-          ValueError: it does not.
-        """
-        file = FilePath(path)
-        if file.suffix != ".json":
-            raise ValueError(f"Model Explorer opens files that end in .json, not {file.name!r}")
-        file.write_text(json.dumps(drawing.to_graphs(self._flow)), encoding="utf-8")
+    def to_svg(self) -> str:
+        """A picture for documents: the text of the graph, with the colour of the gradient behind
+        each operation."""
+        return drawing.to_svg(self._flow)
 
     def _paint(self, path: Path, node: Node, left: str, types: str, place: str) -> str:
         flow = self._flow.along(path)

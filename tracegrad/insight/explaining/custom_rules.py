@@ -59,7 +59,7 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
 
 
 def refuse_closed_over(
-    measured: MeasuredPass, graph: Graph, reached: AbstractSet[Value], path: Path
+    refused: dict[Occurrence, str], graph: Graph, reached: AbstractSet[Value], path: Path
 ) -> None:
     """Notes which rules of a graph close over what is differentiated; to these a pass asks for no
     cotangent, so that nothing else would say it."""
@@ -67,7 +67,7 @@ def refuse_closed_over(
         if not isinstance(node, CustomGradient) or node.kind != "vjp":
             continue
         if not reached.isdisjoint(node.inputs[: node.closed_over]):
-            measured.refused[Occurrence(path, node)] = f"{node.name} {CLOSES_OVER}"
+            refused[Occurrence(path, node)] = f"{node.name} {CLOSES_OVER}"
 
 
 def of_right_dtypes(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> list[Any]:
@@ -86,7 +86,8 @@ def of_right_dtypes(measured: MeasuredPass, visit: Visit, results: Sequence[Any]
 def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> None:
     """What a rule gives beside what the derivative of its function would be."""
     assert isinstance(visit.here.node, CustomGradient)
-    if code_of_rule(visit.here.node) in OF_HOST_CALL:  # of which nobody knows the derivative
+    # Nobody knows the derivative of a call of the host, and effects would happen once more.
+    if visit.here.node.effects or code_of_rule(visit.here.node) in OF_HOST_CALL:
         return
     primal, operands = visit.here.node.primal, visit.operands
     refused = dict(measured.refused)

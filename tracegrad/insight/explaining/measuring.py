@@ -13,9 +13,9 @@ would keep all that was computed there, where this keeps the carries and compute
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,7 +32,17 @@ from tracegrad.insight.explaining.custom_rules import (
     refuse_closed_over,
 )
 from tracegrad.insight.explaining.observed import Key
-from tracegrad.insight.explaining.statistics import edge, exact, norms, units
+from tracegrad.insight.explaining.padding import scale_of_normalisation
+from tracegrad.insight.explaining.rectifiers import bounds_of, may_be_rectifier
+from tracegrad.insight.explaining.statistics import (
+    divided,
+    edge,
+    exact,
+    index,
+    multiplied,
+    norms,
+    units,
+)
 from tracegrad.insight.explaining.visits import (
     Kept,
     Visit,
@@ -42,10 +52,8 @@ from tracegrad.insight.explaining.visits import (
     strong,
 )
 from tracegrad.ir import (
-    Atom,
     CustomGradient,
     Graph,
-    Literal,
     Node,
     Occurrence,
     Recompute,
@@ -58,58 +66,53 @@ from tracegrad.ir.running import read, run_node, run_nodes
 from tracegrad.ir.wording import first_line
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["args"], meta_fields=["measure"])
+@dataclass(frozen=True)
+class Deferred:
+    """A measure that is yet to be taken of some arrays."""
+
+    measure: Callable[..., Any]
+    args: Any
+
+
 class MeasuredPass:
     """The instrumented passes over one graph.
 
     Args:
       graph: a traced function.
-      sources: which of its inputs get cotangents.
       close: whether to look at values, and at the results of every VJP.
 
     `keys` lists what the statistics are of, in the order in which they were met; for `refused` and
     `lines` see `Observed`.
     """
 
-    def __init__(self, graph: Graph, sources: Sequence[bool], close: bool):
+    def __init__(self, graph: Graph, close: bool):
         self.graph = graph
-        self.sources = sources
         self.close = close
         self.walk = Walk()
         self.refused: dict[Occurrence, str] = {}
         self.lines: dict[Occurrence, Origin] = {}
         self._numbers: dict[Key, int] = {}
         self._found: dict[int, Any] = {}
+        self._is_deferring = False
         self.is_muted = False
 
     @property
     def keys(self) -> list[Key]:
         return list(self._numbers)
 
-    def run(self, args: Sequence[Any], seeds: Sequence[Any]) -> dict[int, Any]:
-        """The statistics by the number of their key.
-
-        Args:
-          args: the graph's inputs.
-          seeds: for each output its cotangent, or None.
-        """
-        with self._collecting() as found:
-            outs, kept = self.forward(self.graph, args, ())
-            cotangents = self.backward(self.graph, kept, seeds, self.sources, ())
-            self._note_each("source", None, cotangents)
-            if self.close:
-                self._note_each("input", None, args)
-            self._note_each("output", None, outs)
-        return found
-
     # ------------------------------------------------------------------------------- collecting
 
     @contextmanager
-    def _collecting(self) -> Iterator[dict[int, Any]]:
+    def collecting(self, *, defer: bool = False) -> Iterator[dict[int, Any]]:
+        """Gives what is measured inside, by the number of its key; with `defer` the arrays, for the
+        measures to be taken outside of a compiled program."""
         outer, self._found = self._found, {}
+        before, self._is_deferring = self._is_deferring, defer
         try:
             yield self._found
         finally:
-            self._found = outer
+            self._found, self._is_deferring = outer, before
 
     @contextmanager
     def mute(self) -> Iterator[None]:
@@ -125,7 +128,8 @@ class MeasuredPass:
     ) -> None:
         if not self.is_muted:
             number = self._numbers.setdefault((kind, of, k), len(self._numbers))
-            self._found[number] = measure(*args)
+            is_later = self._is_deferring
+            self._found[number] = Deferred(measure, args) if is_later else measure(*args)
 
     def _note_each(self, kind: str, of: Occurrence | None, arrays: Sequence[Any]) -> None:
         """Measures those arrays of a list that are there and may have a gradient."""
@@ -152,16 +156,16 @@ class MeasuredPass:
 
     def is_measured(self, node: Node) -> bool:
         """Whether the operands or results of a node that is not entered are looked at."""
-        return self.close or _may_be_rectifier(node)
+        return self.close or may_be_rectifier(node)
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
         """The results of such a node."""
         node, results = here.node, run_node(here.node, operands)
         if self.close:
             self._note_each("value", here, results)
-        if _may_be_rectifier(node):
+        if may_be_rectifier(node):
             maximum = [] if isinstance(node, CustomGradient) else operands
-            bounds = _bounds(self.graph.region_of(here), node, maximum)
+            bounds = bounds_of(self.graph.region_of(here), node, maximum)
             self.note("units", here, 0, units, results[0], maximum, bounds)
         return results
 
@@ -189,7 +193,7 @@ class MeasuredPass:
 
         def step(carry: list[Any], x: list[Any]) -> Any:
             operands = [*constants, *carry, *x]
-            with self._collecting() as found:
+            with self.collecting() as found:
                 outs, _ = self.forward(node.regions["jaxpr"], operands, here.into("jaxpr"))
             outs = list(map(strong, outs))
             return outs[:count], (outs[count:], carry, found)
@@ -199,11 +203,11 @@ class MeasuredPass:
         return [*final, *stacked], carries
 
     def _forward_cond(self, here: Occurrence, args: list[Any]) -> list[Any]:
-        self.note("branch", here, 0, lambda: args[0].astype(jnp.float32).reshape(1))
+        self.note("branch", here, 0, index, args[0])
 
         def branch(name: str) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
-                with self._collecting() as found:
+                with self.collecting() as found:
                     outs, _ = self.forward(here.node.regions[name], operands, here.into(name))
                 return list(map(strong, outs)), found
 
@@ -265,7 +269,7 @@ class MeasuredPass:
 
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
         reached = reached_from(graph, inputs, self.walk)
-        refuse_closed_over(self, graph, reached, path)
+        refuse_closed_over(self.refused, graph, reached, path)
         results = pull_back(graph, kept.values, seeds, inputs, reached, through)
         found = dict(zip(inputs, results, strict=True))
         return [found.get(value) for value in graph.inputs]
@@ -283,12 +287,21 @@ class MeasuredPass:
             compare_with_primal(self, visit, results)
             if self.close:
                 look_into_rule(self, visit)
+        scale = None if self.is_muted else scale_of_normalisation(self._region(visit), node)
+        for i, ct in zip(visit.active, results, strict=True):
+            if scale is not None and i != scale and ct is not None:
+                measure = divided if node.op == "div" else multiplied
+                self.note("amplified", visit.here, i, measure, ct, visit.operands[scale])
         if self.close:
             operands = visit.operands
             for i, ct in zip(visit.active, results, strict=True):
                 if ct is not None:
                     self.note("edge", visit.here, i, edge, ct, first_of(visit.given), operands)
         return results
+
+    def _region(self, visit: Visit) -> Graph:
+        path = visit.here.path
+        return path[-1][0].region(path[-1][1]) if path else self.graph
 
     def _backward_region(self, visit: Visit) -> list[Any]:
         node, given, inside = visit.here.node, visit.given, visit.inner
@@ -324,7 +337,7 @@ class MeasuredPass:
             with self.mute():
                 _, values = self.forward(region, operands, path)
             outs: list[Any] = [None] * count
-            with self._collecting() as found:
+            with self.collecting() as found:
                 for j, ct in zip(carried, flowing, strict=True):
                     self.note("carry", visit.here, j, norms, ct)
                     outs[j] = ct
@@ -364,7 +377,7 @@ class MeasuredPass:
             def run(operands: Any, cotangents: Any) -> Any:
                 with self.mute():
                     _, kept = self.forward(region, operands, path)
-                with self._collecting() as found:
+                with self.collecting() as found:
                     ins = self.backward(region, kept, cotangents, wanted, path)
                 results = [or_zeros(ins[i - 1], operands[i - 1]) for i in visit.active]
                 return list(map(strong, results)), found
@@ -386,25 +399,3 @@ def _scan(node: Node, step: Any, init: Any, scanned: Any, backward: bool = False
         length=node.params["length"],
         reverse=bool(node.params["reverse"]) != backward,
     )
-
-
-def _may_be_rectifier(node: Node) -> bool:
-    is_relu = isinstance(node, CustomGradient) and node.name == "relu"
-    if not is_relu and node.op != "max":
-        return False
-    aval = node.outputs[0].aval
-    return len(aval.shape) >= 2 and math.prod(aval.shape) > 0 and _jax.has_gradient(aval)
-
-
-def _bounds(graph: Graph, node: Node, operands: Sequence[Any]) -> Sequence[Any]:
-    """What a maximum may be with: where a number is written there, that."""
-    pairs = zip(node.inputs, operands, strict=False)
-    return [x for value, x in pairs if _is_written(graph, value)] or operands
-
-
-def _is_written(graph: Graph, value: Atom) -> bool:
-    """Whether a value is a number in the program, or an array filled with one."""
-    if isinstance(value, Literal):
-        return True
-    node = graph.producers.get(value)
-    return node is not None and node.op == "broadcast_in_dim" and _is_written(graph, node.inputs[0])

@@ -55,33 +55,6 @@ class Observed:
         ran = np.unique(index[~np.isnan(index)])  # not at a step at which the cond itself did not
         return list(dict.fromkeys(names[int(np.clip(i, 0, len(names) - 1))] for i in ran))
 
-    def in_graph(self, graph: Graph) -> Observed:
-        """The same of another graph, traced from the same program."""
-        if graph is self.graph:
-            return self
-
-        numbers: dict[Node, int] = {}
-
-        def number_of(node: Node, region: Graph) -> int:
-            if node not in numbers:
-                numbers.update((each, i) for i, each in enumerate(region.nodes))
-            return numbers[node]
-
-        def there(occurrence: Occurrence) -> Occurrence:
-            here, around, path = self.graph, graph, []
-            for node, name in occurrence.path:
-                step = around.nodes[number_of(node, here)]
-                path.append((step, name))
-                here, around = node.region(name), step.region(name)
-            return Occurrence(tuple(path), around.nodes[number_of(occurrence.node, here)])
-
-        return Observed(
-            graph,
-            {(kind, o and there(o), k): stat for (kind, o, k), stat in self.stats.items()},
-            {there(o): words for o, words in self.refused.items()},
-            {there(o): line for o, line in self.lines.items()},
-        )
-
 
 @dataclass(frozen=True)
 class Place:

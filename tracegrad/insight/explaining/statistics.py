@@ -1,8 +1,8 @@
-"""The few numbers that `explain` takes of an array; each of them a vector f32[n].
+"""The few numbers that `explain` takes of an array; each of them a vector of floats.
 
-Inside a compiled program they are part of it. Of concrete arrays of moderate size NumPy takes them:
-a look at a thousand arrays of all shapes would otherwise compile a program for each. Of what other
-processes have a part of XLA does.
+Inside of a loop they are part of the program. Of arrays NumPy takes them, in double precision: XLA
+would compile a program for each shape. It takes them of what other processes have a part of, and of
+large arrays on an accelerator.
 """
 
 from __future__ import annotations
@@ -40,13 +40,20 @@ def _by_place(measure: Measure) -> Measure:
         leaves = jax.tree.leaves(arrays)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             return compiled(*barrier(arrays))
-        is_here = all(getattr(x, "is_fully_addressable", True) for x in leaves)
-        if not is_here or any(np.size(x) > _BY_NUMPY for x in leaves):
+        if not all(map(_is_for_numpy, leaves)):
             return compiled(*arrays)
         with np.errstate(all="ignore"):
             return measure(np, *jax.tree.map(_on_host, arrays))
 
     return run
+
+
+def _is_for_numpy(x: Any) -> bool:
+    if not isinstance(x, jax.Array):
+        return True
+    if not x.is_fully_addressable:
+        return False
+    return x.size <= _BY_NUMPY or all(d.platform == "cpu" for d in x.devices())
 
 
 def _on_host(x: Any) -> Any:
@@ -55,8 +62,18 @@ def _on_host(x: Any) -> Any:
 
 
 def _real(xp: Any, x: Any) -> Any:
+    if xp is np:
+        x = np.asarray(x)
+        x = x.astype(complex) if np.iscomplexobj(x) else x.astype(float)
     x = xp.abs(x) if xp.iscomplexobj(x) else xp.asarray(x)
     return x.astype(xp.float32) if x.dtype.itemsize < 4 else x
+
+
+def _share_of_zeros(xp: Any, x: Any) -> Any:
+    """1 if all are zero, and less if one is not, however many there are."""
+    count = xp.sum(x == 0)
+    below = xp.minimum(count / max(1, x.size), 1 - 2.0**-20)
+    return xp.where(count == x.size, 1.0, below) if x.size else xp.zeros(())
 
 
 def _norm(xp: Any, x: Any) -> Any:
@@ -66,14 +83,21 @@ def _norm(xp: Any, x: Any) -> Any:
 
 
 def _vector(xp: Any, *values: Any) -> Any:
-    return xp.stack([xp.asarray(v).astype(xp.float32) for v in values])
+    dtype = jax.dtypes.canonicalize_dtype(float) if xp is jnp else np.dtype(float)
+    return xp.stack([xp.asarray(v).astype(dtype) for v in values])
+
+
+@_by_place
+def index(xp: Any, x: Any) -> Any:
+    """Which branch is taken."""
+    return _vector(xp, x)
 
 
 @_by_place
 def norms(xp: Any, x: Any) -> Any:
-    """The norm, and the number of zeros."""
+    """The norm, and the share of zeros."""
     x = _real(xp, x)
-    return _vector(xp, _norm(xp, x), xp.sum(x == 0))
+    return _vector(xp, _norm(xp, x), _share_of_zeros(xp, x))
 
 
 @_by_place
@@ -86,7 +110,7 @@ def exact(xp: Any, x: Any) -> Any:
     return _vector(
         xp,
         _norm(xp, x),
-        xp.sum(x == 0),
+        _share_of_zeros(xp, x),
         xp.sum(nan),
         xp.sum(inf),
         xp.min(xp.where(nan, xp.inf, x)),
@@ -139,6 +163,29 @@ def difference(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
     given, own, cotangent = (_real(xp, x) for x in (given, own, cotangent))
     terms = given, own, given - own, cotangent
     return _vector(xp, *(_norm(xp, x) for x in terms))
+
+
+@_by_place
+def multiplied(xp: Any, result: Any, factor: Any) -> Any:
+    """Of a cotangent that a factor has multiplied: how far the largest factor is from the least,
+    the norm where the factor is near the largest, and the norm elsewhere."""
+    return _amplified(xp, result, factor)
+
+
+@_by_place
+def divided(xp: Any, result: Any, divisor: Any) -> Any:
+    """The same of a divisor."""
+    return _amplified(xp, result, 1 / _real(xp, divisor))
+
+
+def _amplified(xp: Any, result: Any, factor: Any) -> Any:
+    result, factor = _real(xp, result), xp.abs(_real(xp, factor))
+    if result.size == 0 or factor.size == 0:
+        return xp.zeros(3)
+    factor = xp.broadcast_to(factor, result.shape)
+    is_large = factor > xp.max(factor) / 10
+    parts = xp.where(is_large, result, 0), xp.where(is_large, 0, result)
+    return _vector(xp, xp.max(factor) / xp.min(factor), *(_norm(xp, x) for x in parts))
 
 
 @_by_place

@@ -28,6 +28,16 @@ class Kept:
     inner: Mapping[Node, Any]
 
 
+jax.tree_util.register_pytree_node(
+    Kept,
+    lambda kept: (
+        (list(kept.values.values()), list(kept.inner.values())),
+        (tuple(kept.values), tuple(kept.inner)),
+    ),
+    lambda names, arrays: Kept(*(dict(zip(*each, strict=True)) for each in zip(names, arrays))),
+)
+
+
 @dataclass(frozen=True)
 class Visit:
     """A node that the reverse pass is at.

@@ -81,7 +81,7 @@ def zero_gradients(
         observed.graph.inputs[i]: r.path
         for r in reports
         if r.connected and r.zeros < 1 and (i := sources[r.path]) is not None
-        if not np.any(inputs[i])
+        if _is_all_zeros(inputs[i])
     }
 
     @functools.cache
@@ -117,6 +117,11 @@ def zero_gradients(
                 problem=cause not in _HEALTHY and not factor,
                 by_rule=by_rule.no_gradient(cause, found),
             )
+
+
+def _is_all_zeros(array: Any) -> bool:
+    is_here = getattr(array, "is_fully_addressable", True)  # else XLA looks
+    return not np.any(np.asarray(array) if is_here else array)
 
 
 def _killers(

@@ -1,0 +1,385 @@
+"""Measures a graph in runs of operations: alike runs share two programs, NumPy takes the numbers.
+
+One program of a run returns its values, the other one its cotangents, with all that is measured.
+XLA does not optimise them: each runs a few times, and compiling is what costs. The way out keeps
+what crosses the borders of runs. The way back computes the values of one run once more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.differentiation.connectivity import Walk
+from tracegrad.differentiation.pull_back import reached_from
+from tracegrad.insight.explaining.custom_rules import refuse_closed_over
+from tracegrad.insight.explaining.cutting import LIMIT, runs_of
+from tracegrad.insight.explaining.measuring import Deferred, MeasuredPass
+from tracegrad.insight.explaining.observed import Key, Observed
+from tracegrad.insight.explaining.statistics import exact, norms
+from tracegrad.insight.explaining.visits import is_called, is_entered
+from tracegrad.ir import (
+    Atom,
+    CustomGradient,
+    Graph,
+    Node,
+    Occurrence,
+    Origin,
+    Value,
+    dtype_of,
+    has_gradient,
+)
+from tracegrad.ir.authors import is_jaxs_rule
+from tracegrad.ir.occurrence import Path
+from tracegrad.ir.program_keys import PROGRAMS, program_key, rule_key
+
+
+def measure(
+    graph: Graph,
+    sources: Sequence[bool],
+    inputs: Sequence[Any],
+    seeds: Sequence[Any],
+    *,
+    close: bool,
+) -> Observed:
+    """What is observed in a forward and a reverse pass.
+
+    Args:
+      graph: a traced function.
+      sources: which of its inputs get cotangents.
+      inputs: its arrays.
+      seeds: for each output its cotangent, or None.
+      close: whether to look at values, and at the results of every VJP.
+    """
+    found = _Measured(close)
+    # With JAX's own checks on it would raise where its work begins.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        level = _Level(found, graph, ())
+        outs = level.forward(list(inputs))
+        cotangents = level.backward(list(seeds), sources)
+        found.note_each("source", cotangents)
+        if close:
+            found.note_each("input", inputs)
+        found.note_each("output", outs)
+    return Observed(graph, found.stats, found.refused, found.lines)
+
+
+class _Measured:
+    """What has been measured so far; `close` as of `measure`."""
+
+    def __init__(self, close: bool):
+        self.close = close
+        self.walk = Walk()
+        self.stats: dict[Key, np.ndarray[Any, Any]] = {}
+        self.refused: dict[Occurrence, str] = {}
+        self.lines: dict[Occurrence, Origin] = {}
+
+    def note_each(self, kind: str, arrays: Sequence[Any]) -> None:
+        for k, array in enumerate(arrays):
+            if array is not None and _jax.is_inexact(jax.typeof(array).dtype):
+                self.stats[kind, None, k] = np.asarray(exact(array))
+
+
+class _Level:
+    """A graph at a path, which is measured item by item: runs, and calls with levels of their own.
+
+    `values` are what crosses the borders of the items, while somebody reads it.
+    """
+
+    def __init__(self, measured: _Measured, graph: Graph, path: Path):
+        self.measured = measured
+        self.graph = graph
+        self.path = path
+        self.items: list[_Call | _Run] = []
+        self.values: dict[Value, Any] = {}
+        for is_large, group in itertools.groupby(graph.nodes, _is_large_call):
+            nodes = tuple(group)
+            if is_large:
+                self.items += [_Call(self, node) for node in nodes]
+                continue
+            for is_eager, part in itertools.groupby(nodes, self._is_eager):
+                few = tuple(part)
+                runs = [few] if is_eager else runs_of(few)
+                self.items += [_Run(self, tuple(run), is_eager) for run in runs]
+
+    def _is_eager(self, node: Node) -> bool:
+        """Whether a node runs by itself: the line of a NaN in a rule is found as Python runs it."""
+        return self.measured.close and isinstance(node, CustomGradient) and node.kind == "vjp"
+
+    def forward(self, args: Sequence[Any]) -> list[Any]:
+        """The outputs of the graph."""
+        self.values = {**self.graph.constants, **dict(zip(self.graph.inputs, args, strict=True))}
+        for item in self.items:
+            results = item.forward(_read(item.inputs, self.values))
+            self.values.update(zip(item.outputs, results, strict=True))
+        return _read(self.graph.outputs, self.values)
+
+    def backward(self, cotangents: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+        """The cotangents of the wanted inputs of the graph; None for those that get none."""
+        inputs = [v for v, chosen in zip(self.graph.inputs, wanted, strict=True) if chosen]
+        reached = reached_from(self.graph, inputs, self.measured.walk)
+        refuse_closed_over(self.measured.refused, self.graph, reached, self.path)
+        found: dict[Value, Any] = {}
+
+        def add(values: Sequence[Atom], terms: Sequence[Any]) -> None:
+            for value, term in zip(values, terms, strict=True):
+                if term is not None and isinstance(value, Value) and has_gradient(value):
+                    found[value] = _sum(found[value], term) if value in found else term
+
+        add(self.graph.outputs, cotangents)
+        for item in reversed(self.items):
+            given = [found.get(v) for v in item.outputs]
+            asked = tuple(isinstance(v, Value) and v in reached for v in item.inputs)
+            if any(asked) and any(ct is not None for ct in given):
+                operands = _read(item.inputs, self.values)
+                add(item.inputs, item.backward(operands, given, asked))
+            for value in item.outputs:
+                self.values.pop(value, None)
+                found.pop(value, None)
+        return [found.get(v) if v in inputs else None for v in self.graph.inputs]
+
+
+class _Call:
+    """A node that runs one region, which has many operations."""
+
+    def __init__(self, level: _Level, node: Node):
+        self.here = Occurrence(level.path, node)
+        self.inputs: Sequence[Atom] = node.inputs
+        self.outputs: Sequence[Value] = node.outputs
+        self.measured = level.measured
+        ((name, region),) = node.regions.items()
+        self.level = _Level(level.measured, region, self.here.into(name))
+
+    def forward(self, args: Sequence[Any]) -> list[Any]:
+        return self.level.forward(args)
+
+    def backward(
+        self, args: Sequence[Any], given: Sequence[Any], wanted: Sequence[bool]
+    ) -> list[Any]:
+        for k, ct in enumerate(given):
+            if ct is not None:
+                statistic = exact if self.measured.close else norms
+                self.measured.stats["ct", self.here, k] = np.asarray(statistic(ct))
+        return self.level.backward(given, wanted)
+
+
+class _Run:
+    """Operations that stand next to each other."""
+
+    def __init__(self, level: _Level, nodes: Sequence[Node], is_eager: bool):
+        made = {v for node in nodes for v in node.outputs}
+        users, members = level.graph.users, set(nodes)
+        self.nodes, self.path, self.measured = nodes, level.path, level.measured
+        self.inputs = list(dict.fromkeys(v for n in nodes for v in n.operands if v not in made))
+        self.outputs = [
+            v
+            for node in nodes
+            for v in node.outputs
+            if v in level.graph.results or any(u not in members for u in users.get(v, ()))
+        ]
+        program = _jax.program_of(
+            level.graph.program,
+            constants={},
+            inputs=self.inputs,
+            outputs=self.outputs,
+            equations=[node.equation for node in nodes],
+        )
+        graph = Graph(program=program, nodes=tuple(nodes), name=level.graph.name)
+        self.programs = _programs_of(graph, level.measured.close, is_eager)
+        # What has effects runs once.
+        self.is_kept = any(node.effects for node in nodes)
+        self.kept: Any = None
+
+    def forward(self, args: Sequence[Any]) -> list[Any]:
+        outs, kept = self._take(self.programs.forward(args))
+        if self.is_kept:
+            self.kept = kept
+        return list(outs)
+
+    def backward(
+        self, args: Sequence[Any], given: Sequence[Any], wanted: tuple[bool, ...]
+    ) -> list[Any]:
+        kept = self.kept
+        if kept is None:
+            (_, kept), *_ = self.programs.forward(args)
+        self.kept = None
+        return list(self._take(self.programs.backward(kept, given, wanted)))
+
+    def _take(self, told: _Told) -> Any:
+        """The result of a program; what it has measured is of the nodes of this run."""
+        result, stats, refused, lines = told
+        place = _Places(self.programs.graph.nodes, self.nodes, self.path)
+        for (kind, here, k), stat in stats.items():
+            self.measured.stats[kind, here and place.of(here), k] = stat
+        for here, words in refused.items():
+            self.measured.refused.setdefault(place.of(here), words)
+        self.measured.lines.update((place.of(here), line) for here, line in lines.items())
+        return result
+
+
+class _Places:
+    """Where a node of some operations is in others that are alike."""
+
+    def __init__(self, nodes: Sequence[Node], others: Sequence[Node], path: Path):
+        self._path = path
+        self._nodes, self._others = nodes, others
+        self._known: dict[Any, Any] = {}
+
+    def of(self, here: Occurrence) -> Occurrence:
+        nodes, others = self._nodes, self._others
+        path = list(self._path)
+        for node, name in here.path:
+            other = self._one(nodes, others, node)
+            path.append((other, name))
+            nodes, others = node.region(name).nodes, other.region(name).nodes
+        return Occurrence(tuple(path), self._one(nodes, others, here.node))
+
+    def _one(self, nodes: Sequence[Node], others: Sequence[Node], node: Node) -> Any:
+        if nodes is others:
+            return node
+        if (node, id(others)) not in self._known:
+            pairs = zip(nodes, others, strict=True)
+            self._known.update(((a, id(others)), b) for a, b in pairs)
+        return self._known[node, id(others)]
+
+
+# ---------------------------------------------------------------------------- the programs of a run
+
+# The result, and what was measured, refused and found in lines.
+_Told = tuple[
+    Any,
+    Mapping[Key, np.ndarray[Any, Any]],
+    Mapping[Occurrence, str],
+    Mapping[Occurrence, Origin],
+]
+
+
+class _Programs:
+    """The programs of runs that are alike."""
+
+    def __init__(self, graph: Graph, close: bool, is_eager: bool):
+        self.graph = graph
+        self._pass = MeasuredPass(graph, close)
+        self._is_eager = is_eager
+        self._jitted: dict[Any, Callable[..., Any]] = {}
+        # Of what a program returns the form, and what is measured of it; known once it is traced.
+        self._forms: dict[Any, Any] = {}
+        # It holds what it finds while it is traced. (What is traced may explain.)
+        self._one_at_a_time = threading.RLock()
+
+    def forward(self, args: Sequence[Any]) -> _Told:
+        """The values that leave the run, and all that the reverse pass needs."""
+
+        def run(args: Sequence[Any]) -> Any:
+            return self._pass.forward(self.graph, args, ())
+
+        return self._run("forward", run, list(args))
+
+    def backward(self, kept: Any, given: Sequence[Any], wanted: tuple[bool, ...]) -> _Told:
+        """The cotangents of the wanted inputs."""
+
+        def run(kept: Any, given: Sequence[Any]) -> Any:
+            return self._pass.backward(self.graph, kept, given, wanted, ())
+
+        key = wanted, tuple(ct is not None for ct in given)
+        return self._run(key, run, kept, list(given))
+
+    def _run(self, key: Any, run: Callable[..., Any], *args: Any) -> _Told:
+        measured = self._pass
+
+        def observed(*args: Any) -> Any:
+            measured.refused.clear()
+            measured.lines.clear()
+            with measured.collecting(defer=not self._is_eager) as found:
+                return run(*args), found
+
+        def packed(*args: Any) -> list[Any]:
+            leaves, form = jax.tree.flatten(observed(*args))
+            once = {id(leaf): leaf for leaf in leaves}
+            places = {name: k for k, name in enumerate(once)}
+            which = [places[id(leaf)] for leaf in leaves]
+            self._forms[key] = form, which, dict(measured.refused)
+            return list(once.values())
+
+        with self._one_at_a_time:
+            if self._is_eager:
+                result, found = observed(*args)
+                refused, lines = dict(measured.refused), dict(measured.lines)
+            else:
+                if key not in self._jitted:
+                    options = _jax.quick_options(jax.default_backend())
+                    self._jitted[key] = jax.jit(packed, compiler_options=options)
+                leaves = self._jitted[key](*args)
+                form, which, refused = self._forms[key]
+                result, found = jax.tree.unflatten(form, [leaves[k] for k in which])
+                lines = {}
+            keys = measured.keys
+        stats = {keys[number]: _taken(found[number]) for number in sorted(found)}
+        return result, stats, refused, lines
+
+
+def _taken(found: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(found.measure(*found.args) if isinstance(found, Deferred) else found)
+
+
+def _programs_of(graph: Graph, close: bool, is_eager: bool) -> _Programs:
+    if is_eager:
+        return _Programs(graph, close, is_eager)
+    key = "explained", close, key_of(graph)
+    known: _Programs | None = PROGRAMS.get(key)
+    return PROGRAMS.put(key, _Programs(graph, close, is_eager)) if known is None else known
+
+
+def key_of(graph: Graph) -> Any:
+    """Equal for programs that compute the same with the same derivatives.
+
+    JAX makes the functions of a custom rule anew whenever it traces a call, so that by these no
+    program with a rule would be known again; what a rule says is in what it traces to.
+    """
+    nodes = (o.node for o in graph.walk() if isinstance(o.node, CustomGradient))
+    return program_key(graph.program), tuple(map(_rule_key, dict.fromkeys(nodes)))
+
+
+def _rule_key(node: CustomGradient) -> Any:
+    if is_jaxs_rule(node):
+        return node.primal.function_source
+    try:
+        return rule_key(node)
+    except Exception:  # it cannot be traced by itself: then it is like no other
+        return object()
+
+
+# --------------------------------------------------------------------------------------- operations
+
+
+def _is_large_call(node: Node) -> bool:
+    return is_called(node) and is_entered(node) and _count(node, LIMIT) > LIMIT
+
+
+def _count(node: Node, most: int) -> int:
+    """How many operations a node has; counted until there are more than `most`."""
+    count, waiting = 0, [node]
+    while waiting and count <= most:
+        count += 1
+        waiting += [n for region in waiting.pop().regions.values() for n in region.nodes]
+    return count
+
+
+def _read(atoms: Sequence[Atom], values: Mapping[Value, Any]) -> list[Any]:
+    return [
+        values[atom] if isinstance(atom, Value) else np.asarray(atom.val, dtype_of(atom))
+        for atom in atoms
+    ]
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Of arrays that are here NumPy adds them: XLA would compile that for every shape."""
+    if all(getattr(x, "is_fully_addressable", True) for x in (one, other)):
+        return np.asarray(one) + np.asarray(other)
+    return one + other
