@@ -590,6 +590,13 @@ def test_inspect_sees_the_signature_of_the_function():
     assert inspect.signature(traced) == inspect.signature(scaled)
     assert inspect.getfullargspec(traced) == inspect.getfullargspec(scaled)
 
+    class Model:
+        @tg.trace
+        def scaled(self, x):
+            return x
+
+    assert str(inspect.signature(Model().scaled)) == "(x)"
+
 
 def test_an_error_about_a_graph_comes_without_our_frames():
     stop = tg.rules.stop_gradient(tg.match.op("sine"))

@@ -112,7 +112,7 @@ def changes_lost(function: str, paths: Sequence[str]) -> str:
     """Of a call of a function that changes what is at these paths in modules that it is given."""
     return (
         f"{function} changes {some(paths, 1)}, of an nnx.State that it is given. It has a copy of "
-        "the state, so that what it assigns would be lost when the call is over. Have it return "
+        "the state, so that what it assigns is lost when the call is over. Have it return "
         "the new state (nnx.state(model)), or give it the module itself, which is then changed"
     )
 

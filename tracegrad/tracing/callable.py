@@ -10,6 +10,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
+from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
@@ -64,7 +65,7 @@ def call_traced(graph: Graph, arguments: Any, dynamic: Any) -> Any:
 
 def _run(graph: Graph, arguments: Any, values: list[Any]) -> Any:
     if graph.loses:
-        raise TypeError(changes_lost(graph.name, graph.loses))
+        warn_where_called(changes_lost(graph.name, graph.loses), UserWarning)
     outs = run_graph(graph, values)
     return outs if graph.out_tree is None else settle_call(graph, arguments, outs)
 

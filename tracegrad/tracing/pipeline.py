@@ -28,11 +28,12 @@ from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.donated_modules import donation
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
-from tracegrad.tracing.programs import Outgrown, Program, Use
+from tracegrad.tracing.programs import Outgrown, Program
 from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.user_errors import explain, explain_rule
+from tracegrad.tracing.uses import Use
 from tracegrad.variables.modules import Modules, Structure, modules_in
 from tracegrad.variables.packed import Packing
 from tracegrad.variables.trees import Fixed, given, held, taken, without_variables
@@ -234,7 +235,7 @@ class Pipeline:
         try:
             graph = self.graph(args, kwargs)
             if graph.loses:
-                raise TypeError(changes_lost(self.__name__, graph.loses))
+                warn_where_called(changes_lost(self.__name__, graph.loses), UserWarning)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
         if not _jax.is_part_of_a_program():  # else nothing is compiled for it

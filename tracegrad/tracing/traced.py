@@ -172,6 +172,11 @@ class BoundTracedFunction:
         self.__self__ = instance
         self.__wrapped__ = types.MethodType(function.__wrapped__, instance)
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the method, without ``self``."""
+        return inspect.signature(self.__wrapped__)
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 

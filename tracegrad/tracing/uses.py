@@ -1,0 +1,117 @@
+"""What a program does with what is outside of it, and which graphs it has a place for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir import Graph
+from tracegrad.variables.inside import hands_out
+from tracegrad.variables.statics import has_statics
+
+
+class Use:
+    """What a program does with what is outside of it.
+
+    Attributes:
+      updated, read, written: the Variables that it reads and assigns, only reads, only assigns;
+        held weakly.
+      calls_host: whether it calls code that XLA did not compile, where it has Variables.
+      recomputes: whether it recomputes, and must be compiled with options that keep that.
+      is_plain: whether it is arguments in, result out.
+      is_over: a Variable is gone, and with it the use of the program.
+    """
+
+    def __init__(
+        self,
+        before: Use | None = None,
+        graph: Graph | None = None,
+        *,
+        packs: bool = True,
+        is_plain: bool = True,
+    ):
+        """That of a program before, and of one more graph.
+
+        Args:
+          packs: whether results that are not all arrays may be packed.
+          is_plain: whether the first program is.
+        """
+        self.is_over: bool = False
+        self.calls_host: bool = before is not None and before.calls_host
+        self.recomputes: bool = before is not None and before.recomputes
+        self.is_plain: bool = is_plain if before is None else before.is_plain
+        read: dict[Any, None] = {} if before is None else _alive(before.values)
+        assigned: dict[Any, None] = {}
+        if before is not None:
+            assigned = _alive((*before.updated, *before.written))
+        if graph is not None:
+            if before is not None and not before.is_plain:  # what one trace leaves must come in
+                named = {*map(id, graph.assigned)}
+                read |= {v: None for v in assigned if id(v) not in named}
+                read |= {v: None for v in graph.assigned if v not in assigned}
+            read |= dict.fromkeys(graph.variables)
+            assigned |= dict.fromkeys(graph.assigned)
+            self.calls_host = self.calls_host or _calls_host(graph)
+            self.recomputes = self.recomputes or _recomputes(graph)
+            self.is_plain = self.is_plain and _is_plain(graph, packs)
+        self.updated: Sequence[weakref.ref[Any]]
+        self.read: Sequence[weakref.ref[Any]]
+        self.written: Sequence[weakref.ref[Any]]
+        self.updated, self.read, self.written = self._weakly(
+            [v for v in assigned if v in read],
+            [v for v in read if v not in assigned],
+            [v for v in assigned if v not in read],
+        )
+        # Of these the program takes the values.
+        self.values: Sequence[weakref.ref[Any]] = (*self.updated, *self.read)
+        self.has_variables = bool(self.values or self.written)
+
+    def _weakly(self, *groups: Sequence[Any]) -> list[list[weakref.ref[Any]]]:
+        """References to all of them; the use is over with the first that is gone."""
+        me = weakref.ref(self)
+
+        def over(_: object) -> None:
+            use = me()
+            if use is not None:
+                use.is_over = True
+
+        return [[weakref.ref(each, over) for each in group] for group in groups]
+
+    def serves(self, graph: Graph, packs: bool) -> bool:
+        """Whether a program of this use has a place for all that a graph does."""
+        if not self.recomputes and _recomputes(graph):
+            return False
+        if self.is_plain:
+            return _is_plain(graph, packs)
+        values, written = ({id(ref()) for ref in refs} for refs in (self.values, self.written))
+        updated = {id(ref()) for ref in self.updated}
+        assigned = {*map(id, graph.assigned)}
+        return (
+            values.issuperset(map(id, graph.variables))
+            and assigned.issubset(updated | written)
+            and written.issubset(assigned)
+            and (self.calls_host or not _calls_host(graph))
+        )
+
+
+def _alive(refs: Sequence[weakref.ref[Any]]) -> dict[Any, None]:
+    return {variable: None for ref in refs if (variable := ref()) is not None}
+
+
+def _calls_host(graph: Graph) -> bool:
+    return not _is_plain(graph, packs=False) and bool(graph.calls_host)
+
+
+def _recomputes(graph: Graph) -> bool:
+    needed = _jax.keep_recompute_options(jax.default_backend())
+    return needed is not None and graph.recomputes
+
+
+def _is_plain(graph: Graph, packs: bool) -> bool:
+    state = graph.variables or graph.assigned or graph.updates or graph.settings
+    out_tree = graph.out_tree
+    return not state and not hands_out(out_tree) and not (packs and has_statics(out_tree))
