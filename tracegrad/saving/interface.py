@@ -17,6 +17,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import line_of_error
 from tracegrad.saving.manifest import KINDS, Kind
+from tracegrad.saving.modules import ModuleVariables
 from tracegrad.saving.trees import check_tree, of_types, tree_text, written_form
 from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.static import StaticArguments
@@ -29,12 +30,13 @@ Function = Callable[..., Any]
 _KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
-def traced_for(name: str, fun: Function, specs: Any) -> Graph:
-    """The graph of a function that is to be saved for these specs."""
+def traced_for(name: str, fun: Function, specs: Any, modules: ModuleVariables) -> Graph:
+    """The graph of a function that is to be saved for these specs; `modules` has the arrays of the
+    module that it has before its arguments."""
     static = StaticArguments()
-    make = graph(fun)
+    make = graph(modules.without_module(fun))
     if isinstance(fun, BoundTracedFunction) or (isinstance(fun, TracedFunction) and fun._first):
-        static, make = _method(fun)
+        static, make = _method(fun, modules.without_module(fun))
     elif isinstance(fun, TracedFunction):
         static, make = fun._pipeline.static, fun.graph
     args, kwargs = _checked_specs(name, fun, specs, static)
@@ -47,13 +49,13 @@ def traced_for(name: str, fun: Function, specs: Any) -> Graph:
 
 
 def _method(
-    fun: TracedFunction | BoundTracedFunction,
+    fun: TracedFunction | BoundTracedFunction, call: Function
 ) -> tuple[StaticArguments, Callable[..., Graph]]:
     """How a traced method, or module, is traced with its object as a part of it, no argument."""
 
     @functools.wraps(fun.__wrapped__)
     def method(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs)
+        return call(*args, **kwargs)
 
     whole = fun._pipeline.static
     static = StaticArguments(frozenset(p - 1 for p in whole.positions if p > 0), whole.names)

@@ -23,6 +23,7 @@ from tracegrad.saving.manifest import (
     Manifest,
     VariableRecord,
 )
+from tracegrad.saving.modules import ModuleVariables
 from tracegrad.saving.placement import array_record
 from tracegrad.saving.program import export
 from tracegrad.saving.source import source_of
@@ -58,9 +59,10 @@ def save(
     Arguments:
       fun: a plain, jitted or traced function of pytrees of arrays, or one that was loaded. The
         pytrees are of dictionaries, lists, tuples, named tuples and None; a string in them is what
-        the function is saved for. Of a model of classes the arrays are passed, or it is closed
-        over. Several functions, which share their Variables, are given as ``{name: (fun, specs)}``,
-        without `specs` behind.
+        the function is saved for. A module of flax.nnx, or a method of one, has its arrays as
+        Variables of the file, by their path. Of other models of classes the arrays are passed, or
+        the model is closed over, and then they are constants. Several functions, which share
+        their Variables, are given as ``{name: (fun, specs)}``, without `specs` behind.
       path: the file to write, or to replace.
       specs: a list with one entry for each argument: an array or a `jax.ShapeDtypeStruct`, or a
         pytree of those; the value of an argument that is static. For keyword arguments a
@@ -109,19 +111,20 @@ def save(
     needed("flatbuffers")  # jax.export does
     _check_options(path, gradient_order, platforms)
     places: Places = {}
+    modules = ModuleVariables()
     functions, programs = [], dict[str, Array]()
     for name, function, given in _requests(fun, specs):
         _check_unicode(name, "a function")
         if isinstance(function, LoadedFunction) and given is None:
             found = _as_loaded(name, function, gradient_order, platforms, places)
         else:
-            found = _traced(name, function, given, gradient_order, platforms, places)
+            found = _traced(name, function, given, gradient_order, platforms, places, modules)
         record, contents, text = found
         # Names may be no Unicode.
         contents = {**contents, record.graph: text.encode("utf-8", "backslashreplace")}
         programs |= {name: np.frombuffer(each, np.uint8) for name, each in contents.items()}
         functions.append(record)
-    variables, arrays = _recorded(list(places))
+    variables, arrays = _recorded(list(places), modules.trained)
     manifest = Manifest(
         versions={"tracegrad": __version__, **_jax.versions()},
         single=not isinstance(fun, Mapping),
@@ -208,7 +211,7 @@ def _places(variables: Sequence[Variable], known: Places) -> tuple[int, ...]:
 
 
 def _recorded(
-    variables: Sequence[Variable],
+    variables: Sequence[Variable], trained: Collection[Variable]
 ) -> tuple[tuple[VariableRecord, ...], dict[str, Array]]:
     """What the manifest says of Variables, and their values now; on the CPU without a copy."""
     records: list[VariableRecord] = []
@@ -220,7 +223,7 @@ def _recorded(
             key=key,
             name=variable.name,
             array=array_record(variable, value),
-            trainable=variable.trainable,
+            trainable=variable.trainable or variable in trained,
             key_type=_key_type(variable.name, value) if is_key(value) else None,
         )
         records.append(record)
@@ -280,11 +283,19 @@ def _traced(
     order: int,
     platforms: Sequence[str] | None,
     places: Places,
+    modules: ModuleVariables,
 ) -> Saved:
-    source = source_of(name, functools.partial(traced_for, name, fun, specs))
+    source = source_of(name, functools.partial(traced_for, name, fun, specs, modules))
     traced = source.graph
     parameters, arguments, result = interface(traced, name)
     programs = export(source, (arguments, result), order, platforms)
+    # With respect to what a rule closes over there is no gradient: tapes should not ask for it.
+    refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
+    modules.trained.difference_update(
+        variable
+        for i, variable in enumerate(traced.variables, -len(traced.variables))
+        if i in refused
+    )
     pairs = zip(parameters, map(tree_text, arguments), strict=True)
     given = ", ".join(f"{parameter}: {text}" for (parameter, _), text in pairs)
     record = FunctionRecord(

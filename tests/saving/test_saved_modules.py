@@ -1,0 +1,88 @@
+"""A module of flax.nnx that is saved has its arrays as Variables of the file."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import tracegrad as tg
+
+pytestmark = pytest.mark.both_jax
+
+X = jax.random.normal(jax.random.key(0), (4, 3))
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(self.norm(self.linear(x)))
+
+    def loss(self, x):
+        return jnp.sum(self.norm(self.linear(x)) ** 2 * X[:, :2])
+
+    @tg.trace
+    def encode(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda m: m, lambda m: tg.trace(m), lambda m: m.__call__, lambda m: tg.trace(m.__call__)],
+    ids=["module", "traced module", "method", "traced method"],
+)
+def test_arrays_are_variables_by_their_path_and_a_call_changes_them(tmp_path, function):
+    model = Normed(nnx.Rngs(0))
+    tg.save(function(model), tmp_path / "model", (X,))
+    loaded = tg.load(tmp_path / "model")
+    trained = {name for name, variable in loaded.variables.items() if variable.trainable}
+    assert trained == {"linear.kernel", "linear.bias", "norm.scale", "norm.bias"}
+    others = {"norm.mean", "norm.var", "drop.rngs.count", "drop.rngs.key"}
+    assert set(loaded.variables) == trained | others
+    for _ in range(2):  # other units are dropped, and the statistics move on
+        np.testing.assert_allclose(loaded(X), model(X), rtol=1e-5)
+    np.testing.assert_allclose(loaded.variables["norm.mean"].value, model.norm.mean[...], rtol=1e-5)
+
+
+def test_a_tape_trains_the_params_of_a_saved_module_and_nothing_else(tmp_path):
+    model = Normed(nnx.Rngs(0))
+    wanted = nnx.grad(lambda model: nnx.clone(model).loss(X))(model)
+    tg.save(model.loss, tmp_path / "loss", (X,))
+    loaded = tg.load(tmp_path / "loss")
+    with tg.GradientTape() as tape:
+        y = loaded(X)
+    watched = {variable.name: variable for variable in tape.watched_variables()}
+    assert set(watched) == {"linear.kernel", "linear.bias", "norm.scale", "norm.bias"}
+    found = tape.gradient(y, watched)
+    for layer, name in (path.split(".") for path in watched):
+        expected = wanted[layer][name][...]
+        np.testing.assert_allclose(found[f"{layer}.{name}"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_methods_of_one_module_share_its_arrays(tmp_path):
+    model = Normed(nnx.Rngs(0))
+    functions = {"encode": (model.encode, (X,)), "layer": (model.linear, (X,))}
+    tg.save(functions, tmp_path / "both")
+    loaded = tg.load(tmp_path / "both")
+    encode, layer = (
+        function.variables["linear.bias"] for function in (loaded.encode, loaded.layer)
+    )
+    assert encode is layer
+    loaded.encode.variables["linear.bias"].assign_add(jnp.ones(2))
+    np.testing.assert_allclose(loaded.layer(X), model.linear(X) + 1, rtol=1e-5)
+
+
+class Growing(nnx.Module):
+    def __call__(self, x):
+        self.last = nnx.Cache(x)
+        return x
+
+
+def test_a_module_that_changes_what_it_consists_of_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="changes what Growing consists of"):
+        tg.save(Growing(), tmp_path / "growing", (X,))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,102 @@
+"""The arrays of a module of flax.nnx as Variables of the file, where a module is saved, or a method
+of one."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from tracegrad.tracing.module_functions import taking_module
+from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
+from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx, nnx, path_text
+from tracegrad.variables.variable import Variable
+
+
+class ModuleVariables:
+    """One Variable for each array in an nnx.Variable, in whichever functions of a file it is.
+
+    Attributes:
+      trained: those of an `nnx.Param`, which a tape watches after loading.
+    """
+
+    def __init__(self) -> None:
+        self.trained: set[Variable] = set()
+        self._known: dict[tuple[int, int], tuple[Any, Variable]] = {}
+
+    def without_module(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the arguments alone, which makes its module of Variables, and assigns what
+        a call changes in it; the function itself, if it has no module of flax.nnx before them."""
+        module = _module_of(fun)
+        if module is None:
+            return fun
+
+        @functools.wraps(fun, updated=())
+        def function(*args: Any, **kwargs: Any) -> Any:
+            graphdef, state = nnx().split(module)
+            variables, structure = self._variables(module, state)
+            before = [v.value if isinstance(v, Variable) else v for v in variables]
+            copy = nnx().merge(graphdef, jax.tree.unflatten(structure, before))
+            result = _called_with(fun, copy)(*args, **kwargs)
+            after, changed = jax.tree.flatten(nnx().split(copy)[1])
+            if changed != structure:
+                raise TypeError(
+                    f"a call changes what {type(module).__name__} consists of, which a file cannot "
+                    "hold: call it once before it is saved"
+                )
+            for variable, old, new in zip(variables, before, after, strict=True):
+                if new is not old and isinstance(variable, Variable):
+                    variable.assign(new)
+            return result
+
+        return function
+
+    def _variables(self, module: Any, state: Any) -> tuple[list[Any], Any]:
+        """The leaves of the state of a module, Variables in the places of arrays that are in an
+        nnx.Variable, and its structure."""
+        originals = {
+            path: node
+            for path, node in nnx().iter_graph(module, graph=True)
+            if is_variable_of_nnx(node)
+        }
+        found: list[Any] = []
+        for keys, leaf in jax.tree.leaves_with_path(state, is_leaf=is_variable_of_nnx):
+            arrays = jax.tree.leaves(leaf)
+            path = tuple(getattr(key, "key", getattr(key, "name", key)) for key in keys)
+            original = originals.get(path)
+            if original is None:  # an array that is in no nnx.Variable is a constant
+                found += arrays
+                continue
+            name = path_text(path).removeprefix(".")
+            found += [self._variable(original, i, name, array) for i, array in enumerate(arrays)]
+        return found, jax.tree.structure(state)
+
+    def _variable(self, original: Any, place: int, name: str, array: Any) -> Variable:
+        key = id(original), place
+        if key not in self._known:
+            variable = Variable(array, trainable=False, name=name)
+            self._known[key] = original, variable
+            if isinstance(original, nnx().Param):
+                self.trained.add(variable)
+        return self._known[key][1]
+
+
+def _module_of(fun: Any) -> Any:
+    """The module of flax.nnx that a function has before its arguments."""
+    if isinstance(fun, BoundTracedFunction):
+        first: tuple[Any, ...] = (fun.__self__,)
+    else:
+        first = fun._first if isinstance(fun, TracedFunction) else taking_module(fun)[1]
+    return first[0] if first and nnx() is not None and is_module(first[0]) else None
+
+
+def _called_with(fun: Any, module: Any) -> Callable[..., Any]:
+    """A function with another module before its arguments."""
+    if isinstance(fun, BoundTracedFunction):
+        return BoundTracedFunction(fun.__func__, module)
+    if isinstance(fun, TracedFunction):
+        return TracedFunction(_called_with(fun.__wrapped__, module), *fun._made_with)
+    return types.MethodType(fun.__func__, module) if isinstance(fun, types.MethodType) else module
