@@ -533,7 +533,7 @@ def test_a_traced_function_is_pickled_by_its_name_or_by_what_it_was_made_with():
         pickle.dumps(tg.trace(lambda x: x))
 
 
-@pytest.mark.parametrize("of", [tg.graph, tg.memory, tg.trace])
+@pytest.mark.parametrize("of", [tg.graph, tg.trace])
 def test_what_a_jit_inside_takes_as_static_is_to_be_static_outside(of):
     f = jax.jit(lambda x, n: x * n, static_argnums=1)
     with pytest.raises(ValueError, match="Non-hashable static") as caught:

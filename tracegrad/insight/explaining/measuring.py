@@ -64,6 +64,7 @@ from tracegrad.ir.authors import may_change
 from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.ir.running import read, run_node, run_nodes
 from tracegrad.ir.wording import first_line
+from tracegrad.tracing.rule_errors import CLOSES_OVER
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["args"], meta_fields=["measure"])
@@ -276,6 +277,8 @@ class MeasuredPass:
 
     def _pull_back(self, visit: Visit) -> list[Any]:
         node = visit.here.node
+        if self.refused.get(visit.here, "").endswith(CLOSES_OVER):  # of another trace
+            return [None] * len(visit.active)
         try:
             results = node_vjp(self.walk, node, visit.kept.values, visit.given, visit.active)
         except Exception as error:
