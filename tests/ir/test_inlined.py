@@ -105,7 +105,7 @@ def test_regions_get_the_operands_and_give_the_results_that_they_are_said_to():
                     shape = node.outputs[k].aval.shape
                     assert region.out_avals[i].shape == (shape if i < whole else shape[1:])
             body = node.region(region_calls(node)[-1].name)
-            for i, k in enumerate(call.round):
+            for i, k in enumerate(call.fed_back_from):
                 if k is not None:
                     assert body.out_avals[k].shape == region.in_avals[i].shape
     assert met >= {"scan", "while", "cond"}

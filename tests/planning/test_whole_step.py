@@ -53,10 +53,10 @@ def held(function):
 @pytest.mark.parametrize(
     ("step", "share", "why"),
     [
-        (gan, 0.45, "has several"),
-        (two_minibatches, 0.55, "has several"),
+        (gan, 0.45, "has several gradients"),
+        (two_minibatches, 0.55, "has several gradients"),
         (one_outside, 0.55, "made outside"),
-        (hessian_product, 0.55, "differentiates one"),
+        (hessian_product, 0.55, "differentiates a gradient"),
     ],
 )
 def test_step_that_holds_more_than_its_budget_says_so(step, share, why):

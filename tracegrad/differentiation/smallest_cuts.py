@@ -31,7 +31,7 @@ from tracegrad.ir import (
 )
 from tracegrad.ir.authors import whose
 from tracegrad.ir.dependence import Masks, back_around, enter, mask_of, node_dependence, spread
-from tracegrad.ir.inlined import RegionCall, is_loop, may_not_run, region_calls
+from tracegrad.ir.inlined import RegionCall, is_loop, may_take_no_step, region_calls
 from tracegrad.ir.occurrence import at
 from tracegrad.rewriting.forward_mode import place_of
 
@@ -237,7 +237,7 @@ class _Search:
         onward: list[_Way | None] = [None] * len(body.results)
         for call in condition:  # on what it depends when the loop ends, on that depend all results
             for i, found in self._inside(node, call, masks, 0).items():
-                j = call.round[i]
+                j = call.fed_back_from[i]
                 if j is None:
                     yield call.operands[i], found
                 else:
@@ -245,8 +245,8 @@ class _Search:
         onward[k] = _FREE
         onward = back_around(node, onward, back, _lighter)
         for i, way in enumerate(back(onward)):
-            j = body.round[i]
-            if j is not None and may_not_run(node):  # what went in comes out
+            j = body.fed_back_from[i]
+            if j is not None and may_take_no_step(node):  # what went in comes out
                 way = onward[j]
             if way is not None:
                 yield body.operands[i], way

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from tracegrad import _jax
 from tracegrad.ir.graph import Graph
-from tracegrad.ir.inlined import is_loop, may_not_run, region_calls
+from tracegrad.ir.inlined import is_loop, may_take_no_step, region_calls
 from tracegrad.ir.nodes import Atom, Node, Value, is_reference
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
         more = {
             call.name: [
                 mask if i is None else mask | outs[-1][i] | again
-                for mask, i in zip(regions[call.name], call.round, strict=True)
+                for mask, i in zip(regions[call.name], call.fed_back_from, strict=True)
             ]
             for call in calls
         }
@@ -145,8 +145,8 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
         for k, mask in zip(call.results, masks, strict=True):
             if k is not None:
                 results[k] |= mask
-    if may_not_run(node):
-        for mask, i in zip(regions[calls[-1].name], calls[-1].round, strict=True):
+    if may_take_no_step(node):
+        for mask, i in zip(regions[calls[-1].name], calls[-1].fed_back_from, strict=True):
             if i is not None:
                 results[i] |= mask
     return results, regions
@@ -227,7 +227,7 @@ def back_around(
     *_, body = region_calls(node)
     while True:
         before, more = back(found), list(found)
-        for i, k in enumerate(body.round):
+        for i, k in enumerate(body.fed_back_from):
             if k is not None:
                 more[k] = join(more[k], before[i])
         if more == found:

@@ -1,4 +1,4 @@
-"""Which value a value is across the border of a region, and a program with its calls written out.
+"""Follows values across the borders of regions, and views a program with its calls written out.
 
 A region can be entered from several places, and a value of it is another value each time. So a
 value of the written-out program is a value and the path of calls that leads to it. `region_calls`
@@ -32,8 +32,8 @@ class RegionCall:
       operands: for each input the operand that enters it; in a loop it does so at the first step.
       results: for each output the result that it becomes; in a loop it does so at the last step.
         None: it decides whether the loop goes on.
-      round: for each input the output of the loop's body that enters it at the next step; None: at
-        each step the operand does.
+      fed_back_from: for each input the output of the loop's body that enters it at the next step;
+        None: at each step the operand does.
       sliced: so many of the inputs, the last ones, are slices of their operands.
       stacked: so many of the outputs, the last ones, are slices of their results.
     """
@@ -41,7 +41,7 @@ class RegionCall:
     name: str
     operands: Sequence[int]
     results: Sequence[int | None]
-    round: Sequence[int | None]
+    fed_back_from: Sequence[int | None]
     sliced: int = 0
     stacked: int = 0
 
@@ -77,8 +77,8 @@ def is_loop(node: Node) -> bool:
     return node.primitive is _jax.SCAN or node.primitive in _jax.WHILES
 
 
-def may_not_run(node: Node) -> bool:
-    """Whether it may be that a loop takes no step, so that what goes in comes out."""
+def may_take_no_step(node: Node) -> bool:
+    """Whether a loop may take no step, and so return its inputs as they are."""
     length = node.params.get("length", 0)
     return is_loop(node) and (not isinstance(length, int) or length == 0)
 
@@ -120,7 +120,7 @@ class Inlined:
                 enclosing, name = path[-1]
                 call = next(each for each in region_calls(enclosing) if each.name == name)
                 i = region.inputs.index(atom)
-                if call.round[i] is not None or i >= len(call.operands) - call.sliced:
+                if call.fed_back_from[i] is not None or i >= len(call.operands) - call.sliced:
                     break
                 path, atom = path[:-1], enclosing.inputs[call.operands[i]]
             else:

@@ -1,8 +1,8 @@
 """A memory budget beside what the whole step holds.
 
-A plan is for one gradient. A step with two of them holds what one leaves behind while the other
-runs, and one that is differentiated once more holds what that keeps; so does one with a gradient
-that was made outside, which no plan has seen. Such a step is compiled as it will be run, and what
+A plan is for one gradient. A step with two gradients holds what one leaves behind while the other
+runs. A second derivative keeps more values. So does a gradient that was made outside of the step:
+no plan has seen it. Such a step is compiled as it will be run, and what
 XLA says that it holds is told if it is more than the budget.
 """
 
@@ -24,10 +24,10 @@ class BudgetWarning(UserWarning):
 def warn_if_larger(step: Graph, budget: int, asked: object) -> None:
     """Warns, at the user's line, if a step of several gradients holds more bytes than a budget;
     `asked`: what the user has asked for."""
-    why = _more_than_one_plan(step)
+    why = _why_the_plan_falls_short(step)
     if not why:
         return
-    text = f"{asked!r} is held against each gradient, and {step.name} {why}"
+    text = f"{asked!r} limits each gradient alone, and {step.name} {why}"
     try:
         held = held_by_program(step)
     except NotMeasuredError as error:
@@ -39,7 +39,7 @@ def warn_if_larger(step: Graph, budget: int, asked: object) -> None:
         warn_where_called(text, BudgetWarning)
 
 
-def _more_than_one_plan(step: Graph) -> str:
+def _why_the_plan_falls_short(step: Graph) -> str:
     """Why a step holds more than the plan of its gradient says; "" if it does not."""
     is_backward = False  # at the place before
     for place in step.walk():
@@ -48,11 +48,11 @@ def _more_than_one_plan(step: Graph) -> str:
         if "jvp" not in stack:
             continue
         if not is_under_rules(place):
-            return "has one that was made outside of it"
+            return "has a gradient that was made outside of it"
         if any(map(_is_backward_moved, stacks)):
-            return "differentiates one"
+            return "differentiates a gradient"
         if is_backward and "transpose" not in stack:
-            return "has several"
+            return "has several gradients"
         is_backward = "transpose" in stack
     return ""
 

@@ -1,12 +1,12 @@
 """A traced function compiled for one key: one jit, with all Variables that its traces have met.
 
-A key is what of a call's arguments is neither an array nor said by JAX's own tree of them: the
-Variables among them, and the structure of their modules. Of each key a function has one `Program`,
-which takes the values of its Variables before the arguments, and returns the new values before the
-result. Which Variables these are shows only while JAX traces. So a program begins as an ordinary
-jit. Where a trace meets what the program has no place for, a Variable, or a result that is not all
-arrays, `Body` raises `Outgrown`, through code of JAX alone and after the user's function is over.
-The call goes on with a larger program, made of what was traced.
+A key is the Variables among a call's arguments, and the structure of the modules among them: JAX's
+own tree of the arguments shows neither. For each key a function has one `Program`, which takes the
+values of its Variables before the arguments, and returns the new values before the result. Which
+Variables these are shows only while JAX traces. So a program begins *plain*, as an ordinary jit. If
+a trace meets a new Variable, or a result that is not all arrays, `Body` raises `Outgrown` after the
+user's function is over: only JAX's code sees the exception. The call goes on with a larger program,
+made of what was traced.
 
 A program that assigns a Variable which it also reads writes the new value over the old one, at
 top level, where nobody else can have the old array; see `variables.lending`. One that calls the
@@ -73,8 +73,8 @@ class NewValues(list[Any]):
     its use, then of arrays of modules.
 
     Attributes:
-      assigned: which of the first were assigned; the others are as they were.
-      updates: which arrays of the modules among the arguments the others are.
+      assigned: for each Variable, whether the program has assigned it.
+      updates: for each array behind those, which array of the modules it replaces.
       settings: attributes of these modules that get another value.
       hands_out: whether modules of flax.nnx in the result are put in their places.
     """
@@ -182,8 +182,8 @@ class Body:
     def _looked_through(
         self, pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with what is no array as a part of their structure. A call that has come to
-        jit without a look at what is in them goes back, where there is something else."""
+        """The arguments with what is no array as a part of their structure. Raises `Outgrown` for
+        modules and others that are no arrays, if nobody has looked for these before."""
         (args, kwargs), given = pipeline.static.given(args, kwargs, given_before)
         if not pipeline.takes_apart and (given or has_modules((args, kwargs))):
             pipeline.take_apart()
@@ -214,9 +214,8 @@ class Program:
 
     Attributes:
       nested: its jit, for calls with transformations around them; made when it is asked for.
-      outermost: the one for calls with none: where XLA merges recomputed code away unless told not
-        to, it is told so there (JAX refuses compiler options on a nested jit), and what is updated
-        is written over.
+      outermost: its jit for calls at top level. This one writes over the Variables that it updates,
+        and tells XLA to keep recomputed code (JAX refuses compiler options on a nested jit).
       direct: what a call is, where its use is plain; else None.
     """
 
@@ -319,7 +318,7 @@ class Program:
     ) -> tuple[NewValues, Any]:
         """A call that writes over what it updates, with nobody around."""
         updated, read, written = variables
-        free((*updated, *read, *written))  # who holds the lock waits for nobody
+        free((*updated, *read, *written))  # waits, which nobody may who holds the lock
         with dispatching:  # no other thread lends what is read here before the program has it
             constants = peek(read) if read else ()
             if not updated and not written:

@@ -224,7 +224,7 @@ class _Run:
 
 
 class _Places:
-    """Where a node of some operations is in others that are alike."""
+    """Maps a node of one run to the same node of a run that is alike."""
 
     def __init__(self, nodes: Sequence[Node], others: Sequence[Node], path: Path):
         self._path = path
@@ -268,9 +268,9 @@ class _Programs:
         self._pass = MeasuredPass(graph, close)
         self._is_eager = is_eager
         self._jitted: dict[Any, Callable[..., Any]] = {}
-        # Of what a program returns the form, and what is measured of it; known once it is traced.
-        self._forms: dict[Any, Any] = {}
-        # It holds what it finds while it is traced. (What is traced may explain.)
+        # For each program the tree of its results, where each leaf is, and what was refused.
+        self._layouts: dict[Any, Any] = {}
+        # The pass holds findings during a trace. (Traced code may call `explain`.)
         self._one_at_a_time = threading.RLock()
 
     def forward(self, args: Sequence[Any]) -> _Told:
@@ -304,7 +304,7 @@ class _Programs:
             once = {id(leaf): leaf for leaf in leaves}
             places = {name: k for k, name in enumerate(once)}
             which = [places[id(leaf)] for leaf in leaves]
-            self._forms[key] = form, which, dict(measured.refused)
+            self._layouts[key] = form, which, dict(measured.refused)
             return list(once.values())
 
         with self._one_at_a_time:
@@ -316,7 +316,7 @@ class _Programs:
                     options = _jax.quick_options(jax.default_backend())
                     self._jitted[key] = jax.jit(packed, compiler_options=options)
                 leaves = self._jitted[key](*args)
-                form, which, refused = self._forms[key]
+                form, which, refused = self._layouts[key]
                 result, found = jax.tree.unflatten(form, [leaves[k] for k in which])
                 lines = {}
             keys = measured.keys
@@ -339,8 +339,8 @@ def _programs_of(graph: Graph, close: bool, is_eager: bool) -> _Programs:
 def key_of(graph: Graph) -> Any:
     """Equal for programs that compute the same with the same derivatives.
 
-    JAX makes the functions of a custom rule anew whenever it traces a call, so that by these no
-    program with a rule would be known again; what a rule says is in what it traces to.
+    JAX makes the functions of a custom rule anew whenever it traces a call, so that the functions
+    are never equal. The key has the programs that the rules trace to.
     """
     nodes = (o.node for o in graph.walk() if isinstance(o.node, CustomGradient))
     return program_key(graph.program), tuple(map(_rule_key, dict.fromkeys(nodes)))
