@@ -156,7 +156,7 @@ class FitToBudget:
         places = [] if graph.differentiated else list(graph.walk())
         if any(map(is_under_rules, places)):
             if not self._is_share:
-                warn_if_larger(graph, budget_bytes(self.memory_budget, 0), self)
+                warn_if_larger(graph, places, budget_bytes(self.memory_budget, 0), self)
             return graph
         for place in places:
             refuse_differentiated(place, self, f"tracegrad.trace(loss, {self!r})")

@@ -128,7 +128,8 @@ def _line(node: Node) -> str:
 
 def _in_the_way(graph: Graph) -> str:
     """The node that no plan opens, if more than half of the program's bytes are computed in it."""
-    made = {node: _bytes_made(node) for node in graph.nodes}
+    known: dict[Graph, int] = {}
+    made = {node: _bytes_made(node, known) for node in graph.nodes}
     closed = [node for node in made if _is_closed(node)]
     node = max(closed, key=made.__getitem__, default=None)
     if node is None or 2 * made[node] <= sum(made.values()):
@@ -143,9 +144,13 @@ def _in_the_way(graph: Graph) -> str:
     return f"inside of the {kind} of {node.name}{where}, which no plan opens: {cure}"
 
 
-def _bytes_made(node: Node) -> int:
-    """Bytes of all that a node computes, with what its regions do, once each."""
-    inside = sum(_bytes_made(n) for region in node.regions.values() for n in region.nodes)
+def _bytes_made(node: Node, known: dict[Graph, int]) -> int:
+    """Bytes of all that a node computes, with what its regions do, once each; `known` remembers
+    those of regions, which may be shared."""
+    for region in node.regions.values():
+        if region not in known:
+            known[region] = sum(_bytes_made(inner, known) for inner in region.nodes)
+    inside = sum(known[region] for region in node.regions.values())
     return inside + sum(nbytes(value.aval) for value in node.outputs)
 
 

@@ -8,9 +8,9 @@ XLA says that it holds is told if it is more than the budget.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from tracegrad.ir import Graph, scopes
+from tracegrad.ir import Graph, Occurrence, scopes
 from tracegrad.ir.occurrence import is_under_rules, warn_where_called
 from tracegrad.ir.wording import in_units
 from tracegrad.planning.compiled import NotMeasuredError
@@ -21,10 +21,10 @@ class BudgetWarning(UserWarning):
     """A step holds more than its memory budget, which each of its gradients keeps by itself."""
 
 
-def warn_if_larger(step: Graph, budget: int, asked: object) -> None:
+def warn_if_larger(step: Graph, places: Iterable[Occurrence], budget: int, asked: object) -> None:
     """Warns, at the user's line, if a step of several gradients holds more bytes than a budget;
-    `asked`: what the user has asked for."""
-    why = _why_the_plan_falls_short(step)
+    `places`: of the step, from `walk`; `asked`: what the user has asked for."""
+    why = _why_the_plan_falls_short(places)
     if not why:
         return
     text = f"{asked!r} limits each gradient alone, and {step.name} {why}"
@@ -39,10 +39,10 @@ def warn_if_larger(step: Graph, budget: int, asked: object) -> None:
         warn_where_called(text, BudgetWarning)
 
 
-def _why_the_plan_falls_short(step: Graph) -> str:
+def _why_the_plan_falls_short(places: Iterable[Occurrence]) -> str:
     """Why a step holds more than the plan of its gradient says; "" if it does not."""
     is_backward = False  # at the place before
-    for place in step.walk():
+    for place in places:
         stacks = [scopes.transformations(scopes.around(node)) for node in place.steps]
         stack = [name for names in stacks for name in names]
         if "jvp" not in stack:

@@ -90,7 +90,7 @@ def _module_of(fun: Any) -> Any:
         first: tuple[Any, ...] = (fun.__self__,)
     else:
         first = fun._first if isinstance(fun, TracedFunction) else taking_module(fun)[1]
-    return first[0] if first and nnx() is not None and is_module(first[0]) else None
+    return first[0] if first and is_module(first[0]) else None
 
 
 def _called_with(fun: Any, module: Any) -> Callable[..., Any]:
