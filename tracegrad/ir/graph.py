@@ -46,9 +46,10 @@ class Graph:
       variables: the Variables that the function reads: the last inputs are their values.
       assigned: the Variables that it assigns: the last outputs are their new values. Not counted
         in `out_tree`, as `variables` are not in `in_tree`.
-      settings: attributes of these modules that are no data, and that the function changes.
-      updates: which of the inputs that are arrays of modules of flax.nnx, counted by themselves,
-        the function gives new values: the very last outputs. Not counted in `out_tree` either.
+      updates: where in the modules of flax.nnx of a call the function assigns new arrays: the very
+        last outputs. Not counted in `out_tree` either.
+      changes_structure: whether it changes what these modules are made of: then the result has all
+        that is in them.
       differentiated: of each input whether somebody takes the gradient with respect to it; ()
         where that is not known.
       loses: paths of what the function changes in a state that it is given, and nobody would see.
@@ -72,8 +73,8 @@ class Graph:
     signature: inspect.Signature | None = None
     variables: tuple[Any, ...] = ()
     assigned: tuple[Any, ...] = ()
-    updates: tuple[int, ...] = ()
-    settings: tuple[Any, ...] = ()
+    updates: tuple[Any, ...] = ()
+    changes_structure: bool = False
     differentiated: tuple[bool, ...] = ()
     loses: tuple[str, ...] = ()
 

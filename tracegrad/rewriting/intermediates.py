@@ -29,7 +29,7 @@ from tracegrad.rewriting.marks import Marks, Shown
 from tracegrad.tracing.callable import settle_call
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import apply_in_force, differentiating, under_rules_already
-from tracegrad.variables.trees import given
+from tracegrad.tracing.static import Call, TakingApart
 
 
 def intermediates(
@@ -162,10 +162,10 @@ def intermediate_gradients(
         tapped = behind_each(
             program, found, lambda match: perturbed, wanted=has_gradient, tapped=True
         )
-        arguments, _ = given((args, kwargs))
+        call = TakingApart()(args, kwargs)
 
         def result(taps: Sequence[Any]) -> tuple[Any, list[Any]]:
-            results = _run(tapped.graph, arguments, taps)
+            results = _run(tapped.graph, call, taps)
             return results[0], results
 
         # The rules in force were applied; who applies them to what is around it leaves it alone.
@@ -173,7 +173,7 @@ def intermediate_gradients(
         zeros = [jnp.zeros(port.value.aval.shape, port.value.aval.dtype) for port in tapped.ins]
         with differentiating():
             cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
-        output = settle_call(program, arguments, results)
+        output = settle_call(program, call, results)
         by_match = [
             [ct for port, ct in zip(tapped.ins, cotangents, strict=True) if port.place == place]
             for place in map(place_of, found)
@@ -221,9 +221,9 @@ def _led_out(
     shown = [each for _, of in inside for each in of]
     matches = [*(each.at for each in shown), *outside]
     wide = shown_behind(program, list({place_of(match): match for match in matches}.values()))
-    arguments, _ = given((args, kwargs))
-    results = _run(wide.graph, arguments)
-    output = settle_call(program, arguments, results)
+    call = TakingApart()(args, kwargs)
+    results = _run(wide.graph, call)
+    output = settle_call(program, call, results)
     further = results[len(program.outputs) :]
     pairs = list(zip(wide.outs, further, strict=True))
     led_out = [[v for port, v in pairs if port.place == place_of(match)] for match in matches]
@@ -258,9 +258,9 @@ def _is_float_scalar(aval: Any) -> bool:
     return is_array and aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
 
 
-def _run(program: Graph, arguments: Any, taps: Sequence[Any] = ()) -> list[Any]:
+def _run(program: Graph, call: Call, taps: Sequence[Any] = ()) -> list[Any]:
     values = [variable.value for variable in program.variables]
-    return run_graph(program, [*jax.tree.leaves(arguments), *values, *taps])
+    return run_graph(program, [*jax.tree.leaves((call.args, call.kwargs)), *values, *taps])
 
 
 def _alone(values: Sequence[Any]) -> Any:

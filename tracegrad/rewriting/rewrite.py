@@ -13,7 +13,7 @@ from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.signatures import require_takes
-from tracegrad.tracing.static import Indices, Names, resolve
+from tracegrad.tracing.static import Call, Indices, Names, TakingApart, resolve
 from tracegrad.tracing.user_errors import explain, explain_rule
 
 
@@ -41,20 +41,20 @@ class RewrittenFunction:
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
-        return self._traced(*self._static.given(args, kwargs)[0])
+        return self._traced(TakingApart(self._static)(args, kwargs))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._static.given(args, kwargs)[0]
-        program = self._traced(args, kwargs)
+        call = TakingApart(self._static)(args, kwargs)
+        program = self._traced(call)
         try:
-            return call_traced(program, (args, kwargs), self._static.apart(args, kwargs)[0])
+            return call_traced(program, call, self._static)
         except Exception as error:
             explain_rule(error, lambda: program)
             raise
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    def _traced(self, call: Call) -> Graph:
         def trace() -> Graph:
-            return trace_to_graph(self.__wrapped__, args, kwargs, self._static)
+            return trace_to_graph(self.__wrapped__, call, self._static)
 
         try:
             return traced_under(self.rules, trace)

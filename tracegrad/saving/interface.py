@@ -22,7 +22,8 @@ from tracegrad.saving.trees import check_tree, of_types, tree_text, written_form
 from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.static import StaticArguments
 from tracegrad.tracing.traced import BoundTracedFunction
-from tracegrad.variables.modules import held_arrays
+from tracegrad.variables.nnx_objects import is_module
+from tracegrad.variables.packed import unpacked
 from tracegrad.variables.statics import is_array
 
 Function = Callable[..., Any]
@@ -148,7 +149,7 @@ def interface(
     Raises TypeError where a part of them cannot be written.
     """
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
-    args, kwargs = written_form(of_types(traced.in_tree, inputs))
+    args, kwargs = written_form(unpacked(*of_types(traced.in_tree, inputs)))
     results = traced.out_avals[: traced.result_count]
     result = written_form(of_types(traced.out_tree, results))
     parameters = [*_positional(traced.signature, len(args))]
@@ -161,7 +162,7 @@ def interface(
                 f"{name} cannot be saved with an argument of this name: {parameter!a} is none that "
                 "a parameter can have in Python. Give a dictionary as one argument instead"
             )
-        if held_arrays(tree):
+        if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
             raise TypeError(
                 f"the argument {parameter} has a module of flax.nnx, which is rebuilt by its "
                 "Python code, and no code is saved: save a function that closes over it, or one "

@@ -14,9 +14,8 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
-from tracegrad.variables.inside import hands_out, put_together
-from tracegrad.variables.modules import modules_in
-from tracegrad.variables.trees import given
+from tracegrad.tracing.static import Call, StaticArguments, TakingApart
+from tracegrad.variables.inside import settled
 
 
 def to_callable(graph: Graph) -> Callable[..., Any]:
@@ -32,20 +31,20 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        arguments: Any = args
         if graph.in_tree is None:
-            flat = list(args)
-        else:
-            arguments, _ = given((args, kwargs))
-            flat, tree = jax.tree.flatten(arguments)
-            if tree != graph.in_tree:
-                raise TypeError(
-                    f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
-                    f"it was called with {tree}"
-                )
+            values = list(args)
+            _check_types(graph, values)
+            return run_graph(graph, values)
+        taken_apart = TakingApart()(args, kwargs)
+        flat, tree = jax.tree.flatten((taken_apart.args, taken_apart.kwargs))
+        if tree != graph.in_tree:
+            raise TypeError(
+                f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
+                f"it was called with {tree}"
+            )
         values = [*flat, *(v.value for v in graph.variables)]
         _check_types(graph, values)
-        return _run(graph, arguments, values)
+        return _run(graph, taken_apart, values)
 
     call.__name__ = call.__qualname__ = graph.name
     if graph.signature is not None:  # argument names, here and in what XLA prints
@@ -53,43 +52,27 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
     return call
 
 
-def call_traced(graph: Graph, arguments: Any, dynamic: Any) -> Any:
-    """Calls what a graph computes with the arguments that it was traced for.
-
-    Args:
-      arguments: of the call, as `given` makes them.
-      dynamic: those of them that are not static.
-    """
-    return _run(graph, arguments, [*jax.tree.leaves(dynamic), *(v.value for v in graph.variables)])
+def call_traced(graph: Graph, call: Call, static: StaticArguments) -> Any:
+    """Calls what a graph computes with the arguments that it was traced for."""
+    dynamic, _, _ = static.apart(call.args, call.kwargs)
+    return _run(graph, call, [*jax.tree.leaves(dynamic), *(v.value for v in graph.variables)])
 
 
-def _run(graph: Graph, arguments: Any, values: list[Any]) -> Any:
+def _run(graph: Graph, call: Call, values: list[Any]) -> Any:
     if graph.loses:
         warn_where_called(changes_lost(graph.name, graph.loses), UserWarning)
-    outs = run_graph(graph, values)
-    return outs if graph.out_tree is None else settle_call(graph, arguments, outs)
+    return settle_call(graph, call, run_graph(graph, values))
 
 
-def settle_call(graph: Graph, arguments: Any, outs: Sequence[Any]) -> Any:
+def settle_call(graph: Graph, call: Call, outs: Sequence[Any]) -> Any:
     """Assigns what a graph's run has given, behind the results, for Variables and modules; returns
-    the result.
-
-    `arguments`: of the call, as `given` makes them.
-    """
+    the result."""
     count = graph.result_count
     last = count + len(graph.assigned)
     for variable, value in zip(graph.assigned, outs[count:last], strict=True):
         variable.assign(value)
-    result = jax.tree.unflatten(graph.out_tree, outs[:count])
-    returns_modules = hands_out(graph.out_tree)
-    if not graph.updates and not graph.settings and not returns_modules:
-        return result
-    modules = modules_in(arguments)
-    if graph.updates or graph.settings:
-        assert modules is not None, "the arguments are of the structure that was traced"
-        modules.assign(graph.updates, outs[last : last + len(graph.updates)])
-        modules.set(graph.settings)
-    return put_together(result, modules) if returns_modules else result
+    end = last + len(graph.updates)
+    return settled(graph.out_tree, outs[:count], call.objects, graph.updates, outs[last:end])
 
 
 def _check_types(graph: Graph, args: list[Any]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from tracegrad.ir.occurrence import is_own_file
+from tracegrad.variables.modules import is_module_or_variable
 from tracegrad.variables.nnx_objects import find, is_module
-from tracegrad.variables.trees import is_whole_or_variable
 
 CURE = (
     "belongs to a module that was made outside of the function that changes it here. "
@@ -56,7 +56,7 @@ def _paths_in(frame: FrameType, wanted: object) -> Iterator[str]:
     for name, value in {**globals_, **frame.f_locals}.items():
         for prefix, tree in _trees(name, value):
             with suppress(TypeError, ValueError):  # JAX wants keys that it can sort
-                leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_whole_or_variable)
+                leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module_or_variable)
                 for path, leaf in leaves:
                     inner = find(wanted, leaf) if is_module(leaf) else None
                     if inner is not None:

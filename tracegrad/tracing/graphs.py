@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,7 +18,15 @@ from tracegrad.ir.importer import import_program
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
 from tracegrad.tracing.signatures import argument_names
-from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
+from tracegrad.tracing.static import (
+    NONE_STATIC,
+    Call,
+    Indices,
+    Names,
+    StaticArguments,
+    TakingApart,
+    resolve,
+)
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.inside import Inside
 from tracegrad.variables.states import Changes, States, is_passed_on
@@ -66,7 +74,7 @@ def graph(
     @functools.wraps(fun, updated=())
     def make_graph(*args: Any, **kwargs: Any) -> Graph:
         try:
-            return trace_to_graph(fun, *static.given(args, kwargs)[0], static)
+            return trace_to_graph(fun, TakingApart(static)(args, kwargs), static)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 
@@ -95,13 +103,16 @@ def require_function(fun: Callable[..., Any], purpose: str = "trace") -> None:
 
 def trace_to_graph(
     fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    call: Call,
     static: StaticArguments,
+    donated: StaticArguments = NONE_STATIC,
 ) -> Graph:
-    """Traces `fun` on these arguments; `in_tree` of the result is that of the dynamic ones."""
-    args = tuple(args)  # Variables among them are `Given`
-    dynamic, positions, static_kwargs = static.apart(args, kwargs)
+    """Traces `fun` on the arguments of a call.
+
+    `in_tree` of the result is that of those that are not static. Of the arrays that are donated
+    those in modules are among the outputs, assigned or not.
+    """
+    dynamic, positions, static_kwargs = static.apart(call.args, call.kwargs)
     for name, value in static_kwargs.items():
         try:
             hash(value)
@@ -117,8 +128,9 @@ def trace_to_graph(
     while program is None:
         with Attempt() as attempt:
             inside = Inside(functools.partial(attempt.leave, within), apart)
-            fresh = _fresh(fun, static_kwargs, within, inside)
-            program = jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1])
+            entered = _Entered(call, static, donated, static_kwargs, within, inside)
+            fresh = _fresh(fun, entered)
+            program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])
         if attempt.is_left:
             program, within = None, attempt.found
     explicit, variables = inside.variables.explicit(program)
@@ -135,16 +147,15 @@ def trace_to_graph(
         variables=tuple(variables),
         assigned=inside.variables.assigned,
         updates=inside.updates,
-        settings=inside.settings,
-        loses=_lost(inside.lost, fun, args, kwargs, static) if is_lost else (),
+        changes_structure=inside.changes_structure,
+        loses=_lost(inside.lost, fun, call, static) if is_lost else (),
     )
 
 
 def _lost(
     changes: Changes,
     fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    call: Call,
     static: StaticArguments,
 ) -> tuple[str, ...]:
     """The paths of those changes in an nnx.State that are changes of values too.
@@ -159,36 +170,59 @@ def _lost(
         states = States({**dict(zip(names, args, strict=True)), **kwargs})
         return states.changes(fun(*args, **kwargs)).values
 
-    outputs = trace_to_graph(before_and_after, args, kwargs, static).outputs
+    outputs = trace_to_graph(before_and_after, call, static).outputs
     pairs = zip(changes.paths, outputs[::2], outputs[1::2], strict=False)
     lost = [path for path, before, after in pairs if not is_passed_on(before, after)]
     return (*changes.structures, *lost)
 
 
-def _fresh(
-    fun: Callable[..., Any],
-    static_kwargs: Mapping[str, Any],
-    within: Within,
-    inside: Inside,
-) -> Callable[..., Any]:
-    """The function under a new identity, by which JAX caches traces with whatever the function
-    closed over at that time: under a new one it sees the world as it is now.
+class _Entered(NamedTuple):
+    """How the user's function is called in a trace.
 
-    It returns what `Inside.run` does.
+    Its own arguments stand behind those that a `functools.partial` has filled in.
     """
-    if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
-        inner = _fresh(fun.func, static_kwargs, within, inside)
-        return functools.partial(inner, *fun.args, **fun.keywords)
 
-    called = functools.partial(_call, fun, within)
-    names = functools.partial(argument_names, fun)
+    call: Call
+    static: StaticArguments
+    donated: StaticArguments
+    static_kwargs: Mapping[str, Any]
+    within: Within
+    inside: Inside
+
+    def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls it with packed arguments; returns what `Inside.run` does."""
+
+        def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            filled_in = len(args) - len(self.call.args)
+            return args[filled_in:], {name: kwargs[name] for name in self.call.kwargs}
+
+        def dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self.static.apart(*own(args, kwargs))[0]
+
+        def donated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            args, kwargs = own(args, kwargs)
+            _, positions, named = self.donated.apart(args, kwargs)
+            return [args[i] for i in positions], named
+
+        called = functools.partial(_call, fun, self.within)
+        names = functools.partial(argument_names, fun)
+        kwargs = {**kwargs, **self.static_kwargs}
+        return self.inside.run(called, args, kwargs, names, dynamic, donated)
+
+
+def _fresh(fun: Callable[..., Any], entered: _Entered) -> Callable[..., Any]:
+    """The function under a new identity, by which JAX caches traces with whatever the function
+    closed over at that time: under a new one it sees the world as it is now."""
+    if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
+        return functools.partial(_fresh(fun.func, entered), *fun.args, **fun.keywords)
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        return inside.run(called, args, {**kwargs, **static_kwargs}, names)
+        return entered.run(fun, args, kwargs)
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
-    if static_kwargs and (signature := _dynamic_signature(fun, set(), frozenset(static_kwargs))):
+    names = frozenset(entered.static_kwargs)
+    if names and (signature := _dynamic_signature(fun, set(), names)):
         fresh.__signature__ = signature  # type: ignore[attr-defined]
     return fresh
 

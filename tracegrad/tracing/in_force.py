@@ -149,7 +149,7 @@ def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph]) -> Graph:
     return replace(
         graph,
         updates=traced.updates,
-        settings=traced.settings,
+        changes_structure=traced.changes_structure,
         loses=traced.loses,
     )
 

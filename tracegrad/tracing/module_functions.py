@@ -18,9 +18,9 @@ from typing import Any
 import jax
 
 from tracegrad._jax.caches import Cache
+from tracegrad.tracing.static import TakingApart
 from tracegrad.variables.nnx_objects import is_module as is_module_of_nnx
-from tracegrad.variables.statics import Given, Static, is_module, is_structure
-from tracegrad.variables.trees import given
+from tracegrad.variables.statics import is_known_by_identity, is_module
 
 
 class ModuleFunction:
@@ -80,24 +80,20 @@ def taking_module(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[An
 
 def _function_of(module: Any) -> ModuleFunction:
     """The one for this module and those that differ from it in arrays alone."""
-    itself, _ = given(module)
-    structure = jax.tree.structure(itself)
+    call = TakingApart()((module,), {})
+    structure = jax.tree.structure(call.args)
     known = _functions.get(structure)
     if known is None:
-        parts = jax.tree.leaves(itself, is_leaf=is_structure)
-        over = [ref for part in parts if (ref := _reference(part, structure)) is not None]
+        told = [given.variable for given in call.variables]  # by their identity
+        (packed,) = call.args
+        told += [leaf for leaf in jax.tree.leaves(packed.argument()) if is_known_by_identity(leaf)]
+        over = [ref for each in told if (ref := _reference(each, structure)) is not None]
         known = _functions.put(structure, (ModuleFunction(module), over))
     return known[0]
 
 
-def _reference(part: Any, structure: Any) -> weakref.ref[Any] | None:
+def _reference(known: Any, structure: Any) -> weakref.ref[Any] | None:
     """To what is told by identity: a program for it is of no use once it is gone."""
-    if isinstance(part, Given):
-        known: Any = part.variable
-    elif isinstance(part, Static) and part.is_known_by_identity:
-        known = part.leaf
-    else:
-        return None
     try:
         return weakref.ref(known, lambda _: _functions.pop(structure, None) and None)
     except TypeError:

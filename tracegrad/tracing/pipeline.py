@@ -23,23 +23,21 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
+from tracegrad.tracing.arrays_of_calls import refuse_sharing, shardings_of, structure_of
 from tracegrad.tracing.attempts import tracing_depth
 from tracegrad.tracing.callable import call_traced
-from tracegrad.tracing.donated_modules import donation
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.programs import Outgrown, Program
 from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.signatures import argument_names
-from tracegrad.tracing.static import StaticArguments
+from tracegrad.tracing.static import Call, StaticArguments, TakingApart, resolve
 from tracegrad.tracing.user_errors import explain, explain_rule
 from tracegrad.tracing.uses import Use
-from tracegrad.variables.modules import Modules, Structure, modules_in
-from tracegrad.variables.packed import Packing
-from tracegrad.variables.trees import Fixed, given, held, taken, without_variables
+from tracegrad.variables.trees import without_variables
 
 T = TypeVar("T")
-Action = Callable[[Program, tuple[Any, ...], dict[str, Any], Modules | None, Graph | None], T]
+Action = Callable[[Program, Call, Graph | None], T]
 
 _ATTEMPTS = 16
 _KEPT = 64  # programs of a function
@@ -51,8 +49,8 @@ class Pipeline:
     It holds the function weakly, because the table of pipelines lives as long as that does.
 
     Attributes:
-      takes_apart: whether any call had arguments with what is no array.
-      holds_modules: whether any had modules of flax.nnx.
+      take: takes the arguments of its calls apart.
+      takes_apart: whether that is done at each call, since any had what is no array.
       packs_results: whether results that are not all arrays may be packed.
     """
 
@@ -73,16 +71,19 @@ class Pipeline:
         self.__doc__ = fun.__doc__
         self.__module__ = getattr(fun, "__module__", __name__)
         self.text = repr_of(fun)
-        self._programs: OrderedDict[tuple[Fixed, ...], Program] = OrderedDict()
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._lock = threading.RLock()
         # Shardings of the parts of an argument or of a result are said along its tree.
         shardings = options.get("in_shardings")
         parts = shardings if isinstance(shardings, tuple) else (shardings,)
-        self._donation = donation(fun, options, static)
+        self._shardings = None if all(map(_is_for_all, parts)) else shardings
+        self._donated = StaticArguments()
+        if options.get("donate_argnums") is not None or options.get("donate_argnames") is not None:
+            by_position, by_name = options.get("donate_argnums"), options.get("donate_argnames")
+            self._donated = resolve(fun, by_position, by_name)
         self.packs_results = _is_for_all(options.get("out_shardings"))
-        self._taken_apart = static.each(Packing() if all(map(_is_for_all, parts)) else _given)
+        self.take = TakingApart(static, looks_for_modules=False)
         self.takes_apart = False
-        self.holds_modules = False
         self.plain: Callable[..., Any] | None = None  # what a call is, while that is all
         self._warned = False
 
@@ -106,18 +107,17 @@ class Pipeline:
         if _jax.config.jax_disable_jit:
             return self.eagerly(args, kwargs)
         if graph is not None:
-            self._grow((), graph)
+            self._grow(Call(args, kwargs), graph)
         return self.search(args, kwargs, Program.__call__, graph)
 
     def refuses_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the plain jit refuses such arguments, and a program of them does not."""
         if self.takes_apart:
             return False
-        (given_args, given_kwargs), fixed = self.static.given(args, kwargs)
-        self.holds_modules |= any(isinstance(each, Structure) for each in fixed)
-        if given_args is args and given_kwargs is kwargs:
+        call = TakingApart(self.static)(args, kwargs)
+        if call.is_of_arrays:
             return False
-        self.take_apart()
+        self.take_apart(call)
         return True
 
     def search(
@@ -126,22 +126,21 @@ class Pipeline:
         kwargs: dict[str, Any],
         action: Action[T],
         graph: Graph | None = None,
-        *,
-        packs: bool = True,
     ) -> T:
         """Does something with the program of a call.
 
         Args:
           graph: what was traced for it.
-          packs: whether the arguments may be packed.
         """
         if not self._programs and not self.takes_apart:  # a look before JAX takes them apart
             self.refuses_plain(args, kwargs)
         for _ in range(_ATTEMPTS):
-            packed, named, fixed, modules = self._packed(args, kwargs, packs)
-            program = self._program(fixed)
+            call = self.take(args, kwargs) if self.takes_apart else Call(args, kwargs)
+            program = self._programs.get(self._key(call))
+            if program is None or program.use.is_over:
+                program = self._program(call)
             try:
-                return action(program, packed, named, modules, graph)
+                return action(program, call, graph)
             except Outgrown as outgrown:
                 if not program.is_outgrown_by(outgrown):
                     raise
@@ -149,53 +148,44 @@ class Pipeline:
                     raise
                 graph = outgrown.graph
                 if graph is not None:
-                    self._grow(fixed, graph)
+                    self._grow(call, graph)
             except Exception as error:
                 if isinstance(error, TypeError) and self.refuses_plain(args, kwargs):
                     continue
-                explain_rule(error, lambda: self.graph(*self.static.given(args, kwargs)[0]))
+                explain_rule(error, lambda: self.graph(TakingApart(self.static)(args, kwargs)))
                 raise
         raise RuntimeError(
             f"{self.__name__} uses other Variables each time it is traced. Create its "
             "Variables once, outside of it."
         )
 
-    def _packed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], packs: bool = True
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Fixed, ...], Modules | None]:
-        """The arguments of a call as jit gets them, and what is in them besides arrays."""
-        if not self.takes_apart:
-            return args, kwargs, (), None
-        if not packs:
-            (args, kwargs), fixed = self.static.given(args, kwargs)
-            self.holds_modules |= any(isinstance(each, Structure) for each in fixed)
-            return args, kwargs, fixed, modules_in((args, kwargs))
-        if not self.holds_modules:
-            args, kwargs, variables = self._taken_apart(args, kwargs)
-            return args, kwargs, variables, None
-        (args, kwargs), structures = self.static.given(args, kwargs, held)
-        modules = modules_in((args, kwargs)) if structures else None
-        if modules is not None and self._donation is not None:
-            self._donation.refuse_sharing(self.fun, args, kwargs)
-        args, kwargs, variables = self._taken_apart(args, kwargs)
-        return args, kwargs, (*structures, *variables), modules
+    def _key(self, call: Call) -> Any:
+        """What a program is made for."""
+        if call.objects and (self._donated.positions or self._donated.names):
+            refuse_sharing(self.fun, call, self._donated)
+        if self._shardings is None or not self.takes_apart:
+            return call.variables
+        return call.variables, *map(structure_of, call.args)
 
-    def _program(self, fixed: tuple[Fixed, ...]) -> Program:
-        """The program of a key."""
-        program = self._programs.get(fixed)
-        if program is None or program.use.is_over:
-            with self._lock:
-                is_plain = not any(isinstance(each, Structure) for each in fixed)
-                program = self._programs[fixed] = Program(self, Use(is_plain=is_plain))
+    def _program(self, call: Call) -> Program:
+        """The program of a call."""
+        key = self._key(call)
+        with self._lock:
+            program = self._programs.get(key)
+            if program is None or program.use.is_over:
+                shardings = None
+                if self._shardings is not None and self.takes_apart:
+                    shardings = shardings_of(self._shardings, self.static.apart(*call[:2])[0][0])
+                program = self._programs[key] = Program(self, Use(), shardings)
                 self._keep_some()
         return program
 
-    def _grow(self, fixed: tuple[Fixed, ...], graph: Graph) -> None:
-        """Sees to it that the program of a key has a place for what was traced."""
+    def _grow(self, call: Call, graph: Graph) -> None:
+        """Sees to it that the program of a call has a place for what was traced."""
         with self._lock:
-            program = self._program(fixed)
+            program = self._program(call)
             if not program.use.serves(graph, self.packs_results):
-                self._programs[fixed] = program.grown(graph)
+                self._programs[self._key(call)] = program.grown(graph)
                 self._keep_some()
 
     def _keep_some(self) -> None:
@@ -204,42 +194,37 @@ class Pipeline:
         plain = self._programs.get(())
         self.plain = None if self.takes_apart or plain is None else plain.direct
 
-    def take_apart(self) -> None:
-        """Has calls look, from now on, for what is no array among their arguments."""
+    def take_apart(self, call: Call) -> None:
+        """Has calls look, from now on, for what is no array among their arguments, as in a call."""
         self.takes_apart, self.plain = True, None
+        self.take.looks_for_modules |= bool(call.objects)
 
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
         rules are to change that, it runs the graph, one operation after the other."""
         if not self.rules:
-            args, kwargs = taken((args, kwargs))
             return without_variables(self.fun(*args, **kwargs))
-        args, kwargs = self.static.given(args, kwargs)[0]
-        graph = self.traced(args, kwargs)
-        return call_traced(graph, (args, kwargs), self.static.apart(args, kwargs)[0])
-
-    def donated_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """Which arrays of the modules among arguments are donated."""
-        return [] if self._donation is None else self._donation.places(args, kwargs)
+        call = TakingApart(self.static)(args, kwargs)
+        return call_traced(self.traced(call), call, self.static)
 
     # ---------------------------------------------------------------------------------- graphs
 
-    def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-        """The graph for these arguments, after the rules."""
-        trace = functools.partial(trace_to_graph, self.fun, args, kwargs, self.static)
+    def graph(self, call: Call) -> Graph:
+        """The graph for the arguments of a call, after the rules."""
+        trace = functools.partial(trace_to_graph, self.fun, call, self.static, self._donated)
         with with_jit():  # so that rules find the functions
             return traced_under(self.rules, trace)
 
-    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    def traced(self, call: Call) -> Graph:
         """The graph of a call that is being compiled."""
         try:
-            graph = self.graph(args, kwargs)
+            graph = self.graph(call)
             if graph.loses:
                 warn_where_called(changes_lost(self.__name__, graph.loses), UserWarning)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
         if not _jax.is_part_of_a_program():  # else nothing is compiled for it
-            self._note(args, kwargs)
+            self._note(call)
         return graph
 
     def warn_of_merging(self) -> None:
@@ -258,10 +243,10 @@ class Pipeline:
             UserWarning,
         )
 
-    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = argument_names(self.fun, len(args))
-        named = {**dict(zip(names, args, strict=True)), **kwargs}
-        _, positions, static_kwargs = self.static.apart(args, kwargs)
+    def _note(self, call: Call) -> None:
+        names = argument_names(self.fun, len(call.args))
+        named = {**dict(zip(names, call.args, strict=True)), **call.kwargs}
+        _, positions, static_kwargs = self.static.apart(call.args, call.kwargs)
         fixed = {*(names[i] for i in positions), *static_kwargs}
         self.history.note(
             Signature.of(
@@ -291,13 +276,6 @@ def repr_of(fun: Callable[..., Any]) -> str:
         return repr(fun)
     except Exception:  # of a half-made object, or of one with an array that is gone
         return f"<{type(fun).__name__} {function_name(fun)}>"
-
-
-def _given(argument: Any, found: list[Fixed]) -> Any:
-    """An argument for shardings that are said along its tree."""
-    argument, variables = given(argument)
-    found += variables
-    return argument
 
 
 def _is_for_all(shardings: Any) -> bool:

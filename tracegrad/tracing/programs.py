@@ -1,12 +1,11 @@
 """A traced function compiled for one key: one jit, with all Variables that its traces have met.
 
-A key is the Variables among a call's arguments, and the structure of the modules among them: JAX's
-own tree of the arguments shows neither. For each key a function has one `Program`, which takes the
-values of its Variables before the arguments, and returns the new values before the result. Which
-Variables these are shows only while JAX traces. So a program begins *plain*, as an ordinary jit. If
-a trace meets a new Variable, or a result that is not all arrays, `Body` raises `Outgrown` after the
-user's function is over: only JAX's code sees the exception. The call goes on with a larger program,
-made of what was traced.
+A key is the Variables among a call's arguments. For each key a function has one `Program`, which
+takes the values of its Variables before the arguments, and returns the new values before the
+result. Which Variables these are shows only while JAX traces. So a program begins *plain*, as an
+ordinary jit. If a trace meets a new Variable, or a result that is not all arrays, `Body` raises
+`Outgrown` after the user's function is over: only JAX's code sees the exception. The call goes on
+with a larger program, made of what was traced.
 
 A program that assigns a Variable which it also reads writes the new value over the old one, at
 top level, where nobody else can have the old array; see `variables.lending`. One that calls the
@@ -30,15 +29,17 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
 from tracegrad.tracing.jit_options import options_behind, signature_behind
+from tracegrad.tracing.static import Call, TakingApart
 from tracegrad.tracing.uses import Use
 from tracegrad.variables.inside import hands_out, put_together
 from tracegrad.variables.lending import dispatching, free, hold, lend, peek, settle, show, take_back
 from tracegrad.variables.listening import listeners
-from tracegrad.variables.modules import Modules, Setting, held_leaves, modules_in
+from tracegrad.variables.modules import Contents, Update
+from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed, unpacked
 from tracegrad.variables.statics import has_modules, has_statics, with_statics
-from tracegrad.variables.trees import given_before
+from tracegrad.variables.trees import was_a_variable
 from tracegrad.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -74,24 +75,22 @@ class NewValues(list[Any]):
 
     Attributes:
       assigned: for each Variable, whether the program has assigned it.
-      updates: for each array behind those, which array of the modules it replaces.
-      settings: attributes of these modules that get another value.
+      updates: where in the modules of the call the values behind those go.
       hands_out: whether modules of flax.nnx in the result are put in their places.
     """
 
-    def __init__(self, values: Sequence[Any], *about: Any):
-        super().__init__(values)
-        self.about: tuple[Any, ...] = about
-        self.assigned: tuple[bool, ...]
-        self.updates: tuple[int, ...]
-        self.settings: tuple[Setting, ...]
-        self.assigned, self.updates, self.settings, self.hands_out = about
+    def __init__(
+        self, about: tuple[tuple[bool, ...], tuple[Update, ...], bool], values: Sequence[Any]
+    ):
+        self.extend(values)
+        self.about = about
+        self.assigned, self.updates, self.hands_out = about
 
 
 jax.tree_util.register_pytree_with_keys(
     NewValues,
     lambda new: ([(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(new)], new.about),
-    lambda about, values: NewValues(values, *about),  # type: ignore[arg-type]
+    NewValues,  # type: ignore[arg-type]
     lambda new: (tuple(new), new.about),
 )
 
@@ -139,16 +138,15 @@ class Body:
         if _jax.config.jax_disable_jit:  # no warm call asks; nothing was called yet
             raise Outgrown(self, None)
         values, args = args[: len(use.values)], args[len(use.values) :]
-        args, kwargs = self._looked_through(pipeline, *unpacked(args, kwargs))
-        dynamic, *_ = pipeline.static.apart(args, kwargs)
+        call = self._taken_apart(pipeline, args, kwargs)
+        dynamic, *_ = pipeline.static.apart(call.args, call.kwargs)
         flat, tree = jax.tree.flatten(dynamic)
         graph, _traced.graph = _traced.graph, None
         if graph is None or not _is_of(graph, flat, tree):
-            graph = pipeline.traced(args, kwargs)
+            graph = pipeline.traced(call)
         if not use.serves(graph, pipeline.packs_results):
             raise Outgrown(self, graph)
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
-        arrays = [flat[i] for i, _ in held_leaves(dynamic)] if graph.updates else []
         flat += [of_variable[id(variable)] for variable in graph.variables]
         outs = run_graph(graph, flat)
         count, last = graph.result_count, len(outs) - len(graph.updates)
@@ -157,41 +155,30 @@ class Body:
         else:
             result = jax.tree.unflatten(graph.out_tree, outs[:count])
             result = with_statics(result) if has_statics(graph.out_tree) else result
-        if use.is_plain:
+        if use.is_plain or (self._is_staged and not use.has_variables and not graph.updates):
             return result
         new = dict(zip(map(id, graph.assigned), outs[count:last], strict=True))
         variables = [id(ref()) for ref in (*use.updated, *use.written)]
-        updated = dict(zip(graph.updates, outs[last:], strict=True))
-        donated = pipeline.donated_places(args, kwargs)
-        if donated and not arrays:
-            arrays = [flat[i] for i, _ in held_leaves(dynamic)]
-        updates = tuple(sorted({*donated, *graph.updates}))
-        if self._is_staged and not use.has_variables and not updates:
-            return result
-        return NewValues(
-            [
-                *(new[i] if i in new else of_variable[i] for i in variables),
-                *(updated[i] if i in updated else arrays[i] for i in updates),
-            ],
-            tuple([i in new for i in variables]),
-            updates,
-            graph.settings,
-            hands_out(graph.out_tree),
-        ), result
+        about = tuple([i in new for i in variables]), graph.updates, hands_out(graph.out_tree)
+        assigned = [new[i] if i in new else of_variable[i] for i in variables]
+        return NewValues(about, [*assigned, *outs[last:]]), result
 
-    def _looked_through(
+    def _taken_apart(
         self, pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with what is no array as a part of their structure. Raises `Outgrown` for
-        modules and others that are no arrays, if nobody has looked for these before."""
-        (args, kwargs), given = pipeline.static.given(args, kwargs, given_before)
-        if not pipeline.takes_apart and (given or has_modules((args, kwargs))):
-            pipeline.take_apart()
-            raise Outgrown(self, None)
-        if not pipeline.holds_modules and modules_in((args, kwargs)) is not None:
-            pipeline.holds_modules = True
-            raise Outgrown(self, None)
-        return args, kwargs
+    ) -> Call:
+        """The arguments, packed. Raises `Outgrown` where there is what nobody has looked for."""
+        call = TakingApart(pipeline.static)(args, kwargs)
+        if not pipeline.takes_apart:
+            found = call.variables or call.objects or has_modules((args, kwargs))
+            if found or any(map(was_a_variable, jax.tree.leaves((args, kwargs)))):
+                pipeline.take_apart(call)
+                raise Outgrown(self, None)
+        elif not pipeline.take.looks_for_modules and nnx() is not None:
+            dynamic, *_ = pipeline.static.apart(*unpacked(call.args, call.kwargs))
+            if Contents(dynamic).objects:
+                pipeline.take.looks_for_modules = True
+                raise Outgrown(self, None)
+        return call
 
     def warn_of_merging(self) -> None:
         """See there."""
@@ -219,11 +206,19 @@ class Program:
       direct: what a call is, where its use is plain; else None.
     """
 
-    def __init__(self, pipeline: Pipeline, use: Use):
+    def __init__(self, pipeline: Pipeline, use: Use, shardings: Any = None):
+        """Makes the program.
+
+        Args:
+          shardings: of the arguments, where the user said them along their trees.
+        """
         self.use = use
         self._pipeline = weakref.ref(pipeline)
         body = Body(pipeline, use, packs=pipeline.packs_results)
         options = pipeline.options
+        self._shardings = shardings
+        if shardings is not None:
+            options = {**options, "in_shardings": shardings}
         if not use.is_plain:
             options = options_behind(pipeline.fun, options, pipeline.static, use.values)
         self._make_nested = functools.partial(jax.jit, body, **options)
@@ -257,7 +252,7 @@ class Program:
         pipeline = self._pipeline()
         assert pipeline is not None, "the traced function that is called holds it"
         use = Use(self.use, graph, packs=pipeline.packs_results)
-        return Program(pipeline, use)
+        return Program(pipeline, use, self._shardings)
 
     def _recomputing(self) -> Callable[..., Any]:
         """What a call is, where XLA is to be told to keep what is recomputed."""
@@ -274,25 +269,19 @@ class Program:
 
         return run
 
-    def __call__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        modules: Modules | None = None,
-        graph: Graph | None = None,
-    ) -> Any:
+    def __call__(self, call: Call, graph: Graph | None = None) -> Any:
         """Calls it.
 
         Args:
-          modules: those among the arguments.
           graph: what was traced for this call.
         """
         if graph is not None:
             _traced.graph = graph
             try:
-                return self(args, kwargs, modules)
+                return self(call)
             finally:
                 _traced.graph = None
+        args, kwargs, _, objects = call
         if self.direct is not None:
             return self.direct(*args, **kwargs)
         use = self.use
@@ -300,18 +289,16 @@ class Program:
         read: Any = [ref() for ref in use.read] if use.read else ()
         written: Any = [ref() for ref in use.written] if use.written else ()
         if listeners() or type(_jax.current_trace(None)) is not _jax.TopLevelTrace:
-            call = self._watched
+            run = self._watched
         else:
-            call = self._held if use.calls_host else self._lent
-        new, result = call((updated, read, written), args, kwargs)
-        if new.updates or new.settings:
-            assert modules is not None, "the program was made for such"
-            # The new values of their arrays are the last ones.
-            modules.assign(new.updates, new[len(new) - len(new.updates) :])
-            modules.set(new.settings)
+            run = self._held if use.calls_host else self._lent
+        new, result = run((updated, read, written), args, kwargs)
+        if new.updates:  # their values are the last ones
+            for update, value in zip(new.updates, new[len(new) - len(new.updates) :], strict=True):
+                update.assign(objects, value)
         if type(result) is Packed:
             result = result.argument()
-        return put_together(result, modules) if new.hands_out else result
+        return put_together(result, objects) if new.hands_out else result
 
     def _lent(
         self, variables: Variables, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -373,12 +360,11 @@ class Program:
             self._warn()
         return new, result
 
-    def staged(
-        self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph | None
-    ) -> Any:
+    def staged(self, stage: str, call: Call, graph: Graph | None) -> Any:
         """`lower`, `trace` or `eval_shape` of the compiled function of values."""
         variables: list[Any] = [ref() for ref in self.use.values]
         values = [variable.value for variable in variables]
+        args, kwargs = call.of_trees()
         _traced.graph = graph
         try:
             result = getattr(self._unpacked(stage), stage)(*values, *args, **kwargs)

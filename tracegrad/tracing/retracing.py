@@ -18,10 +18,12 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import shortened
-from tracegrad.variables.leaves import named_leaves
-from tracegrad.variables.modules import Held, Structure, is_whole
-from tracegrad.variables.nnx_objects import differences
-from tracegrad.variables.statics import Given, Static, is_structure
+from tracegrad.variables.leaves import leaves_with_places
+from tracegrad.variables.modules import is_module_or_variable, with_modules
+from tracegrad.variables.nnx_objects import described, differences, is_module
+from tracegrad.variables.packed import Packed
+from tracegrad.variables.statics import Given, Static, are_traced, given_of, is_variable
+from tracegrad.variables.variable import Variable
 
 # Warn at this many retraces with one cause, then at each doubling.
 FIRST_WARNING = 8
@@ -61,34 +63,42 @@ class Signature(NamedTuple):
     tree: Any
     types: tuple[tuple[str, str | Given, str, bool], ...]  # path, dtype or Variable, shape, weak
     static: tuple[tuple[str, Any], ...]
-    modules: tuple[tuple[str, Structure], ...] = ()  # those of flax.nnx, by path
+    modules: tuple[tuple[str, Any], ...] = ()  # the structures of arguments with those of flax.nnx
 
     @classmethod
     def of(cls, args: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:
-        tree = jax.tree.structure(dict(args), is_leaf=is_structure)
+        """That of a call, by its packed arguments."""
         types: list[tuple[str, str | Given, str, bool]] = []
         values = dict(static)
-        for name, leaf in named_leaves(args, is_structure):
-            if isinstance(leaf, Given):
-                types.append((name, leaf, "", False))
-                continue
-            if isinstance(leaf, Static):
-                values[name] = leaf
-                continue
-            aval = _jax.type_of(leaf) or leaf  # a part of a reference has a shape and a dtype
-            dtype = str(getattr(aval, "dtype", aval))
-            shape = str(list(getattr(aval, "shape", ())))
-            types.append((name, dtype, shape, bool(getattr(aval, "weak_type", False))))
+        trees: dict[str, Any] = {}
+        modules = []
+        for argument, packed in args.items():
+            tree = packed.argument() if isinstance(packed, Packed) else packed
+            places = leaves_with_places(tree)
+            leaves, structure = jax.tree.flatten(tree, is_leaf=is_variable)
+            are_arrays = are_traced(leaves, structure)
+            for (place, leaf), is_array in zip(places, are_arrays, strict=True):
+                name = argument + place
+                if isinstance(leaf, Variable):
+                    types.append((name, given_of(leaf), "", False))
+                elif not is_array:
+                    values[name] = Static(leaf)
+                else:
+                    types.append((name, *_type_of(leaf)))
+            trees[argument] = tree
+            if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module_or_variable))):
+                modules.append((argument, packed.structure))
         ordered = sorted(values.items(), key=operator.itemgetter(0))
-        return cls(tree, tuple(types), tuple(ordered), _modules(args))
+        structure = jax.tree.structure(trees, is_leaf=is_variable)
+        return cls(structure, tuple(types), tuple(ordered), tuple(modules))
 
 
-def _modules(args: Mapping[str, Any]) -> tuple[tuple[str, Structure], ...]:
-    is_leaf = is_whole()
-    if is_leaf is None:
-        return ()
-    leaves = named_leaves(args, is_leaf)
-    return tuple((name, leaf.structure) for name, leaf in leaves if type(leaf) is Held)
+def _type_of(leaf: Any) -> tuple[str, str, bool]:
+    """Dtype, shape, and whether the type is weak."""
+    aval = _jax.type_of(leaf) or leaf  # a part of a reference has a shape and a dtype
+    dtype = str(getattr(aval, "dtype", aval))
+    shape = str(list(getattr(aval, "shape", ())))
+    return dtype, shape, bool(getattr(aval, "weak_type", False))
 
 
 @dataclass
@@ -172,14 +182,26 @@ def _array_text(name: str, dtype: str | Given, shape: str, weak: bool) -> str:
 
 
 def _in_modules(
-    old: Sequence[tuple[str, Structure]], new: Sequence[tuple[str, Structure]]
+    old: Sequence[tuple[str, Any]], new: Sequence[tuple[str, Any]]
 ) -> list[tuple[str, str, str, str]]:
     """What changed in modules of flax.nnx."""
     if old == new or not old or not new:
         return []
-    before, after = (of[0][1].describe([name for name, _ in of]) for of in (old, new))
-    found = differences(before, after)
+    found = differences(_described(old), _described(new))
     return [(where, "structure", before, now) for where, before, now in found]
+
+
+def _described(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
+    """What the modules in arguments are made of, by path."""
+    modules, names = [], []
+    for argument, structure in arguments:
+        tree = with_modules(jax.tree.unflatten(structure, [...] * structure.num_leaves))
+        nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module)
+        for path, node in nodes:
+            if is_module(node):
+                modules.append(node)
+                names.append(f"{argument}{jax.tree_util.keystr(path)}")
+    return described(modules, names)
 
 
 def _paired(

@@ -1,20 +1,23 @@
-"""Which arguments of a call are static: Python values that a program is made for."""
+"""The arguments of a call: which are static, and what a program takes of the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tracegrad.tracing.signatures import parameters_of, positional
-from tracegrad.variables.trees import Arguments, Fixed, given
+from tracegrad.variables.modules import Survey
+from tracegrad.variables.nnx_objects import nnx
+from tracegrad.variables.packed import Packed, PackedStatic, Packing, packed_by_flax
+from tracegrad.variables.statics import Given
+from tracegrad.variables.trees import flattened
 
 Indices = int | Iterable[int] | None
 Names = str | Iterable[str] | None
-Taken = tuple[tuple[Any, ...], dict[str, Any], tuple[Fixed, ...]]
 
 
 class StaticArguments(NamedTuple):
-    """Static arguments by position and by name."""
+    """Static arguments by position and by name: Python values that a program is made for."""
 
     positions: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
@@ -40,55 +43,101 @@ class StaticArguments(NamedTuple):
         named = {name: value for name, value in kwargs.items() if name not in static}
         return (dynamic, named), positions, static
 
-    def given(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], take: Callable[..., Any] = given
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], tuple[Fixed, ...]]:
-        """`variables.trees.given` (or `given_before`) of a call, whose static arguments are Python
-        values as they are: the same objects if there is nothing to replace."""
-        if not self.positions and not self.names:
-            arguments, variables = take(Arguments(args, kwargs))
-            return arguments, variables
-        dynamic, positions, named = self.apart(args, kwargs)
-        static = [args[i] for i in positions], named
-        left, variables = take(Arguments(*dynamic))
-        fixed, others = take(static, statics=False)
-        args_left, kwargs_left = left
-        if args_left is dynamic[0] and kwargs_left is dynamic[1] and fixed is static:
-            return (args, kwargs), (*variables, *others)
-        own, rest = iter(fixed[0]), iter(args_left)
-        args = tuple(next(own if i in positions else rest) for i in range(len(args)))
-        return (args, {**kwargs_left, **fixed[1]}), (*variables, *others)
 
-    def each(
-        self, take: Callable[[Any, list[Fixed]], Any]
-    ) -> Callable[[tuple[Any, ...], dict[str, Any]], Taken]:
-        """`given` of a call argument by argument, as jit is to get them.
+NONE_STATIC = StaticArguments()
 
-        Args:
-          take: replaces an argument that is not static, and adds its Variables to a list.
-        """
 
-        def of_dynamic(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Taken:
-            found: list[Fixed] = []
-            try:
-                taken = tuple([take(arg, found) for arg in args])
-                if not kwargs:
-                    return taken, {}, tuple(found)
-                named = {name: take(arg, found) for name, arg in sorted(kwargs.items())}
-            except TypeError:
-                given(Arguments(args, kwargs))  # says where it is
-                raise
-            return taken, named, tuple(found)  # in the order of a tree
+class Call(NamedTuple):
+    """A call taken apart.
 
-        def of_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
-            (dynamic, named), positions, static = self.apart(args, kwargs)
-            dynamic, named, found = of_dynamic(dynamic, named)
-            (own, static), others = given(([args[i] for i in positions], static), statics=False)
-            left, fixed = iter(dynamic), iter(own)
-            args = tuple(next(fixed if i in positions else left) for i in range(len(args)))
-            return args, {**named, **static}, (*found, *others)
+    Attributes:
+      args, kwargs: the arguments: arrays, `Packed` ones, and static ones as they are.
+      variables: the Variables among them, which are what a program is made for.
+      objects: the modules and nnx.Variables of flax among them, each once.
+    """
 
-        return of_all if self.positions or self.names else of_dynamic
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    variables: tuple[Given, ...] = ()
+    objects: Sequence[Any] = ()
+
+    @property
+    def is_of_arrays(self) -> bool:
+        """Whether `jax.jit` takes its arguments as they are."""
+        if self.variables or self.objects:
+            return False
+        return not any(
+            isinstance(arg, Packed) and arg.has_parts for arg in (*self.args, *self.kwargs.values())
+        )
+
+    def of_trees(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, in their own trees where these are of arrays alone."""
+
+        def of_tree(arg: Any) -> Any:
+            return arg.argument() if type(arg) is Packed and not arg.has_parts else arg
+
+        return tuple(map(of_tree, self.args)), {k: of_tree(arg) for k, arg in self.kwargs.items()}
+
+
+class TakingApart:
+    """Takes the arguments of the calls of one function apart.
+
+    Attributes:
+      looks_for_modules: whether it looks for objects of flax.nnx, which costs a look at each node.
+    """
+
+    def __init__(self, static: StaticArguments = NONE_STATIC, *, looks_for_modules: bool = True):
+        self._static = static
+        self._has_static = bool(static.positions or static.names)
+        self._pack = Packing()
+        self.looks_for_modules = looks_for_modules
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return self._with_static(args, kwargs) if self._has_static else self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        pack, found = self._pack, list[Given]()
+        survey = Survey() if self.looks_for_modules and nnx() is not None else None
+        packed = [pack(arg, i, found, survey) for i, arg in enumerate(args)]
+        named = {}
+        for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
+            named[name] = pack(kwargs[name], name, found, survey)
+        if survey is None:
+            return Call(tuple(packed), named, tuple(found))
+        if survey.has_opaque:
+            return self._by_flax(args, kwargs)
+        return Call(tuple(packed), named, tuple(found), survey.objects)
+
+    def _by_flax(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        found: list[Given] = []
+        arguments = {**dict(enumerate(args)), **{name: kwargs[name] for name in sorted(kwargs)}}
+        packed, objects = packed_by_flax(arguments, found)
+        positional = tuple(packed[i] for i in range(len(args)))
+        return Call(positional, {name: packed[name] for name in kwargs}, tuple(found), objects)
+
+    def _with_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The same of the other arguments; the Variables in static ones are parts of these."""
+        (dynamic, named), positions, static = self._static.apart(args, kwargs)
+        of_dynamic = self._call(dynamic, named)
+        found = list(of_dynamic.variables)
+        own = iter([_static(args[i], found) for i in positions])
+        rest = iter(of_dynamic.args)
+        return Call(
+            tuple(next(own if i in positions else rest) for i in range(len(args))),
+            {**of_dynamic.kwargs, **{k: _static(v, found) for k, v in static.items()}},
+            tuple(found),
+            of_dynamic.objects,
+        )
+
+
+def _static(value: Any, found: list[Given]) -> Any:
+    """A static argument, without the Variables in it, which JAX's caches may not keep."""
+    own: list[Given] = []
+    leaves, structure = flattened(value, own)
+    if not own:
+        return value
+    found += own
+    return PackedStatic(leaves, structure)
 
 
 def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> StaticArguments:

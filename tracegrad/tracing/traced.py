@@ -25,7 +25,7 @@ from tracegrad.tracing.pipeline import repr_of, with_jit
 from tracegrad.tracing.programs import Outgrown
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module
-from tracegrad.tracing.static import resolve
+from tracegrad.tracing.static import TakingApart, resolve
 from tracegrad.tracing.user_errors import explain
 
 _JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
@@ -97,8 +97,8 @@ class TracedFunction:
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
         try:
-            given, _ = self._pipeline.static.given((*self._first, *args), kwargs)
-            return self._pipeline.graph(*given)
+            call = TakingApart(self._pipeline.static)((*self._first, *args), kwargs)
+            return self._pipeline.graph(call)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 
@@ -125,8 +125,7 @@ class TracedFunction:
             return self._pipeline.search(
                 (*self._first, *args),
                 kwargs,
-                lambda program, args, kwargs, _, graph: program.staged(stage, args, kwargs, graph),
-                packs=False,
+                lambda program, call, graph: program.staged(stage, call, graph),
             )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:

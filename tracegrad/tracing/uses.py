@@ -32,18 +32,16 @@ class Use:
         graph: Graph | None = None,
         *,
         packs: bool = True,
-        is_plain: bool = True,
     ):
         """That of a program before, and of one more graph.
 
         Args:
           packs: whether results that are not all arrays may be packed.
-          is_plain: whether the first program is.
         """
         self.is_over: bool = False
         self.calls_host: bool = before is not None and before.calls_host
         self.recomputes: bool = before is not None and before.recomputes
-        self.is_plain: bool = is_plain if before is None else before.is_plain
+        self.is_plain: bool = before is None or before.is_plain
         read: dict[Any, None] = {} if before is None else _alive(before.values)
         assigned: dict[Any, None] = {}
         if before is not None:
@@ -112,6 +110,6 @@ def _recomputes(graph: Graph) -> bool:
 
 
 def _is_plain(graph: Graph, packs: bool) -> bool:
-    state = graph.variables or graph.assigned or graph.updates or graph.settings
+    state = graph.variables or graph.assigned or graph.updates
     out_tree = graph.out_tree
     return not state and not hands_out(out_tree) and not (packs and has_statics(out_tree))

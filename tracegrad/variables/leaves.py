@@ -86,3 +86,20 @@ def _is_params(key: Any) -> bool:
 def path_name(path: Any) -> str:
     """A path of JAX as text: ``blocks.0.kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def leaves_with_places(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree, of Variables themselves, each with its place: ``['dense'].kernel``."""
+    holders = (Variable, nnx().Variable) if nnx() is not None else (Variable,)
+    nodes = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, holders)
+    )
+    found = []
+    for path, node in nodes:
+        inside: list[tuple[Any, Any]] = [((), node)]
+        if isinstance(node, holders) and not isinstance(node, Variable):
+            # Without its "value".
+            leaves = jax.tree_util.tree_leaves_with_path(node)
+            inside = [(inner[1:], leaf) for inner, leaf in leaves]
+        found += [(jax.tree_util.keystr((*path, *inner)), leaf) for inner, leaf in inside]
+    return found

@@ -1,107 +1,38 @@
-"""Modules of `flax.nnx` among arguments: arrays to JAX, modules again to the function.
+"""Modules of `flax.nnx` among the arguments of a call: the pytrees that they are, each object once.
 
-To JAX a module is a tree of arrays, of which a function gets a copy, and what it assigns in that
-copy would be lost. So a call hands on the arrays of its modules, each once, and what there is
-besides (classes, attributes, which references are to the same object) as a part of the arguments'
-structure (`Structure`). Where the function is traced, modules of that structure are made of traced
-arrays (see `inside`), and what it assigns in those is put into the modules of each call
-(`Modules.assign`).
+A program takes the arrays of a module like those of any tree, and the function gets a module made
+of traced arrays. Two things are not as in other trees. An object that is met again, in another
+argument or inside of itself, is one object inside too: in its place is `Again`. And what the
+function assigns in a module is there after the call: the new values are outputs of the program
+(`changed`), which `settle` gives to the caller's objects. Where the function has changed what a
+module is made of, all of it comes out, and the caller's objects become that (`Twins`).
+
+Some classes are no pytrees (``pytree=False``). Where a call has such a module, flax takes all of
+its modules apart (`Root`), which is slow, and knows who shares what.
 
 flax is not imported here: where it is not imported already, nobody has a module of it.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from tracegrad._jax.caches import Cache
 from tracegrad.variables.nnx_objects import (
-    described,
     is_kind_of_module,
+    is_kind_of_state,
+    is_module,
     nnx,
     path_text,
-    refuse_hijax,
-    static_attributes,
 )
-from tracegrad.variables.variable import Variable
-
-
-class Modules(NamedTuple):
-    """The modules of a call.
-
-    Attributes:
-      roots: those that are arguments, or in trees of arguments.
-      objects: all objects in them, in the order of `read`.
-    """
-
-    structure: Structure
-    roots: list[Any]
-    objects: list[Any]
-
-    def assign(self, updates: Sequence[int], values: Sequence[Any]) -> None:
-        """Gives new values to some of their arrays."""
-        for i, value in zip(updates, values, strict=True):
-            place = self.structure.places[i]
-            if place.owner is None:
-                state = value
-                for key in reversed(place.path):
-                    state = {key: state}
-                for root, changed in state.items():
-                    nnx().update(self.roots[root], changed)
-                continue
-            variable, whole = self.objects[place.owner], value
-            if not place.is_whole:
-                leaves, tree = jax.tree.flatten(variable.get_raw_value())
-                leaves[place.leaf] = value
-                whole = jax.tree.unflatten(tree, leaves)
-            variable.set_raw_value(whole)
-
-    def set(self, settings: Sequence[Setting]) -> None:
-        """Gives new values to some of their attributes that are no data."""
-        for owner, name, value in settings:
-            setattr(self.objects[owner], name, value.leaf)
-
-
-class Setting(NamedTuple):
-    """An attribute of a module that is no data, with the value that a function gives it."""
-
-    owner: int  # of the objects of a reading
-    name: str
-    value: Any  # a `Static`
-
-
-class Held:
-    """A module or nnx.Variable among the arguments of a call: a node of their tree.
-
-    Attributes:
-      arrays: those of it that are in none of the modules before it: the children.
-      structure: of all modules of the call.
-      index: which of them it is.
-      of: all modules of the call; None where JAX has made the node anew, of other arrays.
-    """
-
-    __slots__ = ("arrays", "index", "of", "structure")
-
-    def __init__(
-        self, arrays: Sequence[Any], structure: Structure, index: int, of: Modules | None = None
-    ):
-        self.arrays = arrays
-        self.structure = structure
-        self.index = index
-        self.of = of
-
-    @property
-    def module(self) -> Any:
-        """The caller's module, if it is known."""
-        return None if self.of is None else self.of.roots[self.index]
+from tracegrad.variables.statics import Part, is_variable
+from tracegrad.variables.trees import flattened
 
 
 class PathKey:
-    """Where in an object an array is, as one key of its path: ``.blocks[0].kernel``."""
+    """Where in an argument an array is, as one key of its path: ``.blocks[0].kernel``."""
 
     __slots__ = ("text",)
 
@@ -118,271 +49,343 @@ class PathKey:
         return hash(self.text)
 
 
-def _flatten(held: Held) -> tuple[Sequence[Any], tuple[Structure, int]]:
-    return held.arrays, (held.structure, held.index)
+# -------------------------------------------------------------------- objects that are met again
 
 
-def _flatten_with_keys(held: Held) -> tuple[list[tuple[PathKey, Any]], tuple[Structure, int]]:
-    (arrays, of), start = _flatten(held), held.structure.starts[held.index]
-    places = held.structure.places[start : start + len(arrays)]
-    return [(PathKey(p.text), array) for p, array in zip(places, arrays, strict=True)], of
+class Again(Part):
+    """In a tree, an object of flax.nnx that is met again: a node without leaves.
+
+    Attributes:
+      place: which of the objects of the call it is, in the order of a `Survey`.
+    """
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: int):
+        self.place = place
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Again) and self.place == other.place
+
+    def __hash__(self) -> int:
+        return hash((Again, self.place))
+
+    def __repr__(self) -> str:
+        return f"<object {self.place} again>"
 
 
-def _unflatten(of: tuple[Structure, int], arrays: Iterable[Any]) -> Held:
-    return Held(tuple(arrays), *of)
+jax.tree_util.register_pytree_node(Again, lambda again: ((), again), lambda again, _: again)
+
+_again: list[Again] = []  # one for each place, so that calls tell them by identity
 
 
-jax.tree_util.register_pytree_with_keys(Held, _flatten_with_keys, _unflatten, _flatten)
+def again(place: int) -> Again:
+    """The one of a place."""
+    while len(_again) <= place:
+        _again.append(Again(len(_again)))
+    return _again[place]
 
 
-def is_held_or_variable(node: object) -> bool:
-    """For ``is_leaf=``: whether it stands for a module, or is a Variable, which is not read."""
-    return type(node) is Held or isinstance(node, Variable)
+class Survey:
+    """For ``is_leaf=``, through the trees of a call: finds the objects of flax.nnx in them, each
+    once, and stops where one is met again.
+
+    The nnx.Variables of an nnx.State are not among them: a function gets a copy of a state, as of
+    any tree.
+
+    Attributes:
+      objects: the modules and nnx.Variables, in order.
+      meets_again: whether one was met again.
+      has_opaque: whether some class is no pytree, so that its objects are leaves.
+    """
+
+    def __init__(self, objects: Iterable[Any] = ()):
+        self.objects = list(objects)
+        self.meets_again = False
+        self.has_opaque = False
+        # By identity, of what `objects` and the caller keep alive. None: in a state.
+        self._places: dict[int, int | None] = {id(node): i for i, node in enumerate(self.objects)}
+
+    def __call__(self, node: Any) -> bool:
+        kind = type(node)
+        if is_kind_of_module(kind):
+            if id(node) in self._places:
+                is_met = self._places[id(node)] is not None
+                self.meets_again |= is_met
+                return is_met
+            self._places[id(node)] = len(self.objects)
+            self.objects.append(node)
+        elif is_kind_of_state(kind):
+            for each in jax.tree.leaves(node, is_leaf=is_module):
+                if is_kind_of_module(type(each)):
+                    self._places.setdefault(id(each), None)
+        return False
+
+    def mark(self, leaves: list[Any]) -> None:
+        """Puts `Again` in the places of objects that were met again."""
+        for i, leaf in enumerate(leaves):
+            if is_kind_of_module(type(leaf)):
+                if jax.tree_util.all_leaves([leaf]):
+                    self.has_opaque = True
+                    continue
+                place = self._places[id(leaf)]
+                assert place is not None, "one of a state is no leaf"
+                leaves[i] = again(place)
+
+
+def has_opaque(leaves: Iterable[Any]) -> bool:
+    """Whether some of the leaves of a `Survey` are modules of a class that is no pytree."""
+    return any(
+        is_kind_of_module(type(leaf)) and jax.tree_util.all_leaves([leaf]) for leaf in leaves
+    )
+
+
+def with_objects(tree: Any, objects: Iterable[Any] = ()) -> Any:
+    """A tree with the objects themselves in the places of `Again`.
+
+    Args:
+      objects: those that were met before; those in the tree follow.
+    """
+    survey = Survey(objects)
+    before = len(survey.objects)
+    flattened(tree, [], survey)
+
+    def of_part(part: Any) -> Any:
+        if not any(map(_is_again, jax.tree.leaves(part, is_leaf=_is_again_or_module))):
+            return part
+        return jax.tree.map(
+            lambda leaf: survey.objects[leaf.place] if _is_again(leaf) else leaf,
+            part,
+            is_leaf=_is_again_or_module,
+        )
+
+    for node in survey.objects[before:]:
+        for name, value in list(_attributes(node)):
+            new = of_part(value)
+            if new is not value:
+                object.__setattr__(node, name, new)
+    return of_part(tree)
+
+
+_is_again = Again.__instancecheck__
+
+
+def _is_again_or_module(node: object) -> bool:
+    return _is_again(node) or is_module_or_variable(node)
+
+
+def _attributes(node: Any) -> Iterable[tuple[str, Any]]:
+    """The attributes of an object of flax.nnx that may hold others."""
+    if isinstance(node, nnx().Variable):
+        return (("_raw_value", node.get_raw_value()),)
+    return vars(node).items()
+
+
+# ----------------------------------------------------------------- classes that are no pytrees
+
+
+class Root(Part):
+    """In a tree, a module that flax has taken apart: a node of those of its arrays that are in no
+    module before it.
+
+    Attributes:
+      index: which of the modules of the tree it is.
+      definition: of all of these: what flax makes them of, with the trees of its leaves.
+      places: of its arrays, for messages.
+    """
+
+    __slots__ = ("arrays", "definition", "index", "places")
+
+    def __init__(self, arrays: Sequence[Any], index: int, definition: Any, places: Sequence[str]):
+        self.arrays = arrays
+        self.index = index
+        self.definition = definition
+        self.places = places
+
+
+def _flatten_root(root: Root) -> tuple[Sequence[Any], Any]:
+    return root.arrays, (root.index, root.definition, root.places)
+
+
+def _flatten_root_with_keys(root: Root) -> tuple[list[tuple[PathKey, Any]], Any]:
+    arrays, about = _flatten_root(root)
+    return list(zip(map(PathKey, root.places), arrays, strict=True)), about
+
+
+jax.tree_util.register_pytree_with_keys(
+    Root,
+    _flatten_root_with_keys,
+    lambda about, arrays: Root(tuple(arrays), *about),
+    _flatten_root,
+)
+
+_is_root = Root.__instancecheck__
+
+
+def mark_roots(leaves: Sequence[list[Any]]) -> None:
+    """Puts `Root` in the places of the modules in lists of leaves."""
+    flax = nnx()
+    places = [
+        (of, i) for of in leaves for i, leaf in enumerate(of) if is_kind_of_module(type(leaf))
+    ]
+    if not places:
+        return
+    roots = [of[i] for of, i in places]
+    definition, state = flax.flatten(roots, graph=True)
+    arrays: list[list[Any]] = [[] for _ in roots]
+    texts: list[list[str]] = [[] for _ in roots]
+    trees = []
+    for path, leaf in zip(state.paths, state.leaves, strict=True):
+        value = leaf.get_raw_value() if isinstance(leaf, flax.Variable) else leaf
+        inner, tree = jax.tree_util.tree_flatten_with_path(value)
+        trees.append(tree)
+        for key, array in inner:
+            arrays[path[0]].append(array)
+            texts[path[0]].append(path_text(path[1:]) + jax.tree_util.keystr(key))
+    about = definition, tuple(trees)
+    for index, (of, i) in enumerate(places):
+        of[i] = Root(tuple(arrays[index]), index, about, tuple(texts[index]))
+
+
+def with_modules(tree: Any) -> Any:
+    """A tree with modules of its arrays in the places of `Root`."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda n: _is_root(n) or is_variable(n))
+    roots = [leaf for leaf in leaves if _is_root(leaf)]
+    if not roots:
+        return tree
+    definition, trees = roots[0].definition
+    arrays = [array for root in roots for array in root.arrays]
+    values, start = [], 0
+    for inner in trees:
+        values.append(jax.tree.unflatten(inner, arrays[start : start + inner.num_leaves]))
+        start += inner.num_leaves
+    modules = nnx().unflatten(definition, values)
+    return jax.tree.unflatten(
+        structure, [modules[leaf.index] if _is_root(leaf) else leaf for leaf in leaves]
+    )
+
+
+def objects_in(tree: Any) -> list[Any]:
+    """All objects of flax.nnx in a tree, as flax finds them."""
+    roots = list(filter(is_module, jax.tree.leaves(tree, is_leaf=is_module_or_variable)))
+    nodes = (node for _, node in nnx().iter_graph(roots, graph=True))
+    return [node for node in nodes if is_module(node)]
+
+
+# ------------------------------------------------------------------------- what a function changes
+
+
+class Update(NamedTuple):
+    """Where a function gives a new array to an object: to an nnx.Variable (`name` is None), as the
+    leaf `leaf` of its value, or as all of it (None); or to an attribute of a module."""
+
+    place: int
+    name: str | None
+    leaf: int | None = None
+
+    def assign(self, objects: Sequence[Any], value: Any) -> None:
+        """Gives the value to the object of a call."""
+        node = objects[self.place]
+        if self.name is not None:
+            setattr(node, self.name, value)
+        elif self.leaf is None:
+            node.set_raw_value(value)
+        else:
+            leaves, tree = jax.tree.flatten(node.get_raw_value())
+            leaves[self.leaf] = value
+            node.set_raw_value(jax.tree.unflatten(tree, leaves))
+
+
+class Contents:
+    """What is in the modules of a call at some time.
+
+    Attributes:
+      objects: the modules and nnx.Variables, each once.
+    """
+
+    def __init__(self, tree: Any):
+        survey = Survey()
+        self.leaves, self._tree = flattened(tree, [], survey)
+        self.objects: list[Any] = survey.objects
+        self._is_opaque = has_opaque(self.leaves)
+        if self._is_opaque:
+            self.objects = objects_in(tree)
+        self._arrays = [] if self._is_opaque else [list(_arrays_of(node)) for node in self.objects]
+
+    def changed(self, tree: Any, gone: Iterable[Any]) -> list[tuple[Update, Any]] | None:
+        """The new arrays in them; None if the modules are made of other objects now, or hold other
+        things besides arrays.
+
+        Args:
+          tree: the same arguments, after the function.
+          gone: arrays that are donated. What is there in their places is new to the caller.
+        """
+        now = Contents(tree)
+        is_same = self._tree == now._tree and len(self.objects) == len(now.objects)
+        if self._is_opaque or not is_same:
+            return None
+        if any(a is not b for a, b in zip(self.objects, now.objects, strict=True)):
+            return None
+        lost, found = {*map(id, gone)}, []
+        count = 0
+        for place, (old, new) in enumerate(zip(self._arrays, now._arrays, strict=True)):
+            for (name, leaf, before), (_, _, after) in zip(old, new, strict=True):
+                count += before is not after
+                if before is not after or id(after) in lost:
+                    found.append((Update(place, name, leaf), after))
+        # An array in a list or a dict of a module is in none of these places.
+        in_all = sum(a is not b for a, b in zip(self.leaves, now.leaves, strict=True))
+        return found if count == in_all else None
+
+
+def _arrays_of(node: Any) -> Iterable[tuple[str | None, int | None, Any]]:
+    """The arrays of an object itself, as `Update` says where."""
+    if isinstance(node, nnx().Variable):
+        value = node.get_raw_value()
+        if isinstance(value, jax.Array):
+            return [(None, None, value)]
+        return [(None, i, leaf) for i, leaf in enumerate(jax.tree.leaves(value))]
+    return [(name, None, x) for name, x in vars(node).items() if isinstance(x, jax.Array)]
+
+
+class Twins(NamedTuple):
+    """What a program returns where the function has changed what modules are made of.
+
+    Attributes:
+      objects: one for each object of the call, as it is when the function is over.
+      result: the function's result, which may hold some of these.
+    """
+
+    objects: list[Any]
+    result: Any
+
+    def taken_over(self, objects: Sequence[Any]) -> Any:
+        """Makes the caller's objects what their twins are. Returns the result with these in it."""
+        known = {id(twin): mine for twin, mine in zip(self.objects, objects, strict=True)}
+
+        def mine(tree: Any) -> Any:
+            return jax.tree.map(lambda x: known.get(id(x), x), tree, is_leaf=is_module)
+
+        for each in objects_in(tuple(self)):
+            node = known.get(id(each), each)
+            if isinstance(each, nnx().Variable):
+                node.set_raw_value(each.get_raw_value())
+                node.update_from_state(each)  # its metadata too
+            else:
+                attributes = {name: mine(value) for name, value in vars(each).items()}
+                vars(node).clear()
+                vars(node).update(attributes)
+        return mine(self.result)
 
 
 def is_whole() -> Callable[[object], bool] | None:
-    """For ``is_leaf=``: whether a node is a module, an nnx.Variable, what stands for such a thing,
-    or an nnx.State; None where flax is not imported, so that trees are searched for none."""
-    flax = nnx()
-    if flax is None:
+    """For ``is_leaf=``: whether a node is a module, an nnx.Variable or an nnx.State; None where
+    flax is not imported, so that trees are searched for none."""
+    if nnx() is None:
         return None
-    is_of_nnx, state = is_kind_of_module, flax.State
-
-    def is_leaf(node: object) -> bool:
-        kind = type(node)
-        return kind is Held or is_of_nnx(kind) or isinstance(node, state)
-
-    return is_leaf
+    return lambda node: is_kind_of_module(type(node)) or is_kind_of_state(type(node))
 
 
-# ---------------------------------------------------------------------------------- taking apart
-
-
-class Reading(NamedTuple):
-    """What there is in some modules.
-
-    Attributes:
-      key: the same for modules of one structure.
-      arrays: of all, each once.
-      objects: the modules and nnx.Variables in them, each once.
-    """
-
-    key: Any
-    arrays: list[Any]
-    objects: list[Any]
-    has_references: bool = True  # to objects that are somewhere else in them too
-    is_in_flax_order: bool = False  # else the arrays are in that of JAX
-
-
-def read(modules: Sequence[Any]) -> Reading:
-    """Takes modules apart, as each call of a function does; so in one pass of JAX over them."""
-    of_nnx, places = is_kind_of_module, {}
-    objects: list[Any] = []
-
-    def stop(node: Any) -> bool:
-        if not of_nnx(type(node)):
-            return False
-        identity = id(node)  # of what `objects` keeps alive
-        if identity in places:
-            return True  # met before, and perhaps inside of itself
-        places[identity] = len(objects)
-        objects.append(node)
-        return False
-
-    leaves, tree = jax.tree.flatten(list(modules), is_leaf=stop)
-    again = [i for i, leaf in enumerate(leaves) if of_nnx(type(leaf))]
-    if not again:
-        return Reading((tree, ()), leaves, objects, has_references=False)
-    # A class may say that it is no tree to JAX: then its first occurrence is a leaf too.
-    if any(_is_opaque(leaves[i]) for i in again):
-        return _read_opaque(modules)
-    references = tuple((i, places[id(leaves[i])]) for i in again)
-    arrays = [leaf for leaf in leaves if not of_nnx(type(leaf))]
-    return Reading((tree, references), arrays, objects)
-
-
-def _is_opaque(node: Any) -> bool:
-    return bool(jax.tree_util.all_leaves([node]))
-
-
-def _read_opaque(modules: Sequence[Any]) -> Reading:
-    """The same by flax's own way, which is slower by an order of magnitude."""
-    flax = nnx()
-    definition, state = flax.flatten(list(modules), graph=True)
-    arrays: list[Any] = []
-    trees = []
-    for leaf in state.leaves:
-        value = leaf.get_raw_value() if isinstance(leaf, flax.Variable) else leaf
-        of_value, tree = jax.tree.flatten(value)
-        arrays += of_value
-        trees.append(tree)
-    nodes = (node for _, node in flax.iter_graph(list(modules), graph=True))
-    objects = [node for node in nodes if is_kind_of_module(type(node))]
-    return Reading((definition, tuple(trees)), arrays, objects, is_in_flax_order=True)
-
-
-def _starts_of_leaves(modules: Sequence[Any]) -> dict[Any, int]:
-    """Which of the arrays of a `read` is the first in each nnx.Variable (by identity), and which
-    stands at each path: flax takes the fields of a NamedTuple in the order of the alphabet."""
-    flax, seen = nnx(), set[int]()
-
-    def stop(node: Any) -> bool:
-        if not is_kind_of_module(type(node)):
-            return False
-        if id(node) in seen:
-            return True
-        seen.add(id(node))
-        return isinstance(node, flax.Variable)
-
-    starts: dict[Any, int] = {}
-    count = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(list(modules), is_leaf=stop):
-        if isinstance(leaf, flax.Variable):
-            if id(leaf) not in starts:
-                starts[id(leaf)] = count
-                count += len(jax.tree.leaves(leaf.get_raw_value()))
-        elif not is_kind_of_module(type(leaf)):
-            starts[tuple(map(_flax_key, path))] = count
-            count += 1
-    return starts
-
-
-def _flax_key(key: Any) -> Any:
-    names = ("name", "key", "idx")
-    return next((getattr(key, name) for name in names if hasattr(key, name)), key)
-
-
-class _Place(NamedTuple):
-    """Where an array is: in the value of the nnx.Variable `owner` (of the objects of a reading) as
-    leaf `leaf`, else (None) an attribute at `path`, from the list of the modules."""
-
-    owner: int | None
-    leaf: int
-    is_whole: bool
-    path: tuple[Any, ...]
-    text: str
-
-
-class Structure:
-    """What modules of a call are besides their arrays. There is one of each: see `hold`.
-
-    Attributes:
-      starts: which of the arrays is the first of each module.
-      places: of each array.
-    """
-
-    def __init__(self, modules: Sequence[Any], reading: Reading):
-        flax = nnx()
-        self._definition, state = flax.flatten(list(modules), graph=True)
-        numbers = {id(node): i for i, node in enumerate(reading.objects)}
-        starts = {} if reading.is_in_flax_order else _starts_of_leaves(modules)
-        places: dict[int, _Place] = {}
-        self._leaves: list[tuple[Any, int]] = []  # of flax: the tree of its value, its first array
-        counts = [0] * len(modules)
-        for path, leaf in zip(state.paths, state.leaves, strict=True):
-            is_variable = isinstance(leaf, flax.Variable)
-            value = leaf.get_raw_value() if is_variable else leaf
-            inner, tree = jax.tree_util.tree_flatten_with_path(value)
-            start = starts.get(id(leaf) if is_variable else tuple(path), len(places))
-            self._leaves.append((tree, start))
-            counts[path[0]] += len(inner)
-            for i, (key, array) in enumerate(inner):
-                at = start + i
-                if at >= len(reading.arrays) or reading.arrays[at] is not array:
-                    refuse_hijax(leaf)
-                    name = type(modules[path[0]]).__name__
-                    raise TypeError(
-                        f"JAX and flax disagree about what is in {name}: {path_text(path[1:])} is "
-                        "not where it should be. Give the state of it (nnx.split), and have the "
-                        "function return the new one"
-                    )
-                text = path_text(path[1:]) + jax.tree_util.keystr(key)
-                owner = numbers[id(leaf)] if is_variable else None
-                is_all = len(inner) == 1 and not key
-                places[at] = _Place(owner, i, is_all, path, text)
-        self.places = [places[i] for i in sorted(places)]
-        self.starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-        # Attributes that can change in place would be equal to themselves, changed or not.
-        self._changeable = [
-            (i, name, copy.deepcopy(value))
-            for i, node in enumerate(reading.objects)
-            for name, value in static_attributes(node).items()
-            if isinstance(value, (list, dict, set, bytearray))
-        ]
-
-    def is_of(self, objects: Sequence[Any]) -> bool:
-        """Whether attributes that can change in place are as they were."""
-        return all(vars(objects[i]).get(name) == old for i, name, old in self._changeable)
-
-    def build(self, arrays: Sequence[Any]) -> list[Any]:
-        """Modules of this structure with other arrays."""
-        leaves = [
-            jax.tree.unflatten(tree, arrays[first : first + tree.num_leaves])
-            for tree, first in self._leaves
-        ]
-        modules: list[Any] = nnx().unflatten(self._definition, leaves)
-        return modules
-
-    def describe(self, names: Sequence[str]) -> dict[str, str]:
-        """What it is made of, by path: for messages."""
-        return described(self.build([...] * len(self.places)), names)
-
-    def __repr__(self) -> str:
-        return "<the structure of modules>"
-
-
-# One of each: JAX compares what it has compiled for with it at every call, and has nothing to look
-# at if it is the same object.
-_structures: Cache[Any, Structure] = Cache(256)
-
-
-def structures_in(leaves: Sequence[Any]) -> tuple[Structure, ...]:
-    """The structure of the modules of a call, if it has any."""
-    return next(((leaf.structure,) for leaf in leaves if type(leaf) is Held), ())
-
-
-def structure_of(modules: Sequence[Any], reading: Reading) -> Structure:
-    """The structure of modules that were read."""
-    structure = _structures.get(reading.key)
-    if structure is None:
-        structure = _structures.put(reading.key, Structure(modules, reading))
-    elif not structure.is_of(reading.objects):
-        structure = _structures[reading.key] = Structure(modules, reading)
-    return structure
-
-
-def hold(leaves: list[Any]) -> bool:
-    """Puts `Held` in the places of modules; whether there are any."""
-    places = [i for i, leaf in enumerate(leaves) if is_kind_of_module(type(leaf))]
-    if not places:
-        return False
-    modules = [leaves[i] for i in places]
-    reading = read(modules)
-    structure = structure_of(modules, reading)
-    starts, of = structure.starts, Modules(structure, modules, reading.objects)
-    for index, i in enumerate(places):
-        arrays = reading.arrays[starts[index] : starts[index + 1]]
-        leaves[i] = Held(arrays, structure, index, of)
-    return True
-
-
-def held_arrays(arguments: Any) -> list[Any]:
-    """The arrays of modules."""
-    leaves = jax.tree.leaves(arguments, is_leaf=is_held_or_variable)
-    return [array for leaf in leaves if type(leaf) is Held for array in leaf.arrays]
-
-
-def held_leaves(arguments: Any) -> list[tuple[int, str]]:
-    """Which of the leaves of arguments are those, and where each is: ``['student'].kernel``."""
-    leaves = jax.tree_util.tree_leaves_with_path(arguments, is_leaf=Variable.__instancecheck__)
-    return [
-        (i, jax.tree_util.keystr(path))
-        for i, (path, _) in enumerate(leaves)
-        if path and type(path[-1]) is PathKey
-    ]
-
-
-def modules_in(arguments: Any) -> Modules | None:
-    """The modules of a call, by its arguments; None if there are none, or they are not known."""
-    leaves = jax.tree.leaves(arguments, is_leaf=is_held_or_variable)
-    return next((leaf.of for leaf in leaves if type(leaf) is Held), None)
+def is_module_or_variable(node: object) -> bool:
+    """For ``is_leaf=``: whether a node is a module, or a Variable, which is not read."""
+    return is_variable(node) or is_kind_of_module(type(node))

@@ -32,6 +32,14 @@ def is_kind_of_module(kind: type) -> bool:
     return flax is not None and issubclass(kind, (flax.Pytree, flax.Variable))
 
 
+@cached(4096)
+def is_kind_of_state(kind: type) -> bool:
+    """Whether objects of a type are nnx.States: trees like others, of which a function gets a copy,
+    as under `jax.jit`."""
+    flax = nnx()
+    return flax is not None and issubclass(kind, flax.State)
+
+
 def is_module(node: object) -> bool:
     """Whether an object is a module or an nnx.Variable."""
     return is_kind_of_module(type(node))
@@ -51,13 +59,6 @@ def refuse_hijax(leaf: object) -> None:
             "a variable of this model was made with nnx.var_defaults(hijax=True), which is not "
             "supported: give the model as nnx.with_vars(model, hijax=False) makes it"
         )
-
-
-def is_state(node: object) -> bool:
-    """Whether an object is an nnx.State: a tree like others, of which a function gets a copy, as
-    under `jax.jit`."""
-    flax = nnx()
-    return flax is not None and isinstance(node, flax.State)
 
 
 def find(wanted: object, module: Any) -> str | None:

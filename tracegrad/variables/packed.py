@@ -1,39 +1,55 @@
-"""Arguments as a warm call hands them to jit: each the list of its arrays, and what it was.
+"""Arguments taken apart: the arrays of each, and its structure.
 
-jit takes its arguments apart at every call. Models answer slowly: each of their classes does it in
-Python, and before that what is no array would have to be found, and the whole be put together
-again with that replaced. So each is taken apart once, looked up, and handed on flat.
+`jax.jit` takes its arguments apart at every call. Models answer slowly: each of their classes does
+it in Python. And what is no array in them it refuses. So each argument is taken apart here, once,
+and handed on as `Packed`: a node of its arrays, whose structure has all the rest, as `Part`s (what
+is no array, Variables, objects of flax.nnx that are met again). It is put together again where the
+function is traced. No class of the user's is ever made of anything but what the user has put there.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import jax
 import numpy as np
 
-from tracegrad.variables.modules import PathKey
+from tracegrad.variables.leaves import leaves_with_places
+from tracegrad.variables.modules import (
+    Again,
+    PathKey,
+    Root,
+    Survey,
+    mark_roots,
+    objects_in,
+    with_modules,
+    with_objects,
+)
+from tracegrad.variables.nnx_objects import is_kind_of_module, is_module, nnx, static_attributes
 from tracegrad.variables.statics import (
+    Given,
+    Part,
     Static,
     fix,
+    has_nodes,
     is_kind_of_array,
-    is_variable,
     settings,
     structure_with,
 )
-from tracegrad.variables.trees import Fixed, flattened, given, with_variables
+from tracegrad.variables.trees import flattened
 
 _KEPT = 256  # layouts of a function, and structures of a layout
-_IMMUTABLE = frozenset({str, bytes, type, np.dtype})
+_IMMUTABLE = frozenset({str, bytes, type, np.dtype, Again})
 
 
 class Packed:
-    """The arrays of one argument, and its structure, of which what is no array is a part."""
+    """The arrays of one argument, or of a result, and its structure."""
 
     __slots__ = ("arrays", "structure")
 
@@ -42,17 +58,38 @@ class Packed:
         self.structure = structure
 
     def argument(self) -> Any:
-        """The argument as it was."""
-        return with_variables(self.structure, self.arrays)
+        """The argument as it was; objects of flax.nnx that are met again are still `Again`, and
+        those of classes that are no pytrees `Root`."""
+        return jax.tree.unflatten(self.structure, self.arrays)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether there is anything in it that is no array."""
+        return has_nodes(self.structure, (Static, Again, Root))
+
+
+class PackedStatic(Packed):
+    """A static argument with Variables in it."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, PackedStatic)
+            and self.structure == other.structure
+            and self.arrays == other.arrays
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.structure, *self.arrays))
 
 
 def _flatten_with_paths(packed: Packed) -> tuple[Iterable[tuple[PathKey, Any]], Any]:
-    places = jax.tree_util.tree_leaves_with_path(packed.argument(), is_leaf=is_variable)
     arrays, paths = iter(packed.arrays), list[PathKey]()
     array = next(arrays, None)
-    for keys, leaf in places:  # what is no array is among them
+    for path, leaf in leaves_with_places(packed.argument()):  # what is no array is among them
         if leaf is array:
-            paths.append(PathKey(jax.tree_util.keystr(keys)))
+            paths.append(PathKey(path))
             array = next(arrays, None)
     return list(zip(paths, packed.arrays, strict=True)), packed.structure
 
@@ -65,13 +102,13 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """The arguments of a call as the caller wrote them, but for what JAX has put in the places of
-    arrays."""
-    return (
-        tuple([arg.argument() if type(arg) is Packed else arg for arg in args]),
-        {k: arg.argument() if type(arg) is Packed else arg for k, arg in kwargs.items()},
-    )
+class Version:
+    """In a structure: what is below it has attributes of which there are several versions."""
+
+
+jax.tree_util.register_pytree_node(
+    Version, lambda _: ((), None), lambda _, children: next(iter(children))
+)
 
 
 class Packing:
@@ -80,26 +117,43 @@ class Packing:
     def __init__(self) -> None:
         self._layouts: dict[Any, _Layout] = {}
 
-    def __call__(self, argument: Any, found: list[Fixed]) -> Any:
-        """The argument packed, or itself, if it is an array; its Variables are added to `found`."""
-        if is_kind_of_array(type(argument)):
+    def __call__(
+        self, argument: Any, where: str | int, found: list[Given], survey: Survey | None = None
+    ) -> Any:
+        """The argument packed, or itself, if it is an array.
+
+        Args:
+          where: the name or the place of the argument, for messages.
+          found: to which its Variables are added.
+          survey: of the objects of flax.nnx in the call; None: nobody looks for them.
+        """
+        kind = type(argument)
+        if is_kind_of_array(kind) or kind is Packed:
             return argument
-        leaves, tree, variables = flattened(argument)
-        if variables:
-            found += variables
+        before = 0 if survey is None else len(survey.objects)
+        leaves, tree = flattened(argument, found, survey)
+        if survey is not None and survey.meets_again:
+            survey.mark(leaves)
         kinds = tuple(map(type, leaves))
         try:
             layout = self._layouts.get((tree, kinds))
-        except Exception:  # something in it has no hash or no equality: jit says what
-            return given(argument)[0]
+        except Exception:  # something in it has no equality: jit says what
+            layout = _Layout(kinds, tree)
         if layout is None:
             if len(self._layouts) >= _KEPT:
                 self._layouts.clear()
             layout = self._layouts[tree, kinds] = _Layout(kinds, tree)
-        if not layout.others:
-            return Packed(leaves, tree)
+            if survey is not None:
+                layout.note_changeable(survey.objects[before:])
+        if not layout.others and not layout.changeable:
+            return Packed(leaves, layout.tree)
+        if layout.is_opaque and survey is not None:
+            survey.has_opaque = True
+            return argument
         key = tuple([id(leaves[i]) for i in layout.others])
-        structure, is_array = layout.known.get(key) or layout.find(key, leaves, tree)
+        structure, is_array = layout.known.get(key) or layout.find(key, leaves, tree, where)
+        if layout.changeable and survey is not None:
+            structure = layout.version_of(structure, survey.objects[before:])
         return Packed(list(itertools.compress(leaves, is_array)), structure)
 
 
@@ -107,15 +161,21 @@ class _Layout:
     """Arguments of one structure, as JAX sees it, with leaves of the same types.
 
     Attributes:
+      tree: the structure; one object for all of them, so that nothing has to be compared.
       others: the indices of leaves that may be no arrays.
+      is_opaque: whether some of them are modules of flax.nnx of a class that is no pytree.
       known: the structure, and which leaves are arrays, by the identity of these objects.
+      changeable: attributes of objects of flax.nnx that can change in place, by the place of the
+        object and by name. They are equal to themselves, changed or not.
     """
 
     def __init__(self, kinds: Sequence[type], tree: Any):
+        self.tree = tree
         numbers = settings(kinds, tree)
         self.others = [
             i for i, kind in enumerate(kinds) if not is_kind_of_array(kind) or i in numbers
         ]
+        self.is_opaque = any(is_kind_of_module(kinds[i]) for i in self.others)
         self.known: dict[tuple[int, ...], tuple[Any, list[bool]]] = {}
         # Then the same objects make the same structure.
         others: list[Any] = [kinds[i] for i in self.others if i not in numbers]
@@ -123,13 +183,35 @@ class _Layout:
             kind.__eq__ is object.__eq__ or kind in _IMMUTABLE for kind in others
         )
         self._refs: list[weakref.ref[Any]] = []
+        self.changeable: list[tuple[int, str]] = []
+        self._versions: list[list[Any]] = []
 
-    def find(self, key: tuple[int, ...], leaves: list[Any], tree: Any) -> tuple[Any, list[bool]]:
+    def note_changeable(self, objects: Sequence[Any]) -> None:
+        """Looks for attributes that can change in place."""
+        self.changeable = [
+            (place, name)
+            for place, node in enumerate(objects)
+            for name, value in static_attributes(node).items()
+            if isinstance(value, (list, dict, set, bytearray))
+        ]
+
+    def version_of(self, structure: Any, objects: Sequence[Any]) -> Any:
+        """The structure with what these attributes are now."""
+        values = [vars(objects[place]).get(name) for place, name in self.changeable]
+        if values not in self._versions:
+            self._versions.append(copy.deepcopy(values))
+        about = Version, self._versions.index(values)
+        return jax.tree_util.PyTreeDef.from_node_data_and_children(
+            jax.tree_util.default_registry, about, [structure]
+        )
+
+    def find(
+        self, key: tuple[int, ...], leaves: list[Any], tree: Any, where: str | int
+    ) -> tuple[Any, list[bool]]:
         fixed = list(leaves)
-        if not fix(fixed, tree):  # with tracers in it, or fixed before
-            return tree, [True] * len(leaves)
-        is_array = [type(leaf) is not Static for leaf in fixed]
-        structure = structure_with(tree, fixed)
+        fix(fixed, tree, name_of(where))
+        is_array = [not isinstance(leaf, Part) for leaf in fixed]
+        structure = tree if all(is_array) else structure_with(tree, fixed)
         if self._never_changes and not any(is_array[i] for i in self.others):
             if len(self.known) >= _KEPT:
                 self.known.clear()
@@ -143,3 +225,39 @@ class _Layout:
                     self._refs.append(weakref.ref(leaves[i], lambda _: known.pop(key, None)))
             known[key] = structure, is_array
         return structure, is_array
+
+
+def name_of(where: str | int) -> str:
+    """What an argument is called in messages."""
+    return f"the argument args[{where}]" if isinstance(where, int) else f"the argument {where}"
+
+
+def packed_by_flax(
+    arguments: Mapping[str | int, Any], found: list[Given]
+) -> tuple[dict[Any, Any], list[Any]]:
+    """Arguments packed where some module in them is of a class that is no pytree; and the objects
+    of flax.nnx in them."""
+    trees = {where: flattened(tree, found, is_module) for where, tree in arguments.items()}
+    objects = objects_in([leaves for leaves, _ in trees.values()])
+    mark_roots([leaves for leaves, _ in trees.values()])
+    packed = {}
+    for where, (leaves, tree) in trees.items():
+        fix(leaves, tree, name_of(where))
+        packed[where] = Packed(jax.tree.leaves(leaves), structure_with(tree, leaves))
+    return packed, objects
+
+
+def unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """The arguments of a call as the caller wrote them, but for what JAX has put in the places of
+    arrays."""
+    arguments = (
+        tuple([arg.argument() if isinstance(arg, Packed) else arg for arg in args]),
+        {k: arg.argument() if isinstance(arg, Packed) else arg for k, arg in kwargs.items()},
+    )
+    if nnx() is not None:
+        packed = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Packed)]
+        if any(has_nodes(each.structure, (Root,)) for each in packed):
+            arguments = with_modules(arguments)
+        if any(has_nodes(each.structure, (Again,)) for each in packed):
+            arguments = with_objects(arguments)
+    return arguments

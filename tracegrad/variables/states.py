@@ -18,8 +18,8 @@ import jax
 
 from tracegrad.ir import Call
 from tracegrad.variables.leaves import named_leaves
-from tracegrad.variables.modules import is_whole
-from tracegrad.variables.nnx_objects import is_state
+from tracegrad.variables.modules import Survey, is_whole
+from tracegrad.variables.nnx_objects import is_kind_of_state
 
 
 class States:
@@ -27,7 +27,7 @@ class States:
 
     def __init__(self, arguments: Mapping[str, Any]):
         leaves = named_leaves(arguments, is_whole())
-        self._states = [(name, leaf) for name, leaf in leaves if is_state(leaf)]
+        self._states = [(name, leaf) for name, leaf in leaves if is_kind_of_state(type(leaf))]
         self._before: list[tuple[list[Any], Any]] = [
             jax.tree_util.tree_flatten_with_path(state) for _, state in self._states
         ]
@@ -35,7 +35,9 @@ class States:
     def changes(self, result: Any) -> Changes:
         """What the function has changed in them that is not in its result either."""
         changes = Changes()
-        returned = set(map(id, jax.tree.leaves(result)))
+        if not self._states:
+            return changes
+        returned = set(map(id, jax.tree.leaves(result, is_leaf=Survey())))
         for (name, state), (leaves, structure) in zip(self._states, self._before, strict=True):
             now, new_structure = jax.tree_util.tree_flatten_with_path(state)
             if structure != new_structure:

@@ -20,8 +20,7 @@ import jax
 import numpy as np
 
 from tracegrad._jax.caches import facts_of
-from tracegrad.variables.modules import Held
-from tracegrad.variables.nnx_objects import is_state
+from tracegrad.variables.nnx_objects import refuse_hijax
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
@@ -34,13 +33,13 @@ is_none = NoneType.__instancecheck__
 
 
 class Part:
-    """What in a tree belongs to its structure: a node without leaves."""
+    """What in a tree stands for something else than an array."""
 
     __slots__ = ()
 
 
 class Given(Part):
-    """A Variable among arguments: a node of their tree, without leaves. There is one of each."""
+    """A Variable among arguments: a part of their structure. There is one of each."""
 
     __slots__ = ("__weakref__", "_ref", "_text")
 
@@ -114,6 +113,11 @@ class Static(Part):
         return self._text if leaf is None else repr(leaf)
 
 
+def is_known_by_identity(leaf: Any) -> bool:
+    """Whether a leaf is no array, and is the same as itself alone."""
+    return not is_array(leaf) and type(leaf).__eq__ is object.__eq__
+
+
 jax.tree_util.register_pytree_node(
     Static, lambda static: ((), static), lambda static, _: static.leaf
 )
@@ -151,7 +155,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
 
 
-def _static(leaf: Any, index: int, structure: Any, *, is_result: bool) -> Static:
+def _static(leaf: Any, index: int, structure: Any, *, is_result: bool, where: str) -> Static:
     try:
         if is_result and isinstance(leaf, Iterator):
             raise TypeError(
@@ -160,9 +164,7 @@ def _static(leaf: Any, index: int, structure: Any, *, is_result: bool) -> Static
             )
         return Static(leaf, is_result=is_result)
     except TypeError as error:
-        where = place_of_leaf(structure, index)
-        place = f"result{where}" if is_result else f"the argument {where.removeprefix('.')}"
-        raise TypeError(f"{place}: {error}") from error.__cause__
+        raise TypeError(f"{where}{place_of_leaf(structure, index)}: {error}") from error.__cause__
 
 
 def place_of_leaf(structure: Any, index: int) -> str:
@@ -265,23 +267,28 @@ def are_traced(leaves: Sequence[Any], structure: Any) -> list[bool]:
 def with_statics(result: T) -> T:
     """A result whose leaves that are no arrays are parts of its structure; itself without such."""
     leaves, structure = jax.tree.flatten(result, is_leaf=is_variable)
-    if not fix(leaves, structure, is_result=True):
+    if not fix(leaves, structure, "result", is_result=True):
         return result
     new: T = jax.tree.unflatten(structure, leaves)
     return new
 
 
-def fix(leaves: list[Any], structure: Any, *, is_result: bool = False) -> bool:
+def fix(leaves: list[Any], structure: Any, where: str, *, is_result: bool = False) -> bool:
     """Puts `Static` in the places of what is no array in a list of the leaves of a tree; whether
-    there was such."""
+    there was such.
+
+    Args:
+      where: what the tree is, for messages.
+    """
     if are_arrays(leaves):
         return False
     fixed = False
     for i, is_traced in enumerate(are_traced(leaves, structure)):
-        leaf = leaves[i]
-        if is_traced or isinstance(leaf, (Variable, Given, Held)) or is_state(leaf):
+        refuse_hijax(leaves[i])
+        if is_traced or isinstance(leaves[i], (Variable, Part)):
             continue
-        leaves[i], fixed = _static(leaf, i, structure, is_result=is_result), True
+        leaves[i] = _static(leaves[i], i, structure, is_result=is_result, where=where)
+        fixed = True
     return fixed
 
 
@@ -299,7 +306,7 @@ def has_nodes(structure: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def structure_with(structure: Any, leaves: Sequence[Any]) -> Any:
-    """The structure of a tree with nodes (`Static`) in the places of some leaves. No tree is made:
+    """The structure of a tree with nodes (a `Part`) in the places of some leaves. No tree is made:
     a class of the user's may check what it is made of."""
     if structure.num_nodes == structure.num_leaves == 1:
         return jax.tree.structure(leaves[0])
@@ -312,7 +319,3 @@ def structure_with(structure: Any, leaves: Sequence[Any]) -> Any:
     return jax.tree_util.PyTreeDef.from_node_data_and_children(
         jax.tree_util.default_registry, structure.node_data(), children
     )
-
-
-# For ``is_leaf=``: what stands in given arguments for a Variable or for what is no array.
-is_structure = Part.__instancecheck__
