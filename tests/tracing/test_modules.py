@@ -743,3 +743,16 @@ def test_a_module_that_is_closed_over_is_a_constant_as_under_jit():
     model.bias[...] += 1.0
     for call, before in zip(compiled, first, strict=True):
         np.testing.assert_array_equal(call(X), before)
+
+
+def test_a_state_beside_the_module_that_it_is_of_is_a_copy():
+    @tg.trace
+    def step(state, model, x):
+        model.linear.bias[...] += 1.0
+        return model.linear(x) + jnp.sum(jax.tree.leaves(state)[0])
+
+    model = Plain(nnx.Rngs(0))
+    state = nnx.state(model)  # of the same variables
+    for count in (1, 2):
+        step(state, model, X)
+        np.testing.assert_array_equal(model.linear.bias[...], jnp.full(4, count))

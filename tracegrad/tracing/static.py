@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tracegrad.tracing.signatures import parameters_of, positional
 from tracegrad.variables.modules import Survey
 from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.packed import Packed, PackedStatic, Packing, packed_by_flax
+from tracegrad.variables.packed import NoTree, Packed, PackedStatic, Packing, packed_by_flax
 from tracegrad.variables.statics import Given
 from tracegrad.variables.trees import flattened
 
@@ -98,15 +98,14 @@ class TakingApart:
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         pack, found = self._pack, list[Given]()
         survey = Survey() if self.looks_for_modules and nnx() is not None else None
-        packed = [pack(arg, i, found, survey) for i, arg in enumerate(args)]
-        named = {}
-        for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
-            named[name] = pack(kwargs[name], name, found, survey)
-        if survey is None:
-            return Call(tuple(packed), named, tuple(found))
-        if survey.has_opaque:
+        try:
+            packed = tuple([pack(arg, i, found, survey) for i, arg in enumerate(args)])
+            named = {}
+            for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
+                named[name] = pack(kwargs[name], name, found, survey)
+        except NoTree:
             return self._by_flax(args, kwargs)
-        return Call(tuple(packed), named, tuple(found), survey.objects)
+        return Call(packed, named, tuple(found), () if survey is None else survey.objects)
 
     def _by_flax(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         found: list[Given] = []

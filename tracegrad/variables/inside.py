@@ -20,14 +20,16 @@ from tracegrad.variables.modules import (
     Survey,
     Twins,
     Update,
+    is_module_or_variable,
+    is_opaque,
     mark_roots,
     with_modules,
     with_objects,
 )
-from tracegrad.variables.nnx_objects import is_module, nnx
+from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.packed import unpacked
 from tracegrad.variables.states import Changes, States
-from tracegrad.variables.statics import are_arrays, fix, has_nodes, is_variable, structure_with
+from tracegrad.variables.statics import are_arrays, fix, has_nodes, structure_with
 from tracegrad.variables.variable import Variable
 
 Dynamic = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -113,18 +115,16 @@ class Inside:
         whole = Twins(list(objects), result) if self.changes_structure else result
         survey = None if by_flax or nnx() is None else Survey(objects)
 
-        def is_leaf(node: Any) -> bool:
-            return is_variable(node) or (is_module(node) if survey is None else survey(node))
-
-        leaves, tree = jax.tree.flatten(whole, is_leaf=is_leaf)
+        if survey is None:
+            leaves, tree = jax.tree.flatten(whole, is_leaf=is_module_or_variable)
+        else:
+            leaves, tree = survey.flatten(whole, None)
         if are_arrays(leaves):
             self.out_tree = tree
             return whole
-        if survey is not None:
-            survey.mark(leaves)
-            if survey.has_opaque:
-                self.changes_structure = bool(objects)
-                return self._packed(result, objects, by_flax=True)
+        if survey is not None and any(map(is_opaque, leaves)):
+            self.changes_structure = bool(objects)
+            return self._packed(result, objects, by_flax=True)
         mark_roots([leaves])
         # JAX would read a Variable later, when nobody listens any more.
         leaves = [leaf.value if isinstance(leaf, Variable) else leaf for leaf in leaves]

@@ -27,7 +27,7 @@ from tracegrad.variables.nnx_objects import (
     nnx,
     path_text,
 )
-from tracegrad.variables.statics import Part, is_variable
+from tracegrad.variables.statics import Given, Part, is_variable, structure_with
 from tracegrad.variables.trees import flattened
 
 
@@ -90,54 +90,57 @@ class Survey:
     """For ``is_leaf=``, through the trees of a call: finds the objects of flax.nnx in them, each
     once, and stops where one is met again.
 
-    The nnx.Variables of an nnx.State are not among them: a function gets a copy of a state, as of
-    any tree.
+    The nnx.Variables of an nnx.State that is in no module are not among them: a function gets a
+    copy of a state, as of any tree.
 
     Attributes:
       objects: the modules and nnx.Variables, in order.
-      meets_again: whether one was met again.
-      has_opaque: whether some class is no pytree, so that its objects are leaves.
     """
 
     def __init__(self, objects: Iterable[Any] = ()):
         self.objects = list(objects)
-        self.meets_again = False
-        self.has_opaque = False
-        # By identity, of what `objects` and the caller keep alive. None: in a state.
-        self._places: dict[int, int | None] = {id(node): i for i, node in enumerate(self.objects)}
+        self._meets_again = False
+        # By identity, of what `objects` and the caller keep alive.
+        self._places = {id(node): i for i, node in enumerate(self.objects)}
+        self._states: set[int] = set()
 
     def __call__(self, node: Any) -> bool:
-        kind = type(node)
-        if is_kind_of_module(kind):
-            if id(node) in self._places:
-                is_met = self._places[id(node)] is not None
-                self.meets_again |= is_met
-                return is_met
-            self._places[id(node)] = len(self.objects)
-            self.objects.append(node)
-        elif is_kind_of_state(kind):
-            for each in jax.tree.leaves(node, is_leaf=is_module):
-                if is_kind_of_module(type(each)):
-                    self._places.setdefault(id(each), None)
+        if not is_kind_of_module(type(node)):
+            return id(node) in self._states
+        if id(node) in self._places:
+            self._meets_again = True
+            return True
+        self._places[id(node)] = len(self.objects)
+        self.objects.append(node)
         return False
 
-    def mark(self, leaves: list[Any]) -> None:
-        """Puts `Again` in the places of objects that were met again."""
-        for i, leaf in enumerate(leaves):
-            if is_kind_of_module(type(leaf)):
-                if jax.tree_util.all_leaves([leaf]):
-                    self.has_opaque = True
-                    continue
-                place = self._places[id(leaf)]
-                assert place is not None, "one of a state is no leaf"
-                leaves[i] = again(place)
+    def flatten(self, tree: Any, found: list[Given] | None) -> tuple[list[Any], Any]:
+        """The leaves and the structure of a tree, `Again` among the leaves; with its Variables in a
+        list, as `trees.flattened`; None: they are leaves."""
+        states: list[Any] = []
+        if not is_kind_of_module(type(tree)):
+            nodes = jax.tree.leaves(tree, is_leaf=_is_whole_or_variable)
+            states = [node for node in nodes if is_state(node)]
+        self._states = set(map(id, states))
+        if found is None:
+            leaves, structure = jax.tree.flatten(tree, lambda n: is_variable(n) or self(n))
+        else:
+            leaves, structure = flattened(tree, found, self)
+        if self._meets_again:
+            for i, leaf in enumerate(leaves):
+                if is_kind_of_module(type(leaf)) and not is_opaque(leaf):
+                    leaves[i] = again(self._places[id(leaf)])
+        if states:
+            structure = structure_with(structure, [x if is_state(x) else None for x in leaves])
+            leaves = [
+                x for leaf in leaves for x in (jax.tree.leaves(leaf) if is_state(leaf) else [leaf])
+            ]
+        return leaves, structure
 
 
-def has_opaque(leaves: Iterable[Any]) -> bool:
-    """Whether some of the leaves of a `Survey` are modules of a class that is no pytree."""
-    return any(
-        is_kind_of_module(type(leaf)) and jax.tree_util.all_leaves([leaf]) for leaf in leaves
-    )
+def is_opaque(leaf: Any) -> bool:
+    """Whether a leaf of a `Survey` is a module of a class that is no pytree."""
+    return is_kind_of_module(type(leaf)) and jax.tree_util.all_leaves([leaf])
 
 
 def with_objects(tree: Any, objects: Iterable[Any] = ()) -> Any:
@@ -148,7 +151,7 @@ def with_objects(tree: Any, objects: Iterable[Any] = ()) -> Any:
     """
     survey = Survey(objects)
     before = len(survey.objects)
-    flattened(tree, [], survey)
+    survey.flatten(tree, [])
 
     def of_part(part: Any) -> Any:
         if not any(map(_is_again, jax.tree.leaves(part, is_leaf=_is_again_or_module))):
@@ -305,9 +308,9 @@ class Contents:
 
     def __init__(self, tree: Any):
         survey = Survey()
-        self.leaves, self._tree = flattened(tree, [], survey)
+        self.leaves, self._tree = survey.flatten(tree, [])
         self.objects: list[Any] = survey.objects
-        self._is_opaque = has_opaque(self.leaves)
+        self._is_opaque = any(map(is_opaque, self.leaves))
         if self._is_opaque:
             self.objects = objects_in(tree)
         self._arrays = [] if self._is_opaque else [list(_arrays_of(node)) for node in self.objects]
@@ -376,6 +379,15 @@ class Twins(NamedTuple):
                 vars(node).clear()
                 vars(node).update(attributes)
         return mine(self.result)
+
+
+def is_state(node: object) -> bool:
+    """Whether an object is an nnx.State."""
+    return is_kind_of_state(type(node))
+
+
+def _is_whole_or_variable(node: object) -> bool:
+    return is_module_or_variable(node) or is_state(node)
 
 
 def is_whole() -> Callable[[object], bool] | None:

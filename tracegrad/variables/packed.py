@@ -102,6 +102,10 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+class NoTree(Exception):
+    """A module of flax.nnx is of a class that is no pytree: see `packed_by_flax`."""
+
+
 class Version:
     """In a structure: what is below it has attributes of which there are several versions."""
 
@@ -126,14 +130,16 @@ class Packing:
           where: the name or the place of the argument, for messages.
           found: to which its Variables are added.
           survey: of the objects of flax.nnx in the call; None: nobody looks for them.
+
+        Raises NoTree.
         """
         kind = type(argument)
         if is_kind_of_array(kind) or kind is Packed:
             return argument
-        before = 0 if survey is None else len(survey.objects)
-        leaves, tree = flattened(argument, found, survey)
-        if survey is not None and survey.meets_again:
-            survey.mark(leaves)
+        if survey is None:
+            before, (leaves, tree) = 0, flattened(argument, found)
+        else:
+            before, (leaves, tree) = len(survey.objects), survey.flatten(argument, found)
         kinds = tuple(map(type, leaves))
         try:
             layout = self._layouts.get((tree, kinds))
@@ -148,8 +154,7 @@ class Packing:
         if not layout.others and not layout.changeable:
             return Packed(leaves, layout.tree)
         if layout.is_opaque and survey is not None:
-            survey.has_opaque = True
-            return argument
+            raise NoTree
         key = tuple([id(leaves[i]) for i in layout.others])
         structure, is_array = layout.known.get(key) or layout.find(key, leaves, tree, where)
         if layout.changeable and survey is not None:

@@ -18,8 +18,7 @@ import jax
 
 from tracegrad.ir import Call
 from tracegrad.variables.leaves import named_leaves
-from tracegrad.variables.modules import Survey, is_whole
-from tracegrad.variables.nnx_objects import is_kind_of_state
+from tracegrad.variables.modules import Survey, is_state, is_whole
 
 
 class States:
@@ -27,7 +26,7 @@ class States:
 
     def __init__(self, arguments: Mapping[str, Any]):
         leaves = named_leaves(arguments, is_whole())
-        self._states = [(name, leaf) for name, leaf in leaves if is_kind_of_state(type(leaf))]
+        self._states = [(name, leaf) for name, leaf in leaves if is_state(leaf)]
         self._before: list[tuple[list[Any], Any]] = [
             jax.tree_util.tree_flatten_with_path(state) for _, state in self._states
         ]
@@ -37,7 +36,7 @@ class States:
         changes = Changes()
         if not self._states:
             return changes
-        returned = set(map(id, jax.tree.leaves(result, is_leaf=Survey())))
+        returned = set(map(id, Survey().flatten(result, [])[0]))
         for (name, state), (leaves, structure) in zip(self._states, self._before, strict=True):
             now, new_structure = jax.tree_util.tree_flatten_with_path(state)
             if structure != new_structure:

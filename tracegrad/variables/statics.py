@@ -306,10 +306,10 @@ def has_nodes(structure: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def structure_with(structure: Any, leaves: Sequence[Any]) -> Any:
-    """The structure of a tree with nodes (a `Part`) in the places of some leaves. No tree is made:
-    a class of the user's may check what it is made of."""
+    """The structure of a tree with nodes (a `Part`) in the places of some leaves; None: of a leaf
+    that stays one. No tree is made: a class of the user's may check what it is made of."""
     if structure.num_nodes == structure.num_leaves == 1:
-        return jax.tree.structure(leaves[0])
+        return structure if leaves[0] is None else jax.tree.structure(leaves[0])
     if not structure.num_leaves:
         return structure
     children, start = [], 0
