@@ -25,10 +25,11 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
 from tracegrad.tracing.arrays_of_calls import refuse_sharing, shardings_of, structure_of
 from tracegrad.tracing.attempts import tracing_depth
+from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
-from tracegrad.tracing.programs import Outgrown, Program
+from tracegrad.tracing.programs import Program
 from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.static import Call, StaticArguments, TakingApart, resolve
@@ -192,7 +193,7 @@ class Pipeline:
         while len(self._programs) > _KEPT:
             self._programs.popitem(last=False)
         plain = self._programs.get(())
-        self.plain = None if self.takes_apart or plain is None else plain.direct
+        self.plain = None if self.takes_apart or plain is None else plain.plain_call()
 
     def take_apart(self, call: Call) -> None:
         """Has calls look, from now on, for what is no array among their arguments, as in a call."""

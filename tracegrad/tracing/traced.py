@@ -18,11 +18,11 @@ import jax
 
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
+from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.graphs import Rule, require_function
 from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
-from tracegrad.tracing.programs import Outgrown
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.static import TakingApart, resolve

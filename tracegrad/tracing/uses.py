@@ -64,8 +64,10 @@ class Use:
             [v for v in read if v not in assigned],
             [v for v in assigned if v not in read],
         )
-        # Of these the program takes the values.
+        # Of these the program takes the values,
         self.values: Sequence[weakref.ref[Any]] = (*self.updated, *self.read)
+        # and of these it returns the new ones.
+        self.assigned: Sequence[weakref.ref[Any]] = (*self.updated, *self.written)
         self.has_variables = bool(self.values or self.written)
 
     def _weakly(self, *groups: Sequence[Any]) -> list[list[weakref.ref[Any]]]:

@@ -1,0 +1,174 @@
+"""What `jax.jit` compiles in the place of the user's function, and what a call of it returns."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from tracegrad import _jax
+from tracegrad.ir import Graph
+from tracegrad.ir.running import run_graph
+from tracegrad.tracing.jit_options import signature_behind
+from tracegrad.tracing.static import Call, TakingApart
+from tracegrad.tracing.uses import Use
+from tracegrad.variables.inside import hands_out
+from tracegrad.variables.modules import Contents, Update
+from tracegrad.variables.nnx_objects import nnx
+from tracegrad.variables.packed import Packed, unpacked
+from tracegrad.variables.statics import has_modules, has_statics, with_statics
+from tracegrad.variables.trees import was_a_variable
+
+if TYPE_CHECKING:
+    from tracegrad.tracing.pipeline import Pipeline
+
+
+class Outgrown(BaseException):
+    """A call needs a larger program. `Body` raises it to the call of that program.
+
+    Attributes:
+      of: the body.
+      graph: what was traced; None where that shows before the user's function is called.
+    """
+
+    def __init__(self, of: Body, graph: Graph | None):
+        super().__init__("nothing catches this but tracegrad")
+        self.of = of
+        self.graph = graph
+
+
+class _Traced(threading.local):
+    graph: Graph | None = None  # of the call that goes on with a larger program; for one use
+
+
+traced = _Traced()
+
+
+class NewValues(list[Any]):
+    """The new values that a program returns before its result: of its Variables, in the order of
+    its use, then of arrays of modules.
+
+    Attributes:
+      assigned: for each Variable, whether the program has assigned it.
+      updates: where in the modules of the call the values behind those go.
+      hands_out: whether modules of flax.nnx in the result are put in their places.
+    """
+
+    def __init__(
+        self, about: tuple[tuple[bool, ...], tuple[Update, ...], bool], values: Sequence[Any]
+    ):
+        self.extend(values)
+        self.about = about
+        self.assigned, self.updates, self.hands_out = about
+
+
+jax.tree_util.register_pytree_with_keys(
+    NewValues,
+    lambda new: ([(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(new)], new.about),
+    NewValues,  # type: ignore[arg-type]
+    lambda new: (tuple(new), new.about),
+)
+
+
+class Body:
+    """What `jax.jit` sees in the place of the user's function: trace → rules → lower.
+
+    Takes the values of the Variables that the use says, then the arguments. Returns `NewValues` and
+    the function's result; of a plain use the result alone. It holds the pipeline weakly, because
+    JAX's caches live as long as it does.
+
+    Args:
+      packs: whether a result that is not all arrays is `Packed`, for whoever puts it together.
+      is_staged: whether it is for `lower` and the like: then a result with nothing new comes alone.
+    """
+
+    def __init__(self, pipeline: Pipeline, use: Use, *, packs: bool, is_staged: bool = False):
+        self._pipeline = weakref.ref(pipeline)
+        self.use = use
+        self._packs = packs
+        self._is_staged = is_staged
+        self.__name__ = self.__qualname__ = pipeline.__name__
+        self.__doc__ = pipeline.__doc__
+        self.__module__ = pipeline.__module__
+        self._text = pipeline.text
+        if use.values:
+            signature = signature_behind(pipeline.fun, use.values)
+            if signature is not None:  # argument names, and checks of static ones
+                self.__signature__ = signature
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Whose it is, while that is there."""
+        return self._pipeline()
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any] | None:
+        """The user's function: signature, name and source line of messages come from it."""
+        pipeline = self._pipeline()
+        return None if pipeline is None else pipeline.ref()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        pipeline, use = self._pipeline(), self.use
+        assert pipeline is not None, "the traced function that is called holds it"
+        if _jax.config.jax_disable_jit:  # no warm call asks; nothing was called yet
+            raise Outgrown(self, None)
+        values, args = args[: len(use.values)], args[len(use.values) :]
+        call = self._taken_apart(pipeline, args, kwargs)
+        dynamic, *_ = pipeline.static.apart(call.args, call.kwargs)
+        flat, tree = jax.tree.flatten(dynamic)
+        graph, traced.graph = traced.graph, None
+        if graph is None or not _is_of(graph, flat, tree):
+            graph = pipeline.traced(call)
+        if not use.serves(graph, pipeline.packs_results):
+            raise Outgrown(self, graph)
+        of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
+        flat += [of_variable[id(variable)] for variable in graph.variables]
+        outs = run_graph(graph, flat)
+        count, last = graph.result_count, len(outs) - len(graph.updates)
+        if self._packs and not use.is_plain:
+            result = Packed(outs[:count], graph.out_tree)
+        else:
+            result = jax.tree.unflatten(graph.out_tree, outs[:count])
+            result = with_statics(result) if has_statics(graph.out_tree) else result
+        if use.is_plain or (self._is_staged and not use.has_variables and not graph.updates):
+            return result
+        new = dict(zip(map(id, graph.assigned), outs[count:last], strict=True))
+        variables = [id(ref()) for ref in use.assigned]
+        about = tuple([i in new for i in variables]), graph.updates, hands_out(graph.out_tree)
+        assigned = [new[i] if i in new else of_variable[i] for i in variables]
+        return NewValues(about, [*assigned, *outs[last:]]), result
+
+    def _taken_apart(
+        self, pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        """The arguments, packed. Raises `Outgrown` where there is what nobody has looked for."""
+        call = TakingApart(pipeline.static)(args, kwargs)
+        if not pipeline.takes_apart:
+            found = call.variables or call.objects or has_modules((args, kwargs))
+            if found or any(map(was_a_variable, jax.tree.leaves((args, kwargs)))):
+                pipeline.take_apart(call)
+                raise Outgrown(self, None)
+        elif not pipeline.take.looks_for_modules and nnx() is not None:
+            dynamic, *_ = pipeline.static.apart(*unpacked(call.args, call.kwargs))
+            if Contents(dynamic).objects:
+                pipeline.take.looks_for_modules = True
+                raise Outgrown(self, None)
+        return call
+
+    def warn_of_merging(self) -> None:
+        """See there."""
+        pipeline = self._pipeline()
+        if pipeline is not None:
+            pipeline.warn_of_merging()
+
+    def __repr__(self) -> str:
+        return self._text  # what JAX's messages name
+
+
+def _is_of(graph: Graph, flat: Sequence[Any], tree: Any) -> bool:
+    """Whether a graph was traced for such arguments."""
+    types = list(map(_jax.type_of, flat))
+    return bool(graph.in_tree == tree and graph.in_avals[: len(types)] == types)
