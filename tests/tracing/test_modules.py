@@ -756,3 +756,42 @@ def test_a_state_beside_the_module_that_it_is_of_is_a_copy():
     for count in (1, 2):
         step(state, model, X)
         np.testing.assert_array_equal(model.linear.bias[...], jnp.full(4, count))
+
+
+# --------------------------------------------------------------------------------------- shardings
+
+
+def layouts():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    across, along = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        for spec in ((None, "x"), ("x",))
+    )
+    state = nnx.StateSharding({nnx.PathContains("kernel"): across, nnx.PathContains("bias"): along})
+    return across, along, state
+
+
+def test_shardings_of_flax_lay_out_what_goes_in_what_is_assigned_and_what_comes_out():
+    across, along, state = layouts()
+
+    def step(model, factor):
+        model.linear.kernel[...] *= factor
+        return jnp.sum(model.linear(X))
+
+    model, expected = Plain(nnx.Rngs(0)), Plain(nnx.Rngs(0))
+    value = tg.trace(step, in_shardings=(state, None))(model, 2.0)
+    np.testing.assert_allclose(value, step(expected, 2.0), rtol=1e-5)
+    assert (model.linear.kernel.sharding, model.linear.bias.sharding) == (across, along)
+    made = tg.trace(lambda x: {"model": Plain(nnx.Rngs(0)), "x": x}, out_shardings=state)
+    result = tg.trace(lambda x: (Plain(nnx.Rngs(0)), x), out_shardings=(state, along))(jnp.ones(4))
+    assert (result[0].linear.kernel.sharding, result[1].sharding) == (across, along)
+    assert_same(arrays_of(result[0]), arrays_of(Plain(nnx.Rngs(0))))
+    assert made(X)["model"].linear.bias.sharding == along
+
+
+def test_two_shardings_of_one_module_are_refused():
+    _, along, _ = layouts()
+    model = Plain(nnx.Rngs(0))
+    add = tg.trace(lambda a, b: a.linear.bias + b.linear.bias, in_shardings=(None, along))
+    with pytest.raises(ValueError, match=r"Inconsistent aliasing.*arguments 0 and 1"):
+        add(model, model)

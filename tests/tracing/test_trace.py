@@ -15,6 +15,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
@@ -628,3 +629,37 @@ def test_a_graphs_function_rejects_other_types_and_trees():
         f(jnp.ones(4))
     with pytest.raises(TypeError, match="structure"):
         f([jnp.ones(3)])
+
+
+def test_what_is_compiled_ahead_is_called_as_the_function_is():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.count = nnx.Variable(jnp.array(0))
+
+        def __call__(self, x):
+            self.count[...] += 1
+            return 2 * x
+
+    module, total, x = Counting(), tg.Variable(1.0), jnp.float32(3.0)
+    of_module = tg.trace(lambda module, x: module(x))
+    of_variables = tg.trace(lambda v, x: v.assign_add(x) + total.assign_add(x))
+    of_statics = tg.trace(lambda tree, x: (tree["act"](x), tree["name"]))
+    compiled = of_module.lower(module, x).compile()
+    assert isinstance(compiled, jax.stages.Compiled)
+    assert [float(compiled(module, x)), float(compiled(module, x))] == [6.0, 6.0]
+    assert int(module.count[...]) == 2
+    itself = tg.trace(module).lower(x).compile()
+    assert float(itself(x)) == 6.0
+    assert int(module.count[...]) == 3
+    one, two = tg.Variable(10.0), tg.Variable(20.0)
+    compiled = of_variables.lower(one, x).compile()
+    assert [float(compiled(one, x)), float(compiled(one, x))] == [17.0, 23.0]
+    assert (float(one), float(total)) == (16.0, 7.0)
+    tree = {"act": jnp.sin, "name": "a"}
+    value, name = of_statics.lower(tree, x).compile()(tree, x)
+    np.testing.assert_allclose(value, jnp.sin(x), rtol=1e-6)
+    assert name == "a"
+    for wrong, args in ((compiled, (two, x)), (compiled, (one, jnp.ones(2)))):
+        with pytest.raises(TypeError):
+            wrong(*args)
+    assert (float(one), float(two), float(total)) == (16.0, 20.0, 7.0)

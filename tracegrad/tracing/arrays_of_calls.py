@@ -3,40 +3,39 @@ lies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from tracegrad.ir import Graph
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.static import Call, StaticArguments
+from tracegrad.variables.modules import Again, Contents, Update
+from tracegrad.variables.nnx_objects import is_variable_of_nnx
 from tracegrad.variables.packed import Packed
-from tracegrad.variables.statics import is_none, is_variable
+from tracegrad.variables.statics import is_variable
 
 
 def refuse_sharing(fun: Callable[..., Any], call: Call, donated: StaticArguments) -> None:
     """Raises ValueError for modules that share an array which is to be given away."""
-    packed = [
-        (i, arg) for i, arg in (*enumerate(call.args), *call.kwargs.items()) if type(arg) is Packed
-    ]
+    named = zip(argument_names(fun, len(call.args)), call.args, strict=True)
+    packed = [(name, arg) for name, arg in (*named, *call.kwargs.items()) if type(arg) is Packed]
     arrays = [array for _, arg in packed for array in arg.arrays if isinstance(array, jax.Array)]
     if len(set(map(id, arrays))) == len(arrays):
         return
-    names = dict(enumerate(argument_names(fun, len(call.args))))
     places: dict[int, list[str]] = {}
-    for where, arg in packed:
+    for name, arg in packed:
         for path, array in jax.tree_util.tree_leaves_with_path(arg):
-            name = names.get(where, where)
-            places.setdefault(id(array), []).append(f"{name}{jax.tree_util.keystr(path)}")
-    by_position = donated.within(call.args)
-    for where, arg in packed:
-        if where not in by_position and where not in donated.names:
-            continue
-        for array in arg.arrays:
-            shared = [f"`{place}`" for place in places[id(array)]]
+            places.setdefault(id(array), []).append(f"`{name}{jax.tree_util.keystr(path)}`")
+    given_away = [call.args[i] for i in donated.within(call.args)]
+    given_away += donated.named(call.kwargs).values()
+    for name, arg in packed:
+        for array in arg.arrays if any(arg is each for each in given_away) else ():
+            shared = places[id(array)]
             if len(shared) > 1:
-                own = next(p for p in shared if p.startswith(f"`{names.get(where, where)}"))
+                own = next(place for place in shared if place.startswith(f"`{name}"))
                 raise ValueError(
                     f"{function_name(fun)} donates {own}, and {' and '.join(shared)} are one "
                     "array: after the call nobody would have it. Copy it first, as by "
@@ -49,29 +48,154 @@ def structure_of(argument: Any) -> Any:
     return argument.structure if type(argument) is Packed else None
 
 
+def of_jit(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as `jax.jit` takes them: without an `nnx.StateSharding`, which is flax's own."""
+    shardings, of_result = options.get("in_shardings"), options.get("out_shardings")
+    if maps(of_result):  # see `shardings_of_result`
+        options = {**options, "out_shardings": None}
+    if maps(shardings):
+        plain = jax.tree.map(
+            lambda x: None if _is_mapping(x) else x, shardings, is_leaf=_is_sharding
+        )
+        options = {**options, "in_shardings": plain}
+    return options
+
+
+def _is_mapping(sharding: object) -> bool:
+    """Whether it says the sharding of each variable of a module of flax.nnx."""
+    return hasattr(sharding, "map_prefix")
+
+
+def maps(shardings: Any) -> bool:
+    """Whether flax is to say some of the shardings."""
+    return any(map(_is_mapping, jax.tree.leaves(shardings, is_leaf=_is_sharding)))
+
+
+def is_for_all(shardings: Any) -> bool:
+    """Whether what is said of the shardings of a tree says the same of all arrays in it."""
+    if _is_mapping(shardings):
+        return False
+    return shardings is None or jax.tree_util.all_leaves([shardings])
+
+
+def shardings_of_result(shardings: Any, graph: Graph) -> Packed | None:
+    """The shardings of a packed result, where flax is to say them of modules in it; else None."""
+    if not maps(shardings):
+        return None
+    arrays = graph.out_avals[: graph.result_count]
+    return _along(shardings, Packed(arrays, graph.out_tree))
+
+
 def shardings_of(shardings: Any, args: Sequence[Any]) -> Any:
     """The shardings that the user has said along the trees of arguments, for packed ones."""
     if not isinstance(shardings, tuple):
         return shardings
     return tuple(
-        _along(prefix, arg)
-        if type(arg) is Packed and not jax.tree_util.all_leaves([prefix])
-        else prefix
+        _along(prefix, arg) if type(arg) is Packed and not is_for_all(prefix) else prefix
         for prefix, arg in zip(shardings, args, strict=False)
     )
 
 
 def _along(prefix: Any, packed: Packed) -> Packed:
-    argument = packed.argument()
-    whole = jax.tree.broadcast(prefix, argument, is_leaf=is_none)
-    arrays, found = iter(packed.arrays), []
+    """The sharding of each array of an argument."""
+    found: list[tuple[Any, Any]] = []  # of each leaf
+
+    def of_part(sharding: Any, part: Any) -> None:
+        if not _is_mapping(sharding):
+            found.extend((sharding, leaf) for leaf in jax.tree.leaves(part, is_leaf=is_variable))
+            return
+        for of_node, node in _mapped(sharding, part):
+            found.extend((of_node, leaf) for leaf in jax.tree.leaves(node))
+
+    jax.tree.map(of_part, prefix, packed.argument(), is_leaf=_is_sharding)
+    arrays, of_arrays = iter(packed.arrays), []
     array = next(arrays, None)
-    for sharding, leaf in zip(
-        jax.tree.leaves(whole, is_leaf=is_none),
-        jax.tree.leaves(argument, is_leaf=is_variable),
-        strict=True,
-    ):
+    for sharding, leaf in found:
         if leaf is array:  # the others are no arrays
-            found.append(sharding)
+            of_arrays.append(sharding)
             array = next(arrays, None)
-    return Packed(found, packed.structure)
+    return Packed(of_arrays, packed.structure)
+
+
+def _mapped(sharding: Any, part: Any) -> Iterator[tuple[Any, Any]]:
+    """The nnx.Variables in a tree, and its other leaves, each with the sharding that flax says."""
+    for path, node in jax.tree_util.tree_leaves_with_path(part, is_leaf=is_variable_of_nnx):
+        keys = tuple(map(_key_of_flax, path))
+        yield sharding.map_prefix(keys, node) if is_variable_of_nnx(node) else None, node
+
+
+def constrained(
+    updates: Sequence[Update], values: Sequence[Any], shardings: Any, args: Sequence[Any]
+) -> list[Any]:
+    """New arrays of modules, laid out as flax says for those that are given.
+
+    Args:
+      shardings: of the arguments.
+      args: packed; those that are not static.
+    """
+    if not updates or not maps(shardings) or not isinstance(shardings, tuple):
+        return list(values)
+    trees = [arg.argument() if type(arg) is Packed else arg for arg in args]
+    of_objects: dict[int, Any] = {}
+
+    def of_part(sharding: Any, part: Any) -> None:
+        if _is_mapping(sharding):
+            of_objects.update((id(node), of_node) for of_node, node in _mapped(sharding, part))
+
+    jax.tree.map(of_part, shardings, tuple(trees[: len(shardings)]), is_leaf=_is_sharding)
+    objects = Contents(trees).objects
+    laid_out = [of_objects.get(id(objects[update.place])) for update in updates]
+    return [
+        value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
+        for value, sharding in zip(values, laid_out, strict=True)
+    ]
+
+
+def _is_sharding(node: object) -> bool:
+    return node is None or _is_mapping(node)
+
+
+def _key_of_flax(key: Any) -> Any:
+    names = ("name", "key", "idx")
+    return next((getattr(key, name) for name in names if hasattr(key, name)), key)
+
+
+def refuse_other_shardings(shardings: Any, args: Sequence[Any]) -> None:
+    """Raises ValueError for an object of flax.nnx in two arguments of which the user has said two
+    shardings.
+
+    Args:
+      args: packed; those that are not static.
+    """
+    if not isinstance(shardings, tuple):
+        return
+    owners: list[int] = []  # of each object, the argument that it was met in first
+    for i, arg in enumerate(args[: len(shardings)]):
+        if type(arg) is not Packed:
+            continue
+        for place in _places_again(arg.structure):
+            first = owners[place] if place < len(owners) else i
+            if shardings[first] != shardings[i]:
+                raise ValueError(
+                    f"Inconsistent aliasing: an object of flax.nnx is in the arguments {first} and "
+                    f"{i}, and in_shardings says {shardings[first]} and {shardings[i]} of them. "
+                    "Say one for both, or give one of them a copy (nnx.clone)"
+                )
+        owners += [i] * len(Contents(arg.argument()).objects)
+
+
+def _places_again(structure: Any) -> Iterator[int]:
+    node = structure.node_data()
+    if node is not None and node[0] is Again:
+        yield node[1].place
+    elif node is not None:
+        for child in structure.children():
+            yield from _places_again(child)
+
+
+def moved(shardings: Any, static: StaticArguments, count: int) -> frozenset[int]:
+    """The places of arguments whose modules get arrays of the shardings that flax is given for
+    them, changed or not."""
+    parts = shardings if isinstance(shardings, tuple) else ()
+    dynamic = [i for i in range(count) if i not in static.positions]
+    return frozenset(i for i, part in zip(dynamic, parts, strict=False) if maps(part))

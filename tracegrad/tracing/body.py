@@ -12,6 +12,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
+from tracegrad.tracing.arrays_of_calls import constrained, refuse_other_shardings
 from tracegrad.tracing.jit_options import signature_behind
 from tracegrad.tracing.static import Call, TakingApart
 from tracegrad.tracing.uses import Use
@@ -73,6 +74,9 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+_ONE_ARRAY = jax.tree.structure(0)
+
+
 class Body:
     """What `jax.jit` sees in the place of the user's function: trace → rules → lower.
 
@@ -118,6 +122,7 @@ class Body:
         values, args = args[: len(use.values)], args[len(use.values) :]
         call = self._taken_apart(pipeline, args, kwargs)
         dynamic, *_ = pipeline.static.apart(call.args, call.kwargs)
+        refuse_other_shardings(pipeline.in_shardings, dynamic[0])
         flat, tree = jax.tree.flatten(dynamic)
         graph, traced.graph = traced.graph, None
         if graph is None or not _is_of(graph, flat, tree):
@@ -128,7 +133,8 @@ class Body:
         flat += [of_variable[id(variable)] for variable in graph.variables]
         outs = run_graph(graph, flat)
         count, last = graph.result_count, len(outs) - len(graph.updates)
-        if self._packs and not use.is_plain:
+        outs[last:] = constrained(graph.updates, outs[last:], pipeline.in_shardings, dynamic[0])
+        if self._packs and not use.is_plain and graph.out_tree != _ONE_ARRAY:
             result = Packed(outs[:count], graph.out_tree)
         else:
             result = jax.tree.unflatten(graph.out_tree, outs[:count])

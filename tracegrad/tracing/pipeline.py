@@ -23,7 +23,15 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
-from tracegrad.tracing.arrays_of_calls import refuse_sharing, shardings_of, structure_of
+from tracegrad.tracing.arrays_of_calls import (
+    is_for_all,
+    maps,
+    moved,
+    of_jit,
+    refuse_sharing,
+    shardings_of,
+    structure_of,
+)
 from tracegrad.tracing.attempts import tracing_depth
 from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.callable import call_traced
@@ -34,7 +42,7 @@ from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.static import Call, StaticArguments, TakingApart, resolve
 from tracegrad.tracing.user_errors import explain, explain_rule
-from tracegrad.tracing.uses import Use
+from tracegrad.tracing.uses import Packs, Use
 from tracegrad.variables.trees import without_variables
 
 T = TypeVar("T")
@@ -52,7 +60,7 @@ class Pipeline:
     Attributes:
       take: takes the arguments of its calls apart.
       takes_apart: whether that is done at each call, since any had what is no array.
-      packs_results: whether results that are not all arrays may be packed.
+      packs_results: which results are packed.
     """
 
     def __init__(
@@ -66,7 +74,8 @@ class Pipeline:
         self.ref = _weak(fun)
         self.rules = rules
         self.static = static
-        self.options = options
+        self.options = of_jit(options)
+        self.out_shardings = options.get("out_shardings")
         self.history = history or TraceHistory(function_name(fun))
         self.__name__ = function_name(fun)
         self.__doc__ = fun.__doc__
@@ -75,14 +84,16 @@ class Pipeline:
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._lock = threading.RLock()
         # Shardings of the parts of an argument or of a result are said along its tree.
-        shardings = options.get("in_shardings")
+        self.in_shardings = shardings = options.get("in_shardings")
         parts = shardings if isinstance(shardings, tuple) else (shardings,)
-        self._shardings = None if all(map(_is_for_all, parts)) else shardings
+        self._shardings = None if all(map(is_for_all, parts)) else shardings
         self._donated = StaticArguments()
         if options.get("donate_argnums") is not None or options.get("donate_argnames") is not None:
             by_position, by_name = options.get("donate_argnums"), options.get("donate_argnames")
             self._donated = resolve(fun, by_position, by_name)
-        self.packs_results = _is_for_all(options.get("out_shardings"))
+        self.packs_results: Packs = "if it has parts"
+        if not is_for_all(self.out_shardings):  # along the tree of a result
+            self.packs_results = "always" if maps(self.out_shardings) else "never"
         self.take = TakingApart(static, looks_for_modules=False)
         self.takes_apart = False
         self.plain: Callable[..., Any] | None = None  # what a call is, while that is all
@@ -110,6 +121,11 @@ class Pipeline:
         if graph is not None:
             self._grow(Call(args, kwargs), graph)
         return self.search(args, kwargs, Program.__call__, graph)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all calls were of arrays, with arrays for their results, and nothing else."""
+        return not self.takes_apart and all(p.use.is_plain for p in self._programs.values())
 
     def refuses_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the plain jit refuses such arguments, and a program of them does not."""
@@ -212,7 +228,11 @@ class Pipeline:
 
     def graph(self, call: Call) -> Graph:
         """The graph for the arguments of a call, after the rules."""
-        trace = functools.partial(trace_to_graph, self.fun, call, self.static, self._donated)
+        given_new = self._donated
+        if self._shardings is not None:
+            places = moved(self._shardings, self.static, len(call.args))
+            given_new = given_new._replace(positions=given_new.positions | places)
+        trace = functools.partial(trace_to_graph, self.fun, call, self.static, given_new)
         with with_jit():  # so that rules find the functions
             return traced_under(self.rules, trace)
 
@@ -277,11 +297,6 @@ def repr_of(fun: Callable[..., Any]) -> str:
         return repr(fun)
     except Exception:  # of a half-made object, or of one with an array that is gone
         return f"<{type(fun).__name__} {function_name(fun)}>"
-
-
-def _is_for_all(shardings: Any) -> bool:
-    """Whether what is said of the shardings of a tree says the same of all arrays in it."""
-    return shardings is None or jax.tree_util.all_leaves([shardings])
 
 
 def _weak(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:

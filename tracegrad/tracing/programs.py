@@ -26,6 +26,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
+from tracegrad.tracing.arrays_of_calls import shardings_of_result
 from tracegrad.tracing.body import Body, NewValues, Outgrown, traced
 from tracegrad.tracing.jit_options import options_behind
 from tracegrad.tracing.static import Call
@@ -50,19 +51,22 @@ class Program:
       direct: what a call is, where its use is plain; else None.
     """
 
-    def __init__(self, pipeline: Pipeline, use: Use, shardings: Any = None):
+    def __init__(self, pipeline: Pipeline, use: Use, shardings: Any = None, of_result: Any = None):
         """Makes the program.
 
         Args:
           shardings: of the arguments, where the user said them along their trees.
+          of_result: the shardings of the result, where flax has said them.
         """
         self.use = use
         self._pipeline = weakref.ref(pipeline)
-        self._body = body = Body(pipeline, use, packs=pipeline.packs_results)
+        self._body = body = Body(pipeline, use, packs=pipeline.packs_results != "never")
         options = pipeline.options
         self._shardings = shardings
         if shardings is not None:
             options = {**options, "in_shardings": shardings}
+        if of_result is not None:
+            options = {**options, "out_shardings": of_result}
         if not use.is_plain:
             options = options_behind(pipeline.fun, options, pipeline.static, use.values)
         self._make_nested = functools.partial(jax.jit, body, **options)
@@ -96,7 +100,8 @@ class Program:
         pipeline = self._pipeline()
         assert pipeline is not None, "the traced function that is called holds it"
         use = Use(self.use, graph, packs=pipeline.packs_results)
-        return Program(pipeline, use, self._shardings)
+        of_result = shardings_of_result(pipeline.out_shardings, graph)
+        return Program(pipeline, use, self._shardings, of_result)
 
     def _recomputing(self) -> Callable[..., Any]:
         """What a call is, where XLA is to be told to keep what is recomputed."""
@@ -148,12 +153,8 @@ class Program:
             new, result = self._held(self.outermost, args, kwargs)
         else:
             new, result = self._lent(self.outermost, args, kwargs)
-        if new.updates:  # their values are the last ones
-            for update, value in zip(new.updates, new[len(new) - len(new.updates) :], strict=True):
-                update.assign(objects, value)
-        if type(result) is Packed:
-            result = result.argument()
-        return put_together(result, objects) if new.hands_out else result
+        is_over = not new.updates and not new.hands_out and type(result) is not Packed
+        return result if is_over else _settled(new, result, objects)
 
     def _lent(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that writes over what it updates, with nobody around."""
@@ -216,6 +217,13 @@ class Program:
             self._warn()
         return new, result
 
+    def called_compiled(self, compiled: Callable[..., Any], call: Call) -> Any:
+        """The result of a call by what `lower` was compiled to."""
+        args, kwargs = call.of_trees()
+        outcome = (self._held if self.use.calls_host else self._lent)(compiled, args, kwargs)
+        has_new = isinstance(outcome, tuple) and outcome and isinstance(outcome[0], NewValues)
+        return _settled(*outcome, call.objects) if has_new else outcome
+
     def staged(self, stage: str, call: Call, graph: Graph | None) -> Any:
         """`lower`, `trace` or `eval_shape` of the compiled function of values."""
         variables: list[Any] = [ref() for ref in self.use.values]
@@ -233,7 +241,7 @@ class Program:
         """The jit with the result in its own tree."""
         pipeline = self._pipeline()
         assert pipeline is not None, "the traced function holds it"
-        if self.use.is_plain or not pipeline.packs_results:
+        if self.use.is_plain or pipeline.packs_results != "if it has parts":
             return self.nested if stage == "eval_shape" else self.outermost
         if self._staged is None:
             self._staged = jax.jit(
@@ -248,3 +256,13 @@ class Program:
         if "nested" in vars(self):
             self.nested.clear_cache()
         self.outermost.clear_cache()
+
+
+def _settled(new: NewValues, result: Any, objects: Sequence[Any]) -> Any:
+    """The user's result; `objects`, those of flax.nnx in the arguments, get what is new."""
+    updates = zip(new.updates, new[len(new) - len(new.updates) :], strict=True)  # the last ones
+    for update, value in updates:
+        update.assign(objects, value)
+    if type(result) is Packed:
+        result = result.argument()
+    return put_together(result, objects) if new.hands_out else result

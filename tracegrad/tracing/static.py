@@ -109,7 +109,8 @@ class TakingApart:
 
     def _by_flax(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         found: list[Given] = []
-        arguments = {**dict(enumerate(args)), **{name: kwargs[name] for name in sorted(kwargs)}}
+        arguments: dict[str | int, Any] = dict(enumerate(args))
+        arguments.update((name, kwargs[name]) for name in sorted(kwargs))
         packed, objects = packed_by_flax(arguments, found)
         positional = tuple(packed[i] for i in range(len(args)))
         return Call(positional, {name: packed[name] for name in kwargs}, tuple(found), objects)

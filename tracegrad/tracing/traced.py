@@ -18,14 +18,17 @@ import jax
 
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
+from tracegrad.tracing.arrays_of_calls import of_jit
 from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.graphs import Rule, require_function
 from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
+from tracegrad.tracing.programs import Program
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module
-from tracegrad.tracing.static import TakingApart, resolve
+from tracegrad.tracing.stages import called_by
+from tracegrad.tracing.static import Call, TakingApart, resolve
 from tracegrad.tracing.user_errors import explain
 
 _JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
@@ -60,7 +63,7 @@ class TracedFunction:
         jit_options: dict[str, Any] | None = None,
     ):
         options = dict(jit_options or {})
-        jax.jit(fun, **options)  # checks the function and the options, in jit's own words
+        jax.jit(fun, **of_jit(options))  # checks the function and the options, in jit's own words
         require_function(fun)
         functools.update_wrapper(self, fun, updated=())
         static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
@@ -108,12 +111,19 @@ class TracedFunction:
         The program of a function with Variables takes their values in front of the arguments:
         of those that it reads and assigns, which it writes over, then of those that it only reads.
         It returns a pair: a list of the assigned values, and the result. A Variable among the
-        arguments is one of these; for a compiled program that is to be called, pass its `.value`.
-        That of a module of equinox takes the module first, and so do `graph` and `trace`. To be
-        called, a compiled program has to be that of a function of arrays, in trees without others.
+        arguments is one of these. That of a module takes the module first, and so do `graph` and
+        `trace`. What it is compiled to is called as the function is.
         """
         lowered: jax.stages.Lowered = self._staged("lower", args, kwargs)
-        return lowered
+        pipeline, first = self._pipeline, self._first
+
+        def run(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            def action(program: Program, call: Call, _: Graph | None) -> Any:
+                return program.called_compiled(compiled, call)
+
+            return pipeline.search((*first, *args), kwargs, action)
+
+        return lowered if pipeline.is_plain else called_by(run, lowered)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """As ``jax.jit(fun).trace``; for a function with Variables see `lower`."""

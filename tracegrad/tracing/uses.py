@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -12,6 +12,8 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.variables.inside import hands_out
 from tracegrad.variables.statics import has_statics
+
+Packs = Literal["never", "if it has parts", "always"]
 
 
 class Use:
@@ -31,12 +33,12 @@ class Use:
         before: Use | None = None,
         graph: Graph | None = None,
         *,
-        packs: bool = True,
+        packs: Packs = "if it has parts",
     ):
         """That of a program before, and of one more graph.
 
         Args:
-          packs: whether results that are not all arrays may be packed.
+          packs: which results are packed.
         """
         self.is_over: bool = False
         self.calls_host: bool = before is not None and before.calls_host
@@ -81,7 +83,7 @@ class Use:
 
         return [[weakref.ref(each, over) for each in group] for group in groups]
 
-    def serves(self, graph: Graph, packs: bool) -> bool:
+    def serves(self, graph: Graph, packs: Packs) -> bool:
         """Whether a program of this use has a place for all that a graph does."""
         if not self.recomputes and _recomputes(graph):
             return False
@@ -103,7 +105,7 @@ def _alive(refs: Sequence[weakref.ref[Any]]) -> dict[Any, None]:
 
 
 def _calls_host(graph: Graph) -> bool:
-    return not _is_plain(graph, packs=False) and bool(graph.calls_host)
+    return not _is_plain(graph, "never") and bool(graph.calls_host)
 
 
 def _recomputes(graph: Graph) -> bool:
@@ -111,7 +113,8 @@ def _recomputes(graph: Graph) -> bool:
     return needed is not None and graph.recomputes
 
 
-def _is_plain(graph: Graph, packs: bool) -> bool:
+def _is_plain(graph: Graph, packs: Packs) -> bool:
     state = graph.variables or graph.assigned or graph.updates
-    out_tree = graph.out_tree
-    return not state and not hands_out(out_tree) and not (packs and has_statics(out_tree))
+    if state or packs == "always" or hands_out(graph.out_tree):
+        return False
+    return packs == "never" or not has_statics(graph.out_tree)

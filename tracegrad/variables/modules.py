@@ -163,7 +163,7 @@ def with_objects(tree: Any, objects: Iterable[Any] = ()) -> Any:
         )
 
     for node in survey.objects[before:]:
-        for name, value in list(_attributes(node)):
+        for name, value in _attributes(node):
             new = of_part(value)
             if new is not value:
                 object.__setattr__(node, name, new)
@@ -181,7 +181,7 @@ def _attributes(node: Any) -> Iterable[tuple[str, Any]]:
     """The attributes of an object of flax.nnx that may hold others."""
     if isinstance(node, nnx().Variable):
         return (("_raw_value", node.get_raw_value()),)
-    return vars(node).items()
+    return list(vars(node).items())
 
 
 # ----------------------------------------------------------------- classes that are no pytrees

@@ -43,6 +43,7 @@ from tracegrad.variables.statics import (
     structure_with,
 )
 from tracegrad.variables.trees import flattened
+from tracegrad.variables.variable import Variable
 
 _KEPT = 256  # layouts of a function, and structures of a layout
 _IMMUTABLE = frozenset({str, bytes, type, np.dtype, Again})
@@ -65,7 +66,7 @@ class Packed:
     @property
     def has_parts(self) -> bool:
         """Whether there is anything in it that is no array."""
-        return has_nodes(self.structure, (Static, Again, Root))
+        return has_nodes(self.structure, (Static, Variable, Again, Root))
 
 
 class PackedStatic(Packed):

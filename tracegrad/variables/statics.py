@@ -115,7 +115,8 @@ class Static(Part):
 
 def is_known_by_identity(leaf: Any) -> bool:
     """Whether a leaf is no array, and is the same as itself alone."""
-    return not is_array(leaf) and type(leaf).__eq__ is object.__eq__
+    kind: Any = type(leaf)
+    return not is_array(leaf) and kind.__eq__ is object.__eq__
 
 
 jax.tree_util.register_pytree_node(

@@ -107,8 +107,11 @@ _unflattened = _Unflattened()
 def was_a_variable(value: object) -> bool:
     """Whether a Variable was in the place of a value, among the arguments of the function that JAX
     has begun to trace."""
-    ref, origin = _unflattened.values.get(id(value), (None, None))
-    return origin is not None and ref() is value and origin.variable() is not None
+    known = _unflattened.values.get(id(value))
+    if known is None:
+        return False
+    ref, origin = known
+    return ref() is value and origin.variable() is not None
 
 
 def flattened(

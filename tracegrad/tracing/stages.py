@@ -1,0 +1,47 @@
+"""Stages of compilation whose programs are called with the user's arguments.
+
+The program of a function with modules, Variables or static leaves takes packed arguments, and the
+values of its Variables. What is compiled of it is called as the traced function is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+Stage = TypeVar("Stage")
+# Runs a compiled program for the arguments (args, kwargs) of the user.
+Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Compiled(jax.stages.Compiled):
+    run: Run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(super().__call__, args, kwargs)
+
+
+class _Lowered(jax.stages.Lowered):
+    run: Run
+
+    def compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+        compiled = _as(_Compiled, super().compile(*args, **kwargs))
+        compiled.run = self.run
+        return compiled
+
+
+def called_by(run: Run, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+    """The same, with another way to call what it is compiled to."""
+    stage = _as(_Lowered, lowered)
+    stage.run = run
+    return stage
+
+
+def _as(kind: type[Stage], stage: Any) -> Stage:
+    """A stage as one of a class of ours."""
+    new = object.__new__(kind)
+    for name in (*type(stage).__slots__, *vars(stage)):
+        setattr(new, name, getattr(stage, name))
+    return new
