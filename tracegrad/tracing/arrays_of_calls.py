@@ -146,7 +146,7 @@ def constrained(
     objects = Contents(trees).objects
     laid_out = [of_objects.get(id(objects[update.place])) for update in updates]
     return [
-        value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
+        value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)  # type: ignore[no-untyped-call]
         for value, sharding in zip(values, laid_out, strict=True)
     ]
 

@@ -222,7 +222,7 @@ class Program:
         args, kwargs = call.of_trees()
         outcome = (self._held if self.use.calls_host else self._lent)(compiled, args, kwargs)
         has_new = isinstance(outcome, tuple) and outcome and isinstance(outcome[0], NewValues)
-        return _settled(*outcome, call.objects) if has_new else outcome
+        return _settled(outcome[0], outcome[1], call.objects) if has_new else outcome
 
     def staged(self, stage: str, call: Call, graph: Graph | None) -> Any:
         """`lower`, `trace` or `eval_shape` of the compiled function of values."""
