@@ -14,8 +14,8 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 w, x = jnp.ones((8, 2)), jnp.ones((4, 8))
-assert_type(tg.graph(loss)(w, x), tg.Graph)
-assert_type(tg.plan_recompute(loss, "2GiB", measure=False)(w, x), RecomputePlan)
+assert_type(tg.graph(loss, w, x), tg.Graph)
+assert_type(tg.plan_recompute(loss, w, x, memory_budget="2GiB", measure=False), RecomputePlan)
 assert_type(tg.stop_gradient(w), jax.Array)
 rule = tg.rules.stop_gradient(tg.match.call("relu"))
 gradient = jax.grad(tg.rewrite(loss, rule))(w, x)

@@ -157,7 +157,7 @@ def test_cases_are_what_they_say() -> None:
     assert {case.name for case in CASES} >= X64
     found = set()
     for case in CASES:
-        found |= {o.node.op for o in tracegrad.graph(case.fun)(*case.args).walk()}
+        found |= {o.node.op for o in tracegrad.graph(case.fun, *case.args).walk()}
     assert found >= {
         "jit",
         "scan",

@@ -122,7 +122,7 @@ def loss(w, x):
     return jnp.mean(jax.nn.relu(x @ w) ** 2)
 
 arguments = np.ones((3, 2), "float32"), np.ones((4, 3), "float32")
-print(tg.graph(loss)(*arguments))
+print(tg.graph(loss, *arguments))
 explanation = tg.explain(loss, *arguments)
 
 def deep(w, x):
@@ -131,7 +131,7 @@ def deep(w, x):
     return jnp.mean(x**2)
 
 def plan():
-    return tg.plan_recompute(deep, "60%", measure=False)(*shapes)
+    return tg.plan_recompute(deep, *shapes, memory_budget="60%", measure=False)
 
 def step(w, x):
     return jax.grad(deep)(w, x)

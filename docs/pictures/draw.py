@@ -43,8 +43,12 @@ def draw_graph() -> None:
 
 def draw_plan() -> None:
     weights = [jax.ShapeDtypeStruct((64, 64), "float32")] * 12
-    plan = tg.plan_recompute(deep, "52%", measure=False)(
-        weights, jax.ShapeDtypeStruct((8192, 64), "float32")
+    plan = tg.plan_recompute(
+        deep,
+        weights,
+        jax.ShapeDtypeStruct((8192, 64), "float32"),
+        memory_budget="52%",
+        measure=False,
     )
     mpl.rcParams["svg.hashsalt"] = "tracegrad"  # the same file each time
     plan.plot().savefig(HERE / "plan.svg", metadata={"Date": None})

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.both_jax
 def test_what_stands_in_a_region_of_a_region_is_known_of_the_graph():
     def within(fun):
         inner = jax.jit(fun)
-        return tg.graph(lambda x: jax.jit(lambda x: inner(x))(x))(jnp.ones(3))
+        return tg.graph(lambda x: jax.jit(lambda x: inner(x))(x), jnp.ones(3))
 
     def on_the_host(x):
         return jax.pure_callback(np.sin, x, x)

@@ -86,7 +86,7 @@ COMPILED = {
         rules=[rules.scale_gradient(match.op("sin"), 2.0, missing_ok=True)]
     ),
     "rewritten": tg.rewrite,
-    "as a graph": lambda f: lambda *args: tg.graph(f)(*args).to_callable()(*args),
+    "as a graph": lambda f: lambda *args: tg.graph(f, *args).to_callable()(*args),
 }
 
 
@@ -160,7 +160,7 @@ def test_fields_of_a_named_tuple_in_an_order_that_is_not_flax_s():
     fields = holder.fields
     assert (fields.second[...], fields.first.second, fields.first.first[...]) == (8.0, 2.0, 22.0)
     ends = ("second", "first.second", "first.first")
-    assert list(tg.graph(step)(holder).hints) == [f"holder.fields.{end}" for end in ends]
+    assert list(tg.graph(step, holder).hints) == [f"holder.fields.{end}" for end in ends]
 
     optimiser = optax.MultiSteps(SGD, 2)
     runs = []
@@ -482,16 +482,16 @@ def test_calls_with_arrays_and_then_with_a_module_lose_nothing():
 
 def test_shown_programs_have_new_values_among_their_results():
     model = Noisy(nnx.Rngs(0))
-    graph = tg.graph(loss)(model, X)
+    graph = tg.graph(loss, model, X)
     assert len(graph.outputs) == 4  # the loss, two statistics, the count of random numbers
     assert "model.norm.mean: f32[4]" in str(graph)
-    for text in (tg.show(loss, model, X), tg.plan_recompute(loss, "1MiB")(model, X)):
+    for text in (tg.show(loss, model, X), tg.plan_recompute(loss, model, X, memory_budget="1MiB")):
         assert "loss" in str(text)
-    plan = tg.plan_recompute(loss, "1MiB")(model, X)
+    plan = tg.plan_recompute(loss, model, X, memory_budget="1MiB")
     twin = nnx.clone(model)
     np.testing.assert_allclose(plan.apply()(twin, X), loss(nnx.clone(model), X), rtol=1e-5)
     assert int(twin.dropout.rngs.count[...]) == 1
-    values = tg.intermediates(loss, match.op("tanh"))(model, X)[1]
+    values = tg.intermediates(loss, model, X, where=match.op("tanh"))[1]
     np.testing.assert_allclose(values["Noisy/tanh"], jnp.tanh(model.linear(X)), rtol=1e-5)
     assert int(model.dropout.rngs.count[...]) == 1
 

@@ -397,9 +397,9 @@ def test_a_global_changed_between_two_graphs_is_seen():
     def f(x):
         return x * scale[0]
 
-    assert tg.graph(f)(1.0).to_callable()(1.0) == 2.0
+    assert tg.graph(f, 1.0).to_callable()(1.0) == 2.0
     scale[0] = 3.0
-    assert tg.graph(f)(1.0).to_callable()(1.0) == 3.0
+    assert tg.graph(f, 1.0).to_callable()(1.0) == 3.0
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -475,12 +475,12 @@ def test_graph_rejects_what_is_no_function_and_arrays_of_objects():
     with pytest.raises(TypeError, match="expected a function to trace, got 3 of type int"):
         tg.graph(3)
     with pytest.raises(TypeError, match=r"numpy.ndarray.*path x"):
-        tg.graph(lambda x: x)(np.array([None]))
+        tg.graph(lambda x: x, np.array([None]))
 
 
 def test_an_unhashable_static_keyword_is_refused_by_graph_too():
     with pytest.raises(ValueError, match=r"Non-hashable.*n=\[1\]"):
-        tg.graph(lambda x, n: x, static_argnames="n")(1.0, n=[1])
+        tg.graph(lambda x, n: x, 1.0, n=[1], static_argnames="n")
 
 
 @pytest.mark.parametrize("rules", [lambda graph: graph, [3]])
@@ -622,7 +622,7 @@ def test_a_failed_trace_leaves_nothing_behind():
 
 
 def test_a_graphs_function_rejects_other_types_and_trees():
-    f = tg.graph(lambda x: x * 2)(jnp.ones(3)).to_callable()
+    f = tg.graph(lambda x: x * 2, jnp.ones(3)).to_callable()
     np.testing.assert_array_equal(f(np.ones(3, "float32")), [2, 2, 2])
     with pytest.raises(TypeError, match=r"traced for x: f32\[3\].*f32\[4\]"):
         f(jnp.ones(4))

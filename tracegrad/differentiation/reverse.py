@@ -284,7 +284,7 @@ def _traced(chosen: Selection, fun: Callable[[list[Any]], Any]) -> Graph:
         return fun(leaves)[0]
 
     traced.__name__ = function_name(chosen.fun)
-    return graph(traced)(chosen.leaves)
+    return graph(traced, chosen.leaves)
 
 
 def _require_connected(chosen: Selection, program: Graph, linked: Sequence[frozenset[int]]) -> None:

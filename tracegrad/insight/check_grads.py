@@ -257,7 +257,7 @@ def _traced(
             jnp.asarray(leaf, complex if jnp.iscomplexobj(leaf) else float)
             for leaf in chosen.leaves
         ]
-        return graph(flat)(leaves), leaves, chosen.names
+        return graph(flat, leaves), leaves, chosen.names
 
 
 # ------------------------------------------------------------------------------ the whole function

@@ -174,7 +174,7 @@ class Explanation:
         >>> def loss(x):
         ...     return jnp.sum(jnp.where(x > 0, jnp.log(x), 0.0))
         >>> x = jnp.array([0.0, 2.0])
-        >>> cured = tg.rewrite(loss, *tg.explain(loss, x).cures())
+        >>> cured = tg.rewrite(loss, tg.explain(loss, x).cures())
         >>> print(jax.grad(loss)(x), jax.grad(cured)(x))
         [nan 0.5] [0.  0.5]
         >>> tg.explain(cured, x).problems

@@ -56,7 +56,7 @@ class Graph:
     `print(graph)` is meant to be read.
 
     >>> import jax.numpy as jnp, tracegrad as tg
-    >>> graph = tg.graph(lambda x: jnp.sin(x) * 2)(1.0)
+    >>> graph = tg.graph(lambda x: jnp.sin(x) * 2, 1.0)
     >>> [node.op for node in graph.nodes], [graph.names[value] for value in graph.inputs]
     (['sin', 'mul'], ['x'])
     """

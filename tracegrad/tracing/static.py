@@ -91,6 +91,9 @@ class StaticArguments(NamedTuple):
         return of_all if self.positions or self.names else of_dynamic
 
 
+NONE_STATIC = StaticArguments()
+
+
 def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> StaticArguments:
     """Completes positions by names and names by positions, as `jax.jit` does: where only one of
     them is given, the other follows from the signature."""

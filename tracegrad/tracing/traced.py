@@ -18,7 +18,7 @@ import jax
 
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
-from tracegrad.tracing.graphs import Rule, require_function
+from tracegrad.tracing.graphs import Rule, as_rules, require_function
 from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
@@ -216,7 +216,7 @@ class BoundTracedFunction:
 def trace(
     fun: Callable[..., Any],
     *,
-    rules: Sequence[Rule] = (),
+    rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
     **jit_options: Any,
 ) -> TracedFunction: ...
@@ -224,14 +224,14 @@ def trace(
 def trace(
     fun: None = None,
     *,
-    rules: Sequence[Rule] = (),
+    rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
     **jit_options: Any,
 ) -> Callable[[Callable[..., Any]], TracedFunction]: ...
 def trace(
     fun: Callable[..., Any] | None = None,
     *,
-    rules: Sequence[Rule] = (),
+    rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
     **jit_options: Any,
 ) -> Any:
@@ -253,12 +253,12 @@ def trace(
 
     Args:
       fun: a function of arrays and pytrees of arrays, as for `jax.jit`.
-      rules: functions ``Graph -> Graph``, applied in order. They act where differentiation
-        happens: on the program of `fun`, for who differentiates it, and on what is differentiated
-        inside it, by `tracegrad.grad`, tapes, `tracegrad.gradients`, and by `jax.grad` and the
-        like, which `nnx.grad` and `equinox.filter_grad` call. A rule that matches in neither
-        raises, and so does one that matches what a `jax.grad` has differentiated that was imported
-        by its name (``from jax import grad``) or made before.
+      rules: functions ``Graph -> Graph``, applied in order, or one alone. They act where
+        differentiation happens: on the program of `fun`, for who differentiates it, and on what is
+        differentiated inside it, by `tracegrad.grad`, tapes, `tracegrad.gradients`, and by
+        `jax.grad` and the like, which `nnx.grad` and `equinox.filter_grad` call. A rule that
+        matches in neither raises, and so does one that matches what a `jax.grad` has differentiated
+        that was imported by its name (``from jax import grad``) or made before.
         That is decided for each signature by itself, whatever was called before: a rule for what
         only some static values lead to is given ``missing_ok=True``.
       memory_budget: the bytes that may be live at once in a gradient (``"2GiB"``, an int), or a
@@ -295,11 +295,7 @@ def trace(
         raise TypeError(f"trace() and jax.jit have no keyword {name!r}{hint}")
     if fun is None:
         return functools.partial(trace, rules=rules, memory_budget=memory_budget, **jit_options)
-    if callable(rules) or not all(map(callable, rules)):
-        raise TypeError(
-            f"rules is a sequence of functions Graph -> Graph, as in rules=[rule]; it was given "
-            f"{rules!r}"
-        )
+    applied = as_rules(rules)
     if memory_budget is not None:
-        rules = (*rules, engine.fit_to_budget(memory_budget))
-    return TracedFunction(fun, rules, jit_options)
+        applied = (*applied, engine.fit_to_budget(memory_budget))
+    return TracedFunction(fun, applied, jit_options)
