@@ -322,14 +322,15 @@ def test_a_third_plan_is_between_one_that_was_too_large_and_one_that_was_not(thi
 
 
 def test_how_many_plans_to_compile_is_a_number_above_zero():
-    fun, _ = small()
-    for plan in (plan_recompute, lambda _, *a, **k: recompute_to_fit(*a, **k)):
+    fun, shapes = small()
+    planned = functools.partial(plan_recompute, fun, *shapes, memory_budget="50%")
+    for plan in (planned, functools.partial(recompute_to_fit, "50%")):
         for bad in (0, -1):
             with pytest.raises(ValueError, match=f"at least 1, not {bad}; False compiles nothing"):
-                plan(fun, "50%", measure=bad)
+                plan(measure=bad)
         for other in (2.0, "2", None, [1]):
             with pytest.raises(TypeError, match="measure= is True, False or how many plans"):
-                plan(fun, "50%", measure=other)
+                plan(measure=other)
     assert recompute_to_fit("50%", measure=np.int64(2)) is recompute_to_fit("50%", measure=True)
     assert recompute_to_fit("50%", measure=3) is not recompute_to_fit("50%", measure=True)
     # True is one in Python, and False zero.
@@ -541,7 +542,7 @@ def test_positions_that_are_none_are_refused():
     fun, shapes = small()
     for argnums in ("x", 0.5):
         with pytest.raises(TypeError, match="argnums is a position or several"):
-            plan_recompute(fun, "70%", argnums=argnums)
+            plan_recompute(fun, *shapes, memory_budget="70%", argnums=argnums)
     with pytest.raises(ValueError, match="2"):
         plan_recompute(fun, *shapes, memory_budget="70%", argnums=2)
     with pytest.raises(ValueError, match="without a gradient"):

@@ -482,19 +482,19 @@ def test_budgets_are_bytes_units_or_shares():
 @pytest.mark.parametrize("bad", [0, -5, "0", "-2GiB", 0.0, -0.5, float("nan"), "0%"])
 def test_budgets_not_above_zero_are_refused(bad: Any):
     with pytest.raises(ValueError, match="not above zero"):
-        plan_recompute(jnp.sin, bad)
+        plan_recompute(jnp.sin, f32(8), memory_budget=bad)
 
 
 @pytest.mark.parametrize("bad", ["", "two GiB", "2GiBB", "2 G iB", "120%", 2.5e9, float("inf")])
 def test_budgets_that_cannot_be_read_are_refused(bad: Any):
     with pytest.raises(ValueError, match="a memory budget is bytes"):
-        plan_recompute(jnp.sin, bad)
+        plan_recompute(jnp.sin, f32(8), memory_budget=bad)
 
 
 @pytest.mark.parametrize("bad", [None, True, [1], 2j])
 def test_budgets_of_other_types_are_refused(bad: Any):
     with pytest.raises(TypeError, match="a memory budget is bytes"):
-        plan_recompute(jnp.sin, bad)
+        plan_recompute(jnp.sin, f32(8), memory_budget=bad)
 
 
 # --------------------------------------------------------------------------------------- bad input
@@ -545,8 +545,8 @@ def test_what_is_closed_over_is_not_differentiated():
         raise RuntimeError("is differentiated")
 
     data = jnp.ones((8, 3))
-    plan = plan_recompute(lambda w: jnp.sum(jnp.sin(fixed(data) @ w)), 1.0, measure=False)
-    assert plan(f32(3)).peak > 0
+    fun = lambda w: jnp.sum(jnp.sin(fixed(data) @ w))  # noqa: E731
+    assert plan_recompute(fun, f32(3), memory_budget=1.0, measure=False).peak > 0
 
 
 def test_the_loops_of_equinox_are_planned_under_vmap():
@@ -603,4 +603,4 @@ def test_a_budget_below_what_is_possible_names_the_lines_that_hold_most():
 
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match="expected a function to plan for"):
-        plan_recompute(3, 100)  # type: ignore[arg-type]
+        plan_recompute(3, memory_budget=100)  # type: ignore[arg-type]

@@ -527,7 +527,7 @@ def test_an_edit_of_what_is_written_to_a_ref_is_refused():
         ),
         (lambda: rules.tap_gradient(SIN, 3), TypeError, "callback"),
         (lambda: rules.tap_gradient(SIN, lambda g: g), TypeError, r"callback.* takes \(g\)"),
-        (lambda: tg.rewrite(3), TypeError, "a function and rules"),
+        (lambda: tg.rewrite(3, []), TypeError, "a function and rules"),
         (lambda: tg.rewrite(jnp.sin, 3), TypeError, "Graph -> Graph"),
         (lambda: tg.rewrite(jnp.sin, lambda g: None)(1.0), TypeError, "returned NoneType"),
     ],
@@ -622,14 +622,15 @@ def marked_in_two_branches_of_three(which, x, y):
 @pytest.mark.parametrize(("which", "arriving"), [(0, 3.0), (1, 0.0), (2, 0.0)])
 def test_of_a_branch_that_is_not_taken_the_gradients_are_zero(which, arriving):
     marked = match.scope("marked")
-    gradients = tg.intermediate_gradients(marked_in_two_branches_of_three, marked)
-    np.testing.assert_allclose(jax.tree.leaves(gradients(which, 2.0, 3.0)), [arriving], rtol=1e-6)
+    fun = marked_in_two_branches_of_three
+    _, gradients = tg.intermediate_gradients(fun, which, 2.0, 3.0, where=marked)
+    np.testing.assert_allclose(jax.tree.leaves(gradients), [arriving], rtol=1e-6)
 
 
 def test_a_branch_without_a_value_to_lead_out_computes_what_it_did():
     for which, value in enumerate((3 * np.sin(2.0) - 46, 10.0, 1.0)):
-        found = tg.intermediates(marked_in_two_branches_of_three, match.scope("marked"))
-        result, _ = found(which, 2.0, 3.0)
+        fun, marked = marked_in_two_branches_of_three, match.scope("marked")
+        result, _ = tg.intermediates(fun, which, 2.0, 3.0, where=marked)
         np.testing.assert_allclose(result, value, rtol=1e-6)
 
 
@@ -645,13 +646,14 @@ def test_intermediates_are_differentiable_and_have_names_of_their_own():
     np.testing.assert_allclose(jax.grad(second)(0.5), jax.grad(f)(0.5), rtol=1e-6)
 
 
-def test_auxiliary_results_are_handed_on():
+def test_the_output_comes_beside_the_gradients_with_its_auxiliary_results():
     def f(x):
         y = jnp.sin(x)
         return jnp.sum(y), {"doubled": 2 * y}
 
-    gradients, aux = tg.intermediate_gradients(f, X, where=SIN, has_aux=True)[1]
+    (value, aux), gradients = tg.intermediate_gradients(f, X, where=SIN, has_aux=True)
     np.testing.assert_allclose(gradients["sin"], 1.0)
+    np.testing.assert_allclose(value, jnp.sum(jnp.sin(X)), rtol=1e-6)
     np.testing.assert_allclose(aux["doubled"], 2 * jnp.sin(X), rtol=1e-6)
 
 
@@ -665,13 +667,13 @@ def test_what_cannot_be_led_out_is_refused():
         tg.intermediates(jnp.sin, X, where=match.op("sinh"))
     assert tg.intermediates(jnp.sin, X, where=match.op("sinh"), missing_ok=True)[1] == {}
     with pytest.raises(TypeError, match=r"wants a float scalar.*f32\[3\]"):
-        tg.intermediate_gradients(jnp.sin, X, where=SIN)[1]
+        tg.intermediate_gradients(jnp.sin, X, where=SIN)
     with pytest.raises(TypeError, match=r"wants a float scalar; .* returned a NoneType"):
-        tg.intermediate_gradients(lambda x: None, X, where=SIN, missing_ok=True)[1]
+        tg.intermediate_gradients(lambda x: None, X, where=SIN, missing_ok=True)
     with pytest.raises(TypeError, match=r"is to return a pair \(value, aux\), not f32\[\]"):
-        tg.intermediate_gradients(lambda x: jnp.sum(jnp.sin(x)), X, where=SIN, has_aux=True)[1]
+        tg.intermediate_gradients(lambda x: jnp.sum(jnp.sin(x)), X, where=SIN, has_aux=True)
     with pytest.raises(TypeError, match="expected a selector"):
-        tg.intermediates(jnp.sin, "sin")
+        tg.intermediates(jnp.sin, X, where="sin")
 
 
 def test_the_program_is_that_of_the_same_edit_by_hand():

@@ -110,9 +110,9 @@ def squared_sine(x):
 
 def test_intermediates_and_their_gradients_under_vmap_are_those_of_each_example():
     want, values = 2 * jnp.sin(X), jnp.sin(X)
-    found = jax.vmap(tg.intermediate_gradients(squared_sine, INNER))(X)
+    _, found = jax.vmap(lambda x: tg.intermediate_gradients(squared_sine, x, where=INNER))(X)
     np.testing.assert_allclose(found["sin"], want, rtol=1e-6)
-    _, found = jax.vmap(tg.intermediates(squared_sine, INNER))(X)
+    _, found = jax.vmap(lambda x: tg.intermediates(squared_sine, x, where=INNER))(X)
     np.testing.assert_allclose(found["sin"], values, rtol=1e-6)
 
 

@@ -76,6 +76,14 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def rewritten(fun):
+    return tg.rewrite(fun, [])
+
+
+def seen_as_graph(fun):
+    return functools.partial(tg.graph, fun)
+
+
 COMPILED = {
     "alone": tg.trace,
     "donated": tg.trace(donate_argnums=(0, 1)),
@@ -85,7 +93,7 @@ COMPILED = {
     "under a rule that matches nothing": tg.trace(
         rules=[rules.scale_gradient(match.op("sin"), 2.0, missing_ok=True)]
     ),
-    "rewritten": tg.rewrite,
+    "rewritten": rewritten,
     "as a graph": lambda f: lambda *args: tg.graph(f, *args).to_callable()(*args),
 }
 
@@ -350,7 +358,7 @@ class Shared(nnx.Module):
         self.itself = self
 
 
-@pytest.mark.parametrize("run", [tg.trace, tg.rewrite], ids=["trace", "rewrite"])
+@pytest.mark.parametrize("run", [tg.trace, rewritten], ids=["trace", "rewrite"])
 def test_modules_come_back_as_what_they_are(run):
     model = Noisy(nnx.Rngs(0))
 
@@ -399,7 +407,9 @@ CHANGED_STRUCTURE = {
 
 
 @pytest.mark.parametrize("case", CHANGED_STRUCTURE)
-@pytest.mark.parametrize("run", [tg.trace, tg.rewrite, tg.graph], ids=["trace", "rewrite", "graph"])
+@pytest.mark.parametrize(
+    "run", [tg.trace, rewritten, seen_as_graph], ids=["trace", "rewrite", "graph"]
+)
 def test_a_change_of_structure_inside_raises_and_names_it(run, case):
     change, message = CHANGED_STRUCTURE[case]
     model = Noisy(nnx.Rngs(0))
@@ -583,7 +593,7 @@ def test_state_that_is_returned_trains_as_nnx_jit_does():
         np.testing.assert_allclose(value, expected(model, optimizer, X), rtol=1e-5)
 
 
-@pytest.mark.parametrize("run", [tg.trace, tg.rewrite], ids=["trace", "rewrite"])
+@pytest.mark.parametrize("run", [tg.trace, rewritten], ids=["trace", "rewrite"])
 def test_a_change_of_a_state_that_is_not_returned_is_dropped_with_a_warning(run):
     graphdef, state = nnx.split(Noisy(nnx.Rngs(0)))
     with pytest.warns(UserWarning, match=r"changes state\['dropout'\].* and 2 more.*nnx.State"):
@@ -627,7 +637,7 @@ def within_a_loop(x):
     ],
     ids=["closed over", "a global", "an attribute of an object", "in a loop"],
 )
-@pytest.mark.parametrize("run", [tg.trace, tg.graph, tg.rewrite, tg.grad])
+@pytest.mark.parametrize("run", [tg.trace, seen_as_graph, rewritten, tg.grad])
 def test_a_module_that_is_changed_and_no_argument_is_named(run, fun, path):
     with pytest.raises(flax.errors.TraceContextError) as raised:
         run(fun)(X)

@@ -83,11 +83,10 @@ def graph_of_call(
 
 def as_rules(rules: Rule | Sequence[Rule]) -> tuple[Rule, ...]:
     """The rules that somebody gives, who may give one alone. Raises TypeError for what is none."""
-    found = (rules,) if callable(rules) else tuple(rules) if isinstance(rules, Iterable) else None
-    if found is None or not all(map(callable, found)):
-        raise TypeError(
-            f"rules are functions Graph -> Graph, one or a list: rules=[rule]; got {rules!r}"
-        )
+    several: Any = [rules] if callable(rules) else rules
+    found = tuple(several) if isinstance(several, Iterable) else (several,)
+    if not all(map(callable, found)):
+        raise TypeError(f"rules are functions Graph -> Graph, one or a list; got {rules!r}")
     return found
 
 
