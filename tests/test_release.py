@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -109,6 +111,21 @@ def test_type_checkers_are_told_of_what_is_imported_when_it_is_asked_for():
     assert told.keys() == files.keys() - set(files.values())  # these are the rooms
     for name, file in told.items():
         assert getattr(importlib.import_module(file), name) is getattr(tracegrad, name), name
+
+
+@pytest.mark.slow
+def test_a_type_checker_sees_from_outside_what_the_functions_take_and_return(tmp_path):
+    """In `.ci/outside.py`, which `.ci/release` gives to pyright as well."""
+    for name in ("outside.py", "outside.ini"):
+        shutil.copy(ROOT / ".ci" / name, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "outside.ini", "outside.py"],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 WITHOUT = """

@@ -9,6 +9,7 @@ import operator
 import pickle
 import re
 import threading
+import typing
 import weakref
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
 from tracegrad import match, rules
+from tracegrad.tracing.jit_options import JitOptions
 
 pytestmark = pytest.mark.both_jax
 
@@ -636,3 +638,9 @@ def test_a_graphs_function_rejects_other_types_and_trees():
         f(jnp.ones(4))
     with pytest.raises(TypeError, match="structure"):
         f([jnp.ones(3)])
+
+
+@pytest.mark.both_jax
+def test_type_checkers_are_told_of_every_keyword_of_jit():
+    told = typing.get_type_hints(JitOptions)
+    assert told.keys() == inspect.signature(jax.jit).parameters.keys() - {"fun"}

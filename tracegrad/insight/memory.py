@@ -16,7 +16,7 @@ from tracegrad import _jax
 from tracegrad.insight import folding
 from tracegrad.insight.buffers import peak_of_buffers
 from tracegrad.insight.memory_advice import Advice, Cost, advice_for, cost_of
-from tracegrad.insight.peak import Held, Peak
+from tracegrad.insight.peak import Held, Kind, Peak
 from tracegrad.ir.wording import in_units, name_of, some, table
 from tracegrad.planning.buffers import account_of_buffers
 from tracegrad.planning.compiled import NotMeasuredError, account_of, saying_why_not
@@ -49,7 +49,7 @@ class Line:
     size: int
     line: str
     scope: str
-    kind: str
+    kind: Kind
     values: str
     kept_for: str
     alive: tuple[float, float]
@@ -290,7 +290,7 @@ def _without_statics(
 
 
 def _lines(peak: Peak) -> list[Line]:
-    groups: dict[tuple[str, str, str], list[Held]] = {}
+    groups: dict[tuple[str, str, Kind], list[Held]] = {}
     for each in peak.held:
         if each.size:
             groups.setdefault((each.line, each.scope, each.kind), []).append(each)

@@ -52,7 +52,7 @@ def traced_for(name: str, fun: Function, specs: Any, modules: ModuleVariables) -
 
 
 def _method(
-    fun: TracedFunction | BoundTracedFunction, call: Function
+    fun: TracedFunction[..., Any] | BoundTracedFunction[..., Any], call: Function
 ) -> tuple[StaticArguments, Function]:
     """How a traced method, or module, is traced with its object as a part of it, no argument."""
 

@@ -12,14 +12,14 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 import jax
 
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.tracing.graphs import Rule, as_rules, require_function
-from tracegrad.tracing.jit_options import options_behind_module
+from tracegrad.tracing.jit_options import JitOptions, options_behind_module
 from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
 from tracegrad.tracing.programs import Outgrown
@@ -29,9 +29,12 @@ from tracegrad.tracing.static import resolve
 from tracegrad.tracing.user_errors import explain
 
 _JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
+P = ParamSpec("P")
+Q = ParamSpec("Q")  # of a method, without ``self``
+R = TypeVar("R")
 
 
-class TracedFunction:
+class TracedFunction(Generic[P, R]):
     """A function compiled by way of its graph; made by `trace`.
 
     Call it as the original. Beside that:
@@ -50,12 +53,12 @@ class TracedFunction:
     (['sin', 'integer_pow'], (3,))
     """
 
-    __wrapped__: Callable[..., Any]
+    __wrapped__: Callable[P, R]
     _first: tuple[Any, ...]  # what a program takes before the arguments: the function, a module
 
     def __init__(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[P, R],
         rules: Sequence[Rule] = (),
         jit_options: dict[str, Any] | None = None,
     ):
@@ -71,15 +74,18 @@ class TracedFunction:
         self._called = called  # the pipeline holds it weakly
         self._pipeline = shared_pipeline(called, tuple(rules), static, options)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        pipeline = self._pipeline
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R
+        pipeline: Any = self._pipeline
         graph = None
+        given: tuple[Any, ...] = args
         try:
             if self._first:
-                args = *self._first, *args
+                given = *self._first, *args
             elif pipeline.plain is not None:
                 try:
-                    return pipeline.plain(*args, **kwargs)
+                    result = pipeline.plain(*args, **kwargs)
+                    return result
                 except Outgrown as error:
                     if error.of.pipeline is not pipeline:
                         raise
@@ -87,10 +93,17 @@ class TracedFunction:
                 except TypeError:
                     if not pipeline.refuses_plain(args, kwargs):
                         raise
-            return pipeline.call(args, kwargs, graph)
+            result = pipeline.call(given, kwargs, graph)
+            return result
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(
+        self: TracedFunction[Concatenate[Any, Q], R], instance: object, owner: type | None = None
+    ) -> BoundTracedFunction[Q, R]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else BoundTracedFunction(self, instance)
 
@@ -137,7 +150,7 @@ class TracedFunction:
         """Forgets what was compiled: the next call traces again."""
         self._pipeline.clear_cache()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TracedFunction:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # as of any function: a model that holds one can be copied
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -164,10 +177,12 @@ class TracedFunction:
         return getattr(self.__wrapped__, name)
 
 
-class BoundTracedFunction:
+class BoundTracedFunction(Generic[P, R]):
     """A traced method of an instance: all of `TracedFunction`, with ``self`` filled in."""
 
-    def __init__(self, function: TracedFunction, instance: object):
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, function: TracedFunction[..., R], instance: object):
         self.__func__ = function
         self.__self__ = instance
         self.__wrapped__ = types.MethodType(function.__wrapped__, instance)
@@ -177,7 +192,7 @@ class BoundTracedFunction:
         """That of the method, without ``self``."""
         return inspect.signature(self.__wrapped__)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.__func__(self.__self__, *args, **kwargs)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
@@ -214,20 +229,20 @@ class BoundTracedFunction:
 
 @overload
 def trace(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     *,
     rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
-    **jit_options: Any,
-) -> TracedFunction: ...
+    **jit_options: Unpack[JitOptions],
+) -> TracedFunction[P, R]: ...
 @overload
 def trace(
     fun: None = None,
     *,
     rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
-    **jit_options: Any,
-) -> Callable[[Callable[..., Any]], TracedFunction]: ...
+    **jit_options: Unpack[JitOptions],
+) -> Callable[[Callable[P, R]], TracedFunction[P, R]]: ...
 def trace(
     fun: Callable[..., Any] | None = None,
     *,
