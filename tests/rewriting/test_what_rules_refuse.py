@@ -123,3 +123,31 @@ def test_a_callback_under_vmap_is_called_for_each_example():
     jax.effects_barrier()
     assert {place for place, _ in met} == {"sin"}
     np.testing.assert_allclose(sorted(float(a) for _, a in met), sorted(2 * np.sin(X)), rtol=1e-6)
+
+
+def guided(op, dy):
+    return dy
+
+
+def test_a_rule_shows_all_that_it_was_made_with():
+    either, sin = match.op("sin") | match.op("cos"), "match.op('sin')"
+    shown = {
+        rules.clip_gradient(INNER, max_norm=1.0): f"rules.clip_gradient({sin}, max_norm=1.0)",
+        rules.clip_gradient(INNER, 1.0, 2): (
+            f"rules.clip_gradient({sin}, max_norm=1.0, max_value=2)"
+        ),
+        rules.override_gradient(INNER, guided): f"rules.override_gradient({sin}, grad=guided)",
+        rules.scale_gradient(either, jnp.float32(2.0)): (
+            f"rules.scale_gradient({sin} | match.op('cos'), factor=an array float32[])"
+        ),
+        rules.stop_gradient(INNER, inputs=[0], missing_ok=True): (
+            f"rules.stop_gradient({sin}, inputs=[0], missing_ok=True)"
+        ),
+        rules.stop_gradient(where=INNER): f"rules.stop_gradient({sin})",
+        rules.strong_zero(): "rules.strong_zero()",
+        rules.checkpointed_loop(checkpoints=4): "rules.checkpointed_loop(checkpoints=4)",
+        tg.edit(INNER, guided): f"edit({sin}, function=guided)",
+    }
+    assert [repr(rule) for rule in shown] == list(shown.values())
+    with pytest.raises(tg.NoMatchError, match=r"clip_gradient\(match.op\('cosh'\), max_norm=2.0\)"):
+        tg.rewrite(squared_sine, rules.clip_gradient(match.op("cosh"), max_norm=2.0))(X)

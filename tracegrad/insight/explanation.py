@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracegrad._jax.packages import require
-from tracegrad.insight import folding
 from tracegrad.insight.colours import has_colours, painted
-from tracegrad.ir import Origin
+from tracegrad.ir import Origin, folding
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted, notebook_cell, some, table
 from tracegrad.tracing.graphs import Rule

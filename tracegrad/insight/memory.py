@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.insight import folding
 from tracegrad.insight.buffers import peak_of_buffers
 from tracegrad.insight.memory_advice import Advice, Cost, advice_for, cost_of
 from tracegrad.insight.peak import Held, Kind, Peak
+from tracegrad.ir import folding
 from tracegrad.ir.wording import in_units, name_of, some, table
 from tracegrad.planning.buffers import account_of_buffers
 from tracegrad.planning.compiled import NotMeasuredError, account_of, saying_why_not

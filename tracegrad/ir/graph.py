@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import match, text, verification, walking
+from tracegrad.ir import folding, match, text, verification, walking
 from tracegrad.ir.engine import engine
 from tracegrad.ir.nodes import Atom, Node, RegionNode, Value
 from tracegrad.ir.occurrence import Matches, Occurrence
@@ -205,6 +205,9 @@ class Graph:
         types = some([*map(_jax.type_text, self.in_avals)], _TYPES)
         results = some([*map(_jax.type_text, self.out_avals)], _TYPES)
         return f"<Graph {self.name}({types}) -> ({results}), {total} nodes>"
+
+    def _repr_html_(self) -> str:  # `tracegrad.show` has where the gradient flows
+        return folding.of_text(str(self))
 
     def verify(self) -> None:
         """Checks that this is a program, by JAX's own checker, in each region once: every value is

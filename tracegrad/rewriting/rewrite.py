@@ -9,7 +9,7 @@ from typing import Any, Never
 from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import name_of
-from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays
+from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays, shows_arguments
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, as_rules, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
@@ -109,6 +109,7 @@ def rewrite(
     return RewrittenFunction(fun, as_rules(rules), static_argnums, static_argnames)
 
 
+@shows_arguments
 def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = False) -> MatchRule:
     """Writes code of your own in the place of each match.
 
