@@ -273,7 +273,7 @@ def recompute(sizes: Sizes, how: str) -> Iterator[Line]:
     told, numbers = run_and_weigh(compiled, shapes)
     yield how, told, {**numbers, "compiled_seconds": took}
     if is_budget:
-        plan = tg.plan_recompute(loss, how, argnums=0)(*shapes)
+        plan = tg.plan_recompute(loss, *shapes, memory_budget=how, argnums=0)
         assert plan.held is not None
         temporary = numbers["xla_temporary_bytes"]
         yield (
@@ -293,7 +293,7 @@ def memory_lines(sizes: Sizes) -> Iterator[Line]:
     import tracegrad as tg
 
     loss, shapes = transformer(sizes)
-    report = tg.memory(jax.value_and_grad(loss))(*shapes)
+    report = tg.memory(jax.value_and_grad(loss), *shapes)
     named = sum(line.size for line in report.lines if line.line)
     rest = report.total - sum(line.size for line in report.lines if not line.line)
     yield (

@@ -571,7 +571,7 @@ def plan_rows(fused: bool, only: str | None) -> Iterator[list[str]]:
         if only not in (None, name):
             continue
         fun, shapes = build()
-        graph = flatten(tracegrad.graph(fun)(*shapes))
+        graph = flatten(tracegrad.graph(fun, *shapes))
         m = model(graph, fusion_of(graph) if fused else None)
         whole = keep_all(m).peak
         planner, peers, cuts = Planner(m), policies(m), minimum_cuts(m)
@@ -640,7 +640,7 @@ def xla_rows(only: str | None, ways: Sequence[Measure], device: Any) -> Iterator
             row = [f"{name} {share:.2f}"]
             for measure in ways:
                 try:
-                    plan = plan_recompute(fun, share, measure=measure)(*shapes)
+                    plan = plan_recompute(fun, *shapes, memory_budget=share, measure=measure)
                 except BudgetTooSmall as error:
                     row += [f"({error.lowest / whole:.3f})" if measure else "-", "-", "-"]
                     continue
@@ -661,7 +661,7 @@ def time_rows() -> Iterator[list[str]]:
     fusion, short = None, 0
     for layers in (26, 262):
         fun, shapes = small_transformer(layers)
-        graph = tracegrad.graph(fun)(*shapes)
+        graph = tracegrad.graph(fun, *shapes)
         flat = flatten(graph)
         if fusion is None:
             fusion, short = fusion_of(flat), len(flat.nodes)

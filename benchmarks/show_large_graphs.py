@@ -83,7 +83,7 @@ def main() -> None:
     rows: list[list[str]] = []
     pages: dict[str, str] = {}
     for name, (fun, x) in GRAPHS.items():
-        graph = tracegrad.graph(fun)(x)
+        graph = tracegrad.graph(fun, x)
         start = time.process_time()
         pages[name] = GraphView(graph).to_html()
         first = time.process_time() - start

@@ -229,7 +229,7 @@ def main():
     before = initial_params(data.images, arguments.seed)
 
     print("The graph of the loss: ◆ has a gradient of its own, ↻ is computed again, ■ has none.\n")
-    print(tg.graph(loss)(before, data.images[:BATCH], data.labels[:BATCH]), "\n")
+    print(tg.graph(loss, before, data.images[:BATCH], data.labels[:BATCH]), "\n")
 
     after, losses, accuracies = train(
         before, data, test, arguments.epochs, arguments.seed, not arguments.no_progress

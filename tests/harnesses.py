@@ -119,7 +119,7 @@ def with_pullback(fun: Callable[..., Any], args: Sequence[Any]) -> Callable[...,
 def rebuilt(fun: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
     """The function as an edit of everything leaves it: each operation is written anew in its place,
     and with them all regions around. What a rule replaces when it is differentiated stays."""
-    graph = tracegrad.graph(fun)(*args)
+    graph = tracegrad.graph(fun, *args)
     everywhere = [
         found
         for found in graph.walk()

@@ -19,50 +19,44 @@ import tracegrad
 ROOT = Path(__file__).parents[1]
 
 
-@jax.custom_vjp
-def only_positive(x):
-    return x
+def straight_through(x):
+    return x + jax.lax.stop_gradient(jnp.round(x) - x)
 
 
-only_positive.defvjp(lambda x: (x, None), lambda _, dy: (jnp.maximum(dy, 0),))
+def trained(step, model, x, y):
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    for _ in range(3):
+        step(model, optimizer, x, y)
+    return jax.tree.leaves(nnx.state(model, nnx.Param))
 
 
-def same_weights(a, b):
-    pairs = zip(*(jax.tree.leaves(nnx.state(model)) for model in (a, b)), strict=True)
-    return all(jnp.allclose(p, q, atol=1e-6) for p, q in pairs)
-
-
-def test_the_programs_of_the_readme_do_what_it_says():
+def test_the_programs_of_the_readme_print_what_it_shows_and_do_what_it_says():
+    """What they print is written anew by `docs/refresh.py README.md`."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme.count("\n") <= 150
-    alone, listing, training, annotated = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
-    assert len(list(filter(None, alone.splitlines()))) == 5
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(compile(alone, "example.py", "exec"), {"__name__": "__main__"})
-    assert "■ stop_gradient" in output.getvalue()  # in the graph
-    assert "✗ stop_gradient" in output.getvalue()  # in the explanation
+    blocks = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", readme, re.M | re.S)
+    assert len(blocks) == readme.count("```python") == 3
+    names: dict[str, object] = {"__name__": "__main__"}
+    for program, printed in blocks:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            exec(compile(program, "example.py", "exec"), names)
+        assert output.getvalue() == printed
+    view = tracegrad.show(names["loss"], names["Model"](nnx.Rngs(0)), names["x"], names["y"])
+    picture = ROOT / "docs" / "pictures" / "readme.svg"
+    assert picture.read_text(encoding="utf-8") == view.to_svg()  # docs/pictures/draw.py writes it
 
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    exec(compile(listing, "example.py", "exec"), namespace)
-    fitted, plain, by_hand = (nnx.clone(namespace["model"]) for _ in range(3))
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(training, "example.py", "exec"), namespace)
-    by_hand.last = nnx.Sequential(only_positive, by_hand.last)
-    plain_step = nnx.jit(namespace["train_step"])
-    steps = {fitted: namespace["fitted_step"], plain: plain_step, by_hand: plain_step}
-    for model, step in steps.items():
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-        step(model, optimizer, namespace["x"], namespace["y"])
-    assert same_weights(namespace["model"], by_hand)
-    assert same_weights(fitted, plain)
-    assert not same_weights(by_hand, plain)
+    class ByHand(names["Model"]):
+        def __call__(self, x):
+            return self.decoder(straight_through(nnx.tanh(self.encoder(x))))
 
-    exec(compile(annotated, "example.py", "exec"), namespace)
-    w, x = jnp.full((8, 2), 0.3), jnp.ones((4, 8))
-    expected = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(jnp.full((8, 2), 0.25))
-    gradient = jax.grad(lambda w: jnp.sum(namespace["block"](w, x)))(w)
-    assert jnp.allclose(gradient, expected, atol=1e-5)
+    x, y = names["x"], names["y"]
+    plain_step = nnx.jit(names["train_step"])
+    edited = trained(names["step"], names["Model"](nnx.Rngs(0)), x, y)
+    by_hand = trained(plain_step, ByHand(nnx.Rngs(0)), x, y)
+    plain = trained(plain_step, names["Model"](nnx.Rngs(0)), x, y)
+    assert all(jnp.allclose(a, b, atol=1e-6) for a, b in zip(edited, by_hand, strict=True))
+    assert not all(jnp.allclose(a, b, atol=1e-6) for a, b in zip(edited, plain, strict=True))
 
 
 def public_names() -> dict[str, object]:

@@ -31,7 +31,7 @@ WEIGHTS, X = [jnp.eye(4)] * 4, jnp.ones((64, 4))
 
 
 def plans(_):
-    tg.plan_recompute(loss, "70%")(WEIGHTS * 2, jnp.ones((1024, 4)))
+    tg.plan_recompute(loss, WEIGHTS * 2, jnp.ones((1024, 4)), memory_budget="70%")
 
 
 def checks(_):

@@ -32,7 +32,7 @@ def test_a_planned_model_has_the_same_gradient_in_less_memory(
     monkeypatch.syspath_prepend(EXAMPLES)  # they are modules of no package
     build = importlib.import_module("recompute_models").MODELS[name]
     loss, params, batch, has_aux = build(**SIZES[name])
-    plan = tg.plan_recompute(loss, "60%")(params, *batch)
+    plan = tg.plan_recompute(loss, params, *batch, memory_budget="60%")
     assert plan.held <= plan.budget
 
     kept = jax.jit(jax.value_and_grad(loss, has_aux=has_aux)).lower(params, *batch).compile()

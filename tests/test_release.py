@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -111,6 +113,21 @@ def test_type_checkers_are_told_of_what_is_imported_when_it_is_asked_for():
         assert getattr(importlib.import_module(file), name) is getattr(tracegrad, name), name
 
 
+@pytest.mark.slow
+def test_a_type_checker_sees_from_outside_what_the_functions_take_and_return(tmp_path):
+    """In `.ci/outside.py`, which `.ci/release` gives to pyright as well."""
+    for name in ("outside.py", "outside.ini"):
+        shutil.copy(ROOT / ".ci" / name, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "outside.ini", "outside.py"],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 WITHOUT = """
 import sys
 
@@ -122,7 +139,7 @@ def loss(w, x):
     return jnp.mean(jax.nn.relu(x @ w) ** 2)
 
 arguments = np.ones((3, 2), "float32"), np.ones((4, 3), "float32")
-print(tg.graph(loss)(*arguments))
+print(tg.graph(loss, *arguments))
 explanation = tg.explain(loss, *arguments)
 
 def deep(w, x):
@@ -131,7 +148,7 @@ def deep(w, x):
     return jnp.mean(x**2)
 
 def plan():
-    return tg.plan_recompute(deep, "60%", measure=False)(*shapes)
+    return tg.plan_recompute(deep, *shapes, memory_budget="60%", measure=False)
 
 def step(w, x):
     return jax.grad(deep)(w, x)

@@ -500,7 +500,7 @@ def test_the_rule_in_the_program_has_the_name_and_the_line_of_the_function():
 
 
 def test_it_is_a_custom_gradient_in_a_graph():
-    graph = tg.graph(lambda x: log1pexp(x) * 2)(1.0)
+    graph = tg.graph(lambda x: log1pexp(x) * 2, 1.0)
     assert [type(node).__name__ for node in graph.nodes] == ["CustomGradient", "Apply"]
 
 

@@ -792,6 +792,6 @@ def test_functions_that_are_equal_are_two_functions():
 
 
 def test_calls_are_seen_in_a_graph():
-    text = str(tg.graph(mod)(X, Y))
+    text = str(tg.graph(mod, X, Y))
     assert "mod" in text
     assert "to_host" in text

@@ -199,7 +199,7 @@ def test_methods_and_wrapped():
 
 
 def test_it_is_a_recompute_in_a_graph_with_the_name_of_the_function():
-    graph = tg.graph(lambda x: recompute_grad(block)(x, 2.0))(1.0)
+    graph = tg.graph(lambda x: recompute_grad(block)(x, 2.0), 1.0)
     assert [type(node).__name__ for node in graph.nodes] == ["Recompute"]
     (eqn,) = jax.make_jaxpr(lambda x: recompute_grad(block)(x, 2.0))(1.0).jaxpr.eqns
     info = eqn.params["jaxpr"].debug_info

@@ -36,7 +36,7 @@ def test_no_order_and_no_mode_passes():
 def test_it_is_the_primitive_of_jax_and_a_stop_gradient_in_a_graph():
     eqns = jax.make_jaxpr(lambda x: stop_gradient([x]))(1.0).jaxpr.eqns
     assert [eqn.primitive.name for eqn in eqns] == ["stop_gradient"]
-    assert [type(node).__name__ for node in tg.graph(lambda x: stop_gradient(x))(1.0).nodes] == [
+    assert [type(node).__name__ for node in tg.graph(lambda x: stop_gradient(x), 1.0).nodes] == [
         "StopGradient"
     ]
 

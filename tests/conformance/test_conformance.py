@@ -47,7 +47,7 @@ def tracegrad_namespace():
         dense_shape=lambda shape: shape,
         to_dense=to_dense,
         warnings_of=warnings_of,
-        has_scope=lambda fun, x, name: f"# {name}" in str(tg.graph(fun)(x)),
+        has_scope=lambda fun, x, name: f"# {name}" in str(tg.graph(fun, x)),
         name_of=lambda variable: variable.name,
         tick=lambda runs: jax.debug.callback(lambda: runs.append(None)),
         finish=jax.effects_barrier,

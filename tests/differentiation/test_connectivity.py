@@ -35,7 +35,7 @@ X = jnp.array([0.3, -1.2, 2.0])
 
 def connected(fun, *args):
     """For each output of a function of several arguments, which of them are connected."""
-    inputs = connections(tg.graph(fun)(*args))
+    inputs = connections(tg.graph(fun, *args))
     return [sorted(i) for i in inputs]
 
 
@@ -191,7 +191,7 @@ def test_a_scan_hands_on_its_carry_only_if_it_does_not_run(length, linked):
     def rounded(x):
         return lax.scan(lambda c, _: (jnp.round(c) + 1.0, None), x, None, length=length)[0]
 
-    (inputs,) = connections(tg.graph(rounded)(0.7))
+    (inputs,) = connections(tg.graph(rounded, 0.7))
     assert (0 in inputs) == linked
     assert jax.grad(rounded)(0.7) == (1.0 if linked else 0.0)
 
@@ -283,7 +283,7 @@ def test_what_is_written_to_a_ref_leads_to_what_is_read_of_it():
         ref[...] = x * 2
         return ref[...].sum()
 
-    graph = tg.graph(f)(X, X)
+    graph = tg.graph(f, X, X)
     assert leading_to(graph, [True]) >= set(graph.inputs)
 
 
@@ -551,7 +551,7 @@ def programs(draw):
 def test_connected_means_that_the_whole_vjp_depends_on_the_cotangent(drawn):
     program, without_loops = drawn
     args = [X, X[::-1] * 0.7, X + 0.1]
-    (connected_inputs,) = connections(tg.graph(program)(*args))
+    (connected_inputs,) = connections(tg.graph(program, *args))
 
     def needing_the_cotangent(program):
         """By JAX's own dead code elimination."""
@@ -574,7 +574,7 @@ def test_connected_means_that_the_whole_vjp_depends_on_the_cotangent(drawn):
 def test_dependence_is_what_dead_code_elimination_finds(drawn):
     program, _ = drawn
     args = [X, X * 0.7, X + 0.1]
-    graph = tg.graph(program)(*args)
+    graph = tg.graph(program, *args)
     (mask,) = dependence(graph)
     _, used = pe.dce_jaxpr(graph.program.jaxpr, [True])
     assert [bool(mask >> i & 1) for i in range(3)] == used
@@ -611,7 +611,7 @@ def test_operations_that_are_said_to_connect_all_operands_do(name):
     fun = CONNECTING_SAMPLES[name]
     count = len(BINARY & {name}) + 1
     args = [X, X[::-1] * 0.7][:count]
-    graph = tg.graph(fun)(*args)
+    graph = tg.graph(fun, *args)
     assert name in graph.operations
     shape = jax.eval_shape(fun, *args)
     program = jax.make_jaxpr(lambda ct, *args: jax.vjp(fun, *args)[1](ct))(shape, *args).jaxpr
@@ -647,7 +647,7 @@ def doubled(depth):
 
 
 def test_regions_shared_by_shared_regions_are_looked_at_once():
-    program = tg.graph(doubled(40))(1.0, 2.0)
+    program = tg.graph(doubled(40), 1.0, 2.0)
     assert dependence(program) == [0b11, 0b10]
     assert connections(program) == [frozenset({0}), frozenset({1})]
     assert len(program.regions_below) < 50
@@ -662,10 +662,10 @@ def test_a_rule_that_refuses_one_operand_is_connected_to_the_others():
         rounded = tg.custom_gradient(lambda x: (jnp.round(x * scale) / scale, lambda dy: dy))
         return rounded(x)
 
-    assert connections(tg.graph(f)(1.0, 2.0)) == [frozenset({0, 1})]
+    assert connections(tg.graph(f, 1.0, 2.0)) == [frozenset({0, 1})]
     marked = jax.vjp(lambda x: f(x, 2.0), 1.0)[1]
     assert float(marked(3.0)[0]) == 3.0
-    value = tg.graph(lambda x, scale: jax.vjp(lambda x: f(x, scale), x)[0])(1.0, 2.0)
+    value = tg.graph(lambda x, scale: jax.vjp(lambda x: f(x, scale), x)[0], 1.0, 2.0)
     assert 0 in connections(value)[0]
 
 

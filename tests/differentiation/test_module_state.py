@@ -63,7 +63,7 @@ def by_aux(model, x):
         tg.grad(loss, unconnected="none"),
         tg.grad(tg.trace(loss)),
         tg.grad(nnx.jit(loss)),
-        tg.grad(tg.rewrite(loss)),
+        tg.grad(tg.rewrite(loss, [])),
         tg.trace(tg.grad(loss)),
         nnx.jit(lambda model, x: jax.tree.map(jnp.asarray, nnx.state(tg.grad(loss)(model, x)))),
     ],

@@ -282,7 +282,7 @@ def test_nor_for_a_jacobian_or_a_second_derivative():
 
 
 def connected(fun, *args):
-    return [sorted(inputs) for inputs in connections(tg.graph(fun)(*args))]
+    return [sorted(inputs) for inputs in connections(tg.graph(fun, *args))]
 
 
 def test_a_rule_of_tangents_that_writes_zeros_gives_zeros():
@@ -357,7 +357,7 @@ def test_explain_and_show_follow():
     explanation = tg.explain(loss, *OPERANDS, wrt=(0, 1, 2, 3))
     assert [source.gradient for source in explanation.sources] == ["32.2", "2.83", "0", "None"]
     assert "custom rule" in explanation.sources[3].reason
-    flow = gradient_flow(tg.graph(loss)(*OPERANDS))
+    flow = gradient_flow(tg.graph(loss, *OPERANDS))
     assert flow.reached == [True, True, True, False]
     doubled = [n for n in flow.flows if n.op == "mul" and n.inputs[1] is not n.inputs[0]]
     assert [flow.flows[n] for n in doubled] == [Flow.FLOWS, Flow.FLOWS, Flow.UNREACHED]

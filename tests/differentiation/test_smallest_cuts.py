@@ -23,7 +23,7 @@ def lightest(fun, *args):
     """For each input the way with the fewest cuts: the operations there; None if there is none."""
     return [
         None if cuts is None else [cut.occurrence.node.op for cut in cuts]
-        for cuts in smallest_cuts(tg.graph(fun)(*args), [0])
+        for cuts in smallest_cuts(tg.graph(fun, *args), [0])
     ]
 
 
@@ -71,7 +71,7 @@ def test_the_users_own_come_before_a_librarys_and_masks_last():
         peak = x - jnp.max(jax.nn.softmax(x), initial=-jnp.inf)
         return jnp.sum(lax.stop_gradient(peak))
 
-    (cut,) = smallest_cuts(tg.graph(library_first)(X), [0])[0]
+    (cut,) = smallest_cuts(tg.graph(library_first, X), [0])[0]
     assert cut.occurrence.node.op == "stop_gradient"
     assert cut.occurrence.origin.line == library_first.__code__.co_firstlineno + 2
 
@@ -95,7 +95,7 @@ def test_a_cut_inside_of_a_region_is_told_with_the_calls_that_lead_there(through
     def f(x):
         return jnp.sum(jnp.exp(through(jnp.cos(x))) * jax.nn.softmax(X))
 
-    (cut,) = smallest_cuts(tg.graph(f)(X), [0])[0]
+    (cut,) = smallest_cuts(tg.graph(f, X), [0])[0]
     assert cut.occurrence.node.op == "stop_gradient"
     path = [node.op for node, _ in cut.occurrence.path]
     assert path[:1] == ([region] if region else []) or region == "remat2"
@@ -131,7 +131,7 @@ def test_of_custom_rules_the_inputs_without_a_gradient_are_cut():
         return jnp.sum(first_only(x, y))
 
     assert lightest(f, X, X) == [[], ["custom_vjp_call"]]
-    (cut,) = smallest_cuts(tg.graph(f)(X, X), [0])[1]
+    (cut,) = smallest_cuts(tg.graph(f, X, X), [0])[1]
     assert "the custom gradient first_only" in str(cut)
 
 
@@ -139,7 +139,7 @@ def test_of_several_targets_the_nearest_counts():
     def f(x):
         return jnp.round(jnp.floor(x)), jnp.floor(x), x > 0
 
-    program = tg.graph(f)(X)
+    program = tg.graph(f, X)
     for targets, ops in ([0], ["floor", "round"]), ([1], ["floor"]), ([0, 1], ["floor"]):
         cuts = smallest_cuts(program, targets)[0]
         assert [cut.occurrence.node.op for cut in cuts] == ops
@@ -147,7 +147,7 @@ def test_of_several_targets_the_nearest_counts():
 
 def test_a_function_called_from_everywhere_is_searched_once():
     """2**40 calls; where they are cut is one line."""
-    program = tg.graph(doubled(40))(1.0, 2.0)
+    program = tg.graph(doubled(40), 1.0, 2.0)
     free, cuts = smallest_cuts(program, [0])
     assert free == ()
     (cut,) = cuts
@@ -193,10 +193,10 @@ def test_no_smaller_set_of_stops_would_do(lines):
     stops = [k for k, (_, stops, _) in enumerate(lines) if stops]
 
     def is_connected(opened):
-        program = tg.graph(lambda x: run(lines, opened, x))(0.5)
+        program = tg.graph(lambda x: run(lines, opened, x), 0.5)
         return connections(program) == [frozenset({0})]
 
-    (cuts,) = smallest_cuts(tg.graph(lambda x: run(lines, set(), x))(0.5), [0])
+    (cuts,) = smallest_cuts(tg.graph(lambda x: run(lines, set(), x), 0.5), [0])
     fewest = next(
         (
             n

@@ -385,4 +385,4 @@ def test_a_program_among_what_an_operation_of_equinox_holds_is_none_of_its_regio
     for found in ((on_a_tape(*of)), tg.grad(edited, (0, 1))(*of)):
         np.testing.assert_allclose(found[0], dw, rtol=1e-6)
     np.testing.assert_allclose(found[1], 2 * dx, rtol=1e-6)
-    assert "called = called(w, tanh)" in str(tg.graph(loss)(*of))
+    assert "called = called(w, tanh)" in str(tg.graph(loss, *of))

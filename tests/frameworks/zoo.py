@@ -117,7 +117,7 @@ class Looked:
         """`tg.memory` has what XLA says, and knows what most of it is."""
         for traced, args in self.calls.items():
             report, stats = (
-                tg.memory(traced)(*args),
+                tg.memory(traced, *args),
                 traced.lower(*args).compile().memory_analysis(),
             )
             given = stats.argument_size_in_bytes + stats.output_size_in_bytes

@@ -423,7 +423,7 @@ def test_rules_that_a_rewrite_puts_in_count_as_deliberate():
 
     clipped = tg.rules.clip_gradient(tg.match.op("tanh"), max_norm=0.1)
     doubled = tg.rules.override_gradient(tg.match.op("sin"), lambda op, dy: 2 * dy)
-    report = check_grads(tg.rewrite(loss, clipped, doubled), (X,), order=1, modes=["rev"])
+    report = check_grads(tg.rewrite(loss, [clipped, doubled]), (X,), order=1, modes=["rev"])
     assert [c.what for c in report.deliberate] == ["clip_gradient, input 0", "sin, input 0"]
 
 
@@ -435,7 +435,7 @@ def test_rules_for_graphs_that_change_tangents_count_as_deliberate_too():
     scaled = rules.scale_gradient(match.op("tanh"), 2.0)
     entering = rules.scale_gradient(match.op("sin"), 3.0, inputs=0)
     past = rules.straight_through(match.op("round"))
-    report = check_grads(tg.rewrite(loss, scaled, entering, past), (X,), order=1)
+    report = check_grads(tg.rewrite(loss, [scaled, entering, past]), (X,), order=1)
     assert [(c.what, c.status) for c in report.rules if c.what.endswith("input 0")] == [
         ("scaled, input 0", "deliberate"),
         ("scaled, input 0", "deliberate"),

@@ -325,8 +325,8 @@ def test_a_program_with_rules_is_known_again_and_told_from_one_with_other_rules(
         return loss
 
     loss = loss_with(2.0)
-    assert key_of(tg.graph(loss)(X)) == key_of(tg.graph(loss)(X))
-    assert key_of(tg.graph(loss)(X)) != key_of(tg.graph(loss_with(3.0))(X))
+    assert key_of(tg.graph(loss, X)) == key_of(tg.graph(loss, X))
+    assert key_of(tg.graph(loss, X)) != key_of(tg.graph(loss_with(3.0), X))
     norms = [explain(loss_with(factor), X)["x"].norm for factor in (2.0, 3.0)]
     assert norms[1] == pytest.approx(1.5 * norms[0])
 
@@ -337,7 +337,7 @@ def test_a_program_is_known_by_the_numbers_of_its_numpy_arrays():
     def of(array):
         return lambda x: jnp.sum(jnp.sin(x) * array)
 
-    assert key_of(tg.graph(of(weights))(X)) == key_of(tg.graph(of(weights.copy()))(X))
+    assert key_of(tg.graph(of(weights), X)) == key_of(tg.graph(of(weights.copy()), X))
     before = explain(of(weights), X)["x"].norm
     weights *= 3.0
     assert explain(of(weights), X)["x"].norm == pytest.approx(3 * before, rel=1e-5)
@@ -361,9 +361,9 @@ def test_whose_a_stop_is():
         stop = jax.lax.stop_gradient
         return jax.nn.softmax(x), stop(x), tg.stop_gradient(x), jax.tree.map(stop, [x])
 
-    found = tg.graph(all_of_them)(X).find(lambda o: isinstance(o.node, tg.ir.StopGradient))
+    found = tg.graph(all_of_them, X).find(lambda o: isinstance(o.node, tg.ir.StopGradient))
     assert [whose(occurrence) for occurrence in found] == ["jax", "yours", "yours", "yours"]
-    mapped = tg.graph(jax.vmap(all_of_them))(X[None])
+    mapped = tg.graph(jax.vmap(all_of_them), X[None])
     found = mapped.find(lambda o: isinstance(o.node, tg.ir.StopGradient))
     assert [whose(occurrence) for occurrence in found] == ["jax", "yours", "yours", "yours"]
 

@@ -110,7 +110,7 @@ def the_peak(fun: Callable[..., Any]) -> str:
 @pytest.mark.parametrize("name", SEEDED)
 def test_the_line_that_makes_the_peak_is_named_first(name: str):
     written, fun, shapes = SEEDED[name]
-    report = tg.memory(fun)(*shapes)
+    report = tg.memory(fun, *shapes)
     assert report.lines[0].line.startswith(the_peak(written))
     sizes = [line.size for line in report.lines if line.line]
     assert sizes == sorted(sizes, reverse=True)
@@ -120,7 +120,7 @@ def test_the_line_that_makes_the_peak_is_named_first(name: str):
 @pytest.mark.parametrize("name", ["hidden", "loop", "trained", "mapped"])
 def test_the_total_is_what_xla_says(name: str):
     _, fun, shapes = SEEDED[name]
-    report = tg.memory(fun)(*shapes)
+    report = tg.memory(fun, *shapes)
     stats = jax.jit(fun).lower(*shapes).compile().memory_analysis()
     inputs, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     assert report.temporary == pytest.approx(stats.temp_size_in_bytes, rel=0.02)
@@ -131,7 +131,7 @@ def test_the_total_is_what_xla_says(name: str):
 def test_what_xla_cannot_compile_is_refused_in_its_words():
     (rows,) = jax.export.symbolic_shape("rows")
     with pytest.raises(ValueError, match=r"XLA does not compile <lambda> by itself: .*shapes"):
-        tg.memory(lambda x: jnp.tanh(x) @ x.T)(f32(rows, 4))
+        tg.memory(lambda x: jnp.tanh(x) @ x.T, f32(rows, 4))
 
 
 @pytest.mark.parametrize("compiled", [jax.jit, tg.trace])
@@ -141,17 +141,17 @@ def test_static_arguments_are_no_arrays_and_are_not_advised_to_be_donated(compil
             w = w - 0.1 * jnp.sin(w @ x)
         return w
 
-    report = tg.memory(compiled(step, static_argnums=0), measure_advice=True)(
-        3, f32(64, 64), f32(64, 64)
+    report = tg.memory(
+        compiled(step, static_argnums=0), 3, f32(64, 64), f32(64, 64), measure_advice=True
     )
-    plain = tg.memory(functools.partial(step, 3))(f32(64, 64), f32(64, 64))
+    plain = tg.memory(functools.partial(step, 3), f32(64, 64), f32(64, 64))
     assert report.total == plain.total
     assert [each.options.get("donate_argnums") for each in report.advice] == [(1,)]
 
 
 def test_static_arguments_beside_arrays_are_taken():
     step = jax.jit(lambda x, mode, scale=1.0: x * scale if mode == "a" else x, static_argnums=1)
-    assert tg.memory(step)(f32(8), "a").total == tg.memory(step)(f32(8), "b").total
+    assert tg.memory(step, f32(8), "a").total == tg.memory(step, f32(8), "b").total
 
 
 def test_a_budget_is_advised_for_a_scan_of_which_it_frees_most():
@@ -162,7 +162,7 @@ def test_a_budget_is_advised_for_a_scan_of_which_it_frees_most():
         return jnp.sum(jax.lax.scan(body, x, ws)[0])
 
     shapes = f32(64, 16, 16), f32(256, 16)
-    report = tg.memory(tg.grad(loss), measure_advice=True)(*shapes)
+    report = tg.memory(tg.grad(loss), *shapes, measure_advice=True)
     frees = {advice.what: advice.frees for advice in report.advice}
     held = temporary_bytes(tg.trace(tg.grad(loss), memory_budget="30%"), *shapes)
     assert frees['trace(..., memory_budget="30%")'] == report.temporary - held
@@ -171,7 +171,7 @@ def test_a_budget_is_advised_for_a_scan_of_which_it_frees_most():
 
 def test_values_are_told_by_what_they_are_kept_for():
     _, fun, shapes = SEEDED["trained"]
-    lines = tg.memory(fun)(*shapes).lines
+    lines = tg.memory(fun, *shapes).lines
     residual = next(line for line in lines if line.kind == "residual")
     assert residual.values.endswith("f32[256,64]")
     assert residual.kept_for.startswith("the backward pass of ")
@@ -197,7 +197,7 @@ def test_lines_are_those_inside_of_functions_that_are_compiled_by_themselves(com
     def loss(x):
         return jnp.sum(layer(x) @ x)
 
-    report = tg.memory(jax.grad(loss))(f32(64, 64))
+    report = tg.memory(jax.grad(loss), f32(64, 64))
     at = layer.__wrapped__.__code__.co_firstlineno + 3
     assert any(line.line.startswith(f"test_memory.py:{at} ") for line in report.lines)
     assert any(line.scope == "layer" for line in report.lines)
@@ -205,10 +205,10 @@ def test_lines_are_those_inside_of_functions_that_are_compiled_by_themselves(com
 
 def test_nothing_is_advised_that_was_not_measured():
     shapes = ([WIDE] * 4, f32(512, 8))
-    report = tg.memory(tg.grad(blocks))(*shapes)
+    report = tg.memory(tg.grad(blocks), *shapes)
     assert set(report.scopes) >= {f"block_{i}" for i in range(3)}
     assert report.advice == ()
-    measured = tg.memory(tg.grad(blocks), measure_advice=True)(*shapes)
+    measured = tg.memory(tg.grad(blocks), *shapes, measure_advice=True)
     (advice,) = [each for each in measured.advice if "recompute" in each.what]
     assert advice.what == 'rules.recompute(match.scope("block_*"))'
 
@@ -229,7 +229,7 @@ def adapted(adapters, weights, x):
 
 def test_advice_that_was_measured_frees_what_it_says():
     shapes = [(f32(16, 2), f32(2, 16))] * 4, [f32(16, 16)] * 4, f32(512, 16)
-    report = tg.memory(adapted, measure_advice=True)(*shapes)
+    report = tg.memory(adapted, *shapes, measure_advice=True)
     assert not any("adapter" in each.what for each in report.advice)
     assert report.advice
     for advice in report.advice:
@@ -243,15 +243,15 @@ def test_advice_that_was_measured_frees_what_it_says():
 
 def test_inside_of_a_loop_the_line_of_its_body_is_advised():
     written, _, shapes = SEEDED["loop"]
-    whats = [each.what for each in tg.memory(tg.grad(loop), measure_advice=True)(*shapes).advice]
+    whats = [each.what for each in tg.memory(tg.grad(loop), *shapes, measure_advice=True).advice]
     assert f'rules.recompute(match.source("{the_peak(written).strip()}"))' in whats
 
 
 def test_arguments_that_results_replace_are_advised_to_be_donated():
     shapes = (WIDE, f32(16, 8))
-    report = tg.memory(trained, measure_advice=True)(*shapes)
+    report = tg.memory(trained, *shapes, measure_advice=True)
     assert report.advice[0].what.startswith("trace(..., donate_argnums=(0,))")
-    donated = tg.memory(tg.trace(trained, donate_argnums=0), measure_advice=True)(*shapes)
+    donated = tg.memory(tg.trace(trained, donate_argnums=0), *shapes, measure_advice=True)
     assert report.advice[0].frees == report.total - donated.total > 0
     assert not any("donate" in each.what for each in donated.advice)
 
@@ -276,27 +276,27 @@ def test_arguments_are_advised_to_be_donated_whatever_tree_they_are():
         return Packed(a.leaf - 0.1 * jnp.sin(b))
 
     ones = jnp.ones((64, 64))
-    report = tg.memory(step, measure_advice=True)(Packed(ones), ones)
+    report = tg.memory(step, Packed(ones), ones, measure_advice=True)
     assert any("donate_argnums=(0,)" in advice.what for advice in report.advice)
 
 
 def test_what_replaces_nothing_is_not_advised_to_be_donated():
     _, fun, shapes = SEEDED["hidden"]  # a gradient, whose parameters the update will read
-    found = tg.memory(fun, measure_advice=True)(*shapes).advice
+    found = tg.memory(fun, *shapes, measure_advice=True).advice
     assert not any("donate" in each.what for each in found)
 
 
 def test_rules_of_a_traced_function_are_seen():
     shapes = ([WIDE] * 4, f32(512, 8))
     rule = tg.rules.recompute(tg.match.scope("block_*"))
-    plain = tg.memory(tg.trace(tg.grad(blocks)))(*shapes)
-    ruled = tg.memory(tg.trace(tg.grad(blocks), rules=[rule]))(*shapes)
+    plain = tg.memory(tg.trace(tg.grad(blocks)), *shapes)
+    ruled = tg.memory(tg.trace(tg.grad(blocks), rules=[rule]), *shapes)
     assert ruled.listed < 0.7 * plain.listed
     assert ruled.temporary < 0.7 * plain.temporary
 
 
 def test_a_report_prints_as_a_table_and_folds_in_a_notebook():
-    report = tg.memory(tg.grad(blocks), measure_advice=True)([WIDE] * 4, f32(512, 8))
+    report = tg.memory(tg.grad(blocks), [WIDE] * 4, f32(512, 8), measure_advice=True)
     text = str(report)
     assert text.startswith("memory of blocks: ")
     assert "block_0" in text
@@ -313,7 +313,7 @@ def test_what_is_no_function_is_refused():
 
 
 def test_a_program_that_computes_nothing_holds_its_argument_and_a_copy():
-    report = tg.memory(lambda x: x)(f32(8))
+    report = tg.memory(lambda x: x, f32(8))
     assert [(line.kind, line.size) for line in report.lines] == [("result", 32), ("argument", 32)]
     assert report.lines[0].line == "copy of x"
 
@@ -323,7 +323,7 @@ def test_on_an_explicit_mesh_bytes_are_those_of_one_device():
     spec = jax.sharding.PartitionSpec("rows")
     x = jax.device_put(jnp.ones((256, 64)), jax.sharding.NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        report = tg.memory(lambda x: jnp.sort(jnp.sin(x)))(x)
+        report = tg.memory(lambda x: jnp.sort(jnp.sin(x)), x)
     assert report.measured_on.endswith("on each of 4 devices")
     assert report.lines[-1].size == 256 * 64 * 4 // 4
 
@@ -332,7 +332,7 @@ def test_in_a_shard_map_bytes_are_those_of_one_device():
     mesh = jax.sharding.Mesh(jax.devices(), "rows")
     spec = jax.sharding.PartitionSpec("rows")
     sines = jax.shard_map(lambda x: jnp.sort(jnp.sin(x)), mesh=mesh, in_specs=spec, out_specs=spec)
-    report = tg.memory(sines)(jnp.ones((256, 64)))
+    report = tg.memory(sines, jnp.ones((256, 64)))
     held = {line.values: line.size for line in report.lines}
     assert held["f32[64,64]"] == 64 * 64 * 4
 
@@ -347,6 +347,6 @@ def test_in_a_shard_map_over_some_axes_of_a_mesh(kind):
     )
     x = jax.device_put(jnp.ones((256, 64)), jax.sharding.NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        report = tg.memory(jax.jit(sines))(x)
+        report = tg.memory(jax.jit(sines), x)
     held = {line.values: line.size for line in report.lines}
     assert 128 * 64 * 4 in held.values(), held

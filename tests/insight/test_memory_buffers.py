@@ -93,7 +93,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_lines_add_up_to_what_xla_holds(name: str):
     fun = PROGRAMS[name]
-    report = tg.memory(fun)(*SHAPES)
+    report = tg.memory(fun, *SHAPES)
     jitted = fun if hasattr(fun, "lower") else jax.jit(fun)
     stats = jitted.lower(*SHAPES).compile().memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
@@ -128,7 +128,7 @@ def test_what_a_loop_stacks_is_of_the_line_that_computes_it():
 
         return jnp.sum(jax.lax.scan(body, x, None, length=16)[0] ** 2)
 
-    report = tg.memory(jax.grad(loss))(*SHAPES)
+    report = tg.memory(jax.grad(loss), *SHAPES)
     first = report.lines[0]
     place = line_of(loss, "stacked")
     assert first.line.startswith(f"{place} ")
@@ -144,7 +144,7 @@ def test_a_function_of_a_library_is_told_by_the_line_that_calls_it():
         x = jax.nn.silu(x @ w)  # one
         return jnp.sum(jax.nn.silu(jnp.sort(x) @ w) ** 2)  # another
 
-    report = tg.memory(jax.grad(loss))(*SHAPES)
+    report = tg.memory(jax.grad(loss), *SHAPES)
     held: Counter[str] = Counter()
     for each in report.lines:
         held[each.line.partition(" ")[0]] += each.size
@@ -166,7 +166,7 @@ def test_what_a_loop_keeps_is_kept_for_the_backward_pass_while_it_runs_too():
         (_, c), hs = jax.lax.scan(cell, (x[0], x[0]), x)
         return hs.sum() + c.sum()
 
-    report = tg.memory(jax.grad(loss, argnums=1))(f32(64, 256), f32(256, 64))
+    report = tg.memory(jax.grad(loss, argnums=1), f32(64, 256), f32(256, 64))
     kept = sum(line.size for line in report.lines if line.kind == "residual")
     assert kept >= 6 * 256 * 64 * 4  # four gates and more of each step
     assert kept > 0.7 * report.listed
@@ -183,7 +183,7 @@ def test_what_branches_return_for_the_backward_pass_is_of_their_lines():
             )
         return x.sum()
 
-    report = tg.memory(tg.grad(loss))(*SHAPES)
+    report = tg.memory(tg.grad(loss), *SHAPES)
     first = report.lines[0]
     assert first.kind == "residual"
     assert first.line.startswith(f"{line_of(loss, 'the branch')} ")
@@ -196,7 +196,7 @@ def test_in_the_place_of_a_result_is_told_what_is_there_at_the_peak():
         wide = jnp.sort(jnp.tile(rows[:1] + x, (4, 1)), axis=0).sum()  # the peak
         return jnp.cos(rows * wide)  # late
 
-    report = tg.memory(fun)(f32(512, 512))
+    report = tg.memory(fun, f32(512, 512))
     early = [each for each in report.lines if each.line.startswith(f"{line_of(fun, 'early')} ")]
     assert [(each.kind, each.size) for each in early] == [("activation", 512 * 512 * 4)]
     assert not any(each.kind == "result" for each in report.lines)
@@ -209,7 +209,7 @@ def test_what_is_given_to_a_loop_is_of_the_line_that_computes_it():
         turns = x[0, 0].astype(int)
         return jax.lax.fori_loop(0, turns, lambda _, h: jnp.sort(h * wide + w), h).sum()
 
-    report = tg.memory(fun)(f32(512, 512), f32(512, 512))
+    report = tg.memory(fun, f32(512, 512), f32(512, 512))
     given = [each for each in report.lines if each.line.startswith(f"{line_of(fun, 'given')} ")]
     assert sum(each.size for each in given) >= 512 * 512 * 4
 
@@ -221,9 +221,9 @@ def test_of_a_function_that_jax_traced_for_another_program_lines_are_of_this_one
     def other(w: jax.Array, x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, _: (jnp.sin(jnp.cos(x) @ w), None), x, None, 6)[0].sum()
 
-    tg.memory(jax.grad(one))(*SHAPES)
+    tg.memory(jax.grad(one), *SHAPES)
     lines, first = inspect.getsourcelines(other)
-    report = tg.memory(jax.grad(other))(*SHAPES)
+    report = tg.memory(jax.grad(other), *SHAPES)
     places = {line.line.partition(" ")[0] for line in report.lines if line.line}
     assert places <= {f"test_memory_buffers.py:{first + k}" for k in range(len(lines))}
 
@@ -233,14 +233,14 @@ def test_a_step_of_equinox_filter_jit_has_what_xla_holds():
         return eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
 
     model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
-    report = tg.memory(eqx.filter_jit(step))(model, jnp.ones((128, 8)))
+    report = tg.memory(eqx.filter_jit(step), model, jnp.ones((128, 8)))
     assert report.listed_by == "XLA"
     assert any(line.kind == "residual" for line in report.lines)
 
 
 def test_arrays_that_are_written_into_the_program_are_told_beside():
     table = np.arange(64 * 4096, dtype=np.float32).reshape(64, 4096)
-    report = tg.memory(lambda x: jnp.sort(x @ table))(f32(4, 64))
+    report = tg.memory(lambda x: jnp.sort(x @ table), f32(4, 64))
     given = sum(line.size for line in report.lines if line.kind == "argument")
     assert report.constants + given >= table.nbytes
     if report.constants >= table.nbytes:
@@ -260,7 +260,7 @@ def test_lines_of_one_program_are_not_taken_for_those_of_another_that_jax_has_ke
         for fun in (first, one, first):
             jax.clear_caches()
             line = inspect.getsourcelines(fun)[1] + 1
-            assert f"test_memory_buffers.py:{line} " in str(tg.memory(fun)(f32(512, 512)))
+            assert f"test_memory_buffers.py:{line} " in str(tg.memory(fun, f32(512, 512)))
         assert [*tmp_path.iterdir()]
 
 
@@ -279,13 +279,13 @@ def test_scopes_of_a_module_at_any_depth_are_advised_to_be_recomputed():
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(tower.apply(params, x) ** 2)
 
-    report = tg.memory(tg.grad(loss), measure_advice=True)(params, x)
+    report = tg.memory(tg.grad(loss), params, x, measure_advice=True)
     assert any(line.scope == "Tower/LayerNorm_0" for line in report.lines)
     whats = [each.what for each in report.advice]
     assert 'rules.recompute(match.scope("LayerNorm_*"))' in whats
     assert len(set(whats)) == len(whats)
     advice = report.advice[whats.index('rules.recompute(match.scope("LayerNorm_*"))')]
-    ruled = tg.memory(tg.trace(tg.grad(loss), **advice.options))(params, x)
+    ruled = tg.memory(tg.trace(tg.grad(loss), **advice.options), params, x)
     assert report.total - ruled.total == advice.frees
 
 
@@ -297,14 +297,14 @@ def test_scopes_of_what_a_rule_recomputes_are_those_of_the_program():
         return jnp.mean(x**2)
 
     rule = tg.rules.recompute(tg.match.scope("block_*"))
-    report = tg.memory(tg.trace(tg.grad(blocks), rules=[rule]))([f32(64, 64)] * 4, f32(512, 64))
+    report = tg.memory(tg.trace(tg.grad(blocks), rules=[rule]), [f32(64, 64)] * 4, f32(512, 64))
     found = {line.scope for line in report.lines if line.line}
     assert found - {""} == {f"block_{i}" for i in range(4)}
 
 
 def test_a_copy_of_an_argument_says_of_which():
-    report = tg.memory(lambda tree: {"a": tree["a"].T, "b": tree["b"]})(
-        {"a": f32(64, 32), "b": f32(8)}
+    report = tg.memory(
+        lambda tree: {"a": tree["a"].T, "b": tree["b"]}, {"a": f32(64, 32), "b": f32(8)}
     )
     assert "copy of tree['b']" in [line.line for line in report.lines]
 

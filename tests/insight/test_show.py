@@ -100,7 +100,7 @@ def test_a_method_and_keyword_arguments_are_taken():
 
 
 def test_a_graph_is_shown_as_it_is_and_takes_no_arguments():
-    graph = tg.graph(jnp.sin)(1.0)
+    graph = tg.graph(jnp.sin, 1.0)
     assert show(graph).graph is graph
     with pytest.raises(TypeError, match=r"the graph sin and arguments.*show\(fun, \*args\)"):
         show(graph, 1.0)

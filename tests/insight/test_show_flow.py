@@ -108,7 +108,7 @@ def stopped(graph, occurrence):
 
 
 def check_by_stopping(program, step):
-    graph = tg.graph(program)(W, X)
+    graph = tg.graph(program, W, X)
     flow = gradient_flow(graph)
     before = gradients(graph)
     reached = [any(i in found for found in connections(graph)) for i in range(2)]
@@ -138,7 +138,7 @@ def test_stopping_the_gradient_anywhere_changes_something_exactly_where_it_flows
 
 
 def kinds(fun, *args):
-    flow = gradient_flow(tg.graph(fun)(*args))
+    flow = gradient_flow(tg.graph(fun, *args))
     return {node.op: kind.value for node, kind in flow.flows.items()}
 
 
@@ -166,7 +166,7 @@ def test_what_nothing_uses_is_unreached_and_cuts_nothing():
 
 
 def test_an_operand_without_gradient_is_named_where_another_has_one():
-    graph = tg.graph(lambda x, y: first_only(x, y))(X, W)
+    graph = tg.graph(lambda x, y: first_only(x, y), X, W)
     flow = gradient_flow(graph)
     ((node, lost),) = flow.lost.items()
     assert (node.name, [graph.names[value] for value in lost]) == ("first_only", ["y"])
@@ -181,7 +181,7 @@ def test_regions_that_only_jax_enters_are_not_guessed_about():
     def doubled(x):
         return 2 * x
 
-    flow = gradient_flow(tg.graph(lambda x: doubled(jnp.sin(x)))(X))
+    flow = gradient_flow(tg.graph(lambda x: doubled(jnp.sin(x)), X))
     assert [kind.value for kind in flow.flows.values()] == ["flows", "flows"]
     ((inner,),) = (regions.values() for regions in flow.regions.values())
     assert {kind.value for kind in inner.flows.values()} == {"unknown"}
@@ -206,5 +206,5 @@ def test_what_is_written_to_a_ref_flows_on_from_where_it_is_read():
         lax.fori_loop(0, 3, body, None)
         return ref[...]
 
-    assert gradient_flow(tg.graph(in_a_loop)(X[0])).reached == [True]
+    assert gradient_flow(tg.graph(in_a_loop, X[0])).reached == [True]
     assert jnp.any(jax.grad(in_a_loop)(X[0]))

@@ -13,7 +13,7 @@ from tracegrad.insight.parts import parts_of
 
 
 def parts(fun, *args):
-    found, are_named = parts_of(tg.graph(fun)(*args))
+    found, are_named = parts_of(tg.graph(fun, *args))
     return [
         tuple(re.sub(r"\(\S+?\.py:\d+\)", "()", part) for part in row) for row in found
     ], are_named
@@ -66,7 +66,7 @@ def test_inside_of_a_region_they_begin_in_its_function():
     def region(x):
         return scaled(x) + 1
 
-    graph = tg.graph(lambda x: Model()(region(x)))(1.0)
+    graph = tg.graph(lambda x: Model()(region(x)), 1.0)
     found, _ = parts_of(graph.nodes[0].regions["jaxpr"])
     assert [len(row) for row in found] == [1, 1, 0]
 

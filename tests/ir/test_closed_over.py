@@ -62,7 +62,7 @@ def forward_of_ours(f):
 
 
 def rewritten(f):
-    return jax.grad(tg.graph(f)(0.5).to_callable())(0.5)
+    return jax.grad(tg.graph(f, 0.5).to_callable())(0.5)
 
 
 def mapped(f):

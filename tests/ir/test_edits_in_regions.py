@@ -87,7 +87,7 @@ def test_an_edit_in_a_region_acts_under_every_transformation(program, run):
     fun, edited = PROGRAMS[program]
 
     def by_edit(x, by):
-        graph = tg.graph(fun)(x)
+        graph = tg.graph(fun, x)
         graph = multiply(graph, sine_inside(graph), 3.0)
         graph.verify()
         return graph.to_callable()(x)
@@ -104,7 +104,7 @@ def test_an_edit_that_captures_an_outer_tracer_keeps_its_gradient(program, run):
     fun, edited = PROGRAMS[program]
 
     def by_edit(x, by):
-        graph = tg.graph(fun)(x)
+        graph = tg.graph(fun, x)
         graph = multiply(graph, sine_inside(graph), by)
         return graph.to_callable()(x)
 
@@ -119,7 +119,7 @@ def test_a_while_loop_that_captures_an_outer_tracer_keeps_its_tangent():
         return jax.lax.while_loop(lambda c: c < 5.0, lambda c: jnp.sin(c) * by + 4.2, 0.7)
 
     def by_edit(by):
-        graph = tg.graph(fun)(0.7)
+        graph = tg.graph(fun, 0.7)
         graph = multiply(graph, sine_inside(graph), by)
         return graph.to_callable()(0.7)
 
@@ -133,7 +133,7 @@ def test_a_capture_that_no_public_function_can_make_an_operand_is_refused():
         )
 
     def by_edit(by):
-        graph = tg.graph(fun)(1.0)
+        graph = tg.graph(fun, 1.0)
         graph = multiply(graph, sine_inside(graph), by)
         return graph.to_callable()(1.0)
 
@@ -145,7 +145,7 @@ def test_a_jit_with_settings_of_its_own_takes_a_capture_as_an_operand_without_an
     inner = jax.jit(jnp.sin, donate_argnums=0)
 
     def by_edit(x, by):
-        graph = tg.graph(lambda x: inner(x))(x)
+        graph = tg.graph(lambda x: inner(x), x)
         graph = multiply(graph, sine_inside(graph), by)
         graph.verify()
         (call,) = graph.nodes
@@ -180,7 +180,7 @@ def test_how_a_scatter_combines_is_no_operation_that_a_rule_could_match():
     def f(x):
         return jnp.sum(x.at[0].add(1.0) ** 2)
 
-    assert not any(o.path for o in tg.graph(f)(jnp.ones(2)).find(tg.match.op("*")))
+    assert not any(o.path for o in tg.graph(f, jnp.ones(2)).find(tg.match.op("*")))
     with pytest.raises(tg.NoMatchError, match="'scatter-add'"):
         tg.rewrite(f, tg.rules.scale_gradient(tg.match.op("add"), 2.0))(jnp.ones(2))
 
@@ -196,7 +196,7 @@ def test_a_shard_map_is_rebuilt_in_its_mesh():
         )(x)
 
     x = jnp.arange(4.0)
-    graph = tg.graph(fun)(x)
+    graph = tg.graph(fun, x)
     graph = multiply(graph, sine_inside(graph), 2.0)
     close(jax.jit(graph.to_callable())(x), 2 * fun(x))
     close(
@@ -210,7 +210,7 @@ def test_a_clean_graph_is_the_very_program_that_came_in():
         return jax.lax.scan(lambda c, y: (jnp.sin(c) * y, c), x, jnp.arange(3.0))
 
     program = jax.make_jaxpr(fun)(1.0)
-    again = jax.make_jaxpr(tg.graph(fun)(1.0).to_callable())(1.0)
+    again = jax.make_jaxpr(tg.graph(fun, 1.0).to_callable())(1.0)
     assert str(again) == str(program)
 
 
@@ -246,19 +246,19 @@ def inside(rule, region, op):
 
 @pytest.mark.parametrize(("rule", "running"), [(sevenfold, "forward"), (ninefold, "jvp")])
 def test_an_edit_of_the_primal_alone_would_vanish_and_is_refused(rule, running):
-    graph = tg.graph(lambda x: rule(x))(2.0)
+    graph = tg.graph(lambda x: rule(x), 2.0)
     with pytest.raises(tg.GraphError, match=rf"{running} face was not.*would be lost"):
         multiply(graph, inside(rule_of(graph), "call_jaxpr", "sin"), 10.0)
 
 
 def test_an_edit_of_the_forward_face_alone_is_refused():
-    graph = tg.graph(lambda x: sevenfold(x))(2.0)
+    graph = tg.graph(lambda x: sevenfold(x), 2.0)
     with pytest.raises(tg.GraphError, match="return one thing, and another"):
         multiply(graph, inside(rule_of(graph), "forward", "sin"), 10.0)
 
 
 def test_an_edit_of_the_backward_face_changes_the_gradient_alone():
-    graph = tg.graph(lambda x: sevenfold(x))(2.0)
+    graph = tg.graph(lambda x: sevenfold(x), 2.0)
     graph = multiply(graph, inside(rule_of(graph), "backward", "mul"), 10.0)
     value, gradient = jax.jit(jax.value_and_grad(graph.to_callable()))(2.0)
     close(value, 2 * np.sin(2.0))
@@ -270,7 +270,7 @@ def test_an_edit_of_the_backward_face_changes_the_gradient_alone():
     [(sevenfold, ("call_jaxpr", "forward"), 14.0), (ninefold, ("call_jaxpr", "jvp"), 18.0)],
 )
 def test_an_edit_of_all_faces_is_seen_with_and_without_differentiation(rule, faces, gradient):
-    graph = tg.graph(lambda x: rule(x))(2.0)
+    graph = tg.graph(lambda x: rule(x), 2.0)
     places = [inside(rule_of(graph), face, "sin") for face in faces]
     graph = multiply_all(graph, places, 10.0)
     graph.verify()
@@ -287,7 +287,7 @@ def test_an_edit_of_all_faces_is_seen_with_and_without_differentiation(rule, fac
 )
 def test_an_edit_of_faces_that_closes_over_what_is_differentiated_is_refused(rule, faces):
     def edited(scale, x):
-        graph = tg.graph(lambda x: rule(x))(x)
+        graph = tg.graph(lambda x: rule(x), x)
         places = [inside(rule_of(graph), face, "sin") for face in faces]
         return multiply_all(graph, places, scale).to_callable()(x)
 
@@ -300,12 +300,12 @@ def test_an_edit_of_faces_that_closes_over_what_is_differentiated_is_refused(rul
 
 
 def test_the_faces_of_a_rule_are_what_the_rule_computes():
-    graph = tg.graph(lambda x: sevenfold(x))(2.0)
+    graph = tg.graph(lambda x: sevenfold(x), 2.0)
     rule = rule_of(graph).node
     out, *residuals = rule.face("forward").to_callable()(2.0)
     close(out, 2 * np.sin(2.0))
     close(rule.face("backward").to_callable()(*residuals, jnp.float32(1)), [14.0])
-    jvp = rule_of(tg.graph(lambda x: ninefold(x))(2.0)).node.face("jvp")
+    jvp = rule_of(tg.graph(lambda x: ninefold(x), 2.0)).node.face("jvp")
     close(jvp.to_callable()(2.0, 1.0), [2 * np.sin(2.0), 18.0])
     with pytest.raises(KeyError, match=r"forward.*backward"):
         rule.face("jvp")
@@ -320,7 +320,7 @@ def test_an_integer_input_of_a_rule_has_no_cotangent():
         lambda t, i: (t[i], (t.shape, i)),
         lambda r, ct: (jnp.zeros(3).at[r[1]].set(ct), None),
     )
-    graph = tg.graph(lambda t, i: take(t, i))(jnp.arange(3.0), 1)
+    graph = tg.graph(lambda t, i: take(t, i), jnp.arange(3.0), 1)
     rule = rule_of(graph)
     backward = rule.node.face("backward")
     last = Occurrence(rule.into("backward"), backward.producers[backward.outputs[0]])
@@ -331,7 +331,7 @@ def test_a_failing_node_is_named_with_its_line():
     def fun(x):
         return jnp.sum(jnp.sin(x))
 
-    sine, *_ = tg.graph(fun)(jnp.ones(3)).nodes
+    sine, *_ = tg.graph(fun, jnp.ones(3)).nodes
     with pytest.raises(TypeError, match="sin does not accept dtype int32") as caught:
         run_node(sine, [np.int32(1)])
     notes = "\n".join(caught.value.__notes__)
@@ -351,7 +351,7 @@ def test_the_faces_of_a_rule_that_closes_over_an_array_leave_the_array_out():
         return x * scale
 
     scaled.defvjp(lambda x: (x * scale, scale), lambda scale, ct: (7.0 * ct * scale,))
-    graph = tg.graph(lambda x: scaled(x))(jnp.float32(2.0))
+    graph = tg.graph(lambda x: scaled(x), jnp.float32(2.0))
     rule = rule_of(graph)
     assert len(rule.node.inputs) == 2  # JAX makes the array an operand
     out, *residuals = rule.node.face("forward").to_callable()(scale, jnp.float32(2.0))

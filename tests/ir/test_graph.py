@@ -14,7 +14,7 @@ pytestmark = pytest.mark.both_jax
 def test_what_stands_in_a_region_of_a_region_is_known_of_the_graph():
     def within(fun):
         inner = jax.jit(fun)
-        return tg.graph(lambda x: jax.jit(lambda x: inner(x))(x))(jnp.ones(3))
+        return tg.graph(lambda x: jax.jit(lambda x: inner(x))(x), jnp.ones(3))
 
     def on_the_host(x):
         return jax.pure_callback(np.sin, x, x)
@@ -27,5 +27,5 @@ def test_what_stands_in_a_region_of_a_region_is_known_of_the_graph():
 
 def test_what_is_closed_over_depends_on_no_argument():
     table = np.arange(3.0, dtype=np.float32)
-    graph = tg.graph(lambda x: (table[1] * jnp.sin(table), jax.jit(lambda: table + 1)(), x * table))
-    assert dependence(graph(2.0)) == [0, 0, 1]
+    fun = lambda x: (table[1] * jnp.sin(table), jax.jit(lambda: table + 1)(), x * table)  # noqa: E731
+    assert dependence(tg.graph(fun, 2.0)) == [0, 0, 1]

@@ -51,7 +51,7 @@ def test_the_steps_of_a_written_out_program_compute_what_it_does():
         return y + lax.scan(lambda c, x: (c + x, c * x), one, x)[1], x
 
     x = jnp.array([0.5, -1.0, 2.0])
-    graph = tg.graph(f)(x)
+    graph = tg.graph(f, x)
     program = Inlined(graph)
     assert [step.node.op for step in program.steps].count("sin") == 2
     assert "jit" not in {step.node.op for step in program.steps}
@@ -67,7 +67,7 @@ def test_a_value_that_a_loop_hands_on_is_the_one_outside_and_what_it_carries_is_
     def f(w, x):
         return lax.scan(lambda c, x: (jnp.sin(c) * w, x), w, x)
 
-    graph = tg.graph(f)(2.0, jnp.ones(3))
+    graph = tg.graph(f, 2.0, jnp.ones(3))
     (scan,) = graph.nodes
     program, path = Inlined(graph), ((scan, "jaxpr"),)
     origins = [program.origin(path, value) for value in scan.region("jaxpr").inputs]
@@ -88,7 +88,7 @@ def test_regions_get_the_operands_and_give_the_results_that_they_are_said_to():
         z = lax.cond(n > 1, lambda z: z * a, jnp.sin, z)
         return ys, jax.checkpoint(jnp.cos)(z)
 
-    graph = tg.graph(f)(1.0, jnp.ones((4, 2)), 3)
+    graph = tg.graph(f, 1.0, jnp.ones((4, 2)), 3)
     met = set()
     for found in graph.walk():
         node = found.node
@@ -116,7 +116,7 @@ def test_what_is_called_from_everywhere_is_looked_at_where_it_is_asked_for():
     inner = jax.jit(lambda x, y: (jnp.sin(x), y))
     for _ in range(40):
         inner = jax.jit(lambda x, y, inner=inner: inner(*inner(x, y)))
-    graph = tg.graph(inner)(1.0, 2.0)
+    graph = tg.graph(inner, 1.0, 2.0)
     program = Inlined(graph)
     path, atom = program.origin((), graph.outputs[0])
     assert program.made_by(path, atom).op == "sin"

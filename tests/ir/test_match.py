@@ -19,7 +19,7 @@ def ops(found):
 
 
 def found(fun, selector, *args):
-    return tg.graph(fun)(*(args or (X,))).find(selector)
+    return tg.graph(fun, *(args or (X,))).find(selector)
 
 
 def line(fun, text):
@@ -63,7 +63,7 @@ def test_call_finds_an_inlined_function_as_one_match(function):
         return jnp.sin(function(jnp.cos(x)))
 
     (whole,) = found(f, match.call(function.__name__))
-    everything = [node.op for node in tg.graph(f)(X).nodes]
+    everything = [node.op for node in tg.graph(f, X).nodes]
     assert ["cos", *(node.op for node in whole.nodes), "sin"] == everything
 
 
@@ -243,7 +243,7 @@ def both_ways(x):
 
 def test_and_or_not():
     exp, softmax = match.op("exp"), match.call("softmax")
-    everything = tg.graph(both_ways)(X)
+    everything = tg.graph(both_ways, X)
     ((first,), (second,)) = (everything.find(s) for s in (exp & ~softmax, exp & softmax))
     assert first.node.inputs[0] in everything.inputs
     assert second.node.inputs[0] in everything.producers

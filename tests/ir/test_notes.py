@@ -106,7 +106,7 @@ REFUSED = {
 }
 WAYS = {
     "trace": lambda f, x: tg.trace(jax.grad(f))(x),
-    "graph": lambda f, x: tg.graph(jax.grad(f))(x),
+    "graph": lambda f, x: tg.graph(jax.grad(f), x),
     "explain": lambda f, x: tg.explain(f, x),
     "save": lambda f, x: tg.save(jax.grad(f), "never written", [x]),
     "recompute": lambda f, x: tg.trace(jax.grad(tg.recompute_grad(f)))(x),
@@ -145,7 +145,7 @@ def test_a_node_of_many_operands_is_named_with_its_line():
     def loss(x):
         return jnp.sum(jnp.concatenate([x * i for i in range(60)]))
 
-    graph = tg.graph(loss)(jnp.ones(3))
+    graph = tg.graph(loss, jnp.ones(3))
     (found,) = graph.find(tg.match.op("concatenate"))
     text = f"while lowering {found}"
     assert len(text) > NOTE
@@ -158,7 +158,10 @@ def test_a_node_of_many_operands_is_named_with_its_line():
 def test_why_a_budget_is_by_the_model_is_short():
     (rows,) = jax.export.symbolic_shape("rows")
     with pytest.raises(BudgetTooSmall) as caught:
-        tg.plan_recompute(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w))), 1)(
-            jnp.ones((4, 4)), jax.ShapeDtypeStruct((rows, 4), "float32")
+        tg.plan_recompute(
+            lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w))),
+            jnp.ones((4, 4)),
+            jax.ShapeDtypeStruct((rows, 4), "float32"),
+            memory_budget=1,
         )
     assert all(len(note) <= NOTE for note in caught.value.__notes__)

@@ -29,7 +29,7 @@ def two_lines(x):
 
 
 def test_an_origin_is_the_users_file_line_and_function():
-    origin = only(tg.graph(two_lines)(1.0), "cos").origin
+    origin = only(tg.graph(two_lines, 1.0), "cos").origin
     assert origin.file == __file__
     assert origin.line == line_of(two_lines, 2)
     assert origin.function == "two_lines"
@@ -40,7 +40,7 @@ def uses_library_functions(x):
 
 
 def test_an_origin_inside_jax_is_the_line_that_called_it():
-    graph = tg.graph(uses_library_functions)(jnp.ones(3))
+    graph = tg.graph(uses_library_functions, jnp.ones(3))
     first = line_of(uses_library_functions, 1)
     lines = {o.origin.line for o in graph.walk()}
     assert lines <= {first, first + 1}
@@ -58,7 +58,7 @@ def calls_it_twice(x):
 
 
 def test_a_node_of_a_shared_region_is_in_the_regions_own_line():
-    found = tg.graph(calls_it_twice)(1.0).find(lambda o: o.node.op == "max")
+    found = tg.graph(calls_it_twice, 1.0).find(lambda o: o.node.op == "max")
     assert [o.origin.line for o in found] == [line_of(shared.__wrapped__, 2)] * 2
 
 
@@ -68,7 +68,7 @@ def relu_on_two_lines(x):
 
 
 def test_a_librarys_shared_region_is_on_the_line_of_each_of_its_callers():
-    found = tg.graph(relu_on_two_lines)(1.0).find(lambda o: o.node.op == "max")
+    found = tg.graph(relu_on_two_lines, 1.0).find(lambda o: o.node.op == "max")
     assert [o.origin.line for o in found] == [
         line_of(relu_on_two_lines, 1),
         line_of(relu_on_two_lines, 2),
@@ -83,7 +83,7 @@ def scans(xs):
 
 
 def test_a_node_of_a_scan_body_is_in_the_bodys_line():
-    assert only(tg.graph(scans)(jnp.ones(3)), "sin").origin.line == line_of(scans, 2)
+    assert only(tg.graph(scans, jnp.ones(3)), "sin").origin.line == line_of(scans, 2)
 
 
 def test_the_scope_of_a_node_includes_that_of_every_call_to_it():
@@ -98,21 +98,21 @@ def test_the_scope_of_a_node_includes_that_of_every_call_to_it():
                 x = block(x)
         return x
 
-    found = tg.graph(net)(1.0).find(lambda o: o.node.op == "sin")
+    found = tg.graph(net, 1.0).find(lambda o: o.node.op == "sin")
     assert [o.scope for o in found] == ["block_0/attention", "block_1/attention"]
     assert found[0].node is found[1].node
 
 
 def test_a_flax_module_is_in_the_users_line_and_in_its_modules_scope():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    graph = tg.graph(lambda x: model(x))(jnp.ones((1, 3)))
+    graph = tg.graph(lambda x: model(x), jnp.ones((1, 3)))
     dot = only(graph, "dot_general")
     assert dot.origin.file == __file__
 
 
 def test_an_equinox_module_is_in_the_users_line():
     model = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
-    graph = tg.graph(lambda x: model(x))(jnp.ones(3))
+    graph = tg.graph(lambda x: model(x), jnp.ones(3))
     assert {o.origin.file for o in graph.walk()} == {__file__}
 
 
@@ -121,7 +121,7 @@ def test_walk_goes_to_any_depth_in_the_order_of_execution():
         y = jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)
         return jax.lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c), y)
 
-    ops = [o.node.op for o in tg.graph(f)(1.0).walk()]
+    ops = [o.node.op for o in tg.graph(f, 1.0).walk()]
     wanted = ["gt", "cond", "cos", "sin", "scan", "tanh"]
     assert [op for op in ops if op in wanted] == wanted
 
@@ -137,7 +137,7 @@ def test_the_path_of_an_occurrence_is_its_calls_from_the_outside_in(depth):
             return jax.jit(inner)(x)
 
         f.__name__ = f"level_{i}"
-    graph = tg.graph(f)(1.0)
+    graph = tg.graph(f, 1.0)
     found = only(graph, "sin")
     assert len(found.path) == depth
     assert found.path[-1][0].name == "f"
@@ -152,7 +152,7 @@ def test_the_lines_that_lead_to_a_node_begin_in_the_function_of_its_region():
     def region(x):
         return inner(x)
 
-    graph = tg.graph(lambda x: region(x) + inner(x))(1.0)
+    graph = tg.graph(lambda x: region(x) + inner(x), 1.0)
     functions = {
         (len(found.path), found.node.op): [line.function.split(".")[-1] for line in found.lines]
         for found in graph.walk()

@@ -19,7 +19,7 @@ def net(x, w):
 
 @pytest.fixture
 def graph():
-    return tg.graph(net)(jnp.ones((3, 3)), jnp.ones((3, 3)))
+    return tg.graph(net, jnp.ones((3, 3)), jnp.ones((3, 3)))
 
 
 def test_a_traced_graph_is_a_program(graph):
@@ -40,7 +40,7 @@ def test_a_value_used_before_it_is_defined_is_named_with_the_line(graph):
 
 
 def test_a_value_of_another_graph_is_none_of_this_one(graph):
-    other = tg.graph(net)(jnp.ones((3, 3)), jnp.ones((3, 3)))
+    other = tg.graph(net, jnp.ones((3, 3)), jnp.ones((3, 3)))
     with pytest.raises(tg.GraphError, match="of another graph"):
         reading(graph, graph.nodes[2], other.inputs[:1]).verify()
 
@@ -75,7 +75,7 @@ def test_an_output_that_nothing_defines_is_refused(graph):
     ],
 )
 def test_operands_of_regions_are_checked(fun, arguments):
-    graph = tg.graph(fun)(jnp.ones(arguments))
+    graph = tg.graph(fun, jnp.ones(arguments))
     graph.verify()
     node = next(n for n in graph.nodes if n.regions)
     name, region = next(iter(node.regions.items()))

@@ -44,7 +44,7 @@ def program(*nodes: Any) -> Graph:
             x = node(x)
         return x
 
-    return tg.graph(run)(f32(8, 8))
+    return tg.graph(run, f32(8, 8))
 
 
 def of_gradient(graph: Graph) -> Fusion:
@@ -149,7 +149,7 @@ def test_of_results_that_are_written_apart_none_is_beside_the_others():
         low, high = jnp.split(jnp.sin(x), 2)
         return low * high
 
-    graph = tg.graph(halves)(f32(8, 8))
+    graph = tg.graph(halves, f32(8, 8))
     assert [node.op for node in graph.nodes] == ["sin", "split", "mul"]
     found = seen(graph, compiled_to(HALVES))
     assert ops(graph, found, "inlined") == []
@@ -207,7 +207,7 @@ def test_what_xla_runs_as_one_is_seen():
         y = jnp.exp(0.5 * jnp.abs(x @ w) + 1)
         return jnp.sum((y @ w) ** 2)
 
-    graph = flatten(tg.graph(loss)(f32(64, 64), f32(512, 64)))
+    graph = flatten(tg.graph(loss, f32(64, 64), f32(512, 64)))
     found = of_gradient(graph)
     # The two products, and what the second one and its gradient read.
     assert {"abs", "mul", "add"} <= {*ops(graph, found, "inlined")}
@@ -218,7 +218,7 @@ def test_a_gradient_in_the_program_itself_is_of_its_forward_pass():
     def loss(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(jax.grad(lambda x: jnp.sum(jnp.exp(x) @ x))(x)))
 
-    graph = flatten(tg.graph(loss)(f32(32, 32)))
+    graph = flatten(tg.graph(loss, f32(32, 32)))
     found = of_gradient(graph)
     assert sum(node.op == "dot_general" for node in graph.nodes) >= 2
     assert "dot_general" not in ops(graph, found, "inlined")
@@ -228,7 +228,7 @@ def test_each_example_of_a_vmap_is_seen_as_one():
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum(jax.nn.softmax(jnp.tanh(x @ w)) @ w)
 
-    graph = flatten(tg.graph(loss)(f32(64, 64), f32(512, 64)))
+    graph = flatten(tg.graph(loss, f32(64, 64), f32(512, 64)))
     several = Gradient(graph, examples=4).held_and_fusion(graph)[1]
     largest = 4 * 512 * 64
     assert all(fate.beside <= largest for fate in several)
@@ -238,9 +238,9 @@ def test_each_example_of_a_vmap_is_seen_as_one():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_what_is_computed_in_another_precision_is_seen(dtype: Any):
     shapes = [jax.ShapeDtypeStruct((64, 64), dtype)] * 4, jax.ShapeDtypeStruct((512, 64), dtype)
-    graph = flatten(tg.graph(layers)(*shapes))
+    graph = flatten(tg.graph(layers, *shapes))
     assert written(graph, of_gradient(graph)).count("tanh") >= 3
-    plan = plan_recompute(layers, "60%")(*shapes)
+    plan = plan_recompute(layers, *shapes, memory_budget="60%")
     assert plan.held is not None
     assert plan.held <= plan.budget
 
@@ -250,7 +250,7 @@ def test_of_what_is_split_over_devices_as_much_is_written():
     whole, split = (
         jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), "d")
     )
-    graph = flatten(tg.graph(layers)([f32(64, 64)] * 4, f32(512, 64)))
+    graph = flatten(tg.graph(layers, [f32(64, 64)] * 4, f32(512, 64)))
     gradient = Gradient(graph, [*[whole] * 4, split])
     in_parts = gradient.held_and_fusion(graph)[1]
     assert written(graph, in_parts) == written(graph, of_gradient(graph))
@@ -268,7 +268,7 @@ def test_programs_that_lower_to_one_text_are_seen_each_by_itself():
 
     for loss in (sin_before, cos_behind):
         loss.__name__ = "loss"
-        graph = flatten(tg.graph(loss)(f32(64, 64), f32(512, 64)))
+        graph = flatten(tg.graph(loss, f32(64, 64), f32(512, 64)))
         assert {"sin", "cos"}.isdisjoint(ops(graph, of_gradient(graph), "inlined"))
 
 
@@ -278,7 +278,9 @@ def test_a_plan_is_the_same_of_a_gradient_that_jax_has_kept_on_disk(tmp_path: Pa
         plans = []
         for _ in range(2):
             tg.clear_caches()
-            plans.append(plan_recompute(layers, "50%")([f32(64, 64)] * 4, f32(512, 64)))
+            plans.append(
+                plan_recompute(layers, [f32(64, 64)] * 4, f32(512, 64), memory_budget="50%")
+            )
             kept = len([*tmp_path.iterdir()])
             jax.clear_caches()
         assert kept > 0

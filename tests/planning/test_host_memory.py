@@ -53,7 +53,7 @@ def test_what_a_users_policy_offloads_takes_nothing_of_the_device():
     expected = moved(theirs, *shapes)
     assert expected["pinned_host"]
     assert moved(ours, *shapes) == expected
-    assert moved(tg.graph(ours)(*shapes).to_callable(), *shapes) == expected
-    kept = plan_recompute(loss(offloading_block), "100%", measure=False)(*shapes)
-    sent = plan_recompute(theirs, "100%", measure=False)(*shapes)
+    assert moved(tg.graph(ours, *shapes).to_callable(), *shapes) == expected
+    kept = plan_recompute(loss(offloading_block), *shapes, memory_budget="100%", measure=False)
+    sent = plan_recompute(theirs, *shapes, memory_budget="100%", measure=False)
     assert kept.residual - sent.residual >= 6 * sum(expected["pinned_host"])

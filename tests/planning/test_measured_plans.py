@@ -116,7 +116,7 @@ def test_no_product_is_done_again_that_the_plan_has_not():
     # XLA weighs what the experts say inside of the sum that follows, and writes no product for it.
     w = shapes_of(4, {"gate": (64, 4), "up": (4, 64, 128), "down": (4, 128, 64)})
     shapes = (w, f32(1024, 64))
-    plan = plan_recompute(experts, "60%")(*shapes)
+    plan = plan_recompute(experts, *shapes, memory_budget="60%")
 
     def flops(fun: Any) -> float:
         account = gradient(fun).lower(*shapes).compile().cost_analysis()
@@ -137,7 +137,7 @@ SLOW = {"convolutions", "experts"}
 def test_xla_holds_no_more_than_the_budget(name: str):
     fun, shapes = HELD_OUT[name]
     whole = held(fun, shapes)
-    plan = plan_recompute(fun, 0.7)(*shapes)
+    plan = plan_recompute(fun, *shapes, memory_budget=0.7)
     assert plan.held_without == pytest.approx(whole, rel=0.01)
     assert plan.budget == pytest.approx(0.7 * whole, rel=0.01)
     assert plan.held is not None
@@ -163,7 +163,7 @@ def small() -> tuple[Any, tuple[Any, ...]]:
 
 def planned(budget: Any, **options: Any) -> RecomputePlan:
     fun, shapes = small()
-    return plan_recompute(fun, budget, **options)(*shapes)
+    return plan_recompute(fun, *shapes, memory_budget=budget, **options)
 
 
 def test_a_budget_in_bytes_is_one_of_xlas_bytes():
@@ -195,7 +195,7 @@ def test_a_budget_that_xla_keeps_with_no_plan_says_what_it_held():
 @functools.cache
 def small_search() -> Search:
     fun, shapes = small()
-    return Search(model(flatten(tracegrad.graph(fun)(*shapes))))
+    return Search(model(flatten(tracegrad.graph(fun, *shapes))))
 
 
 def test_the_last_plan_is_for_fewer_bytes_than_others():
@@ -280,7 +280,7 @@ def test_where_plans_come_in_steps_the_next_larger_one_is_compiled():
 
         return jnp.sum(jax.lax.scan(body, x, ws)[0])
 
-    graph = flatten(tracegrad.graph(loss)(f32(16, 32, 32), f32(256, 32)))
+    graph = flatten(tracegrad.graph(loss, f32(16, 32, 32), f32(256, 32)))
 
     class Asked(Search):
         def best(self, target: int) -> RecomputePlan:
@@ -322,14 +322,15 @@ def test_a_third_plan_is_between_one_that_was_too_large_and_one_that_was_not(thi
 
 
 def test_how_many_plans_to_compile_is_a_number_above_zero():
-    fun, _ = small()
-    for plan in (plan_recompute, lambda _, *a, **k: recompute_to_fit(*a, **k)):
+    fun, shapes = small()
+    planned = functools.partial(plan_recompute, fun, *shapes, memory_budget="50%")
+    for plan in (planned, functools.partial(recompute_to_fit, "50%")):
         for bad in (0, -1):
             with pytest.raises(ValueError, match=f"at least 1, not {bad}; False compiles nothing"):
-                plan(fun, "50%", measure=bad)
+                plan(measure=bad)
         for other in (2.0, "2", None, [1]):
             with pytest.raises(TypeError, match="measure= is True, False or how many plans"):
-                plan(fun, "50%", measure=other)
+                plan(measure=other)
     assert recompute_to_fit("50%", measure=np.int64(2)) is recompute_to_fit("50%", measure=True)
     assert recompute_to_fit("50%", measure=3) is not recompute_to_fit("50%", measure=True)
     # True is one in Python, and False zero.
@@ -352,7 +353,7 @@ def test_what_an_enclosing_trace_has_is_measured_too():
     plans = []
 
     def outer(weights: Any, x: jax.Array) -> jax.Array:
-        plans.append(plan_recompute(lambda x: fun(weights, x), "70%")(x))
+        plans.append(plan_recompute(lambda x: fun(weights, x), x, memory_budget="70%"))
         return plans[-1].apply()(x)
 
     jax.eval_shape(jax.grad(outer), *shapes)
@@ -362,11 +363,11 @@ def test_what_an_enclosing_trace_has_is_measured_too():
 def test_a_program_of_symbolic_sizes_is_planned_by_the_model():
     (rows,) = jax.export.symbolic_shape("rows")
     fun, (weights, _) = small()
-    plan = plan_recompute(fun, "70%")(weights, f32(rows, 8))
+    plan = plan_recompute(fun, weights, f32(rows, 8), memory_budget="70%")
     assert plan.held is None
     assert plan.measured_on != "measure=False"
     with pytest.raises(BudgetTooSmall) as info:
-        plan_recompute(fun, 1)(weights, f32(rows, 8))
+        plan_recompute(fun, weights, f32(rows, 8), memory_budget=1)
     (note,) = info.value.__notes__
     assert note.startswith("Bytes are the model's (symbolic sizes count as 1): ")
     assert plan.measured_on in note
@@ -389,15 +390,15 @@ def test_plans_and_reports_are_for_the_device_that_arguments_lie_on():
     compiled = jax.jit(jax.grad(fun)).lower(*there).compile()
     stats = compiled.memory_analysis()
 
-    plan = plan_recompute(fun, "70%")(*there)
+    plan = plan_recompute(fun, *there, memory_budget="70%")
     assert plan.measured_on == named
     assert plan.held_without == pytest.approx(stats.temp_size_in_bytes, rel=0.02)
     assert plan.held is not None
     assert plan.held <= plan.budget
     with pytest.raises(BudgetTooSmall, match="not here"):
-        plan_recompute(fun, 1000)(*there)
+        plan_recompute(fun, *there, memory_budget=1000)
 
-    report = tracegrad.memory(jax.grad(fun))(*there)
+    report = tracegrad.memory(jax.grad(fun), *there)
     assert (report.measured_on, report.temporary) == (named, stats.temp_size_in_bytes)
     assert report.listed == pytest.approx(report.total, rel=0.05)
 
@@ -493,9 +494,9 @@ def test_on_a_mesh_bytes_are_those_of_one_device(is_explicit: bool):
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     w = jax.device_put(w.reshape(8, 8, 8), whole)
     x = jax.device_put(x.reshape(512, 8), jax.sharding.NamedSharding(mesh, rows))
-    alone = plan_recompute(scanned, "100%")(f32(8, 8, 8), f32(512, 8))
+    alone = plan_recompute(scanned, f32(8, 8, 8), f32(512, 8), memory_budget="100%")
     with jax.set_mesh(mesh):
-        plan = plan_recompute(scanned, "50%")(w, x)
+        plan = plan_recompute(scanned, w, x, memory_budget="50%")
         assert held(plan.apply(), (w, x)) == pytest.approx(plan.held, rel=0.05)
         expected = jax.jit(jax.grad(scanned, (0, 1)))(w, x)
         found = gradient(plan.apply())(w, x)
@@ -532,7 +533,7 @@ def test_on_a_mesh_with_automatic_axes_a_step_is_given_a_share():
 def test_the_gradient_that_is_planned_is_that_of_some_arguments(argnums: Any):
     """What XLA holds for it is what the plan says."""
     fun, shapes = small()
-    plan = plan_recompute(fun, "70%", argnums=argnums)(*shapes)
+    plan = plan_recompute(fun, *shapes, memory_budget="70%", argnums=argnums)
     planned_gradient = tracegrad.trace(jax.grad(plan.apply(), argnums))
     assert temporary_bytes(planned_gradient, *shapes) == plan.held
 
@@ -541,11 +542,11 @@ def test_positions_that_are_none_are_refused():
     fun, shapes = small()
     for argnums in ("x", 0.5):
         with pytest.raises(TypeError, match="argnums is a position or several"):
-            plan_recompute(fun, "70%", argnums=argnums)
+            plan_recompute(fun, *shapes, memory_budget="70%", argnums=argnums)
     with pytest.raises(ValueError, match="2"):
-        plan_recompute(fun, "70%", argnums=2)(*shapes)
+        plan_recompute(fun, *shapes, memory_budget="70%", argnums=2)
     with pytest.raises(ValueError, match="without a gradient"):
-        plan_recompute(fun, "70%", argnums=())(*shapes)
+        plan_recompute(fun, *shapes, memory_budget="70%", argnums=())
 
 
 def test_a_predicate_says_which_parameters_of_a_model_are_trained():
@@ -559,7 +560,7 @@ def test_a_predicate_says_which_parameters_of_a_model_are_trained():
     def is_trained(path: str, _: Any) -> bool:
         return "weight" in path
 
-    plan = plan_recompute(loss, "80%", wrt=is_trained)(model, x)
+    plan = plan_recompute(loss, model, x, memory_budget="80%", wrt=is_trained)
 
     def step(model: Any, x: jax.Array) -> Any:
         return tracegrad.grad(plan.apply(), wrt=is_trained)(model, x)
@@ -577,4 +578,4 @@ def test_an_error_says_what_no_plan_opens():
     with pytest.raises(
         BudgetTooSmall, match=r"gradient of either: .* held there of .* \(cond as a whole\)"
     ):
-        plan_recompute(either, "50%", measure=False)(*shapes)
+        plan_recompute(either, *shapes, memory_budget="50%", measure=False)

@@ -63,7 +63,7 @@ def operands(dtype):
 
 def saving(loss, args, op):
     """`loss` as one region that saves the results of one kind of operation."""
-    m = model(flatten(tg.graph(loss)(*args)))
+    m = model(flatten(tg.graph(loss, *args)))
     saved = frozenset(i for i, node in enumerate(m.nodes) if op in (node.op, node.name))
     assert saved
     return with_regions(m, [Segment(0, len(m), True, saved)]).to_callable()
@@ -134,7 +134,7 @@ def test_a_recurrent_network_computes_and_holds_what_its_plan_says():
         return cost["flops"], step.memory_analysis().temp_size_in_bytes
 
     flops, held = compiled(loss)
-    plan = tg.plan_recompute(loss, 0.45)(*args)
+    plan = tg.plan_recompute(loss, *args, memory_budget=0.45)
     planned_flops, planned_held = compiled(plan.apply())
     assert planned_flops - flops < 1.1 * plan.flops
     assert abs(planned_held / held / (plan.peak / plan.peak_without) - 1) < 0.15
@@ -172,7 +172,7 @@ def keeping_gates(m):
 def test_what_one_operation_alone_reads_is_run_again_when_its_turn_comes(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    graph = flatten(tg.graph(unrolled)(*GATED))
+    graph = flatten(tg.graph(unrolled, *GATED))
     planned, gradient = keeping_gates(model(graph)), Gradient(graph)
     (region,) = (node for node in planned.nodes if isinstance(node, Recompute))
     late = [node for node in region.regions["jaxpr"].nodes if isinstance(node, Recompute)]
@@ -189,7 +189,7 @@ def test_what_is_run_again_late_has_the_derivatives_that_jax_gives():
     with jax.enable_x64(True):
         random = np.random.default_rng(0)
         args = jax.tree.map(lambda s: jnp.asarray(random.uniform(-1, 1, (4, 4))), GATED)
-        planned = keeping_gates(model(flatten(tg.graph(unrolled)(*args)))).to_callable()
+        planned = keeping_gates(model(flatten(tg.graph(unrolled, *args)))).to_callable()
 
         def derivatives(loss):
             @jax.jit
@@ -211,7 +211,7 @@ def test_what_a_scan_keeps_is_kept_once_where_something_is_run_again_late():
         residuals = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], *GATED)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
 
-    graph = flatten(tg.graph(scanned)(*GATED))
+    graph = flatten(tg.graph(scanned, *GATED))
     (scan,) = (node for node in graph.nodes if node.op == "scan")
     body = flatten(scan.regions["jaxpr"])
     again = in_groups(scan, keeping_gates(model(body)), 1)
@@ -230,7 +230,7 @@ def test_what_xla_inlines_is_computed_in_each_region_that_reads_it():
         return jnp.sum((gate * jnp.tanh(y)) @ last)
 
     args = [jnp.ones((32, 64)) / 64, jnp.ones((64, 16)), jnp.ones((16, 8)) / 8]
-    graph = flatten(tg.graph(loss)(*args))
+    graph = flatten(tg.graph(loss, *args))
     m = model(graph, tuple(Fate(inlined=node.op in ("mul", "add")) for node in graph.nodes))
     assert [node.op for node in m.nodes] == ["dot_general", "tanh", "dot_general", "reduce_sum"]
     kept = frozenset([0, 1])
@@ -257,7 +257,7 @@ def test_a_region_that_saves_all_that_it_computes_holds_no_more_than_none():
 
     f32 = jnp.float32
     args = [jax.ShapeDtypeStruct((32, 32), f32)] * 4, jax.ShapeDtypeStruct((2048, 32), f32)
-    graph = flatten(tg.graph(loss)(*args))
+    graph = flatten(tg.graph(loss, *args))
     gradient = Gradient(graph)
     held, fusion = gradient.held_and_fusion(graph)
     m = model(graph, fusion)

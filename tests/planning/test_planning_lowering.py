@@ -149,7 +149,7 @@ PROGRAMS: dict[str, tuple[Any, Any, str]] = {
 @functools.cache
 def planned(name: str) -> RecomputePlan:
     fun, shapes, budget = PROGRAMS[name]
-    return plan_recompute(fun, budget, measure=False)(*shapes)
+    return plan_recompute(fun, *shapes, memory_budget=budget, measure=False)
 
 
 # For numbers and not for bytes.
@@ -197,7 +197,7 @@ def cost(fun: Any, shapes: Any) -> tuple[int, int]:
 def test_memory_falls_and_products_are_done_again_as_planned(budget: str):
     shapes = mlp_shapes(8, 2048, 128)
     whole, products = cost(mlp, shapes)
-    plan = plan_recompute(mlp, budget)(*shapes)
+    plan = plan_recompute(mlp, *shapes, memory_budget=budget)
     temporary, more = cost(plan.apply(), shapes)
     assert temporary / whole == pytest.approx(plan.peak / plan.peak_without, rel=0.15)
     product = 2 * 2048 * 128 * 128
@@ -207,7 +207,7 @@ def test_memory_falls_and_products_are_done_again_as_planned(budget: str):
 
 def test_terms_of_a_weights_gradient_that_wait_for_each_other_leave_room_for_a_plan():
     shapes = recurrent_shapes(4, 32, 64)  # the weights are wide beside the batch
-    plan = plan_recompute(recurrent, "90%")(*shapes)
+    plan = plan_recompute(recurrent, *shapes, memory_budget="90%")
     assert plan.held is not None
     assert plan.held <= plan.budget
     assert 0 < plan.flops < 0.05 * plan.forward_flops
@@ -255,7 +255,7 @@ SCALED = {"kernel": f32(64, 64), "scale": f32(64), "bias": f32(64)}
     ],
 )
 def test_what_is_kept_is_what_xla_keeps(fun: Any, shapes: Any):
-    kept = plan_recompute(fun, 1.0)(*shapes).peak_without
+    kept = plan_recompute(fun, *shapes, memory_budget=1.0).peak_without
     assert kept == pytest.approx(cost(fun, shapes)[0], rel=0.1)
 
 
@@ -267,13 +267,13 @@ def test_the_product_of_two_broadcasts_is_kept():
         return jnp.mean(x**2)
 
     shapes = ([SCALED] * 10, f32(1024, 64))
-    kept = plan_recompute(layers, 1.0)(*shapes).peak_without
+    kept = plan_recompute(layers, *shapes, memory_budget=1.0).peak_without
     assert kept == pytest.approx(cost(layers, shapes)[0], rel=0.1)
 
 
 def test_memory_of_a_loop_falls_as_planned():
     shapes = stacked_shapes(16, 2048, 64)
-    plan = plan_recompute(loop, "20%", measure=False)(*shapes)
+    plan = plan_recompute(loop, *shapes, memory_budget="20%", measure=False)
     assert plan.scans
     share = cost(plan.apply(), shapes)[0] / cost(loop, shapes)[0]
     assert share == pytest.approx(plan.peak / plan.peak_without, rel=0.15)
@@ -281,9 +281,9 @@ def test_memory_of_a_loop_falls_as_planned():
 
 def test_a_program_that_fits_stays_as_it_is():
     shapes = mlp_shapes(3, 16, 8)
-    graph = tracegrad.graph(mlp)(*shapes)
+    graph = tracegrad.graph(mlp, *shapes)
     assert recompute_to_fit("1GiB", measure=False)(graph) is graph
-    plan = plan_recompute(mlp, "1GiB", measure=False)(*shapes)
+    plan = plan_recompute(mlp, *shapes, memory_budget="1GiB", measure=False)
     assert not plan.is_needed
     assert plan.flops == 0
 
@@ -374,7 +374,7 @@ def test_complex_values_are_saved(fun: Any, dtype: str):
     expected = jax.jit(jax.grad(fun))(weights, x)
     saved = 0
     for share in (0.8, 0.6):
-        plan = plan_recompute(fun, share, argnums=0, measure=False)(weights, x)
+        plan = plan_recompute(fun, weights, x, memory_budget=share, argnums=0, measure=False)
         saved += sum(len(segment.saved) for segment in plan.segments)
         found = tracegrad.trace(jax.grad(plan.apply()))(weights, x)
         assert all(jax.tree.leaves(jax.tree.map(close, found, expected)))
@@ -392,7 +392,7 @@ def test_effects_happen_once():
         return jnp.mean(x**2)
 
     args = values(mlp_shapes(6, 64, 16))
-    plan = plan_recompute(fun, "70%", measure=False)(*args)
+    plan = plan_recompute(fun, *args, memory_budget="70%", measure=False)
     assert plan.flops > 0
     jax.block_until_ready(jax.jit(jax.grad(plan.apply()))(*args))
     jax.effects_barrier()
@@ -409,7 +409,7 @@ def test_what_the_user_recomputes_stays_recomputed_with_its_policy():
         return jnp.mean(x**2)
 
     args = values(mlp_shapes(4, 64, 16))
-    plan = plan_recompute(fun, "70%", measure=False)(*args)
+    plan = plan_recompute(fun, *args, memory_budget="70%", measure=False)
     assert plan.flops > 0
     inside = plan.rewritten().find(lambda o: isinstance(o.node, Recompute))
     kept = [o.node for o in inside if o.node.policy is policy]
@@ -425,7 +425,7 @@ def test_values_that_the_function_closes_over_get_their_gradient():
         def inner(x: jax.Array) -> jax.Array:
             return mlp(weights, x)
 
-        plan = plan_recompute(inner, "70%")(args[1])
+        plan = plan_recompute(inner, args[1], memory_budget="70%")
         assert plan.is_needed
         return plan.apply()(args[1])
 
@@ -438,19 +438,21 @@ def test_values_that_the_function_closes_over_get_their_gradient():
 
 def test_plans_are_the_same_every_time():
     shapes = mlp_shapes(8, 64, 16)
-    first_plan, second = (plan_recompute(mlp, "40%", measure=False)(*shapes) for _ in range(2))
+    first_plan, second = (
+        plan_recompute(mlp, *shapes, memory_budget="40%", measure=False) for _ in range(2)
+    )
     assert first_plan == second
 
 
 def test_a_program_that_writes_nothing_has_an_empty_plan():
-    plan = plan_recompute(lambda x: x.T, "50%", measure=False)(f32(2, 3))
+    plan = plan_recompute(lambda x: x.T, f32(2, 3), memory_budget="50%", measure=False)
     assert plan.segments == ()
     assert plan.peak == plan.flops == 0
     assert tracegrad.trace(lambda x: x.T, memory_budget="1 B")(jnp.ones((2, 3))).shape == (3, 2)
 
 
 def test_a_plan_prints_as_a_table_and_draws_itself():
-    plan = plan_recompute(mlp, "40%", measure=False)(*mlp_shapes(8, 64, 16))
+    plan = plan_recompute(mlp, *mlp_shapes(8, 64, 16), memory_budget="40%", measure=False)
     text = str(plan)
     assert re.search(r"peak +\S+ KiB of \S+ KiB \((3[89]|40)\.\d%\) in the model", text)
     assert len([line for line in text.splitlines() if " recompute " in line]) == sum(
@@ -465,12 +467,12 @@ def test_a_plan_prints_as_a_table_and_draws_itself():
 def test_a_program_of_scans_can_be_planned_for_many_budgets():
     # One that keeps some of what its body computes lies between everything and nothing.
     shapes, shares = stacked_shapes(12, 32, 16), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-    plans = [plan_recompute(loop, share, measure=False)(*shapes) for share in shares]
+    plans = [plan_recompute(loop, *shapes, memory_budget=share, measure=False) for share in shares]
     assert len({plan.flops for plan in plans}) > 2
 
 
 def test_the_original_graph_is_not_edited():
-    graph = tracegrad.graph(mlp)(*mlp_shapes(8, 64, 16))
+    graph = tracegrad.graph(mlp, *mlp_shapes(8, 64, 16))
     before = str(graph)
     assert isinstance(recompute_to_fit("50%", measure=False)(graph), Graph)
     assert str(graph) == before

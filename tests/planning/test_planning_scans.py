@@ -27,7 +27,7 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def model_of(fun: Callable[..., Any], *shapes: Any) -> MemoryModel:
-    return model(flatten(tracegrad.graph(fun)(*shapes)))
+    return model(flatten(tracegrad.graph(fun, *shapes)))
 
 
 # ------------------------------------------------------------------------------------- programs
@@ -88,10 +88,10 @@ def test_plans_of_loops_keep_the_budget(name: str):
     for share in (0.9, 0.3, 0.05):
         budget = int(share * everything)
         try:
-            plan = plan_recompute(fun, budget, measure=False)(*shapes)
+            plan = plan_recompute(fun, *shapes, memory_budget=budget, measure=False)
         except BudgetTooSmall as error:
             budget = error.lowest
-            plan = plan_recompute(fun, budget, measure=False)(*shapes)
+            plan = plan_recompute(fun, *shapes, memory_budget=budget, measure=False)
         assert plan.peak <= budget
 
 
@@ -160,7 +160,7 @@ def test_scans_inside_scans_are_planned(name: str):
             compiled = tracegrad.trace(step).lower(*args).compile()
             return compiled(*args), compiled.memory_analysis().temp_size_in_bytes
 
-        plan = plan_recompute(fun, share, measure=False)(*args)
+        plan = plan_recompute(fun, *args, memory_budget=share, measure=False)
         assert "inside these" in plan.scans
         assert plan.scans in str(plan)
         assert max(plan.timeline()[1]) == plan.peak <= plan.budget
@@ -182,8 +182,8 @@ def test_what_is_not_differentiated_in_a_body_needs_no_derivative():
         return jnp.sum(jax.lax.scan(step, start, None, length=9)[0][0])
 
     shapes = f32(16, 16), f32(64, 16), f32(64, 16)
-    assert not plan_recompute(fun, "100%", measure=False)(*shapes).is_needed
-    plan = plan_recompute(fun, "60%", measure=False)(*shapes)
+    assert not plan_recompute(fun, *shapes, memory_budget="100%", measure=False).is_needed
+    plan = plan_recompute(fun, *shapes, memory_budget="60%", measure=False)
     assert plan.scans
     assert plan.flops > 0
 

@@ -114,7 +114,7 @@ ruled.defvjp(
 )
 def test_budget_that_a_closed_function_keeps_from_being_met_says_so(fun, in_the_way):
     with pytest.raises(BudgetTooSmall) as raised:
-        plan_recompute(fun, "40%")(WEIGHTS, X)
+        plan_recompute(fun, WEIGHTS, X, memory_budget="40%")
     assert in_the_way in str(raised.value)
     assert "no plan opens" in str(raised.value)
     copy = pickle.loads(pickle.dumps(raised.value))

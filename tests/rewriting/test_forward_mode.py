@@ -26,7 +26,7 @@ def kinds(graph):
 
 
 def test_a_graph_without_custom_gradients_stays_itself():
-    graph = tg.graph(lambda x: jax.nn.relu(x) + lax.stop_gradient(x))(1.0)
+    graph = tg.graph(lambda x: jax.nn.relu(x) + lax.stop_gradient(x), 1.0)
     assert with_forward_mode(graph) is graph
 
 
@@ -36,7 +36,7 @@ def test_every_custom_gradient_is_replaced_at_any_depth():
         x, _ = lax.scan(lambda c, _: (jax.checkpoint(double)(c), None), x, None, length=2)
         return jax.nn.relu(double(x))
 
-    graph = tg.graph(f)(1.0)
+    graph = tg.graph(f, 1.0)
     result = with_forward_mode(graph)
     assert sorted(kinds(graph)) == ["jvp", "vjp", "vjp", "vjp"]
     assert kinds(result) == ["jvp"] * 4
@@ -54,7 +54,7 @@ def test_a_region_that_many_calls_share_stays_shared():
     def f(x):
         return layer(layer(layer(x)))
 
-    result = with_forward_mode(tg.graph(f)(1.0))
+    result = with_forward_mode(tg.graph(f, 1.0))
     calls = [node for node in result.nodes if node.op == "jit"]
     assert len(calls) == 3
     assert len({id(call.regions["jaxpr"]) for call in calls}) == 1
@@ -67,7 +67,7 @@ def test_the_new_node_keeps_the_name_the_place_and_the_effects():
         jax.debug.print("{}", x)
         return x, lambda dy: dy
 
-    graph = tg.graph(lambda x: noisy(x) + 1)(1.0)
+    graph = tg.graph(lambda x: noisy(x) + 1, 1.0)
     result = with_forward_mode(graph)
     (old,), (new,) = (
         [o for o in g.walk() if isinstance(o.node, tg.ir.CustomGradient)] for g in (graph, result)
@@ -79,7 +79,7 @@ def test_the_new_node_keeps_the_name_the_place_and_the_effects():
 
 def test_constants_are_told_from_what_is_linear():
     def parts(f):
-        linear = tg.graph(f)(jnp.ones(3), jnp.ones(3))
+        linear = tg.graph(f, jnp.ones(3), jnp.ones(3))
         return constant_part(linear, [Part.CONSTANT, Part.LINEAR])
 
     assert parts(lambda x, dy: dy * x + 0.0) is None
@@ -90,7 +90,7 @@ def test_constants_are_told_from_what_is_linear():
     assert "add at" in parts(lambda x, dy: jax.jit(jnp.add)(dy, x))
     assert "concatenate at" in parts(lambda x, dy: jnp.concatenate([dy, x]))
     assert "does not depend" in parts(lambda x, dy: x)
-    assert zero_outputs(tg.graph(lambda x: (jnp.zeros_like(x) * x, x * 2))(1.0)) == [True, False]
+    assert zero_outputs(tg.graph(lambda x: (jnp.zeros_like(x) * x, x * 2), 1.0)) == [True, False]
 
 
 def test_constants_are_told_inside_of_loops_branches_and_calls_too():
@@ -104,7 +104,7 @@ def test_constants_are_told_inside_of_loops_branches_and_calls_too():
         return lax.scan(lambda c, _: (body(c), None), start, None, length=3)[0]
 
     def parts(f):
-        return constant_part(tg.graph(f)(1.0, 1.0), [Part.CONSTANT, Part.LINEAR])
+        return constant_part(tg.graph(f, 1.0, 1.0), [Part.CONSTANT, Part.LINEAR])
 
     assert "add at" in parts(lambda x, dy: steps(lambda c: c + x, dy))
     assert "add at" in parts(lambda x, dy: steps(lambda c: c + dy, x))

@@ -53,10 +53,10 @@ def test_of_an_equinox_train_step():
 
     expected = jax.grad(loss, 3)(model, X, Y, jnp.zeros((4, 5)))
     hidden = match.scope("hidden")
-    found = tg.intermediate_gradients(step, hidden)(model, state, X, Y)
+    found = tg.intermediate_gradients(step, model, state, X, Y, where=hidden)[1]
     assert list(found) == ["Mlp/hidden"]
     assert_close(found["Mlp/hidden"], expected)
-    (_, _, value), values = tg.intermediates(step, hidden)(model, state, X, Y)
+    (_, _, value), values = tg.intermediates(step, model, state, X, Y, where=hidden)
     assert_close(value, loss(model, X, Y, jnp.zeros((4, 5))))
     assert_close(values["Mlp/hidden"], jnp.tanh(jax.vmap(model.first)(X)))
 
@@ -76,7 +76,7 @@ def test_of_an_nnx_train_step():
         return value
 
     hidden = model(X)
-    found = tg.intermediate_gradients(train_step, TANH)(model, optimizer, X, Y)
+    found = tg.intermediate_gradients(train_step, model, optimizer, X, Y, where=TANH)[1]
     assert_close(found["Sequential/tanh"], 2 * (hidden - Y))
 
 
@@ -121,10 +121,10 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_they_are_those_of_the_loss_however_it_is_differentiated(name):
-    found = tg.intermediate_gradients(STEPS[name], TANH)(W)
+    found = tg.intermediate_gradients(STEPS[name], W, where=TANH)[1]
     assert list(found) == ["tanh"]
     assert_close(np.reshape(found["tanh"], (4, 2)), 2 * jnp.tanh(X @ W))
-    out, values = tg.intermediates(STEPS[name], TANH)(W)
+    out, values = tg.intermediates(STEPS[name], W, where=TANH)
     assert_close(np.reshape(values["tanh"], (4, 2)), jnp.tanh(X @ W))
     for a, b in zip(*map(jax.tree.leaves, (out, STEPS[name](W))), strict=True):
         assert_close(a, b)
@@ -135,12 +135,14 @@ def test_values_are_shown_where_forward_mode_differentiates(transform):
     def step(w):
         return getattr(jax, transform)(loss_of)(w, X)
 
-    assert_close(tg.intermediates(step, TANH)(W)[1]["tanh"], jnp.tanh(X @ W))
+    assert_close(tg.intermediates(step, W, where=TANH)[1]["tanh"], jnp.tanh(X @ W))
 
 
 def test_rules_around_act_on_what_arrives():
     def of(w):
-        return tg.intermediate_gradients(lambda w: jax.grad(loss_of)(w, X), TANH)(w)["tanh"]
+        return tg.intermediate_gradients(lambda w: jax.grad(loss_of)(w, X), w, where=TANH)[1][
+            "tanh"
+        ]
 
     doubled = tg.trace(of, rules=[rules.scale_gradient(match.op("integer_pow"), 3.0)])
     assert_close(doubled(W), 3 * of(W))
@@ -150,7 +152,7 @@ def test_where_no_gradient_arrives_there_are_zeros():
     def step(w):
         return jax.grad(lambda w: jnp.sum(w) + jax.lax.stop_gradient(loss_of(w, X)))(w)
 
-    assert_close(tg.intermediate_gradients(step, TANH)(W)["tanh"], jnp.zeros((4, 2)))
+    assert_close(tg.intermediate_gradients(step, W, where=TANH)[1]["tanh"], jnp.zeros((4, 2)))
 
 
 def test_calls_of_one_function_have_their_own_gradients_in_order():
@@ -168,7 +170,7 @@ def test_calls_of_one_function_have_their_own_gradients_in_order():
     expected = jax.grad(loss, 1)(X, shifts)
     step = jax.jit(lambda x: jax.grad(loss)(x, shifts))
     for differentiate in (lambda x: jax.grad(loss)(x, shifts), jax.checkpoint(step)):
-        found = tg.intermediate_gradients(differentiate, TANH)(X)
+        found = tg.intermediate_gradients(differentiate, X, where=TANH)[1]
         assert list(found) == ["tanh", "tanh_1", "tanh_2"]
         for got, wanted in zip(found.values(), expected, strict=True):
             assert_close(got, wanted)
@@ -191,10 +193,10 @@ def test_of_a_jitted_function_in_a_scan_there_is_what_the_loss_computes_alone(fu
         return jax.value_and_grad(loss)(scales, jnp.zeros((2, 4, 3)))[0]
 
     name, scales = function.__name__, jnp.array([1.5, 0.5])
-    _, values = tg.intermediates(step, match.call(name))(scales)
+    _, values = tg.intermediates(step, scales, where=match.call(name))
     assert list(values) == [name]
     assert_close(values[name], [function(1.5 * X), function(0.75 * X)])
-    found = tg.intermediate_gradients(step, match.call(name))(scales)
+    found = tg.intermediate_gradients(step, scales, where=match.call(name))[1]
     assert_close(found[name], jax.grad(loss, 1)(scales, jnp.zeros((2, 4, 3))))
 
 
@@ -214,8 +216,8 @@ def test_statistics_that_leave_a_scope_beside_activations_get_zeros(layers):
         return jax.value_and_grad(loss, has_aux=True)(w, x)
 
     norm = match.scope("norm")
-    expected = tg.intermediate_gradients(loss, norm, has_aux=True)(jnp.float32(0.7), X)[0]
-    found = tg.intermediate_gradients(step, norm)(jnp.float32(0.7), X)
+    expected = tg.intermediate_gradients(loss, jnp.float32(0.7), X, where=norm, has_aux=True)[1][0]
+    found = tg.intermediate_gradients(step, jnp.float32(0.7), X, where=norm)[1]
     assert list(found) == list(expected) == ["norm"]
     shapes = [array.shape[-2:] for array in found["norm"]]
     assert len(shapes) == 2
@@ -229,8 +231,8 @@ def test_what_the_step_does_not_differentiate_raises():
         return jax.grad(lambda w: jnp.sum(jnp.tanh(X) @ w))(w)
 
     with pytest.raises(tg.GraphError, match=r"<Apply tanh.*is not computed"):
-        tg.intermediate_gradients(step, TANH)(W)
-    assert_close(tg.intermediates(step, TANH)(W)[1]["tanh"], jnp.tanh(X))
+        tg.intermediate_gradients(step, W, where=TANH)[1]
+    assert_close(tg.intermediates(step, W, where=TANH)[1]["tanh"], jnp.tanh(X))
 
 
 def test_a_loss_that_differentiates_the_same_function_is_ambiguous():
@@ -238,14 +240,14 @@ def test_a_loss_that_differentiates_the_same_function_is_ambiguous():
         return loss_of(w, X) + jnp.sum(jax.grad(loss_of)(w, X) ** 2)
 
     with pytest.raises(tg.GraphError, match="may be meant, or those inside"):
-        tg.intermediate_gradients(penalised, TANH)(W)
-    _, values = tg.intermediates(penalised, TANH)(W)
+        tg.intermediate_gradients(penalised, W, where=TANH)[1]
+    _, values = tg.intermediates(penalised, W, where=TANH)
     assert sorted(values) == ["tanh", "tanh_1"]
 
 
 def test_the_gradient_of_what_is_shown_is_that_of_the_step():
     def first(w):
-        return jnp.sum(tg.intermediates(STEPS["jax.grad"], TANH)(w)[0] ** 2)
+        return jnp.sum(tg.intermediates(STEPS["jax.grad"], w, where=TANH)[0] ** 2)
 
     expected = jax.grad(lambda w: jnp.sum(jax.grad(loss_of)(w, X) ** 2))(W)
     np.testing.assert_allclose(jax.jit(jax.grad(first))(W), expected, rtol=1e-4, atol=1e-5)

@@ -271,9 +271,9 @@ def test_rules_compose_in_order():
     triple = rules.scale_gradient(SIN, 3.0)
     clip = rules.clip_gradient(SIN, max_value=5.0)
     # The gradient meets what was written first last: it stands next to the sine.
-    clipped_first = jax.grad(tg.rewrite(weighted_sin, triple, clip))(X)
+    clipped_first = jax.grad(tg.rewrite(weighted_sin, [triple, clip]))(X)
     np.testing.assert_allclose(clipped_first / COS, jnp.minimum(3 * ARRIVING, 5.0), rtol=1e-6)
-    scaled_last = jax.grad(tg.rewrite(weighted_sin, clip, triple))(X)
+    scaled_last = jax.grad(tg.rewrite(weighted_sin, [clip, triple]))(X)
     np.testing.assert_allclose(scaled_last / COS, 3 * jnp.minimum(ARRIVING, 5.0), rtol=1e-6)
 
 
@@ -338,7 +338,7 @@ def test_what_is_not_matched_stays_and_calls_stay_shared():
     def f(x):
         return inner(inner(x)) + jax.jit(jnp.cos)(x)
 
-    graph = tg.graph(f)(X)
+    graph = tg.graph(f, X)
     edited = rules.scale_gradient(SIN, 2.0)(graph)
     edited.verify()
     first, second, untouched = (n for n in edited.nodes if n.op == "jit")
@@ -401,7 +401,7 @@ def test_scopes_called_like_transformations_are_only_scopes(name):
         np.testing.assert_allclose(step(X), 3 * COS, rtol=1e-6)
         with pytest.raises(tg.GraphError, match="JAX has differentiated already"):
             tg.rewrite(jax.grad(f), rules.scale_gradient(match.op("cos"), 3.0))(X)
-    _, values = tg.intermediates(f, SIN)(X)
+    _, values = tg.intermediates(f, X, where=SIN)
     assert list(values) == [f"{name}/sin"]
 
 
@@ -412,7 +412,7 @@ def test_a_scope_called_like_the_mark_of_rules_in_force_is_only_a_scope():
 
     edited = tg.rewrite(f, rules.scale_gradient(SIN, 3.0))
     np.testing.assert_allclose(jax.grad(edited)(X), 3 * COS, rtol=1e-6)
-    assert list(tg.intermediates(f, SIN)(X)[1]) == ["my_tracegrad.rules/sin"]
+    assert list(tg.intermediates(f, X, where=SIN)[1]) == ["my_tracegrad.rules/sin"]
 
 
 # --------------------------------------------------------------------------------- bad input
@@ -497,13 +497,13 @@ def test_an_edit_of_what_is_written_to_a_ref_is_refused():
             with pytest.raises(tg.GraphError, match=r"jax\.Ref or writes to one"):
                 sloped(where, make)
     with pytest.raises(tg.GraphError, match=r"jax\.Ref or writes to one"):
-        tg.intermediate_gradients(f, everything)(X)
+        tg.intermediate_gradients(f, X, where=everything)[1]
     plain = 2 * np.sin(X) * COS
     arrays = everything & ~match.where(lambda found: any(n.has_references for n in found.nodes))
     np.testing.assert_allclose(sloped(arrays & SIN), 2 * plain, rtol=1e-6)
     np.testing.assert_allclose(sloped(match.op("get")), 2 * plain, rtol=1e-6)  # which only reads
     np.testing.assert_allclose(sloped(match.scope("all")), 2 * plain, rtol=1e-6)
-    values = tg.intermediates(jax.jit(f), everything)(X)[1]
+    values = tg.intermediates(jax.jit(f), X, where=everything)[1]
     np.testing.assert_allclose(values["all/write/sin"], np.sin(X), rtol=1e-6)
 
 
@@ -527,7 +527,7 @@ def test_an_edit_of_what_is_written_to_a_ref_is_refused():
         ),
         (lambda: rules.tap_gradient(SIN, 3), TypeError, "callback"),
         (lambda: rules.tap_gradient(SIN, lambda g: g), TypeError, r"callback.* takes \(g\)"),
-        (lambda: tg.rewrite(3), TypeError, "a function and rules"),
+        (lambda: tg.rewrite(3, []), TypeError, "a function and rules"),
         (lambda: tg.rewrite(jnp.sin, 3), TypeError, "Graph -> Graph"),
         (lambda: tg.rewrite(jnp.sin, lambda g: None)(1.0), TypeError, "returned NoneType"),
     ],
@@ -545,20 +545,22 @@ def test_intermediates_of_branches_loops_and_calls():
         y = jax.lax.cond(x[0] < 0, jnp.sin, lambda v: 2 * jnp.cos(v), x)
         return jnp.sum(jax.checkpoint(lambda v: jnp.exp(jax.jit(jnp.tanh)(v)))(y))
 
-    out, values = tg.intermediates(f, match.op("sin", "cos", "tanh"))(X)
+    out, values = tg.intermediates(f, X, where=match.op("sin", "cos", "tanh"))
     np.testing.assert_allclose(out, f(X), rtol=1e-6)
     np.testing.assert_allclose(values["sin"], jnp.sin(X), rtol=1e-6)
     assert not values["cos"].any()  # of the branch that was not taken
     np.testing.assert_allclose(values["tanh"], jnp.tanh(jnp.sin(X)), rtol=1e-6)
-    np.testing.assert_allclose(tg.intermediates(f, match.op("cos"))(-X)[1]["cos"], COS, rtol=1e-6)
+    np.testing.assert_allclose(
+        tg.intermediates(f, -X, where=match.op("cos"))[1]["cos"], COS, rtol=1e-6
+    )
 
     def after(t):
         return jnp.sum(jnp.exp(t))
 
-    gradients = tg.intermediate_gradients(f, match.op("tanh", "cos"))(X)
+    gradients = tg.intermediate_gradients(f, X, where=match.op("tanh", "cos"))[1]
     np.testing.assert_allclose(gradients["tanh"], jax.grad(after)(values["tanh"]), rtol=1e-6)
     assert not gradients["cos"].any()
-    other = tg.intermediate_gradients(f, match.op("cos"))(-X)["cos"]
+    other = tg.intermediate_gradients(f, -X, where=match.op("cos"))[1]["cos"]
     expected = jax.grad(lambda c: jnp.sum(jnp.exp(jnp.tanh(2 * c))))(COS)
     np.testing.assert_allclose(other, expected, rtol=1e-5)
 
@@ -578,10 +580,10 @@ def test_a_loop_and_what_is_in_it_are_led_out_together():
     together = scan | cell | sin
 
     def values(where):
-        return tg.intermediates(loss, where)(X)[1]
+        return tg.intermediates(loss, X, where=where)[1]
 
     def gradients(where):
-        return tg.intermediate_gradients(loss, where)(X)
+        return tg.intermediate_gradients(loss, X, where=where)[1]
 
     for led_out in (values, gradients):
         alone = {name: value for place in places for name, value in led_out(place).items()}
@@ -592,10 +594,10 @@ def test_branches_stay_in_order_when_values_are_led_out_of_the_later_one():
     def f(x):
         return jax.lax.cond(x > 0, jnp.sin, lambda x: 2 * x, x)
 
-    value, found = tg.intermediates(f, tg.match.op("sin"))(1.0)
+    value, found = tg.intermediates(f, 1.0, where=tg.match.op("sin"))
     np.testing.assert_allclose([value, found["sin"]], [np.sin(1.0)] * 2, rtol=1e-6)
-    assert tg.intermediates(f, tg.match.op("sin"))(-1.0)[0] == -2.0
-    assert tg.intermediate_gradients(f, tg.match.op("sin"))(1.0) == {"sin": 1.0}
+    assert tg.intermediates(f, -1.0, where=tg.match.op("sin"))[0] == -2.0
+    assert tg.intermediate_gradients(f, 1.0, where=tg.match.op("sin"))[1] == {"sin": 1.0}
 
 
 def marked_in_two_branches_of_three(which, x, y):
@@ -620,14 +622,15 @@ def marked_in_two_branches_of_three(which, x, y):
 @pytest.mark.parametrize(("which", "arriving"), [(0, 3.0), (1, 0.0), (2, 0.0)])
 def test_of_a_branch_that_is_not_taken_the_gradients_are_zero(which, arriving):
     marked = match.scope("marked")
-    gradients = tg.intermediate_gradients(marked_in_two_branches_of_three, marked)
-    np.testing.assert_allclose(jax.tree.leaves(gradients(which, 2.0, 3.0)), [arriving], rtol=1e-6)
+    fun = marked_in_two_branches_of_three
+    _, gradients = tg.intermediate_gradients(fun, which, 2.0, 3.0, where=marked)
+    np.testing.assert_allclose(jax.tree.leaves(gradients), [arriving], rtol=1e-6)
 
 
 def test_a_branch_without_a_value_to_lead_out_computes_what_it_did():
     for which, value in enumerate((3 * np.sin(2.0) - 46, 10.0, 1.0)):
-        found = tg.intermediates(marked_in_two_branches_of_three, match.scope("marked"))
-        result, _ = found(which, 2.0, 3.0)
+        fun, marked = marked_in_two_branches_of_three, match.scope("marked")
+        result, _ = tg.intermediates(fun, which, 2.0, 3.0, where=marked)
         np.testing.assert_allclose(result, value, rtol=1e-6)
 
 
@@ -636,20 +639,21 @@ def test_intermediates_are_differentiable_and_have_names_of_their_own():
         return jnp.sin(jnp.sin(x))
 
     def second(x):
-        values = tg.intermediates(f, SIN)(x)[1]
+        values = tg.intermediates(f, x, where=SIN)[1]
         assert list(values) == ["sin", "sin_1"]
         return values["sin_1"]
 
     np.testing.assert_allclose(jax.grad(second)(0.5), jax.grad(f)(0.5), rtol=1e-6)
 
 
-def test_auxiliary_results_are_handed_on():
+def test_the_output_comes_beside_the_gradients_with_its_auxiliary_results():
     def f(x):
         y = jnp.sin(x)
         return jnp.sum(y), {"doubled": 2 * y}
 
-    gradients, aux = tg.intermediate_gradients(f, SIN, has_aux=True)(X)
+    (value, aux), gradients = tg.intermediate_gradients(f, X, where=SIN, has_aux=True)
     np.testing.assert_allclose(gradients["sin"], 1.0)
+    np.testing.assert_allclose(value, jnp.sum(jnp.sin(X)), rtol=1e-6)
     np.testing.assert_allclose(aux["doubled"], 2 * jnp.sin(X), rtol=1e-6)
 
 
@@ -658,18 +662,18 @@ def test_what_cannot_be_led_out_is_refused():
         return jax.lax.while_loop(lambda c: jnp.all(c < 1), lambda c: jnp.sin(c) + 1, x)
 
     with pytest.raises(tg.GraphError, match="no place for more inputs and outputs"):
-        tg.intermediates(loop, SIN)(X)
+        tg.intermediates(loop, X, where=SIN)
     with pytest.raises(tg.NoMatchError, match="'sin'"):
-        tg.intermediates(jnp.sin, match.op("sinh"))(X)
-    assert tg.intermediates(jnp.sin, match.op("sinh"), missing_ok=True)(X)[1] == {}
+        tg.intermediates(jnp.sin, X, where=match.op("sinh"))
+    assert tg.intermediates(jnp.sin, X, where=match.op("sinh"), missing_ok=True)[1] == {}
     with pytest.raises(TypeError, match=r"wants a float scalar.*f32\[3\]"):
-        tg.intermediate_gradients(jnp.sin, SIN)(X)
+        tg.intermediate_gradients(jnp.sin, X, where=SIN)
     with pytest.raises(TypeError, match=r"wants a float scalar; .* returned a NoneType"):
-        tg.intermediate_gradients(lambda x: None, SIN, missing_ok=True)(X)
+        tg.intermediate_gradients(lambda x: None, X, where=SIN, missing_ok=True)
     with pytest.raises(TypeError, match=r"is to return a pair \(value, aux\), not f32\[\]"):
-        tg.intermediate_gradients(lambda x: jnp.sum(jnp.sin(x)), SIN, has_aux=True)(X)
+        tg.intermediate_gradients(lambda x: jnp.sum(jnp.sin(x)), X, where=SIN, has_aux=True)
     with pytest.raises(TypeError, match="expected a selector"):
-        tg.intermediates(jnp.sin, "sin")
+        tg.intermediates(jnp.sin, X, where="sin")
 
 
 def test_the_program_is_that_of_the_same_edit_by_hand():
@@ -724,7 +728,7 @@ def test_places_whose_names_could_be_taken_for_one_another_are_kept_apart():
             return jnp.sum(jnp.tanh(y))
 
     layers = match.scope("layer*")
-    values = tg.intermediates(f, layers)(X)[1]
+    values = tg.intermediates(f, X, where=layers)[1]
     expected = [jnp.sin(X), jnp.cos(2 * jnp.sin(X))]
     assert len(values) == 3
     for value, right in zip(values.values(), expected, strict=False):
@@ -741,7 +745,7 @@ def test_places_whose_names_could_be_taken_for_one_another_are_kept_apart():
     def after(a, b):
         return jnp.sum(jnp.tanh(5 * a) * 2 * b)
 
-    gradients = tg.intermediate_gradients(two_outputs, layers)(X)
+    gradients = tg.intermediate_gradients(two_outputs, X, where=layers)[1]
     assert list(gradients) == ["layer", "layer.1"]
     of_layer = jax.grad(after, (0, 1))(jnp.sin(X), jnp.cos(X))
     for found, right in zip(gradients["layer"], of_layer, strict=True):
@@ -757,7 +761,7 @@ def test_matches_that_overlap_are_named_where_one_takes_the_place_of_the_other()
     scope, sine = tg.match.scope("block"), tg.match.op("sin")
     with pytest.raises(tg.GraphError, match=r"Apply sin.* in common with <block: 2 nodes"):
         tg.rewrite(loss, tg.rules.recompute(scope | sine))(1.0)
-    both = tg.rewrite(loss, tg.rules.recompute(sine), tg.rules.recompute(scope))
+    both = tg.rewrite(loss, [tg.rules.recompute(sine), tg.rules.recompute(scope)])
     np.testing.assert_allclose(jax.grad(both)(1.0), jax.grad(loss)(1.0), rtol=1e-6)
 
 
@@ -802,7 +806,7 @@ def test_what_nodes_of_a_match_send_to_each_other_is_not_edited(fun, where):
     np.testing.assert_allclose(jax.grad(reversed_)(x), -expected, rtol=1e-6)
     clipped = tg.rewrite(fun, rules.clip_gradient(where, max_value=0.25))
     np.testing.assert_allclose(jax.grad(clipped)(x), 0.25 * expected, rtol=1e-6)
-    (arrives,) = tg.intermediate_gradients(fun, where)(x).values()
+    (arrives,) = tg.intermediate_gradients(fun, x, where=where)[1].values()
     np.testing.assert_array_equal(arrives, (1.0, 1.0))
     seen = []
     tapped = tg.rewrite(fun, rules.tap_gradient(where, lambda _, dy: seen.append(float(dy))))

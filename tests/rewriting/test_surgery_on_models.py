@@ -165,7 +165,9 @@ def test_taps_at_the_blocks(library):
     by_noise = jax.jit(jax.grad(perturbed, 2))
     expected = by_noise(model.params, X, noise)
 
-    at_blocks = tg.intermediate_gradients(model.loss, tg.match.scope("block_*"))
+    def at_blocks(params, x):
+        return tg.intermediate_gradients(model.loss, params, x, where=tg.match.scope("block_*"))[1]
+
     arriving = at_blocks(model.params, X)
     for i, cotangent in enumerate(expected):
         np.testing.assert_allclose(arriving[f"block_{i}"], cotangent, rtol=1e-5)
@@ -174,8 +176,9 @@ def test_taps_at_the_blocks(library):
         for i, cotangent in enumerate(by_noise(model.params, x, noise)):
             np.testing.assert_allclose(mapped[f"block_{i}"][n], cotangent, rtol=1e-5, atol=1e-6)
 
-    stacked = tg.intermediate_gradients(model.loss_by_scan, tg.match.scope("block"))
-    found = jax.jit(stacked)(stack(model.params), X)
+    gradients = functools.partial(tg.intermediate_gradients, where=tg.match.scope("block"))
+    stacked = jax.jit(functools.partial(gradients, model.loss_by_scan))
+    _, found = stacked(stack(model.params), X)
     np.testing.assert_allclose(found["block"], jnp.stack(expected), rtol=1e-5)
 
 
@@ -192,11 +195,12 @@ def test_the_values_at_the_blocks(library):
         return values
 
     values = by_hand(model.params, X)
-    out, found = jax.jit(tg.intermediates(model.loss, tg.match.scope("block_*")))(model.params, X)
+    at_blocks = functools.partial(tg.intermediates, where=tg.match.scope("block*"))
+    out, found = jax.jit(functools.partial(at_blocks, model.loss))(model.params, X)
     assert list(found) == [f"block_{i}" for i in range(LAYERS)]
     for value, expected in zip(found.values(), values, strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
     assert out == plain_value(library)
-    by_scan = jax.jit(tg.intermediates(model.loss_by_scan, tg.match.scope("block")))
+    by_scan = jax.jit(functools.partial(at_blocks, model.loss_by_scan))
     _, stacked = by_scan(stack(model.params), X)
     np.testing.assert_allclose(stacked["block"], jnp.stack(values), rtol=1e-5, atol=1e-6)

@@ -30,7 +30,7 @@ def with_rule(x):
 
 @pytest.mark.parametrize("rule", [rules.strong_zero, rules.finite_derivative])
 def test_what_is_there_and_not_concerned_is_not_said_to_be_missing(rule):
-    assert tg.graph(singular_values)(A).find(match.op("svd"))
+    assert tg.graph(singular_values, A).find(match.op("svd"))
     with pytest.raises(tg.NoMatchError, match=r"concerns nothing .*<Apply svd.* matches"):
         tg.rewrite(singular_values, rule(match.op("svd")))(A)
     with pytest.raises(tg.NoMatchError, match="matches nothing"):
@@ -41,7 +41,7 @@ def test_what_is_there_and_not_concerned_is_not_said_to_be_missing(rule):
 
 @pytest.mark.parametrize("rule", [rules.strong_zero, rules.finite_derivative])
 def test_an_operation_inside_of_a_custom_rule_is_not_said_to_be_missing(rule):
-    assert tg.graph(with_rule)(X + 1).find(match.op("sqrt"))
+    assert tg.graph(with_rule, X + 1).find(match.op("sqrt"))
     with pytest.raises(tg.GraphError, match=r"lies inside of the custom gradient doubled"):
         tg.rewrite(with_rule, rule(match.op("sqrt")))(X + 1)
 
@@ -67,12 +67,12 @@ def test_of_an_inner_and_an_outer_rule_the_outer_one_is_taken():
         [override(INNER, 5.0), override(OUTER, 3.0)],
         [override(OUTER | INNER, 3.0)],
     ):
-        got = jax.grad(tg.rewrite(of_block, *taken))(X)
+        got = jax.grad(tg.rewrite(of_block, taken))(X)
         np.testing.assert_array_equal(got, jnp.full(3, 3.0))
 
 
 def test_an_inner_rule_behind_an_outer_one_is_told_which_is_taken():
-    both = tg.rewrite(of_block, override(OUTER, 3.0), override(INNER, 5.0))
+    both = tg.rewrite(of_block, [override(OUTER, 3.0), override(INNER, 5.0)])
     with pytest.raises(tg.GraphError, match=r"an earlier rule .* the outer rule is taken"):
         jax.grad(both)(X)
 
@@ -110,9 +110,9 @@ def squared_sine(x):
 
 def test_intermediates_and_their_gradients_under_vmap_are_those_of_each_example():
     want, values = 2 * jnp.sin(X), jnp.sin(X)
-    found = jax.vmap(tg.intermediate_gradients(squared_sine, INNER))(X)
+    _, found = jax.vmap(lambda x: tg.intermediate_gradients(squared_sine, x, where=INNER))(X)
     np.testing.assert_allclose(found["sin"], want, rtol=1e-6)
-    _, found = jax.vmap(tg.intermediates(squared_sine, INNER))(X)
+    _, found = jax.vmap(lambda x: tg.intermediates(squared_sine, x, where=INNER))(X)
     np.testing.assert_allclose(found["sin"], values, rtol=1e-6)
 
 
@@ -123,3 +123,31 @@ def test_a_callback_under_vmap_is_called_for_each_example():
     jax.effects_barrier()
     assert {place for place, _ in met} == {"sin"}
     np.testing.assert_allclose(sorted(float(a) for _, a in met), sorted(2 * np.sin(X)), rtol=1e-6)
+
+
+def guided(op, dy):
+    return dy
+
+
+def test_a_rule_shows_all_that_it_was_made_with():
+    either, sin = match.op("sin") | match.op("cos"), "match.op('sin')"
+    shown = {
+        rules.clip_gradient(INNER, max_norm=1.0): f"rules.clip_gradient({sin}, max_norm=1.0)",
+        rules.clip_gradient(INNER, 1.0, 2): (
+            f"rules.clip_gradient({sin}, max_norm=1.0, max_value=2)"
+        ),
+        rules.override_gradient(INNER, guided): f"rules.override_gradient({sin}, grad=guided)",
+        rules.scale_gradient(either, jnp.float32(2.0)): (
+            f"rules.scale_gradient({sin} | match.op('cos'), factor=an array float32[])"
+        ),
+        rules.stop_gradient(INNER, inputs=[0], missing_ok=True): (
+            f"rules.stop_gradient({sin}, inputs=[0], missing_ok=True)"
+        ),
+        rules.stop_gradient(where=INNER): f"rules.stop_gradient({sin})",
+        rules.strong_zero(): "rules.strong_zero()",
+        rules.checkpointed_loop(checkpoints=4): "rules.checkpointed_loop(checkpoints=4)",
+        tg.edit(INNER, guided): f"edit({sin}, function=guided)",
+    }
+    assert [repr(rule) for rule in shown] == list(shown.values())
+    with pytest.raises(tg.NoMatchError, match=r"clip_gradient\(match.op\('cosh'\), max_norm=2.0\)"):
+        tg.rewrite(squared_sine, rules.clip_gradient(match.op("cosh"), max_norm=2.0))(X)

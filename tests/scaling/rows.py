@@ -125,8 +125,8 @@ def rules_taps_and_a_budget(mesh):
     w, x = inputs(mesh)
     rule = tg.rules.clip_gradient(tanh, max_value=0.02)
     clipped = tg.trace(step, rules=[rule], memory_budget="1GiB")(w, x)
-    _, values = tg.intermediates(loss, tanh)(w, x)
-    gradients = tg.intermediate_gradients(loss, tanh)(w, x)
+    _, values = tg.intermediates(loss, w, x, where=tanh)
+    gradients = tg.intermediate_gradients(loss, w, x, where=tanh)[1]
     return clipped, values["tanh"], gradients["tanh"]
 
 

@@ -381,7 +381,7 @@ def test_a_custom_vjp_that_closes_over_a_watched_array_raises():
     x = F32(2.0)
     rewritten = tg.rewrite(f, tg.rules.stop_gradient(tg.match.op("sin"), missing_ok=True))
     jitted = jax.jit(lambda x: f(x) * 1)
-    for g in (f, lambda x: jax.vmap(f)(x[None]), jitted, rewritten, tg.rewrite(rewritten)):
+    for g in (f, lambda x: jax.vmap(f)(x[None]), jitted, rewritten, tg.rewrite(rewritten, [])):
         with GradientTape() as tape:
             tape.watch([x, w])
             with pytest.raises(ValueError, match="f closes over an array that a tape watches"):

@@ -103,7 +103,7 @@ def test_a_gate_is_a_barrier_and_a_name_a_scope():
     def f(x, z):
         return gradients(x * z, [x, z], gate_gradients=True, name="backward")
 
-    text = str(tg.graph(f)(2.0, 3.0))
+    text = str(tg.graph(f, 2.0, 3.0))
     assert "optimization_barrier" in text
     assert "# backward" in text
 

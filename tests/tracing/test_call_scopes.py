@@ -88,7 +88,7 @@ def scopes_of(graph):
 
 
 def test_calls_of_equinox_modules_are_scopes_named_by_their_paths():
-    scopes = scopes_of(tg.graph(loss)(MODEL, X))
+    scopes = scopes_of(tg.graph(loss, MODEL, X))
     block = "Transformer/blocks.{}"
     assert scopes == [
         name.format(i)
@@ -108,10 +108,10 @@ def test_calls_of_nnx_modules_are_scopes_named_by_their_paths():
     model = NnxTransformer(nnx.Rngs(0))
     block = "NnxTransformer/blocks.{}"
     expected = [name.format(i) for i in (0, 1) for name in (f"{block}/query", block)]
-    assert scopes_of(tg.graph(loss)(model, X)) == expected
-    assert scopes_of(tg.graph(lambda x: model(x))(X)) == expected  # closed over
+    assert scopes_of(tg.graph(loss, model, X)) == expected
+    assert scopes_of(tg.graph(lambda x: model(x), X)) == expected  # closed over
     graphdef, state = nnx.split(model)
-    assert scopes_of(tg.graph(lambda s, x: nnx.merge(graphdef, s)(x))(state, X)) == expected
+    assert scopes_of(tg.graph(lambda s, x: nnx.merge(graphdef, s)(x), state, X)) == expected
 
 
 def test_modules_that_a_transformed_method_calls_have_their_paths():
@@ -134,7 +134,7 @@ def test_modules_that_a_transformed_method_calls_have_their_paths():
         def __call__(self, x):
             return self.blocks[1](self.blocks[0](x))
 
-    scopes = scopes_of(tg.graph(lambda model, x: jnp.sum(model(x)))(Two(nnx.Rngs(0)), X))
+    scopes = scopes_of(tg.graph(lambda model, x: jnp.sum(model(x)), Two(nnx.Rngs(0)), X))
     names = [f"Two/blocks.{i}{inner}" for i in (0, 1) for inner in ("", "/query")]
     assert sorted(scopes) == sorted(names)
 
@@ -152,7 +152,7 @@ def test_rules_values_and_plans_go_by_them_through_the_frameworks_own_gradients(
     assert not second.any()
     assert first.any()
     assert not np.allclose(first, plain.blocks[0].attention.query.weight)
-    shown = tg.intermediates(step, match.scope("blocks.*/attention"))(MODEL, X)[1]
+    shown = tg.intermediates(step, MODEL, X, where=match.scope("blocks.*/attention"))[1]
     assert list(shown) == [f"Transformer/blocks.{i}/attention" for i in (0, 1)]
     np.testing.assert_allclose(
         shown["Transformer/blocks.0/attention"],
@@ -165,7 +165,7 @@ def test_rules_values_and_plans_go_by_them_through_the_frameworks_own_gradients(
 def test_a_function_of_the_frameworks_that_was_called_before_has_them_too():
     jitted = eqx.filter_jit(lambda model, x: jax.vmap(model)(x))
     jitted(MODEL, X)
-    assert "Transformer/blocks.0/attention" in scopes_of(tg.graph(jitted)(MODEL, X))
+    assert "Transformer/blocks.0/attention" in scopes_of(tg.graph(jitted, MODEL, X))
 
 
 def test_modules_of_one_class_are_told_apart_where_they_are_called():
@@ -174,9 +174,9 @@ def test_modules_of_one_class_are_told_apart_where_they_are_called():
     def both(x):
         return second(first(second(x)))
 
-    names = [scope.split("/")[0] for scope in scopes_of(tg.graph(both)(X[0]))]
+    names = [scope.split("/")[0] for scope in scopes_of(tg.graph(both, X[0]))]
     assert names == ["Linear", "Linear_1"]
-    assert len(tg.graph(both)(X[0]).find(match.scope("Linear"))) == 2
+    assert len(tg.graph(both, X[0]).find(match.scope("Linear"))) == 2
 
 
 def test_nothing_of_a_trace_is_held_on_to():
@@ -184,14 +184,14 @@ def test_nothing_of_a_trace_is_held_on_to():
         return jax.grad(lambda x: jnp.sum(eqx.combine(MODEL, MODEL)(x)))(x)
 
     with jax.checking_leaks():
-        assert "Transformer/blocks.0" in scopes_of(tg.graph(step)(X[0]))
+        assert "Transformer/blocks.0" in scopes_of(tg.graph(step, X[0]))
 
 
 def test_a_module_that_is_made_inside_has_its_class():
     def of_a_copy(model, x):
         return eqx.filter_vmap(model.blocks[0])(x)
 
-    assert scopes_of(tg.graph(of_a_copy)(MODEL, X))[0].startswith("Block/attention/query")
+    assert scopes_of(tg.graph(of_a_copy, MODEL, X))[0].startswith("Block/attention/query")
 
 
 def test_classes_are_as_they_were_after_a_trace_and_other_threads_see_no_scopes():
@@ -211,10 +211,10 @@ def test_classes_are_as_they_were_after_a_trace_and_other_threads_see_no_scopes(
         MODEL(x)
         raise KeyError("mine")
 
-    assert "Transformer/blocks.1" in scopes_of(tg.graph(seen_from_elsewhere)(X[0]))
+    assert "Transformer/blocks.1" in scopes_of(tg.graph(seen_from_elsewhere, X[0]))
     assert elsewhere == [""]
     with pytest.raises(KeyError, match="mine"):
-        tg.graph(failing)(X[0])
+        tg.graph(failing, X[0])
     assert Attention.__dict__["__call__"] is own
     text = str(jax.make_jaxpr(MODEL)(X[0]).eqns[-1].source_info.name_stack)
     assert text == ""
@@ -226,7 +226,7 @@ def test_the_compiled_program_is_that_of_jax():
 
 
 def test_calls_are_still_found_by_their_names_and_lines():
-    graph = tg.graph(loss)(MODEL, X)
+    graph = tg.graph(loss, MODEL, X)
     assert len(graph.find(match.call("Attention.__call__"))) == 2
     assert len(graph.find(match.call("Attention"))) == 2
     assert {o.origin.function for o in graph.find(match.op("tanh"))} == {"Attention.__call__"}

@@ -76,6 +76,14 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def rewritten(fun):
+    return tg.rewrite(fun, [])
+
+
+def seen_as_graph(fun):
+    return functools.partial(tg.graph, fun)
+
+
 COMPILED = {
     "alone": tg.trace,
     "donated": tg.trace(donate_argnums=(0, 1)),
@@ -85,8 +93,8 @@ COMPILED = {
     "under a rule that matches nothing": tg.trace(
         rules=[rules.scale_gradient(match.op("sin"), 2.0, missing_ok=True)]
     ),
-    "rewritten": tg.rewrite,
-    "as a graph": lambda f: lambda *args: tg.graph(f)(*args).to_callable()(*args),
+    "rewritten": rewritten,
+    "as a graph": lambda f: lambda *args: tg.graph(f, *args).to_callable()(*args),
 }
 
 
@@ -160,7 +168,7 @@ def test_fields_of_a_named_tuple_in_an_order_that_is_not_flax_s():
     fields = holder.fields
     assert (fields.second[...], fields.first.second, fields.first.first[...]) == (8.0, 2.0, 22.0)
     ends = ("second", "first.second", "first.first")
-    assert list(tg.graph(step)(holder).hints) == [f"holder.fields.{end}" for end in ends]
+    assert list(tg.graph(step, holder).hints) == [f"holder.fields.{end}" for end in ends]
 
     optimiser = optax.MultiSteps(SGD, 2)
     runs = []
@@ -350,7 +358,7 @@ class Shared(nnx.Module):
         self.itself = self
 
 
-@pytest.mark.parametrize("run", [tg.trace, tg.rewrite], ids=["trace", "rewrite"])
+@pytest.mark.parametrize("run", [tg.trace, rewritten], ids=["trace", "rewrite"])
 def test_modules_come_back_as_what_they_are(run):
     model = Noisy(nnx.Rngs(0))
 
@@ -432,7 +440,7 @@ CHANGED_STRUCTURE = [
 
 
 @pytest.mark.parametrize("change", CHANGED_STRUCTURE)
-@pytest.mark.parametrize("run", [tg.trace, tg.rewrite, "graph"], ids=["trace", "rewrite", "graph"])
+@pytest.mark.parametrize("run", [tg.trace, rewritten, "graph"], ids=["trace", "rewrite", "graph"])
 def test_a_change_of_structure_inside_is_there_after_the_call(run, change):
     if run == "graph":
         run = COMPILED["as a graph"]
@@ -532,16 +540,16 @@ def test_calls_with_arrays_and_then_with_a_module_lose_nothing():
 
 def test_shown_programs_have_new_values_among_their_results():
     model = Noisy(nnx.Rngs(0))
-    graph = tg.graph(loss)(model, X)
+    graph = tg.graph(loss, model, X)
     assert len(graph.outputs) == 4  # the loss, two statistics, the count of random numbers
     assert "model.norm.mean: f32[4]" in str(graph)
-    for text in (tg.show(loss, model, X), tg.plan_recompute(loss, "1MiB")(model, X)):
+    for text in (tg.show(loss, model, X), tg.plan_recompute(loss, model, X, memory_budget="1MiB")):
         assert "loss" in str(text)
-    plan = tg.plan_recompute(loss, "1MiB")(model, X)
+    plan = tg.plan_recompute(loss, model, X, memory_budget="1MiB")
     twin = nnx.clone(model)
     np.testing.assert_allclose(plan.apply()(twin, X), loss(nnx.clone(model), X), rtol=1e-5)
     assert int(twin.dropout.rngs.count[...]) == 1
-    values = tg.intermediates(loss, match.op("tanh"))(model, X)[1]
+    values = tg.intermediates(loss, model, X, where=match.op("tanh"))[1]
     np.testing.assert_allclose(values["Noisy/tanh"], jnp.tanh(model.linear(X)), rtol=1e-5)
     assert int(model.dropout.rngs.count[...]) == 1
 
@@ -633,7 +641,7 @@ def test_state_that_is_returned_trains_as_nnx_jit_does():
         np.testing.assert_allclose(value, expected(model, optimizer, X), rtol=1e-5)
 
 
-@pytest.mark.parametrize("run", [tg.trace, tg.rewrite], ids=["trace", "rewrite"])
+@pytest.mark.parametrize("run", [tg.trace, rewritten], ids=["trace", "rewrite"])
 def test_a_change_of_a_state_that_is_not_returned_is_dropped_with_a_warning(run):
     graphdef, state = nnx.split(Noisy(nnx.Rngs(0)))
     with pytest.warns(UserWarning, match=r"changes state\['dropout'\].* and 2 more.*nnx.State"):
@@ -677,7 +685,7 @@ def within_a_loop(x):
     ],
     ids=["closed over", "a global", "an attribute of an object", "in a loop"],
 )
-@pytest.mark.parametrize("run", [tg.trace, tg.graph, tg.rewrite, tg.grad])
+@pytest.mark.parametrize("run", [tg.trace, seen_as_graph, rewritten, tg.grad])
 def test_a_module_that_is_changed_and_no_argument_is_named(run, fun, path):
     with pytest.raises(flax.errors.TraceContextError) as raised:
         run(fun)(X)

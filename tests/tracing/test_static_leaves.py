@@ -41,13 +41,13 @@ def assert_same_tree(got, expected):
 
 VALUES = {
     "trace": tg.trace(loss),
-    "graph": lambda *args: tg.graph(loss)(*args).to_callable()(*args),
+    "graph": lambda *args: tg.graph(loss, *args).to_callable()(*args),
     "rewrite": tg.rewrite(loss, rules.scale_gradient(DOT, 2.0)),
-    "intermediates": lambda *args: tg.intermediates(loss, DOT)(*args)[0],
+    "intermediates": lambda *args: tg.intermediates(loss, *args, where=DOT)[0],
     # By the model: of a few hundred bytes what XLA holds is its rounding.
-    "plan_recompute": lambda *args: tg.plan_recompute(loss, "90%", measure=False)(*args).apply()(
-        *args
-    ),
+    "plan_recompute": lambda *args: tg.plan_recompute(
+        loss, *args, memory_budget="90%", measure=False
+    ).apply()(*args),
 }
 
 
@@ -172,7 +172,7 @@ def test_a_change_of_a_static_leaf_traces_again_and_an_equal_one_does_not():
 
 
 def test_a_graph_is_for_the_static_leaves_that_it_was_made_for():
-    run = tg.graph(lambda f, x: f(x))(jnp.sin, 1.0).to_callable()
+    run = tg.graph(lambda f, x: f(x), jnp.sin, 1.0).to_callable()
     np.testing.assert_allclose(run(jnp.sin, 2.0), jnp.sin(2.0))
     with pytest.raises(TypeError, match="was traced for arguments of the structure"):
         run(jnp.cos, 2.0)
@@ -243,7 +243,7 @@ def test_what_has_no_hash_is_refused_by_its_path_as_by_jit(leaf, words, before):
     call = tg.trace(lambda x, model: x)
     if before:
         call(1.0, {"layers": ["a"]})
-    for way in (call, tg.graph(call)):
+    for way in (call, functools.partial(tg.graph, call)):
         with pytest.raises(
             TypeError, match=rf"args\[1\]\['layers'\]\[0\]: it is .* of type {type(leaf).__name__}"
         ) as found:
@@ -275,7 +275,7 @@ def test_an_array_of_objects_is_refused_by_its_path(values, beside):
     call = tg.trace(lambda model: model["x"])
     call({"w": jnp.ones(2), "x": 1.0, "beside": beside})
     model = {"w": np.array(values, dtype=object), "x": 1.0, "beside": beside}
-    for way in (call, tg.graph(call)):
+    for way in (call, functools.partial(tg.graph, call)):
         with pytest.raises(TypeError, match=r"at path model\['w'\]") as found:
             way(model)
         assert any("Give it a dtype of numbers" in note for note in found.value.__notes__)
@@ -632,8 +632,8 @@ def test_a_class_that_checks_its_parts_gets_arrays_alone(way):
     for run in (
         tg.trace(fun),
         tg.trace(lambda *args: (fun(*args), "text", jnp.sin)),
-        tg.rewrite(fun),
-        lambda *args: tg.graph(fun)(*args).to_callable()(*args),
+        tg.rewrite(fun, []),
+        lambda *args: tg.graph(fun, *args).to_callable()(*args),
     ):
         for _ in range(2):
             got = run(checked(), *rest)

@@ -7,7 +7,9 @@ import gc
 import inspect
 import operator
 import pickle
+import re
 import threading
+import typing
 import weakref
 
 import jax
@@ -20,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
 from tracegrad import match, rules
+from tracegrad.tracing.jit_options import JitOptions
 
 pytestmark = pytest.mark.both_jax
 
@@ -398,9 +401,9 @@ def test_a_global_changed_between_two_graphs_is_seen():
     def f(x):
         return x * scale[0]
 
-    assert tg.graph(f)(1.0).to_callable()(1.0) == 2.0
+    assert tg.graph(f, 1.0).to_callable()(1.0) == 2.0
     scale[0] = 3.0
-    assert tg.graph(f)(1.0).to_callable()(1.0) == 3.0
+    assert tg.graph(f, 1.0).to_callable()(1.0) == 3.0
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -430,8 +433,12 @@ BAD_VALUES = {
 }
 
 
+def seen_as_graph(fun):
+    return functools.partial(tg.graph, fun)
+
+
 @pytest.mark.parametrize("kind", BAD_VALUES)
-@pytest.mark.parametrize("wrap", [tg.trace, tg.graph])
+@pytest.mark.parametrize("wrap", [tg.trace, seen_as_graph])
 def test_python_on_a_traced_value_names_the_line_and_the_way_out(kind, wrap):
     fun, error, line, advice = BAD_VALUES[kind]
     with pytest.raises(error) as caught:
@@ -476,18 +483,26 @@ def test_graph_rejects_what_is_no_function_and_arrays_of_objects():
     with pytest.raises(TypeError, match="expected a function to trace, got 3 of type int"):
         tg.graph(3)
     with pytest.raises(TypeError, match=r"numpy.ndarray.*path x"):
-        tg.graph(lambda x: x)(np.array([None]))
+        tg.graph(lambda x: x, np.array([None]))
 
 
 def test_an_unhashable_static_keyword_is_refused_by_graph_too():
     with pytest.raises(ValueError, match=r"Non-hashable.*n=\[1\]"):
-        tg.graph(lambda x, n: x, static_argnames="n")(1.0, n=[1])
+        tg.graph(lambda x, n: x, 1.0, n=[1], static_argnames="n")
 
 
-@pytest.mark.parametrize("rules", [lambda graph: graph, [3]])
-def test_rules_that_are_no_sequence_of_functions_are_named(rules):
-    with pytest.raises(TypeError, match="sequence of functions Graph -> Graph"):
-        tg.trace(jnp.sin, rules=rules)
+@pytest.mark.parametrize("rules", [3, [3], None])
+@pytest.mark.parametrize("takes_rules", [tg.trace, tg.rewrite])
+def test_rules_that_are_no_functions_are_named(takes_rules, rules):
+    with pytest.raises(TypeError, match=f"one or a list; got {re.escape(repr(rules))}"):
+        takes_rules(jnp.sin, rules=rules)
+
+
+@pytest.mark.parametrize("takes_rules", [tg.trace, tg.rewrite])
+def test_one_rule_needs_no_list(takes_rules):
+    rule = tg.rules.scale_gradient(tg.match.op("sin"), 2.0)
+    for given in (rule, [rule], (rule,)):
+        assert jax.grad(takes_rules(jnp.sin, rules=given))(0.0) == 2.0
 
 
 def test_what_is_over_before_it_has_run_is_refused():
@@ -497,11 +512,11 @@ def test_what_is_over_before_it_has_run_is_refused():
     def each(x):
         yield x
 
-    for ask in (tg.trace, tg.graph, lambda fun: tg.explain(fun, 1.0)):
+    for ask in (lambda fun, _: tg.trace(fun), tg.graph, tg.explain):
         with pytest.raises(TypeError, match="which is async"):
-            ask(fetched)
+            ask(fetched, 1.0)
         with pytest.raises(TypeError, match="generator"):
-            ask(each)
+            ask(each, 1.0)
 
 
 def test_an_unknown_keyword_is_told_the_nearest():
@@ -534,7 +549,7 @@ def test_a_traced_function_is_pickled_by_its_name_or_by_what_it_was_made_with():
         pickle.dumps(tg.trace(lambda x: x))
 
 
-@pytest.mark.parametrize("of", [tg.graph, tg.trace])
+@pytest.mark.parametrize("of", [seen_as_graph, tg.trace])
 def test_what_a_jit_inside_takes_as_static_is_to_be_static_outside(of):
     f = jax.jit(lambda x, n: x * n, static_argnums=1)
     with pytest.raises(ValueError, match="Non-hashable static") as caught:
@@ -608,11 +623,6 @@ def test_an_error_about_a_graph_comes_without_our_frames():
         assert len(caught.traceback) <= 3  # this line, and the way in
 
 
-def test_what_waits_for_arguments_is_named_for_what_it_returns():
-    assert "graph(sin)" in repr(tg.graph(jnp.sin))
-    assert "plan_recompute(sin)" in repr(tg.plan_recompute(jnp.sin, "50%"))
-
-
 def test_a_failed_trace_leaves_nothing_behind():
     traced = tg.trace(branches)
     with pytest.raises(jax.errors.TracerBoolConversionError):
@@ -623,7 +633,7 @@ def test_a_failed_trace_leaves_nothing_behind():
 
 
 def test_a_graphs_function_rejects_other_types_and_trees():
-    f = tg.graph(lambda x: x * 2)(jnp.ones(3)).to_callable()
+    f = tg.graph(lambda x: x * 2, jnp.ones(3)).to_callable()
     np.testing.assert_array_equal(f(np.ones(3, "float32")), [2, 2, 2])
     with pytest.raises(TypeError, match=r"traced for x: f32\[3\].*f32\[4\]"):
         f(jnp.ones(4))
@@ -663,3 +673,9 @@ def test_what_is_compiled_ahead_is_called_as_the_function_is():
         with pytest.raises(TypeError):
             wrong(*args)
     assert (float(one), float(two), float(total)) == (16.0, 20.0, 7.0)
+
+
+@pytest.mark.both_jax
+def test_type_checkers_are_told_of_every_keyword_of_jit():
+    told = typing.get_type_hints(JitOptions)
+    assert told.keys() == inspect.signature(jax.jit).parameters.keys() - {"fun"}

@@ -459,7 +459,7 @@ def test_variables_of_a_tree_are_named_by_their_paths_wherever_they_are_told_of(
     def loss(x):
         return jnp.sum(params["act"](x @ kernel.value))
 
-    assert "params.dense.kernel: f32[2,3]" in str(tg.graph(loss)(jnp.ones(2)))
+    assert "params.dense.kernel: f32[2,3]" in str(tg.graph(loss, jnp.ones(2)))
     with pytest.raises(ValueError, match=r"params\.dense\.kernel"):
         kernel.assign(jnp.ones(4))
     with tg.GradientTape() as tape:

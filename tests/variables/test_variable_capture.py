@@ -98,7 +98,7 @@ def test_a_variable_is_one_input_wherever_it_is_read_beside_references_and_array
         summed, _ = lax.scan(body, x * v, array)
         return summed + state[...]
 
-    graph = tg.graph(step)(2.0)
+    graph = tg.graph(step, 2.0)
     graph.verify()
     assert len(graph.inputs) == 1 + len(graph.variables)
     assert {id(each) for each in graph.variables} == {id(unused), id(v)}
@@ -133,7 +133,7 @@ def test_the_current_value_is_read_on_the_first_and_on_every_later_call(fun):
     for value in (3.0, 5.0, 3.0):
         v.assign(value)
         got.append(
-            [float(first(2.0)), float(second(2.0)), float(tg.graph(fun)(2.0).to_callable()(2.0))]
+            [float(first(2.0)), float(second(2.0)), float(tg.graph(fun, 2.0).to_callable()(2.0))]
         )
     np.testing.assert_allclose(got, np.array([wanted] * 3).T, rtol=1e-6)
 
@@ -326,7 +326,7 @@ def test_functions_of_jax_and_gradients_take_the_value_of_a_variable_that_they_a
 def test_graphs_and_programs_of_a_function_have_its_variables_behind_the_arguments():
     a, b = Variable(3.0, name="a"), Variable(4.0, name="b")
     f = tg.trace(lambda w, x: w * x)
-    for graph in (f.graph(a, 2.0), tg.graph(f.__wrapped__)(a, 2.0)):
+    for graph in (f.graph(a, 2.0), tg.graph(f.__wrapped__, a, 2.0)):
         assert list(graph.hints) == ["x", "a"]
         assert graph.variables == (a,)
         assert graph.to_callable()(a, 5.0) == 15.0
@@ -367,8 +367,8 @@ def test_a_graph_as_a_function_reads_and_assigns_when_it_is_called():
         w.assign_add(x)
         return w * v
 
-    call = tg.graph(f)(2.0).to_callable()
-    rebuilt = tg.edit(tg.match.op("mul"), lambda op, a, b: op(a, b))(tg.graph(f)(2.0)).to_callable()
+    call = tg.graph(f, 2.0).to_callable()
+    rebuilt = tg.edit(tg.match.op("mul"), lambda op, a, b: op(a, b))(tg.graph(f, 2.0)).to_callable()
     assert float(w) == 1.0
     assert (call(2.0), rebuilt(2.0), call(1.0)) == (9.0, 15.0, 18.0)
     v.assign(1.0)

@@ -105,7 +105,7 @@ def _call(
         program = with_users_name(fun, run, _names(fun, args, kwargs, arguments))
         return jax.checkpoint(program, policy=policy)(*arguments.arrays)
     except Exception as error:
-        explain_rule(error, lambda: graph(lambda *arrays: run(*arrays))(*arguments.arrays))
+        explain_rule(error, lambda: graph(lambda *arrays: run(*arrays), *arguments.arrays))
         add_note(error, f"in {described(fun)}, which is recomputed in the backward pass")
         if isinstance(error, NotImplementedError) and "ffects not supported" in str(error):
             add_note(

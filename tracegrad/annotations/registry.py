@@ -175,7 +175,7 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
             f"no operation {' or '.join(map(repr, unmet))} was met in a block of "
             f"gradient_override_map({dict(overrides)!r}), which acts on what is computed in it, "
             "not on what a tape has recorded before. Names are those of primitives, jitted "
-            "functions and custom rules, as print(tracegrad.graph(fun)(*args)) shows them",
+            "functions and custom rules, as print(tracegrad.graph(fun, *args)) shows them",
             UserWarning,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from tracegrad.differentiation.checks import differentiable_leaves
+from tracegrad.differentiation.checks import Unconnected, differentiable_leaves
 from tracegrad.differentiation.closing_over import refusing
 from tracegrad.differentiation.module_state import ModuleState
 from tracegrad.differentiation.selection import resolve
@@ -28,7 +28,7 @@ class DifferentiatedCall:
         wrt: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        unconnected: str = "zero",
+        unconnected: Unconnected = "zero",
         allowed: Callable[[Any], bool] | Literal[False] = False,
     ):
         self.selection = resolve(fun, wrt, args, kwargs)

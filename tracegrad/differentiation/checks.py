@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,15 @@ from tracegrad.ir.wording import with_article
 from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.trees import without_variables
 
-UNCONNECTED = ("zero", "none", "raise")
+Unconnected = Literal["zero", "none", "raise"]  # what a leaf gets that nothing connects
 
 
-def check(fun: Callable[..., Any], wrt: Any, unconnected: str = "zero") -> None:
+def check(fun: Callable[..., Any], wrt: Any, unconnected: Unconnected = "zero") -> None:
     if not callable(fun):
         raise TypeError(f"expected a function to differentiate, got {fun!r}")
     check_wrt(wrt)
-    if unconnected not in UNCONNECTED:
-        raise ValueError(f"unconnected is one of {', '.join(UNCONNECTED)}; got {unconnected!r}")
+    if unconnected not in (known := get_args(Unconnected)):
+        raise ValueError(f"unconnected is one of {', '.join(known)}; got {unconnected!r}")
 
 
 def wrt_or_argnums(wrt: Any, argnums: Any) -> Any:
@@ -56,7 +56,7 @@ def named_after(
 
 def differentiable_leaves(
     selection: Selection,
-    unconnected: str = "zero",
+    unconnected: Unconnected = "zero",
     allowed: Callable[[Any], bool] | Literal[False] = False,
 ) -> list[bool]:
     """Which of the selected leaves JAX is to differentiate; `allowed`: of the others, for zeros.

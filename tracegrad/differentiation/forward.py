@@ -63,7 +63,7 @@ def jvp(
             f"{type(primals).__name__} and {type(tangents).__name__}"
         )
     primals, tangents = without_variables(tuple(primals)), tuple(tangents)
-    run = under_rules_already(to_callable(with_forward_mode(apply_in_force(graph(fun)(*primals)))))
+    run = under_rules_already(to_callable(with_forward_mode(apply_in_force(graph(fun, *primals)))))
     structure: Any
     given: Any
     values, structure = jax.tree.flatten(primals, is_leaf=is_none)

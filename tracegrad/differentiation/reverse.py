@@ -16,6 +16,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.differentiation.calls import DifferentiatedCall
 from tracegrad.differentiation.checks import (
+    Unconnected,
     check,
     flattened,
     named_after,
@@ -37,7 +38,7 @@ def grad(
     fun: Callable[..., Any],
     wrt: Wrt | None = None,
     has_aux: bool = False,
-    unconnected: str = "zero",
+    unconnected: Unconnected = "zero",
     sparse: bool = False,
     *,
     argnums: int | Sequence[int] | None = None,
@@ -141,7 +142,7 @@ def value_and_grad(
     fun: Callable[..., Any],
     wrt: Wrt | None = None,
     has_aux: bool = False,
-    unconnected: str = "zero",
+    unconnected: Unconnected = "zero",
     sparse: bool = False,
     *,
     argnums: int | Sequence[int] | None = None,
@@ -189,7 +190,7 @@ def jacobian(
     fun: Callable[..., Any],
     wrt: Wrt | None = None,
     has_aux: bool = False,
-    unconnected: str = "zero",
+    unconnected: Unconnected = "zero",
     *,
     argnums: int | Sequence[int] | None = None,
     holomorphic: bool = False,
@@ -263,7 +264,10 @@ def jacobian(
 
 
 def _marked(
-    chosen: Selection, fun: Callable[[list[Any]], Any], unconnected: str, rows: list[list[Any]]
+    chosen: Selection,
+    fun: Callable[[list[Any]], Any],
+    unconnected: Unconnected,
+    rows: list[list[Any]],
 ) -> list[list[Any]]:
     """Derivatives (one row per output leaf), with None for those that nothing connects.
 
@@ -284,7 +288,7 @@ def _traced(chosen: Selection, fun: Callable[[list[Any]], Any]) -> Graph:
         return fun(leaves)[0]
 
     traced.__name__ = function_name(chosen.fun)
-    return graph(traced)(chosen.leaves)
+    return graph(traced, chosen.leaves)
 
 
 def _require_connected(chosen: Selection, program: Graph, linked: Sequence[frozenset[int]]) -> None:

@@ -75,7 +75,7 @@ def hessian(
 
         leaves = call.chosen.leaves
         with differentiating():
-            program = to_callable(with_forward_mode(graph(first)(leaves)))
+            program = to_callable(with_forward_mode(graph(first, leaves)))
             forward = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)
             blocks, beside = forward(leaves)
         aux = call.settle(beside)

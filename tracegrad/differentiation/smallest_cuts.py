@@ -81,10 +81,10 @@ def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[CutsOnWay | None
     if it is connected; None if nothing that leads to a target uses the input.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
-    >>> program = tg.graph(lambda x: jnp.sum(x * jax.lax.stop_gradient(jnp.round(x))))(jnp.ones(3))
+    >>> program = tg.graph(lambda x: jnp.sum(x * jax.lax.stop_gradient(jnp.round(x))), jnp.ones(3))
     >>> smallest_cuts(program, [0])
     [()]
-    >>> program = tg.graph(lambda x: jax.lax.stop_gradient(jax.nn.softmax(x)))(jnp.ones(3))
+    >>> program = tg.graph(lambda x: jax.lax.stop_gradient(jax.nn.softmax(x)), jnp.ones(3))
     >>> [str(cut).split(" at ")[0] for cuts in smallest_cuts(program, [0]) for cut in cuts]
     ['stop_gradient']
     """

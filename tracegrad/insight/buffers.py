@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tracegrad.insight.peak import Held, Peak, scope_of, told
+from tracegrad.insight.peak import Held, Kind, Peak, scope_of, told
 from tracegrad.ir import Graph, Occurrence, Value
 from tracegrad.ir.occurrence import Origin, origin_in
 from tracegrad.ir.scopes import is_backward
@@ -77,12 +77,8 @@ class _Known:
 
     def held(self, buffer: Buffer) -> Held:
         """A buffer, told by what it holds in the graph."""
-        made, kind = buffer.made, buffer.kind
+        made, kind = buffer.made, _kind(buffer)
         kept_for = "what is returned" if kind == "result" else self.told(buffer.reader)
-        if kind == "temporary":
-            is_forward = made is None or not made.is_backward
-            kind = "residual" if is_forward and buffer.is_read_back else "activation"
-            kind = kind if is_forward else "gradient"
         line, scope = "", ""
         source: Occurrence | None = None
         if kind != "argument" and made is not None and not made.name:
@@ -149,3 +145,11 @@ def _is_among(words: Iterable[str], all_words: Sequence[str]) -> bool:
     """Whether words are among others, in their order."""
     rest = iter(all_words)
     return all(word in rest for word in words)
+
+
+def _kind(buffer: Buffer) -> Kind:
+    if buffer.kind != "temporary":
+        return buffer.kind
+    if buffer.made is not None and buffer.made.is_backward:
+        return "gradient"
+    return "residual" if buffer.is_read_back else "activation"

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,8 @@ from tracegrad.ir.wording import first_line
 from tracegrad.tracing.graphs import function_name, graph, require_function
 from tracegrad.tracing.rule_errors import words_of
 
-MODES = ("fwd", "rev")
+Mode = Literal["fwd", "rev"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 Declared = str | Collection[str] | Callable[[str], Any]
 
 
@@ -64,7 +65,7 @@ def check_grads(
     fun: Callable[..., Any],
     args: Sequence[Any],
     order: int = 2,
-    modes: Sequence[str] = MODES,
+    modes: Sequence[Mode] = MODES,
     *,
     deliberate: Declared = (),
     rtol: float | None = None,
@@ -257,7 +258,7 @@ def _traced(
             jnp.asarray(leaf, complex if jnp.iscomplexobj(leaf) else float)
             for leaf in chosen.leaves
         ]
-        return graph(flat)(leaves), leaves, chosen.names
+        return graph(flat, leaves), leaves, chosen.names
 
 
 # ------------------------------------------------------------------------------ the whole function

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tracegrad.ir import Origin
+from tracegrad.ir import Origin, folding
 from tracegrad.ir.occurrence import at
 
 
@@ -81,3 +81,6 @@ class GradCheck:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return folding.of_text(str(self))

@@ -23,13 +23,16 @@ from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import some
 from tracegrad.tracing.graphs import function_name, graph, require_function
+from tracegrad.tracing.tools import tool
 from tracegrad.variables.statics import Static, is_none
 
 _TYPES = 4  # that a message lists
 
 
+@tool
 def explain(
     fun: Callable[..., Any],
+    /,
     *args: Any,
     wrt: Wrt = 0,
     cotangent: Any = None,
@@ -203,11 +206,11 @@ def _trace(selection: Selection, has_aux: bool) -> _Call:
     arrays = [others[i] for i in rest]
     names: dict[int, str] = {}
     try:
-        program, inputs = graph(run)(chosen, arrays), [*chosen, *arrays]
+        program, inputs = graph(run, chosen, arrays), [*chosen, *arrays]
         paths = selection.names_of_all
         names.update((len(chosen) + k, paths[i]) for k, i in enumerate(rest))
     except _jax.NEEDS_VALUES:
-        program, inputs = graph(run)(chosen, ()), list(chosen)
+        program, inputs = graph(run, chosen, ()), list(chosen)
     for variable in program.variables:
         names[len(inputs)] = f"the Variable {variable.name}"
         inputs.append(variable.value)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracegrad._jax.packages import require
-from tracegrad.insight import folding
 from tracegrad.insight.colours import has_colours, painted
-from tracegrad.ir import Origin
+from tracegrad.ir import Origin, folding
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted, notebook_cell, some, table
 from tracegrad.tracing.graphs import Rule
@@ -174,7 +173,7 @@ class Explanation:
         >>> def loss(x):
         ...     return jnp.sum(jnp.where(x > 0, jnp.log(x), 0.0))
         >>> x = jnp.array([0.0, 2.0])
-        >>> cured = tg.rewrite(loss, *tg.explain(loss, x).cures())
+        >>> cured = tg.rewrite(loss, tg.explain(loss, x).cures())
         >>> print(jax.grad(loss)(x), jax.grad(cured)(x))
         [nan 0.5] [0.  0.5]
         >>> tg.explain(cured, x).problems

@@ -86,7 +86,7 @@ def gradient_flow(graph: Graph, targets: Sequence[int] | None = None) -> RegionF
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> def f(x):
     ...     return jnp.sum(x * jnp.floor(x))
-    >>> flow = gradient_flow(tg.graph(f)(jnp.ones(3)))
+    >>> flow = gradient_flow(tg.graph(f, jnp.ones(3)))
     >>> [(node.op, kind.value) for node, kind in flow.flows.items()]
     [('floor', 'cut'), ('mul', 'flows'), ('reduce_sum', 'flows')]
     >>> flow.reached

@@ -13,17 +13,17 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.insight import folding
 from tracegrad.insight.buffers import peak_of_buffers
 from tracegrad.insight.memory_advice import Advice, Cost, advice_for, cost_of
-from tracegrad.insight.peak import Held, Peak
+from tracegrad.insight.peak import Held, Kind, Peak
+from tracegrad.ir import folding
 from tracegrad.ir.wording import in_units, name_of, some, table
 from tracegrad.planning.buffers import account_of_buffers
 from tracegrad.planning.compiled import NotMeasuredError, account_of, saying_why_not
 from tracegrad.planning.hlo import lines_kept, module_of
 from tracegrad.tracing import TracedFunction, trace
-from tracegrad.tracing.graphs import graph as trace_graph
-from tracegrad.tracing.graphs import require_function
+from tracegrad.tracing.graphs import graph_of_call, require_function
+from tracegrad.tracing.tools import tool
 
 _FEW = 0.01  # of what is held: constants that are not worth a word
 _ROWS = 12  # of the table in a terminal
@@ -49,7 +49,7 @@ class Line:
     size: int
     line: str
     scope: str
-    kind: str
+    kind: Kind
     values: str
     kept_for: str
     alive: tuple[float, float]
@@ -166,21 +166,25 @@ class MemoryReport:
 _BAR = "display:inline-block;height:.7em"
 
 
-def memory(fun: Callable[..., Any], *, measure_advice: bool = False) -> Callable[..., MemoryReport]:
+@tool
+def memory(
+    fun: Callable[..., Any], /, *args: Any, measure_advice: bool = False, **kwargs: Any
+) -> MemoryReport:
     """Tells what holds memory: what is alive at the peak of a program, by line and by scope.
+
+    The program is compiled, for XLA's own account of its bytes, and not run: for the devices that
+    its arguments lie on, which may be of `jax.experimental.topologies` and not here.
 
     Args:
       fun: any function of arrays and pytrees of arrays, with a gradient inside or without. One of
         `tracegrad.trace` is seen with its rules, and one of `jax.jit` takes its static arguments.
+      *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
       measure_advice: whether to look for what frees memory. The program is compiled once for each
         thing that may: donated arguments, budgets, and parts to recompute, seven at most. What
         frees nothing is left out; what is told frees what XLA says.
 
     Returns:
-      A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and returns
-      a `MemoryReport`. The program is compiled, for XLA's own account of its bytes, and not run:
-      for the devices that its arguments lie on, which may be of `jax.experimental.topologies` and
-      not here.
+      A `MemoryReport`: print it.
 
     Raises:
       TypeError: `fun` is not callable, or an argument is neither an array nor static.
@@ -193,7 +197,7 @@ def memory(fun: Callable[..., Any], *, measure_advice: bool = False) -> Callable
     ...         x = jnp.sin(x @ w)
     ...     return jnp.sum(x**2)
     >>> w, x = jnp.ones((64, 64)), jnp.ones((1024, 64))
-    >>> report = tg.memory(jax.grad(loss))(w, x)
+    >>> report = tg.memory(jax.grad(loss), w, x)
     >>> report.lines[0].kind, report.lines[0].kept_for.startswith("the backward pass of")
     ('residual', True)
     >>> stats = jax.jit(jax.grad(loss)).lower(w, x).compile().memory_analysis()
@@ -201,65 +205,61 @@ def memory(fun: Callable[..., Any], *, measure_advice: bool = False) -> Callable
     True
     """
     require_function(fun)
+    of_arrays, arrays, named = _without_statics(fun, args, kwargs)
+    if isinstance(fun, TracedFunction):
+        program = fun.graph(*args, **kwargs)
+    else:
+        program = graph_of_call(of_arrays, arrays, named)
+    shardings = list(map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
+    device, devices = _jax.device_of(shardings), _jax.device_count(shardings)
 
-    def report(*args: Any, **kwargs: Any) -> MemoryReport:
-        of_arrays, arrays, named = _without_statics(fun, args, kwargs)
-        if isinstance(fun, TracedFunction):
-            program = fun.graph(*args, **kwargs)
-        else:
-            program = trace_graph(of_arrays)(*arrays, **named)
-        shardings = list(map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
-        device, devices = _jax.device_of(shardings), _jax.device_count(shardings)
+    def compiled_by_xla(lower: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with saying_why_not():
+            compiled = lower(*args, **kwargs).compile()
+            return getattr(compiled, "compiled", compiled)  # of equinox.filter_jit
 
-        def compiled_by_xla(lower: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with saying_why_not():
-                compiled = lower(*args, **kwargs).compile()
-                return getattr(compiled, "compiled", compiled)  # of equinox.filter_jit
-
-        def compiled_with(options: Mapping[str, Any]) -> Cost | None:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of what could not be donated
-                    other = trace(of_arrays, **options)
-                    compiled = compiled_by_xla(other.lower, *arrays, **named)
-                    return cost_of(compiled, device, other.graph(*arrays, **named))
-            except NotMeasuredError:
-                return None
-
+    def compiled_with(options: Mapping[str, Any]) -> Cost | None:
         try:
-            with lines_kept():
-                lowering: Any = fun if hasattr(fun, "lower") else trace(fun)
-                compiled = compiled_by_xla(lowering.lower, *args, **kwargs)
-                with saying_why_not():
-                    module = module_of(compiled)
-                    now = cost_of(compiled, device, program)
-                    stats = account_of(compiled, device)
-        except NotMeasuredError as error:
-            raise ValueError(
-                f"memory tells what XLA holds, and XLA does not compile {name_of(fun)} by itself: "
-                f"{error}. Give it the function that is compiled, with shapes that are numbers"
-            ) from error
-        given = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
-        given = [each for each in given if hasattr(each, "device_set")]  # a tree may change leaves
-        account = account_of_buffers(module, stats)
-        peak = peak_of_buffers(program, account)
-        lines = _lines(peak)
-        advice = advice_for(peak, arrays, now, compiled_with) if measure_advice else []
-        return MemoryReport(
-            function=name_of(fun),
-            total=now.total,
-            temporary=stats.temp_size_in_bytes,
-            measured_on=_jax.compiled_by(device, max(devices, _jax.device_count(given))),
-            listed=sum(line.size for line in lines),
-            constants=account.constants,
-            listed_by="XLA" if account.is_told else "the compiled program",
-            at=peak.at,
-            lines=tuple(lines),
-            advice=tuple(advice),
-            timeline=peak.timeline,
-        )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what could not be donated
+                other = trace(of_arrays, **options)
+                compiled = compiled_by_xla(other.lower, *arrays, **named)
+                return cost_of(compiled, device, other.graph(*arrays, **named))
+        except NotMeasuredError:
+            return None
 
-    return report
+    try:
+        with lines_kept():
+            lowering: Any = fun if hasattr(fun, "lower") else trace(fun)
+            compiled = compiled_by_xla(lowering.lower, *args, **kwargs)
+            with saying_why_not():
+                module = module_of(compiled)
+                now = cost_of(compiled, device, program)
+                stats = account_of(compiled, device)
+    except NotMeasuredError as error:
+        raise ValueError(
+            f"memory tells what XLA holds, and XLA does not compile {name_of(fun)} by itself: "
+            f"{error}. Give it the function that is compiled, with shapes that are numbers"
+        ) from error
+    given = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
+    given = [each for each in given if hasattr(each, "device_set")]  # a tree may change leaves
+    account = account_of_buffers(module, stats)
+    peak = peak_of_buffers(program, account)
+    lines = _lines(peak)
+    advice = advice_for(peak, arrays, now, compiled_with) if measure_advice else []
+    return MemoryReport(
+        function=name_of(fun),
+        total=now.total,
+        temporary=stats.temp_size_in_bytes,
+        measured_on=_jax.compiled_by(device, max(devices, _jax.device_count(given))),
+        listed=sum(line.size for line in lines),
+        constants=account.constants,
+        listed_by="XLA" if account.is_told else "the compiled program",
+        at=peak.at,
+        lines=tuple(lines),
+        advice=tuple(advice),
+        timeline=peak.timeline,
+    )
 
 
 def _without_statics(
@@ -290,7 +290,7 @@ def _without_statics(
 
 
 def _lines(peak: Peak) -> list[Line]:
-    groups: dict[tuple[str, str, str], list[Held]] = {}
+    groups: dict[tuple[str, str, Kind], list[Held]] = {}
     for each in peak.held:
         if each.size:
             groups.setdefault((each.line, each.scope, each.kind), []).append(each)

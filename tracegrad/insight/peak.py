@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tracegrad.ir import Graph, Occurrence
 from tracegrad.ir.occurrence import Origin
 from tracegrad.ir.scopes import UNDER_RULES
+
+Kind = Literal["argument", "constant", "result", "residual", "gradient", "activation"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Held:
     """
 
     size: int
-    kind: str
+    kind: Kind
     type: str
     line: str
     scope: str

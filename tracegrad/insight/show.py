@@ -12,10 +12,12 @@ from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
 from tracegrad.ir import CustomGradient, Graph, Node, Recompute, StopGradient
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.text import format_graph, label
-from tracegrad.tracing import graph as graph_of
+from tracegrad.tracing.graphs import graph_of_call
+from tracegrad.tracing.tools import tool
 from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
 
 
+@tool
 def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> GraphView:
     """Shows the graph of a function, and what becomes of the gradient at each of its operations.
 
@@ -68,7 +70,7 @@ def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> Graph
         return GraphView(fun.graph(*args, **kwargs))
     if not callable(fun):
         raise TypeError(f"expected a function or a Graph to show, got {type(fun).__name__}")
-    return GraphView(graph_of(fun)(*args, **kwargs))
+    return GraphView(graph_of_call(fun, args, kwargs))
 
 
 class GraphView:

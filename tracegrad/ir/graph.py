@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir import match, text, verification, walking
+from tracegrad.ir import folding, match, text, verification, walking
 from tracegrad.ir.engine import engine
 from tracegrad.ir.nodes import Atom, Node, RegionNode, Value
 from tracegrad.ir.occurrence import Matches, Occurrence
@@ -57,7 +57,7 @@ class Graph:
     `print(graph)` is meant to be read.
 
     >>> import jax.numpy as jnp, tracegrad as tg
-    >>> graph = tg.graph(lambda x: jnp.sin(x) * 2)(1.0)
+    >>> graph = tg.graph(lambda x: jnp.sin(x) * 2, 1.0)
     >>> [node.op for node in graph.nodes], [graph.names[value] for value in graph.inputs]
     (['sin', 'mul'], ['x'])
     """
@@ -206,6 +206,9 @@ class Graph:
         types = some([*map(_jax.type_text, self.in_avals)], _TYPES)
         results = some([*map(_jax.type_text, self.out_avals)], _TYPES)
         return f"<Graph {self.name}({types}) -> ({results}), {total} nodes>"
+
+    def _repr_html_(self) -> str:  # `tracegrad.show` has where the gradient flows
+        return folding.of_text(str(self))
 
     def verify(self) -> None:
         """Checks that this is a program, by JAX's own checker, in each region once: every value is

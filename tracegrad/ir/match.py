@@ -10,7 +10,7 @@ and looks into the bodies of loops, branches and calls.
 ...     with jax.named_scope("block_0"):
 ...         x = jax.nn.softmax(jnp.sin(x))
 ...     return jax.nn.relu(x)
->>> g = tg.graph(f)(jnp.ones(3))
+>>> g = tg.graph(f, jnp.ones(3))
 >>> [str(m.node.op) for m in g.find(tg.match.op("sin", "exp"))]
 ['sin', 'exp']
 >>> len(g.find(tg.match.call("softmax"))), len(g.find(tg.match.scope("block_*")))
@@ -61,7 +61,7 @@ def op(*names: str) -> Selector:
       *names: names of JAX primitives (``"dot_general"``, ``"exp"``); ``*`` stands for any letters.
 
     >>> import jax.numpy as jnp, tracegrad as tg
-    >>> [m.node.op for m in tg.graph(lambda x: jnp.exp(x) @ x)(jnp.ones(2)).find(
+    >>> [m.node.op for m in tg.graph(lambda x: jnp.exp(x) @ x, jnp.ones(2)).find(
     ...     tg.match.op("dot*"))]
     ['dot_general']
     """
@@ -86,7 +86,7 @@ def call(*names: str) -> Selector:
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def twice(x):
     ...     return jax.nn.softmax(jax.nn.softmax(x))
-    >>> len(tg.graph(twice)(jnp.ones(2)).find(tg.match.call("softmax")))
+    >>> len(tg.graph(twice, jnp.ones(2)).find(tg.match.call("softmax")))
     2
     """
     return CallOf(*_checked(names, "match.call", "relu"))
@@ -114,7 +114,7 @@ def scope(*globs: str) -> Selector:
     ...         with jax.named_scope(f"block_{i}"):
     ...             x = jnp.cos(jnp.sin(x))
     ...     return x
-    >>> g = tg.graph(f)(1.0)
+    >>> g = tg.graph(f, 1.0)
     >>> [m.name for m in g.find(tg.match.scope("block_[12]"))]
     ['block_1', 'block_2']
     """
@@ -144,7 +144,7 @@ def where(predicate: Callable[[Occurrence], object]) -> Selector:
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> big = tg.match.where(lambda o: any(v.aval.size > 5 for v in o.node.outputs))
-    >>> [m.node.op for m in tg.graph(lambda x: jnp.sin(jnp.outer(x, x)))(jnp.ones(3)).find(big)]
+    >>> [m.node.op for m in tg.graph(lambda x: jnp.sin(jnp.outer(x, x)), jnp.ones(3)).find(big)]
     ['mul', 'sin']
     """
     if not callable(predicate):

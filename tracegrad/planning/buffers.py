@@ -8,8 +8,8 @@ reads it is followed through the instructions of the program (`flow`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 from tracegrad.planning.flow import Buffers, Flow, Operation, Part, Value
 from tracegrad.planning.hlo import Message, Module, decoded, first, numbers
@@ -17,6 +17,8 @@ from tracegrad.planning.sharing import shared
 from tracegrad.planning.spans import alive
 
 _HOST = 5  # the number of the host's memory
+
+Kind = Literal["argument", "result", "temporary"]
 
 
 class Buffer(NamedTuple):
@@ -34,7 +36,7 @@ class Buffer(NamedTuple):
     """
 
     size: int
-    kind: str
+    kind: Kind
     type: str
     made: Operation | None
     reader: Operation | None
@@ -74,7 +76,8 @@ def _account(flow: Flow, values: Buffers, constants: int, *, is_told: bool) -> A
     """What is in use at the peak, of the values of each buffer by what that is."""
     temporary = [value for of_one in values["temporary"] for value in of_one]
     # An argument is there at first, and a result at last.
-    lasting = [("argument", of_one[0], of_one) for of_one in values["argument"]]
+    lasting: list[tuple[Kind, Value, Sequence[Value]]] = []
+    lasting += [("argument", of_one[0], of_one) for of_one in values["argument"]]
     lasting += [("result", of_one[-1], of_one) for of_one in values["result"]]
     always = sum(value.size for _, value, _ in lasting)
     timeline = bytes_in_use(always, temporary, len(flow.order))
@@ -142,7 +145,7 @@ class Assignment:
         return sorted(found, key=lambda value: value.first)
 
 
-def _buffer(flow: Flow, value: Value, moment: int, kind: str, size: int) -> Buffer:
+def _buffer(flow: Flow, value: Value, moment: int, kind: Kind, size: int) -> Buffer:
     reads = sorted(flow.readers(value.each, value.part), key=lambda r: flow.order[r.reader.key])
     told = [(flow.order[read.reader.key], flow.reading(read)) for read in reads]
     known = [(order, reader) for order, reader in told if reader is not None]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tracegrad._jax.packages import require
-from tracegrad.ir import Graph
+from tracegrad.ir import Graph, folding
 from tracegrad.ir.wording import in_units, table
 from tracegrad.planning.regions import nodes_of, with_regions
 from tracegrad.planning.simulation import Segment, Simulation
@@ -121,6 +121,9 @@ class RecomputePlan:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return folding.of_text(str(self))
 
     def timeline(self) -> tuple[list[int], list[int]]:
         """Bytes alive at each operation, of the forward and then of the backward pass: with

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_under_rules
-from tracegrad.ir.wording import in_units, name_of
+from tracegrad.ir.wording import in_units
 from tracegrad.planning.compiled import NotMeasuredError
 from tracegrad.planning.fitting import fitted
 from tracegrad.planning.flatten import flatten
@@ -34,18 +33,21 @@ from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.search import BudgetTooSmall, Search
 from tracegrad.planning.whole_step import warn_if_larger
 from tracegrad.rewriting.edits import refuse_differentiated
-from tracegrad.tracing.graphs import graph as trace_graph
-from tracegrad.tracing.graphs import require_function
+from tracegrad.tracing.graphs import graph_of_call, require_function
+from tracegrad.tracing.tools import tool
 
 
+@tool
 def plan_recompute(
     fun: Callable[..., Any],
+    /,
+    *args: Any,
     memory_budget: MemoryBudget,
-    *,
     wrt: Wrt | None = None,
     argnums: int | Sequence[int] | None = None,
     measure: Measure = True,
-) -> Callable[..., RecomputePlan]:
+    **kwargs: Any,
+) -> RecomputePlan:
     """Plans what the backward pass of a function computes again, so that memory stays in a budget.
 
     Chooses, of all the values that the gradient of ``fun`` would keep, those to compute again at
@@ -57,6 +59,7 @@ def plan_recompute(
     Args:
       fun: a function of arrays and pytrees of arrays, differentiable with respect to its float
         arguments. What it recomputes already stays as it is.
+      *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
       memory_budget: bytes as an int or a string (``"2GiB"``), or a share of what is held without
         recompute as a float (``0.3``) or a string (``"30%"``).
       wrt, argnums: what the gradient is with respect to, as in `tracegrad.grad` and `jax.grad`;
@@ -69,26 +72,24 @@ def plan_recompute(
         holds may be more or less then, and the plan says that it was not measured.
 
     Returns:
-      A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and
-      returns a `RecomputePlan`; nothing is computed. Equal arguments give equal plans. It is for
-      the devices that arguments lie on, which need not be here: a `jax.ShapeDtypeStruct` may have
-      the ``sharding`` of a device of `jax.experimental.topologies`. A program that cannot be
-      compiled by itself, such as one of symbolic sizes, is planned by the model, and the plan says
-      why.
+      A `RecomputePlan`; nothing is computed. Equal arguments give equal plans. It is for the
+      devices that arguments lie on, which need not be here: a `jax.ShapeDtypeStruct` may have the
+      ``sharding`` of a device of `jax.experimental.topologies`. A program that cannot be compiled
+      by itself, such as one of symbolic sizes, is planned by the model, and the plan says why.
 
     Raises:
-      TypeError, ValueError: for a budget or a number of plans that is none (at once), for `wrt` as
+      TypeError, ValueError: for a budget or a number of plans that is none, for `wrt` as
         `tracegrad.grad`, for a program without a gradient, and `BudgetTooSmall`, with the least
-        that was held, where there is no plan
-        within the budget.
+        that was held, where there is no plan within the budget.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(weights, x):
     ...     for w in weights:
     ...         x = jnp.tanh(x @ w)
     ...     return jnp.sum(x**2)
-    >>> shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 8
-    >>> plan = plan_recompute(loss, "75%")(shapes, jax.ShapeDtypeStruct((1024, 64), "float32"))
+    >>> weights = [jax.ShapeDtypeStruct((64, 64), "float32")] * 8
+    >>> x = jax.ShapeDtypeStruct((1024, 64), "float32")
+    >>> plan = plan_recompute(loss, weights, x, memory_budget="75%")
     >>> plan.held <= plan.budget, plan.flops < plan.forward_flops
     (True, True)
     >>> planned = jax.grad(plan.apply())
@@ -103,17 +104,11 @@ def plan_recompute(
     require_function(fun, "plan for")
     chosen = None if wrt is None and argnums is None else wrt_or_argnums(wrt, argnums)
     asked = recompute_to_fit(memory_budget, measure=measure)
-
-    @functools.wraps(fun, updated=())
-    def plan(*args: Any, **kwargs: Any) -> RecomputePlan:
-        graph = trace_graph(fun)(*args, **kwargs)
-        if chosen is not None:
-            of_inputs = resolve(fun, chosen, args, kwargs).of_inputs
-            graph = replace(graph, differentiated=of_inputs)
-        return asked.plan(graph, shardings_of(graph, args, kwargs))
-
-    plan.__name__ = plan.__qualname__ = f"plan_recompute({name_of(fun)})"
-    return plan
+    graph = graph_of_call(fun, args, kwargs)
+    if chosen is not None:
+        of_inputs = resolve(fun, chosen, args, kwargs).of_inputs
+        graph = replace(graph, differentiated=of_inputs)
+    return asked.plan(graph, shardings_of(graph, args, kwargs))
 
 
 def recompute_to_fit(memory_budget: MemoryBudget, *, measure: Measure = True) -> FitToBudget:
@@ -172,7 +167,7 @@ class FitToBudget:
                 f"{self!r} is bytes of one device, and all of them together hold more for the "
                 f"gradient of {graph.name}, on a mesh with automatic axes: what each holds XLA "
                 "decides after planning. Give a share, as '50%'; a mesh with explicit axes; or the "
-                "loss to plan_recompute(loss, budget) with the arguments as they lie"
+                "loss to plan_recompute(loss, *args, memory_budget=...), arguments as they lie"
             )
         return plan.rewritten() if plan is not None and plan.is_needed else graph
 

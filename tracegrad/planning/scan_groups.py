@@ -79,7 +79,7 @@ def part_of(node: Node, body: Graph, place: int, count: int) -> Graph:
 
     types = [*body.in_avals[:first]]
     types += [_jax.struct((count, *t.shape), t.dtype) for t in body.in_avals[first:]]
-    return graph(part)(*types)
+    return graph(part, *types)
 
 
 def _step(node: Node, body: Graph) -> _Step:

@@ -112,7 +112,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
             run = in_turn(scan, bodies)
         else:
             run = in_groups(scan, with_regions(body, [first]), size)
-        return flatten(trace_graph(run)(*given))
+        return flatten(trace_graph(run, *given))
 
     carry = sum(nbytes(v.aval) for v in body.graph.inputs[constants : constants + carried])
     handed, around_it = handed_bytes(scan), cotangents_around(scan, body.graph, around.active)

@@ -83,7 +83,7 @@ def _no_match(graph: Graph, where: Selector, rule: object) -> str:
     hint = f" The nearest names: {', '.join(map(repr, nearest))}." if nearest else ""
     return (
         f"{rule!r} matches nothing in {graph.name}: no {where!r}.{hint} See what there is with "
-        "print(tracegrad.graph(fun)(*args)), try a selector with .find(selector); a rule that may "
+        "print(tracegrad.graph(fun, *args)), try a selector with .find(selector); a rule that may "
         "match nothing is given missing_ok=True"
     )
 

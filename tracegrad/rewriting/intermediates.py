@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,28 +26,31 @@ from tracegrad.rewriting.edits import (
 from tracegrad.rewriting.identities import perturbed
 from tracegrad.rewriting.marks import Marks, Shown
 from tracegrad.tracing.callable import settle_call
-from tracegrad.tracing.graphs import function_name, graph
+from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.in_force import apply_in_force, differentiating, under_rules_already
 from tracegrad.tracing.static import Call, TakingApart
+from tracegrad.tracing.tools import tool
 
 
+@tool
 def intermediates(
-    fun: Callable[..., Any], where: Selector, *, missing_ok: bool = False
-) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    fun: Callable[..., Any], /, *args: Any, where: Selector, missing_ok: bool = False, **kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
     """What a function computes at some places, beside its result.
 
     Args:
       fun: a function of arrays and pytrees of arrays, as for `jax.jit`.
+      *args, **kwargs: its arguments.
       where: a selector.
       missing_ok: whether it may match nothing.
 
     Returns:
-      A function of the same arguments. It returns ``(output, values)``: the output of `fun`, and
-      by the scope and name of each match the array that it computes (a tuple of several). Inside
-      of a scan they are stacked over its steps along a new axis 0; of a branch that was not taken
-      they are zeros. It traces `fun` at every call, and runs under every JAX transformation.
+      ``(output, values)``: the output of `fun`, and by the scope and name of each match the array
+      that it computes (a tuple of several). Inside of a scan they are stacked over its steps along
+      a new axis 0; of a branch that was not taken they are zeros. It traces `fun` at every call,
+      and runs under every JAX transformation: ``jax.jit`` of a function that calls it compiles it.
 
-    Raises, when it is called:
+    Raises:
       NoMatchError: nothing matches (unless `missing_ok`).
       GraphError: a match lies where its values cannot be led out of: in a while loop, a shard_map,
         or inside of a custom gradient.
@@ -59,7 +61,8 @@ def intermediates(
     ...         with jax.named_scope(f"layer_{i}"):
     ...             x = 2 * x
     ...     return jnp.sum(x)
-    >>> out, values = tg.intermediates(model, tg.match.scope("layer_*"))(jnp.array([1.0, 3.0]))
+    >>> x = jnp.array([1.0, 3.0])
+    >>> out, values = tg.intermediates(model, x, where=tg.match.scope("layer_*"))
     >>> print(out, values["layer_0"])
     16.0 [2. 6.]
 
@@ -69,28 +72,26 @@ def intermediates(
     As forward hooks of PyTorch's modules and flax's ``sow``.
     """
     _check(fun, where)
-
-    @functools.wraps(fun, updated=())
-    def with_values(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        marks = Marks(where, gradients=False)
-        program = marks.trace(lambda: graph(fun)(*args, **kwargs))
-        inside = marks.shown(program)
-        may_miss = missing_ok or bool(inside)
-        found = matches_of(where, program, may_miss, marks, gradients=False)
-        if inside:  # what is left of it when it is differentiated is not asked for as well
-            found = [m for m in found if not (is_under_rules(m) or is_of_nothing(m))]
-        return _led_out(program, inside, found, args, kwargs)
-
-    return with_values
+    marks = Marks(where, gradients=False)
+    program = marks.trace(lambda: graph_of_call(fun, args, kwargs))
+    inside = marks.shown(program)
+    may_miss = missing_ok or bool(inside)
+    found = matches_of(where, program, may_miss, marks, gradients=False)
+    if inside:  # what is left of it when it is differentiated is not asked for as well
+        found = [m for m in found if not (is_under_rules(m) or is_of_nothing(m))]
+    return _led_out(program, inside, found, args, kwargs)
 
 
+@tool
 def intermediate_gradients(
     fun: Callable[..., Any],
+    /,
+    *args: Any,
     where: Selector,
     has_aux: bool = False,
-    *,
     missing_ok: bool = False,
-) -> Callable[..., Any]:
+    **kwargs: Any,
+) -> tuple[Any, dict[str, Any]]:
     """The gradients of a scalar function with respect to what it computes at some places.
 
     They are exact: what arrives there in the backward pass, by whatever custom gradients lie
@@ -104,17 +105,18 @@ def intermediate_gradients(
     Args:
       fun: a function of arrays and pytrees of arrays that returns a float scalar; or one that
         differentiates a function in which `where` matches, which returns anything.
+      *args, **kwargs: its arguments.
       where: a selector.
-      has_aux: whether `fun` returns ``(value, aux)``, where ``aux`` is handed on.
+      has_aux: whether `fun` returns ``(value, aux)``, of which ``value`` is differentiated.
       missing_ok: whether it may match nothing.
 
     Returns:
-      A function of the same arguments. It returns a dict: by the scope and name of each match the
-      gradient (a tuple of several), of the shape and dtype of the value; stacked over the steps of
-      a scan along a new axis 0. With `has_aux` ``(gradients, aux)``. Values that are not float
-      have none.
+      ``(output, gradients)``, as `intermediates`: the output of `fun`, which the same pass
+      computes, and by the scope and name of each match the gradient (a tuple of several), of the
+      shape and dtype of the value; stacked over the steps of a scan along a new axis 0. Values that
+      are not float have none.
 
-    Raises, when it is called:
+    Raises:
       NoMatchError, GraphError: as `intermediates`; GraphError too for a match in what a `jax.grad`
         that was imported by name has differentiated, for one that nothing leads to from what a
         train step differentiates with respect to, and where both the gradients of a scalar
@@ -125,63 +127,56 @@ def intermediate_gradients(
     >>> def loss(x):
     ...     hidden = jnp.maximum(x, 0)
     ...     return jnp.sum(hidden**2)
-    >>> gradients = tg.intermediate_gradients(loss, tg.match.op("max"))(jnp.array([-1.0, 3.0]))
-    >>> print(gradients["max"])  # 2 hidden
-    [0. 6.]
+    >>> x, hidden = jnp.array([-1.0, 3.0]), tg.match.op("max")
+    >>> value, gradients = tg.intermediate_gradients(loss, x, where=hidden)
+    >>> print(value, gradients["max"])  # 2 hidden
+    9.0 [0. 6.]
     >>> def step(x):
     ...     value, gradient = jax.value_and_grad(loss)(x)
     ...     return x - 0.1 * gradient, value
-    >>> print(tg.intermediate_gradients(step, tg.match.op("max"))(jnp.array([-1.0, 3.0]))["max"])
-    [0. 6.]
+    >>> (trained, value), gradients = tg.intermediate_gradients(step, x, where=hidden)
+    >>> print(trained, gradients["max"])
+    [-1.   2.4] [0. 6.]
 
     As PyTorch's ``retain_grad`` and flax's ``perturb``, on an unmodified model.
     """
     _check(fun, where)
-
-    @functools.wraps(fun, updated=())
-    def gradients(*args: Any, **kwargs: Any) -> Any:
-        marks = Marks(where, gradients=True)
-        program = marks.trace(lambda: graph(fun)(*args, **kwargs))
-        inside = marks.shown(program)
-        value = _type_of_value(fun, program, has_aux)
-        if inside:
-            _refuse_both(fun, program, where, marks)
-            output, arriving = _led_out(program, inside, [], args, kwargs)
-            return (arriving, output[1]) if has_aux else arriving
-        if not _is_float_scalar(value):
-            matches_of(where, program, True, marks)  # raises for what is out of reach
-            raise TypeError(
-                f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
-                f"{_kind(value)}. Sum its outputs, weighted by cotangents of your choice; with "
-                "has_aux=True it may return a pair of a scalar and anything"
-            )
-        program = apply_in_force(program)
-        found = matches_of(where, program, missing_ok, marks)
-        for match in found:
-            refuse_references(program.region_of(match), match.nodes, match)
-        tapped = behind_each(
-            program, found, lambda match: perturbed, wanted=has_gradient, tapped=True
+    marks = Marks(where, gradients=True)
+    program = marks.trace(lambda: graph_of_call(fun, args, kwargs))
+    inside = marks.shown(program)
+    value = _type_of_value(fun, program, has_aux)
+    if inside:
+        _refuse_both(fun, program, where, marks)
+        return _led_out(program, inside, [], args, kwargs)
+    if not _is_float_scalar(value):
+        matches_of(where, program, True, marks)  # raises for what is out of reach
+        raise TypeError(
+            f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
+            f"{_kind(value)}. Sum its outputs, weighted by cotangents of your choice; with "
+            "has_aux=True it may return a pair of a scalar and anything"
         )
-        call = TakingApart()(args, kwargs)
+    program = apply_in_force(program)
+    found = matches_of(where, program, missing_ok, marks)
+    for match in found:
+        refuse_references(program.region_of(match), match.nodes, match)
+    tapped = behind_each(program, found, lambda match: perturbed, wanted=has_gradient, tapped=True)
+    call = TakingApart()(args, kwargs)
 
-        def result(taps: Sequence[Any]) -> tuple[Any, list[Any]]:
-            results = _run(tapped.graph, call, taps)
-            return results[0], results
+    def result(taps: Sequence[Any]) -> tuple[Any, list[Any]]:
+        results = _run(tapped.graph, call, taps)
+        return results[0], results
 
-        # The rules in force were applied; who applies them to what is around it leaves it alone.
-        marked = under_rules_already(result)
-        zeros = [jnp.zeros(port.value.aval.shape, port.value.aval.dtype) for port in tapped.ins]
-        with differentiating():
-            cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
-        output = settle_call(program, call, results)
-        by_match = [
-            [ct for port, ct in zip(tapped.ins, cotangents, strict=True) if port.place == place]
-            for place in map(place_of, found)
-        ]
-        answer = dict(zip(place_names(found), map(_alone, by_match), strict=True))
-        return (answer, output[1]) if has_aux else answer
-
-    return gradients
+    # The rules in force were applied; who applies them to what is around it leaves it alone.
+    marked = under_rules_already(result)
+    zeros = [jnp.zeros(port.value.aval.shape, port.value.aval.dtype) for port in tapped.ins]
+    with differentiating():
+        cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
+    output = settle_call(program, call, results)
+    by_match = [
+        [ct for port, ct in zip(tapped.ins, cotangents, strict=True) if port.place == place]
+        for place in map(place_of, found)
+    ]
+    return output, dict(zip(place_names(found), map(_alone, by_match), strict=True))
 
 
 def _check(fun: object, where: object) -> None:

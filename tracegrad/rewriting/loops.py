@@ -11,9 +11,10 @@ from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.selector import Selector, within
 from tracegrad.rewriting.loop_reverse import bind_checkpointed_while
-from tracegrad.rewriting.match_rule import MatchRule
+from tracegrad.rewriting.match_rule import MatchRule, shows_arguments
 
 
+@shows_arguments
 def checkpointed_loop(
     where: Selector | None = None, checkpoints: int = 16, *, missing_ok: bool = False
 ) -> MatchRule:
@@ -76,7 +77,7 @@ def checkpointed_loop(
         return graph
 
     if where is None:
-        return MatchRule("checkpointed_loop", match.where(_is_loop), edit, True, text="")
+        return MatchRule("checkpointed_loop", match.where(_is_loop), edit, True)
     return MatchRule(
         "checkpointed_loop",
         where,

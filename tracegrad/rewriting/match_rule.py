@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec
+
+import jax
+import numpy as np
 
 from tracegrad.ir import Graph, Occurrence, has_gradient
 from tracegrad.ir.editing import around_each, behind_each
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.stretches import refuse_references
+from tracegrad.ir.wording import brief, name_of, shortened
 from tracegrad.rewriting.edits import check_selector, matches_of
 
 Edit = Callable[[Graph, Sequence[Occurrence]], Graph]
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -31,7 +38,7 @@ class MatchRule:
     where: Selector
     edit: Edit
     missing_ok: bool = False
-    text: str | None = None  # of the selector, where it is more than what was given
+    text: str | None = None  # of the arguments, where they are more than the selector
 
     def __post_init__(self) -> None:
         check_selector(self.where)
@@ -41,9 +48,32 @@ class MatchRule:
         return self.edit(graph, matches) if matches else graph
 
     def __repr__(self) -> str:
-        text = repr(self.where) if self.text is None else self.text
-        # Two selectors that are combined stand in parentheses already.
-        return f"rules.{self.name}{text}" if text.startswith("(") else f"rules.{self.name}({text})"
+        room = "" if self.name == "edit" else "rules."
+        return f"{room}{self.name}({_shown(self.where) if self.text is None else self.text})"
+
+
+def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
+    """Has each rule that a function makes show what the function was called with: the selector by
+    position, the other arguments by name."""
+    where, *_ = parameters = inspect.signature(make).parameters
+
+    @functools.wraps(make)
+    def shown(*args: P.args, **kwargs: P.kwargs) -> MatchRule:
+        rule = make(*args, **kwargs)
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        texts = [f"{'' if name == where else f'{name}='}{_shown(x)}" for name, x in given.items()]
+        return replace(rule, text=", ".join(texts))
+
+    return shown
+
+
+def _shown(argument: object) -> str:
+    if isinstance(argument, Selector):
+        # Two selectors that are combined stand in parentheses, as those of the call.
+        return repr(argument)[1:-1] if repr(argument).startswith("(") else repr(argument)
+    if isinstance(argument, jax.Array | np.ndarray):
+        return brief(argument)
+    return name_of(argument) if callable(argument) else shortened(repr(argument))
 
 
 def of_arrays(edit: Edit) -> Edit:

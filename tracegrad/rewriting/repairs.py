@@ -35,10 +35,11 @@ from tracegrad.ir.selector import Found, Selector, within
 from tracegrad.ir.stretches import entering, leaving
 from tracegrad.rewriting.edits import check_selector
 from tracegrad.rewriting.kept_zeros import keeping_zeros, may_make_nan
-from tracegrad.rewriting.match_rule import MatchRule, around
+from tracegrad.rewriting.match_rule import MatchRule, around, shows_arguments
 from tracegrad.rewriting.overriding import with_gradient
 
 
+@shows_arguments
 def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> MatchRule:
     """Keeps zeros zero on their way back: 0 * inf is 0 in the gradient, and so is 0 * nan.
 
@@ -84,11 +85,12 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
     concerned = match.where(may_make_nan)
     edit = around(keeping_zeros(every=False))
     if where is None:
-        return MatchRule("strong_zero", concerned, edit, True, text="")
+        return MatchRule("strong_zero", concerned, edit, True)
     check_selector(where)
     return MatchRule("strong_zero", _Within(where, may_make_nan), edit, missing_ok)
 
 
+@shows_arguments
 def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
     """Puts zero in the place of a gradient that is NaN or Inf, where a derivative is not finite.
 
@@ -203,6 +205,7 @@ _finite = _jax.with_tangent(_zeros_for_bad, lambda primals, tangents: tangents[0
 # ------------------------------------------------------------ what changes finite gradients too
 
 
+@shows_arguments
 def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
     """Hands the gradient past what matches, as if that were the identity.
 
@@ -303,6 +306,7 @@ def _is_closed_over(node: Node, position: int) -> bool:
     return bool(hints) and not hints[position]
 
 
+@shows_arguments
 def own_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
     """Gives functions with a custom gradient the derivative of what they compute.
 

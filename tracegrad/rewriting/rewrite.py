@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Never
 
 from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
-from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays
+from tracegrad.ir.wording import name_of
+from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays, shows_arguments
 from tracegrad.tracing.callable import call_traced
-from tracegrad.tracing.graphs import Rule, trace_to_graph
+from tracegrad.tracing.graphs import Rule, as_rules, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.signatures import require_takes
 from tracegrad.tracing.static import Call, Indices, Names, TakingApart, resolve
@@ -67,7 +68,8 @@ class RewrittenFunction:
 
 def rewrite(
     fun: Callable[..., Any],
-    *rules: Rule,
+    rules: Rule | Sequence[Rule],
+    *more: Never,
     static_argnums: Indices = None,
     static_argnames: Names = None,
 ) -> RewrittenFunction:
@@ -75,8 +77,9 @@ def rewrite(
 
     Args:
       fun: any function that `jax.jit` takes.
-      *rules: functions ``Graph -> Graph``, applied in order: those of `tracegrad.rules`, or your
-        own. They reach what `jax.grad` and the like differentiate inside of `fun`, as in `trace`.
+      rules: functions ``Graph -> Graph``, applied in order, or one alone: those of
+        `tracegrad.rules`, or your own. They reach what `jax.grad` and the like differentiate inside
+        of `fun`, as in `trace`.
       static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
 
     Returns:
@@ -85,7 +88,8 @@ def rewrite(
       compiles nothing itself: put `jax.jit` or `tracegrad.trace` around what is called often.
 
     Raises:
-      TypeError: `fun` or a rule is not callable, or a rule returns no `Graph`.
+      TypeError: `fun` or a rule is not callable, rules are not in a list, or a rule returns no
+        `Graph`.
       NoMatchError, GraphError: when it is called, as the rules do.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
@@ -97,12 +101,15 @@ def rewrite(
     """
     if not callable(fun):
         raise TypeError(f"rewrite takes a function and rules; got {fun!r} for the function")
-    for rule in rules:
-        if not callable(rule):
-            raise TypeError(f"a rule is a function Graph -> Graph; got {rule!r}")
-    return RewrittenFunction(fun, rules, static_argnums, static_argnames)
+    if more:
+        raise TypeError(
+            "rewrite takes one rule or a list of them: write "
+            f"tracegrad.rewrite({name_of(fun)}, {[rules, *more]!r})"
+        )
+    return RewrittenFunction(fun, as_rules(rules), static_argnums, static_argnames)
 
 
+@shows_arguments
 def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = False) -> MatchRule:
     """Writes code of your own in the place of each match.
 

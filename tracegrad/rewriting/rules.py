@@ -34,7 +34,7 @@ from tracegrad.rewriting.edits import place_name
 from tracegrad.rewriting.identities import scaled, through
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
-from tracegrad.rewriting.match_rule import around, of_arrays
+from tracegrad.rewriting.match_rule import around, of_arrays, shows_arguments
 from tracegrad.rewriting.norms import within_norm, within_value
 from tracegrad.rewriting.overriding import (
     GradientFunction,
@@ -71,6 +71,7 @@ def __dir__() -> list[str]:  # what is offered behind the dot
 # --------------------------------------------------------------------------- overriding a gradient
 
 
+@shows_arguments
 def override_gradient(
     where: Selector, grad: GradientFunction, *, missing_ok: bool = False
 ) -> MatchRule:
@@ -119,6 +120,7 @@ _name = operator.attrgetter("name")
 # ------------------------------------------------------------------------------- stop, recompute
 
 
+@shows_arguments
 def stop_gradient(
     where: Selector, inputs: int | Sequence[int] | None = None, *, missing_ok: bool = False
 ) -> MatchRule:
@@ -143,6 +145,7 @@ def stop_gradient(
     return MatchRule("stop_gradient", where, edit, missing_ok)
 
 
+@shows_arguments
 def recompute(
     where: Selector, policy: Callable[..., Any] | None = None, *, missing_ok: bool = False
 ) -> MatchRule:
@@ -163,8 +166,8 @@ def recompute(
     ...         with jax.named_scope(f"block_{i}"):
     ...             x = jnp.sin(jnp.cos(x))
     ...     return x
-    >>> print(tg.graph(tg.rewrite(model, tg.rules.recompute(tg.match.scope("block_*"))))(
-    ...     1.0))  # doctest: +ELLIPSIS
+    >>> recomputed = tg.rewrite(model, tg.rules.recompute(tg.match.scope("block_*")))
+    >>> print(tg.graph(recomputed, 1.0))  # doctest: +ELLIPSIS
     model(x: ~f32[]) -> ~f32[]
     ...
 
@@ -187,6 +190,7 @@ def recompute(
 # --------------------------------------------------------------- the cotangents of what comes out
 
 
+@shows_arguments
 def clip_gradient(
     where: Selector,
     max_norm: float | None = None,
@@ -239,6 +243,7 @@ def clip_gradient(
     return MatchRule("clip_gradient", where, edit, missing_ok)
 
 
+@shows_arguments
 def scale_gradient(
     where: Selector,
     factor: Any,
@@ -271,6 +276,7 @@ def scale_gradient(
     return MatchRule("scale_gradient", where, edit, missing_ok)
 
 
+@shows_arguments
 def tap_gradient(
     where: Selector, callback: Callable[[str, Any], Any], *, missing_ok: bool = False
 ) -> MatchRule:

@@ -19,8 +19,9 @@ from tracegrad.ir.occurrence import line_of_error
 from tracegrad.saving.manifest import KINDS, Kind
 from tracegrad.saving.modules import ModuleVariables
 from tracegrad.saving.trees import check_tree, of_types, tree_text, written_form
-from tracegrad.tracing import TracedFunction, graph
-from tracegrad.tracing.static import StaticArguments
+from tracegrad.tracing import TracedFunction
+from tracegrad.tracing.graphs import graph_of_call
+from tracegrad.tracing.static import NONE_STATIC, StaticArguments
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.variables.nnx_objects import is_module
 from tracegrad.variables.packed import unpacked
@@ -34,15 +35,17 @@ _KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 def traced_for(name: str, fun: Function, specs: Any, modules: ModuleVariables) -> Graph:
     """The graph of a function that is to be saved for these specs; `modules` has the arrays of the
     module that it has before its arguments."""
-    static = StaticArguments()
-    make = graph(modules.without_module(fun))
-    if isinstance(fun, BoundTracedFunction) or (isinstance(fun, TracedFunction) and fun._first):
-        static, make = _method(fun, modules.without_module(fun))
-    elif isinstance(fun, TracedFunction):
-        static, make = fun._pipeline.static, fun.graph
+    static, call = NONE_STATIC, modules.without_module(fun)
+    traced = fun if isinstance(fun, TracedFunction) and not fun._first else None
+    if traced is not None:
+        static = traced._pipeline.static
+    elif isinstance(fun, TracedFunction | BoundTracedFunction):
+        static, call = _method(fun, call)
     args, kwargs = _checked_specs(name, fun, specs, static)
     try:
-        return make(*args, **kwargs)
+        if traced is not None:
+            return traced.graph(*args, **kwargs)
+        return graph_of_call(call, args, kwargs, static)
     except Exception as error:
         text = f"while {name} was traced to be saved, for {_shown(args, kwargs)}"
         add_note(error, text, line_of_error(error.__traceback__))
@@ -50,8 +53,8 @@ def traced_for(name: str, fun: Function, specs: Any, modules: ModuleVariables) -
 
 
 def _method(
-    fun: TracedFunction | BoundTracedFunction, call: Function
-) -> tuple[StaticArguments, Callable[..., Graph]]:
+    fun: TracedFunction[..., Any] | BoundTracedFunction[..., Any], call: Function
+) -> tuple[StaticArguments, Function]:
     """How a traced method, or module, is traced with its object as a part of it, no argument."""
 
     @functools.wraps(fun.__wrapped__)
@@ -59,9 +62,8 @@ def _method(
         return call(*args, **kwargs)
 
     whole = fun._pipeline.static
-    static = StaticArguments(frozenset(p - 1 for p in whole.positions if p > 0), whole.names)
-    positions, names = tuple(static.positions), tuple(static.names)
-    return static, graph(method, static_argnums=positions, static_argnames=names)
+    positions = frozenset(p - 1 for p in whole.positions if p > 0)
+    return StaticArguments(positions, whole.names), method
 
 
 def _checked_specs(

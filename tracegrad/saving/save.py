@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -33,7 +33,8 @@ from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+Platform = Literal["cpu", "cuda", "rocm", "tpu"]
+PLATFORMS = get_args(Platform)
 
 Path = str | os.PathLike[str]
 
@@ -44,7 +45,7 @@ def save(
     specs: Any = None,
     *,
     gradient_order: int = 1,
-    platforms: Sequence[str] | None = None,
+    platforms: Sequence[Platform] | None = None,
 ) -> None:
     """Writes a function with its Variables and its gradients to a file.
 

@@ -39,7 +39,7 @@ class Source:
     @functools.cached_property
     def graph(self) -> Graph:
         """Its Graph, traced once."""
-        return trace_graph(self.fun)(*self.avals)
+        return trace_graph(self.fun, *self.avals)
 
     def gradient(self, operands: Sequence[int], results: Sequence[int]) -> Source:
         """From its operands and cotangents of `results`, the gradients of `operands`."""

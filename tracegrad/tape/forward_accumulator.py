@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.gradient_types import as_inexact
-from tracegrad.tape.leaves import UnconnectedGradients, require_arrays
+from tracegrad.tape.leaves import Unconnected, UnconnectedGradients, require_arrays
 from tracegrad.tape.recorders import Recording
 from tracegrad.tape.tangents import Tangents
 from tracegrad.variables.statics import is_none, is_variable
@@ -94,7 +94,7 @@ class ForwardAccumulator(Recording):
     def jvp(
         self,
         target: Any,
-        unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+        unconnected_gradients: Unconnected = UnconnectedGradients.NONE,
     ) -> Any:
         """The tangents of arrays. Computes nothing, and may be called at any time.
 

@@ -21,6 +21,7 @@ from tracegrad.tape.cotangents import (
     Derivative,
 )
 from tracegrad.tape.leaves import (
+    Unconnected,
     UnconnectedGradients,
     are_arrays,
     are_known_arrays,
@@ -234,7 +235,7 @@ class GradientTape(Recording):
         target: Any,
         sources: Any,
         output_gradients: Any = None,
-        unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+        unconnected_gradients: Unconnected = UnconnectedGradients.NONE,
         sparse: bool = False,
     ) -> Any:
         """The gradient of a target with respect to sources.
@@ -271,7 +272,7 @@ class GradientTape(Recording):
         self,
         target: Any,
         sources: Any,
-        unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+        unconnected_gradients: Unconnected = UnconnectedGradients.NONE,
     ) -> Any:
         """The derivative of every element of a target with respect to every element of sources.
 
@@ -309,7 +310,7 @@ class GradientTape(Recording):
         self,
         target: Any,
         source: Any,
-        unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.ZERO,
+        unconnected_gradients: Unconnected = UnconnectedGradients.ZERO,
     ) -> Any:
         """The Jacobian of each example of a batch: ``target[i]`` with respect to ``source[i]``.
 

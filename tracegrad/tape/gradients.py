@@ -25,7 +25,7 @@ from tracegrad.differentiation.pull_back import (
     tree_sum,
 )
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, Derivative, cotangents
-from tracegrad.tape.leaves import UnconnectedGradients, require_arrays, seeds_for
+from tracegrad.tape.leaves import Unconnected, UnconnectedGradients, require_arrays, seeds_for
 from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record, on_the_way
 from tracegrad.tape.recorders import recorder_around, recorder_here
@@ -118,7 +118,7 @@ def gradients(
     gate_gradients: bool = False,
     aggregation_method: AggregationMethod | None = None,
     stop_gradients: Any = None,
-    unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+    unconnected_gradients: Unconnected = UnconnectedGradients.NONE,
     sparse: bool = False,
 ) -> list[Any]:
     """The gradients of the sum of ``ys`` with respect to each of ``xs``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ class UnconnectedGradients(enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> None:
         raise ValueError(f"unconnected_gradients is 'none' or 'zero'; got {value!r}")
+
+
+Unconnected = UnconnectedGradients | Literal["none", "zero"]  # as users may write it
 
 
 _ARRAYS = (jax.Array, Variable, np.ndarray, np.generic)

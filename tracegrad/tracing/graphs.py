@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from tracegrad.tracing.static import (
     TakingApart,
     resolve,
 )
+from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.inside import Inside
 from tracegrad.variables.states import Changes, States, is_passed_on
@@ -36,23 +37,26 @@ Rule = Callable[[Graph], Graph]
 Within = Callable[[], AbstractContextManager[Any]]  # makes a block to trace a function in
 
 
+@tool
 def graph(
     fun: Callable[..., Any],
-    *,
+    /,
+    *args: Any,
     static_argnums: Indices = None,
     static_argnames: Names = None,
-) -> Callable[..., Graph]:
+    **kwargs: Any,
+) -> Graph:
     """Traces a function to a `Graph` that can be read, searched, edited and run.
 
     Args:
       fun: any function that `jax.jit` takes; a traced function is seen without its own rules.
-      static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
+      *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+      static_argnums, static_argnames: which of them are Python values, as in `jax.jit`.
 
     Returns:
-      A function that takes the arguments of `fun` (arrays, or `jax.ShapeDtypeStruct`s in their
-      place) and returns the graph. Nothing is computed. The `Variable`s that `fun` reads are
-      further inputs, behind its arguments, and their last assigned values further outputs;
-      `Graph.to_callable` reads and assigns them at each call, as `fun` does.
+      The graph. Nothing is computed. The `Variable`s that `fun` reads are further inputs, behind
+      its arguments, and their last assigned values further outputs; `Graph.to_callable` reads and
+      assigns them at each call, as `fun` does.
 
     Raises:
       TypeError: `fun` is not callable, or an argument is neither an array nor static.
@@ -60,7 +64,7 @@ def graph(
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(w, x):
     ...     return jnp.sum(jnp.tanh(x @ tg.stop_gradient(w)))
-    >>> g = tg.graph(loss)(jax.ShapeDtypeStruct((4, 2), "float32"), jnp.ones((8, 4)))
+    >>> g = tg.graph(loss, jax.ShapeDtypeStruct((4, 2), "float32"), jnp.ones((8, 4)))
     >>> g
     <Graph loss(f32[4,2], f32[8,4]) -> (f32[]), 4 nodes>
     >>> [str(o.node.op) for o in g.find(lambda o: isinstance(o.node, tg.ir.StopGradient))]
@@ -69,17 +73,29 @@ def graph(
     0.0
     """
     require_function(fun)
-    static = resolve(fun, static_argnums, static_argnames)
+    return graph_of_call(fun, args, kwargs, resolve(fun, static_argnums, static_argnames))
 
-    @functools.wraps(fun, updated=())
-    def make_graph(*args: Any, **kwargs: Any) -> Graph:
-        try:
-            return trace_to_graph(fun, TakingApart(static)(args, kwargs), static)
-        except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
 
-    make_graph.__name__ = make_graph.__qualname__ = f"graph({function_name(fun)})"
-    return make_graph
+def graph_of_call(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    static: StaticArguments = NONE_STATIC,
+) -> Graph:
+    """`graph` for arguments that somebody else was given, whose keywords are all the function's."""
+    try:
+        return trace_to_graph(fun, TakingApart(static)(args, kwargs), static)
+    except Exception as error:
+        raise explain(error)  # noqa: B904 (the same error)
+
+
+def as_rules(rules: Rule | Sequence[Rule]) -> tuple[Rule, ...]:
+    """The rules that somebody gives, who may give one alone. Raises TypeError for what is none."""
+    several: Any = [rules] if callable(rules) else rules
+    found = tuple(several) if isinstance(several, Iterable) else (several,)
+    if not all(map(callable, found)):
+        raise TypeError(f"rules are functions Graph -> Graph, one or a list; got {rules!r}")
+    return found
 
 
 def require_function(fun: Callable[..., Any], purpose: str = "trace") -> None:

@@ -232,7 +232,7 @@ def under_rules(
 
         of_traced.__name__ = of_traced.__qualname__ = name
         with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
-            program = graph(of_traced)(*given)
+            program = graph(of_traced, *given)
         with _only(forces):
             differentiated = () if forward else _differentiated(program, given)
             program = apply_in_force(replace(program, differentiated=differentiated))

@@ -7,12 +7,30 @@ import itertools
 import keyword
 import re
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypedDict
+
+import jax
 
 from tracegrad.tracing.static import StaticArguments, resolve
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
+
+
+class JitOptions(TypedDict, total=False):
+    """The keywords of `jax.jit`, for type checkers."""
+
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Iterable[str] | None
+    keep_unused: bool
+    device: jax.Device | None
+    backend: str | None
+    inline: Any  # a bool, or of JAX from 0.12 on an `Inline`
+    compiler_options: dict[str, Any] | None
 
 
 def options_behind(

@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 import jax
 
@@ -20,8 +20,8 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.tracing.arrays_of_calls import of_jit
 from tracegrad.tracing.body import Outgrown
-from tracegrad.tracing.graphs import Rule, require_function
-from tracegrad.tracing.jit_options import options_behind_module
+from tracegrad.tracing.graphs import Rule, as_rules, require_function
+from tracegrad.tracing.jit_options import JitOptions, options_behind_module
 from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
 from tracegrad.tracing.programs import Program
@@ -32,9 +32,12 @@ from tracegrad.tracing.static import Call, TakingApart, resolve
 from tracegrad.tracing.user_errors import explain
 
 _JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
+P = ParamSpec("P")
+Q = ParamSpec("Q")  # of a method, without ``self``
+R = TypeVar("R")
 
 
-class TracedFunction:
+class TracedFunction(Generic[P, R]):
     """A function compiled by way of its graph; made by `trace`.
 
     Call it as the original. Beside that:
@@ -53,12 +56,12 @@ class TracedFunction:
     (['sin', 'integer_pow'], (3,))
     """
 
-    __wrapped__: Callable[..., Any]
+    __wrapped__: Callable[P, R]
     _first: tuple[Any, ...]  # what a program takes before the arguments: the function, a module
 
     def __init__(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[P, R],
         rules: Sequence[Rule] = (),
         jit_options: dict[str, Any] | None = None,
     ):
@@ -74,15 +77,18 @@ class TracedFunction:
         self._called = called  # the pipeline holds it weakly
         self._pipeline = shared_pipeline(called, tuple(rules), static, options)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        pipeline = self._pipeline
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R
+        pipeline: Any = self._pipeline
         graph = None
+        given: tuple[Any, ...] = args
         try:
             if self._first:
-                args = *self._first, *args
+                given = *self._first, *args
             elif pipeline.plain is not None:
                 try:
-                    return pipeline.plain(*args, **kwargs)
+                    result = pipeline.plain(*args, **kwargs)
+                    return result
                 except Outgrown as error:
                     if error.of.pipeline is not pipeline:
                         raise
@@ -90,10 +96,17 @@ class TracedFunction:
                 except TypeError:
                     if not pipeline.refuses_plain(args, kwargs):
                         raise
-            return pipeline.call(args, kwargs, graph)
+            result = pipeline.call(given, kwargs, graph)
+            return result
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(
+        self: TracedFunction[Concatenate[Any, Q], R], instance: object, owner: type | None = None
+    ) -> BoundTracedFunction[Q, R]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else BoundTracedFunction(self, instance)
 
@@ -146,7 +159,7 @@ class TracedFunction:
         """Forgets what was compiled: the next call traces again."""
         self._pipeline.clear_cache()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TracedFunction:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # as of any function: a model that holds one can be copied
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -173,10 +186,12 @@ class TracedFunction:
         return getattr(self.__wrapped__, name)
 
 
-class BoundTracedFunction:
+class BoundTracedFunction(Generic[P, R]):
     """A traced method of an instance: all of `TracedFunction`, with ``self`` filled in."""
 
-    def __init__(self, function: TracedFunction, instance: object):
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, function: TracedFunction[..., R], instance: object):
         self.__func__ = function
         self.__self__ = instance
         self.__wrapped__ = types.MethodType(function.__wrapped__, instance)
@@ -186,7 +201,7 @@ class BoundTracedFunction:
         """That of the method, without ``self``."""
         return inspect.signature(self.__wrapped__)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.__func__(self.__self__, *args, **kwargs)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
@@ -223,24 +238,24 @@ class BoundTracedFunction:
 
 @overload
 def trace(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     *,
-    rules: Sequence[Rule] = (),
+    rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
-    **jit_options: Any,
-) -> TracedFunction: ...
+    **jit_options: Unpack[JitOptions],
+) -> TracedFunction[P, R]: ...
 @overload
 def trace(
     fun: None = None,
     *,
-    rules: Sequence[Rule] = (),
+    rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
-    **jit_options: Any,
-) -> Callable[[Callable[..., Any]], TracedFunction]: ...
+    **jit_options: Unpack[JitOptions],
+) -> Callable[[Callable[P, R]], TracedFunction[P, R]]: ...
 def trace(
     fun: Callable[..., Any] | None = None,
     *,
-    rules: Sequence[Rule] = (),
+    rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
     **jit_options: Any,
 ) -> Any:
@@ -262,12 +277,12 @@ def trace(
 
     Args:
       fun: a function of arrays and pytrees of arrays, as for `jax.jit`.
-      rules: functions ``Graph -> Graph``, applied in order. They act where differentiation
-        happens: on the program of `fun`, for who differentiates it, and on what is differentiated
-        inside it, by `tracegrad.grad`, tapes, `tracegrad.gradients`, and by `jax.grad` and the
-        like, which `nnx.grad` and `equinox.filter_grad` call. A rule that matches in neither
-        raises, and so does one that matches what a `jax.grad` has differentiated that was imported
-        by its name (``from jax import grad``) or made before.
+      rules: functions ``Graph -> Graph``, applied in order, or one alone. They act where
+        differentiation happens: on the program of `fun`, for who differentiates it, and on what is
+        differentiated inside it, by `tracegrad.grad`, tapes, `tracegrad.gradients`, and by
+        `jax.grad` and the like, which `nnx.grad` and `equinox.filter_grad` call. A rule that
+        matches in neither raises, and so does one that matches what a `jax.grad` has differentiated
+        that was imported by its name (``from jax import grad``) or made before.
         That is decided for each signature by itself, whatever was called before: a rule for what
         only some static values lead to is given ``missing_ok=True``.
       memory_budget: the bytes that may be live at once in a gradient (``"2GiB"``, an int), or a
@@ -304,11 +319,7 @@ def trace(
         raise TypeError(f"trace() and jax.jit have no keyword {name!r}{hint}")
     if fun is None:
         return functools.partial(trace, rules=rules, memory_budget=memory_budget, **jit_options)
-    if callable(rules) or not all(map(callable, rules)):
-        raise TypeError(
-            f"rules is a sequence of functions Graph -> Graph, as in rules=[rule]; it was given "
-            f"{rules!r}"
-        )
+    applied = as_rules(rules)
     if memory_budget is not None:
-        rules = (*rules, engine.fit_to_budget(memory_budget))
-    return TracedFunction(fun, rules, jit_options)
+        applied = (*applied, engine.fit_to_budget(memory_budget))
+    return TracedFunction(fun, applied, jit_options)

@@ -15,6 +15,15 @@ def report(headline: str, *parts: str) -> str:
     return f'<div style="line-height:1.5"><b>{html.escape(headline)}</b>{"".join(parts)}</div>'
 
 
+def of_text(text: str, *, most: int = 40) -> str:
+    """What prints as a headline and lines: the lines fold, and are open if they are few."""
+    headline, *lines = text.splitlines()
+    style = "margin:0;line-height:1.35;white-space:pre"
+    body = f'<pre style="{style}">{html.escape(chr(10).join(lines))}</pre>'
+    title = "1 line" if len(lines) == 1 else f"{len(lines)} lines"
+    return report(headline, section(title, body, is_open=len(lines) <= most))
+
+
 def section(title: str, body: str, *, is_open: bool = False) -> str:
     """A section that folds; both in HTML."""
     return (

@@ -1,0 +1,113 @@
+"""What looks at a function for given arguments is called ``tool(fun, *args, **options)``."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tracegrad as tg
+
+W, X = jnp.ones((3, 2)), jnp.ones((4, 3))
+SIN = tg.match.op("sin")
+
+
+def loss(w, x, shift=None):
+    return jnp.sum(jnp.sin(x @ w if shift is None else x @ w + shift))
+
+
+def with_keyword(w, *, x):
+    return loss(w, x)
+
+
+TOOLS = {
+    "graph": {},
+    "memory": {},
+    "explain": {},
+    "show": {},
+    "plan_recompute": {"memory_budget": "100%"},
+    "intermediates": {"where": SIN},
+    "intermediate_gradients": {"where": SIN},
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_takes_the_function_then_its_arguments_by_position_or_by_name(name):
+    tool = functools.partial(getattr(tg, name), **TOOLS[name])
+    for look in (
+        lambda: tool(loss, W, X),
+        lambda: tool(loss, W, x=X),
+        lambda: tool(loss, w=W, x=X),
+    ):
+        assert type(look()) is type(tool(loss, W, X))
+    assert str(tool(loss, W, X, shift=jnp.ones((4, 2)))) != str(tool(loss, W, X))
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_without_arguments_the_right_call_is_shown_in_the_words_of_the_function(name):
+    """As of the form with two pairs of parentheses, which is one with none in the first."""
+    options = "".join(f", {option}={value!r}" for option, value in TOOLS[name].items())
+    tool = functools.partial(getattr(tg, name), **TOOLS[name])
+    for fun, words in [(loss, "loss, w, x"), (with_keyword, "with_keyword, w, x=..."),
+                       (jax.jit(loss), "loss, w, x"), (tg.trace(loss), "loss, w, x"),
+                       (lambda x: x, "fun, x")]:  # fmt: skip
+        shown = re.escape(f"got none: write tracegrad.{name}({words}{options})")
+        with pytest.raises(TypeError, match=shown):
+            tool(fun)
+
+
+def test_a_function_that_needs_no_arguments_is_given_none():
+    assert tg.graph(lambda: jnp.sin(1.0)).name == "<lambda>"
+    assert tg.graph(lambda x=1.0: jnp.sin(x)).name == "<lambda>"
+    assert tg.memory(lambda: jnp.ones((64, 64)) + 1).total > 0
+
+
+def test_an_option_that_was_the_second_argument_is_shown_as_a_keyword():
+    shown = re.escape("write tracegrad.plan_recompute(loss, w, x, memory_budget='50%')")
+    with pytest.raises(TypeError, match=f"needs memory_budget.*{shown}"):
+        tg.plan_recompute(loss, "50%")
+    shown = re.escape("write tracegrad.plan_recompute(loss, w, x, wrt=0, memory_budget=...)")
+    with pytest.raises(TypeError, match=f"needs memory_budget.*{shown}"):
+        tg.plan_recompute(loss, W, X, wrt=0)
+    for name in ("intermediates", "intermediate_gradients"):
+        shown = re.escape(f"write tracegrad.{name}(loss, w, x, where=match.op('sin'))")
+        with pytest.raises(TypeError, match=f"needs where.*{shown}"):
+            getattr(tg, name)(loss, SIN)
+
+
+def test_several_rules_in_a_row_are_shown_as_a_list():
+    rule, other = tg.rules.stop_gradient(SIN), tg.rules.scale_gradient(SIN, 2.0)
+    with pytest.raises(
+        TypeError, match=re.escape(f"tracegrad.rewrite(loss, [{rule!r}, {other!r}])")
+    ):
+        tg.rewrite(loss, rule, other)
+
+
+def of_own_options(x, wrt=1.0, *, measure_advice=2.0):
+    return jnp.sum(jnp.sin(x) * wrt * measure_advice)
+
+
+def test_a_keyword_that_may_be_the_functions_or_an_option_is_refused_with_the_way_out():
+    x = jnp.ones(3)
+    for tool, option in [(tg.explain, "wrt"), (tg.memory, "measure_advice")]:
+        cure = re.escape(f"functools.partial(of_own_options, {option}=...)")
+        with pytest.raises(TypeError, match=rf"'of_own_options' \(.*, and it is not clear.*{cure}"):
+            tool(of_own_options, x, **{option: True})
+        tool(of_own_options, x)  # neither is meant
+    # The way out, and an argument that is given by position.
+    bound = functools.partial(of_own_options, wrt=3.0)
+    by_hand = float(jnp.linalg.norm(6 * jnp.cos(x)))
+    assert tg.explain(bound, x, wrt=0)["x"].norm == pytest.approx(by_hand)
+    assert tg.explain(of_own_options, x, 3.0, wrt=0)["x"].norm == pytest.approx(by_hand)
+
+
+def test_all_other_keywords_are_the_functions():
+    def fun(x, *, fun, static_argnums):
+        return jnp.sin(x) * fun * static_argnums
+
+    _, values = tg.intermediates(fun, 1.0, where=SIN, fun=2.0, static_argnums=1)
+    assert values["sin"] == pytest.approx(float(jnp.sin(1.0)))
+    assert tg.graph(lambda x, *, fun: x * fun, 1.0, fun=2.0).in_avals[0].shape == ()

@@ -1,0 +1,98 @@
+"""How a tool is called that looks at a function: ``tool(fun, *args, **options)``, as `jax.vjp`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from tracegrad.ir.selector import Selector
+from tracegrad.ir.wording import described, listed, name_of
+from tracegrad.tracing.signatures import parameters_of, positional
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def tool(look: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function a tool: of its keywords its own keyword-only parameters are options, and all
+    others are arguments of the function that it looks at.
+
+    Raises, when the tool is called:
+      TypeError: the function needs arguments and has none (it may be given them in a second pair of
+        parentheses); an option that has no default is missing; or the function has a parameter of
+        an option's name, which the arguments by position do not fill.
+    """
+    parameters = inspect.signature(look).parameters.values()
+    options = {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+    needed = {name for name, is_needed in options.items() if is_needed}
+
+    @functools.wraps(look)
+    def looking(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = {name: value for name, value in kwargs.items() if name in options}
+        if args and callable(args[0]):
+            has_arguments = len(args) > 1 or len(kwargs) > len(given)
+            if needed - given.keys() or not has_arguments:
+                _require_all(name_of(look), args, kwargs, given, needed)
+            if given:
+                _refuse_shared(name_of(look), args, given)
+        return look(*args, **kwargs)
+
+    return looking
+
+
+def _require_all(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    given: Mapping[str, Any],
+    needed: Collection[str],
+) -> None:
+    """Raises TypeError for a call without the options that are needed, or without arguments for a
+    function that needs some. It shows the right call."""
+    fun, *rest = args
+    written = {option: repr(value) for option, value in given.items()}
+    for option in needed - given.keys():
+        # What used to be the second argument, or what somebody takes for it.
+        is_option = len(rest) == 1 and isinstance(rest[0], Selector | str)
+        written[option] = repr(rest[0]) if is_option else "..."
+    words = [p.name if p in positional(_required(fun)) else f"{p.name}=..." for p in _required(fun)]
+    options = [f"{option}={text}" for option, text in written.items()]
+    call = ", ".join([_word(fun), *words, *options])
+    if missing := needed - given.keys():
+        raise TypeError(
+            f"{name} needs {listed(sorted(missing), 2)}, as a keyword beside the function's own "
+            f"arguments: write tracegrad.{name}({call})"
+        )
+    if words:
+        raise TypeError(
+            f"{name} looks at {described(fun)} for arguments, and got none: write "
+            f"tracegrad.{name}({call})"
+        )
+
+
+def _refuse_shared(name: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    """Raises TypeError for an option that may be an argument of the function as well."""
+    fun, *rest = args
+    parameters = parameters_of(fun)
+    by_position = {p.name for p in positional(parameters)[: len(rest)]}
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    bound = fun.keywords.keys() if isinstance(fun, functools.partial) else set()
+    for option in given.keys() & by_name - by_position - bound:
+        raise TypeError(
+            f"{option} is an option of {name} and a parameter of {described(fun)}, and it is not "
+            f"clear which is meant. Bind the function's own first: tracegrad.{name}("
+            f"functools.partial({_word(fun)}, {option}=...), ...), or a lambda"
+        )
+
+
+def _required(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [p for p in parameters_of(fun) if p.default is p.empty and p.kind not in variadic]
+
+
+def _word(fun: Callable[..., Any]) -> str:
+    """A function as a word of a program."""
+    name = name_of(fun)
+    return name if name.isidentifier() else "fun"
