@@ -11,7 +11,7 @@ from tracegrad import _jax
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import graph
-from tracegrad.tracing.in_force import apply_in_force, differentiating, under_rules_already
+from tracegrad.tracing.in_force import differentiating, traced_in_force, under_rules_already
 from tracegrad.variables.statics import are_traced, is_none, place_of_leaf, with_statics
 from tracegrad.variables.trees import without_variables
 
@@ -63,7 +63,8 @@ def jvp(
             f"{type(primals).__name__} and {type(tangents).__name__}"
         )
     primals, tangents = without_variables(tuple(primals)), tuple(tangents)
-    run = under_rules_already(to_callable(with_forward_mode(apply_in_force(graph(fun)(*primals)))))
+    program = traced_in_force(lambda: graph(fun)(*primals))
+    run = under_rules_already(to_callable(with_forward_mode(program)))
     structure: Any
     given: Any
     values, structure = jax.tree.flatten(primals, is_leaf=is_none)

@@ -28,6 +28,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Occurrence, has_gradient
 from tracegrad.ir.editing import Op, behind_each
 from tracegrad.ir.frames import CHANGES_GRADIENT
+from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import brief
 from tracegrad.rewriting.edits import place_name
@@ -120,7 +121,10 @@ _name = operator.attrgetter("name")
 
 
 def stop_gradient(
-    where: Selector, inputs: int | Sequence[int] | None = None, *, missing_ok: bool = False
+    where: Selector | Parameters,
+    inputs: int | Sequence[int] | None = None,
+    *,
+    missing_ok: bool = False,
 ) -> MatchRule:
     """Lets no gradient through what matches.
 
@@ -139,8 +143,7 @@ def stop_gradient(
     >>> print(jax.grad(f, (0, 1))(2 * jnp.ones(2), jnp.ones((1, 2))))
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
-    edit = of_arrays(through(jax.lax.stop_gradient, inputs))
-    return MatchRule("stop_gradient", where, edit, missing_ok)
+    return _identity("stop_gradient", where, jax.lax.stop_gradient, missing_ok, inputs)
 
 
 def recompute(
@@ -188,7 +191,7 @@ def recompute(
 
 
 def clip_gradient(
-    where: Selector,
+    where: Selector | Parameters,
     max_norm: float | None = None,
     max_value: float | None = None,
     *,
@@ -235,12 +238,12 @@ def clip_gradient(
             cotangent = within_norm(cotangent, max_norm)
         return cotangent
 
-    edit = of_arrays(through(_jax.with_cotangent(clip, "clip_gradient")))
-    return MatchRule("clip_gradient", where, edit, missing_ok)
+    clipped = _jax.with_cotangent(clip, "clip_gradient")
+    return _identity("clip_gradient", where, clipped, missing_ok)
 
 
 def scale_gradient(
-    where: Selector,
+    where: Selector | Parameters,
     factor: Any,
     inputs: int | Sequence[int] | None = None,
     *,
@@ -267,12 +270,11 @@ def scale_gradient(
     """
     if not is_array(factor) or jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not {brief(factor)}")
-    edit = of_arrays(through(lambda value: scaled(value, factor), inputs))
-    return MatchRule("scale_gradient", where, edit, missing_ok)
+    return _identity("scale_gradient", where, lambda x: scaled(x, factor), missing_ok, inputs)
 
 
 def tap_gradient(
-    where: Selector, callback: Callable[[str, Any], Any], *, missing_ok: bool = False
+    where: Selector | Parameters, callback: Callable[[str, Any], Any], *, missing_ok: bool = False
 ) -> MatchRule:
     """Shows the gradients that arrive at the outputs of what matches, from outside of it.
 
@@ -297,9 +299,7 @@ def tap_gradient(
     """
     require_takes(callback, 2, "function callback(place, cotangent)")
 
-    def showing(match: Occurrence) -> Callable[[Any], Any]:
-        place = place_name(match)
-
+    def showing(place: str) -> Callable[[Any], Any]:
         @CHANGES_GRADIENT
         def show(cotangent: Any) -> Any:
             jax.debug.callback(lambda array: callback(place, array), cotangent)
@@ -308,9 +308,27 @@ def tap_gradient(
         return _jax.with_cotangent(show, "tap_gradient")
 
     def tapped(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
-        edits = {match: showing(match) for match in matches}
+        edits = {match: showing(place_name(match)) for match in matches}
         return behind_each(
             graph, matches, edits.__getitem__, wanted=has_gradient, depends_on=place_name
         ).graph
 
-    return MatchRule("tap_gradient", where, of_arrays(tapped), missing_ok)
+    return MatchRule("tap_gradient", where, of_arrays(tapped), missing_ok, identity=showing)
+
+
+def _identity(
+    name: str,
+    where: Selector | Parameters,
+    identity: Callable[[Any], Any],
+    missing_ok: bool,
+    inputs: int | Sequence[int] | None = None,
+) -> MatchRule:
+    """A rule that sends parameters, what leaves a match, or what enters it at some positions,
+    through an identity with another tangent."""
+    if isinstance(where, Parameters) and inputs is not None:
+        raise TypeError(
+            f"inputs={inputs!r} are positions of the inputs of an operation; {where!r} says which "
+            "parameters, without inputs="
+        )
+    edit = of_arrays(through(identity, inputs))
+    return MatchRule(name, where, edit, missing_ok, identity=lambda place: identity)

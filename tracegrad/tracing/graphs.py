@@ -17,7 +17,7 @@ from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.ir.importer import import_program
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
-from tracegrad.tracing.signatures import argument_names
+from tracegrad.tracing.signatures import argument_names, leaves_of_call
 from tracegrad.tracing.static import Indices, Names, StaticArguments, resolve
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.inside import Inside
@@ -123,7 +123,8 @@ def trace_to_graph(
             program, within = None, attempt.found
     explicit, variables = inside.variables.explicit(program)
     traced = _jax.traced_from(program)
-    arguments = (*traced.arguments, *(variable.name for variable in variables))
+    paths = [leaf.name for leaf in leaves_of_call(fun, args, dynamic[1], positions)]
+    arguments = (*paths, *(variable.name for variable in variables))
     signature = _dynamic_signature(fun, set(positions), static.names)
     function = _jax.TracedFrom(function_name(fun), traced.source, arguments)
     is_lost = inside.lost.paths or inside.lost.structures

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -26,6 +27,7 @@ from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.tracing.graphs import Rule, function_name, graph
+from tracegrad.tracing.signatures import leaves_of_call
 from tracegrad.variables.overriding import ForwardingTrace
 
 _key = _jax.user_context()
@@ -47,7 +49,7 @@ class Force:
         self.rules = tuple(rules)
         self.everywhere = everywhere
         self.key = next(_numbers) if key is None else key
-        self._matched: set[int] = set()  # by place
+        self._matches: Counter[int] = Counter()  # how often each matched, by place
         self._missed: dict[int, NoMatchError] = {}  # why, by the rule's place
 
     def __eq__(self, other: object) -> bool:
@@ -56,11 +58,22 @@ class Force:
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def apply(self, program: Graph) -> Graph:
-        """Applies them to what is about to be differentiated: a rule may match nothing there."""
+    def matches(self) -> Counter[int]:
+        """How often each rule has matched, by place."""
+        return self._matches.copy()
+
+    def apply(self, program: Graph, since: Counter[int] | None = None) -> Graph:
+        """Applies them to what is about to be differentiated: a rule may match nothing there.
+
+        `since`: how often each had matched before the program was traced. A rule `of_parameters`
+        that has matched since then acts on gradients inside of the program, and not on its own.
+        """
         is_inner = _INNER in _in_force.forces
         for place, rule in enumerate(self.rules):
             if is_inner and getattr(rule, "for_the_outermost", False):
+                continue
+            is_inside = since is not None and self._matches[place] > since[place]
+            if is_inside and getattr(rule, "of_parameters", False):
                 continue
             try:
                 with differentiating():
@@ -69,19 +82,19 @@ class Force:
                 if not self.everywhere:  # else nobody asks
                     self._missed[place] = error.with_traceback(None)
                 continue
-            self._matched.add(place)
+            self._matches[place] += 1
         return program
 
     def finish(self, program: Graph) -> Graph:
         """Applies them to the traced function itself. A rule that matches nothing there must have
         matched before."""
         before, self._missed = self._missed, {}
-        program = self.apply(program)
+        program = self.apply(program, Counter())
         # What was differentiated is what a rule was meant for. (They hold graphs, and keys of
         # programs hold this.)
         missed, self._missed = self._missed | before, {}
         for place in range(len(self.rules)):
-            if place not in self._matched:
+            if not self._matches[place]:
                 raise missed[place].with_text()
         for force in _in_force.forces:
             if force.everywhere:
@@ -198,12 +211,22 @@ def apply_in_force(program: Graph, forces: Sequence[Force] | None = None) -> Gra
     return program
 
 
+def traced_in_force(trace: Callable[[], Graph]) -> Graph:
+    """What `trace` returns, with the rules in force applied."""
+    before = [(force, force.matches()) for force in rules_in_force()]
+    program = trace()
+    for force, since in before:
+        program = force.apply(program, since)
+    return program
+
+
 def under_rules(
     fun: Callable[..., Any],
     name: str,
     lower: Callable[[Graph], Callable[..., Any]] = Graph.to_callable,
     *,
     forward: bool = False,
+    paths: Callable[[], Sequence[str]] | None = None,
 ) -> Callable[..., Any]:
     """A function as it is to be `differentiating`: with the rules in force applied to it.
 
@@ -215,6 +238,7 @@ def under_rules(
       name: what the program is called in messages.
       lower: how the edited program becomes a function again.
       forward: whether it is differentiated forward, so that nobody takes its gradient here.
+      paths: gives those of the leaves of its arguments; default: as the function calls them.
     """
     forces = rules_in_force()
     if not forces:
@@ -231,12 +255,21 @@ def under_rules(
             return results
 
         of_traced.__name__ = of_traced.__qualname__ = name
-        with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
-            program = graph(of_traced)(*given)
+
+        def trace() -> Graph:
+            with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
+                program = graph(of_traced)(*given)
+            names = paths() if paths else [x.name for x in leaves_of_call(fun, args, kwargs)]
+            each = zip(names, jax.tree.leaves((args, kwargs)), strict=True)
+            hints = tuple(name for name, leaf in each if _jax.is_tracer(leaf))
+            return replace(
+                program,
+                hints=(*hints, *program.hints[len(hints) :]),
+                differentiated=() if forward else _differentiated(program, given),
+            )
+
         with _only(forces):
-            differentiated = () if forward else _differentiated(program, given)
-            program = apply_in_force(replace(program, differentiated=differentiated))
-            run = under_rules_already(lower(program))
+            run = under_rules_already(lower(traced_in_force(trace)))
         results = run(*given)
         (with_others,) = others
         return with_others(results)

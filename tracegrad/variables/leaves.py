@@ -7,6 +7,7 @@ variables, and of flax.linen, by the collections.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -49,10 +50,16 @@ class Leaf(NamedTuple):
 
 def leaves_of(tree: Any) -> list[Leaf]:
     """The leaves of a tree as JAX has them; of Variables their values."""
-    holders = (Variable, nnx().Variable) if nnx() is not None else (Variable,)
-    nodes, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, holders)
-    )
+    flax = nnx()
+    holders = (Variable,) if flax is None else (Variable, flax.Variable)
+    # What `nnx.grad` gives to JAX in the place of a module: its states one after the other.
+    states = () if flax is None else flax.extract.NodeStates
+    nodes: list[tuple[tuple[Any, ...], Any]] = []
+    for path, node in _nodes(tree, (*holders, states) if states else holders):
+        if states and isinstance(node, states):
+            nodes += [((*path, *inside[2:]), held) for inside, held in _nodes(node, holders)]
+        else:
+            nodes.append((path, node))
     with_params = {
         path[:depth] for path, _ in nodes for depth, key in enumerate(path) if _is_params(key)
     }
@@ -71,6 +78,14 @@ def leaves_of(tree: Any) -> list[Leaf]:
     return found
 
 
+def _nodes(tree: Any, kinds: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a tree with their paths, where nodes of some classes are leaves."""
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, kinds)
+    )
+    return nodes
+
+
 def named_leaves(
     arguments: Mapping[str, Any], is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
@@ -85,4 +100,12 @@ def _is_params(key: Any) -> bool:
 
 def path_name(path: Any) -> str:
     """A path of JAX as text: ``blocks.0.kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return ".".join(map(_key_name, path))
+
+
+def _key_name(key: Any) -> str:
+    text = getattr(key, "text", None)
+    if text is None:
+        return jax.tree_util.keystr((key,), simple=True)
+    # The whole way to an array in what stands for a module: `.blocks[0].kernel`.
+    return re.sub(r"\W*[\[\].]\W*", ".", text).strip(".")
