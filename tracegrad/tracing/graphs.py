@@ -15,6 +15,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.ir.importer import import_program
+from tracegrad.tracing.argument_paths import known_by_path
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
 from tracegrad.tracing.signatures import argument_names, leaves_of_call
@@ -186,7 +187,9 @@ def _fresh(
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        return inside.run(called, args, {**kwargs, **static_kwargs}, names)
+        leaves = leaves_of_call(fun, args, kwargs)
+        with known_by_path(jax.tree.leaves((args, kwargs)), leaves):
+            return inside.run(called, args, {**kwargs, **static_kwargs}, names)
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
     if static_kwargs and (signature := _dynamic_signature(fun, set(), frozenset(static_kwargs))):
