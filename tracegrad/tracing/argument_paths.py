@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tracegrad.variables.leaves import Leaf
+from tracegrad import _jax
 
 
 class _Here(threading.local):
@@ -18,11 +18,10 @@ _here = _Here()
 
 
 @contextmanager
-def known_by_path(arrays: Sequence[Any], leaves: Sequence[Leaf]) -> Iterator[None]:
+def known_by_path(arrays: Sequence[Any], paths: Sequence[str]) -> Iterator[None]:
     """A block in which `argument_path` knows these arrays, which the caller holds."""
     before = _here.paths
-    named = zip(arrays, leaves, strict=True)
-    _here.paths = {**before, **{id(array): leaf.name for array, leaf in named}}
+    _here.paths = {**before, **dict(zip(map(id, arrays), paths, strict=True))}
     try:
         yield
     finally:
@@ -30,5 +29,10 @@ def known_by_path(arrays: Sequence[Any], leaves: Sequence[Leaf]) -> Iterator[Non
 
 
 def argument_path(array: Any) -> str:
-    """``params.0.kernel``; "" for what is no argument of a function that is being traced."""
-    return _here.paths.get(id(array), "")
+    """``params.0.kernel``; "" for what is no argument of a function that is being traced, or such
+    an argument as a function around gets it that is being differentiated."""
+    while array is not None:
+        if id(array) in _here.paths:
+            return _here.paths[id(array)]
+        array = _jax.primal_of(array)
+    return ""

@@ -187,8 +187,8 @@ def _fresh(
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        leaves = leaves_of_call(fun, args, kwargs)
-        with known_by_path(jax.tree.leaves((args, kwargs)), leaves):
+        paths = [leaf.name for leaf in leaves_of_call(fun, args, kwargs)]
+        with known_by_path(jax.tree.leaves((args, kwargs)), paths):
             return inside.run(called, args, {**kwargs, **static_kwargs}, names)
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)

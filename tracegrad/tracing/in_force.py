@@ -26,6 +26,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.scopes import UNDER_RULES
+from tracegrad.tracing.argument_paths import argument_path, known_by_path
 from tracegrad.tracing.graphs import Rule, function_name, graph
 from tracegrad.tracing.signatures import leaves_of_call
 from tracegrad.variables.overriding import ForwardingTrace
@@ -247,10 +248,14 @@ def under_rules(
     def edited(*args: Any, **kwargs: Any) -> Any:
         given, rest = _parted((args, kwargs))
         others: list[Any] = []  # what in the result is not traced
+        names = paths() if paths else [x.name for x in leaves_of_call(fun, args, kwargs)]
+        named = zip(names, jax.tree.leaves((args, kwargs)), strict=True)
+        known = [argument_path(x) or name for name, x in named if _jax.is_tracer(x)]
 
         def of_traced(*given: Any) -> Any:
             args, kwargs = rest(given)
-            results, with_others = _parted(fun(*args, **kwargs))
+            with known_by_path(given, known):
+                results, with_others = _parted(fun(*args, **kwargs))
             others[:] = [with_others]
             return results
 
@@ -259,12 +264,9 @@ def under_rules(
         def trace() -> Graph:
             with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
                 program = graph(of_traced)(*given)
-            names = paths() if paths else [x.name for x in leaves_of_call(fun, args, kwargs)]
-            each = zip(names, jax.tree.leaves((args, kwargs)), strict=True)
-            hints = tuple(name for name, leaf in each if _jax.is_tracer(leaf))
             return replace(
                 program,
-                hints=(*hints, *program.hints[len(hints) :]),
+                hints=(*known, *program.hints[len(known) :]),
                 differentiated=() if forward else _differentiated(program, given),
             )
 
