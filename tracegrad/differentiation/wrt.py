@@ -111,7 +111,7 @@ def check_wrt(wrt: Any) -> None:
 
 
 def _is_key(wrt: Any) -> bool:
-    return isinstance(wrt, str) or (hasattr(wrt, "__index__") and not isinstance(wrt, bool))
+    return isinstance(wrt, str) or (hasattr(type(wrt), "__index__") and not isinstance(wrt, bool))
 
 
 def _is_several(wrt: Any) -> bool:
