@@ -53,14 +53,17 @@ def grad(
         - a position, or an argument's name, however the argument is passed: all its leaves. Those
           of a model that are no float or complex arrays (functions, counters) get None;
         - several of these: the answer is a tuple;
-        - a predicate ``(path, leaf) -> bool`` over the leaves of the first argument, where ``path``
-          is ``"layers.0.kernel"``. The answer has the structure of that argument; leaves that are
-          not selected get zeros of their shape and dtype, Python numbers the zero of their type,
-          and what is no number (functions, strings, random keys) gets None. They need not be
+        - leaves of the first argument: a glob for their paths (``"layers.*.kernel"``; see
+          `match.param`, which takes several), a tree of bools (`select`), a filter of flax.nnx
+          (``nnx.Param``), or a predicate ``(path, leaf) -> bool``. A glob that begins with another
+          argument's name is for that one. The answer has the structure of the argument; leaves that
+          are not selected get zeros of their shape and dtype, Python numbers the zero of their
+          type, and what is no number (functions, strings, random keys) gets None. They need not be
           differentiable. Zeros do not freeze a weight under weight decay: see `select`.
       has_aux: whether `fun` returns ``(value, aux)``, where ``aux`` is handed on.
       unconnected: what a selected leaf gets through which no gradient flows, whatever the values:
-        ``"zero"``: zeros, at no cost over `jax.grad`; ``"none"``: None; ``"raise"``: an
+        ``"zero"``: zeros, at no cost over `jax.grad`; ``"none"``: None, and so do leaves that are
+        not selected; ``"raise"``: an
         `UnconnectedError` that names the leaf and the line that cuts it off. The last two
         trace `fun` once more, and so take what `jax.jit` takes; put `tracegrad.trace` or
         `jax.jit` around what is called often. stop_gradient, integers and booleans, round, floor,
@@ -99,7 +102,7 @@ def grad(
 
     Freeze everything but the biases:
 
-    >>> gradient = grad(loss, wrt=lambda path, leaf: path.endswith("bias"))(params, jnp.ones(2))
+    >>> gradient = grad(loss, wrt="*.bias")(params, jnp.ones(2))
     >>> print(gradient["bias"], gradient["kernel"])
     1.0 [0. 0.]
 

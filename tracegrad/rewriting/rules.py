@@ -32,7 +32,7 @@ from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import brief
 from tracegrad.rewriting.edits import place_name
-from tracegrad.rewriting.identities import scaled, through
+from tracegrad.rewriting.identities import identity_rule, scaled
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
 from tracegrad.rewriting.match_rule import around, of_arrays
@@ -129,7 +129,7 @@ def stop_gradient(
     """Lets no gradient through what matches.
 
     Args:
-      where: a selector.
+      where: a selector; or `match.param`, which freezes those parameters.
       inputs: the positions of the inputs through which none flows (see `override_gradient` for
         what its inputs are); None: all.
       missing_ok: whether it may match nothing.
@@ -143,7 +143,7 @@ def stop_gradient(
     >>> print(jax.grad(f, (0, 1))(2 * jnp.ones(2), jnp.ones((1, 2))))
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
-    return _identity("stop_gradient", where, jax.lax.stop_gradient, missing_ok, inputs)
+    return identity_rule("stop_gradient", where, jax.lax.stop_gradient, missing_ok, inputs)
 
 
 def recompute(
@@ -200,7 +200,7 @@ def clip_gradient(
     """Clips the gradient that arrives at the outputs of what matches, from outside of it.
 
     Args:
-      where: a selector.
+      where: a selector; or `match.param`, for the gradients of parameters.
       max_norm: the largest Euclidean norm that the cotangent of an output may have; a larger one
         is scaled down to it. Where what has the rule is mapped by `jax.vmap`, that is the norm of
         each example's; what the program itself maps is one array in it. Where entries are infinite
@@ -223,6 +223,21 @@ def clip_gradient(
     ...     tg.match.op("sin"), max_value=1.0))
     >>> print(jax.grad(f)(0.0))
     1.0
+
+    The gradient that arrives at a module's output is one thing, that of its parameters another.
+    Here 3 arrives at the output of ``dense``, and 3 · (3, 4) at its parameter:
+
+    >>> def loss(params, x):
+    ...     with jax.named_scope("dense"):
+    ...         y = x @ params["dense"]["w"]
+    ...     return 3 * jnp.sum(y)
+    >>> params, x = {"dense": {"w": jnp.zeros(2)}}, jnp.array([3.0, 4.0])
+    >>> at_output = tg.rules.clip_gradient(tg.match.scope("dense"), max_norm=1.0)
+    >>> print(jax.grad(tg.rewrite(loss, at_output))(params, x)["dense"]["w"])
+    [3. 4.]
+    >>> of_parameter = tg.rules.clip_gradient(tg.match.param("dense.*"), max_norm=1.0)
+    >>> print(jax.grad(tg.rewrite(loss, of_parameter))(params, x)["dense"]["w"])
+    [0.6 0.8]
     """
     if max_norm is None and max_value is None:
         raise ValueError("clip_gradient wants max_norm, max_value or both")
@@ -239,7 +254,7 @@ def clip_gradient(
         return cotangent
 
     clipped = _jax.with_cotangent(clip, "clip_gradient")
-    return _identity("clip_gradient", where, clipped, missing_ok)
+    return identity_rule("clip_gradient", where, clipped, missing_ok)
 
 
 def scale_gradient(
@@ -252,7 +267,7 @@ def scale_gradient(
     """Multiplies the gradient that arrives at the outputs of what matches, or leaves its inputs.
 
     Args:
-      where: a selector.
+      where: a selector; or `match.param`, for the gradients of parameters.
       factor: a number or a scalar array, which may be a traced value. Negative: gradient reversal
         (Ganin and Lempitsky, 2015, for domain-adversarial training).
       inputs: the positions of inputs (see `override_gradient`): what flows back through these is
@@ -270,7 +285,7 @@ def scale_gradient(
     """
     if not is_array(factor) or jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not {brief(factor)}")
-    return _identity("scale_gradient", where, lambda x: scaled(x, factor), missing_ok, inputs)
+    return identity_rule("scale_gradient", where, lambda x: scaled(x, factor), missing_ok, inputs)
 
 
 def tap_gradient(
@@ -281,7 +296,7 @@ def tap_gradient(
     `tracegrad.intermediate_gradients` gives them as values.
 
     Args:
-      where: a selector.
+      where: a selector; or `match.param`, for the gradients of parameters, by their paths.
       callback: ``callback(place, cotangent)``, called on the host with the scope and name of the
         place and a NumPy array, each time a gradient arrives there in a first derivative; in no
         order (`jax.debug.callback`).
@@ -314,21 +329,3 @@ def tap_gradient(
         ).graph
 
     return MatchRule("tap_gradient", where, of_arrays(tapped), missing_ok, identity=showing)
-
-
-def _identity(
-    name: str,
-    where: Selector | Parameters,
-    identity: Callable[[Any], Any],
-    missing_ok: bool,
-    inputs: int | Sequence[int] | None = None,
-) -> MatchRule:
-    """A rule that sends parameters, what leaves a match, or what enters it at some positions,
-    through an identity with another tangent."""
-    if isinstance(where, Parameters) and inputs is not None:
-        raise TypeError(
-            f"inputs={inputs!r} are positions of the inputs of an operation; {where!r} says which "
-            "parameters, without inputs="
-        )
-    edit = of_arrays(through(identity, inputs))
-    return MatchRule(name, where, edit, missing_ok, identity=lambda place: identity)
