@@ -20,7 +20,7 @@ from tracegrad.rewriting.match_rule import Edit, MatchRule, behind, of_arrays
 from tracegrad.rewriting.norms import at_least_32_bits
 
 
-def identity_rule(
+def rule_of(
     name: str,
     where: Selector | Parameters,
     identity: Callable[[Any], Any],

@@ -31,8 +31,8 @@ from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import brief
+from tracegrad.rewriting import identities
 from tracegrad.rewriting.edits import place_name
-from tracegrad.rewriting.identities import identity_rule, scaled
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
 from tracegrad.rewriting.match_rule import around, of_arrays
@@ -143,7 +143,7 @@ def stop_gradient(
     >>> print(jax.grad(f, (0, 1))(2 * jnp.ones(2), jnp.ones((1, 2))))
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
-    return identity_rule("stop_gradient", where, jax.lax.stop_gradient, missing_ok, inputs)
+    return identities.rule_of("stop_gradient", where, jax.lax.stop_gradient, missing_ok, inputs)
 
 
 def recompute(
@@ -254,7 +254,7 @@ def clip_gradient(
         return cotangent
 
     clipped = _jax.with_cotangent(clip, "clip_gradient")
-    return identity_rule("clip_gradient", where, clipped, missing_ok)
+    return identities.rule_of("clip_gradient", where, clipped, missing_ok)
 
 
 def scale_gradient(
@@ -285,7 +285,9 @@ def scale_gradient(
     """
     if not is_array(factor) or jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not {brief(factor)}")
-    return identity_rule("scale_gradient", where, lambda x: scaled(x, factor), missing_ok, inputs)
+    return identities.rule_of(
+        "scale_gradient", where, lambda x: identities.scaled(x, factor), missing_ok, inputs
+    )
 
 
 def tap_gradient(
