@@ -1,8 +1,7 @@
 """The leaves of a call by which a function is differentiated, and the rest of the call.
 
-As `equinox.partition` and `equinox.combine`: a call is parted into leaves that count and the rest,
-JAX differentiates a function of the leaves that count alone, and the two are put together where the
-function is called. So the rest need not be arrays at all.
+JAX differentiates a function of the leaves that count alone, so that the rest need not be arrays at
+all; the two parts are put together where the user's function is called.
 
 A function may assign what modules of flax.nnx hold that it is given (statistics, counts of random
 numbers). It is called with copies of these modules, made of the values that are differentiated, and
@@ -29,6 +28,7 @@ from tracegrad.tracing.signatures import leaves_of_call
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.modules import is_whole
 from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx
+from tracegrad.variables.parted import Parted
 from tracegrad.variables.statics import are_traced, is_variable, settings
 
 # What a function has assigned in modules, by place: see `Partition.call`.
@@ -36,23 +36,19 @@ Assigned = dict[int, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Argument:
-    """One argument of a call.
+class Argument(Parted):
+    """One argument of a call, of which those leaves count that JAX is to differentiate by.
 
     Attributes:
       key: its position among the positional arguments, or its keyword.
-      tree, leaves, structure: itself, and as JAX flattens it.
-      selected: of each leaf whether the caller selects it.
-      counted: of each leaf whether JAX is to differentiate by it: selected ones.
+      tree: itself.
+      selected: of each leaf whether the caller selects it: all that count, and maybe others.
       one_by_one: whether a predicate has selected the leaves, so that each is meant to count.
     """
 
     key: int | str
     tree: Any
-    leaves: list[Any]
-    structure: Any
     selected: Sequence[bool]
-    counted: Sequence[bool]
     one_by_one: bool = False
 
     @functools.cached_property
@@ -65,12 +61,6 @@ class Argument:
     def named(self) -> list[Leaf]:
         """Each leaf by its path in the argument, and what it is to a model."""
         return leaves_of(self.tree)
-
-    def of(self, values: Iterable[Any]) -> Any:
-        """The argument with these in the places of the leaves that count."""
-        rest = iter(values)
-        pairs = zip(self.leaves, self.counted, strict=True)
-        return jax.tree.unflatten(self.structure, [next(rest) if c else x for x, c in pairs])
 
     def answer(self, results: Iterator[Any], absent: Callable[[Any], Any]) -> Any:
         """A tree like the argument: a result for each leaf that counts, and ``absent(leaf)`` for
@@ -120,13 +110,13 @@ class Partition:
     @property
     def leaves(self) -> list[Any]:
         """The leaves that count, in the order in which JAX flattens the call."""
-        return [leaf for each in self.arguments for leaf in _where(each.leaves, each.counted)]
+        return [leaf for each in self.arguments for leaf in each.chosen]
 
     @property
     def kinds(self) -> list[Kind]:
         """What a gradient by each leaf that counts is."""
         chosen = [each for each in self.arguments if any(each.counted)]
-        return [kind for each in chosen for kind in _where(each.kinds, each.counted)]
+        return [kind for each in chosen for kind in each.of_chosen(each.kinds)]
 
     @property
     def named(self) -> list[Leaf]:
@@ -210,7 +200,7 @@ class Partition:
             if others is not None:
                 each = replace(each, leaves=list(itertools.islice(others, len(each.leaves))))
             is_new = any(each.counted) or others is not None or each.key in self._copied
-            value = each.of(itertools.islice(rest, sum(each.counted))) if is_new else each.tree
+            value = each.combine(itertools.islice(rest, sum(each.counted))) if is_new else each.tree
             if isinstance(each.key, int):
                 args.append(value)
             else:
@@ -314,7 +304,7 @@ class Partition:
                     f"{type(argument.tree).__name__}, as grad returns it for wrt; "
                     f"got one of another structure, of type {type(tree).__name__}"
                 ) from error
-            entries += _where(flat, argument.counted)
+            entries += argument.of_chosen(flat)
         return entries
 
 

@@ -132,7 +132,7 @@ def _is_mask(wrt: Any) -> bool:
 def _argument(key: int | str, tree: Any) -> Argument:
     leaves, structure = jax.tree.flatten(tree)
     none = [False] * len(leaves)
-    return Argument(key, tree, leaves, structure, none, none)
+    return Argument(leaves, structure, none, key, tree, none)
 
 
 def _selected(

@@ -30,6 +30,7 @@ from tracegrad.tracing.argument_paths import argument_path, known_by_path
 from tracegrad.tracing.graphs import Rule, function_name, graph
 from tracegrad.tracing.signatures import leaves_of_call
 from tracegrad.variables.overriding import ForwardingTrace
+from tracegrad.variables.parted import Parted
 
 _key = _jax.user_context()
 _numbers = itertools.count()
@@ -246,18 +247,21 @@ def under_rules(
         return fun
 
     def edited(*args: Any, **kwargs: Any) -> Any:
-        given, rest = _parted((args, kwargs))
-        others: list[Any] = []  # what in the result is not traced
+        # What is not traced is left to be the Python value or the constant that it is, as in
+        # `jax.grad`.
+        arguments = Parted.of((args, kwargs), _jax.is_tracer)
+        given, rest = arguments.chosen, arguments.rest
+        others: list[Parted] = []  # what in the result is not traced
         names = paths() if paths else [x.name for x in leaves_of_call(fun, args, kwargs)]
-        named = zip(names, jax.tree.leaves((args, kwargs)), strict=True)
-        known = [argument_path(x) or name for name, x in named if _jax.is_tracer(x)]
+        named = zip(given, arguments.of_chosen(names), strict=True)
+        known = [argument_path(tracer) or name for tracer, name in named]
 
         def of_traced(*given: Any) -> Any:
-            args, kwargs = rest(given)
+            args, kwargs = rest.combine(given)
             with known_by_path(given, known):
-                results, with_others = _parted(fun(*args, **kwargs))
-            others[:] = [with_others]
-            return results
+                results = Parted.of(fun(*args, **kwargs), _jax.is_tracer)
+            others[:] = [results.rest]
+            return results.chosen
 
         of_traced.__name__ = of_traced.__qualname__ = name
 
@@ -273,8 +277,7 @@ def under_rules(
         with _only(forces):
             run = under_rules_already(lower(traced_in_force(trace)))
         results = run(*given)
-        (with_others,) = others
-        return with_others(results)
+        return others[0].combine(results)
 
     return edited
 
@@ -285,23 +288,6 @@ def _differentiated(program: Graph, given: Sequence[Any]) -> tuple[bool, ...]:
     here = _jax.current_trace_outside_of(ForwardingTrace)
     moved = [_jax.trace_of(leaf) is here for leaf in jax.tree.leaves(given)]
     return (*moved, *[False] * (len(program.inputs) - len(moved))) if any(moved) else ()
-
-
-def _parted(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """What is traced in a tree, and what puts other things in the places of that.
-
-    All else is left to be the Python value or the constant that it is, as in `jax.grad`.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    is_traced = [_jax.is_tracer(leaf) for leaf in leaves]
-    others = [None if traced else leaf for traced, leaf in zip(is_traced, leaves, strict=True)]
-
-    def with_others(values: Sequence[Any]) -> Any:
-        rest = iter(values)
-        filled = [next(rest) if t else x for t, x in zip(is_traced, others, strict=True)]
-        return jax.tree.unflatten(structure, filled)
-
-    return [x for traced, x in zip(is_traced, leaves, strict=True) if traced], with_others
 
 
 def under_rules_already(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
 
     def within(self, name: str) -> Leaf:
         """The same leaf of what has a name: ``params.dense.kernel``."""
-        return self._replace(name=f"{name}.{self.name}" if name and self.name else name + self.name)
+        return self._replace(name=".".join(filter(None, (name, self.name))))
 
     @property
     def is_module_state(self) -> bool:
@@ -89,18 +89,18 @@ def _nodes(tree: Any, kinds: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any
 def named_leaves(
     arguments: Mapping[str, Any], is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
-    """The leaves of arguments, each with its name: ``models['student'].kernel``."""
+    """The leaves of arguments, each with its path: ``models.student.kernel``."""
     leaves = jax.tree_util.tree_leaves_with_path(dict(arguments), is_leaf=is_leaf)
-    return [(f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf) for path, leaf in leaves]
+    return [(path_name(path), leaf) for path, leaf in leaves]
 
 
 def _is_params(key: Any) -> bool:
     return path_name((key,)) == "params"
 
 
-def path_name(path: Any) -> str:
-    """A path of JAX as text: ``blocks.0.kernel``."""
-    return ".".join(map(_key_name, path))
+def path_name(path: Any, of: str = "") -> str:
+    """A path of JAX as text, and what it is a path in: ``blocks.0.kernel``, ``model.kernel``."""
+    return ".".join(filter(None, (of, *map(_key_name, path))))
 
 
 def _key_name(key: Any) -> str:
