@@ -473,3 +473,31 @@ def test_in_a_traced_step_parameters_have_the_paths_of_its_arguments(differentia
     tg.trace(lambda params, x: differentiate(params, x), rules=[rule])(PARAMS, jnp.ones(2))
     jax.effects_barrier()
     assert seen == {"params.a.b", "params.a.w", "params.c.0"}
+
+
+def test_a_parameter_that_is_differentiated_under_no_path_is_not_passed_by_in_silence():
+    def step(params, x):
+        doubled = [2 * leaf for leaf in jax.tree.leaves(params)]
+        structure = jax.tree.structure(params)
+        return jax.grad(lambda leaves: quadratic(jax.tree.unflatten(structure, leaves), x))(doubled)
+
+    rule = tg.rules.clip_gradient(tg.match.param("params.a.w"), max_norm=1.0)
+    with pytest.raises(tg.ir.NoMatchError, match=r"nearest paths: .*'leaves\.\d'"):
+        tg.trace(step, rules=[rule])(PARAMS, jnp.ones(2))
+    listed = tg.rules.scale_gradient(tg.match.param("leaves.1"), 3.0)
+    found = tg.trace(step, rules=[listed])(PARAMS, jnp.ones(2))
+    expected = step(PARAMS, jnp.ones(2))
+    assert_trees_close(found, [expected[0], 3 * expected[1], expected[2]])
+
+
+def test_both_the_step_s_path_and_the_loss_s_own_name_a_parameter():
+    for glob in ("params.a.w", "q.a.w", "a.w", "state.params.a.w"):
+        rule = tg.rules.scale_gradient(tg.match.param(glob), 3.0)
+
+        @tg.trace(rules=[rule])
+        def step(state, x):
+            return jax.grad(lambda q: quadratic(q, x))(state["params"])
+
+        found = step({"params": PARAMS, "count": 1}, jnp.ones(2))
+        expected = jax.grad(quadratic)(PARAMS, jnp.ones(2))
+        assert_trees_close(found, changed_where(expected, {"a.w"}.__contains__, lambda g: 3 * g))

@@ -20,11 +20,12 @@ class Parameters:
     operator: Literal["", "&", "|", "~"]
     parts: tuple[Any, ...]
 
-    def fits(self, path: str) -> bool:
-        """Whether the parameter of a path, argument's name first, is among them."""
+    def fits(self, *paths: str) -> bool:
+        """Whether a parameter is among them that is known by these paths, an argument's name first
+        in each."""
         if not self.operator:
-            return any(_fits(glob, path) for glob in self.parts)
-        found = [part.fits(path) for part in self.parts]
+            return any(_fits(glob, path) for glob in self.parts for path in paths)
+        found = [part.fits(*paths) for part in self.parts]
         if self.operator == "~":
             return not found[0]
         return all(found) if self.operator == "&" else any(found)

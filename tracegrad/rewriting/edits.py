@@ -54,14 +54,16 @@ def parameters_of(
       GraphError: one enters code that JAX has differentiated already.
     """
     moved = graph.differentiated or [True] * len(graph.inputs)
+    names = zip(graph.hints, graph.aliases or graph.hints, strict=True)
     paths = {
-        value: path
-        for value, path, is_moved in zip(graph.inputs, graph.hints, moved, strict=True)
+        value: each
+        for value, each, is_moved in zip(graph.inputs, names, moved, strict=True)
         if is_moved and has_gradient(value)
     }
-    found = {value: path for value, path in paths.items() if where.fits(path)}
+    found = {value: path for value, (path, alias) in paths.items() if where.fits(path, alias)}
     if not found and not missing_ok:
-        raise NoMatchError(lambda: _no_parameter(graph, where, rule, list(paths.values())))
+        known = list(dict.fromkeys(path for path, _ in paths.values()))
+        raise NoMatchError(lambda: _no_parameter(graph, where, rule, known))
     if not graph.differentiated:
         for match in _readers(graph, set(found), ()):
             if not is_under_rules(match):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracegrad.ir import Graph, Occurrence, has_gradient
+from tracegrad.ir import Graph, Occurrence, Value, has_gradient
 from tracegrad.ir.editing import around_each, behind_each, behind_inputs
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
@@ -45,6 +45,12 @@ class MatchRule:
     @property
     def of_parameters(self) -> bool:
         return isinstance(self.where, Parameters)
+
+    def parameters_in(self, graph: Graph) -> dict[Value, str]:
+        """The parameters of a graph at which it acts; none for a rule at operations."""
+        if not isinstance(self.where, Parameters):
+            return {}
+        return parameters_of(self.where, graph, True, self)
 
     def __call__(self, graph: Graph) -> Graph:
         if isinstance(self.where, Parameters):

@@ -15,7 +15,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.ir.importer import import_program
-from tracegrad.tracing.argument_paths import known_by_path
+from tracegrad.tracing.argument_paths import argument_path, known_by_path
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
 from tracegrad.tracing.signatures import argument_names, leaves_of_call
@@ -112,19 +112,21 @@ def trace_to_graph(
                 f"of static arguments, and {name}={value!r} is of type {type(value).__name__}"
             ) from error
 
+    paths = [leaf.name for leaf in leaves_of_call(fun, args, dynamic[1], positions)]
+    arrays = jax.tree.leaves(dynamic)
+    known = [argument_path(x) or path for x, path in zip(arrays, paths, strict=True)]
     program = None
     within: Within = nullcontext
     apart = set[Variable]()
     while program is None:
         with Attempt() as attempt:
             inside = Inside(functools.partial(attempt.leave, within), apart)
-            fresh = _fresh(fun, static_kwargs, within, inside)
+            fresh = _fresh(fun, static_kwargs, within, inside, known)
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*args, **dynamic[1])
         if attempt.is_left:
             program, within = None, attempt.found
     explicit, variables = inside.variables.explicit(program)
     traced = _jax.traced_from(program)
-    paths = [leaf.name for leaf in leaves_of_call(fun, args, dynamic[1], positions)]
     arguments = (*paths, *(variable.name for variable in variables))
     signature = _dynamic_signature(fun, set(positions), static.names)
     function = _jax.TracedFrom(function_name(fun), traced.source, arguments)
@@ -172,14 +174,15 @@ def _fresh(
     static_kwargs: Mapping[str, Any],
     within: Within,
     inside: Inside,
+    paths: Sequence[str],
 ) -> Callable[..., Any]:
     """The function under a new identity, by which JAX caches traces with whatever the function
     closed over at that time: under a new one it sees the world as it is now.
 
-    It returns what `Inside.run` does.
+    It returns what `Inside.run` does. `paths`: by which its traced arguments are known.
     """
     if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
-        inner = _fresh(fun.func, static_kwargs, within, inside)
+        inner = _fresh(fun.func, static_kwargs, within, inside, paths)
         return functools.partial(inner, *fun.args, **fun.keywords)
 
     called = functools.partial(_call, fun, within)
@@ -187,8 +190,10 @@ def _fresh(
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        paths = [leaf.name for leaf in leaves_of_call(fun, args, kwargs)]
-        with known_by_path(jax.tree.leaves((args, kwargs)), paths):
+        here = _jax.current_trace(None)
+        leaves = filter(_jax.is_tracer, jax.tree.leaves((args, kwargs)))
+        traced = [tracer for tracer in leaves if _jax.trace_of(tracer) is here]
+        with known_by_path(traced, paths):
             return inside.run(called, args, {**kwargs, **static_kwargs}, names)
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)

@@ -53,6 +53,7 @@ class Force:
         self.key = next(_numbers) if key is None else key
         self._matches: Counter[int] = Counter()  # how often each matched, by place
         self._missed: dict[int, NoMatchError] = {}  # why, by the rule's place
+        self._passed_by: dict[int, set[Any]] = {}  # the shapes of what was differentiated then
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Force) and self.key == other.key
@@ -83,6 +84,9 @@ class Force:
             except NoMatchError as error:
                 if not self.everywhere:  # else nobody asks
                     self._missed[place] = error.with_traceback(None)
+                    each = zip(program.inputs, program.differentiated, strict=False)
+                    shapes = {_shape(value) for value, is_moved in each if is_moved}
+                    self._passed_by.setdefault(place, set()).update(shapes)
                 continue
             self._matches[place] += 1
         return program
@@ -91,6 +95,12 @@ class Force:
         """Applies them to the traced function itself. A rule that matches nothing there must have
         matched before."""
         before, self._missed = self._missed, {}
+        for place in set(before) - set(self._matches):
+            # A parameter that was differentiated inside under no path of its own (from a list of
+            # leaves, after a computation): here a rule would do nothing, and nobody would know.
+            found: Any = getattr(self.rules[place], "parameters_in", lambda _: {})(program)
+            if not self._passed_by[place].isdisjoint(map(_shape, found)):
+                raise before[place].with_text()
         program = self.apply(program, Counter())
         # What was differentiated is what a rule was meant for. (They hold graphs, and keys of
         # programs hold this.)
@@ -107,6 +117,10 @@ class Force:
 # In force, beside others, where a function is traced of which somebody takes the gradient: that of
 # gradients inside. It has no rules, and is part of the keys of what is traced there.
 _INNER = Force((), key="inside of a gradient")
+
+
+def _shape(value: Any) -> Any:
+    return getattr(value.aval, "shape", None)
 
 
 def _applied(rule: Rule, program: Graph) -> Graph:
@@ -253,8 +267,8 @@ def under_rules(
         given, rest = arguments.chosen, arguments.rest
         others: list[Parted] = []  # what in the result is not traced
         names = paths() if paths else [x.name for x in leaves_of_call(fun, args, kwargs)]
-        named = zip(given, arguments.of_chosen(names), strict=True)
-        known = [argument_path(tracer) or name for tracer, name in named]
+        own = arguments.of_chosen(names)
+        known = [argument_path(x) or name for x, name in zip(given, own, strict=True)]
 
         def of_traced(*given: Any) -> Any:
             args, kwargs = rest.combine(given)
@@ -271,6 +285,7 @@ def under_rules(
             return replace(
                 program,
                 hints=(*known, *program.hints[len(known) :]),
+                aliases=(*own, *program.hints[len(own) :]),
                 differentiated=() if forward else _differentiated(program, given),
             )
 
