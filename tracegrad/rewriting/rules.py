@@ -2,8 +2,9 @@
 
 Each function here makes a rule: a function ``Graph -> Graph``, for `tracegrad.rewrite`,
 ``tracegrad.trace(rules=...)``, or to call on a graph. All of them act at the matches of a selector
-(see `tracegrad.match`) and leave the values of the program as they are, bit by bit. What was not
-matched keeps its program. A rule of your own is any function from graph to graph.
+(see `tracegrad.match`), some on parameters (`match.param`), and leave the values of the program as
+they are, bit by bit. What was not matched keeps its program. A rule of your own is any function
+from graph to graph.
 
 >>> import jax, jax.numpy as jnp, tracegrad as tg
 >>> def model(x):

@@ -20,8 +20,6 @@ _here = _Here()
 @contextmanager
 def known_by_path(arrays: Sequence[Any], paths: Sequence[str]) -> Iterator[None]:
     """A block in which `argument_path` knows these arrays, which the caller holds."""
-    if len(arrays) != len(paths):
-        raise AssertionError((len(arrays), len(paths), paths))
     before = _here.paths
     _here.paths = {**before, **dict(zip(map(id, arrays), paths, strict=True))}
     try:
