@@ -62,6 +62,19 @@ class Argument(Parted):
         """Each leaf by its path in the argument, and what it is to a model."""
         return leaves_of(self.tree)
 
+    def of_kinds(self, kinds: Collection[Kind]) -> Argument:
+        """The same, of which only those leaves count that have a gradient of these kinds."""
+        if not any(self.counted):
+            return self
+        pairs = zip(self.counted, self.kinds, strict=True)
+        return replace(self, counted=[counts and kind in kinds for counts, kind in pairs])
+
+    def is_lacking(self, before: Argument) -> bool:
+        """Whether a leaf counts no longer that was meant to. In a whole argument that holds floats
+        beside others (a model has functions, counters, flags) the others are not meant to."""
+        has_floats = "inexact" in self.of_chosen(self.kinds) if any(self.counted) else False
+        return self.counted != before.counted and (self.one_by_one or not has_floats)
+
     def answer(self, results: Iterator[Any], absent: Callable[[Any], Any]) -> Any:
         """A tree like the argument: a result for each leaf that counts, and ``absent(leaf)`` for
         what is not selected. A selected leaf that does not count has no gradient: None."""
@@ -155,33 +168,29 @@ class Partition:
     ) -> Partition:
         """The same, of which only those leaves count that JAX is to differentiate.
 
-        Where whole arguments are selected that hold floats or complex numbers beside others (a
-        model has functions, counters, flags), the others get None for an answer. Else raises
-        TypeError for a leaf that has no gradient, unless the caller takes None for an answer.
+        The others get None for an answer. Raises TypeError for one that is meant to have a
+        gradient (see `Argument.is_lacking`), unless the caller takes None for that, too.
 
         Args:
           unconnected: "none" for a caller that takes None.
           allowed: the kinds of other leaves that count, too, for zeros.
         """
-        names = iter(self.all_named)
-        arguments = []
-        for each in self.arguments:
-            named = list(itertools.islice(names, len(each.leaves)))
-            if not any(each.counted):
-                arguments.append(each)
-                continue
-            pairs = list(zip(each.kinds, each.counted, strict=True))
-            is_model = not each.one_by_one and ("inexact", True) in pairs
-            takes_none = unconnected == "none"
-            counted = [
-                c and (kind == "inexact" or (not takes_none and kind in allowed))
-                for kind, c in pairs
-            ]
-            if not is_model and not takes_none and counted != list(each.counted):
-                i = next(i for i, c in enumerate(counted) if c != each.counted[i])
-                raise TypeError(_no_gradient(named[i].name, each.leaves[i], each.kinds[i], allowed))
-            arguments.append(replace(each, counted=counted))
-        return replace(self, arguments=tuple(arguments))
+        takes_none = unconnected == "none"
+        kept: list[Kind] = ["inexact", *(() if takes_none else allowed)]
+        arguments = tuple([each.of_kinds(kept) for each in self.arguments])
+        for place, each in enumerate(arguments):
+            if each.is_lacking(self.arguments[place]) and not takes_none:
+                raise TypeError(self._no_gradient(place, each, allowed))
+        return replace(self, arguments=arguments)
+
+    def _no_gradient(self, place: int, argument: Argument, allowed: Collection[Kind]) -> str:
+        """Why the first leaf that was selected in an argument does not count."""
+        first = sum(len(each.leaves) for each in self.arguments[:place])
+        pairs = zip(argument.selected, argument.counted, strict=True)
+        i = next(i for i, (is_selected, counts) in enumerate(pairs) if is_selected and not counts)
+        return _no_gradient(
+            self.all_named[first + i].name, argument.leaves[i], argument.kinds[i], allowed
+        )
 
     # --------------------------------------------------------------------------------- the call
 
@@ -209,14 +218,16 @@ class Partition:
 
     def call(self, values: Iterable[Any]) -> tuple[Any, Assigned]:
         """Calls the function with these in the places of the leaves that count; returns its result,
-        and what it has assigned in modules, for `assign`."""
+        and what it has assigned in modules, for `settle`."""
         args, kwargs = self.combine(values)
         if not any(each.has_modules for each in self.arguments):
             return self.fun(*args, **kwargs), {}
         structure: Any
         changed_structure: Any
-        holding = [args[each.key] if isinstance(each.key, int) else kwargs[each.key]
-                   for each in self._holding]  # fmt: skip
+        holding = [
+            args[each.key] if isinstance(each.key, int) else kwargs[each.key]
+            for each in self._holding
+        ]
         before, structure = jax.tree.flatten(holding)
         result = self.fun(*args, **kwargs)
         after, changed_structure = jax.tree.flatten(holding)
@@ -261,8 +272,7 @@ class Partition:
         nnx.Variable: a copy of what another argument holds too would not be one with that, and
         flax refuses then that it is changed."""
         modules = [each for each in self.arguments if each.has_modules]
-        uses = Counter(variable for each in self.arguments for variable in each.variables_of_nnx
-                       ) if modules else Counter[int]()  # fmt: skip
+        uses = Counter(variable for each in modules for variable in each.variables_of_nnx)
         return frozenset(
             each.key for each in modules if all(uses[v] == 1 for v in each.variables_of_nnx)
         )
@@ -278,8 +288,7 @@ class Partition:
         """One result for each leaf that counts, in the structure that the caller gave to `wrt`;
         ``absent(leaf)`` for the leaves that are not selected."""
         rest = iter(results)
-        trees = {i: each.answer(rest, absent) for i, each in enumerate(self.arguments)
-                 if any(each.counted) or i in self.wanted}  # fmt: skip
+        trees = {i: self.arguments[i].answer(rest, absent) for i in sorted(self.wanted)}
         found = tuple(trees[i] for i in self.wanted)
         return found[0] if self.is_single else found
 

@@ -134,9 +134,10 @@ def _check_sources(fun: Callable[..., Any], wrt: Any) -> None:
     leaves = [] if callable(wrt) else jax.tree.leaves(wrt)
     if any(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in leaves):
         raise TypeError(
-            "a source is an argument of the function, and wrt says which: by position, by name, by a "
-            f"glob for paths or by a predicate (path, leaf) -> bool. An array was given. If {function_name(fun)} "
-            "closes over it, make it an argument; of arrays that were watched, ask a tape"
+            "a source is an argument of the function, and wrt says which: by position, by name, by "
+            "a glob for paths or by a predicate (path, leaf) -> bool. An array was given. If "
+            f"{function_name(fun)} closes over it, make it an argument; of arrays that were "
+            "watched, ask a tape"
         )
     check_wrt(wrt)
 
