@@ -39,11 +39,11 @@ if _TYPE_CHECKING:  # from their files: some of these have the name of one
     from tracegrad.differentiation.row_updates import apply_rows as apply_rows
     from tracegrad.differentiation.second_order import hessian as hessian
     from tracegrad.differentiation.second_order import hvp as hvp
-    from tracegrad.differentiation.selection import select as select
     from tracegrad.differentiation.sparse_optimizers import global_norm as global_norm
     from tracegrad.differentiation.sparse_optimizers import sparse_adagrad as sparse_adagrad
     from tracegrad.differentiation.sparse_optimizers import sparse_adam as sparse_adam
     from tracegrad.differentiation.sparse_optimizers import sparse_sgd as sparse_sgd
+    from tracegrad.differentiation.wrt import select as select
     from tracegrad.insight.check_grads import check_grads as check_grads
     from tracegrad.insight.check_processes import check_processes as check_processes
     from tracegrad.insight.explain import explain as explain
@@ -87,7 +87,7 @@ _LATER = {
     "differentiation.reverse": "grad jacobian value_and_grad",
     "differentiation.row_updates": "apply_rows",
     "differentiation.second_order": "hessian hvp",
-    "differentiation.selection": "select",
+    "differentiation.wrt": "select",
     "differentiation.sparse_optimizers": "global_norm sparse_adagrad sparse_adam sparse_sgd",
     "insight.check_grads": "check_grads",
     "insight.check_processes": "check_processes",

@@ -594,7 +594,7 @@ def test_a_value_given_by_keyword_that_is_differentiated_raises_and_names_it():
     def f(x, *, params):
         return x * params["w"], lambda dy: dy
 
-    with pytest.raises(ValueError, match=r"keyword argument 'params\['w'\]'"):
+    with pytest.raises(ValueError, match=r"keyword argument 'params\.w'"):
         jax.grad(lambda w: f(1.0, params={"w": w}))(2.0)
 
 
@@ -633,7 +633,7 @@ def test_values_closed_over_through_another_function_or_an_object_are_named():
 
     with pytest.raises(ValueError, match=r"depends on 'w' \("):
         jax.grad(through_function)(2.0)
-    with pytest.raises(ValueError, match=r"depends on 'model.weights\['w'\]' \("):
+    with pytest.raises(ValueError, match=r"depends on 'model\.weights\.w' \("):
         jax.grad(through_object)(2.0)
 
 
@@ -730,7 +730,7 @@ def test_a_gradient_of_a_wrong_shape_says_which_input(transform):
     def f(x, params):
         return x * params["w"].sum(), lambda dy: (dy, {"w": dy})
 
-    with pytest.raises(ValueError, match=r"params\['w'\], which is f32\[3\]") as error:
+    with pytest.raises(ValueError, match=r"params\.w, which is f32\[3\]") as error:
         transform(f)(1.0, {"w": jnp.ones(3)})
     assert "a gradient f32[]" in str(error.value)
     assert re.search(r"'<lambda>' \(.*test_custom_gradient.py:\d+\)", str(error.value))
@@ -764,7 +764,7 @@ def test_a_gradient_that_is_no_array_says_what_it_is():
         (lambda x: x, "must return a pair .* it returned an array float32"),
         (lambda x: (x, x), "a pair with an array float32.* in second place"),
         (lambda x: None, "it returned None"),
-        (lambda x: ({"a": "text"}, lambda dy: dy), r"y\['a'\] is a str: 'text'"),
+        (lambda x: ({"a": "text"}, lambda dy: dy), r"y\.a is a str: 'text'"),
     ],
 )
 def test_a_function_that_returns_something_else_says_what(returned, message):

@@ -21,7 +21,7 @@ CHANGES = {
     ),
     "weak type": (
         lambda i: {"x": [1.0 if i >> k & 1 else np.float32(1) for k in range(4)]},
-        r"weak type of `x\[0\]` changed.*from a Python number's to an array's",
+        r"weak type of `x\.0` changed.*from a Python number's to an array's",
     ),
     "static value": (lambda i: {"x": 1.0, "n": i}, r"static value of `n` changed.*from 7 to 8"),
     "tree": (
@@ -56,7 +56,7 @@ def test_the_argument_and_its_change_are_named(kind):
 def test_leaves_are_named_by_their_path():
     step = fresh_function()
     calls = [{"x": {"w": [jnp.ones(i)]}} for i in range(9)]
-    with pytest.warns(tg.RetraceWarning, match=r"shape of `x\['w'\]\[0\]`"):
+    with pytest.warns(tg.RetraceWarning, match=r"shape of `x\.w\.0`"):
         repeat(step, calls)
 
 

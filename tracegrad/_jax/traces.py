@@ -111,6 +111,11 @@ def trace_of(tracer: Any) -> Any:
     return tracer._trace
 
 
+def primal_of(tracer: Any) -> Any:
+    """The value that a tracer of a derivative stands for outside of that; None for other values."""
+    return getattr(tracer, "primal", None)
+
+
 class _Nowhere(jax.core.Trace):
     """The transformation to which a `Placeholder` belongs: nothing is computed in it."""
 

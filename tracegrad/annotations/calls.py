@@ -6,10 +6,9 @@ import functools
 import inspect
 import keyword
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MappingProxyType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import jax
@@ -18,7 +17,8 @@ import numpy as np
 
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, code_of, name_of
-from tracegrad.tracing.signatures import argument_names, name_in_module
+from tracegrad.tracing.signatures import leaves_of_call, name_in_module
+from tracegrad.variables.parted import Parted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,42 +87,20 @@ def is_array_like(leaf: object) -> bool:
     return isinstance(leaf, int) or is_traced(leaf) or isinstance(leaf, np.integer | np.bool_)
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """A tree of arguments: its array leaves, and the Python values in their places around them."""
-
-    leaves: tuple[Any, ...]
-    tree: Any
-    positions: tuple[int, ...]  # of the arrays among the leaves
-
-    @classmethod
-    def of(cls, arguments: object) -> Arguments:
-        leaves, tree = jax.tree.flatten(arguments)
-        positions = tuple(i for i, leaf in enumerate(leaves) if is_traced(leaf))
-        return cls(tuple(leaves), tree, positions)
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        return tuple(self.leaves[i] for i in self.positions)
-
-    def with_arrays(self, arrays: Sequence[Any]) -> Any:
-        """The same arguments with other arrays in the places of the arrays."""
-        leaves = list(self.leaves)
-        for position, array in zip(self.positions, arrays):
-            leaves[position] = array
-        return jax.tree.unflatten(self.tree, leaves)
+def inputs_in(arguments: Any) -> Parted:
+    """Arguments, of which the arrays count: the inputs. The rest are Python values."""
+    return Parted.of(arguments, is_traced)
 
 
 # ------------------------------------------------------------------------------------- naming
 
 
-def input_names(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ...]:
-    """How the user knows each leaf of the positional arguments: ``params['w']``."""
-    return tuple(
-        name + jax.tree_util.keystr(path)
-        for name, arg in zip(argument_names(fun, len(args)), args, strict=True)
-        for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]
-    )
+def input_names(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> list[str]:
+    """How the user knows each input among the arguments: ``params.w``."""
+    names = [leaf.name for leaf in leaves_of_call(fun, args, kwargs)]
+    return inputs_in((args, dict(kwargs))).of_chosen(names)
 
 
 def with_users_name(
@@ -148,7 +126,7 @@ def with_users_name(
 
 
 def _identifiers(names: Sequence[str]) -> list[str]:
-    """Names that may be parameters: ``params_w`` for ``params['w']``, each once."""
+    """Names that may be parameters: ``params_w`` for ``params.w``, each once."""
     found: dict[str, None] = {}
     for name in names:
         word = re.sub(r"\W+", "_", name).strip("_") or "value"

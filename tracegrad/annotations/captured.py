@@ -18,6 +18,7 @@ from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.closures import values_closed_over
 from tracegrad.ir.importer import import_program
 from tracegrad.variables.capture import variable_of
+from tracegrad.variables.leaves import path_name
 from tracegrad.variables.statics import is_variable
 
 
@@ -72,18 +73,18 @@ def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, A
     if (variable := variable_of(value)) is not None:
         return f"the Variable {variable.name!r}"
     for name, held in kwargs.items():
-        if (path := _path_to(value, held)) is not None:
-            return f"keyword argument '{name}{path}'"
+        if (path := _path_to(value, held, name)) is not None:
+            return f"keyword argument '{path}'"
     for name, held in values_closed_over(fun, depth=2):
-        if (path := _path_to(value, held)) is not None:
-            return f"'{name}{path}'"
+        if (path := _path_to(value, held, name)) is not None:
+            return f"'{path}'"
     return None
 
 
-def _path_to(value: object, held: object) -> str | None:
-    """The path of a leaf in a tree, by identity."""
+def _path_to(value: object, held: object, name: str) -> str | None:
+    """The path of a leaf in a tree of a name, by identity."""
     # Variables are not looked into: that would be to read them.
     for path, leaf in jax.tree_util.tree_flatten_with_path(held, is_leaf=is_variable)[0]:
         if leaf is value:
-            return str(jax.tree_util.keystr(path))
+            return path_name(path, name)
     return None

@@ -25,7 +25,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
     AnnotatedFunction,
-    Arguments,
+    inputs_in,
     require_callable,
 )
 from tracegrad.annotations.custom_rule import AnnotatedCall, bind_traced, bind_with_values
@@ -174,10 +174,10 @@ def _call_on_values(
     recorder: Recorder | None,
 ) -> Any:
     """The call where there are values; `recorder` tells the tapes that follow them, if any."""
-    call = AnnotatedCall(fun, args, kwargs, Arguments.of(args))
+    call = AnnotatedCall(fun, args, kwargs, inputs_in(args))
     arrays = [  # its owner may change a NumPy array before the gradient is asked for
         jnp.array(each) if isinstance(each, np.ndarray) else jnp.asarray(each)
-        for each in call.arguments.arrays
+        for each in call.arguments.chosen
     ]
     begun = {} if recorder is None else recorder.before_rule()
     with reads.around():
@@ -196,7 +196,7 @@ def _call_on_values(
         arrays, args = [*arrays, *values], (*args, values)
         function = with_variables_as_inputs(fun, variables)
     results, tree = jax.tree.flatten(y)
-    inputs = Arguments.of(args)
+    inputs = inputs_in(args)
 
     def pull_back(cotangents: Sequence[Any], sparse: Sequence[bool]) -> list[Any]:
         dys = [
@@ -205,7 +205,7 @@ def _call_on_values(
         return gradients_of_inputs(fun, args, gradient, arrays, dys, sparse)
 
     def traced(*arrays: Any) -> list[Any]:
-        y = _call_traced(None, function, inputs.with_arrays(arrays), kwargs, variables)
+        y = _call_traced(None, function, inputs.combine(arrays), kwargs, variables)
         return jax.tree.leaves(y)
 
     rule = Rule(name_of(fun), traced, pull_back, "custom_gradient", call.name_captured)
@@ -225,7 +225,7 @@ def _call_traced(
       reads: hears which Variables the function reads; None where that is known.
       variables: then those of which the values are the last arguments.
     """
-    call = AnnotatedCall(fun, args, kwargs, Arguments.of(args), reads)
+    call = AnnotatedCall(fun, args, kwargs, inputs_in(args), reads)
     listener = reads or ReadsOutside()
 
     def heard(*arrays: Any) -> tuple[Any, RunResiduals]:
@@ -235,7 +235,7 @@ def _call_traced(
     program = None
     with contextlib.suppress(*_jax.NEEDS_VALUES):
         program, shapes = jax.make_jaxpr(heard, return_shape=True)(
-            *map(jax.typeof, call.arguments.arrays)
+            *map(jax.typeof, call.arguments.chosen)
         )
     if reads is not None and not reads.are_all_in(program):
         # Once more, with the values of all Variables among the inputs.

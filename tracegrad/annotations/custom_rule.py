@@ -12,7 +12,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
-    Arguments,
     is_array_like,
     noted,
     with_users_name,
@@ -34,6 +33,8 @@ from tracegrad.ir.wording import brief, described
 from tracegrad.rewriting.traced_gradients import Program
 from tracegrad.tape.made_rules import MadeOf, tell_made_of
 from tracegrad.variables.capture import variable_of
+from tracegrad.variables.leaves import path_name
+from tracegrad.variables.parted import Parted
 from tracegrad.variables.reading import Operands
 from tracegrad.variables.trees import without_variables
 from tracegrad.variables.variable import Variable
@@ -57,7 +58,7 @@ class AnnotatedCall:
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    arguments: Arguments  # the leaves of args
+    arguments: Parted  # args, of which the inputs count
     reads: Operands | None = None  # the Variables that become inputs
     # Of each run of the forward pass, or why it has none. Filled in as the runs are traced.
     pullbacks: list[Pullback | Exception] = field(default_factory=list)
@@ -70,7 +71,7 @@ class AnnotatedCall:
     def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
         """Calls the user's function."""
         with noted(lambda: f"in {described(self.fun)}, which has a custom gradient"):
-            result = self.fun(*self.arguments.with_arrays(arrays), **self.kwargs)
+            result = self.fun(*self.arguments.combine(arrays), **self.kwargs)
         pair = isinstance(result, tuple | list) and len(result) == 2
         if not pair or not callable(result[1]):
             got = f"a pair with {brief(result[1])} in second place" if pair else brief(result)
@@ -83,7 +84,7 @@ class AnnotatedCall:
             if not is_array_like(leaf):
                 raise TypeError(
                     f"{described(self.fun)} has a custom gradient, so its outputs must be arrays; "
-                    f"y{jax.tree_util.keystr(path)} is {brief(leaf)}."
+                    f"{path_name(path, 'y')} is {brief(leaf)}."
                 )
         return y, grad_fn
 
@@ -142,7 +143,7 @@ def bind_with_values(call: AnnotatedCall) -> Any:
     rule = jax.custom_vjp(with_users_name(call.fun, lambda *arrays: call.run(*arrays)[0]))
     rule.defvjp(forward, backward)
     try:
-        return rule(*call.arguments.arrays)
+        return rule(*call.arguments.chosen)
     except jax.errors.UnexpectedTracerError as error:
         add_note(
             error,
@@ -159,8 +160,8 @@ def bind_traced(
     """JAX's rule around the traced function, with what it closes over as further arguments."""
     traced, values = Program.of(program)
     # Not the call itself: its arguments may belong to a trace that the rule outlives.
-    pullbacks, own = call.pullbacks, len(call.arguments.arrays)
-    inputs_given = [*call.arguments.arrays]
+    pullbacks, own = call.pullbacks, len(call.arguments.chosen)
+    inputs_given = [*call.arguments.chosen]
     reads = call.reads
     if reads is not None:
         variables = reads.listed

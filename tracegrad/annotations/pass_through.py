@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
     AnnotatedFunction,
-    Arguments,
     input_names,
+    inputs_in,
     require_callable,
 )
 from tracegrad.annotations.custom_gradient import custom_gradient
@@ -79,10 +79,8 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         # Assigned values leave the rule's own trace as further outputs.
         assigned[:] = assignments.values
         outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
-        arguments = Arguments.of(args)
-        inputs = [jax.typeof(array) for array in arguments.arrays]
-        names = input_names(fun, args)
-        _check(fun, [names[i] for i in arguments.positions], inputs, outputs)
+        inputs = [jax.typeof(array) for array in inputs_in(args).chosen]
+        _check(fun, input_names(fun, args), inputs, outputs)
 
         def identity(*dys: Any, variables: Sequence[Variable] = ()) -> Any:
             gradients = [

@@ -17,7 +17,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
-    Arguments,
     input_names,
     is_traced,
     noted,
@@ -147,10 +146,6 @@ def gradients_of_inputs(
     `sparse`: for each input whether slices stay slices.
     """
 
-    def names() -> list[str]:
-        found = input_names(fun, args)
-        return [found[i] for i in Arguments.of(args).positions]
-
     with noted(lambda: f"in the gradient function {described(grad_fn)}"):
         returned = grad_fn(*dys)
     found = _by_argument(args, returned)
@@ -166,7 +161,7 @@ def gradients_of_inputs(
             raise ValueError(
                 f"The gradient function {described(grad_fn)} of {described(fun)} returned "
                 f"{counted(len(flat), 'gradient')} for {counted(len(arrays), 'input')} "
-                f"({', '.join(names()) or 'no arrays'}). "
+                f"({', '.join(input_names(fun, args)) or 'no arrays'}). "
                 f"Return one per input, or None for an input that has no gradient.{by_name}"
             )
 
@@ -177,7 +172,7 @@ def gradients_of_inputs(
         aval = jax.typeof(arrays[i])
 
         def name() -> str:
-            return f"input {names()[i]}"
+            return f"input {input_names(fun, args)[i]}"
 
         if stays and is_slices(gradient):
             jax.eval_shape(lambda slices: checked_cotangent(slices, aval, function, name), gradient)

@@ -10,8 +10,8 @@ import jax
 
 from tracegrad.annotations.calls import (
     AnnotatedFunction,
-    Arguments,
     input_names,
+    inputs_in,
     require_callable,
     with_users_name,
 )
@@ -19,7 +19,6 @@ from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
 from tracegrad.tracing import graph
 from tracegrad.tracing.user_errors import explain_rule
-from tracegrad.variables.leaves import named_leaves
 from tracegrad.variables.reading import ReadsOutside
 from tracegrad.variables.trees import without_variables
 
@@ -91,21 +90,21 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Any:
     """One call of a recomputed function."""
-    arguments = Arguments.of((args, kwargs))
+    arguments = inputs_in((args, kwargs))
     variables = ReadsOutside()
 
     # A new function for every call: JAX keeps the programs of functions that it knows, with the
     # values that they closed over when it first saw them.
     def run(*arrays: Any) -> Any:
-        positional, keywords = arguments.with_arrays(arrays)
+        positional, keywords = arguments.combine(arrays)
         with variables.around():
             return without_variables(fun(*positional, **keywords))
 
     try:
-        program = with_users_name(fun, run, _names(fun, args, kwargs, arguments))
-        return jax.checkpoint(program, policy=policy)(*arguments.arrays)
+        program = with_users_name(fun, run, input_names(fun, args, kwargs))
+        return jax.checkpoint(program, policy=policy)(*arguments.chosen)
     except Exception as error:
-        explain_rule(error, lambda: graph(lambda *arrays: run(*arrays), *arguments.arrays))
+        explain_rule(error, lambda: graph(lambda *arrays: run(*arrays), *arguments.chosen))
         add_note(error, f"in {described(fun)}, which is recomputed in the backward pass")
         if isinstance(error, NotImplementedError) and "ffects not supported" in str(error):
             add_note(
@@ -115,11 +114,3 @@ def _call(
                 "may run again, or jax.pure_callback, which has no side effect.",
             )
         raise
-
-
-def _names(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
-) -> list[str]:
-    """How the user knows each array among the arguments."""
-    names = [*input_names(fun, args), *(name for name, _ in named_leaves(kwargs))]
-    return [names[i] for i in arguments.positions]

@@ -8,6 +8,7 @@ import jax
 
 from tracegrad.annotations.calls import is_array_like
 from tracegrad.ir.wording import brief
+from tracegrad.variables.leaves import path_name
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ def stop_gradient(tree: T) -> T:
 
     def stopped(path: Any, leaf: Any) -> Any:
         if not is_array_like(leaf):
-            place = jax.tree_util.keystr(path)
+            place = path_name(path)
             raise TypeError(
                 f"stop_gradient takes arrays, numbers and trees of them; "
                 f"{'the leaf at ' + place if place else 'it'} is {brief(leaf)}. "

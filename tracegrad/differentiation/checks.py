@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from tracegrad.differentiation.gradient_types import is_array, is_differentiable, type_of
-from tracegrad.differentiation.selection import Selection, check_wrt
+from tracegrad.differentiation.wrt import check_wrt
 from tracegrad.ir.wording import with_article
 from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.trees import without_variables
@@ -52,49 +51,6 @@ def named_after(
         return wrapped
 
     return decorate
-
-
-def differentiable_leaves(
-    selection: Selection,
-    unconnected: Unconnected = "zero",
-    allowed: Callable[[Any], bool] | Literal[False] = False,
-) -> list[bool]:
-    """Which of the selected leaves JAX is to differentiate; `allowed`: of the others, for zeros.
-
-    Where whole arguments are selected that hold floats or complex numbers beside others (a model
-    has functions, counters, flags), the others get None for an answer. Else raises TypeError for
-    what cannot be differentiated, unless the caller takes None for an answer.
-    """
-    flags: list[bool] = []
-    for argument in selection.arguments:
-        chosen = [leaf for leaf, m in zip(argument.leaves, argument.mask, strict=True) if m]
-        differentiable = argument.differentiable
-        is_model = argument.is_whole and any(differentiable)
-        for leaf, fits in zip(chosen, differentiable, strict=True):
-            if not fits and unconnected != "none":
-                is_setting = is_differentiable(leaf)
-                fits = callable(allowed) and allowed(leaf) and not is_setting
-                if not fits and not is_model:
-                    path = selection.names[len(flags)]
-                    raise TypeError(_no_gradient(path, leaf, allowed, is_setting=is_setting))
-            flags.append(fits)
-    return flags
-
-
-def _no_gradient(path: str, leaf: Any, allowed: object, *, is_setting: bool) -> str:
-    if is_setting:
-        return (
-            f"wrt selects {path}, the number {leaf!r} of an equinox module, where numbers are "
-            "settings that are not trained: make it an array, as in `jnp.asarray(0.5)`"
-        )
-    aval = type_of(leaf)
-    kind = type(leaf).__name__ if aval is None else str(aval.dtype)
-    return (
-        f"wrt selects {path}, of type {kind}: only float and complex arrays "
-        "have gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or "
-        'take None for it, with `unconnected="none"`'
-        + ("; or float0, with `allow_int=True`" if is_array(leaf) and not allowed else "")
-    )
 
 
 def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -> tuple[Any, Any]:

@@ -11,7 +11,8 @@ from tracegrad import _jax
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import graph
-from tracegrad.tracing.in_force import apply_in_force, differentiating, under_rules_already
+from tracegrad.tracing.in_force import differentiating, traced_in_force, under_rules_already
+from tracegrad.variables.parted import Parted
 from tracegrad.variables.statics import are_traced, is_none, place_of_leaf, with_statics
 from tracegrad.variables.trees import without_variables
 
@@ -63,31 +64,29 @@ def jvp(
             f"{type(primals).__name__} and {type(tangents).__name__}"
         )
     primals, tangents = without_variables(tuple(primals)), tuple(tangents)
-    run = under_rules_already(to_callable(with_forward_mode(apply_in_force(graph(fun, *primals)))))
+    program = traced_in_force(lambda: graph(fun, *primals))
+    run = under_rules_already(to_callable(with_forward_mode(program)))
     structure: Any
     given: Any
     values, structure = jax.tree.flatten(primals, is_leaf=is_none)
     directions, given = jax.tree.flatten(tangents, is_leaf=is_none)
     if structure != given:
         return _jax.jvp(run, primals, tangents, has_aux=has_aux)  # says what is wrong
-    moving = [i for i, direction in enumerate(directions) if direction is not None]
+    parts = Parted(values, structure, [direction is not None for direction in directions])
     traced = are_traced(values, structure)
-    for i in moving:
-        if not traced[i]:
+    for i, is_moving in enumerate(parts.counted):
+        if is_moving and not traced[i]:
             raise TypeError(
                 f"primals{place_of_leaf(structure, i)} is {values[i]!r}, which is no array: its "
                 f"tangent is None, not {directions[i]!r}"
             )
 
     def along(moved: list[Any]) -> Any:
-        arguments = list(values)
-        for i, value in zip(moving, moved, strict=True):
-            arguments[i] = value
-        outputs = run(*jax.tree.unflatten(structure, arguments))
+        outputs = run(*parts.combine(moved))
         outputs, aux = outputs if has_aux else (outputs, None)
         return with_statics(outputs), aux
 
-    starts, steps = [values[i] for i in moving], [directions[i] for i in moving]
+    starts, steps = parts.chosen, parts.of_chosen(directions)
     with differentiating():
         outputs, out_tangents, aux = _jax.jvp(along, (starts,), (steps,), has_aux=True)
     leaves, tree = jax.tree.flatten(out_tangents)  # what is no array stands in both

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,10 @@ def zeros_for(leaf: Any) -> Any:
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)(0)
     return None if not is_numeric(leaf) else jnp.zeros_like(leaf)
+
+
+def no_gradient(leaf: Any) -> None:
+    """What stands for a leaf that was not selected, for who tells "no gradient" from zero."""
 
 
 def zero_block(shape: tuple[int, ...], leaf: Any) -> Any:
@@ -45,23 +49,25 @@ def as_inexact(given: Any, dtype: Any) -> Any:
     return jnp.asarray(given, dtype) if takes_it else given
 
 
+# What a gradient by a leaf is: of a float or complex array, or such a number, an array like it; of
+# integers and booleans ("exact") and of random keys ("key") zeros, if anybody wants those; of a
+# number that is part of what an equinox module computes ("setting"), and of all else, none.
+Kind = Literal["inexact", "exact", "key", "setting", "other"]
+
+
+def kind_of(leaf: Any) -> Kind:
+    """What a gradient by a leaf is, whatever holds the leaf: never "setting"."""
+    aval = type_of(leaf)
+    if not isinstance(aval, _jax.ARRAY):
+        return "other"
+    if _jax.is_inexact(aval.dtype):
+        return "inexact"
+    return "key" if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else "exact"
+
+
 def is_numeric(leaf: Any) -> bool:
     """Whether a leaf is an array of numbers or booleans, or such a number."""
-    aval = type_of(leaf)
-    return isinstance(aval, jax.core.ShapedArray) and not jnp.issubdtype(
-        aval.dtype, jax.dtypes.extended
-    )
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, of random keys too, or a number."""
-    return isinstance(type_of(leaf), _jax.ARRAY)
-
-
-def is_differentiable(leaf: Any) -> bool:
-    """Whether a leaf is a float or complex array, or such a number."""
-    aval = type_of(leaf)
-    return isinstance(aval, _jax.ARRAY) and _jax.is_inexact(aval.dtype)
+    return kind_of(leaf) in ("inexact", "exact")
 
 
 def type_of(leaf: Any) -> Any:

@@ -7,14 +7,13 @@ which knows (see `connectivity`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
-from tracegrad.differentiation.calls import DifferentiatedCall
 from tracegrad.differentiation.checks import (
     Unconnected,
     check,
@@ -24,10 +23,11 @@ from tracegrad.differentiation.checks import (
     wrt_or_argnums,
 )
 from tracegrad.differentiation.connectivity import UnconnectedError, connections
-from tracegrad.differentiation.gradient_types import is_array, is_numeric, zero_block
+from tracegrad.differentiation.gradient_types import Kind, no_gradient, zero_block, zeros_for
 from tracegrad.differentiation.lookups import call_with_slices
-from tracegrad.differentiation.selection import Selection, Wrt
+from tracegrad.differentiation.partition import Partition
 from tracegrad.differentiation.smallest_cuts import explain_unconnected, smallest_cuts
+from tracegrad.differentiation.wrt import Wrt, partition
 from tracegrad.ir import Graph
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import differentiating
@@ -54,14 +54,17 @@ def grad(
         - a position, or an argument's name, however the argument is passed: all its leaves. Those
           of a model that are no float or complex arrays (functions, counters) get None;
         - several of these: the answer is a tuple;
-        - a predicate ``(path, leaf) -> bool`` over the leaves of the first argument, where ``path``
-          is ``"layers.0.kernel"``. The answer has the structure of that argument; leaves that are
-          not selected get zeros of their shape and dtype, Python numbers the zero of their type,
-          and what is no number (functions, strings, random keys) gets None. They need not be
+        - leaves of the first argument: a glob for their paths (``"layers.*.kernel"``; see
+          `match.param`, which takes several), a tree of bools (`select`), a filter of flax.nnx
+          (``nnx.Param``), or a predicate ``(path, leaf) -> bool``. A glob that begins with another
+          argument's name is for that one. The answer has the structure of the argument; leaves that
+          are not selected get zeros of their shape and dtype, Python numbers the zero of their
+          type, and what is no number (functions, strings, random keys) gets None. They need not be
           differentiable. Zeros do not freeze a weight under weight decay: see `select`.
       has_aux: whether `fun` returns ``(value, aux)``, where ``aux`` is handed on.
       unconnected: what a selected leaf gets through which no gradient flows, whatever the values:
-        ``"zero"``: zeros, at no cost over `jax.grad`; ``"none"``: None; ``"raise"``: an
+        ``"zero"``: zeros, at no cost over `jax.grad`; ``"none"``: None, and so do leaves that are
+        not selected; ``"raise"``: an
         `UnconnectedError` that names the leaf and the line that cuts it off. The last two
         trace `fun` once more, and so take what `jax.jit` takes; put `tracegrad.trace` or
         `jax.jit` around what is called often. stop_gradient, integers and booleans, round, floor,
@@ -100,7 +103,7 @@ def grad(
 
     Freeze everything but the biases:
 
-    >>> gradient = grad(loss, wrt=lambda path, leaf: path.endswith("bias"))(params, jnp.ones(2))
+    >>> gradient = grad(loss, wrt="*.bias")(params, jnp.ones(2))
     >>> print(gradient["bias"], gradient["kernel"])
     1.0 [0. 0.]
 
@@ -169,19 +172,21 @@ def value_and_grad(
 
     @named_after(fun, "Value and gradient")
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        call = DifferentiatedCall(fun, wrt, args, kwargs, unconnected, allow_int and is_array)
+        allowed: Sequence[Kind] = ("exact", "key") if allow_int else ()
+        call = partition(fun, wrt, args, kwargs).differentiable(unconnected, allowed)
         scalar = call.of_leaves(lambda outcome: scalar_result(fun, outcome, has_aux))
         run = _jax.value_and_grad(
             scalar, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
-        leaves = call.chosen.leaves
+        leaves = call.leaves
         with explaining(), differentiating():
             given, results = call_with_slices(run, leaves) if sparse else run(leaves)
         if unconnected != "zero":
-            (results,) = _marked(call.chosen, scalar, unconnected, [results])
+            (results,) = _marked(call, scalar, unconnected, [results])
+        absent = zeros_for if unconnected != "none" else no_gradient
         value, beside = given
         aux = call.settle(beside)
-        return ((value, aux) if has_aux else value), call.answer(results)
+        return ((value, aux) if has_aux else value), call.answer(results, absent)
 
     return value_and_gradient
 
@@ -233,11 +238,11 @@ def jacobian(
     @named_after(fun, "Jacobian")
     def jacobian_of(*args: Any, **kwargs: Any) -> Any:
         # JAX has no Jacobian with respect to random keys.
-        allowed = allow_int and is_numeric
-        call = DifferentiatedCall(fun, wrt, args, kwargs, unconnected, allowed)
+        allowed: Sequence[Kind] = ("exact",) if allow_int else ()
+        call = partition(fun, wrt, args, kwargs).differentiable(unconnected, allowed)
         shape_of_result: list[Any] = []  # its structure and the shapes of its leaves
         flat = call.of_leaves(lambda outcome: flattened(fun, outcome, has_aux, shape_of_result))
-        leaves = call.chosen.leaves
+        leaves = call.leaves
         if leaves:
             with explaining(), differentiating():
                 rows, beside = _jax.jacobian_rows(
@@ -247,11 +252,11 @@ def jacobian(
             outputs, beside = flat([])
             rows = [[] for _ in outputs]
         if unconnected != "zero":
-            rows = _marked(call.chosen, flat, unconnected, rows)
+            rows = _marked(call, flat, unconnected, rows)
         aux = call.settle(beside)
         structure, shapes = shape_of_result
         blocks = [
-            call.answer(row, functools.partial(zero_block, shape))
+            call.answer(row, partial(zero_block, shape) if unconnected != "none" else no_gradient)
             for row, shape in zip(rows, shapes, strict=True)
         ]
         answer = jax.tree.unflatten(structure, blocks)
@@ -264,7 +269,7 @@ def jacobian(
 
 
 def _marked(
-    chosen: Selection,
+    call: Partition,
     fun: Callable[[list[Any]], Any],
     unconnected: Unconnected,
     rows: list[list[Any]],
@@ -273,26 +278,26 @@ def _marked(
 
     Raises UnconnectedError instead if the caller wants that.
     """
-    program = _traced(chosen, fun)
+    program = _traced(call, fun)
     linked = connections(program)[: program.result_count]  # behind them is what is assigned
     if unconnected == "raise":
-        _require_connected(chosen, program, linked)
+        _require_connected(call, program, linked)
     return [
         [result if i in inputs else None for i, result in enumerate(row)]
         for row, inputs in zip(rows, linked, strict=True)
     ]
 
 
-def _traced(chosen: Selection, fun: Callable[[list[Any]], Any]) -> Graph:
+def _traced(call: Partition, fun: Callable[[list[Any]], Any]) -> Graph:
     def traced(leaves: list[Any]) -> Any:
         return fun(leaves)[0]
 
-    traced.__name__ = function_name(chosen.fun)
-    return graph(traced, chosen.leaves)
+    traced.__name__ = function_name(call.fun)
+    return graph(traced, call.leaves)
 
 
-def _require_connected(chosen: Selection, program: Graph, linked: Sequence[frozenset[int]]) -> None:
-    paths = chosen.names
+def _require_connected(call: Partition, program: Graph, linked: Sequence[frozenset[int]]) -> None:
+    paths = call.names
     lines = []
     for output, inputs in enumerate(linked):
         if inputs.issuperset(range(len(paths))):
@@ -307,6 +312,5 @@ def _require_connected(chosen: Selection, program: Graph, linked: Sequence[froze
     if lines:
         more = [f"  ... and {len(lines) - 20} more"] if len(lines) > 20 else []
         raise UnconnectedError(
-            f"no gradient of {function_name(chosen.fun)} flows to\n"
-            + "\n".join([*lines[:20], *more])
+            f"no gradient of {function_name(call.fun)} flows to\n" + "\n".join([*lines[:20], *more])
         )

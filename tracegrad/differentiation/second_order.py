@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.differentiation.calls import DifferentiatedCall
 from tracegrad.differentiation.checks import (
     check,
     flattened,
@@ -21,7 +19,8 @@ from tracegrad.differentiation.checks import (
 )
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.gradient_types import as_inexact, zero_block
-from tracegrad.differentiation.selection import Wrt
+from tracegrad.differentiation.partition import Partition
+from tracegrad.differentiation.wrt import Wrt, partition
 from tracegrad.ir.wording import brief
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
@@ -66,14 +65,14 @@ def hessian(
 
     @named_after(fun, "Hessian")
     def hessian_of(*args: Any, **kwargs: Any) -> Any:
-        call = DifferentiatedCall(fun, wrt, args, kwargs)
+        call = partition(fun, wrt, args, kwargs).differentiable()
         shape_of_result: list[Any] = []
         flat = call.of_leaves(lambda outcome: flattened(fun, outcome, has_aux, shape_of_result))
 
         def first(leaves: list[Any]) -> Any:
             return _jax.jacobian_rows(flat, leaves, holomorphic=holomorphic)
 
-        leaves = call.chosen.leaves
+        leaves = call.leaves
         with differentiating():
             program = to_callable(with_forward_mode(graph(first, leaves)))
             forward = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)
@@ -93,10 +92,10 @@ def hessian(
 
 
 def _rows_and_columns(
-    call: DifferentiatedCall, blocks: Sequence[Sequence[Any]], shape: tuple[int, ...]
+    call: Partition, blocks: Sequence[Sequence[Any]], shape: tuple[int, ...]
 ) -> Any:
     """The Hessian of one output leaf, from one block per pair of differentiable leaves."""
-    leaves = call.chosen.leaves
+    leaves = call.leaves
     rows = [
         call.answer(row, functools.partial(zero_block, (*shape, *jnp.shape(leaf))))
         for leaf, row in zip(leaves, blocks, strict=True)
@@ -146,12 +145,11 @@ def hvp(
         raise TypeError(
             f"primals is a tuple, with one entry per argument; got {type(primals).__name__}"
         )
-    call = DifferentiatedCall(fun, wrt, tuple(primals), {})
-    given = itertools.compress(call.selection.flatten(v), call.differentiable)
-    leaves = call.chosen.leaves
+    call = partition(fun, wrt, tuple(primals), {}).differentiable()
+    leaves = call.leaves
     vector = [
         _direction(leaf, entry, path)
-        for leaf, entry, path in zip(leaves, given, call.chosen.names, strict=True)
+        for leaf, entry, path in zip(leaves, call.entries(v), call.names, strict=True)
     ]
 
     def gradient(leaves: list[Any]) -> Any:

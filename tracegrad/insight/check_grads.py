@@ -15,7 +15,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.forward import jvp
-from tracegrad.differentiation.selection import resolve
+from tracegrad.differentiation.wrt import partition
 from tracegrad.insight.bounded import bounded
 from tracegrad.insight.check_rules import check_rules, operands_in, without_rules
 from tracegrad.insight.comparisons import Checked, GradCheck
@@ -244,13 +244,13 @@ def _traced(
     fun: Callable[..., Any], args: Sequence[Any], *, double: bool
 ) -> tuple[Graph, list[Any], list[str]]:
     """The function of its floating leaves alone, as a graph; those in a precision; their paths."""
-    selection = resolve(fun, tuple(range(len(args))), tuple(args), {}) if args else None
-    chosen = selection and selection.refined(selection.differentiable)
+    every = tuple(range(len(args)))
+    chosen = partition(fun, every, tuple(args), {}).differentiable("none") if args else None
     if not chosen or not chosen.leaves:
         raise ValueError("check_grads needs an argument with a floating leaf to differentiate by")
 
     def flat(leaves: list[Any]) -> list[Any]:
-        return jax.tree.leaves(chosen.call(leaves))
+        return jax.tree.leaves(chosen.call(leaves)[0])
 
     flat.__name__ = function_name(fun)
     with jax.enable_x64(double):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.checks import pair
 from tracegrad.differentiation.gradient_types import is_numeric, type_of
-from tracegrad.differentiation.selection import Selection, Wrt, check_wrt, resolve
+from tracegrad.differentiation.partition import Partition
+from tracegrad.differentiation.wrt import Wrt, check_wrt, partition
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation
 from tracegrad.ir import Graph, Occurrence, dtype_of, has_gradient, is_reference
@@ -85,15 +86,13 @@ def explain(
     """
     require_function(fun, "explain the gradients of")
     _check_sources(fun, wrt)
-    selection = resolve(fun, wrt, args, kwargs)
+    selection = partition(fun, wrt, args, kwargs)
     _require_alive(selection)
     call = _trace(selection, has_aux)
     _refuse_references(call.program)
     leaves = {
-        name: Static(leaf) if is_setting else leaf
-        for name, leaf, is_setting in zip(
-            selection.names, selection.leaves, selection.settings, strict=True
-        )
+        name: Static(leaf) if kind == "setting" else leaf
+        for name, leaf, kind in zip(selection.names, selection.leaves, selection.kinds, strict=True)
     }
     # A model's functions and strings are no sources, unless it is one of them that is asked about.
     sources = {
@@ -109,7 +108,7 @@ def explain(
         name=function_name(fun),
         unselectable={name: leaves[name] for name, i in sources.items() if i is None},
         others=call.others,
-        untrained={leaf.name for leaf in selection.named_leaves if not leaf.is_trained},
+        untrained={leaf.name for leaf in selection.named if not leaf.is_trained},
         updated=_updated(call),
     )
 
@@ -138,16 +137,16 @@ def _check_sources(fun: Callable[..., Any], wrt: Any) -> None:
     leaves = [] if callable(wrt) else jax.tree.leaves(wrt)
     if any(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in leaves):
         raise TypeError(
-            "a source is an argument of the function, and wrt says which: by position, by name, or "
-            f"by a predicate (path, leaf) -> bool. An array was given. If {function_name(fun)} "
-            "closes over it, make it an argument; of arrays that were watched, ask a tape"
+            "a source is an argument of the function, and wrt says which: by position, by name, by "
+            "a glob for paths or by a predicate (path, leaf) -> bool. An array was given. If "
+            f"{function_name(fun)} closes over it, make it an argument; of arrays that were "
+            "watched, ask a tape"
         )
     check_wrt(wrt)
 
 
-def _require_alive(selection: Selection) -> None:
-    leaves = jax.tree.leaves((selection.args, selection.kwargs))
-    for name, leaf in zip(selection.names_of_all, leaves, strict=True):
+def _require_alive(selection: Partition) -> None:
+    for name, leaf in selection.all_leaves:
         if _jax.is_tracer(leaf):
             raise TypeError(
                 "explain looks at numbers, which a traced function does not have: call it outside "
@@ -175,17 +174,14 @@ class _Call:
     count: int
 
 
-def _trace(selection: Selection, has_aux: bool) -> _Call:
+def _trace(selection: Partition, has_aux: bool) -> _Call:
     """Traces the call that a selection is of.
 
     The inputs are all arrays among the arguments; where the function needs the value of one that
     is not selected (an `if` on a flag), the selected leaves alone, as under `jax.grad`.
     """
-    leaves = selection.leaves
-    is_input = selection.differentiable
-    chosen = [leaf for leaf, fits in zip(leaves, is_input, strict=True) if fits]
-    refined = selection.refined(is_input)
-    others, structure = jax.tree.flatten((refined.args, refined.kwargs))
+    part = selection.differentiable("none")
+    chosen, others = part.leaves, [leaf for _, leaf in part.all_leaves]
     rest = [i for i, leaf in enumerate(others) if isinstance(leaf, jax.Array | np.ndarray)]
     count = 0
 
@@ -195,8 +191,8 @@ def _trace(selection: Selection, has_aux: bool) -> _Call:
         leaves = list(others)
         for i, leaf in zip(rest, more, strict=False):
             leaves[i] = leaf
-        args, kwargs = jax.tree.unflatten(structure, leaves)
-        result = replace(refined, args=args, kwargs=kwargs).call(chosen)
+        args, kwargs = part.combine(chosen, leaves)
+        result = selection.fun(*args, **kwargs)
         value, aux = pair(selection.fun, result) if has_aux else (result, None)
         results = jax.tree.leaves(value)
         count = len(results)
@@ -207,18 +203,14 @@ def _trace(selection: Selection, has_aux: bool) -> _Call:
     names: dict[int, str] = {}
     try:
         program, inputs = graph(run, chosen, arrays), [*chosen, *arrays]
-        paths = selection.names_of_all
-        names.update((len(chosen) + k, paths[i]) for k, i in enumerate(rest))
+        names.update((len(chosen) + k, part.all_leaves[i][0]) for k, i in enumerate(rest))
     except _jax.NEEDS_VALUES:
         program, inputs = graph(run, chosen, ()), list(chosen)
     for variable in program.variables:
         names[len(inputs)] = f"the Variable {variable.name}"
         inputs.append(variable.value)
-    numbers = itertools.count()
-    sources = {
-        path: next(numbers) if fits else None
-        for path, fits in zip(selection.names, is_input, strict=True)
-    }
+    sources: dict[str, int | None] = dict.fromkeys(selection.names)
+    sources |= {path: i for i, path in enumerate(part.names)}
     return _Call(program, inputs, sources, names, count)
 
 

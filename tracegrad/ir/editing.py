@@ -24,10 +24,10 @@ from tracegrad import _jax
 from tracegrad.ir.borders import Edited, with_regions
 from tracegrad.ir.draft import Draft
 from tracegrad.ir.graph import Graph
-from tracegrad.ir.nodes import Atom, Node, Value
+from tracegrad.ir.nodes import Atom, Node, Value, renamed
 from tracegrad.ir.occurrence import Fragment, Occurrence, Path
 from tracegrad.ir.stretches import entering, leaving
-from tracegrad.ir.writing import Place, Port, Where, write
+from tracegrad.ir.writing import Place, Port, Where, write, write_first
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +201,24 @@ def before_each(
             draft.rename(members, {operands[i]: value for i, value in new.items()})
 
     return _edit(graph, matches, write_at, lambda match: None).graph
+
+
+def behind_inputs(graph: Graph, behind: Mapping[Value, Callable[[Any], Any]]) -> Graph:
+    """The graph with ``behind[value](value)`` in the place of some of its inputs."""
+    new = {value: Value(value.aval) for value in behind}
+    nodes: list[Node] = []
+    constants = dict(graph.constants)
+    names: dict[Value, Atom] = dict(new)
+    for value, run in behind.items():
+        written = write_first(run, value, new[value], graph)
+        nodes += written.nodes
+        constants |= written.constants
+        names |= written.names
+    return graph.replace(
+        nodes=[*nodes, *(node.reading(names) for node in graph.nodes)],
+        outputs=renamed(graph.outputs, names),
+        constants=constants,
+    )
 
 
 def shown_behind(graph: Graph, matches: Sequence[Occurrence]) -> Edited:

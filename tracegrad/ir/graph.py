@@ -38,7 +38,8 @@ class Graph:
       nodes: its equations, in the order of execution.
       name: the traced function's name.
       function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
-      hints: what the names of the inputs are made from, ``params['w']``; "" where nothing is known.
+      hints: what the names of the inputs are made from, ``params.w``; "" where nothing is known.
+      aliases: further paths by which `match.param` knows the inputs; () for none.
       first: the graph that this one was made from by edits; None: it was traced as it is. A value
         keeps the name that it has there.
       in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result; None for regions.
@@ -67,6 +68,7 @@ class Graph:
     name: str
     function_source: str = ""
     hints: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     first: Graph | None = None
     in_tree: Any = None
     out_tree: Any = None

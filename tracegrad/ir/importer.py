@@ -97,7 +97,9 @@ def graph_of(
 
 
 def _hints(inputs: Sequence[Value], names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(names) if len(names) == len(inputs) else ("",) * len(inputs)
+    if len(names) != len(inputs):
+        return ("",) * len(inputs)
+    return tuple([name.removesuffix(".value") for name in names])  # of a variable of flax.nnx
 
 
 def node_of(equation: Any, function: str = "", hints: Mapping[Value, str] = _NO_HINTS) -> Node:

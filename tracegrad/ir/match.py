@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 from tracegrad.ir.executions import CallOf, SourceOf
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import Occurrence, Path
+from tracegrad.ir.parameters import Parameters as Parameters
 from tracegrad.ir.scopes import around, scopes
 from tracegrad.ir.selector import Found, Group, Grouping, fits_any, within
 from tracegrad.ir.selector import Selector as Selector
@@ -44,6 +45,7 @@ __all__ = [
     "Selector",
     "call",
     "op",
+    "param",
     "scope",
     "source",
     "where",
@@ -119,6 +121,34 @@ def scope(*globs: str) -> Selector:
     ['block_1', 'block_2']
     """
     return _Scope(*_checked(globs, "match.scope", "block_*/attention"))
+
+
+def param(*globs: str) -> Parameters:
+    """Parameters of the function that is differentiated, by their paths: for rules that act on
+    their gradients (`rules.clip_gradient`, `scale_gradient`, `tap_gradient`, `stop_gradient`), and
+    for the ``wrt`` of the gradient functions.
+
+    A path is what messages call a leaf of an argument: ``model.blocks.0.attention.query.kernel``,
+    whether the argument is a module of flax.nnx or of equinox, a dict or a list. A rule acts where
+    the parameter enters the function, on the gradient that all its uses add up to.
+
+    Args:
+      *globs: patterns for paths; ``*`` stands for any letters, dots too. A glob begins with the
+        argument's name or behind it (``"blocks.*"``), and ends with the leaf or with what holds it
+        (``"blocks.0"``: all its leaves). A Variable is known by its name.
+
+    Combine it with ``&``, ``|`` and ``~``; selectors of operations do not combine with it.
+
+    >>> import jax, jax.numpy as jnp, tracegrad as tg
+    >>> def loss(params, x):
+    ...     return jnp.sum(x @ params["encoder"]["w"] @ params["head"]["w"])
+    >>> frozen = tg.rewrite(loss, tg.rules.stop_gradient(tg.match.param("encoder.*")))
+    >>> params = {"encoder": {"w": jnp.ones((2, 2))}, "head": {"w": jnp.ones((2, 1))}}
+    >>> gradient = jax.grad(frozen)(params, jnp.ones((1, 2)))
+    >>> print(gradient["encoder"]["w"].ravel(), gradient["head"]["w"].ravel())
+    [0. 0. 0. 0.] [2. 2.]
+    """
+    return Parameters("", _checked(globs, "match.param", "blocks.*.kernel"))
 
 
 def source(*places: str) -> Selector:

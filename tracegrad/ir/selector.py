@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import Fragment, Occurrence, Path
+from tracegrad.ir.parameters import NOT_COMBINED, Parameters
 
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
@@ -164,6 +165,8 @@ def _in_order(graph: Graph, matches: list[Occurrence]) -> list[Occurrence]:
 
 
 def _selector(other: Any) -> Selector:
+    if isinstance(other, Parameters):
+        raise TypeError(NOT_COMBINED)
     if not isinstance(other, Selector):
         raise TypeError(
             f"a selector (match.op, match.call, ...) is combined with another one, "

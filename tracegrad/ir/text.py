@@ -192,11 +192,10 @@ def _readable(hint: str) -> tuple[str, str]:
     """What the name of a value begins with, made from an argument's or an operation's; and a name
     of it that a reader can type, as torch.fx has it.
 
-    Of a leaf of an argument that is its path, as `variables.leaves` has it: of JAX's
-    ``params['dense'].kernel[0]`` ``params.dense.kernel.0``.
+    Of a leaf of an argument that is its path, ``params.dense.kernel.0``; of JAX's
+    ``params['dense'].kernel[0]``, in a region, the same.
     """
-    # The array of a flax.nnx variable: `model.blocks[0].kernel.value`.
-    parts = re.split(r"\W*[\[\].]\W*", hint.removesuffix(".value"))
+    parts = re.split(r"\W*[\[\].]\W*", hint)
     base = ".".join(filter(None, (re.sub(r"\W+", "_", part).strip("_") for part in parts)))
     base = base or "value"
     if base[0].isdigit():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import sys
@@ -76,6 +77,16 @@ def listed(names: Sequence[str], most: int) -> str:
     more = [f"{len(names) - most} more"] if len(names) > most else []
     *first, last = [*names[:most], *more]
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def nearest(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names that are most like what was asked for, three at most; the first ones if none is."""
+    lowered = {name.lower(): name for name in names}
+    near: dict[str, None] = {}
+    for pattern in patterns:
+        close = difflib.get_close_matches(pattern.lower(), lowered, 3, cutoff=0.4)
+        near.update((lowered[name], None) for name in close)
+    return list(near)[:3] or list(names[:3])
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:

@@ -132,6 +132,21 @@ def write(
     return Written(nodes, others, ins, outs, constants)
 
 
+def write_first(run: Callable[[Any], Any], operand: Value, result: Value, graph: Any) -> Written:
+    """As `write`, of a function of one input of a graph, before all of its nodes: outside of
+    scopes."""
+    place = f"the input {graph.names[operand]} of {graph.name}"
+    program = jax.make_jaxpr(lambda array: _as_type(run(array), result.aval, place))(operand.aval)
+    open_form, arrays = _jax.parts_of(program)
+    (before,), (after,) = open_form.invars, open_form.outvars
+    names: dict[Value, Atom] = {before: operand}
+    if after is before:
+        return Written([], {result: operand})
+    names[after] = result
+    nodes = [node_of(each, graph.function_source).renaming(names) for each in open_form.eqns]
+    return Written(nodes, {}, constants=dict(zip(open_form.constvars, arrays, strict=True)))
+
+
 def trace_beside(
     run: Callable[..., Any], avals: Sequence[Any], beside: Node, where: Where = Where()
 ) -> Any:

@@ -12,7 +12,7 @@ from tracegrad import _jax
 from tracegrad._jax.caches import cached
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.checks import wrt_or_argnums
-from tracegrad.differentiation.selection import Wrt, resolve
+from tracegrad.differentiation.wrt import Wrt, partition
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.notes import add_note
@@ -106,7 +106,7 @@ def plan_recompute(
     asked = recompute_to_fit(memory_budget, measure=measure)
     graph = graph_of_call(fun, args, kwargs)
     if chosen is not None:
-        of_inputs = resolve(fun, chosen, args, kwargs).of_inputs
+        of_inputs = partition(fun, chosen, args, kwargs).of_inputs
         graph = replace(graph, differentiated=of_inputs)
     return asked.plan(graph, shardings_of(graph, args, kwargs))
 

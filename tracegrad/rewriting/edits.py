@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 from tracegrad import _jax
 from tracegrad.ir import (
@@ -15,21 +15,83 @@ from tracegrad.ir import (
     Node,
     Occurrence,
     Origin,
+    Value,
+    has_gradient,
     scopes,
 )
 from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.frames import CHANGES_GRADIENT
-from tracegrad.ir.occurrence import is_of_nothing, is_own_file, is_under_rules
+from tracegrad.ir.inlined import region_calls
+from tracegrad.ir.occurrence import Path, is_of_nothing, is_own_file, is_under_rules
+from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
+from tracegrad.ir.wording import nearest
 
 
 def check_selector(where: object) -> None:
     """Raises TypeError for what does not say where in a program."""
+    if isinstance(where, Parameters):
+        raise TypeError(
+            f"expected a selector of operations (match.op, match.call, ...); {where!r} says which "
+            "parameters, for rules that act on their gradients: clip_gradient, scale_gradient, "
+            "tap_gradient, stop_gradient"
+        )
     if not isinstance(where, Selector):
         raise TypeError(
             f"expected a selector (tracegrad.match.op, match.call, ...) to say where; got {where!r}"
         )
+
+
+def parameters_of(
+    where: Parameters, graph: Graph, missing_ok: bool, rule: object
+) -> dict[Value, str]:
+    """The parameters at which a rule acts: inputs of a graph, and their paths. Where it is known by
+    which inputs the graph is differentiated, only those are parameters.
+
+    Raises:
+      NoMatchError: there is none, and that is not allowed.
+      GraphError: one enters code that JAX has differentiated already.
+    """
+    moved = graph.differentiated or [True] * len(graph.inputs)
+    names = zip(graph.hints, graph.aliases or graph.hints, strict=True)
+    paths = {
+        value: each
+        for value, each, is_moved in zip(graph.inputs, names, moved, strict=True)
+        if is_moved and has_gradient(value)
+    }
+    found = {value: path for value, (path, alias) in paths.items() if where.fits(path, alias)}
+    if not found and not missing_ok:
+        known = list(dict.fromkeys(path for path, _ in paths.values()))
+        raise NoMatchError(lambda: _no_parameter(graph, where, rule, known))
+    if not graph.differentiated:
+        for match in _readers(graph, set(found), ()):
+            if not is_under_rules(match):
+                refuse_differentiated(match, rule)
+    return found
+
+
+def _readers(graph: Graph, values: AbstractSet[Value], path: Path) -> Iterator[Occurrence]:
+    """The operations that take one of these values, in regions too."""
+    for node in graph.nodes:
+        if values.isdisjoint(node.operands):
+            continue
+        yield Occurrence(path, node)
+        for call in region_calls(node):
+            region = node.regions[call.name]
+            pairs = zip(region.inputs, call.operands, strict=True)
+            inside = {inner for inner, i in pairs if node.inputs[i] in values}
+            yield from _readers(region, inside, (*path, (node, call.name)))
+
+
+def _no_parameter(graph: Graph, where: Parameters, rule: object, paths: Sequence[str]) -> str:
+    near = ", ".join(map(repr, nearest(where.patterns, paths)))
+    return (
+        f"{rule!r} matches nothing in {graph.name}: no parameter {where!r}. "
+        + (f"The nearest paths: {near}." if near.strip("'") else "It has no parameters with paths.")
+        + " A glob begins with the argument's name or behind it; a rule that may match nothing is "
+        "given missing_ok=True"
+    )
 
 
 def matches_of(
@@ -74,13 +136,8 @@ def _no_match(graph: Graph, where: Selector, rule: object) -> str:
             "that may concern nothing is given missing_ok=True"
         )
     names = where.names(graph)
-    near: dict[str, None] = {}
-    for pattern in where.patterns:
-        lowered = {name.lower(): name for name in names}
-        close = difflib.get_close_matches(pattern.lower(), lowered, 3, cutoff=0.4)
-        near.update((lowered[name], None) for name in close)
-    nearest = list(near)[:3] or names[:3]
-    hint = f" The nearest names: {', '.join(map(repr, nearest))}." if nearest else ""
+    near = nearest(where.patterns, names)
+    hint = f" The nearest names: {', '.join(map(repr, near))}." if near else ""
     return (
         f"{rule!r} matches nothing in {graph.name}: no {where!r}.{hint} See what there is with "
         "print(tracegrad.graph(fun, *args)), try a selector with .find(selector); a rule that may "

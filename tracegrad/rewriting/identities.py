@@ -13,9 +13,29 @@ from tracegrad import _jax
 from tracegrad.ir import Atom, Graph, Occurrence, Value, has_gradient
 from tracegrad.ir.editing import before_each
 from tracegrad.ir.frames import CHANGES_GRADIENT
+from tracegrad.ir.parameters import Parameters
+from tracegrad.ir.selector import Selector
 from tracegrad.ir.text import value_text
-from tracegrad.rewriting.match_rule import Edit, behind
+from tracegrad.rewriting.match_rule import Edit, MatchRule, behind, of_arrays
 from tracegrad.rewriting.norms import at_least_32_bits
+
+
+def rule_of(
+    name: str,
+    where: Selector | Parameters,
+    identity: Callable[[Any], Any],
+    missing_ok: bool,
+    inputs: int | Sequence[int] | None = None,
+) -> MatchRule:
+    """A rule that sends parameters, what leaves a match, or what enters it at some positions,
+    through an identity with another tangent."""
+    if isinstance(where, Parameters) and inputs is not None:
+        raise TypeError(
+            f"inputs={inputs!r} are positions of the inputs of an operation; {where!r} says which "
+            "parameters, without inputs="
+        )
+    edit = of_arrays(through(identity, inputs))
+    return MatchRule(name, where, edit, missing_ok, identity=lambda place: identity)
 
 
 def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None = None) -> Edit:

@@ -11,14 +11,17 @@ from typing import Any, ParamSpec
 import jax
 import numpy as np
 
-from tracegrad.ir import Graph, Occurrence, has_gradient
-from tracegrad.ir.editing import around_each, behind_each
+from tracegrad.ir import Graph, Occurrence, Value, has_gradient
+from tracegrad.ir.editing import around_each, behind_each, behind_inputs
+from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.stretches import refuse_references
 from tracegrad.ir.wording import brief, name_of, shortened
-from tracegrad.rewriting.edits import check_selector, matches_of
+from tracegrad.rewriting.edits import check_selector, matches_of, parameters_of
 
 Edit = Callable[[Graph, Sequence[Occurrence]], Graph]
+# identity(place): a function that hands on a value, with another tangent; `place`: a name for it.
+Identity = Callable[[str], Callable[[Any], Any]]
 P = ParamSpec("P")
 
 
@@ -26,7 +29,8 @@ P = ParamSpec("P")
 class MatchRule:
     """A rule: what it is called, the selector that says where, and what is done at the matches.
 
-    `edit` gives another graph, edited at some occurrences in one.
+    `edit` gives another graph, edited at some occurrences in one; `identity` is what parameters
+    are sent through, for a rule that takes `match.param`.
 
     Raises, when it is applied:
       NoMatchError: nothing matches (unless `missing_ok`).
@@ -35,15 +39,31 @@ class MatchRule:
     """
 
     name: str
-    where: Selector
+    where: Selector | Parameters
     edit: Edit
     missing_ok: bool = False
     text: str | None = None  # of the arguments, where they are more than the selector
+    identity: Identity | None = None
 
     def __post_init__(self) -> None:
-        check_selector(self.where)
+        if self.identity is None or not self.of_parameters:
+            check_selector(self.where)
+
+    @property
+    def of_parameters(self) -> bool:
+        return isinstance(self.where, Parameters)
+
+    def parameters_in(self, graph: Graph) -> dict[Value, str]:
+        """The parameters of a graph at which it acts; none for a rule at operations."""
+        if not isinstance(self.where, Parameters):
+            return {}
+        return parameters_of(self.where, graph, True, self)
 
     def __call__(self, graph: Graph) -> Graph:
+        if isinstance(self.where, Parameters):
+            assert self.identity is not None
+            found = parameters_of(self.where, graph, self.missing_ok, self)
+            return behind_inputs(graph, {v: self.identity(path) for v, path in found.items()})
         matches = matches_of(self.where, graph, self.missing_ok, self)
         return self.edit(graph, matches) if matches else graph
 

@@ -2,8 +2,9 @@
 
 Each function here makes a rule: a function ``Graph -> Graph``, for `tracegrad.rewrite`,
 ``tracegrad.trace(rules=...)``, or to call on a graph. All of them act at the matches of a selector
-(see `tracegrad.match`) and leave the values of the program as they are, bit by bit. What was not
-matched keeps its program. A rule of your own is any function from graph to graph.
+(see `tracegrad.match`), some on parameters (`match.param`), and leave the values of the program as
+they are, bit by bit. What was not matched keeps its program. A rule of your own is any function
+from graph to graph.
 
 >>> import jax, jax.numpy as jnp, tracegrad as tg
 >>> def model(x):
@@ -28,10 +29,11 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Occurrence, has_gradient
 from tracegrad.ir.editing import Op, behind_each
 from tracegrad.ir.frames import CHANGES_GRADIENT
+from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import brief
+from tracegrad.rewriting import identities
 from tracegrad.rewriting.edits import place_name
-from tracegrad.rewriting.identities import scaled, through
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
 from tracegrad.rewriting.match_rule import around, of_arrays, shows_arguments
@@ -122,12 +124,15 @@ _name = operator.attrgetter("name")
 
 @shows_arguments
 def stop_gradient(
-    where: Selector, inputs: int | Sequence[int] | None = None, *, missing_ok: bool = False
+    where: Selector | Parameters,
+    inputs: int | Sequence[int] | None = None,
+    *,
+    missing_ok: bool = False,
 ) -> MatchRule:
     """Lets no gradient through what matches.
 
     Args:
-      where: a selector.
+      where: a selector; or `match.param`, which freezes those parameters.
       inputs: the positions of the inputs through which none flows (see `override_gradient` for
         what its inputs are); None: all.
       missing_ok: whether it may match nothing.
@@ -141,8 +146,7 @@ def stop_gradient(
     >>> print(jax.grad(f, (0, 1))(2 * jnp.ones(2), jnp.ones((1, 2))))
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
-    edit = of_arrays(through(jax.lax.stop_gradient, inputs))
-    return MatchRule("stop_gradient", where, edit, missing_ok)
+    return identities.rule_of("stop_gradient", where, jax.lax.stop_gradient, missing_ok, inputs)
 
 
 @shows_arguments
@@ -192,7 +196,7 @@ def recompute(
 
 @shows_arguments
 def clip_gradient(
-    where: Selector,
+    where: Selector | Parameters,
     max_norm: float | None = None,
     max_value: float | None = None,
     *,
@@ -201,7 +205,7 @@ def clip_gradient(
     """Clips the gradient that arrives at the outputs of what matches, from outside of it.
 
     Args:
-      where: a selector.
+      where: a selector; or `match.param`, for the gradients of parameters.
       max_norm: the largest Euclidean norm that the cotangent of an output may have; a larger one
         is scaled down to it. Where what has the rule is mapped by `jax.vmap`, that is the norm of
         each example's; what the program itself maps is one array in it. Where entries are infinite
@@ -224,6 +228,21 @@ def clip_gradient(
     ...     tg.match.op("sin"), max_value=1.0))
     >>> print(jax.grad(f)(0.0))
     1.0
+
+    The gradient that arrives at a module's output is one thing, that of its parameters another.
+    Here 3 arrives at the output of ``dense``, and 3 · (3, 4) at its parameter:
+
+    >>> def loss(params, x):
+    ...     with jax.named_scope("dense"):
+    ...         y = x @ params["dense"]["w"]
+    ...     return 3 * jnp.sum(y)
+    >>> params, x = {"dense": {"w": jnp.zeros(2)}}, jnp.array([3.0, 4.0])
+    >>> at_output = tg.rules.clip_gradient(tg.match.scope("dense"), max_norm=1.0)
+    >>> print(jax.grad(tg.rewrite(loss, at_output))(params, x)["dense"]["w"])
+    [3. 4.]
+    >>> of_parameter = tg.rules.clip_gradient(tg.match.param("dense.*"), max_norm=1.0)
+    >>> print(jax.grad(tg.rewrite(loss, of_parameter))(params, x)["dense"]["w"])
+    [0.6 0.8]
     """
     if max_norm is None and max_value is None:
         raise ValueError("clip_gradient wants max_norm, max_value or both")
@@ -239,13 +258,13 @@ def clip_gradient(
             cotangent = within_norm(cotangent, max_norm)
         return cotangent
 
-    edit = of_arrays(through(_jax.with_cotangent(clip, "clip_gradient")))
-    return MatchRule("clip_gradient", where, edit, missing_ok)
+    clipped = _jax.with_cotangent(clip, "clip_gradient")
+    return identities.rule_of("clip_gradient", where, clipped, missing_ok)
 
 
 @shows_arguments
 def scale_gradient(
-    where: Selector,
+    where: Selector | Parameters,
     factor: Any,
     inputs: int | Sequence[int] | None = None,
     *,
@@ -254,7 +273,7 @@ def scale_gradient(
     """Multiplies the gradient that arrives at the outputs of what matches, or leaves its inputs.
 
     Args:
-      where: a selector.
+      where: a selector; or `match.param`, for the gradients of parameters.
       factor: a number or a scalar array, which may be a traced value. Negative: gradient reversal
         (Ganin and Lempitsky, 2015, for domain-adversarial training).
       inputs: the positions of inputs (see `override_gradient`): what flows back through these is
@@ -272,20 +291,21 @@ def scale_gradient(
     """
     if not is_array(factor) or jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not {brief(factor)}")
-    edit = of_arrays(through(lambda value: scaled(value, factor), inputs))
-    return MatchRule("scale_gradient", where, edit, missing_ok)
+    return identities.rule_of(
+        "scale_gradient", where, lambda x: identities.scaled(x, factor), missing_ok, inputs
+    )
 
 
 @shows_arguments
 def tap_gradient(
-    where: Selector, callback: Callable[[str, Any], Any], *, missing_ok: bool = False
+    where: Selector | Parameters, callback: Callable[[str, Any], Any], *, missing_ok: bool = False
 ) -> MatchRule:
     """Shows the gradients that arrive at the outputs of what matches, from outside of it.
 
     `tracegrad.intermediate_gradients` gives them as values.
 
     Args:
-      where: a selector.
+      where: a selector; or `match.param`, for the gradients of parameters, by their paths.
       callback: ``callback(place, cotangent)``, called on the host with the scope and name of the
         place and a NumPy array, each time a gradient arrives there in a first derivative; in no
         order (`jax.debug.callback`).
@@ -303,9 +323,7 @@ def tap_gradient(
     """
     require_takes(callback, 2, "function callback(place, cotangent)")
 
-    def showing(match: Occurrence) -> Callable[[Any], Any]:
-        place = place_name(match)
-
+    def showing(place: str) -> Callable[[Any], Any]:
         @CHANGES_GRADIENT
         def show(cotangent: Any) -> Any:
             jax.debug.callback(lambda array: callback(place, array), cotangent)
@@ -314,9 +332,9 @@ def tap_gradient(
         return _jax.with_cotangent(show, "tap_gradient")
 
     def tapped(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
-        edits = {match: showing(match) for match in matches}
+        edits = {match: showing(place_name(match)) for match in matches}
         return behind_each(
             graph, matches, edits.__getitem__, wanted=has_gradient, depends_on=place_name
         ).graph
 
-    return MatchRule("tap_gradient", where, of_arrays(tapped), missing_ok)
+    return MatchRule("tap_gradient", where, of_arrays(tapped), missing_ok, identity=showing)

@@ -153,7 +153,9 @@ def cotangents(
     arrays = list(record.arrays)
     path = on_the_way(record, sources, targets, stopped, of_data=bool(rules))
     if rules:
-        backward = vjp_under_rules(path, arrays, sources, targets, stopped, rules)
+        backward = vjp_under_rules(
+            path, arrays, sources, targets, stopped, rules, record.variable_names
+        )
     else:
         tables = _tables(path, sources) if derivative.sparse else set[int]()
 

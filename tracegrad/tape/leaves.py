@@ -13,6 +13,7 @@ import numpy as np
 from tracegrad.differentiation.gradient_types import as_inexact
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir.wording import brief, with_article
+from tracegrad.variables.leaves import path_name
 from tracegrad.variables.nnx_objects import refuse_hijax
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
@@ -103,10 +104,9 @@ def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: boo
         return
     for path, leaf in _with_paths(tree, _is_variable_or_none):
         if not isinstance(leaf, _ARRAYS) and not (settings and _is_setting(path, leaf)):
-            place = jax.tree_util.keystr(path)
             raise TypeError(
                 f"{with_article(role)} is an array or a Variable"
-                + (f"; {role}{place}" if place else ", or a tree of them; it")
+                + (f"; {path_name(path, role)}" if path else ", or a tree of them; it")
                 + f" is {brief(leaf)}"
             )
     for leaf in leaves:

@@ -211,6 +211,13 @@ class Record:
         self.watch(value)
         self.reads.setdefault(variable, {})[id(value)] = value
 
+    @property
+    def variable_names(self) -> dict[int, str]:
+        """What a Variable is called, by the ids of the arrays that were read of it."""
+        return {
+            id(v): variable.name for variable, reads in self.reads.items() for v in reads.values()
+        }
+
     def reads_of(self, source: Any) -> list[Any]:
         """The arrays that a source stands for: itself, or the values read from a Variable."""
         if isinstance(source, Variable):

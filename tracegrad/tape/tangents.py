@@ -15,6 +15,7 @@ from tracegrad.ir import Graph, GraphError
 from tracegrad.ir.dependence import joined
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import warn_where_called
+from tracegrad.ir.parameters import Parameters
 from tracegrad.rewriting.edits import matches_of
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.rewriting.match_rule import MatchRule
@@ -183,13 +184,19 @@ def _refuse_rules(operation: Graph) -> None:
     forces = [force for force in rules_in_force() if not force.everywhere]
     for rule in (rule for force in forces for rule in force.rules):
         if isinstance(rule, MatchRule) and rule.name not in _OF_REVERSE_MODE:
+            if isinstance(rule.where, Parameters):
+                raise GraphError(_not_reached(rule, "what it computes"))
             for match in matches_of(rule.where, operation, True, rule):
-                raise GraphError(
-                    f"{rule!r} does not reach the tangents of a ForwardAccumulator, which carries "
-                    f"them through {match} as that runs. Take tracegrad.jvp of the function, which "
-                    "rules reach, or give the rule to the function itself: "
-                    "tracegrad.rewrite(fun, rule)"
-                )
+                raise GraphError(_not_reached(rule, match))
+
+
+def _not_reached(rule: MatchRule, what: object) -> str:
+    return (
+        f"{rule!r} does not reach the tangents of a ForwardAccumulator, which carries "
+        f"them through {what} as that runs. Take tracegrad.jvp of the function, which "
+        "rules reach, or give the rule to the function itself: "
+        "tracegrad.rewrite(fun, rule)"
+    )
 
 
 _OF_REVERSE_MODE = {"recompute", "checkpointed_loop"}  # they leave tangents as they are

@@ -20,6 +20,7 @@ from tracegrad.tape.derivatives import transposed
 from tracegrad.tape.effects import silenced
 from tracegrad.tape.record import Entry, type_of_kept
 from tracegrad.tape.rules_on_values import Rule, refusing_values
+from tracegrad.tracing.argument_paths import argument_path
 from tracegrad.tracing.in_force import Force, apply_in_force, differentiating
 
 
@@ -122,6 +123,7 @@ def vjp_under_rules(
     targets: Sequence[int],
     stopped: Collection[int],
     rules: Sequence[Force],
+    variables: Mapping[int, str],
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """How cotangents of targets are pulled back to sources by a program to which rules are applied.
 
@@ -130,6 +132,8 @@ def vjp_under_rules(
     operation with what is computed from it. So the cotangent of such a source is that of an input
     that is added to it wherever it is used, in the scope of what uses it: a rule for a scope takes
     together what it would take together anyway.
+
+    `variables`: what a Variable is called, by the ids of the arrays that were read of it.
     """
     entries = [entry for entry, _ in path]
     made = {slot for entry in entries for slot in entry.results}
@@ -158,7 +162,11 @@ def vjp_under_rules(
     places = {slot: i for i, slot in enumerate([*given, *added])}
     wanted = tuple(dict.fromkeys(places[slot] for slot in sources))
     differentiated = tuple(i in wanted for i in range(len(types)))
-    edited = apply_in_force(replace(graph, differentiated=differentiated), rules)
+    hints = tuple(
+        variables.get(id(arrays[slot])) or argument_path(arrays[slot]) for slot in (*given, *added)
+    )
+    graph = replace(graph, hints=hints, differentiated=differentiated)
+    edited = apply_in_force(graph, rules)
 
     def run(*operands: Any) -> list[Any]:
         return run_graph(edited, operands)

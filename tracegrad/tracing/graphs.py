@@ -15,9 +15,10 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.ir.importer import import_program
+from tracegrad.tracing.argument_paths import argument_path, known_by_path
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
-from tracegrad.tracing.signatures import argument_names
+from tracegrad.tracing.signatures import argument_names, leaves_of_call
 from tracegrad.tracing.static import (
     NONE_STATIC,
     Call,
@@ -138,20 +139,23 @@ def trace_to_graph(
                 f"of static arguments, and {name}={value!r} is of type {type(value).__name__}"
             ) from error
 
+    paths = [leaf.name for leaf in leaves_of_call(fun, call.args, dynamic[1], positions)]
+    arrays = jax.tree.leaves(dynamic)
+    known = [argument_path(x) or path for x, path in zip(arrays, paths, strict=True)]
     program = None
     within: Within = nullcontext
     apart = set[Variable]()
     while program is None:
         with Attempt() as attempt:
             inside = Inside(functools.partial(attempt.leave, within), apart)
-            entered = _Entered(call, static, donated, static_kwargs, within, inside)
+            entered = _Entered(call, static, donated, static_kwargs, within, inside, known)
             fresh = _fresh(fun, entered)
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])
         if attempt.is_left:
             program, within = None, attempt.found
     explicit, variables = inside.variables.explicit(program)
     traced = _jax.traced_from(program)
-    arguments = (*traced.arguments, *(variable.name for variable in variables))
+    arguments = (*paths, *(variable.name for variable in variables))
     signature = _dynamic_signature(fun, set(positions), static.names)
     function = _jax.TracedFrom(function_name(fun), traced.source, arguments)
     is_lost = inside.lost.paths or inside.lost.structures
@@ -204,6 +208,7 @@ class _Entered(NamedTuple):
     static_kwargs: Mapping[str, Any]
     within: Within
     inside: Inside
+    paths: Sequence[str]  # of the traced arguments
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls it with packed arguments; returns what `Inside.run` does."""
@@ -223,7 +228,9 @@ class _Entered(NamedTuple):
         called = functools.partial(_call, fun, self.within)
         names = functools.partial(argument_names, fun)
         kwargs = {**kwargs, **self.static_kwargs}
-        return self.inside.run(called, args, kwargs, names, dynamic, donated)
+        traced = jax.tree.leaves(dynamic(args, kwargs))
+        with known_by_path(traced, self.paths):
+            return self.inside.run(called, args, kwargs, names, dynamic, donated)
 
 
 def _fresh(fun: Callable[..., Any], entered: _Entered) -> Callable[..., Any]:

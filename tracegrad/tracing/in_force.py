@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -25,8 +26,11 @@ from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.scopes import UNDER_RULES
+from tracegrad.tracing.argument_paths import argument_path, known_by_path
 from tracegrad.tracing.graphs import Rule, function_name, graph
+from tracegrad.tracing.signatures import leaves_of_call
 from tracegrad.variables.overriding import ForwardingTrace
+from tracegrad.variables.parted import Parted
 
 _key = _jax.user_context()
 _numbers = itertools.count()
@@ -47,8 +51,9 @@ class Force:
         self.rules = tuple(rules)
         self.everywhere = everywhere
         self.key = next(_numbers) if key is None else key
-        self._matched: set[int] = set()  # by place
+        self._matches: Counter[int] = Counter()  # how often each matched, by place
         self._missed: dict[int, NoMatchError] = {}  # why, by the rule's place
+        self._passed_by: dict[int, set[Any]] = {}  # the shapes of what was differentiated then
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Force) and self.key == other.key
@@ -56,11 +61,22 @@ class Force:
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def apply(self, program: Graph) -> Graph:
-        """Applies them to what is about to be differentiated: a rule may match nothing there."""
+    def matches(self) -> Counter[int]:
+        """How often each rule has matched, by place."""
+        return self._matches.copy()
+
+    def apply(self, program: Graph, since: Counter[int] | None = None) -> Graph:
+        """Applies them to what is about to be differentiated: a rule may match nothing there.
+
+        `since`: how often each had matched before the program was traced. A rule `of_parameters`
+        that has matched since then acts on gradients inside of the program, and not on its own.
+        """
         is_inner = _INNER in _in_force.forces
         for place, rule in enumerate(self.rules):
             if is_inner and getattr(rule, "for_the_outermost", False):
+                continue
+            is_inside = since is not None and self._matches[place] > since[place]
+            if is_inside and getattr(rule, "of_parameters", False):
                 continue
             try:
                 with differentiating():
@@ -68,20 +84,29 @@ class Force:
             except NoMatchError as error:
                 if not self.everywhere:  # else nobody asks
                     self._missed[place] = error.with_traceback(None)
+                    each = zip(program.inputs, program.differentiated, strict=False)
+                    shapes = {_shape(value) for value, is_moved in each if is_moved}
+                    self._passed_by.setdefault(place, set()).update(shapes)
                 continue
-            self._matched.add(place)
+            self._matches[place] += 1
         return program
 
     def finish(self, program: Graph) -> Graph:
         """Applies them to the traced function itself. A rule that matches nothing there must have
         matched before."""
         before, self._missed = self._missed, {}
-        program = self.apply(program)
+        for place in set(before) - set(self._matches):
+            # A parameter that was differentiated inside under no path of its own (from a list of
+            # leaves, after a computation): here a rule would do nothing, and nobody would know.
+            found: Any = getattr(self.rules[place], "parameters_in", lambda _: {})(program)
+            if not self._passed_by[place].isdisjoint(map(_shape, found)):
+                raise before[place].with_text()
+        program = self.apply(program, Counter())
         # What was differentiated is what a rule was meant for. (They hold graphs, and keys of
         # programs hold this.)
         missed, self._missed = self._missed | before, {}
         for place in range(len(self.rules)):
-            if place not in self._matched:
+            if not self._matches[place]:
                 raise missed[place].with_text()
         for force in _in_force.forces:
             if force.everywhere:
@@ -92,6 +117,10 @@ class Force:
 # In force, beside others, where a function is traced of which somebody takes the gradient: that of
 # gradients inside. It has no rules, and is part of the keys of what is traced there.
 _INNER = Force((), key="inside of a gradient")
+
+
+def _shape(value: Any) -> Any:
+    return getattr(value.aval, "shape", None)
 
 
 def _applied(rule: Rule, program: Graph) -> Graph:
@@ -198,12 +227,22 @@ def apply_in_force(program: Graph, forces: Sequence[Force] | None = None) -> Gra
     return program
 
 
+def traced_in_force(trace: Callable[[], Graph]) -> Graph:
+    """What `trace` returns, with the rules in force applied."""
+    before = [(force, force.matches()) for force in rules_in_force()]
+    program = trace()
+    for force, since in before:
+        program = force.apply(program, since)
+    return program
+
+
 def under_rules(
     fun: Callable[..., Any],
     name: str,
     lower: Callable[[Graph], Callable[..., Any]] = Graph.to_callable,
     *,
     forward: bool = False,
+    paths: Callable[[], Sequence[str]] | None = None,
 ) -> Callable[..., Any]:
     """A function as it is to be `differentiating`: with the rules in force applied to it.
 
@@ -215,31 +254,45 @@ def under_rules(
       name: what the program is called in messages.
       lower: how the edited program becomes a function again.
       forward: whether it is differentiated forward, so that nobody takes its gradient here.
+      paths: gives those of the leaves of its arguments; default: as the function calls them.
     """
     forces = rules_in_force()
     if not forces:
         return fun
 
     def edited(*args: Any, **kwargs: Any) -> Any:
-        given, rest = _parted((args, kwargs))
-        others: list[Any] = []  # what in the result is not traced
+        # What is not traced is left to be the Python value or the constant that it is, as in
+        # `jax.grad`.
+        arguments = Parted.of((args, kwargs), _jax.is_tracer)
+        given, rest = arguments.chosen, arguments.rest
+        others: list[Parted] = []  # what in the result is not traced
+        names = paths() if paths else [x.name for x in leaves_of_call(fun, args, kwargs)]
+        own = arguments.of_chosen(names)
+        known = [argument_path(x) or name for x, name in zip(given, own, strict=True)]
 
         def of_traced(*given: Any) -> Any:
-            args, kwargs = rest(given)
-            results, with_others = _parted(fun(*args, **kwargs))
-            others[:] = [with_others]
-            return results
+            args, kwargs = rest.combine(given)
+            with known_by_path(given, known):
+                results = Parted.of(fun(*args, **kwargs), _jax.is_tracer)
+            others[:] = [results.rest]
+            return results.chosen
 
         of_traced.__name__ = of_traced.__qualname__ = name
-        with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
-            program = graph(of_traced, *given)
+
+        def trace() -> Graph:
+            with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
+                program = graph(of_traced, *given)
+            return replace(
+                program,
+                hints=(*known, *program.hints[len(known) :]),
+                aliases=(*own, *program.hints[len(own) :]),
+                differentiated=() if forward else _differentiated(program, given),
+            )
+
         with _only(forces):
-            differentiated = () if forward else _differentiated(program, given)
-            program = apply_in_force(replace(program, differentiated=differentiated))
-            run = under_rules_already(lower(program))
+            run = under_rules_already(lower(traced_in_force(trace)))
         results = run(*given)
-        (with_others,) = others
-        return with_others(results)
+        return others[0].combine(results)
 
     return edited
 
@@ -250,23 +303,6 @@ def _differentiated(program: Graph, given: Sequence[Any]) -> tuple[bool, ...]:
     here = _jax.current_trace_outside_of(ForwardingTrace)
     moved = [_jax.trace_of(leaf) is here for leaf in jax.tree.leaves(given)]
     return (*moved, *[False] * (len(program.inputs) - len(moved))) if any(moved) else ()
-
-
-def _parted(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """What is traced in a tree, and what puts other things in the places of that.
-
-    All else is left to be the Python value or the constant that it is, as in `jax.grad`.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    is_traced = [_jax.is_tracer(leaf) for leaf in leaves]
-    others = [None if traced else leaf for traced, leaf in zip(is_traced, leaves, strict=True)]
-
-    def with_others(values: Sequence[Any]) -> Any:
-        rest = iter(values)
-        filled = [next(rest) if t else x for t, x in zip(is_traced, others, strict=True)]
-        return jax.tree.unflatten(structure, filled)
-
-    return [x for traced, x in zip(is_traced, leaves, strict=True) if traced], with_others
 
 
 def under_rules_already(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import shortened
-from tracegrad.variables.leaves import leaves_with_places
+from tracegrad.variables.leaves import leaves_with_paths, path_name
 from tracegrad.variables.modules import is_module_or_variable, with_modules
 from tracegrad.variables.nnx_objects import described, differences, is_module
 from tracegrad.variables.packed import Packed
@@ -74,11 +74,11 @@ class Signature(NamedTuple):
         modules = []
         for argument, packed in args.items():
             tree = packed.argument() if isinstance(packed, Packed) else packed
-            places = leaves_with_places(tree)
+            places = leaves_with_paths(tree)
             leaves, structure = jax.tree.flatten(tree, is_leaf=is_variable)
             are_arrays = are_traced(leaves, structure)
             for (place, leaf), is_array in zip(places, are_arrays, strict=True):
-                name = argument + place
+                name = path_name(place, argument)
                 if isinstance(leaf, Variable):
                     types.append((name, given_of(leaf), "", False))
                 elif not is_array:
@@ -200,7 +200,7 @@ def _described(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
         for path, node in nodes:
             if is_module(node):
                 modules.append(node)
-                names.append(f"{argument}{jax.tree_util.keystr(path)}")
+                names.append(path_name(path, argument))
     return described(modules, names)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tracegrad.ir.wording import described
+from tracegrad.variables.leaves import Leaf, leaves_of
 
 
 def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -29,6 +30,27 @@ def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
     names = [p.name for p in positional(parameters)][:count]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
     return [*names, *(f"{rest}[{i}]" for i in range(count - len(names)))]
+
+
+def leaves_of_call(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static: Collection[int] = (),
+) -> list[Leaf]:
+    """The leaves of a call in the order in which JAX flattens them, each by its path: the name of
+    the argument and the way in that, ``params.0.kernel``. All messages, ``wrt`` and `match.param`
+    spell it so.
+
+    `static`: the positions of arguments that are left out.
+    """
+    names = argument_names(fun, len(args))
+    by_position = [pair for i, pair in enumerate(zip(names, args, strict=True)) if i not in static]
+    return [
+        leaf.within(name)
+        for name, tree in (*by_position, *sorted(kwargs.items()))
+        for leaf in leaves_of(tree)
+    ]
 
 
 def name_in_module(fun: Any) -> str | None:

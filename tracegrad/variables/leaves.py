@@ -7,6 +7,7 @@ variables, and of flax.linen, by the collections.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ class Leaf(NamedTuple):
 
     def within(self, name: str) -> Leaf:
         """The same leaf of what has a name: ``params.dense.kernel``."""
-        return self._replace(name=f"{name}.{self.name}" if name and self.name else name + self.name)
+        return self._replace(name=".".join(filter(None, (name, self.name))))
 
     @property
     def is_module_state(self) -> bool:
@@ -49,10 +50,16 @@ class Leaf(NamedTuple):
 
 def leaves_of(tree: Any) -> list[Leaf]:
     """The leaves of a tree as JAX has them; of Variables their values."""
-    holders = (Variable, nnx().Variable) if nnx() is not None else (Variable,)
-    nodes, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, holders)
-    )
+    flax = nnx()
+    holders = (Variable,) if flax is None else (Variable, flax.Variable)
+    # What `nnx.grad` gives to JAX in the place of a module: its states one after the other.
+    states = () if flax is None else flax.extract.NodeStates
+    nodes: list[tuple[tuple[Any, ...], Any]] = []
+    for path, node in _nodes(tree, (*holders, states) if states else holders):
+        if states and isinstance(node, states):
+            nodes += [((*path, *inside[2:]), held) for inside, held in _nodes(node, holders)]
+        else:
+            nodes.append((path, node))
     with_params = {
         path[:depth] for path, _ in nodes for depth, key in enumerate(path) if _is_params(key)
     }
@@ -71,35 +78,49 @@ def leaves_of(tree: Any) -> list[Leaf]:
     return found
 
 
+def _nodes(tree: Any, kinds: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a tree with their paths, where nodes of some classes are leaves."""
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, kinds)
+    )
+    return nodes
+
+
 def named_leaves(
     arguments: Mapping[str, Any], is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
-    """The leaves of arguments, each with its name: ``models['student'].kernel``."""
+    """The leaves of arguments, each with its path: ``models.student.kernel``."""
     leaves = jax.tree_util.tree_leaves_with_path(dict(arguments), is_leaf=is_leaf)
-    return [(f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf) for path, leaf in leaves]
+    return [(path_name(path), leaf) for path, leaf in leaves]
 
 
 def _is_params(key: Any) -> bool:
     return path_name((key,)) == "params"
 
 
-def path_name(path: Any) -> str:
-    """A path of JAX as text: ``blocks.0.kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+def path_name(path: Any, of: str = "") -> str:
+    """A path of JAX as text, and what it is a path in: ``blocks.0.kernel``, ``model.kernel``."""
+    return ".".join(filter(None, (of, *map(_key_name, path))))
 
 
-def leaves_with_places(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree, of Variables themselves, each with its place: ``['dense'].kernel``."""
-    holders = (Variable, nnx().Variable) if nnx() is not None else (Variable,)
-    nodes = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: isinstance(node, holders)
-    )
-    found = []
-    for path, node in nodes:
-        inside: list[tuple[Any, Any]] = [((), node)]
+def _key_name(key: Any) -> str:
+    text = getattr(key, "text", None)
+    if text is None:
+        return jax.tree_util.keystr((key,), simple=True)
+    # The whole way to an array in what stands for a module: `.blocks[0].kernel`.
+    return re.sub(r"\W*[\[\].]\W*", ".", text).strip(".")
+
+
+def leaves_with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a tree, of Variables themselves, each with its path as JAX has it, in which a
+    variable of flax.nnx has no key for its value."""
+    flax = nnx()
+    holders = (Variable,) if flax is None else (Variable, flax.Variable)
+    found: list[tuple[tuple[Any, ...], Any]] = []
+    for path, node in _nodes(tree, holders):
         if isinstance(node, holders) and not isinstance(node, Variable):
-            # Without its "value".
             leaves = jax.tree_util.tree_leaves_with_path(node)
-            inside = [(inner[1:], leaf) for inner, leaf in leaves]
-        found += [(jax.tree_util.keystr((*path, *inner)), leaf) for inner, leaf in inside]
+            found += [((*path, *inner[1:]), leaf) for inner, leaf in leaves]
+        else:
+            found.append((path, node))
     return found

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tracegrad.variables.leaves import leaves_with_places
+from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.modules import (
     Again,
     PathKey,
@@ -88,9 +88,9 @@ class PackedStatic(Packed):
 def _flatten_with_paths(packed: Packed) -> tuple[Iterable[tuple[PathKey, Any]], Any]:
     arrays, paths = iter(packed.arrays), list[PathKey]()
     array = next(arrays, None)
-    for path, leaf in leaves_with_places(packed.argument()):  # what is no array is among them
+    for path, leaf in leaves_with_paths(packed.argument()):  # what is no array is among them
         if leaf is array:
-            paths.append(PathKey(path))
+            paths.append(PathKey(jax.tree_util.keystr(path)))
             array = next(arrays, None)
     return list(zip(paths, packed.arrays, strict=True)), packed.structure
 

@@ -1,0 +1,224 @@
+"""What ``wrt=`` takes beside positions and names: globs, masks, filters of nnx, match.param."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import tracegrad as tg
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+PARAMS = {
+    "encoder": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)},
+    "head": [jnp.array([[0.5], [2.0]]), jnp.array(3.0)],
+    "steps": jnp.array(7),
+}
+
+
+def loss(params, x, weight=1.0):
+    encoder, (kernel, bias) = params["encoder"], params["head"]
+    y = jnp.tanh(x @ encoder["kernel"] + encoder["bias"]) @ kernel + bias
+    return weight * jnp.sum(y**2)
+
+
+def by_jax(params, x):
+    found = jax.grad(loss, allow_int=True)(params, x)
+    return {**found, "steps": None}
+
+
+def entries(tree):
+    """The entries of a tree by path; None is one."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in leaves}
+
+
+def assert_selected(found, meant):
+    """The gradients of what is meant are those of JAX; of all else there is None."""
+    expected = entries(by_jax(PARAMS, X))
+    found = entries(found)
+    assert found.keys() == expected.keys()
+    assert {path for path, entry in found.items() if entry is not None} == meant
+    for path in meant:
+        np.testing.assert_allclose(found[path], expected[path], rtol=1e-6)
+
+
+KERNELS = {"encoder.kernel", "head.0"}
+
+
+@pytest.mark.parametrize(
+    ("wrt", "meant"),
+    [
+        ("params.encoder.kernel", {"encoder.kernel"}),
+        ("encoder.kernel", {"encoder.kernel"}),
+        ("encoder.*", {"encoder.kernel", "encoder.bias"}),
+        ("encoder", {"encoder.kernel", "encoder.bias"}),
+        ("head.0", {"head.0"}),
+        ("params.*", {"encoder.kernel", "encoder.bias", "head.0", "head.1"}),
+        (tg.match.param("*.kernel", "head.0"), KERNELS),
+        (tg.match.param("encoder.*") & ~tg.match.param("*.bias"), {"encoder.kernel"}),
+        (tg.match.param("*.bias") | tg.match.param("params.head.1"), {"encoder.bias", "head.1"}),
+        (tg.select(PARAMS, "*.kernel"), {"encoder.kernel"}),
+        (jax.tree.map(lambda leaf: leaf.ndim == 2, PARAMS), KERNELS),
+        (lambda path, leaf: path in KERNELS, KERNELS),
+    ],
+)
+def test_leaves_that_are_not_selected_are_none(wrt, meant):
+    assert_selected(tg.grad(loss, wrt=wrt, unconnected="none")(PARAMS, X), meant)
+    assert_selected(tg.grad(loss, wrt=wrt, unconnected="none")(x=X, params=PARAMS), meant)
+    assert_selected(tg.jacobian(loss, wrt=wrt, unconnected="none")(PARAMS, X), meant)
+
+
+@pytest.mark.parametrize("wrt", ["encoder.*", tg.select(PARAMS, "encoder")], ids=["glob", "mask"])
+def test_zeros_stand_for_leaves_that_are_not_selected(wrt):
+    found = tg.grad(loss, wrt=wrt)(PARAMS, X)
+    np.testing.assert_array_equal(found["head"][0], jnp.zeros((2, 1)))
+    np.testing.assert_allclose(found["encoder"]["bias"], by_jax(PARAMS, X)["encoder"]["bias"])
+    assert found["steps"] == 0
+
+
+def test_a_glob_may_name_another_argument_and_several_make_a_tuple():
+    assert jnp.allclose(tg.grad(loss, wrt="x")(PARAMS, X), jax.grad(loss, argnums=1)(PARAMS, X))
+    batch = {"left": X, "right": 2 * X}
+
+    def pair(params, batch):
+        return loss(params, batch["left"]) + loss(params, batch["right"])
+
+    of_params, of_batch = tg.grad(pair, wrt=("encoder.*", "batch.r*"), unconnected="none")(
+        PARAMS, batch
+    )
+    expected = jax.grad(pair, argnums=1)(PARAMS, batch)
+    assert of_batch["left"] is None
+    assert of_params["head"] == [None, None]
+    np.testing.assert_allclose(of_batch["right"], expected["right"], rtol=1e-6)
+
+
+def test_second_derivatives_take_globs():
+    small = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0, 4.0])}
+
+    def cubic(p):
+        return jnp.sum(p["a"] ** 3 * p["b"])
+
+    found = tg.hessian(cubic, wrt="a")(small)
+    expected = jax.hessian(cubic)(small)
+    np.testing.assert_allclose(found["a"]["a"], expected["a"]["a"])
+    assert not found["b"]["b"].any()
+    product = tg.hvp(cubic, (small,), {"a": jnp.ones(2), "b": None}, wrt="a")
+    np.testing.assert_allclose(product["a"], expected["a"]["a"] @ jnp.ones(2))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.last = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+def net_loss(model, x):
+    return jnp.sum(model(x) ** 2)
+
+
+def net_by_flax():
+    return entries(nnx.to_pure_dict(nnx.grad(net_loss)(Net(nnx.Rngs(0)), X)))
+
+
+@pytest.mark.parametrize(
+    ("wrt", "meant"),
+    [
+        (nnx.Param, lambda path: not path.endswith(("mean", "var"))),
+        (nnx.All(nnx.Param, nnx.PathContains("norm")), lambda path: path in KERNELS_OF_NORM),
+        (nnx.Not(nnx.Any(nnx.BatchStat, nnx.PathContains("bias"))), lambda path: path in WEIGHTS),
+        ("model.first.*", lambda path: path.startswith("first")),
+        ("*.kernel", lambda path: path.endswith("kernel")),
+    ],
+    ids=["Param", "All", "Not", "argument", "glob"],
+)
+def test_filters_and_globs_select_in_a_module_of_flax(wrt, meant):
+    model = Net(nnx.Rngs(0))
+    found = tg.grad(net_loss, wrt=wrt, unconnected="none")(model, X)
+    expected = {path: g for path, g in net_by_flax().items() if meant(path)}
+    found = entries(nnx.to_pure_dict(nnx.state(found)))
+    found = {path: g for path, g in found.items() if g is not None}
+    assert found.keys() == expected.keys()
+    for path, gradient in expected.items():
+        np.testing.assert_allclose(found[path], gradient, rtol=1e-5, atol=1e-6)
+
+
+KERNELS_OF_NORM = {"norm.scale", "norm.bias"}
+WEIGHTS = {"first.kernel", "last.kernel", "norm.scale"}
+
+
+def test_a_mask_of_a_module_of_flax_is_a_way_to_select():
+    model = Net(nnx.Rngs(0))
+    mask = tg.select(model, "last.*")
+    found = tg.grad(net_loss, wrt=mask, unconnected="none")(model, X)
+    np.testing.assert_allclose(found.last.kernel[...], net_by_flax()["last.kernel"], rtol=1e-5)
+    assert found.first.kernel.get_raw_value() is None
+    assert tg.select(model, nnx.Param).norm.mean.get_raw_value() is False
+
+
+def test_the_mask_of_equinox_selects_what_it_freezes_by():
+    model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
+    spec = jax.tree.map(lambda _: False, model)
+    last = lambda tree: (tree.layers[-1].weight, tree.layers[-1].bias)  # noqa: E731
+    spec = eqx.tree_at(last, spec, replace=(True, True))
+
+    def eqx_loss(model, x):
+        return jnp.sum(jax.vmap(model)(x) ** 2)
+
+    @eqx.filter_grad
+    def by_equinox(trained, frozen, x):
+        return eqx_loss(eqx.combine(trained, frozen), x)
+
+    expected = by_equinox(*eqx.partition(model, spec), X)
+    for wrt in (spec, "layers.1.*", "model.layers.1"):
+        found = tg.grad(eqx_loss, wrt=wrt, unconnected="none")(model, X)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_explain_takes_what_the_gradient_functions_take():
+    found = tg.explain(lambda p, x: jnp.round(loss(p, x)), PARAMS, X, wrt="head.*")
+    assert {finding.cause for finding in found.findings} == {"rounding"}
+    assert "p.head.1" in str(found)
+    assert "encoder" not in str(found)
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("wrt", "message"),
+    [
+        (
+            "encoder.kernl",
+            r"match\.param\('encoder\.kernl'\) selects nothing.*'params\.encoder\.ke",
+        ),
+        ("x.left", r"match\.param\('x\.left'\) selects nothing; the nearest paths: 'x'"),
+        (jax.tree.map(lambda _: False, PARAMS), "the tree of bools is False everywhere"),
+        ([True, False], "tree of bools for wrt has the structure of params"),
+        (("encoder.*", "head.*"), "selects the same argument twice: 'head"),
+        ("parms", r"no parameter of loss\(params, x, weight\); did you mean 'params'"),
+    ],
+)
+def test_what_selects_nothing_is_told_what_there_is(wrt, message):
+    with pytest.raises(ValueError, match=message):
+        tg.grad(loss, wrt=wrt)(PARAMS, X)
+
+
+def test_a_filter_that_selects_nothing_is_named():
+    with pytest.raises(ValueError, match=r"filter .*BatchStat.* selects nothing; the leaves are"):
+        tg.grad(loss, wrt=nnx.BatchStat)(PARAMS, X)
+
+
+@pytest.mark.parametrize("wrt", [1.5, True, [nnx.Param], {"a": 1.0}])
+def test_what_is_no_way_to_select_is_refused(wrt):
+    with pytest.raises(TypeError, match="wrt is a position, an argument name, a glob"):
+        tg.grad(loss, wrt=wrt)

@@ -1,0 +1,503 @@
+"""Parameters by name: rules act on their gradients, where `match.param` selects them by path."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import tracegrad as tg
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+KEY = jax.random.key(0)
+
+
+def clipped(max_norm):
+    """The reference: a gradient by hand, scaled down to a norm."""
+
+    def clip(g):
+        return g * min(1.0, max_norm / float(jnp.linalg.norm(g)))
+
+    return clip
+
+
+def assert_trees_close(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def paths_of(tree):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+
+
+def changed_where(gradient, is_meant, change):
+    """A gradient in which those leaves are changed whose paths are meant."""
+    leaves, structure = jax.tree.flatten(gradient)
+    pairs = zip(paths_of(gradient), leaves, strict=True)
+    return jax.tree.unflatten(structure, [change(g) if is_meant(p) else g for p, g in pairs])
+
+
+# ----------------------------------------------- a transformer of flax.nnx, as its docs have it
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=2, in_features=4, qkv_features=4, decode=False, rngs=rngs
+        )
+        self.norm = nnx.LayerNorm(4, rngs=rngs)
+        self.mlp = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.mlp(nnx.relu(self.norm(x + self.attention(x))))
+
+
+class Transformer(nnx.Module):
+    def __init__(self, rngs):
+        self.embedding = nnx.Embed(5, 4, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(4, 5, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+TOKENS = jnp.array([[0, 2, 4], [1, 1, 3]])
+
+
+def language_loss(model, tokens):
+    logits = model(tokens)[:, :-1]
+    return 10 * optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def state_of(model):
+    return nnx.state(model, nnx.Param)
+
+
+@pytest.fixture
+def transformer():
+    return Transformer(nnx.Rngs(0))
+
+
+def expected_of(model, tokens):
+    """The embedding frozen, the attention's gradients clipped, by hand."""
+    gradient = nnx.grad(language_loss)(model, tokens)
+    gradient = changed_where(gradient, lambda p: p.startswith("embedding"), jnp.zeros_like)
+    return changed_where(gradient, lambda p: ".attention." in p, clipped(0.01))
+
+
+RULES = [
+    tg.rules.stop_gradient(tg.match.param("embedding.*")),
+    tg.rules.clip_gradient(tg.match.param("blocks.*.attention.*"), max_norm=0.01),
+]
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        pytest.param(lambda m, t: nnx.grad(tg.trace(language_loss, rules=RULES))(m, t), id="trace"),
+        pytest.param(lambda m, t: nnx.grad(tg.rewrite(language_loss, RULES))(m, t), id="rewrite"),
+        pytest.param(
+            lambda m, t: tg.trace(lambda m, t: nnx.grad(language_loss)(m, t), rules=RULES)(m, t),
+            id="nnx.grad in a trace",
+        ),
+        pytest.param(
+            lambda m, t: state_of(tg.grad(tg.rewrite(language_loss, RULES))(m, t)), id="tg.grad"
+        ),
+        pytest.param(
+            lambda m, t: state_of(
+                tg.trace(lambda m, t: tg.grad(language_loss)(m, t), rules=RULES)(m, t)
+            ),
+            id="tg.grad in a trace",
+        ),
+    ],
+)
+def test_the_embedding_is_frozen_and_the_attention_clipped(transformer, differentiate):
+    found = differentiate(transformer, TOKENS)
+    expected = expected_of(transformer, TOKENS)
+    assert_trees_close(jax.tree.leaves(found), jax.tree.leaves(expected))
+
+
+def test_a_train_step_of_nnx_leaves_a_frozen_parameter_alone(transformer):
+    def train_step(model, optimizer, tokens):
+        loss, gradient = nnx.value_and_grad(language_loss)(model, tokens)
+        optimizer.update(model, gradient)
+        return loss
+
+    before = jax.tree.map(jnp.array, nnx.to_pure_dict(state_of(transformer)))
+    gradient = nnx.to_pure_dict(expected_of(transformer, TOKENS))
+    optimizer = nnx.Optimizer(transformer, optax.sgd(1.0), wrt=nnx.Param)
+    tg.trace(train_step, rules=RULES)(transformer, optimizer, TOKENS)
+    after = nnx.to_pure_dict(state_of(transformer))
+    assert_trees_close(after, jax.tree.map(lambda w, g: w - g, before, gradient))
+
+
+def test_a_model_that_is_traced_knows_its_own_parameters(transformer):
+    model = tg.trace(transformer, rules=[tg.rules.stop_gradient(tg.match.param("head.bias"))])
+    graph = model.graph(TOKENS)
+    stopped = [node for node in graph.nodes if isinstance(node, tg.ir.StopGradient)]
+    assert graph.names[stopped[0].inputs[0]] == "self.head.bias"
+
+
+# ------------------------------------------------------------------- a dict of parameters of linen
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.relu(nn.Dense(4)(x)))
+
+
+def test_parameters_of_linen_are_known_in_a_train_state():
+    model = MLP()
+    params = model.init(KEY, X)["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(1.0))
+
+    @tg.trace(rules=[tg.rules.clip_gradient(tg.match.param("Dense_0.*"), max_norm=0.1)])
+    def train_step(state, x):
+        def loss_fn(params):
+            return jnp.sum(state.apply_fn({"params": params}, x) ** 2)
+
+        return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+
+    gradient = jax.grad(lambda p: jnp.sum(model.apply({"params": p}, X) ** 2))(params)
+    gradient = changed_where(gradient, lambda p: p.startswith("Dense_0"), clipped(0.1))
+    found = train_step(state, X).params
+    assert_trees_close(found, jax.tree.map(lambda w, g: w - g, params, gradient))
+
+
+# -------------------------------------------------------------------------- an MLP of equinox
+
+
+def test_parameters_of_equinox_are_known_in_filter_grad():
+    model = eqx.nn.MLP(3, 1, 4, 2, key=KEY)
+
+    def loss(model, x):
+        return jnp.sum(jax.vmap(model)(x) ** 2)
+
+    rule = tg.rules.scale_gradient(tg.match.param("layers.*.weight") & ~tg.match.param("*.1.*"), -2)
+    expected = changed_where(
+        eqx.filter_grad(loss)(model, X),
+        lambda p: p in ("layers.0.weight", "layers.2.weight"),
+        lambda g: -2 * g,
+    )
+    for found in (
+        eqx.filter_grad(tg.rewrite(loss, rule))(model, X),
+        tg.trace(lambda model, x: eqx.filter_grad(loss)(model, x), rules=[rule])(model, X),
+        eqx.filter_jit(eqx.filter_grad(tg.rewrite(loss, rule)))(model, X),
+    ):
+        assert_trees_close(jax.tree.leaves(found), jax.tree.leaves(expected))
+
+
+# ------------------------------------------------------------------------------------- trees, paths
+
+PARAMS = {"a": {"w": jnp.array([3.0, 4.0]), "b": jnp.array(2.0)}, "c": [jnp.array([1.0, 1.0])]}
+
+
+def quadratic(params, x):
+    total = params["a"]["b"] * jnp.sum(params["a"]["w"] ** 2) + jnp.sum(params["c"][0] * x)
+    return total + jnp.sum(params["a"]["w"])
+
+
+@pytest.mark.parametrize(
+    ("glob", "meant"),
+    [
+        ("params.a.w", {"a.w"}),
+        ("a.w", {"a.w"}),
+        ("a", {"a.w", "a.b"}),
+        ("a.*", {"a.w", "a.b"}),
+        ("*.w", {"a.w"}),
+        ("c.0", {"c.0"}),
+        ("params", {"a.w", "a.b", "c.0"}),
+        ("*", {"a.w", "a.b", "c.0"}),
+        ("[ac].[0b]", {"a.b", "c.0"}),
+    ],
+)
+def test_a_glob_is_for_a_path_or_for_what_holds_it(glob, meant):
+    rule = tg.rules.scale_gradient(tg.match.param(glob), 3.0)
+    found = jax.grad(tg.rewrite(quadratic, rule))(PARAMS, jnp.ones(2))
+    expected = jax.grad(quadratic)(PARAMS, jnp.ones(2))
+    assert_trees_close(found, changed_where(expected, meant.__contains__, lambda g: 3.0 * g))
+
+
+def test_all_uses_of_a_parameter_are_added_up_before_they_are_clipped():
+    rule = tg.rules.clip_gradient(tg.match.param("a.w"), max_norm=1.0)
+    found = jax.grad(tg.rewrite(quadratic, rule))(PARAMS, jnp.ones(2))["a"]["w"]
+    total = 2 * PARAMS["a"]["b"] * PARAMS["a"]["w"] + 1  # both uses
+    np.testing.assert_allclose(found, total / jnp.linalg.norm(total), rtol=1e-6)
+
+
+def test_clipping_a_scope_and_clipping_its_parameters_are_two_things():
+    def loss(params, x):
+        with jax.named_scope("dense"):
+            y = x @ params["dense"]["w"]
+        return jnp.sum(3 * y)
+
+    params, x = {"dense": {"w": jnp.zeros((2, 1))}}, jnp.array([[3.0, 4.0]])
+    by_scope = tg.rules.clip_gradient(tg.match.scope("dense"), max_norm=1.0)
+    by_param = tg.rules.clip_gradient(tg.match.param("dense.*"), max_norm=1.0)
+    at_output = jax.grad(tg.rewrite(loss, by_scope))(params, x)["dense"]["w"]
+    at_input = jax.grad(tg.rewrite(loss, by_param))(params, x)["dense"]["w"]
+    np.testing.assert_allclose(at_output.ravel(), [3.0, 4.0])  # dy of norm 3 is 1 now: 1 · x
+    np.testing.assert_allclose(at_input.ravel(), [0.6, 0.8], rtol=1e-6)  # its own norm is 1
+
+
+def test_a_tap_shows_a_parameter_s_gradient_by_its_path():
+    seen = {}
+    rule = tg.rules.tap_gradient(tg.match.param("a.*"), lambda place, g: seen.update({place: g}))
+    jax.grad(tg.rewrite(quadratic, rule))(PARAMS, jnp.ones(2))
+    jax.effects_barrier()
+    expected = jax.grad(quadratic)(PARAMS, jnp.ones(2))["a"]
+    assert_trees_close(seen, {"params.a.w": expected["w"], "params.a.b": expected["b"]})
+
+
+def test_a_stopped_parameter_is_unconnected():
+    rule = tg.rules.stop_gradient(tg.match.param("a.*"))
+    found = tg.grad(tg.rewrite(quadratic, rule), unconnected="none")(PARAMS, jnp.ones(2))
+    assert found["a"] == {"w": None, "b": None}
+    np.testing.assert_allclose(found["c"][0], 1.0)
+    with pytest.raises(tg.UnconnectedError, match=r"params\.a\.b: "):
+        tg.grad(tg.rewrite(quadratic, rule), unconnected="raise")(PARAMS, jnp.ones(2))
+
+
+def test_a_result_that_is_a_parameter_carries_its_rule():
+    rule = tg.rules.scale_gradient(tg.match.param("x"), 5.0)
+    assert jax.grad(tg.rewrite(lambda x: x, rule))(2.0) == 5.0
+    assert tg.rewrite(lambda x: x, rule)(2.0) == 2.0
+
+
+def test_values_and_what_compiles_stay_as_they_are():
+    rule = tg.rules.clip_gradient(tg.match.param("a.*"), max_norm=1.0)
+    assert tg.trace(quadratic, rules=[rule])(PARAMS, jnp.ones(2)) == quadratic(PARAMS, jnp.ones(2))
+    text = jax.jit(quadratic).lower(PARAMS, jnp.ones(2)).as_text()
+    edited = jax.jit(tg.rewrite(quadratic, rule)).lower(PARAMS, jnp.ones(2)).as_text()
+    assert edited.count("stablehlo.") == text.count("stablehlo.")
+
+
+# ------------------------------------------------------------------------- tapes, Variables, orders
+
+
+def test_a_tape_around_a_traced_function_has_the_rule():
+    f = tg.trace(quadratic, rules=[tg.rules.scale_gradient(tg.match.param("a.w"), 10.0)])
+    with tg.GradientTape() as tape:
+        tape.watch(PARAMS)
+        y = f(PARAMS, jnp.ones(2))
+    expected = jax.grad(quadratic)(PARAMS, jnp.ones(2))
+    expected = changed_where(expected, {"a.w"}.__contains__, lambda g: 10 * g)
+    assert_trees_close(tape.gradient(y, PARAMS), expected)
+
+
+@pytest.mark.parametrize("sources", [lambda p: p, lambda p: [p["a"]["w"]]], ids=["tree", "list"])
+def test_a_tape_in_a_traced_step_knows_the_parameters_of_the_step(sources):
+    @tg.trace(rules=[tg.rules.scale_gradient(tg.match.param("params.a.w"), 10.0)])
+    def step(params, x):
+        with tg.GradientTape() as tape:
+            tape.watch(params)
+            y = quadratic(params, x)
+        return tape.gradient(y, sources(params))
+
+    expected = jax.grad(quadratic)(PARAMS, jnp.ones(2))
+    expected = changed_where(expected, {"a.w"}.__contains__, lambda g: 10 * g)
+    assert_trees_close(step(PARAMS, jnp.ones(2)), sources(expected))
+
+
+def test_variables_are_known_by_their_names():
+    w, b = tg.Variable(jnp.array([3.0, 4.0]), name="kernel"), tg.Variable(1.0, name="bias")
+
+    def loss(x):
+        return jnp.sum(w * x) + b
+
+    rule = tg.rules.clip_gradient(tg.match.param("kernel"), max_norm=1.0)
+    x = jnp.array([3.0, 4.0])
+    f = tg.trace(loss, rules=[rule])
+    with tg.GradientTape() as tape:
+        y = f(x)
+    dw, db = tape.gradient(y, [w, b])
+    np.testing.assert_allclose(dw, [0.6, 0.8], rtol=1e-6)
+    assert db == 1.0
+
+    @tg.trace(rules=[rule])
+    def step(x):
+        with tg.GradientTape() as tape:
+            y = loss(x)
+        return tape.gradient(y, [w, b])
+
+    np.testing.assert_allclose(step(x)[0], [0.6, 0.8], rtol=1e-6)
+    assert step(x)[1] == 1.0
+
+
+def test_a_rule_acts_on_the_gradient_and_not_again_on_what_is_taken_of_it():
+    rule = tg.rules.scale_gradient(tg.match.param("w"), 10.0)
+
+    def cube(w):
+        return jnp.sum(w**3)
+
+    w = jnp.array([0.1, 2.0])  # 3 w² is below 1, and above
+    found = tg.trace(lambda w: tg.hvp(cube, (w,), jnp.ones(2)), rules=[rule])(w)
+    np.testing.assert_allclose(found, 10 * 6 * w * 10, rtol=1e-6)  # as of a map of derivative 10
+    clip = tg.rules.clip_gradient(tg.match.param("w"), max_value=1.0)
+    found = tg.trace(lambda w: tg.hvp(cube, (w,), jnp.ones(2)), rules=[clip])(w)
+    np.testing.assert_allclose(found, [0.6, 0.0], rtol=1e-6)  # the derivative of what was clipped
+
+
+def test_a_gradient_penalty_is_taken_of_what_it_is_and_clipped_outside():
+    def critic(params, x):
+        return jnp.sum(jnp.tanh(x @ params["w"]))
+
+    def loss(params, x):
+        return critic(params, x) + jnp.sum(jax.grad(critic, argnums=1)(params, x) ** 2)
+
+    rule = tg.rules.clip_gradient(tg.match.param("params.w"), max_norm=0.5)
+    params = {"w": jnp.array([[0.3], [0.2], [-0.4]])}
+    expected = jax.tree.map(clipped(0.5), jax.grad(loss)(params, X))
+    assert_trees_close(jax.grad(tg.trace(loss, rules=[rule]))(params, X), expected)
+    step = tg.trace(lambda params, x: jax.grad(loss)(params, x), rules=[rule])
+    assert_trees_close(step(params, X), expected)
+
+
+def test_under_jit_vmap_and_scan():
+    rule = tg.rules.clip_gradient(tg.match.param("w"), max_norm=1.0)
+    f = tg.rewrite(lambda w, x: jnp.sum(w * x), rule)
+    w, xs = jnp.ones(2), jnp.array([[3.0, 4.0], [0.3, 0.4]])
+    expected = jnp.array([[0.6, 0.8], [0.3, 0.4]])
+    np.testing.assert_allclose(jax.vmap(jax.grad(f), (None, 0))(w, xs), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(f))(w, xs[0]), expected[0], rtol=1e-6)
+    _, found = jax.lax.scan(lambda w, x: (w, jax.grad(f)(w, x)), w, xs)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def test_a_glob_that_fits_nothing_is_told_near_paths():
+    rule = tg.rules.clip_gradient(tg.match.param("a.ww"), max_norm=1.0)
+    expected = r"clip_gradient\(match.param\('a.ww'\).*nearest paths: 'params\.a\.w'"
+    with pytest.raises(tg.ir.NoMatchError, match=expected):
+        tg.rewrite(quadratic, rule)(PARAMS, jnp.ones(2))
+    with pytest.raises(tg.ir.NoMatchError, match=expected):
+        tg.trace(lambda params, x: jax.grad(quadratic)(params, x), rules=[rule])(
+            PARAMS, jnp.ones(2)
+        )
+    may = tg.rules.clip_gradient(tg.match.param("a.ww"), max_norm=1.0, missing_ok=True)
+    tg.rewrite(quadratic, may)(PARAMS, jnp.ones(2))
+
+
+def test_integers_are_no_parameters():
+    rule = tg.rules.stop_gradient(tg.match.param("n"))
+    with pytest.raises(tg.ir.NoMatchError, match="nearest paths: 'x'"):
+        tg.rewrite(lambda x, n: x * n, rule)(1.0, jnp.array(2))
+
+
+def test_parameters_and_operations_are_not_combined():
+    parameters, operations = tg.match.param("a.*"), tg.match.op("sin")
+    for combine in (lambda a, b: a & b, lambda a, b: a | b):
+        for pair in ((parameters, operations), (operations, parameters)):
+            with pytest.raises(TypeError, match="one rule for the parameters, and another"):
+                combine(*pair)
+    with pytest.raises(TypeError, match=r"combined with another match\.param"):
+        parameters | "b.*"
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda where: tg.rules.override_gradient(where, lambda op, dy: dy),
+        tg.rules.recompute,
+        tg.rules.straight_through,
+        lambda where: tg.edit(where, lambda op, x: x),
+    ],
+)
+def test_rules_for_operations_refuse_parameters(rule):
+    with pytest.raises(TypeError, match="which parameters, for rules that act on their gradients"):
+        rule(tg.match.param("a.*"))
+
+
+def test_a_parameter_has_no_inputs():
+    with pytest.raises(TypeError, match="positions of the inputs of an operation"):
+        tg.rules.stop_gradient(tg.match.param("a.*"), inputs=0)
+
+
+def test_what_jax_has_differentiated_already_is_refused():
+    from jax import grad
+
+    rule = tg.rules.clip_gradient(tg.match.param("params.a.w"), max_norm=1.0)
+    step = tg.trace(lambda params, x: grad(quadratic)(params, x), rules=[rule])
+    with pytest.raises(tg.ir.GraphError, match="JAX has differentiated already"):
+        step(PARAMS, jnp.ones(2))
+
+
+def test_rules_of_equal_parts_are_equal_selections():
+    assert tg.match.param("a", "b") == tg.match.param("a", "b") != tg.match.param("a")
+    assert hash(tg.match.param("a") & ~tg.match.param("b")) == hash(
+        tg.match.param("a") & ~tg.match.param("b")
+    )
+    text = repr(tg.match.param("a") | ~tg.match.param("b"))
+    assert text == "(match.param('a') | ~match.param('b'))"
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        pytest.param(lambda p, x: jax.grad(quadratic)(p, x), id="its own name"),
+        pytest.param(lambda p, x: jax.grad(lambda q: quadratic(q, x))(p), id="another name"),
+        pytest.param(lambda p, x: tg.grad(lambda q: quadratic(q, x))(p), id="tg.grad"),
+        pytest.param(
+            lambda p, x: jax.tree.unflatten(
+                jax.tree.structure(p),
+                jax.grad(lambda q: quadratic(jax.tree.unflatten(jax.tree.structure(p), q), x))(
+                    jax.tree.leaves(p)
+                ),
+            ),
+            id="a list of leaves",
+        ),
+        pytest.param(
+            lambda p, x: jax.grad(lambda p: 1.0 * jnp.sum(jax.grad(quadratic)(p, x)["c"][0]))(p),
+            id="a gradient of a gradient",
+        ),
+    ],
+)
+def test_in_a_traced_step_parameters_have_the_paths_of_its_arguments(differentiate):
+    seen = set()
+    rule = tg.rules.tap_gradient(tg.match.param("params.*"), lambda place, g: seen.add(place))
+    tg.trace(lambda params, x: differentiate(params, x), rules=[rule])(PARAMS, jnp.ones(2))
+    jax.effects_barrier()
+    assert seen == {"params.a.b", "params.a.w", "params.c.0"}
+
+
+def test_a_parameter_that_is_differentiated_under_no_path_is_not_passed_by_in_silence():
+    def step(params, x):
+        doubled = [2 * leaf for leaf in jax.tree.leaves(params)]
+        structure = jax.tree.structure(params)
+        return jax.grad(lambda leaves: quadratic(jax.tree.unflatten(structure, leaves), x))(doubled)
+
+    rule = tg.rules.clip_gradient(tg.match.param("params.a.w"), max_norm=1.0)
+    with pytest.raises(tg.ir.NoMatchError, match=r"nearest paths: .*'leaves\.\d'"):
+        tg.trace(step, rules=[rule])(PARAMS, jnp.ones(2))
+    listed = tg.rules.scale_gradient(tg.match.param("leaves.1"), 3.0)
+    found = tg.trace(step, rules=[listed])(PARAMS, jnp.ones(2))
+    expected = step(PARAMS, jnp.ones(2))
+    assert_trees_close(found, [expected[0], 3 * expected[1], expected[2]])
+
+
+def test_both_the_step_s_path_and_the_loss_s_own_name_a_parameter():
+    for glob in ("params.a.w", "q.a.w", "a.w", "state.params.a.w"):
+        rule = tg.rules.scale_gradient(tg.match.param(glob), 3.0)
+
+        @tg.trace(rules=[rule])
+        def step(state, x):
+            return jax.grad(lambda q: quadratic(q, x))(state["params"])
+
+        found = step({"params": PARAMS, "count": 1}, jnp.ones(2))
+        expected = jax.grad(quadratic)(PARAMS, jnp.ones(2))
+        assert_trees_close(found, changed_where(expected, {"a.w"}.__contains__, lambda g: 3 * g))

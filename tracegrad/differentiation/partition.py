@@ -1,0 +1,349 @@
+"""The leaves of a call by which a function is differentiated, and the rest of the call.
+
+JAX differentiates a function of the leaves that count alone, so that the rest need not be arrays at
+all; the two parts are put together where the user's function is called.
+
+A function may assign what modules of flax.nnx hold that it is given (statistics, counts of random
+numbers). It is called with copies of these modules, made of the values that are differentiated, and
+what it has assigned in the copies is put into the modules themselves, as by `nnx.grad`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from tracegrad.differentiation.closing_over import refusing
+from tracegrad.differentiation.gradient_types import Kind, kind_of, type_of, zeros_for
+from tracegrad.ir.wording import with_article
+from tracegrad.tracing.graphs import function_name
+from tracegrad.tracing.in_force import under_rules
+from tracegrad.tracing.signatures import leaves_of_call
+from tracegrad.variables.leaves import Leaf, leaves_of
+from tracegrad.variables.modules import is_whole
+from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx
+from tracegrad.variables.parted import Parted
+from tracegrad.variables.statics import are_traced, is_variable, settings
+
+# What a function has assigned in modules, by place: see `Partition.call`.
+Assigned = dict[int, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Argument(Parted):
+    """One argument of a call, of which those leaves count that JAX is to differentiate by.
+
+    Attributes:
+      key: its position among the positional arguments, or its keyword.
+      tree: itself.
+      selected: of each leaf whether the caller selects it: all that count, and maybe others.
+      one_by_one: whether a predicate has selected the leaves, so that each is meant to count.
+    """
+
+    key: int | str
+    tree: Any
+    selected: Sequence[bool]
+    one_by_one: bool = False
+
+    @functools.cached_property
+    def kinds(self) -> list[Kind]:
+        """What a gradient by each leaf is."""
+        fixed = settings([type(leaf) for leaf in self.leaves], self.structure)
+        return ["setting" if i in fixed else kind_of(leaf) for i, leaf in enumerate(self.leaves)]
+
+    @functools.cached_property
+    def named(self) -> list[Leaf]:
+        """Each leaf by its path in the argument, and what it is to a model."""
+        return leaves_of(self.tree)
+
+    def of_kinds(self, kinds: Collection[Kind]) -> Argument:
+        """The same, of which only those leaves count that have a gradient of these kinds."""
+        if not any(self.counted):
+            return self
+        pairs = zip(self.counted, self.kinds, strict=True)
+        return replace(self, counted=[counts and kind in kinds for counts, kind in pairs])
+
+    def is_lacking(self, before: Argument) -> bool:
+        """Whether a leaf counts no longer that was meant to. In a whole argument that holds floats
+        beside others (a model has functions, counters, flags) the others are not meant to."""
+        has_floats = "inexact" in self.of_chosen(self.kinds) if any(self.counted) else False
+        return self.counted != before.counted and (self.one_by_one or not has_floats)
+
+    def answer(self, results: Iterator[Any], absent: Callable[[Any], Any]) -> Any:
+        """A tree like the argument: a result for each leaf that counts, and ``absent(leaf)`` for
+        what is not selected. A selected leaf that does not count has no gradient: None."""
+
+        def entry(i: int) -> Any:
+            if self.counted[i]:
+                return next(results)
+            is_none = self.selected[i] or self.kinds[i] == "setting"
+            return None if is_none else absent(self.leaves[i])
+
+        return jax.tree.unflatten(self.structure, [entry(i) for i in range(len(self.leaves))])
+
+    @functools.cached_property
+    def has_modules(self) -> bool:
+        is_leaf: Any = is_whole()
+        if is_leaf is None:  # without flax there are none
+            return False
+        nodes = jax.tree.leaves(self.tree, is_leaf=lambda x: is_leaf(x) or is_variable(x))
+        return any(map(is_module, nodes))
+
+    @functools.cached_property
+    def variables_of_nnx(self) -> dict[int, Any]:
+        """The nnx.Variables in it, by identity."""
+        nodes = jax.tree.leaves(self.tree, is_leaf=is_variable_of_nnx)
+        return {id(node): node for node in nodes if is_variable_of_nnx(node)}
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """A call of a function, parted into the leaves that count and the rest; see `wrt.partition`.
+
+    Attributes:
+      fun: the function.
+      arguments: those of the call, in the order in which JAX flattens them.
+      wanted: which of them the answer has trees of, in the order in which the caller names them.
+      is_single: whether the answer is the tree of one argument rather than a tuple.
+    """
+
+    fun: Callable[..., Any]
+    arguments: tuple[Argument, ...]
+    wanted: tuple[int, ...]
+    is_single: bool
+
+    # ------------------------------------------------------------------- the leaves that count
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves that count, in the order in which JAX flattens the call."""
+        return [leaf for each in self.arguments for leaf in each.chosen]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """What a gradient by each leaf that counts is."""
+        chosen = [each for each in self.arguments if any(each.counted)]
+        return [kind for each in chosen for kind in each.of_chosen(each.kinds)]
+
+    @property
+    def named(self) -> list[Leaf]:
+        """The leaves that count by the argument's name and the path in it: ``params.0.kernel``."""
+        return _where(self.all_named, [c for each in self.arguments for c in each.counted])
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of the leaves that count."""
+        return [leaf.name for leaf in self.named]
+
+    @functools.cached_property
+    def all_named(self) -> list[Leaf]:
+        """As `named`, of all leaves of the call."""
+        args = [each.tree for each in self.arguments if isinstance(each.key, int)]
+        kwargs = {each.key: each.tree for each in self.arguments if isinstance(each.key, str)}
+        return leaves_of_call(self.fun, args, kwargs)
+
+    @property
+    def all_leaves(self) -> list[tuple[str, Any]]:
+        """All leaves of the call, by their paths."""
+        leaves = [leaf for each in self.arguments for leaf in each.leaves]
+        return [(named.name, leaf) for named, leaf in zip(self.all_named, leaves, strict=True)]
+
+    @property
+    def of_inputs(self) -> tuple[bool, ...]:
+        """Of each array of the call, as a program takes them, whether it counts."""
+        return tuple(
+            c
+            for each in self.arguments
+            for c in _where(each.counted, are_traced(each.leaves, each.structure))
+        )
+
+    def differentiable(
+        self, unconnected: str = "zero", allowed: Collection[Kind] = ()
+    ) -> Partition:
+        """The same, of which only those leaves count that JAX is to differentiate.
+
+        The others get None for an answer. Raises TypeError for one that is meant to have a
+        gradient (see `Argument.is_lacking`), unless the caller takes None for that, too.
+
+        Args:
+          unconnected: "none" for a caller that takes None.
+          allowed: the kinds of other leaves that count, too, for zeros.
+        """
+        takes_none = unconnected == "none"
+        kept: list[Kind] = ["inexact", *(() if takes_none else allowed)]
+        arguments = tuple([each.of_kinds(kept) for each in self.arguments])
+        for place, each in enumerate(arguments):
+            if each.is_lacking(self.arguments[place]) and not takes_none:
+                raise TypeError(self._no_gradient(place, each, allowed))
+        return replace(self, arguments=arguments)
+
+    def _no_gradient(self, place: int, argument: Argument, allowed: Collection[Kind]) -> str:
+        """Why the first leaf that was selected in an argument does not count."""
+        first = sum(len(each.leaves) for each in self.arguments[:place])
+        pairs = zip(argument.selected, argument.counted, strict=True)
+        i = next(i for i, (is_selected, counts) in enumerate(pairs) if is_selected and not counts)
+        return _no_gradient(
+            self.all_named[first + i].name, argument.leaves[i], argument.kinds[i], allowed
+        )
+
+    # --------------------------------------------------------------------------------- the call
+
+    def combine(
+        self, values: Iterable[Any], leaves: Sequence[Any] | None = None
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of the call with these in the places of the leaves that count.
+
+        `leaves`: others in the places of all leaves. An argument that stays as it is is the
+        caller's own object.
+        """
+        rest, others = iter(values), None if leaves is None else iter(leaves)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for each in self.arguments:
+            if others is not None:
+                each = replace(each, leaves=list(itertools.islice(others, len(each.leaves))))
+            is_new = any(each.counted) or others is not None or each.key in self._copied
+            value = each.combine(itertools.islice(rest, sum(each.counted))) if is_new else each.tree
+            if isinstance(each.key, int):
+                args.append(value)
+            else:
+                kwargs[each.key] = value
+        return args, kwargs
+
+    def call(self, values: Iterable[Any]) -> tuple[Any, Assigned]:
+        """Calls the function with these in the places of the leaves that count; returns its result,
+        and what it has assigned in modules, for `settle`."""
+        args, kwargs = self.combine(values)
+        if not any(each.has_modules for each in self.arguments):
+            return self.fun(*args, **kwargs), {}
+        structure: Any
+        changed_structure: Any
+        holding = [
+            args[each.key] if isinstance(each.key, int) else kwargs[each.key]
+            for each in self._holding
+        ]
+        before, structure = jax.tree.flatten(holding)
+        result = self.fun(*args, **kwargs)
+        after, changed_structure = jax.tree.flatten(holding)
+        if structure != changed_structure:
+            raise TypeError(
+                "a function that is differentiated changes the structure of a module of flax.nnx "
+                "that it is given: its attributes, or what there is of variables. Change it "
+                "before (model.eval(), a Variable with an initial value)"
+            )
+        pairs = enumerate(zip(before, after, strict=True))
+        return result, {i: new for i, (old, new) in pairs if old is not new}
+
+    def of_leaves(self, parted: Callable[[Any], tuple[Any, Any]]) -> Callable[[list[Any]], Any]:
+        """The function of the leaves that count, with the rules in force.
+
+        It returns what `parted` makes of the result to be differentiated, and, for `settle`, what
+        stands beside that.
+        """
+
+        def result(leaves: list[Any]) -> Any:
+            outcome, assigned = self.call(leaves)
+            outputs, aux = parted(outcome)
+            return outputs, (aux, assigned)
+
+        return refusing(under_rules(result, function_name(self.fun), paths=lambda: self.names))
+
+    def settle(self, beside: tuple[Any, Assigned]) -> Any:
+        """Puts what the function has assigned into the modules themselves; returns what `parted`
+        has put beside the result."""
+        aux, assigned = beside
+        if assigned:
+            trees = [each.tree for each in self._holding]
+            nodes = jax.tree.leaves(trees, is_leaf=is_variable_of_nnx)
+            places = [(node, i) for node in nodes for i in range(len(jax.tree.leaves(node)))]
+            for place, value in assigned.items():
+                _assign(*places[place], value)
+        return aux
+
+    @functools.cached_property
+    def _copied(self) -> frozenset[int | str]:
+        """The keys of those arguments with modules of which nothing counts, and that share no
+        nnx.Variable: a copy of what another argument holds too would not be one with that, and
+        flax refuses then that it is changed."""
+        modules = [each for each in self.arguments if each.has_modules]
+        uses = Counter(variable for each in modules for variable in each.variables_of_nnx)
+        return frozenset(
+            each.key for each in modules if all(uses[v] == 1 for v in each.variables_of_nnx)
+        )
+
+    @property
+    def _holding(self) -> list[Argument]:
+        """The arguments of which the function gets a copy."""
+        return [each for each in self.arguments if any(each.counted) or each.key in self._copied]
+
+    # ------------------------------------------------------------------------------- the answer
+
+    def answer(self, results: Iterable[Any], absent: Callable[[Any], Any] = zeros_for) -> Any:
+        """One result for each leaf that counts, in the structure that the caller gave to `wrt`;
+        ``absent(leaf)`` for the leaves that are not selected."""
+        rest = iter(results)
+        trees = {i: self.arguments[i].answer(rest, absent) for i in sorted(self.wanted)}
+        found = tuple(trees[i] for i in self.wanted)
+        return found[0] if self.is_single else found
+
+    def entries(self, answer: Any) -> list[Any]:
+        """The entries for the leaves that count of a tree like an answer.
+
+        Raises ValueError if the structure is another one. None may stand for what is not selected.
+        """
+        trees = (answer,) if self.is_single else tuple(answer)
+        if len(trees) != len(self.wanted):
+            raise ValueError(
+                f"expected {len(self.wanted)} trees, one per argument in wrt; got {len(trees)}"
+            )
+        entries: list[Any] = []
+        for i, tree in sorted(zip(self.wanted, trees, strict=True), key=lambda pair: pair[0]):
+            argument = self.arguments[i]
+            try:
+                flat = argument.structure.flatten_up_to(tree)
+            except ValueError as error:
+                raise ValueError(
+                    f"expected a tree like argument {argument.key!r}, of type "
+                    f"{type(argument.tree).__name__}, as grad returns it for wrt; "
+                    f"got one of another structure, of type {type(tree).__name__}"
+                ) from error
+            entries += argument.of_chosen(flat)
+        return entries
+
+
+def _where(items: Iterable[Any], flags: Iterable[bool]) -> list[Any]:
+    return list(itertools.compress(items, flags))
+
+
+def _assign(variable: Any, leaf: int, value: Any) -> None:
+    """Puts an array into a leaf of what is to be an nnx.Variable."""
+    if not is_variable_of_nnx(variable):
+        raise TypeError(
+            f"a function that is differentiated assigns {with_article(type(variable).__name__)} in "
+            "a module of flax.nnx that it is given, which would be lost. Make it an nnx.Variable"
+        )
+    leaves, structure = jax.tree.flatten(variable.get_raw_value())
+    leaves[leaf] = value
+    variable.set_raw_value(jax.tree.unflatten(structure, leaves))
+
+
+def _no_gradient(path: str, leaf: Any, kind: Kind, allowed: Collection[Kind]) -> str:
+    if kind == "setting":
+        return (
+            f"wrt selects {path}, the number {leaf!r} of an equinox module, where numbers are "
+            "settings that are not trained: make it an array, as in `jnp.asarray(0.5)`"
+        )
+    aval = type_of(leaf)
+    name = type(leaf).__name__ if aval is None else str(aval.dtype)
+    return (
+        f"wrt selects {path}, of type {name}: only float and complex arrays "
+        "have gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or "
+        'take None for it, with `unconnected="none"`'
+        + ("; or float0, with `allow_int=True`" if kind in ("exact", "key") and not allowed else "")
+    )

@@ -1,0 +1,292 @@
+"""Which leaves of a call ``wrt=`` selects: by argument, by path, by a mask, or one by one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from tracegrad.differentiation.partition import Argument, Partition
+from tracegrad.ir.parameters import Parameters
+from tracegrad.ir.wording import counted, nearest, some
+from tracegrad.tracing.graphs import function_name
+from tracegrad.tracing.signatures import (
+    argument_names,
+    parameters_of,
+    positional,
+    require_takes,
+)
+from tracegrad.variables.leaves import Leaf, leaves_of
+from tracegrad.variables.nnx_objects import nnx
+
+Predicate = Callable[[str, Any], Any]
+Wrt = int | str | Sequence[int | str] | Parameters | Predicate | Any
+
+
+def select(tree: Any, wrt: Any) -> Any:
+    """A mask of a tree: True where a leaf is selected, as the gradient functions' ``wrt`` does it.
+
+    Gradients of zero do not freeze a weight under an optimiser that changes weights by themselves,
+    as weight decay does. The mask is what optimisers take to leave them alone. The gradient
+    functions take it for ``wrt``, too.
+
+    Args:
+      tree: a pytree.
+      wrt: a glob for paths (``"layers.*.kernel"``), `tracegrad.match.param` of several, a filter of
+        flax.nnx (``nnx.Param``), or a predicate ``(path, leaf) -> bool``. A path is what messages
+        call the leaf, ``"layers.0.kernel"`` in every library's models.
+
+    Returns:
+      A tree of Python bools with the structure of `tree`.
+
+    Raises:
+      ValueError: no leaf is selected; the message lists paths.
+
+    >>> import jax.numpy as jnp, optax, tracegrad as tg
+    >>> params = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
+    >>> select(params, "bias")
+    {'bias': True, 'kernel': False}
+
+    Zeros alone do not freeze the kernel, since the decay shrinks it all the same; the mask does:
+
+    >>> from tracegrad import grad, select
+    >>> biases = select(params, "bias")
+    >>> gradient = grad(lambda p: jnp.sum(p["kernel"] * p["bias"]), wrt=biases)(params)
+    >>> print(gradient["kernel"], gradient["bias"])
+    [0. 0.] [1. 1.]
+    >>> def step(optimiser):
+    ...     updates, _ = optimiser.update(gradient, optimiser.init(params), params)
+    ...     return optax.apply_updates(params, updates)["kernel"]
+    >>> decaying = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1.0))
+    >>> print(step(decaying), step(optax.masked(decaying, biases)))
+    [0.9 0.9] [1. 1.]
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _mask(wrt, leaves_of(tree), leaves))
+
+
+def partition(
+    fun: Callable[..., Any], wrt: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Partition:
+    """A call of `fun`, parted into the leaves that `wrt` selects and the rest.
+
+    Raises ValueError for an argument that the call does not have, listing the function's
+    parameters; for one that is selected twice; and for what selects nothing, with near paths.
+    """
+    arguments = [*map(_argument, range(len(args)), args)]
+    arguments += [_argument(key, kwargs[key]) for key in sorted(kwargs)]
+    is_single = not _is_several(wrt)
+    wanted: list[int] = []
+    for each in [wrt] if is_single else wrt:
+        place, selected = _selected(fun, each, arguments)
+        if place in wanted:
+            raise ValueError(f"wrt={wrt!r} selects the same argument twice: {each!r}")
+        wanted.append(place)
+        one_by_one = callable(each) and not _is_filter(each) and not _is_mask(each)
+        arguments[place] = replace(
+            arguments[place], selected=selected, counted=selected, one_by_one=one_by_one
+        )
+    return Partition(fun, tuple(arguments), tuple(wanted), is_single)
+
+
+def check_wrt(wrt: Any) -> None:
+    """Raises TypeError for what is no way to select, ValueError for an empty one."""
+    if _is_key(wrt) or isinstance(wrt, Parameters) or _is_mask(wrt) or _is_filter(wrt):
+        return
+    if callable(wrt):
+        return require_takes(wrt, 2, "predicate (path, leaf) -> bool")
+    if not _is_several(wrt):
+        raise TypeError(
+            "wrt is a position, an argument name, a glob for paths, several of these, a tree of "
+            "bools like the first argument (tracegrad.select), a filter of flax.nnx, or a "
+            f"predicate (path, leaf) -> bool over the first argument's leaves; got {wrt!r}"
+        )
+    if not wrt:
+        raise ValueError("wrt=() selects nothing to differentiate with respect to")
+
+
+def _is_key(wrt: Any) -> bool:
+    return isinstance(wrt, str) or (hasattr(type(wrt), "__index__") and not isinstance(wrt, bool))
+
+
+def _is_several(wrt: Any) -> bool:
+    return isinstance(wrt, Sequence) and not isinstance(wrt, str) and all(map(_is_key, wrt))
+
+
+def _is_mask(wrt: Any) -> bool:
+    """Whether it is a tree of bools; one bool is none."""
+    if isinstance(wrt, bool):
+        return False
+    leaves = jax.tree.leaves(wrt)
+    return bool(leaves) and all(isinstance(leaf, bool) for leaf in leaves)
+
+
+# ------------------------------------------------------------------------------ which argument
+
+
+def _argument(key: int | str, tree: Any) -> Argument:
+    leaves, structure = jax.tree.flatten(tree)
+    none = [False] * len(leaves)
+    return Argument(leaves, structure, none, key, tree, none)
+
+
+def _selected(
+    fun: Callable[..., Any], wrt: Any, arguments: Sequence[Argument]
+) -> tuple[int, Sequence[bool]]:
+    """The place of the argument that `wrt` is about, and which of its leaves are selected."""
+    if _is_key(wrt) and not isinstance(wrt, str):
+        return _whole(arguments, _at_position(fun, operator.index(wrt), arguments))
+    names = _names(fun, arguments)
+    if isinstance(wrt, str):
+        if wrt in names:
+            return _whole(arguments, names.index(wrt))
+        if not _is_path(wrt, fun, arguments):
+            raise ValueError(_no_argument(fun, wrt, names))
+        wrt = Parameters("", (wrt,))
+    first = {pattern.partition(".")[0] for pattern in getattr(wrt, "patterns", ())}
+    meant = [place for place, name in enumerate(names) if name in first]
+    place = meant[0] if len(meant) == 1 else _first(fun, names, arguments)
+    argument = arguments[place]
+    if not _is_mask(wrt):
+        return place, _mask(wrt, argument.named, argument.leaves, names[place])
+    mask, structure = jax.tree.flatten(wrt)
+    if structure != argument.structure:
+        raise ValueError(
+            f"a tree of bools for wrt has the structure of {names[place]}, the first argument, as "
+            f"tracegrad.select makes it: expected {argument.structure}, got {structure}"
+        )
+    if not any(mask):
+        raise ValueError("wrt selects nothing: the tree of bools is False everywhere")
+    return place, mask
+
+
+def _whole(arguments: Sequence[Argument], place: int) -> tuple[int, Sequence[bool]]:
+    return place, [True] * len(arguments[place].leaves)
+
+
+def _names(fun: Callable[..., Any], arguments: Sequence[Argument]) -> list[str]:
+    """What the function calls each argument of the call."""
+    names = argument_names(fun, sum(isinstance(each.key, int) for each in arguments))
+    return [names[k] if isinstance(k, int) else k for k in (each.key for each in arguments)]
+
+
+def _first(fun: Callable[..., Any], names: Sequence[str], arguments: Sequence[Argument]) -> int:
+    """The place of the first argument."""
+    if arguments and arguments[0].key == 0:
+        return 0
+    called = [p.name for p in parameters_of(fun) if p.name in names]
+    if not names or (not called and len(names) > 1):
+        raise ValueError(
+            f"wrt selects leaves of the first argument; {_described(fun)} was called without one"
+        )
+    return names.index(called[0]) if called else 0
+
+
+def _at_position(fun: Callable[..., Any], position: int, arguments: Sequence[Argument]) -> int:
+    """The place of the argument at a position in the function's signature."""
+    count = sum(isinstance(each.key, int) for each in arguments)
+    if -count <= position < count:
+        return position % count
+    ordered = [parameter.name for parameter in positional(parameters_of(fun))]
+    keys = [each.key for each in arguments]
+    if 0 <= position < len(ordered) and ordered[position] in keys:
+        return keys.index(ordered[position])
+    why = f"was called with {counted(count, 'positional argument')}"
+    if count <= position < len(ordered):
+        why = _not_passed(positional(parameters_of(fun))[position], ordered[position])
+    raise ValueError(f"wrt={position}: {_described(fun)} {why}")
+
+
+def _no_argument(fun: Callable[..., Any], name: str, names: Sequence[str]) -> str:
+    """Why a call has no argument of a name."""
+    for parameter in parameters_of(fun):
+        if parameter.name == name:
+            why = _not_passed(parameter, "it")
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                why = "has any number of these; say which by position, argnums=, or by its name"
+            return f"wrt={name!r}: {_described(fun)} {why}"
+    parameters = [p.name for p in positional(parameters_of(fun))]
+    near = difflib.get_close_matches(name, [*parameters, *names], 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"wrt={name!r} is no parameter of {_described(fun)}{hint}"
+
+
+def _not_passed(parameter: inspect.Parameter, name: str) -> str:
+    has_default = parameter.default is not parameter.empty
+    what = "its default is not differentiated, so pass it" if has_default else "pass it"
+    return f"was called without {name}; {what}"
+
+
+def _described(fun: Callable[..., Any]) -> str:
+    """A function with its parameters: ``loss(params, x, y)``."""
+    marks: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
+    names = [marks.get(p.kind, "") + p.name for p in parameters_of(fun)]
+    return f"{function_name(fun)}({', '.join(names) or '...'})"
+
+
+def _is_path(wrt: str, fun: Callable[..., Any], arguments: Sequence[Argument]) -> bool:
+    """Whether a text is a glob for paths, where it is the name of no argument of the call: one that
+    could be a parameter's name must fit a path of the first argument."""
+    if not wrt.isidentifier():
+        return True
+    if not arguments or wrt in [parameter.name for parameter in parameters_of(fun)]:
+        return False
+    glob = Parameters("", (wrt,))
+    return any(glob.fits(f".{leaf.name}") for leaf in arguments[0].named)
+
+
+def _is_filter(wrt: Any) -> bool:
+    """Whether it is a filter of flax.nnx: the class of a variable, or what its functions make."""
+    flax = nnx()
+    if flax is None:
+        return False
+    if isinstance(wrt, type):
+        return issubclass(wrt, flax.Variable)
+    return bool(type(wrt).__module__ == flax.Not.__module__)
+
+
+def _passes(wrt: Any, leaf: Leaf, value: Any) -> bool:
+    """Whether a filter of flax.nnx takes a leaf."""
+    path = tuple(int(key) if key.isdigit() else key for key in leaf.name.split("."))
+    held = value if leaf.holder is None else leaf.holder
+    return bool(nnx().filterlib.to_predicate(wrt)(path, held))
+
+
+def _mask(wrt: Any, named: Sequence[Leaf], leaves: Sequence[Any], argument: str = "") -> list[bool]:
+    """Which leaves of one tree are selected. Raises ValueError if none is."""
+    if isinstance(wrt, str):
+        wrt = Parameters("", (wrt,))
+    paths = [leaf.name for leaf in named]
+    if isinstance(wrt, Parameters):
+        paths = [leaf.within(argument).name for leaf in named]
+        mask = [wrt.fits(path) for path in paths]
+    elif _is_filter(wrt):
+        mask = [_passes(wrt, leaf, value) for leaf, value in zip(named, leaves, strict=True)]
+    else:
+        require_takes(wrt, 2, "predicate (path, leaf) -> bool")
+        mask = [bool(wrt(path, leaf)) for path, leaf in zip(paths, leaves, strict=True)]
+    if not any(mask):
+        raise ValueError(_nothing_selected(wrt, paths))
+    return mask
+
+
+def _nothing_selected(wrt: Any, paths: Sequence[str]) -> str:
+    what = "the predicate"
+    if isinstance(wrt, Parameters):
+        what = repr(wrt)
+        if near := nearest(wrt.patterns, paths):
+            return f"{what} selects nothing; the nearest paths: {', '.join(map(repr, near))}"
+    elif _is_filter(wrt):
+        what = f"the filter {wrt!r}"
+    shown = some([repr(path) for path in paths], 8)
+    return f"{what} selects nothing; " + (
+        f"the leaves are {shown}" if paths else "the tree has no leaves"
+    )
