@@ -28,7 +28,7 @@ from tracegrad.saving.placement import array_record
 from tracegrad.saving.program import export
 from tracegrad.saving.source import source_of
 from tracegrad.saving.trees import tree_text
-from tracegrad.saving.variables import is_key, stored_form
+from tracegrad.saving.variables import is_key, not_while_tracing, stored_form
 from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
@@ -136,8 +136,7 @@ def save(
 
 
 def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
-    if _jax.staging_trace() is not None:
-        raise RuntimeError("save is called inside a function that is being traced")
+    not_while_tracing("save")
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(
             f"path should be a string or a path and is {path!r}: save(fun, path, specs)"
