@@ -19,12 +19,14 @@ HIGHEST_ORDER = 32
 """How many times a saved function can be differentiated at most."""
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
-Kind = Literal["positional", "either", "keyword"]
+Kind = Literal["positional", "either", "keyword", "*", "**"]
 
 KINDS: dict[Kind, inspect._ParameterKind] = {
     "positional": inspect.Parameter.POSITIONAL_ONLY,
     "either": inspect.Parameter.POSITIONAL_OR_KEYWORD,
     "keyword": inspect.Parameter.KEYWORD_ONLY,
+    "*": inspect.Parameter.VAR_POSITIONAL,
+    "**": inspect.Parameter.VAR_KEYWORD,
 }
 """What the kinds of parameters are called in a manifest."""
 
@@ -119,8 +121,3 @@ class Manifest(Record, frozen=True):
     variables: tuple[VariableRecord, ...]
     functions: tuple[FunctionRecord, ...]
     digests: dict[str, str]
-
-
-def encode(record: Record) -> bytes:
-    """A record as JSON."""
-    return msgspec.json.encode(record)

@@ -146,21 +146,19 @@ class Programs:
     def _function(self, source: Source, order: int) -> tuple[Callable[..., Any], list[Any]]:
         """What is exported, and the types that it takes. What is differentiated was traced."""
         run = source.fun if order == self.order else run_of(source.graph)
-        given: list[Any] = list(map(_jax.without_devices, source.avals))
+        avals: list[Any] = list(map(_jax.without_devices, source.avals))
+        if source.above is not None:
+            return _named(run, source.name), avals
+        arguments, result = map(jax.tree.structure, self.trees)
 
-        def program(*given: Any) -> Any:
-            results = run(*jax.tree.leaves(given))
-            if source.above is not None:
-                return results
-            result, assigned = results[: source.count], results[source.count :]
-            return jax.tree.unflatten(jax.tree.structure(self.trees[1]), result), assigned
+        def program(arguments: Any, values: list[Any]) -> Any:
+            results = run(*jax.tree.leaves(arguments), *values)
+            tree = jax.tree.unflatten(result, results[: source.count])
+            return tree, results[source.count :]
 
-        if source.above is None:
-            structure: Any = jax.tree.structure(self.trees[0])
-            count = structure.num_leaves
-            given = [jax.tree.unflatten(structure, given[:count]), given[count:]]
-        program.__name__ = program.__qualname__ = source.name
-        return program, given
+        count = arguments.num_leaves
+        given = jax.tree.unflatten(arguments, avals[:count])
+        return _named(program, source.name), [given, avals[count:]]
 
 
 def export(
@@ -183,6 +181,14 @@ def export(
         programs.tree = programs.write(source)
     _warn_of_constants(source.graph, len(programs.contents))
     return programs
+
+
+def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def named(*args: Any) -> Any:
+        return fun(*args)
+
+    named.__name__ = named.__qualname__ = name
+    return named
 
 
 def _floats(avals: Sequence[Any]) -> list[int]:

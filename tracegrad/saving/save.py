@@ -13,7 +13,14 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad._version import __version__
 from tracegrad.saving.file import Array, stored, write_file
-from tracegrad.saving.interface import Function, interface, traced_for
+from tracegrad.saving.interface import (
+    Function,
+    given_to,
+    name_of,
+    signature_text,
+    traced_for,
+    trees_of,
+)
 from tracegrad.saving.libraries import msgspec, needed
 from tracegrad.saving.loaded import LoadedFunction
 from tracegrad.saving.manifest import (
@@ -27,9 +34,7 @@ from tracegrad.saving.modules import ModuleVariables
 from tracegrad.saving.placement import array_record
 from tracegrad.saving.program import export
 from tracegrad.saving.source import source_of
-from tracegrad.saving.trees import tree_text
 from tracegrad.saving.variables import is_key, not_while_tracing, stored_form
-from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
@@ -165,7 +170,7 @@ def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
 def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
     """Name, function and specs of each function that is to be saved."""
     if not isinstance(fun, Mapping):
-        return [(_name(fun), fun, specs)]
+        return [(name_of(fun), fun, specs)]
     if specs is not None:
         raise TypeError("several functions are saved by save({name: (fun, specs)}, path)")
     if not fun:
@@ -181,20 +186,9 @@ def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
                 f"several functions are saved by save({{name: (fun, specs)}}, path); for {name!r} "
                 f"there is {entry!r}"
             )
-        _name(entry[0])
+        name_of(entry[0])
         requests.append((name, *entry))
     return requests
-
-
-def _name(fun: Any) -> str:
-    if not callable(fun):
-        raise TypeError(
-            f"expected a function to save, or a dictionary {{name: (fun, specs)}}, and got {fun!r} "
-            f"of type {type(fun).__name__}"
-        )
-    fun = getattr(fun, "__func__", fun)
-    is_named = hasattr(fun, "__name__") or isinstance(fun, functools.partial)
-    return function_name(fun) if is_named else type(fun).__name__
 
 
 # -------------------------------------------------------------------------------------- Variables
@@ -284,10 +278,11 @@ def _traced(
     places: Places,
     modules: ModuleVariables,
 ) -> Saved:
-    source = source_of(name, functools.partial(traced_for, name, fun, specs, modules))
+    given = given_to(name, fun, specs)
+    source = source_of(name, functools.partial(traced_for, name, fun, given, modules))
     traced = source.graph
-    parameters, arguments, result = interface(traced, name)
-    programs = export(source, (arguments, result), order, platforms)
+    trees = trees_of(traced, name, given)
+    programs = export(source, trees, order, platforms)
     # With respect to what a rule closes over there is no gradient: tapes should not ask for it.
     refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
     modules.trained.difference_update(
@@ -295,12 +290,10 @@ def _traced(
         for i, variable in enumerate(traced.variables, -len(traced.variables))
         if i in refused
     )
-    pairs = zip(parameters, map(tree_text, arguments), strict=True)
-    given = ", ".join(f"{parameter}: {text}" for (parameter, _), text in pairs)
     record = FunctionRecord(
         name=name,
-        signature=f"{name}({given}) -> {tree_text(result)}",
-        parameters=parameters,
+        signature=signature_text(name, given, trees),
+        parameters=given.parameters,
         constraints=tuple(_jax.symbolic_constraints(traced.in_avals)),
         reads=_places(traced.variables, places),
         assigns=_places(traced.assigned, places),
