@@ -141,6 +141,39 @@ def test_a_function_without_a_derivative_is_named_with_its_line(path):
     assert at in str(refused.value)
 
 
+@jax.custom_jvp
+def magnitude(x):
+    return jnp.abs(x)
+
+
+magnitude.defjvp(lambda primals, tangents: (magnitude(*primals), jnp.abs(tangents[0])))
+
+
+@jax.custom_vjp
+def counted(x):
+    return loops(x)
+
+
+counted.defvjp(lambda x: (counted(x), None), lambda _, ct: (ct,))
+
+
+def uses_rules(x):
+    def step(carry, _):
+        return magnitude(counted(carry)), None  # the line of the rule without a transpose
+
+    return jax.lax.scan(step, x, None, length=2)[0]
+
+
+def test_a_rule_that_cannot_be_transposed_is_named_and_not_a_loop_that_has_a_rule(path):
+    with pytest.raises(
+        ValueError, match=r"(?s)cannot differentiate .*magnitude.*_order=0"
+    ) as refused:
+        save(uses_rules, path, [X])
+    at = f"{Path(__file__).name}:{line_of('the line of the rule without a transpose')}"
+    assert at in str(refused.value)
+    assert "checkpointed_loop" not in str(refused.value)
+
+
 @jax.tree_util.register_dataclass
 @dataclass
 class Model:

@@ -65,7 +65,7 @@ class Given:
 
     def bound(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
         """The call with these arguments in the places of the specs."""
-        return inspect.BoundArguments(self.signature, {**self.static, **arguments})  # type: ignore[arg-type]
+        return inspect.BoundArguments(self.signature, {**self.static, **arguments})
 
     @property
     def parameters(self) -> tuple[tuple[str, Kind], ...]:
@@ -111,8 +111,8 @@ def given_to(name: str, fun: Function, specs: Any) -> Given:
     except (TypeError, ValueError):
         signature = _ANY
     try:
-        by_name = isinstance(specs, dict)
-        given = (signature.bind(**specs) if by_name else signature.bind(*specs)).arguments
+        args, kwargs = ((), specs) if isinstance(specs, dict) else (specs, {})
+        given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise TypeError(
             f"the specs do not fit {name}{signature}: {error}. It is saved with one array or "

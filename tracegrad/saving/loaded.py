@@ -139,7 +139,7 @@ class LoadedFunction(HasVariables):
     def _described(self, program: Any) -> Signature:
         names = tuple(self.__signature__.parameters)
         arguments = zip(names, original_form(of_types(self._structure, self._avals)))
-        bound = inspect.BoundArguments(self.__signature__, dict(arguments))  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(self.__signature__, dict(arguments))
         result, _ = original_form(of_types(self._out_tree, program.out_avals))
         kwargs = MappingProxyType(bound.kwargs)
         return Signature(self.__name__, names, bound.args, kwargs, result, self._record.signature)

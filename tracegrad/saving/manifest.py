@@ -7,6 +7,7 @@ refused by its name.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from tracegrad.saving.libraries import msgspec
@@ -80,6 +81,13 @@ class Program(Record, frozen=True):
     value: Program | None = None
     refused: tuple[tuple[Natural, str], ...] = ()
     may_add: bool = True
+
+    def arrays(self) -> Iterator[str]:
+        """The names of all that are run in its place or to differentiate it, and its own."""
+        yield self.array
+        for below in (self.value, *(gradient.program for gradient in self.gradients)):
+            if below is not None:
+                yield from below.arrays()
 
 
 class Gradient(Record, frozen=True):

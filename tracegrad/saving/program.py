@@ -77,11 +77,9 @@ class Programs:
             return Program(array)
         refused: tuple[tuple[int, str], ...] = ()
         active = _floats(source.avals)
-        written = dict(self.contents), dict(self.calls), dict(self._texts)
         try:
             gradients = self._gradients(source, active, size, order, width)
         except Exception:
-            self.contents, self.calls, self._texts = written
             refused = _refused(source, active)
             active = [i for i in active if i not in dict(refused)]
             if not refused or not active:
@@ -146,19 +144,22 @@ class Programs:
     def _function(self, source: Source, order: int) -> tuple[Callable[..., Any], list[Any]]:
         """What is exported, and the types that it takes. What is differentiated was traced."""
         run = source.fun if order == self.order else run_of(source.graph)
-        avals: list[Any] = list(map(_jax.without_devices, source.avals))
-        if source.above is not None:
-            return _named(run, source.name), avals
-        arguments, result = map(jax.tree.structure, self.trees)
+        given: list[Any] = list(map(_jax.without_devices, source.avals))
+        structures: list[Any] = list(map(jax.tree.structure, self.trees))
+        arguments, result = structures
 
-        def program(arguments: Any, values: list[Any]) -> Any:
-            results = run(*jax.tree.leaves(arguments), *values)
+        def program(*given: Any) -> Any:
+            results = run(*jax.tree.leaves(given))
+            if source.above is not None:
+                return results
             tree = jax.tree.unflatten(result, results[: source.count])
             return tree, results[source.count :]
 
-        count = arguments.num_leaves
-        given = jax.tree.unflatten(arguments, avals[:count])
-        return _named(program, source.name), [given, avals[count:]]
+        if source.above is None:
+            count = arguments.num_leaves
+            given = [jax.tree.unflatten(arguments, given[:count]), given[count:]]
+        program.__name__ = program.__qualname__ = source.name
+        return program, given
 
 
 def export(
@@ -179,16 +180,10 @@ def export(
     with progress("save", order + 1) as begin:
         programs = Programs(source.name, trees, order, platforms, begin)
         programs.tree = programs.write(source)
+    # Some were written before another of the same function could not be.
+    programs.contents = {name: programs.contents[name] for name in programs.tree.arrays()}
     _warn_of_constants(source.graph, len(programs.contents))
     return programs
-
-
-def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def named(*args: Any) -> Any:
-        return fun(*args)
-
-    named.__name__ = named.__qualname__ = name
-    return named
 
 
 def _floats(avals: Sequence[Any]) -> list[int]:

@@ -299,7 +299,7 @@ def _traced(
         assigns=_places(traced.assigned, places),
         platforms=tuple(programs.platforms or ()),
         gradient_order=order,
-        calls=programs.calls,
+        calls={array: programs.calls[array] for array in programs.contents},
         program=programs.tree,
     )
     return record, programs.contents, str(traced)
