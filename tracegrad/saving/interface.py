@@ -17,7 +17,7 @@ from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import line_of_error
 from tracegrad.saving.manifest import KINDS, Kind
 from tracegrad.saving.modules import ModuleVariables
-from tracegrad.saving.trees import check_tree, of_types, tree_text, written_form
+from tracegrad.saving.trees import check_leaves, of_types, tree_text, written_form
 from tracegrad.tracing import TracedFunction, graph
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.traced import BoundTracedFunction
@@ -189,36 +189,49 @@ def traced_for(name: str, fun: Function, given: Given, modules: ModuleVariables)
         raise
 
 
-def trees_of(traced: Graph, name: str, given: Given) -> tuple[tuple[Any, ...], Any]:
-    """The argument for each parameter and the result, as trees of types in their written form.
+@dataclass(frozen=True)
+class Trees:
+    """What a function takes and returns, as trees of types in their written form.
 
-    Raises TypeError where a part of them cannot be written.
+    Attributes:
+      arguments: one for each parameter.
+      result: what it returns.
     """
 
-    def written(tree: Any, where: str) -> Any:
-        if held_arrays(tree):
-            raise TypeError(
-                f"{where} has a module of flax.nnx, which is rebuilt by its Python code, and no "
-                "code is saved: save the module, or its method, or a function that closes over it, "
-                "or one of nnx.to_pure_dict(nnx.state(module))"
-            )
-        check_tree(tree := written_form(tree), where)
-        return tree
+    arguments: dict[str, Any]
+    result: Any
 
+    def check(self, check: Callable[[Any, str], None], name: str) -> None:
+        """Checks each tree of the function of this name."""
+        for parameter, tree in self.arguments.items():
+            check(tree, f"the argument {parameter}")
+        check(self.result, f"the result of {name}")
+
+
+def trees_of(traced: Graph, given: Given, name: str) -> Trees:
+    """Those of a function. Raises TypeError where a leaf of them cannot be written."""
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
-    arguments = zip(given.specs, of_types(traced.in_tree, inputs)[0], strict=True)
+    arguments = of_types(traced.in_tree, inputs)[0]
     result = of_types(traced.out_tree, traced.out_avals[: traced.result_count])
-    return (
-        tuple(written(tree, f"the argument {parameter}") for parameter, tree in arguments),
-        written(result, f"the result of {name}"),
-    )
+    Trees(dict(zip(given.specs, arguments, strict=True)), result).check(_check_no_module, name)
+    found = Trees(dict(zip(given.specs, written_form(arguments))), written_form(result))
+    found.check(check_leaves, name)
+    return found
 
 
-def signature_text(name: str, given: Given, trees: tuple[tuple[Any, ...], Any]) -> str:
+def _check_no_module(tree: Any, where: str) -> None:
+    if held_arrays(tree):
+        raise TypeError(
+            f"{where} has a module of flax.nnx, which is rebuilt by its Python code, and no code "
+            "is saved: save the module, or its method, or a function that closes over it, or one "
+            "of nnx.to_pure_dict(nnx.state(module))"
+        )
+
+
+def signature_text(name: str, given: Given, trees: Trees) -> str:
     """One line for people: ``score(x: f32[b,2]) -> f32[b]``."""
-    stars = {"*": "*", "**": "**"}
     shown = [
-        f"{stars.get(kind, '')}{parameter}: {tree_text(tree)}"
-        for (parameter, kind), tree in zip(given.parameters, trees[0], strict=True)
+        f"{kind if kind in ('*', '**') else ''}{parameter}: {tree_text(trees.arguments[parameter])}"
+        for parameter, kind in given.parameters
     ]
-    return f"{name}({', '.join(shown)}) -> {tree_text(trees[1])}"
+    return f"{name}({', '.join(shown)}) -> {tree_text(trees.result)}"

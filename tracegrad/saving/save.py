@@ -281,7 +281,7 @@ def _traced(
     given = given_to(name, fun, specs)
     source = source_of(name, functools.partial(traced_for, name, fun, given, modules))
     traced = source.graph
-    trees = trees_of(traced, name, given)
+    trees = trees_of(traced, given, name)
     programs = export(source, trees, order, platforms)
     # With respect to what a rule closes over there is no gradient: tapes should not ask for it.
     refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
