@@ -64,8 +64,9 @@ def save(
     Arguments:
       fun: a plain, jitted or traced function of pytrees of arrays, or one that was loaded. The
         pytrees are of dictionaries, lists, tuples, named tuples and None; a string in them is what
-        the function is saved for. A module of flax.nnx, or a method of one, has its arrays as
-        Variables of the file, by their path. Of other models of classes the arrays are passed, or
+        the function is saved for. Of a module of flax.nnx, of its methods, and of what
+        `functools.partial` makes with it first, the arrays that are used are Variables of the file,
+        by their path. Of other models of classes the arrays are passed, or
         the model is closed over, and then they are constants. Several functions, which share
         their Variables, are given as ``{name: (fun, specs)}``, without `specs` behind.
       path: the file to write, or to replace.
