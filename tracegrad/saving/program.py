@@ -31,7 +31,7 @@ from tracegrad.saving import outside_calls, refusals
 from tracegrad.saving.file import sha256
 from tracegrad.saving.interface import Trees
 from tracegrad.saving.manifest import OWN, Gradient, Program
-from tracegrad.saving.source import Source, run_of
+from tracegrad.saving.source import Source
 from tracegrad.saving.trees import check_containers
 
 MOST_SINGLE = 16
@@ -145,7 +145,9 @@ class Programs:
 
     def _function(self, source: Source, order: int) -> tuple[Callable[..., Any], list[Any]]:
         """What is exported, and the types that it takes. What is differentiated was traced."""
-        run = source.fun if order == self.order else run_of(source.graph)
+        run: Callable[..., Any] = lambda *operands: source.run(operands)  # noqa: E731
+        if order == self.order:
+            run = source.fun
         given: list[Any] = list(map(_jax.without_devices, source.avals))
         arguments: Any = jax.tree.structure(tuple(self.trees.arguments.values()))
         result = jax.tree.structure(self.trees.result)
