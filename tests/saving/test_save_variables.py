@@ -300,6 +300,17 @@ def test_a_damaged_state_is_refused_and_nothing_is_assigned(tmp_path):
     assert [float(v.value[0, 0]) for v in tree.values()] == list(range(6))
 
 
+def test_paths_may_be_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tree = {"w": tg.Variable(1.0, name="w")}
+    save_variables(tree, "state")
+    save(lambda x: x * tree["w"], "function", [np.float32(1)])
+    tree["w"].assign(2.0)
+    load_variables(tree, "state")
+    assert float(tree["w"]) == float(load("function")(1.0)) == 1.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["function", "state"]
+
+
 def test_a_state_of_a_newer_format_is_named(tmp_path):
     tree = {"w": tg.Variable(1.0)}
     seal = write(tmp_path / "state", tree) / "tracegrad-0" / SEAL
