@@ -85,7 +85,7 @@ class LoadedFunction(HasVariables):
       signature: a `Signature`.
       variables: the Variables that it reads or assigns, by name. They can be assigned, and saved
         again: ``save(loaded, path)``.
-      graph_text: what ``print(tracegrad.graph(fun)(...))`` showed when it was saved.
+      graph_text: the program that was saved, as `print` shows a `Graph`.
       gradient_order: how many times it can be differentiated.
       platforms: where it runs.
 
