@@ -193,6 +193,31 @@ def test_it_runs_under_every_transformation(model):
         jax.jit(loaded.predict)(X)
 
 
+@pytest.mark.parametrize("of", [jax.jvp, tg.jvp], ids=["jax", "tracegrad"])
+def test_forward_mode_is_refused_in_words_that_name_the_function(path, of):
+    loaded = saved(path, lambda x: jnp.sum(x**3), [X], gradient_order=2)
+    x = jnp.asarray(X)
+    for fun in (loaded, jax.grad(loaded)):
+        with pytest.raises((TypeError, ValueError), match=r"<lambda> was .*no forward-mode deri"):
+            of(fun, (x,), (x,))
+    with pytest.raises(TypeError, match=r"jax.jacrev\(jax.grad\(...\)\) is reverse mode through"):
+        jax.hessian(loaded)(x)
+    assert jax.jacrev(jax.grad(loaded))(x)[0, 1, 0, 1] == 6 * X[0, 1]
+
+
+def test_check_grads_judges_a_loaded_function_and_names_its_rules(path):
+    x = jnp.array([0.3, 1.2, 2.0])
+    right = saved(path, lambda x: (jnp.sum(x**2), jnp.sin(x)), [x], gradient_order=2)
+    found = {check.mode: check.status for check in tg.check_grads(right, (x,)).leaves}
+    assert found == {"rev": "right", "fwd": "none", "rev of rev": "right", "fwd of rev": "none"}
+    once = saved(path, lambda x: jnp.sum(x**2), [x])
+    found = {check.mode: check.status for check in tg.check_grads(once, (x,)).leaves}
+    assert found == {"rev": "right", "fwd": "none", "rev of rev": "none", "fwd of rev": "none"}
+    broken = saved(path, lambda x: jnp.sum(wrong(x)), [x])
+    with pytest.raises(AssertionError, match=r"<lambda>, input 0 .*order 1, rev: expected"):
+        tg.check_grads(broken, (x,), order=1)
+
+
 def test_a_function_of_a_loaded_one_is_saved_with_open_sizes(model, path):
     loaded, _ = model
     loaded.variables["w"].assign([0.5, -2.0, 1.5])
@@ -373,6 +398,32 @@ def test_every_name_that_is_saved_is_loaded(path):
     loaded = saved(path, lambda: sum(v.value for v in variables), [], gradient_order=0)
     assert float(loaded()) == 3 * len(keys)
     assert [v.name for v in loaded.variables.values()] == keys
+
+
+def test_a_saved_function_takes_more_arguments_and_names_as_the_original(path):
+    def scaled(x, power=2.0, *more, scale, **names):
+        return scale * (x**power + sum(more)) - names.get("b", 0) ** names.get("a", 1)
+
+    odd = {"my-key": np.float32(1), "if": np.float32(2), "ﬁ": np.float32(3)}
+    for names in ({}, {"b": 2.0, "a": 3.0}):
+        loaded = saved(path, scaled, {"x": 1.0, "scale": 2.0, **names})
+        assert float(loaded(1.0, scale=2.0, **names)) == float(scaled(1.0, scale=2.0, **names))
+    several = functools.partial(scaled, scale=0.5)
+    loaded = saved(path, several, [1.0, 3.0, 4.0, 5.0])
+    assert str(loaded.signature).endswith(", power: f32[], *more: (f32[], f32[])) -> f32[]")
+    assert float(loaded(1.0, 3.0, 4.0, 5.0)) == float(several(1.0, 3.0, 4.0, 5.0))
+    assert jax.grad(lambda more: loaded(1.0, 3.0, *more))((4.0, 5.0)) == (0.5, 0.5)
+    with pytest.raises(TypeError, match="more"):
+        loaded(1.0, 3.0, 4.0)
+    loaded = saved(path, lambda **x: x["my-key"] - x["if"] * x["ﬁ"], odd)
+    assert float(loaded(**odd)) == 1 - 2 * 3
+    with pytest.raises(TypeError, match=r"x is a .*dict"):
+        loaded(**{"my-key": 1.0})
+    # What stands behind a default that was left out is given by name.
+    loaded = saved(path, lambda a, b=1.0, c=2.0: a - b * c, {"a": 1.0, "c": 5.0})
+    assert float(loaded(1.0, c=5.0)) == -4.0
+    with pytest.raises(TypeError, match="too many positional"):
+        loaded(1.0, 5.0)
 
 
 @pytest.mark.parametrize(

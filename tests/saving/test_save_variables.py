@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import tracegrad as tg
 from tracegrad import ArtefactError, load, load_variables, save, save_variables
-from tracegrad.saving.checkpoints import SEAL
+from tracegrad.saving.seal import SEAL
 from tracegrad.saving.variables import variables_of
 
 pytestmark = pytest.mark.both_jax
@@ -298,6 +298,51 @@ def test_a_damaged_state_is_refused_and_nothing_is_assigned(tmp_path):
             assert refused.value.member.startswith("tracegrad-0/")
         shutil.rmtree(path)
     assert [float(v.value[0, 0]) for v in tree.values()] == list(range(6))
+
+
+def test_paths_may_be_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tree = {"w": tg.Variable(1.0, name="w")}
+    save_variables(tree, "state")
+    save(lambda x: x * tree["w"], "function", [np.float32(1)])
+    tree["w"].assign(2.0)
+    load_variables(tree, "state")
+    assert float(tree["w"]) == float(load("function")(1.0)) == 1.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["function", "state"]
+
+
+def test_a_state_of_a_newer_format_is_named(tmp_path):
+    tree = {"w": tg.Variable(1.0)}
+    seal = write(tmp_path / "state", tree) / "tracegrad-0" / SEAL
+    seal.write_bytes(b"3 " + b"0" * 64 + b' {"new": 1}')
+    with pytest.raises(ArtefactError, match="of format 3, and this tracegrad reads 2"):
+        load_variables(tree, tmp_path / "state")
+
+
+def test_a_state_is_not_saved_while_a_function_is_traced(tmp_path):
+    tree = {"w": tg.Variable(1.0)}
+
+    def step(x):
+        save_variables(tree, tmp_path / "state")
+        return x * tree["w"]
+
+    for fun in (jax.jit(step), tg.trace(step)):
+        with pytest.raises(RuntimeError, match="save_variables is called inside a function that"):
+            fun(1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_64_bits_are_kept_and_asked_for_where_they_are_needed(tmp_path):
+    with jax.enable_x64(True):
+        tree = {"f": tg.Variable(np.array([1e300])), "c": tg.Variable(np.array([1e300 - 2j]))}
+    save_variables(tree, tmp_path / "state")
+    with pytest.raises(ValueError, match=r"of complex128, float64, .*jax_enable_x64"):
+        load_variables(tree, tmp_path / "state")
+    with jax.enable_x64(True):
+        new = {name: tg.Variable(np.zeros_like(v.numpy())) for name, v in tree.items()}
+        load_variables(new, tmp_path / "state")
+    assert new["f"].numpy().tolist() == [1e300]
+    assert new["c"].numpy().tolist() == [1e300 - 2j]
 
 
 def test_what_was_not_sealed_does_not_count(tmp_path):

@@ -1,5 +1,7 @@
 """A module of flax.nnx that is saved has its arrays as Variables of the file."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,11 +31,31 @@ class Normed(nnx.Module):
     def encode(self, x):
         return self.linear(x)
 
+    @nnx.jit
+    def jitted_by_flax(self, x):
+        return self.norm(self.linear(x))
+
+    @jax.jit
+    def jitted_by_jax(self, x):
+        return self.linear(x)
+
+    @nnx.remat
+    def recomputed(self, x):
+        return self.linear(x)
+
 
 @pytest.mark.parametrize(
     "function",
-    [lambda m: m, lambda m: tg.trace(m), lambda m: m.__call__, lambda m: tg.trace(m.__call__)],
-    ids=["module", "traced module", "method", "traced method"],
+    [
+        lambda m: m,
+        lambda m: tg.trace(m),
+        lambda m: m.__call__,
+        lambda m: tg.trace(m.__call__),
+        lambda m: nnx.jit(m),
+        lambda m: tg.trace(nnx.jit(m)),
+        lambda m: functools.partial(Normed.__call__, m),
+    ],
+    ids=["module", "traced", "method", "traced method", "jitted", "traced jitted", "partial"],
 )
 def test_arrays_are_variables_by_their_path_and_a_call_changes_them(tmp_path, function):
     model = Normed(nnx.Rngs(0))
@@ -74,6 +96,43 @@ def test_methods_of_one_module_share_its_arrays(tmp_path):
     assert encode is layer
     loaded.encode.variables["linear.bias"].assign_add(jnp.ones(2))
     np.testing.assert_allclose(loaded.layer(X), model.linear(X) + 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("jitted_by_flax", ["linear", "norm"]),
+        ("jitted_by_jax", ["linear"]),
+        ("recomputed", ["linear", "norm"]),  # flax hands all of the module through
+        ("encode", ["linear"]),
+    ],
+)
+def test_a_method_that_is_compiled_by_itself_is_saved_and_the_module_stays_whole(
+    tmp_path, name, layers
+):
+    model = Normed(nnx.Rngs(0))
+    tg.save(getattr(model, name), tmp_path / "method", (X,))
+    loaded = tg.load(tmp_path / "method")
+    trained = {name for name, variable in loaded.variables.items() if variable.trainable}
+    assert {path.split(".")[0] for path in trained} == set(layers)
+    with tg.GradientTape() as tape:
+        y = jnp.sum(loaded(X) ** 2)
+    found = tape.gradient(y, loaded.variables["linear.kernel"])
+    wanted = nnx.grad(lambda m: jnp.sum(getattr(nnx.clone(m), name)(X) ** 2))(model)
+    np.testing.assert_allclose(found, wanted["linear"]["kernel"][...], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(loaded(X), getattr(model, name)(X), rtol=1e-4, atol=1e-5)
+
+
+def test_arrays_that_a_method_does_not_use_are_not_in_the_file(tmp_path):
+    model = Normed(nnx.Rngs(0))
+    functions = {"encode": (model.encode, (X,)), "both": (model.loss, (X,))}
+    tg.save(functions, tmp_path / "two")
+    loaded = tg.load(tmp_path / "two")
+    assert set(loaded.encode.variables) == {"linear.kernel", "linear.bias"}
+    assert {"linear.kernel", "norm.scale"} < set(loaded.both.variables)
+    assert "drop.rngs.key" not in loaded.variables
+    encode, both = (fun.variables["linear.bias"] for fun in (loaded.encode, loaded.both))
+    assert encode is both
 
 
 class Growing(nnx.Module):

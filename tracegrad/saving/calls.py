@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
-from tracegrad.saving.manifest import Gradient, Program
+from tracegrad.saving.manifest import FunctionRecord, Gradient, Program
 from tracegrad.variables.statics import Static
 
 Flat = Callable[..., list[Any]]
@@ -24,7 +24,7 @@ Flat = Callable[..., list[Any]]
 def differentiable(
     program: Program,
     exported: Mapping[str, Any],
-    order: int,
+    record: FunctionRecord,
     beyond: Callable[[int], Exception],
     behind: int = 0,
 ) -> Flat:
@@ -33,7 +33,7 @@ def differentiable(
     Args:
       program: the program, and those by which it is differentiated.
       exported: the `jax.export.Exported` of each, by the names of their arrays.
-      order: how many derivatives were saved.
+      record: says what the function is called, and how many derivatives were saved.
       beyond: makes the error for a derivative of an order that was not saved.
       behind: how many derivatives are behind this one.
 
@@ -42,7 +42,7 @@ def differentiable(
     """
 
     def below(program: Program) -> Flat:
-        return differentiable(program, exported, order, beyond, behind + 1)
+        return differentiable(program, exported, record, beyond, behind + 1)
 
     # `jax.export` has no rule for `jax.vmap`: the program runs for one element after the other.
     one_by_one: Any = jax.custom_batching.sequential_vmap
@@ -52,9 +52,11 @@ def differentiable(
         gradient.results: (gradient, below(gradient.program)) for gradient in program.gradients
     }
 
-    @jax.custom_vjp
-    def call(*inputs: Any) -> list[Any]:
+    def compute(*inputs: Any) -> list[Any]:
         return _jax.varying_alike(run(*inputs), inputs)
+
+    compute.__name__ = record.name  # whoever looks for wrong rules names this one by it
+    call = jax.custom_vjp(compute)
 
     # What is told about symbolic zeros learns what is being differentiated, and which results have
     # cotangents.
@@ -68,7 +70,7 @@ def differentiable(
         chosen = [j for j, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)]
         if chosen and reason:
             raise ValueError(reason)
-        if chosen and behind == order:
+        if chosen and behind == record.gradient_order:
             raise beyond(behind + 1)
         found: list[Any] = [None] * len(inputs)
         for results in _parts(program, chosen):

@@ -1,60 +1,53 @@
-"""Checkpoints of Variables: Orbax writes and reads them, on any number of processes.
+"""Checkpoints of Variables: Orbax writes and reads them, on any number of processes; we seal them.
 
-A checkpoint is a folder. Each save writes a new folder in it, ``tracegrad-0``, ``tracegrad-1`` and
-so on, which Orbax gives its name when it is whole. Then it gets a seal: the types of the Variables
-and the SHA-256 of every file. (Orbax loads damaged arrays in silence.) Only a sealed folder counts,
-and the last one is the state; older ones are removed when it is sealed. So whichever process is
-killed, and when, a whole state is there.
+`seal` says what a checkpoint is, and when it counts.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
-import re
-import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from tracegrad import _jax
 from tracegrad._jax.processes import agree
-from tracegrad._version import __version__
 from tracegrad.ir.wording import some
-from tracegrad.saving.atomic import replacing
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.file import naming, sha256
-from tracegrad.saving.libraries import msgspec, needed, safetensors_numpy
-from tracegrad.saving.manifest import FORMAT, ArrayRecord, Record, encode
+from tracegrad.saving.libraries import needed, safetensors_numpy
+from tracegrad.saving.manifest import ArrayRecord
 from tracegrad.saving.placement import array_record, asked_for, on, where_it_was
-from tracegrad.saving.variables import is_key, stored_form, variables_of
+from tracegrad.saving.seal import (
+    digests_of_files,
+    files_of,
+    last_sealed,
+    next_step,
+    read_seal,
+    remove,
+    seal,
+    step_folder,
+)
+from tracegrad.saving.variables import (
+    check_width,
+    is_key,
+    not_while_tracing,
+    stored_form,
+    variables_of,
+)
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 
-SEAL = "tracegrad.seal"
 # Dtypes that Orbax does not know, with others of as many bits.
 _AS = {"uint2": "int2", "uint4": "int4", "float8_e4m3": "uint8"}
-_STEP = re.compile(r"tracegrad-(\d+)")
 _TIMEOUT = 600.0  # seconds to wait for the other processes
-
-
-class Seal(Record, frozen=True):
-    """What is said of a whole checkpoint. In its file a line with the SHA-256 of it comes first."""
-
-    format: int
-    versions: dict[str, str]
-    arrays: dict[str, ArrayRecord]
-    files: dict[str, str]
 
 
 def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> None:
@@ -72,7 +65,7 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
     Raises:
       ValueError: there is no Variable in the tree, or the processes have not the same.
       TimeoutError: some processes did not call this; it names them.
-      RuntimeError: another process failed.
+      RuntimeError: another process failed; or it is called in a function that is being traced.
       OSError: the folder cannot be written.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
@@ -87,36 +80,33 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
     >>> weights["w"]
     <Variable Variable: f32[2] = [1. 2.]>
     """
+    not_while_tracing("save_variables")
     variables, folder = _some(tree), Path(os.path.abspath(path))
     values = _forms(variables)
     topic = f"save_variables({folder.name!r})"
     said = json.dumps({name: _summary(value) for name, value in values.items()})
     number = agree(topic, said, timeout, functools.partial(_next_number, topic, folder))
-    new = folder / f"tracegrad-{number}"
+    new = step_folder(folder, number)
     checkpoints = needed("orbax.checkpoint")  # which takes a second
 
     def write() -> dict[str, str]:
         options = checkpoints.AsyncOptions(timeout_secs=max(1, int(timeout)))
         with checkpoints.StandardCheckpointer(async_options=options) as checkpointer:
+            # It refuses arrays without elements.
             checkpointer.save(new, {name: _given(v) for name, v in values.items() if v.size})
             checkpointer.wait_until_finished()
-        files = sorted(_files(new))  # each process takes the digests of its share
-        return _digests(new, files[jax.process_index() :: jax.process_count()])
+        # Each process takes the digests of its share.
+        return digests_of_files(new, files_of(new)[jax.process_index() :: jax.process_count()])
 
-    def seal(found: Sequence[dict[str, str]]) -> None:
+    def finish(found: Sequence[dict[str, str]]) -> None:
         arrays = {name: array_record(v, values[name]) for name, v in variables.items()}
-        files = {name: digest for each in found for name, digest in each.items()}
-        versions = {"tracegrad": __version__, **_jax.versions()}
-        text = encode(Seal(FORMAT, versions, arrays, files))
-        with replacing(new / SEAL) as partial:
-            Path(partial).write_bytes(sha256(text).encode() + b"\n" + text)
-        _remove(each for each in folder.iterdir() if _STEP.match(each.name) and each != new)
+        seal(new, arrays, {name: digest for each in found for name, digest in each.items()})
 
     try:
-        _together(f"{topic} {number}", write, timeout, seal)
+        _together(f"{topic} {number}", write, timeout, finish)
     except BaseException:
         if jax.process_index() == 0:
-            _remove(folder.glob(f"{new.name}*"))
+            remove(folder.glob(f"{new.name}*"))
         raise
 
 
@@ -137,9 +127,10 @@ def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
 
     Raises:
       ArtefactError: a file is damaged, missing, or one too many.
-      ValueError: an array is missing, or there is one too many, or one of another shape, or the
-        mesh that is set has not the axes along which it was or shall be split.
-      TypeError: one of another dtype.
+      ValueError: an array is missing, or there is one too many, or one of another shape; the mesh
+        that is set has not the axes along which it was or shall be split; a Variable has 64 bits,
+        and JAX is not set to.
+      TypeError: an array is of another dtype.
       OSError: there is no whole checkpoint, or it may not be read.
       RuntimeError: another process failed.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
@@ -155,6 +146,7 @@ def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
     [1. 1.]
     """
     variables, folder = _some(tree), Path(os.path.abspath(path))
+    check_width({str(variable.dtype) for variable in variables.values()}, "the Variables are of")
     forms = _forms(variables)
     if folder.is_file():
         arrays = _read_file(folder)
@@ -162,12 +154,11 @@ def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
         shardings = _fitting(path, variables, forms, records, sharding)
     else:
         topic = f"load_variables({folder.name!r})"
-        number = agree(topic, "", _TIMEOUT, lambda _: str(_last_number(folder)))
-        step = folder / f"tracegrad-{number}"
+        number = agree(topic, "", _TIMEOUT, lambda _: str(last_sealed(folder)))
+        step = step_folder(folder, number)
 
         def check() -> dict[str, Any]:
-            records = _read_seal(path, step).arrays
-            return _fitting(path, variables, forms, records, sharding)
+            return _fitting(path, variables, forms, read_seal(path, step).arrays, sharding)
 
         shardings = _together(f"{topic} {number}", check, _TIMEOUT)
         arrays = _restored(path, step, forms, shardings)
@@ -202,9 +193,8 @@ def _forms(variables: Mapping[str, Variable]) -> dict[str, Any]:
 def _summary(value: Any) -> int:
     """Other where processes would save other things: of what each holds for itself, its bytes."""
     text = f"{value.dtype} {value.shape} {value.sharding.is_fully_addressable}".encode()
-    own = np.asarray(value).tobytes() if value.is_fully_addressable else b""
-    several = jax.process_count() > 1
-    return zlib.crc32(own if several else b"", zlib.crc32(text))
+    is_own = jax.process_count() > 1 and value.is_fully_addressable
+    return zlib.crc32(np.asarray(value).tobytes() if is_own else b"", zlib.crc32(text))
 
 
 def _next_number(topic: str, folder: Path, said: Sequence[str]) -> str:
@@ -222,8 +212,7 @@ def _next_number(topic: str, folder: Path, said: Sequence[str]) -> str:
     if folder.is_file():
         raise FileExistsError(f"{str(folder)!r} is a file: save_variables writes a folder")
     folder.mkdir(exist_ok=True)
-    found = (_STEP.match(each.name) for each in folder.iterdir())
-    return str(1 + max((int(match[1]) for match in found if match), default=-1))
+    return str(next_step(folder))
 
 
 def _given(value: Any) -> Any:
@@ -266,64 +255,7 @@ def _together(
     return result
 
 
-def _files(step: Path) -> list[str]:
-    """The files of a checkpoint, but for its seal and what file systems keep under hidden names."""
-    found = (file for file in step.rglob("*") if file.is_file())
-    names = (file.relative_to(step).as_posix() for file in found if not file.name.startswith("."))
-    return [name for name in names if name != SEAL]
-
-
-def _digests(step: Path, files: Sequence[str]) -> dict[str, str]:
-    def digest(name: str) -> str:
-        with open(step / name, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(4) as several:
-        return dict(zip(files, several.map(digest, files), strict=True))
-
-
-def _remove(steps: Iterable[Path]) -> None:
-    for step in steps:
-        (step / SEAL).unlink(missing_ok=True)  # first: what is removed in part counts no more
-        shutil.rmtree(step, ignore_errors=True)
-
-
 # ------------------------------------------------------------------------------------------ read
-
-
-def _last_number(folder: Path) -> int:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{str(folder)!r} does not exist")
-    seals = (_STEP.fullmatch(seal.parent.name) for seal in folder.glob(f"*/{SEAL}"))
-    numbers = [int(match[1]) for match in seals if match]
-    if not numbers:
-        raise FileNotFoundError(
-            f"there is no whole checkpoint of save_variables in {str(folder)!r}"
-        )
-    return max(numbers)
-
-
-def _read_seal(path: PathLike, step: Path) -> Seal:
-    """The seal of a checkpoint whose files are those that it lists."""
-    with naming(path):
-        digest, _, text = (step / SEAL).read_bytes().partition(b"\n")
-        if digest.decode("ascii", "replace") != sha256(text):
-            raise ArtefactError(f"{step.name}/{SEAL}", "its SHA-256 is another than it says")
-        try:
-            seal = msgspec.json.decode(text, type=Seal)
-        except msgspec.MsgspecError as error:
-            raise ArtefactError(f"{step.name}/{SEAL}", str(error)) from error
-        if seal.format != FORMAT:
-            reason = f"it is of format {seal.format}, and this tracegrad reads format {FORMAT}"
-            raise ArtefactError(f"{step.name}/{SEAL}", reason)
-        found = _digests(step, _files(step))
-        for name in sorted(seal.files.keys() | found.keys()):
-            if name not in found:
-                raise ArtefactError(f"{step.name}/{name}", "the file is missing")
-            if found[name] != seal.files.get(name):
-                reason = f"its SHA-256 is {found[name]}, and {seal.files.get(name)} by the seal"
-                raise ArtefactError(f"{step.name}/{name}", f"it was changed: {reason}")
-    return seal
 
 
 def _read_file(path: Path) -> dict[str, Any]:

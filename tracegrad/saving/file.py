@@ -25,7 +25,7 @@ import numpy as np
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.libraries import msgspec, safetensors_numpy
-from tracegrad.saving.manifest import FORMAT, Manifest, encode
+from tracegrad.saving.manifest import FORMAT, Manifest
 
 Array = np.ndarray[Any, Any]
 
@@ -94,7 +94,7 @@ def write_file(
     Raises OSError: the file cannot be written. Its ``filename`` is `path`; nothing is left behind.
     """
     digests = digests_of({name: each.reshape(-1).view(np.uint8) for name, each in arrays.items()})
-    text = encode(msgspec.structs.replace(manifest, digests=digests))
+    text = msgspec.json.encode(msgspec.structs.replace(manifest, digests=digests))
     metadata = {"tracegrad": f"{FORMAT} {_BLANK.decode()} {text.decode()}"}
     with replacing(path) as partial:
         try:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import keyword
-import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,58 +17,86 @@ from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import line_of_error
 from tracegrad.saving.manifest import KINDS, Kind
 from tracegrad.saving.modules import ModuleVariables
-from tracegrad.saving.trees import check_tree, of_types, tree_text, written_form
+from tracegrad.saving.trees import check_leaves, of_types, tree_text, written_form
 from tracegrad.tracing import TracedFunction
-from tracegrad.tracing.graphs import graph_of_call
-from tracegrad.tracing.static import NONE_STATIC, StaticArguments
+from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.variables.nnx_objects import is_module
 from tracegrad.variables.packed import unpacked
 from tracegrad.variables.statics import is_array
+from tracegrad.variables.variable import Variable
 
 Function = Callable[..., Any]
 
 _KIND_NAMES = {kind: name for name, kind in KINDS.items()}
+_ANY = inspect.Signature(
+    [
+        inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+        inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+    ]
+)
 
 
-def traced_for(name: str, fun: Function, specs: Any, modules: ModuleVariables) -> Graph:
-    """The graph of a function that is to be saved for these specs; `modules` has the arrays of the
-    module that it has before its arguments."""
-    static, call = NONE_STATIC, modules.without_module(fun)
-    traced = fun if isinstance(fun, TracedFunction) and not fun._first else None
-    if traced is not None:
-        static = traced._pipeline.static
-    elif isinstance(fun, TracedFunction | BoundTracedFunction):
-        static, call = _method(fun, call)
-    args, kwargs = _checked_specs(name, fun, specs, static)
-    try:
-        if traced is not None:
-            return traced.graph(*args, **kwargs)
-        return graph_of_call(call, args, kwargs, static)
-    except Exception as error:
-        text = f"while {name} was traced to be saved, for {_shown(args, kwargs)}"
-        add_note(error, text, line_of_error(error.__traceback__))
-        raise
+def name_of(fun: Any) -> str:
+    """The name that a function is saved under. Raises TypeError for what is none."""
+    if not callable(fun):
+        raise TypeError(
+            f"expected a function to save, or a dictionary {{name: (fun, specs)}}, and got {fun!r} "
+            f"of type {type(fun).__name__}"
+        )
+    fun = inspect.unwrap(getattr(fun, "__func__", fun), stop=lambda fun: hasattr(fun, "__name__"))
+    is_named = hasattr(fun, "__name__") or isinstance(fun, functools.partial)
+    return function_name(fun) if is_named else type(fun).__name__
 
 
-def _method(
-    fun: TracedFunction[..., Any] | BoundTracedFunction[..., Any], call: Function
-) -> tuple[StaticArguments, Function]:
-    """How a traced method, or module, is traced with its object as a part of it, no argument."""
+@dataclass(frozen=True)
+class Given:
+    """Specs, as the arguments of a function.
 
-    @functools.wraps(fun.__wrapped__)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+    Attributes:
+      signature: of the function.
+      static: the values of its static parameters.
+      specs: those of the other parameters, which are the arguments of what is saved: of ``*args``
+        a tuple, of ``**kwargs`` a dictionary.
+    """
 
-    whole = fun._pipeline.static
-    positions = frozenset(p - 1 for p in whole.positions if p > 0)
-    return StaticArguments(positions, whole.names), method
+    signature: inspect.Signature
+    static: Mapping[str, Any]
+    specs: Mapping[str, Any]
+
+    def bound(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
+        """The call with these arguments in the places of the specs."""
+        return inspect.BoundArguments(self.signature, {**self.static, **arguments})
+
+    @property
+    def parameters(self) -> tuple[tuple[str, Kind], ...]:
+        """Those that the saved function has. One behind a default that was left out has to be given
+        by its name."""
+        by_name = self.bound(self.specs).kwargs
+
+        def kind(name: str) -> Kind:
+            found = _KIND_NAMES[self.signature.parameters[name].kind]
+            return "keyword" if found == "either" and name in by_name else found
+
+        return tuple((name, kind(name)) for name in self.specs)
+
+    def of_arguments(self, fun: Function) -> Function:
+        """A function of one positional argument for each parameter that is saved."""
+
+        def function(*arguments: Any) -> Any:
+            bound = self.bound(dict(zip(self.specs, arguments, strict=True)))
+            return fun(*bound.args, **bound.kwargs)
+
+        functools.update_wrapper(function, fun, updated=())
+        function.__name__ = name_of(fun)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = [inspect.Parameter(name, kind) for name in self.specs]
+        function.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+        return function
 
 
-def _checked_specs(
-    name: str, fun: Function, specs: Any, static: StaticArguments
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The specs as arguments to trace the function with."""
+def given_to(name: str, fun: Function, specs: Any) -> Given:
+    """The specs for a function, checked. Raises TypeError where they do not fit."""
     if specs is None:
         raise TypeError(
             f"specs are missing: save({name}, path, specs) needs one array or "
@@ -80,32 +107,38 @@ def _checked_specs(
             "specs should be a list with an entry for each argument, or a dictionary of keyword "
             f"arguments, and is of type {type(specs).__name__}: write [spec] for one argument"
         )
-    args = () if isinstance(specs, dict) else tuple(specs)
-    kwargs = specs if isinstance(specs, dict) else {}
     try:
-        signature = inspect.signature(fun.__wrapped__ if hasattr(fun, "__wrapped__") else fun)
+        signature = inspect.signature(fun)
     except (TypeError, ValueError):
-        signature = None
-    if signature is not None:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(
-                f"the specs do not fit {name}{signature}: {error}. It is saved with one array or "
-                f"jax.ShapeDtypeStruct for each argument; there are {len(specs)}"
-            ) from None
-        args, kwargs = bound.args, bound.kwargs  # given by name, and to be called without
-    fixed = static.within(args)
-    return (
-        tuple(s if i in fixed else _spec(s, f"the spec {i}") for i, s in enumerate(args)),
-        {
-            key: s if key in static.names else _spec(s, f"the spec {key!r}")
-            for key, s in kwargs.items()
-        },
+        signature = _ANY
+    try:
+        args, kwargs = ((), specs) if isinstance(specs, dict) else (specs, {})
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise TypeError(
+            f"the specs do not fit {name}{signature}: {error}. It is saved with one array or "
+            f"jax.ShapeDtypeStruct for each argument; there are {len(specs)}"
+        ) from None
+    static = _static_names(fun, signature)
+    return Given(
+        signature,
+        {key: value for key, value in given.items() if key in static},
+        {key: _spec(value, key) for key, value in given.items() if key not in static},
     )
 
 
-def _spec(spec: Any, where: str) -> Any:
+def _static_names(fun: Function, signature: inspect.Signature) -> set[str]:
+    """The parameters of a traced function that are static."""
+    if not isinstance(fun, (TracedFunction, BoundTracedFunction)):
+        return set()
+    static, names = fun._pipeline.static, list(signature.parameters)
+    # It counts the object of a method, or the module, which no argument is.
+    first = int(isinstance(fun, BoundTracedFunction) or bool(fun._first))
+    found = {names[p - first] for p in static.positions if first <= p < first + len(names)}
+    return found | static.names
+
+
+def _spec(spec: Any, parameter: str) -> Any:
     """A spec with what only has a shape and a dtype, as specs of other libraries, as JAX's own."""
 
     def convert(leaf: Any) -> Any:
@@ -115,20 +148,21 @@ def _spec(spec: Any, where: str) -> Any:
             return leaf  # static, as where the function is called
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise TypeError(
-                f"{where} should be an array, a jax.ShapeDtypeStruct or a tree of those, and has "
-                f"{leaf!r} of type {type(leaf).__name__}"
+                f"the spec of {parameter} should be an array, a jax.ShapeDtypeStruct or a tree of "
+                f"those, and has {leaf!r} of type {type(leaf).__name__}"
             )
         shape = getattr(leaf.shape, "dims", leaf.shape)  # TensorFlow has None for no rank
         if shape is None:
             raise TypeError(
-                f"{where} has no fixed rank: a program of XLA is made for one rank. Save one "
-                "function for each that you need, save({name: (fun, specs), ...}, path); sizes may "
-                'be left open, by jax.export.symbolic_shape("b, 3")'
+                f"the spec of {parameter} has no fixed rank: a program of XLA is made for one "
+                "rank. Save one function for each that you need, save({name: (fun, specs), ...}, "
+                'path); sizes may be left open, by jax.export.symbolic_shape("b, 3")'
             )
         if any(size is None for size in shape):
             raise TypeError(
-                f"{where} has the shape {tuple(shape)}: name the sizes that are left open, so that "
-                'it is known which are equal, by jax.export.symbolic_shape("b, 3")'
+                f"the spec of {parameter} has the shape {tuple(shape)}: name the sizes that are "
+                "left open, so that it is known which are equal, by "
+                'jax.export.symbolic_shape("b, 3")'
             )
         if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
             return leaf
@@ -137,61 +171,68 @@ def _spec(spec: Any, where: str) -> Any:
     return jax.tree.map(convert, spec)
 
 
-def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    shown = [tree_text(arg) for arg in args]
-    shown += [f"{name}={tree_text(arg)}" for name, arg in kwargs.items()]
-    return f"({', '.join(shown)})"
+def traced_for(name: str, fun: Function, given: Given, modules: ModuleVariables) -> Graph:
+    """The graph of a function that is to be saved for these specs; `modules` has the arrays of the
+    module that it has before its arguments."""
+
+    def trace(unused: Collection[Variable] = ()) -> Graph:
+        called = modules.without_module(fun, unused)
+        return graph_of_call(given.of_arguments(called), tuple(given.specs.values()), {})
+
+    try:
+        traced = trace()
+        unused = modules.unused_in(traced)
+        return trace(unused) if unused else traced
+    except Exception as error:
+        specs = ", ".join(f"{key}: {tree_text(spec)}" for key, spec in given.specs.items())
+        text = f"while {name} was traced to be saved, for ({specs})"
+        add_note(error, text, line_of_error(error.__traceback__))
+        raise
 
 
-def interface(
-    traced: Graph, name: str
-) -> tuple[tuple[tuple[str, Kind], ...], tuple[Any, ...], Any]:
-    """The parameters, the argument for each and the result, as trees of types.
+@dataclass(frozen=True)
+class Trees:
+    """What a function takes and returns, as trees of types in their written form.
 
-    Raises TypeError where a part of them cannot be written.
+    Attributes:
+      arguments: one for each parameter.
+      result: what it returns.
     """
+
+    arguments: dict[str, Any]
+    result: Any
+
+    def check(self, check: Callable[[Any, str], None], name: str) -> None:
+        """Checks each tree of the function of this name."""
+        for parameter, tree in self.arguments.items():
+            check(tree, f"the argument {parameter}")
+        check(self.result, f"the result of {name}")
+
+
+def trees_of(traced: Graph, given: Given, name: str) -> Trees:
+    """Those of a function. Raises TypeError where a leaf of them cannot be written."""
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
-    args, kwargs = written_form(unpacked(*of_types(traced.in_tree, inputs)))
-    results = traced.out_avals[: traced.result_count]
-    result = written_form(of_types(traced.out_tree, results))
-    parameters = [*_positional(traced.signature, len(args))]
-    parameters += [(key, "keyword") for key in kwargs]
-    arguments = *args, *kwargs.values()
-    for (parameter, _), tree in zip(parameters, arguments, strict=True):
-        folded = unicodedata.normalize("NFKC", parameter)  # as Python reads names
-        if folded != parameter or not parameter.isidentifier() or keyword.iskeyword(parameter):
-            raise TypeError(
-                f"{name} cannot be saved with an argument of this name: {parameter!a} is none that "
-                "a parameter can have in Python. Give a dictionary as one argument instead"
-            )
-        if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
-            raise TypeError(
-                f"the argument {parameter} has a module of flax.nnx, which is rebuilt by its "
-                "Python code, and no code is saved: save a function that closes over it, or one "
-                "of nnx.to_pure_dict(nnx.state(module))"
-            )
-        check_tree(tree, f"the argument {parameter}")
-    check_tree(result, f"the result of {name}")
-    return tuple(parameters), arguments, result
+    arguments, _ = unpacked(*of_types(traced.in_tree, inputs))
+    result = of_types(traced.out_tree, traced.out_avals[: traced.result_count])
+    Trees(dict(zip(given.specs, arguments, strict=True)), result).check(_check_no_module, name)
+    found = Trees(dict(zip(given.specs, written_form(arguments))), written_form(result))
+    found.check(check_leaves, name)
+    return found
 
 
-def _positional(signature: inspect.Signature | None, count: int) -> list[tuple[str, Kind]]:
-    """Names and kinds of the first `count` positional parameters."""
-    named: list[tuple[str, Kind]] = []
-    rest = "arg"
-    for parameter in () if signature is None else signature.parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            rest = parameter.name
-        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            named.append((parameter.name, _KIND_NAMES[parameter.kind]))
-    named = named[:count]
-    if len(named) == count:
-        return named
-    taken = {name for name, _ in named}
-    named = [(name, "positional") for name, _ in named]  # as more follow that have no name
-    for i in range(count - len(named)):
-        name = f"{rest}_{i}"
-        while name in taken:
-            name += "_"
-        named.append((name, "positional"))
-    return named
+def _check_no_module(tree: Any, where: str) -> None:
+    if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
+        raise TypeError(
+            f"{where} has a module of flax.nnx, which is rebuilt by its Python code, and no code "
+            "is saved: save the module, or its method, or a function that closes over it, or one "
+            "of nnx.to_pure_dict(nnx.state(module))"
+        )
+
+
+def signature_text(name: str, given: Given, trees: Trees) -> str:
+    """One line for people: ``score(x: f32[b,2]) -> f32[b]``."""
+    shown = [
+        f"{kind if kind in ('*', '**') else ''}{parameter}: {tree_text(trees.arguments[parameter])}"
+        for parameter, kind in given.parameters
+    ]
+    return f"{name}({', '.join(shown)}) -> {tree_text(trees.result)}"

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.export
-import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir.wording import first_line
@@ -19,9 +18,8 @@ from tracegrad.saving.libraries import needed
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, VariableRecord
 from tracegrad.saving.placement import asked_for, on, where_it_was
+from tracegrad.saving.variables import check_width
 from tracegrad.variables.variable import Variable
-
-_WIDE = frozenset({"float64", "int64", "uint64", "complex128"})
 
 
 def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
@@ -73,16 +71,10 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
 
 
 def _check_width(contents: Contents, exported: Mapping[str, Any]) -> None:
-    if jnp.result_type(float) == jnp.float64:  # JAX is set to 64 bits
-        return
     avals = [aval for each in exported.values() for aval in (*each.in_avals, *each.out_avals)]
     dtypes = {str(aval.dtype) for aval in avals}
-    wide = sorted(_WIDE & dtypes.union(v.array.dtype for v in contents.manifest.variables))
-    if wide:
-        raise ValueError(
-            f"the saved functions compute with {', '.join(wide)}, and JAX is set to 32 bits: "
-            'call jax.config.update("jax_enable_x64", True) before'
-        )
+    dtypes.update(variable.array.dtype for variable in contents.manifest.variables)
+    check_width(dtypes, "the saved functions compute with")
 
 
 def _variable(record: VariableRecord, contents: Contents, sharding: Any) -> Variable:

@@ -15,6 +15,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
+from tracegrad import _jax
 from tracegrad.ir.notes import add_note
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import KINDS, FunctionRecord
@@ -22,8 +23,18 @@ from tracegrad.saving.trees import is_original, of_types, original_form, written
 from tracegrad.saving.variables import HasVariables
 from tracegrad.variables.variable import Variable
 
-# Of the arguments and the values of Variables: the result and the new values of Variables.
-Compiled = Callable[[tuple[Any, ...], list[Any]], tuple[Any, list[Any]]]
+# Of the arguments and the values of Variables: the flat results and new values of Variables.
+Compiled = Callable[[tuple[Any, ...], list[Any]], list[Any]]
+
+_NO_FORWARD_MODE = (
+    "A file has no forward-mode derivative, which jax.jvp, tracegrad.jvp, hvp and hessian ask for; "
+    "jax.jacrev(jax.grad(...)) is reverse mode throughout."
+)
+_OTHER_DEVICES = (
+    "It can be saved for several platforms at once, save(..., platforms=[...]). What was traced "
+    "for a mesh (jax.shard_map) wants arguments and Variables on as many devices: "
+    "jax.device_put(x, sharding), load(path, sharding=...)."
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class LoadedFunction(HasVariables):
       signature: a `Signature`.
       variables: the Variables that it reads or assigns, by name. They can be assigned, and saved
         again: ``save(loaded, path)``.
-      graph_text: what ``print(tracegrad.graph(fun, ...))`` showed when it was saved.
+      graph_text: the program that was saved, as `print` shows a `Graph`.
       gradient_order: how many times it can be differentiated.
       platforms: where it runs.
 
@@ -111,92 +122,91 @@ class LoadedFunction(HasVariables):
         self.gradient_order = record.gradient_order
         self.platforms = record.platforms
         self.__name__ = self.__qualname__ = record.name
-        kinds = [inspect.Parameter(name, KINDS[kind]) for name, kind in record.parameters]
-        self.__signature__ = inspect.Signature(kinds)
+        self.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, KINDS[kind]) for name, kind in record.parameters]
+        )
+        self._is_simple = all(kind in ("positional", "either") for _, kind in record.parameters)
         program = exported[record.program.array]
         (self._structure, _), _ = (each.children() for each in program.in_tree.children())
         self._avals = program.in_avals[: self._structure.num_leaves]
         self._out_tree = program.out_tree
         self.signature = self._described(program)
-        self._is_simple = all(kind != "keyword" for _, kind in record.parameters)
         self._is_plain = is_original(self._structure)
         self._returns_plain = is_original(self._out_tree)
-        self._flat = differentiable(record.program, exported, record.gradient_order, self._beyond)
+        self._flat = differentiable(record.program, exported, record, self._beyond)
         self._compiled: Compiled = jax.jit(_named(self._checked, record.name))
 
     def _described(self, program: Any) -> Signature:
-        given = original_form(of_types(self._structure, self._avals))
-        result, _ = original_form(of_types(self._out_tree, program.out_avals))
         names = tuple(self.__signature__.parameters)
-        split = sum(kind != "keyword" for _, kind in self._record.parameters)
-        kwargs = MappingProxyType(dict(zip(names[split:], given[split:], strict=True)))
-        text = self._record.signature
-        return Signature(self.__name__, names, given[:split], kwargs, result, text)
+        arguments = zip(names, original_form(of_types(self._structure, self._avals)))
+        bound = inspect.BoundArguments(self.__signature__, dict(arguments))
+        result, _ = original_form(of_types(self._out_tree, program.out_avals))
+        kwargs = MappingProxyType(bound.kwargs)
+        return Signature(self.__name__, names, bound.args, kwargs, result, self._record.signature)
 
     def written(self) -> tuple[FunctionRecord, Mapping[str, Any]]:
         """What was read: the record in the manifest, and the programs."""
         return self._record, self._contents
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        given = self._arguments(args, kwargs)
-        values = [variable.value for variable in self.reads]
-        result, assigned = self._run(given, values)
+        arguments = self._arguments(args, kwargs)
+        results = self._run(arguments, [variable.value for variable in self.reads])
+        result, assigned = jax.tree.unflatten(self._out_tree, results)
         for variable, value in zip(self.assigns, assigned, strict=True):
             variable.assign(value)
         return result if self._returns_plain else original_form(result)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments in the order of the parameters."""
+        """The argument for each parameter."""
         if not kwargs and self._is_simple and len(args) == len(self.signature.parameters):
             return args
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.signature}: {error}") from None
-        return tuple(bound.arguments[name] for name in self.signature.parameters)
+        bound.apply_defaults()  # of *args and **kwargs; others have none
+        return tuple(bound.arguments.values())
 
-    def _run(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, list[Any]]:
-        """The result, and the new values of the Variables that it assigns."""
+    def _run(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
+        """The flat results, and behind them the new values of the Variables that it assigns."""
         if self._is_plain:
             with contextlib.suppress(TypeError, ValueError):
-                return self._compiled(args, values)
+                return self._compiled(arguments, values)
         # JAX takes some container for something else; or what is wrong is said here.
         try:
-            return self._compiled(written_form(_in_dictionaries(args)), values)
+            return self._compiled(written_form(_in_dictionaries(arguments)), values)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            text = f"{self.__name__} was loaded from a file. {_NO_FORWARD_MODE}"
+            raise TypeError(text) from error
         except ValueError as error:
             if "was exported for" in str(error):
-                add_note(
-                    error,
-                    "It can be saved for several platforms at once, save(..., platforms=[...]). "
-                    "What was traced for a mesh (jax.shard_map) wants arguments and Variables on "
-                    "as many devices: jax.device_put(x, sharding), load(path, sharding=...).",
-                )
+                add_note(error, _OTHER_DEVICES)
             raise
 
-    def _checked(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, list[Any]]:
+    def _checked(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
         """The program, after checking its arguments: once for arguments of each type."""
-        given = written_form(args)
-        leaves, structure = jax.tree.flatten(given)
+        arguments = written_form(arguments)
+        leaves, structure = jax.tree.flatten(arguments)
         fits = structure == self._structure
         if fits:
             leaves = list(map(_of_dtype, leaves, self._avals))
             types = [(aval.shape, aval.dtype) for aval in self._avals]
             fits = [(jnp.shape(leaf), jax.typeof(leaf).dtype) for leaf in leaves] == types
-            given = jax.tree.unflatten(structure, leaves)
+            arguments = jax.tree.unflatten(structure, leaves)
         if not fits:
-            self._check_types(given)  # raises, but for open sizes that fit
-        results = self._flat(*leaves, *values)
-        result, assigned = jax.tree.unflatten(self._out_tree, results)
-        return result, assigned
+            self._check_types(arguments)  # raises, but for open sizes that fit
+        return self._flat(*leaves, *values)
 
     @functools.cached_property
-    def _types(self) -> Any:
+    def _of_types(self) -> Any:
         """A program without results, exported here for the types of the arguments: its call checks
         trees, dtypes, shapes and the constraints between open sizes, and names the argument.
         (`jax.export` writes no constraints, which so are in the manifest.)"""
         scope = jax.export.SymbolicScope(self._record.constraints)
         structs = [
-            jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            _jax.struct(
                 jax.export.symbolic_shape(",".join(map(str, aval.shape)), scope=scope), aval.dtype
             )
             for aval in self._avals
@@ -205,9 +215,9 @@ class LoadedFunction(HasVariables):
         names = self.signature.parameters
         return jax.export.export(jax.jit(lambda **arguments: ()))(**dict(zip(names, specs)))
 
-    def _check_types(self, args: tuple[Any, ...]) -> None:
+    def _check_types(self, arguments: tuple[Any, ...]) -> None:
         try:
-            jax.eval_shape(self._types.call, **dict(zip(self.signature.parameters, args)))
+            jax.eval_shape(self._of_types.call, **dict(zip(self.signature.parameters, arguments)))
         except Exception as error:
             # As JAX calls them: kwargs['x']['w'].shape[0]. What it says of its manual is left out.
             text = re.sub(r"kwargs\['(\w+)'\]", r"\1", str(error))
@@ -217,12 +227,10 @@ class LoadedFunction(HasVariables):
             raise TypeError(f"{self.signature}: {text}") from None
 
     def _beyond(self, order: int) -> Exception:
-        saved = self.gradient_order
         return ValueError(
-            f"{self.__name__} was saved with gradient_order={saved}, and a derivative of order "
-            f"{order} is asked for: save it with gradient_order={order}. (Derivatives in forward "
-            "mode, such as tracegrad.jvp, hvp and hessian use, are not saved; "
-            "jax.jacrev(jax.grad(...)) is reverse mode throughout.)"
+            f"{self.__name__} was saved with gradient_order={self.gradient_order}, and a "
+            f"derivative of order {order} is asked for: save it with gradient_order={order}. "
+            f"({_NO_FORWARD_MODE})"
         )
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ refused by its name.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from tracegrad.saving.libraries import msgspec
@@ -19,12 +20,14 @@ HIGHEST_ORDER = 32
 """How many times a saved function can be differentiated at most."""
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
-Kind = Literal["positional", "either", "keyword"]
+Kind = Literal["positional", "either", "keyword", "*", "**"]
 
 KINDS: dict[Kind, inspect._ParameterKind] = {
     "positional": inspect.Parameter.POSITIONAL_ONLY,
     "either": inspect.Parameter.POSITIONAL_OR_KEYWORD,
     "keyword": inspect.Parameter.KEYWORD_ONLY,
+    "*": inspect.Parameter.VAR_POSITIONAL,
+    "**": inspect.Parameter.VAR_KEYWORD,
 }
 """What the kinds of parameters are called in a manifest."""
 
@@ -79,6 +82,13 @@ class Program(Record, frozen=True):
     refused: tuple[tuple[Natural, str], ...] = ()
     may_add: bool = True
 
+    def arrays(self) -> Iterator[str]:
+        """The names of all that are run in its place or to differentiate it, and its own."""
+        yield self.array
+        for below in (self.value, *(gradient.program for gradient in self.gradients)):
+            if below is not None:
+                yield from below.arrays()
+
 
 class Gradient(Record, frozen=True):
     """A gradient program. It takes the operands and the cotangents of `results`, and returns the
@@ -119,8 +129,3 @@ class Manifest(Record, frozen=True):
     variables: tuple[VariableRecord, ...]
     functions: tuple[FunctionRecord, ...]
     digests: dict[str, str]
-
-
-def encode(record: Record) -> bytes:
-    """A record as JSON."""
-    return msgspec.json.encode(record)

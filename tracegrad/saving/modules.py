@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from tracegrad import _jax
+from tracegrad.ir import Graph, Value
+from tracegrad.saving.variables import is_key
 from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
+from tracegrad.variables.lending import peek
 from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx, nnx, path_text
 from tracegrad.variables.variable import Variable
 
@@ -27,9 +32,12 @@ class ModuleVariables:
         self.trained: set[Variable] = set()
         self._known: dict[tuple[int, int], tuple[Any, Variable]] = {}
 
-    def without_module(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def without_module(
+        self, fun: Callable[..., Any], unused: Collection[Variable] = ()
+    ) -> Callable[..., Any]:
         """A function of the arguments alone, which makes its module of Variables, and assigns what
-        a call changes in it; the function itself, if it has no module of flax.nnx before them."""
+        a call changes in it; the function itself, if it has no module of flax.nnx before them.
+        `unused`: those that it does not read."""
         module = _module_of(fun)
         if module is None:
             return fun
@@ -38,7 +46,7 @@ class ModuleVariables:
         def function(*args: Any, **kwargs: Any) -> Any:
             graphdef, state = nnx().split(module)
             variables, structure = self._variables(module, state)
-            before = [v.value if isinstance(v, Variable) else v for v in variables]
+            before = [_read(v, unused) for v in variables]
             copy = nnx().merge(graphdef, jax.tree.unflatten(structure, before))
             result = _called_with(fun, copy)(*args, **kwargs)
             after, changed = jax.tree.flatten(nnx().split(copy)[1])
@@ -53,6 +61,14 @@ class ModuleVariables:
             return result
 
         return function
+
+    def unused_in(self, traced: Graph) -> set[Variable]:
+        """The Variables of modules that a program reads for nothing, as a method does that uses one
+        layer of its module: they need not be in the file."""
+        used = _used(traced)
+        inputs = traced.inputs[len(traced.inputs) - len(traced.variables) :]
+        own = {variable for _, variable in self._known.values()}
+        return {v for v, value in zip(traced.variables, inputs) if v in own and value not in used}
 
     def _variables(self, module: Any, state: Any) -> tuple[list[Any], Any]:
         """The leaves of the state of a module, Variables in the places of arrays that are in an
@@ -84,13 +100,48 @@ class ModuleVariables:
         return self._known[key][1]
 
 
+def _used(graph: Graph) -> set[Any]:
+    """The values of a graph that an operation takes, or that it returns; calls take what they use
+    inside."""
+    used: set[Any] = {value for value in graph.outputs if isinstance(value, Value)}
+    for node in graph.nodes:
+        if node.primitive is _jax.JIT:
+            region = node.region("jaxpr")
+            inside = _used(region)
+            pairs = zip(node.inputs, region.inputs, strict=True)
+            used.update(v for v, inner in pairs if inner in inside and isinstance(v, Value))
+        else:
+            used.update(node.operands)
+    return used
+
+
+def _read(leaf: Any, unused: Collection[Variable]) -> Any:
+    if not isinstance(leaf, Variable):
+        return leaf
+    if leaf not in unused:
+        return leaf.value
+    # What nobody uses need not be written as a constant either.
+    return peek([leaf])[0] if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
+
+
 def _module_of(fun: Any) -> Any:
-    """The module of flax.nnx that a function has before its arguments."""
+    """The module of flax.nnx that a function has before its arguments: it is the module, or its
+    method, traced, or jitted by JAX or flax (which makes partial functions of methods)."""
+    if isinstance(fun, TracedFunction):
+        return _module_of(fun.__wrapped__)
     if isinstance(fun, BoundTracedFunction):
-        first: tuple[Any, ...] = (fun.__self__,)
+        found: Any = fun.__self__
+    elif isinstance(fun, functools.partial):
+        found = next(iter(fun.args), None)
+    elif _is_jitted_by_flax(fun):
+        found = fun.__wrapped__
     else:
-        first = fun._first if isinstance(fun, TracedFunction) else taking_module(fun)[1]
-    return first[0] if first and is_module(first[0]) else None
+        found = next(iter(taking_module(fun)[1]), None)
+    return found if is_module(found) else None
+
+
+def _is_jitted_by_flax(fun: Any) -> bool:
+    return type(fun).__module__.partition(".")[0] == "flax" and hasattr(fun, "__wrapped__")
 
 
 def _called_with(fun: Any, module: Any) -> Callable[..., Any]:
@@ -99,4 +150,6 @@ def _called_with(fun: Any, module: Any) -> Callable[..., Any]:
         return BoundTracedFunction(fun.__func__, module)
     if isinstance(fun, TracedFunction):
         return TracedFunction(_called_with(fun.__wrapped__, module), *fun._made_with)
+    if isinstance(fun, functools.partial):
+        return functools.partial(fun.func, module, *fun.args[1:], **fun.keywords)
     return types.MethodType(fun.__func__, module) if isinstance(fun, types.MethodType) else module

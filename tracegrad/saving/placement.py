@@ -101,8 +101,6 @@ def on(array: Any, sharding: Sharding | None, what: str) -> Any:
         sharding.shard_shape(array.shape)
     except ValueError as error:
         raise ValueError(f"{what} cannot be split as {sharding}: {error}") from error
-    parts = sharding.addressable_devices_indices_map(array.shape)
-    shards = [jax.device_put(array[index], device) for device, index in parts.items()]
-    return jax.make_array_from_single_device_arrays(
-        array.shape, sharding, shards, dtype=array.dtype
+    return jax.make_array_from_callback(
+        array.shape, sharding, lambda index: array[index], dtype=array.dtype
     )

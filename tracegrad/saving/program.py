@@ -29,8 +29,10 @@ from tracegrad.ir.dependence import leading_to
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.saving import outside_calls, refusals
 from tracegrad.saving.file import sha256
+from tracegrad.saving.interface import Trees
 from tracegrad.saving.manifest import OWN, Gradient, Program
-from tracegrad.saving.source import Source, run_of
+from tracegrad.saving.source import Source
+from tracegrad.saving.trees import check_containers
 
 MOST_SINGLE = 16
 """Of so many results at most, over all gradients of one order, each has a gradient program."""
@@ -47,7 +49,7 @@ class Programs:
 
     Attributes:
       name: of the function.
-      trees: the trees that it takes and returns, of types.
+      trees: what it takes and returns.
       order: how many times it can be differentiated.
       platforms: where they run.
       begin: tells somebody who waits what is written next.
@@ -57,7 +59,7 @@ class Programs:
     """
 
     name: str
-    trees: tuple[Any, Any]
+    trees: Trees
     order: int
     platforms: Sequence[str] | None
     begin: Callable[[str], None]
@@ -77,11 +79,9 @@ class Programs:
             return Program(array)
         refused: tuple[tuple[int, str], ...] = ()
         active = _floats(source.avals)
-        written = dict(self.contents), dict(self.calls), dict(self._texts)
         try:
             gradients = self._gradients(source, active, size, order, width)
         except Exception:
-            self.contents, self.calls, self._texts = written
             refused = _refused(source, active)
             active = [i for i in active if i not in dict(refused)]
             if not refused or not active:
@@ -145,42 +145,50 @@ class Programs:
 
     def _function(self, source: Source, order: int) -> tuple[Callable[..., Any], list[Any]]:
         """What is exported, and the types that it takes. What is differentiated was traced."""
-        run = source.fun if order == self.order else run_of(source.graph)
+        run: Callable[..., Any] = lambda *operands: source.run(operands)  # noqa: E731
+        if order == self.order:
+            run = source.fun
         given: list[Any] = list(map(_jax.without_devices, source.avals))
+        arguments: Any = jax.tree.structure(tuple(self.trees.arguments.values()))
+        result = jax.tree.structure(self.trees.result)
 
         def program(*given: Any) -> Any:
             results = run(*jax.tree.leaves(given))
             if source.above is not None:
                 return results
-            result, assigned = results[: source.count], results[source.count :]
-            return jax.tree.unflatten(jax.tree.structure(self.trees[1]), result), assigned
+            tree = jax.tree.unflatten(result, results[: source.count])
+            return tree, results[source.count :]
 
         if source.above is None:
-            structure: Any = jax.tree.structure(self.trees[0])
-            count = structure.num_leaves
-            given = [jax.tree.unflatten(structure, given[:count]), given[count:]]
+            count = arguments.num_leaves
+            given = [jax.tree.unflatten(arguments, given[:count]), given[count:]]
         program.__name__ = program.__qualname__ = source.name
         return program, given
 
 
-def export(
-    source: Source, trees: tuple[Any, Any], order: int, platforms: Sequence[str] | None
-) -> Programs:
+def export(source: Source, trees: Trees, order: int, platforms: Sequence[str] | None) -> Programs:
     """The programs of a function and of its derivatives.
 
     Args:
       source: the function.
-      trees: those that it takes, as a tuple, and the one that it returns, of types.
+      trees: what it takes and returns.
       order: how many times it can be differentiated.
       platforms: as of `jax.export.export`; None: the one that JAX runs on.
 
     Raises:
       ValueError: part of the program cannot be written, or not differentiated in reverse; the
         message names the node and its line.
+      TypeError: a container in the trees cannot be written.
     """
     with progress("save", order + 1) as begin:
         programs = Programs(source.name, trees, order, platforms, begin)
-        programs.tree = programs.write(source)
+        try:
+            programs.tree = programs.write(source)
+        except Exception:
+            trees.check(check_containers, source.name)  # which may be why
+            raise
+    # Some were written before another of the same function could not be.
+    programs.contents = {name: programs.contents[name] for name in programs.tree.arrays()}
     _warn_of_constants(source.graph, len(programs.contents))
     return programs
 

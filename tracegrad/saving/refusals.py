@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,11 +51,10 @@ def reason(
         above = source.above
         if above is None:
             return None
-        found = _first(above.graph, _fails_to_be_differentiated)
-        at = "" if found is None else f" of {found[0]}"
-        hint = _LOOP if found is not None and found[0].node.op == "while" else ""
+        found = _without_derivative(above.graph)
+        hint = _LOOP if found is not None and found.node.op == "while" else ""
         return (
-            f"{what} cannot be saved, because JAX cannot differentiate it{at}: {error}\n"
+            f"{what} cannot be saved, because JAX cannot differentiate {found or 'it'}: {error}\n"
             f"Save it with gradient_order={order - 1}.{hint}"
         )
     constants = [c for region in graph.regions_below for c in region.constants.values()]
@@ -62,24 +62,18 @@ def reason(
         # A rule has put a value of a trace that is over into its gradient.
         names = [each.name for each in rule_errors.closing_over(source.above.graph)]
         return f"{what} cannot be saved: {rule_errors.closing_over_advice(names)}"
-    found = _first(graph, _needs_python) or _first(graph, _fails_to_be_written(platforms))
-    return None if found is None else f"{what} cannot be saved, because of {found[0]}: {found[1]}"
-
-
-Fault = Callable[[Occurrence], str | None]
-
-
-def _first(graph: Graph, fault: Fault) -> tuple[Occurrence, str] | None:
-    """The first node of a graph with a fault, and which."""
-    seen: set[Node] = set()
+    first: dict[Node, Occurrence] = {}
     for occurrence in graph.walk():
-        if occurrence.node not in seen and (why := fault(occurrence)) is not None:
-            return occurrence, why
-        seen.add(occurrence.node)
+        first.setdefault(occurrence.node, occurrence)
+    for fault in (_python_in, functools.partial(_unwritable_in, platforms=platforms)):
+        for occurrence in first.values():
+            if (why := fault(occurrence)) is not None:
+                return f"{what} cannot be saved, because of {occurrence}: {why}"
     return None
 
 
-def _needs_python(occurrence: Occurrence) -> str | None:
+def _python_in(occurrence: Occurrence) -> str | None:
+    """What needs the process that saves, if a node does."""
     node = occurrence.node
     # Of what is done inside it a call has those effects that leave it: not the sums over the axes
     # of its mesh.
@@ -95,46 +89,43 @@ def _needs_python(occurrence: Occurrence) -> str | None:
     )
 
 
-def _alone(node: Node) -> Callable[..., list[Any]]:
-    def alone(*operands: Any) -> list[Any]:
-        return run_node(node, operands)
-
-    return alone
-
-
-def _words(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split())[:400]
-
-
-def _fails_to_be_written(platforms: Sequence[str] | None) -> Fault:
-    def fault(occurrence: Occurrence) -> str | None:
-        node = occurrence.node
-        if node.regions:
-            return None
-        avals = [_jax.without_devices(value.aval) for value in node.inputs]
-        try:
-            exported(_alone(node), avals, platforms).serialize(vjp_order=0)
-        except Exception as error:
-            return _words(error)
-        return None
-
-    return fault
-
-
-def _fails_to_be_differentiated(occurrence: Occurrence) -> str | None:
+def _unwritable_in(occurrence: Occurrence, platforms: Sequence[str] | None) -> str | None:
+    """JAX's words, if it does not write a node."""
     node = occurrence.node
-    if node.regions and node.op != "while":
+    if node.regions:
         return None
+    avals = [_jax.without_devices(value.aval) for value in node.inputs]
+    try:
+        exported(lambda *operands: run_node(node, operands), avals, platforms).serialize(0)
+    except Exception as error:
+        return " ".join((str(error) or type(error).__name__).split())[:400]
+    return None
+
+
+def _without_derivative(graph: Graph) -> Occurrence | None:
+    """The first operation that JAX cannot differentiate: the innermost of those around it. (What is
+    in a function with a rule is not differentiated.)"""
+    found: Occurrence | None = None
+    for occurrence in graph.walk():
+        around = occurrence.path[-1][0] if occurrence.path else None
+        if around is (found and found.node) and not _has_derivative(occurrence.node):
+            found = occurrence
+    return found
+
+
+def _has_derivative(node: Node) -> bool:
     avals = [_jax.without_devices(value.aval) for value in node.inputs]
     active = [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
     flowing = [j for j, value in enumerate(node.outputs) if _jax.has_gradient(value.aval)]
 
     def pull_back(operands: list[Any], cotangents: list[Any]) -> Any:
-        run = lambda operands: _alone(node)(*operands)  # noqa: E731
+        def run(operands: Sequence[Any]) -> list[Any]:
+            return run_node(node, operands)
+
         return _jax.pull_back_of_some(run, operands, active, flowing, cotangents)
 
     try:
         jax.eval_shape(pull_back, avals, [node.outputs[j].aval for j in flowing])
-    except Exception as error:
-        return _words(error)
-    return None
+    except Exception:
+        return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import jax
@@ -13,7 +14,14 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad._version import __version__
 from tracegrad.saving.file import Array, stored, write_file
-from tracegrad.saving.interface import Function, interface, traced_for
+from tracegrad.saving.interface import (
+    Function,
+    given_to,
+    name_of,
+    signature_text,
+    traced_for,
+    trees_of,
+)
 from tracegrad.saving.libraries import msgspec, needed
 from tracegrad.saving.loaded import LoadedFunction
 from tracegrad.saving.manifest import (
@@ -27,9 +35,7 @@ from tracegrad.saving.modules import ModuleVariables
 from tracegrad.saving.placement import array_record
 from tracegrad.saving.program import export
 from tracegrad.saving.source import source_of
-from tracegrad.saving.trees import tree_text
-from tracegrad.saving.variables import is_key, stored_form
-from tracegrad.tracing.graphs import function_name
+from tracegrad.saving.variables import is_key, not_while_tracing, stored_form
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
@@ -60,8 +66,9 @@ def save(
     Arguments:
       fun: a plain, jitted or traced function of pytrees of arrays, or one that was loaded. The
         pytrees are of dictionaries, lists, tuples, named tuples and None; a string in them is what
-        the function is saved for. A module of flax.nnx, or a method of one, has its arrays as
-        Variables of the file, by their path. Of other models of classes the arrays are passed, or
+        the function is saved for. Of a module of flax.nnx, of its methods, and of what
+        `functools.partial` makes with it first, the arrays that are used are Variables of the file,
+        by their path. Of other models of classes the arrays are passed, or
         the model is closed over, and then they are constants. Several functions, which share
         their Variables, are given as ``{name: (fun, specs)}``, without `specs` behind.
       path: the file to write, or to replace.
@@ -111,34 +118,18 @@ def save(
     """
     needed("flatbuffers")  # jax.export does
     _check_options(path, gradient_order, platforms)
-    places: Places = {}
-    modules = ModuleVariables()
-    functions, programs = [], dict[str, Array]()
+    contents = _Contents(gradient_order, platforms)
     for name, function, given in _requests(fun, specs):
-        _check_unicode(name, "a function")
+        _check_unicode(name, "a function")  # which XLA takes for granted
         if isinstance(function, LoadedFunction) and given is None:
-            found = _as_loaded(name, function, gradient_order, platforms, places)
+            contents.add_loaded(name, function)
         else:
-            found = _traced(name, function, given, gradient_order, platforms, places, modules)
-        record, contents, text = found
-        # Names may be no Unicode.
-        contents = {**contents, record.graph: text.encode("utf-8", "backslashreplace")}
-        programs |= {name: np.frombuffer(each, np.uint8) for name, each in contents.items()}
-        functions.append(record)
-    variables, arrays = _recorded(list(places), modules.trained)
-    manifest = Manifest(
-        versions={"tracegrad": __version__, **_jax.versions()},
-        single=not isinstance(fun, Mapping),
-        variables=variables,
-        functions=tuple(functions),
-        digests={},
-    )
-    write_file(path, {**arrays, **programs}, manifest)
+            contents.add_traced(name, function, given)
+    contents.write(path, single=not isinstance(fun, Mapping))
 
 
 def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
-    if _jax.staging_trace() is not None:
-        raise RuntimeError("save is called inside a function that is being traced")
+    not_while_tracing("save")
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(
             f"path should be a string or a path and is {path!r}: save(fun, path, specs)"
@@ -167,7 +158,7 @@ def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
 def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
     """Name, function and specs of each function that is to be saved."""
     if not isinstance(fun, Mapping):
-        return [(_name(fun), fun, specs)]
+        return [(name_of(fun), fun, specs)]
     if specs is not None:
         raise TypeError("several functions are saved by save({name: (fun, specs)}, path)")
     if not fun:
@@ -183,52 +174,110 @@ def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
                 f"several functions are saved by save({{name: (fun, specs)}}, path); for {name!r} "
                 f"there is {entry!r}"
             )
-        _name(entry[0])
+        name_of(entry[0])
         requests.append((name, *entry))
     return requests
 
 
-def _name(fun: Any) -> str:
-    if not callable(fun):
-        raise TypeError(
-            f"expected a function to save, or a dictionary {{name: (fun, specs)}}, and got {fun!r} "
-            f"of type {type(fun).__name__}"
+@dataclass
+class _Contents:
+    """What is to be written, function by function.
+
+    Attributes:
+      order: how many times the functions can be differentiated.
+      platforms: those on which they shall run.
+      places: the Variables of all functions, each once, with its place in the manifest.
+      modules: the Variables that are arrays of modules.
+      functions: what the manifest says of the functions.
+      arrays: programs, and texts.
+    """
+
+    order: int
+    platforms: Sequence[str] | None
+    places: dict[Variable, int] = field(default_factory=dict)
+    modules: ModuleVariables = field(default_factory=ModuleVariables)
+    functions: list[FunctionRecord] = field(default_factory=list)
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+    def add_traced(self, name: str, fun: Function, specs: Any) -> None:
+        """A function, which is traced for its specs."""
+        given = given_to(name, fun, specs)
+        trace = functools.partial(traced_for, name, fun, given, self.modules)
+        source = source_of(name, trace)
+        traced = source.graph
+        trees = trees_of(traced, given, name)
+        programs = export(source, trees, self.order, self.platforms)
+        # With respect to what a rule closes over there is no gradient: no tape should ask for it.
+        own = range(-len(traced.variables), 0)
+        refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
+        self.modules.trained -= {traced.variables[i] for i in refused.intersection(own)}
+        record = FunctionRecord(
+            name=name,
+            signature=signature_text(name, given, trees),
+            parameters=given.parameters,
+            constraints=tuple(_jax.symbolic_constraints(traced.in_avals)),
+            reads=self._places(traced.variables),
+            assigns=self._places(traced.assigned),
+            platforms=tuple(programs.platforms or ()),
+            gradient_order=self.order,
+            calls={array: programs.calls[array] for array in programs.contents},
+            program=programs.tree,
         )
-    fun = getattr(fun, "__func__", fun)
-    is_named = hasattr(fun, "__name__") or isinstance(fun, functools.partial)
-    return function_name(fun) if is_named else type(fun).__name__
+        self._add(record, programs.contents, str(traced))
 
-
-# -------------------------------------------------------------------------------------- Variables
-
-
-Places = dict[Variable, int]
-"""The Variables of all functions, each once, with its place in the manifest."""
-
-
-def _places(variables: Sequence[Variable], known: Places) -> tuple[int, ...]:
-    """The places of Variables; new ones come behind those that are known."""
-    return tuple(known.setdefault(variable, len(known)) for variable in variables)
-
-
-def _recorded(
-    variables: Sequence[Variable], trained: Collection[Variable]
-) -> tuple[tuple[VariableRecord, ...], dict[str, Array]]:
-    """What the manifest says of Variables, and their values now; on the CPU without a copy."""
-    records: list[VariableRecord] = []
-    arrays: dict[str, Array] = {}
-    for variable, value in zip(variables, peek(variables), strict=True):
-        key = _free_key(variable.name, arrays)
-        arrays[key] = stored(_in_numpy(variable.name, value))
-        record = VariableRecord(
-            key=key,
-            name=variable.name,
-            array=array_record(variable, value),
-            trainable=variable.trainable or variable in trained,
-            key_type=_key_type(variable.name, value) if is_key(value) else None,
+    def add_loaded(self, name: str, fun: LoadedFunction) -> None:
+        """A loaded function, whose programs are written as they were."""
+        if self.order > fun.gradient_order:
+            raise ValueError(
+                f"{name} was saved with gradient_order={fun.gradient_order}, and has no derivative "
+                f"of order {self.order}: save the original with gradient_order={self.order}"
+            )
+        if self.platforms is not None and set(self.platforms) != set(fun.platforms):
+            raise ValueError(
+                f"{name} was saved for {', '.join(fun.platforms)}: leave out `platforms`, or give "
+                "specs, with which it is traced anew"
+            )
+        record, contents = fun.written()
+        record = msgspec.structs.replace(
+            record,
+            name=name,
+            signature=name + record.signature.removeprefix(record.name),
+            reads=self._places(fun.reads),
+            assigns=self._places(fun.assigns),
         )
-        records.append(record)
-    return tuple(records), arrays
+        self._add(record, contents, fun.graph_text)
+
+    def _places(self, variables: Sequence[Variable]) -> tuple[int, ...]:
+        return tuple(self.places.setdefault(each, len(self.places)) for each in variables)
+
+    def _add(self, record: FunctionRecord, programs: Mapping[str, Any], text: str) -> None:
+        # Names in it may be no Unicode.
+        contents = {**programs, record.graph: text.encode("utf-8", "backslashreplace")}
+        self.arrays |= {name: np.frombuffer(each, np.uint8) for name, each in contents.items()}
+        self.functions.append(record)
+
+    def write(self, path: Path, *, single: bool) -> None:
+        """Writes the file, with the values that the Variables have now."""
+        variables: list[VariableRecord] = []
+        values: dict[str, Array] = {}  # on the CPU without a copy
+        for variable, value in zip(self.places, peek(list(self.places)), strict=True):
+            record = VariableRecord(
+                key=_free_key(variable.name, values),
+                name=variable.name,
+                array=array_record(variable, value),
+                trainable=variable.trainable or variable in self.modules.trained,
+                key_type=_key_type(variable.name, value) if is_key(value) else None,
+            )
+            values[record.key] = stored(_in_numpy(variable.name, value))
+            variables.append(record)
+        manifest = Manifest(
+            versions={"tracegrad": __version__, **_jax.versions()},
+            single=single,
+            variables=tuple(variables),
+            functions=tuple(self.functions),
+            digests={},
+        )
+        write_file(path, {**values, **self.arrays}, manifest)
 
 
 def _free_key(name: str, taken: Collection[str]) -> str:
@@ -268,72 +317,3 @@ def _key_type(name: str, value: Any) -> str:
             "which has no name to be saved by"
         )
     return kind
-
-
-# -------------------------------------------------------------------------------------- functions
-
-
-Saved = tuple[FunctionRecord, Mapping[str, Any], str]
-"""What is written of a function: in the manifest, its programs, its Graph as text."""
-
-
-def _traced(
-    name: str,
-    fun: Any,
-    specs: Any,
-    order: int,
-    platforms: Sequence[str] | None,
-    places: Places,
-    modules: ModuleVariables,
-) -> Saved:
-    source = source_of(name, functools.partial(traced_for, name, fun, specs, modules))
-    traced = source.graph
-    parameters, arguments, result = interface(traced, name)
-    programs = export(source, (arguments, result), order, platforms)
-    # With respect to what a rule closes over there is no gradient: tapes should not ask for it.
-    refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
-    modules.trained.difference_update(
-        variable
-        for i, variable in enumerate(traced.variables, -len(traced.variables))
-        if i in refused
-    )
-    pairs = zip(parameters, map(tree_text, arguments), strict=True)
-    given = ", ".join(f"{parameter}: {text}" for (parameter, _), text in pairs)
-    record = FunctionRecord(
-        name=name,
-        signature=f"{name}({given}) -> {tree_text(result)}",
-        parameters=parameters,
-        constraints=tuple(_jax.symbolic_constraints(traced.in_avals)),
-        reads=_places(traced.variables, places),
-        assigns=_places(traced.assigned, places),
-        platforms=tuple(programs.platforms or ()),
-        gradient_order=order,
-        calls=programs.calls,
-        program=programs.tree,
-    )
-    return record, programs.contents, str(traced)
-
-
-def _as_loaded(
-    name: str, fun: LoadedFunction, order: int, platforms: Sequence[str] | None, places: Places
-) -> Saved:
-    """The programs of a loaded function, as they were written."""
-    if order > fun.gradient_order:
-        raise ValueError(
-            f"{name} was saved with gradient_order={fun.gradient_order}, and has no derivative of "
-            f"order {order}: save the original with gradient_order={order}"
-        )
-    if platforms is not None and set(platforms) != set(fun.platforms):
-        raise ValueError(
-            f"{name} was saved for {', '.join(fun.platforms)}: leave out `platforms`, or give "
-            "specs, with which it is traced anew"
-        )
-    record, contents = fun.written()
-    record = msgspec.structs.replace(
-        record,
-        name=name,
-        signature=name + record.signature.removeprefix(record.name),
-        reads=_places(fun.reads, places),
-        assigns=_places(fun.assigns, places),
-    )
-    return record, contents, fun.graph_text

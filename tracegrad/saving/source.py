@@ -41,29 +41,36 @@ class Source:
         """Its Graph, traced once."""
         return trace_graph(self.fun, *self.avals)
 
+    def run(self, operands: Sequence[Any]) -> list[Any]:
+        """Runs its Graph."""
+        return run_graph(self.graph, operands)
+
     def gradient(self, operands: Sequence[int], results: Sequence[int]) -> Source:
         """From its operands and cotangents of `results`, the gradients of `operands`."""
-        count, run = len(self.avals), _on_a_list(self.graph)
+        count = len(self.avals)
 
         def gradient(*given: Any) -> list[Any]:
             arguments, cotangents = given[:count], given[count:]
-            return _jax.pull_back_of_some(run, arguments, operands, results, cotangents)
+            return _jax.pull_back_of_some(self.run, arguments, operands, results, cotangents)
 
-        avals = [self.graph.out_avals[j] for j in results]
-        avals = [*self.avals, *(_jax.struct(aval.shape, aval.dtype) for aval in avals)]
-        name = gradient.__name__ = gradient.__qualname__ = f"{self.name}_gradient"
-        fresh = lambda: self.fresh().gradient(operands, results)  # noqa: E731
+        def fresh() -> Source:
+            return self.fresh().gradient(operands, results)
+
+        flowing = [self.graph.out_avals[j] for j in results]
+        avals = [*self.avals, *(_jax.struct(aval.shape, aval.dtype) for aval in flowing)]
+        gradient.__name__ = name = f"{self.name}_gradient"
         return Source(name, avals, gradient, len(operands), fresh, self)
 
     def value(self, operands: Sequence[int]) -> Source:
         """What JAX computes in its place where it is differentiated."""
-        run = _on_a_list(self.graph)
 
         def value(*given: Any) -> list[Any]:
-            return list(_jax.vjp_of_some(run, given, operands)[0])
+            return list(_jax.vjp_of_some(self.run, given, operands)[0])
 
-        value.__name__ = value.__qualname__ = self.name
-        fresh = lambda: self.fresh().value(operands)  # noqa: E731
+        def fresh() -> Source:
+            return self.fresh().value(operands)
+
+        value.__name__ = self.name
         return Source(self.name, self.avals, value, self.count, fresh, self)
 
 
@@ -71,15 +78,7 @@ def source_of(name: str, trace: Callable[[], Graph]) -> Source:
     """What a function is written from, whose Graph is made by `trace`."""
     graph = trace()
     fresh = functools.partial(source_of, name, trace)
-    source = Source(name, graph.in_avals, run_of(graph), graph.result_count, fresh)
+    run = lambda *operands: run_graph(graph, operands)  # noqa: E731
+    source = Source(name, graph.in_avals, run, graph.result_count, fresh)
     vars(source)["graph"] = graph
     return source
-
-
-def run_of(graph: Graph) -> Flat:
-    """The function of flat arrays that a Graph is."""
-    return lambda *operands: run_graph(graph, operands)
-
-
-def _on_a_list(graph: Graph) -> Callable[[Sequence[Any]], list[Any]]:
-    return functools.partial(run_graph, graph)

@@ -8,7 +8,7 @@ is compared where the function is called, and a dictionary with integers for key
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -78,16 +78,8 @@ def original_form(tree: Any) -> Any:
 
 def is_original(structure: Any) -> bool:
     """Whether a tree of this structure is as it was before it was written."""
-    return all(kind not in (Text, Numbered) for kind, _ in _nodes(structure))
-
-
-def _nodes(structure: Any) -> Iterator[tuple[type, Any]]:
-    """The containers in the structure of a tree: the type of each, and its keys or the like."""
-    node = structure.node_data()
-    if node is not None:
-        yield node
-        for child in structure.children():
-            yield from _nodes(child)
+    tree = jax.tree.unflatten(structure, range(structure.num_leaves))
+    return bool(jax.tree.structure(original_form(tree)) == structure)
 
 
 def of_types(structure: Any, avals: Sequence[Any]) -> Any:
@@ -95,8 +87,8 @@ def of_types(structure: Any, avals: Sequence[Any]) -> Any:
     return jax.tree.unflatten(structure, [_jax.struct(aval.shape, aval.dtype) for aval in avals])
 
 
-def check_tree(tree: Any, where: str) -> None:
-    """Raises TypeError where `jax.export` cannot write a tree, naming it."""
+def check_leaves(tree: Any, where: str) -> None:
+    """Raises TypeError where a leaf of a tree is no array, naming it."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not hasattr(leaf, "shape"):
             raise TypeError(
@@ -104,10 +96,11 @@ def check_tree(tree: Any, where: str) -> None:
                 "which no file can hold (of what is no array, strings are saved): let the function "
                 "close over it"
             )
-    if all(_is_always_written(*node) for node in _nodes(jax.tree.structure(tree))):
-        return
-    # Only the tree is tried: a byte stands for each of its arrays.
-    small = jax.tree.map(lambda _: _jax.struct((), np.uint8), tree)
+
+
+def check_containers(tree: Any, where: str) -> None:
+    """Raises TypeError where `jax.export` cannot write a container in a tree, naming it."""
+    small = jax.tree.map(lambda _: _jax.struct((), np.uint8), tree)  # only the tree is tried
     try:
         jax.export.export(jax.jit(lambda tree: ()))(small).serialize(vjp_order=0)
     except Exception as error:
@@ -119,12 +112,6 @@ def check_tree(tree: Any, where: str) -> None:
             "registered with jax.export.register_namedtuple_serialization or "
             "register_pytree_node_serialization"
         ) from error
-
-
-def _is_always_written(kind: type, data: Any) -> bool:
-    if kind is dict:
-        return all(type(key) is str and key.isascii() for key in data)
-    return kind in (list, tuple, type(None), Numbered, Text)
 
 
 class _Shown:

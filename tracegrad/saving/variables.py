@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from types import MemberDescriptorType, ModuleType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tracegrad import _jax
 from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.variables.variable import Variable
@@ -110,3 +111,23 @@ def is_key(holder: Any) -> bool:
 def stored_form(value: Any) -> Any:
     """The array that is written of a Variable's value: of random keys their words."""
     return jax.random.key_data(value) if is_key(value) else value
+
+
+_WIDE = frozenset({"float64", "int64", "uint64", "complex128"})
+
+
+def check_width(dtypes: Set[str], what: str) -> None:
+    """Raises ValueError where some dtypes have 64 bits, and JAX is not set to."""
+    wide = sorted(_WIDE & dtypes)
+    if wide and jax.numpy.result_type(float) != jax.numpy.float64:
+        raise ValueError(
+            f"{what} {', '.join(wide)}, and JAX is set to 32 bits: "
+            'call jax.config.update("jax_enable_x64", True) before'
+        )
+
+
+def not_while_tracing(name: str) -> None:
+    """Raises RuntimeError inside of a function that is being traced: what is written then would be
+    written once, and by no call of the program."""
+    if _jax.staging_trace() is not None:
+        raise RuntimeError(f"{name} is called inside a function that is being traced")

@@ -1,0 +1,125 @@
+"""The seal of a checkpoint: the SHA-256 of every file in its folder. Only a sealed folder counts.
+
+What is saved to a path are folders in it, ``tracegrad-0``, ``tracegrad-1`` and so on: each save
+writes the next one, which gets its seal when all of it is written. The sealed folder with the
+highest number is the state. So whichever process is killed, and when, a whole state is there. And
+Orbax loads damaged arrays without a word: the seal is compared first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tracegrad import _jax
+from tracegrad._version import __version__
+from tracegrad.saving.atomic import replacing
+from tracegrad.saving.errors import ArtefactError
+from tracegrad.saving.file import sha256
+from tracegrad.saving.libraries import msgspec
+from tracegrad.saving.manifest import FORMAT, ArrayRecord, Record
+
+SEAL = "tracegrad.seal"
+_STEP = re.compile(r"tracegrad-(\d+)")
+_AT_ONCE = 4  # digests that are computed at a time
+
+
+class Seal(Record, frozen=True):
+    """What is said of a whole checkpoint. In its file the number of the format and the SHA-256 of
+    this come first, as in the header of a saved function."""
+
+    versions: dict[str, str]
+    arrays: dict[str, ArrayRecord]
+    files: dict[str, str]
+
+
+def next_step(folder: Path) -> int:
+    """The number of the folder that the next save writes; those that were never sealed count."""
+    found = (_STEP.match(each.name) for each in folder.iterdir())
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+def last_sealed(folder: Path) -> int:
+    """The number of the state. Raises FileNotFoundError where there is none."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{str(folder)!r} does not exist")
+    seals = (_STEP.fullmatch(seal.parent.name) for seal in folder.glob(f"*/{SEAL}"))
+    numbers = [int(match[1]) for match in seals if match]
+    if not numbers:
+        raise FileNotFoundError(
+            f"there is no whole checkpoint of save_variables in {str(folder)!r}"
+        )
+    return max(numbers)
+
+
+def step_folder(folder: Path, number: int | str) -> Path:
+    """The folder of one save."""
+    return folder / f"tracegrad-{number}"
+
+
+def files_of(step: Path) -> list[str]:
+    """The files of a checkpoint, but for its seal and what file systems keep under hidden names."""
+    found = (file for file in step.rglob("*") if file.is_file())
+    names = (file.relative_to(step).as_posix() for file in found if not file.name.startswith("."))
+    return sorted(name for name in names if name != SEAL)
+
+
+def digests_of_files(step: Path, files: Sequence[str]) -> dict[str, str]:
+    """The SHA-256 of each of these files."""
+
+    def digest(name: str) -> str:
+        with open(step / name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(_AT_ONCE) as several:
+        return dict(zip(files, several.map(digest, files), strict=True))
+
+
+def seal(step: Path, arrays: Mapping[str, ArrayRecord], files: Mapping[str, str]) -> None:
+    """Seals a checkpoint that is written, and removes those before it."""
+    versions = {"tracegrad": __version__, **_jax.versions()}
+    text = msgspec.json.encode(Seal(versions, dict(arrays), dict(files)))
+    with replacing(step / SEAL) as partial:
+        Path(partial).write_bytes(f"{FORMAT} {sha256(text)} ".encode() + text)
+    others = step.parent.iterdir()
+    remove(each for each in others if _STEP.match(each.name) and each != step)
+
+
+def remove(steps: Iterable[Path]) -> None:
+    """Removes checkpoints; what is removed in part counts no more."""
+    for step in steps:
+        (step / SEAL).unlink(missing_ok=True)
+        shutil.rmtree(step, ignore_errors=True)
+
+
+def read_seal(path: str | os.PathLike[str], step: Path) -> Seal:
+    """The seal of a checkpoint whose files are those that it lists, bit by bit.
+
+    Raises ArtefactError, which names `path`, where they are not.
+    """
+
+    def refused(name: str, reason: str) -> ArtefactError:
+        return ArtefactError(f"{step.name}/{name}", reason, path)
+
+    number, digest, text = [*(step / SEAL).read_bytes().split(b" ", 2), b"", b""][:3]
+    if number.isdigit() and int(number) != FORMAT:
+        raise refused(SEAL, f"it is of format {int(number)}, and this tracegrad reads {FORMAT}")
+    if not number.isdigit() or digest != sha256(text).encode():
+        raise refused(SEAL, "its SHA-256 is another than it says")
+    try:
+        found = msgspec.json.decode(text, type=Seal)
+    except msgspec.MsgspecError as error:
+        raise refused(SEAL, str(error)) from error
+    digests = digests_of_files(step, files_of(step))
+    for name in sorted(found.files.keys() | digests.keys()):
+        if name not in digests:
+            raise refused(name, "the file is missing")
+        if digests[name] != found.files.get(name):
+            reason = f"its SHA-256 is {digests[name]}, and {found.files.get(name)} by the seal"
+            raise refused(name, f"it was changed: {reason}")
+    return found
