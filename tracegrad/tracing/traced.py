@@ -41,6 +41,7 @@ class TracedFunction:
         `jax.stages.Traced`, as of a jitted function; so `jax.export.export` takes it.
       eval_shape(*args, **kwargs): the types of the results, without computing them.
       clear_cache(): forgets compiled programs.
+      plan: with ``memory_budget=`` what is computed again, and the bytes that were measured.
       __wrapped__: the original function.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
@@ -68,6 +69,9 @@ class TracedFunction:
         if self._first:
             options, static = options_behind_module(fun, options, static)
         self._made_with = tuple(rules), dict(jit_options or {})
+        self._to_budget: Any = next(
+            (rule for rule in rules if hasattr(rule, "memory_budget")), None
+        )
         self._called = called  # the pipeline holds it weakly
         self._pipeline = shared_pipeline(called, tuple(rules), static, options)
 
@@ -154,8 +158,17 @@ class TracedFunction:
         except (TypeError, ValueError) as error:
             raise AttributeError("__signature__") from error
 
+    @property
+    def plan(self) -> Any:
+        """What ``memory_budget=`` has it compute again: the `tracegrad.planning.StepPlan` of the
+        latest trace, None before that. Without a budget it is the function's own attribute."""
+        if self._to_budget is None:
+            raise AttributeError("nothing is planned without memory_budget=")
+        return self._to_budget.latest
+
     def __repr__(self) -> str:
-        return f"<traced {repr_of(self.__wrapped__)}>"
+        plan = getattr(self._to_budget, "latest", None)
+        return f"<traced {repr_of(self.__wrapped__)}{f', {plan.line}' if plan else ''}>"
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes are those of the function."""
@@ -301,5 +314,5 @@ def trace(
             f"{rules!r}"
         )
     if memory_budget is not None:
-        rules = (*rules, engine.fit_to_budget(memory_budget))
+        rules = (*rules, engine.fit_to_budget(memory_budget, fun))
     return TracedFunction(fun, rules, jit_options)
