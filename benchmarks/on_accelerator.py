@@ -299,9 +299,8 @@ def memory_lines(sizes: Sizes) -> Iterator[Line]:
     yield (
         "bytes in lines",
         f"{report.listed / report.total:.1%} of the {report.total / MIB:,.1f} MiB that XLA holds, "
-        f"listed by {report.listed_by}; lines of the program are {named / rest:.1%} of what is no "
-        "argument",
-        {"listed": report.listed, "total": report.total, "named": named, "by": report.listed_by},
+        f"by line; lines of the program are {named / rest:.1%} of what is no argument",
+        {"listed": report.listed, "total": report.total, "named": named},
     )
     compiled = tg.trace(jax.value_and_grad(loss)).lower(*shapes).compile()
     _, numbers = run_and_weigh(compiled, shapes)

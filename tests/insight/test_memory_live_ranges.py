@@ -10,8 +10,8 @@ import sys
 PROGRAM = r"""
 import pathlib, re, sys
 import jax, jax.numpy as jnp
-from tracegrad.planning.buffers import Assignment, bytes_in_use
-from tracegrad.planning.flow import Flow
+from tracegrad.insight.xla_buffers import Assignment, bytes_in_use
+from tracegrad.insight.value_flow import Flow
 from tracegrad.planning.hlo import Module, decoded, first
 
 folder = pathlib.Path(sys.argv[1])

@@ -17,7 +17,7 @@ from equinox.internal import while_loop
 import tracegrad
 from tracegrad.planning import BudgetTooSmall, plan_recompute
 from tracegrad.planning.costs import node_flops
-from tracegrad.planning.cuts import Network
+from tracegrad.planning.cuts import Network, hulls, minimum_cuts
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
@@ -309,10 +309,22 @@ def test_minimum_cuts_are_the_cheapest_save_sets(seed: int, must_be: tuple[int, 
     sets = [frozenset(s) for k in range(9) for s in itertools.combinations(range(8), k)]
     for price in (0.1, 0.5, 1.5, 6.0):
         least = min(run + price * size for size, run in map(cost, sets))
-        cut = network.cut(price)
+        (cut,) = minimum_cuts([(network, price)])
         assert cost(cut.saved) == (cut.bytes, cut.flops)
         assert cut.flops + price * cut.bytes == pytest.approx(least)
-    assert network.cut(math.inf).saved <= {*must_be}
+    (cut,) = minimum_cuts([(network, math.inf)])
+    assert cut.saved <= {*must_be}
+
+
+def test_networks_that_are_solved_at_once_have_the_cuts_that_each_has_alone():
+    networks = []
+    for seed in range(40):
+        m = random_model(seed, 30)
+        needed = sorted({v for found in m.needs for v in found})
+        networks.append(Network(m.sizes, m.flops, m.args, needed))
+    alone = [hulls([network], 7)[0] for network in networks]
+    assert hulls(networks, 7) == alone
+    assert max(map(len, alone)) > 2
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -324,7 +336,8 @@ def test_minimum_cuts_are_exact_beyond_32_bits(seed: int):
     network = Network(sizes, flops, [()] * 50, range(50))
     for price in (0.01, 1.0, 100.0):
         cheaper = {v for v in range(50) if price * sizes[v] < flops[v]}
-        assert network.cut(price).saved == cheaper
+        (cut,) = minimum_cuts([(network, price)])
+        assert cut.saved == cheaper
 
 
 # ------------------------------------------------------------------------------------------ model

@@ -120,3 +120,100 @@ def test_budget_that_a_closed_function_keeps_from_being_met_says_so(fun, in_the_
     copy = pickle.loads(pickle.dumps(raised.value))
     assert str(copy) == str(raised.value)
     assert (copy.lowest, copy.in_the_way) == (raised.value.lowest, raised.value.in_the_way)
+
+
+# --------------------------------------------------------------------------------------- step.plan
+
+
+def train(weights, x):
+    value, gradients = jax.value_and_grad(loss)(weights, x)
+    return value, [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
+
+
+def test_a_traced_step_shows_its_plan():
+    step = tg.trace(train, memory_budget="60%")
+    assert step.plan is None
+    assert "budget" not in repr(step)
+    step(WEIGHTS, X)
+    (gradient,) = step.plan.gradients
+    planned = plan_recompute(loss, WEIGHTS, X, memory_budget="60%", argnums=0)
+    assert gradient == planned.summary
+    assert gradient.held <= gradient.budget < gradient.held_without
+    assert gradient.text == str(step.plan)
+    assert step.plan.line in repr(step)
+    assert "XLA holds" in step.plan.line
+
+
+def test_the_plan_of_a_step_is_that_of_its_latest_trace():
+    step = tg.trace(train, memory_budget="60%")
+    step(WEIGHTS, X)
+    before = step.plan
+    step(WEIGHTS, X[:2048])
+    assert step.plan.gradients[0].held < before.gradients[0].held
+
+
+def test_a_step_of_two_gradients_has_two_plans_and_says_what_it_holds_as_a_whole():
+    plain = held(tg.trace(two_minibatches))
+    step = tg.trace(two_minibatches, memory_budget=int(0.56 * plain))
+    with pytest.warns(BudgetWarning):
+        step(WEIGHTS, X)
+    assert len(step.plan.gradients) == 2
+    assert step.plan.held > step.plan.gradients[0].budget
+    assert "as a whole" in step.plan.line
+
+
+def test_a_step_that_failed_leaves_no_plan_to_the_next():
+    fails = [True]
+
+    def step(weights, x):
+        gradients = jax.grad(loss)(weights, x)
+        if fails:
+            raise RuntimeError("the user's")
+        return gradients
+
+    traced = tg.trace(step, memory_budget="60%")
+    with pytest.raises(RuntimeError, match="the user's"):
+        traced(WEIGHTS, X)
+    fails.clear()
+    traced(WEIGHTS, X)
+    assert len(traced.plan.gradients) == 1
+
+
+def test_a_loss_shows_the_plan_for_who_differentiates_it():
+    traced = tg.trace(loss, memory_budget="60%")
+    traced.graph(WEIGHTS, X)
+    (gradient,) = traced.plan.gradients
+    assert gradient.held <= gradient.budget
+
+
+def test_a_budget_that_is_kept_anyway_computes_nothing_again():
+    traced = tg.trace(train, memory_budget="1GiB")
+    traced(WEIGHTS, X)
+    (gradient,) = traced.plan.gradients
+    assert (gradient.flops, gradient.held) == (0, gradient.held_without)
+    assert "nothing computed again" in repr(traced)
+
+
+def test_two_functions_with_one_budget_have_each_their_own_plan():
+    first, second = (tg.trace(each, memory_budget="60%") for each in (train, gan))
+    first(WEIGHTS, X)
+    assert second.plan is None
+    assert tg.trace(train, memory_budget="60%").plan is first.plan  # they share their programs
+
+
+def test_without_a_budget_plan_is_the_functions_own_attribute():
+    class Model:
+        plan = "of the model"
+
+        def __call__(self, x):
+            return x * 2
+
+    assert tg.trace(Model()).plan == "of the model"
+    with pytest.raises(AttributeError):
+        _ = tg.trace(train).plan
+
+
+def test_a_traced_step_with_a_plan_can_be_pickled():
+    step = tg.trace(loss, memory_budget="60%")
+    step.graph(WEIGHTS, X)
+    assert pickle.loads(pickle.dumps(step)).__wrapped__ is loss

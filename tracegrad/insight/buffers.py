@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tracegrad.insight.peak import Held, Kind, Peak, scope_of, told
+from tracegrad.insight.value_flow import Operation
+from tracegrad.insight.xla_buffers import Account, Buffer
 from tracegrad.ir import Graph, Occurrence, Value
 from tracegrad.ir.occurrence import Origin, origin_in
 from tracegrad.ir.scopes import is_backward
-from tracegrad.planning.buffers import Account, Buffer
 from tracegrad.planning.costs import nbytes
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.flow import Operation
 
 _Place = tuple[str, int, bool]  # a file, a line, and whether it is of the backward pass
 

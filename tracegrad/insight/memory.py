@@ -16,9 +16,9 @@ from tracegrad import _jax
 from tracegrad.insight.buffers import peak_of_buffers
 from tracegrad.insight.memory_advice import Advice, Cost, advice_for, cost_of
 from tracegrad.insight.peak import Held, Kind, Peak
+from tracegrad.insight.xla_buffers import account_of_buffers
 from tracegrad.ir import folding
 from tracegrad.ir.wording import in_units, name_of, some, table
-from tracegrad.planning.buffers import account_of_buffers
 from tracegrad.planning.compiled import NotMeasuredError, account_of, saying_why_not
 from tracegrad.planning.hlo import lines_kept, module_of
 from tracegrad.tracing import TracedFunction, trace
@@ -59,9 +59,8 @@ class Line:
 class MemoryReport:
     """What a program holds at its peak; from `memory`. Prints as a table, folds in a notebook.
 
-    Lines are of XLA's own buffers where it says which there are, as it does for CPUs. Elsewhere
-    they are of what the compiled program writes, in the order in which it does, and which of it
-    shares a buffer is found out, mostly to a few percent.
+    Lines are of XLA's own buffers. XLA says which there are for CPUs, and for GPUs that are here;
+    for other devices there are the totals, and no lines.
 
     Attributes:
       function: the name of the function.
@@ -73,7 +72,6 @@ class MemoryReport:
       listed: bytes that they add up to.
       constants: bytes of arrays that are written into the program, as those that a function closes
         over, beside `total`; where XLA says so.
-      listed_by: ``XLA`` or ``the compiled program``.
       at: the operation at which the peak is.
       advice: the cheapest things to do, by FLOPs for each byte that they free;
         none but with ``measure_advice=True``.
@@ -87,7 +85,6 @@ class MemoryReport:
     lines: tuple[Line, ...]
     listed: int
     constants: int
-    listed_by: str
     at: str
     advice: tuple[Advice, ...]
     timeline: tuple[int, ...] = field(repr=False)
@@ -106,7 +103,7 @@ class MemoryReport:
         return "\n".join(
             [
                 self._headline(),
-                f"over the program: {_sparkline(self.timeline)}",
+                *(f"over the program: {_sparkline(self.timeline)}" for _ in self.timeline[:1]),
                 f"{self._where()}:",
                 *(f"  {line}" for line in table(rows)),
                 *([f"  ... and {more} more"] if more > 0 else []),
@@ -130,11 +127,11 @@ class MemoryReport:
     def _beside(self) -> list[str]:
         """What the lines do not tell."""
         found = []
-        less, more = self.listed - self.total, self.total - self.listed
-        if less > 0:
-            found.append(f"XLA holds {in_units(less)} less than these: more of them share a buffer")
-        elif more > 0:
-            found.append(f"XLA holds {in_units(more)} beside these, as in gaps between buffers")
+        if not self.lines:
+            found.append("XLA does not say for this device which buffers there are")
+        elif self.total > self.listed:
+            beside = in_units(self.total - self.listed)
+            found.append(f"XLA holds {beside} beside these, as in gaps between buffers")
         if self.constants > _FEW * self.total:
             found.append(f"arrays of {in_units(self.constants)} are in the program, beside these")
         return found
@@ -254,7 +251,6 @@ def memory(
         measured_on=_jax.compiled_by(device, max(devices, _jax.device_count(given))),
         listed=sum(line.size for line in lines),
         constants=account.constants,
-        listed_by="XLA" if account.is_told else "the compiled program",
         at=peak.at,
         lines=tuple(lines),
         advice=tuple(advice),

@@ -33,7 +33,7 @@ class Engine:
     `explain_tape`: why the gradients of a tape are what they are."""
 
     to_callable: Callable[[Graph], Callable[..., Any]]
-    fit_to_budget: Callable[[Any], Callable[[Graph], Graph]]
+    fit_to_budget: Callable[..., Callable[[Graph], Graph]]
     derivatives_by_rules: Callable[[], AbstractContextManager[None]]
     explain_tape: Callable[..., Any]
 

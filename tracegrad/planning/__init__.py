@@ -1,6 +1,8 @@
 """What to keep and what to compute again, so that a program fits a memory budget."""
 
+from tracegrad.planning.plan import PlanSummary as PlanSummary
 from tracegrad.planning.plan import RecomputePlan as RecomputePlan
+from tracegrad.planning.plan import StepPlan as StepPlan
 from tracegrad.planning.plan_recompute import plan_recompute as plan_recompute
 from tracegrad.planning.plan_recompute import recompute_to_fit as recompute_to_fit
 from tracegrad.planning.search import BudgetTooSmall as BudgetTooSmall

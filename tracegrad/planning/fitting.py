@@ -47,17 +47,25 @@ def fitted(
         while fit.segments in [f.segments for f in tried] and fit.peak <= target < most:
             target = int(target / TUNING.careful**0.5)  # plans come in steps: the next larger one
             fit = _planned(search, min(target, most - 1))
-        if fit.segments in [f.segments for f in tried]:
+        if fit.segments in [f.segments for f in tried] or not _is_worth_compiling(
+            fit, tried, budget
+        ):
             break
         tried.append(replace(fit, held=held_by(fit.rewritten())))
-        if fit.flops == 0 and _held(tried[-1]) <= budget:
-            break
         is_last = len(tried) == plans - 1
         target = _next(search, tried, budget, held_without, is_last)
     within = [fit for fit in tried if _held(fit) <= budget]
     if not within:
         raise search.too_small(budget, min(tried, key=_held), measured_on)
     return done(min(within, key=lambda fit: (fit.flops, _held(fit))))
+
+
+def _is_worth_compiling(fit: RecomputePlan, tried: list[RecomputePlan], budget: int) -> bool:
+    """Whether a plan spares enough beside the cheapest that was within the budget."""
+    least = min((f.flops for f in tried if _held(f) <= budget), default=None)
+    if least is None:
+        return True
+    return least - fit.flops > max(TUNING.spared * fit.forward_flops, TUNING.spared_of_it * least)
 
 
 def _planned(search: Search, target: int) -> RecomputePlan:

@@ -29,9 +29,6 @@ from tracegrad.variables.statics import are_traced
 # recomputed, and often as it was planned.
 _FOUND: Cache[Any, Any] = Cache(512)
 
-# On a CPU what LLVM does with the code of a kernel is half of compiling, and uses no memory.
-_UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
 
 def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """How the arguments of a program lie on devices, by its inputs; None for those on one."""
@@ -59,7 +56,7 @@ def held_by_program(program: Graph) -> int:
 
 def _options(program: Graph, device: Any) -> dict[str, Any]:
     """What XLA is to compile with, where only sizes are wanted."""
-    options: dict[str, Any] = dict(_UNOPTIMISED) if device.platform == "cpu" else {}
+    options: dict[str, Any] = _jax.quick_options(device.platform, same_buffers=True)
     if program.recomputes:
         options.update(_jax.keep_recompute_options(device.platform) or {})
     return options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,69 @@ from tracegrad.tracing import to_callable
 
 if TYPE_CHECKING:
     from tracegrad.planning.search import Search
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """What is told of a `RecomputePlan`, with the same attributes, and without the program."""
+
+    name: str
+    budget: int
+    held: int | None
+    held_without: int | None
+    measured_on: str
+    peak: int
+    peak_without: int
+    flops: int
+    forward_flops: int
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        held, without, whose = self.held, self.held_without, "XLA holds"
+        if held is None:
+            held, without, whose = self.peak, self.peak_without, "the model has"
+        of = f" of {in_units(without)}" if without else ""
+        more = f"{_percent(self.flops, self.forward_flops)} of the forward pass computed again"
+        return (
+            f"{self.name}: {whose} {in_units(held)}{of}, budget {in_units(self.budget)}, "
+            f"{more if self.flops else 'nothing computed again'}"
+        )
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a traced function with a memory budget computes again; from `TracedFunction.plan`.
+
+    Attributes:
+      name: of the function.
+      gradients: the plan of each gradient that is taken inside of it, in the order of the trace; of
+        a function that takes none its own, for who differentiates it.
+      held: bytes that XLA holds for all of the function beside arguments and results, where more
+        than one gradient may be there at once and the budget is bytes; else None.
+    """
+
+    name: str
+    gradients: tuple[PlanSummary, ...]
+    held: int | None = None
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        whole = [] if self.held is None else [f"{in_units(self.held)} as a whole"]
+        return "; ".join([each.line for each in self.gradients] + whole)
+
+    def __str__(self) -> str:
+        texts = [each.text for each in self.gradients] or [f"{self.name}: no gradient to plan for"]
+        if self.held is not None:
+            texts.append(f"{self.name} as a whole: XLA holds {in_units(self.held)}")
+        return "\n".join(texts)
+
+    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -76,6 +139,13 @@ class RecomputePlan:
     def is_needed(self) -> bool:
         """Whether anything is recomputed at all."""
         return any(segment.recompute or segment.step for segment in self.segments)
+
+    @property
+    def summary(self) -> PlanSummary:
+        """What is told of it, without the program."""
+        own = (each.name for each in fields(PlanSummary) if each.name not in ("name", "text"))
+        known = {name: getattr(self, name) for name in own}
+        return PlanSummary(name=self.graph.name, text=str(self), **known)
 
     def rewritten(self) -> Graph:
         """The program with a `Recompute` for every segment that is recomputed."""

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad._jax.caches import cached
+from tracegrad._jax.caches import cached, facts_of
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.checks import wrt_or_argnums
 from tracegrad.differentiation.wrt import Wrt, partition
@@ -29,7 +31,7 @@ from tracegrad.planning.options import (
     budget_bytes,
     plans_to_compile,
 )
-from tracegrad.planning.plan import RecomputePlan
+from tracegrad.planning.plan import PlanSummary, RecomputePlan, StepPlan
 from tracegrad.planning.search import BudgetTooSmall, Search
 from tracegrad.planning.whole_step import warn_if_larger
 from tracegrad.rewriting.edits import refuse_differentiated
@@ -134,24 +136,62 @@ def recompute_to_fit(memory_budget: MemoryBudget, *, measure: Measure = True) ->
     return _rule(memory_budget, plans_to_compile(measure))
 
 
-@dataclass(frozen=True, eq=False)
+def fit_function_to_budget(memory_budget: MemoryBudget, fun: object = None) -> FitToBudget:
+    """`recompute_to_fit` for a function of `trace`: all that trace it with this budget share one
+    rule, and what that has planned."""
+    shared = recompute_to_fit(memory_budget)
+    try:
+        known: dict[FitToBudget, FitToBudget] = facts_of(fun).setdefault(FitToBudget, {})
+    except TypeError:  # None has no facts, nor has what cannot be held weakly
+        return shared
+    return known.setdefault(shared, FitToBudget(memory_budget, shared.plans))
+
+
+class _Planned(threading.local):
+    """Plans for gradients of functions that are being traced, each with the traces around it."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[PlanSummary, list[weakref.ref[Any]]]] = []
+
+    def add(self, plan: PlanSummary) -> None:
+        around = _jax.outward(_jax.current_trace(None))
+        self._found.append((plan, [weakref.ref(trace) for trace in around]))
+
+    def take(self) -> tuple[PlanSummary, ...]:
+        """Those of the trace that ends here; others are of traces that have failed."""
+        here, found = _jax.current_trace(None), self._found
+        self._found = []
+        return tuple([plan for plan, around in found if any(ref() is here for ref in around)])
+
+
+@dataclass(eq=False)
 class FitToBudget:
-    """What is asked for, and the rule for it; see `plans_to_compile`."""
+    """What is asked for, and the rule for it; see `plans_to_compile`.
+
+    `latest`: the plan of the function that was traced last.
+    """
 
     memory_budget: MemoryBudget
     plans: int
+    latest: StepPlan | None = None
+    _planned: _Planned = field(default_factory=_Planned)
 
     for_the_outermost = True
 
     def __repr__(self) -> str:
         return f"memory_budget={self.memory_budget!r}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FitToBudget, (self.memory_budget, self.plans)
+
     def __call__(self, graph: Graph) -> Graph:
         # What holds the gradient of a loss is a train step, unless somebody takes its own gradient.
         places = [] if graph.differentiated else list(graph.walk())
         if any(map(is_under_rules, places)):
+            held = None
             if not self._is_share:
-                warn_if_larger(graph, places, budget_bytes(self.memory_budget, 0), self)
+                held = warn_if_larger(graph, places, budget_bytes(self.memory_budget, 0), self)
+            self.latest = StepPlan(graph.name, self._planned.take(), held)
             return graph
         for place in places:
             refuse_differentiated(place, self, f"tracegrad.trace(loss, {self!r})")
@@ -169,7 +209,12 @@ class FitToBudget:
                 "decides after planning. Give a share, as '50%'; a mesh with explicit axes; or the "
                 "loss to plan_recompute(loss, *args, memory_budget=...), arguments as they lie"
             )
-        return plan.rewritten() if plan is not None and plan.is_needed else graph
+        assert plan is not None
+        if graph.differentiated:  # by a step, which this is applied to later
+            self._planned.add(plan.summary)
+        else:
+            self.latest = StepPlan(graph.name, (plan.summary,))
+        return plan.rewritten() if plan.is_needed else graph
 
     @property
     def _is_share(self) -> bool:
@@ -221,4 +266,4 @@ class FitToBudget:
 # Functions traced with one rule share their programs. Of budgets 1 is a byte, and 1.0 is all.
 _rule = cached(512)(FitToBudget)
 
-engine.fit_to_budget = recompute_to_fit
+engine.fit_to_budget = fit_function_to_budget

@@ -16,12 +16,12 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tracegrad.planning.cuts import Network
+from tracegrad.planning.cuts import Cut, Network, hulls
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.simulation import Local, Piece, Segment, keep_all
 from tracegrad.planning.spans import alive
@@ -54,7 +54,6 @@ class Planner:
 
     def __init__(self, model: MemoryModel):
         self.model = model
-        self._alike: dict[Hashable, _Ways] = {}
         self._tokens = _tokens(model)
 
     def find(self, budget: int) -> list[Segment] | None:
@@ -100,13 +99,19 @@ class Planner:
                 forwards = here[:, _KEPT, None] + forward
                 backwards = here[:, _HELD + j, None] + backward
                 rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
-                delta, origin = deltas[ways], (np.full(len(rows), i), rows, ways)
                 near = np.maximum(forwards, backwards)[rows, ways] - TUNING.careful**2 * budget
                 is_run_again = np.array([way.recompute for way in part.segments])
                 near = here[rows, _NEAR] + is_run_again[ways] * np.maximum(near, 0)
-                flops, kept = here[rows, _FLOPS] + flops[ways], here[rows, _KEPT] + delta[:, -1]
-                held = here[rows, _HELD:] + delta[:, :-1]
-                found[j].append(np.column_stack([flops, kept, *origin, near, held]))
+                flops = here[rows, _FLOPS] + flops[ways]
+                kept = here[rows, _KEPT] + deltas[ways, -1]
+                order = np.argsort(near, kind="stable")
+                best = order[frontier(flops[order], kept[order], len(order) + 1)]
+                rows, ways = rows[best], ways[best]
+                held = here[rows, _HELD:] + deltas[ways, :-1]
+                origin = np.full(len(rows), i), rows, ways
+                found[j].append(
+                    np.column_stack([flops[best], kept[best], *origin, near[best], held])
+                )
         return at
 
     @functools.cached_property
@@ -115,16 +120,20 @@ class Planner:
         each way the bytes that it leaves for the backward pass of a part that ends at each of the
         cuts (read by nobody before it, a value is not there any more), and last what it leaves in
         the forward pass."""
+        ends = [
+            (i, j)
+            for i, j in itertools.combinations(range(len(self._cuts)), 2)
+            if j - i <= TUNING.longest
+        ]
         found = {}
-        for i, j in itertools.combinations(range(len(self._cuts)), 2):
-            if j - i <= TUNING.longest:
-                start, stop = self._cuts[i], self._cuts[j]
-                ways = self._ways(start, stop)
-                left = np.repeat(ways.table[:, 3:4], len(self._cuts) + 1, axis=1)
-                for k, v in ((k, v) for k, leaves in enumerate(ways.leaves) for v in leaves):
-                    first = next(u for u in self.model.uses[start + v] if u >= stop)
-                    left[k, bisect.bisect_right(self._cuts, first) :] += self.model.sizes[start + v]
-                found[i, j] = ways, left
+        all_ways = self._ways([(self._cuts[i], self._cuts[j]) for i, j in ends])
+        for (i, j), ways in zip(ends, all_ways, strict=True):
+            start, stop = self._cuts[i], self._cuts[j]
+            left = np.repeat(ways.table[:, 3:4], len(self._cuts) + 1, axis=1)
+            for k, v in ((k, v) for k, leaves in enumerate(ways.leaves) for v in leaves):
+                first = next(u for u in self.model.uses[start + v] if u >= stop)
+                left[k, bisect.bisect_right(self._cuts, first) :] += self.model.sizes[start + v]
+            found[i, j] = ways, left
         return found
 
     @functools.cached_property
@@ -149,26 +158,33 @@ class Planner:
         scans = {i for i in range(stop) if self._steps(i, i + 1)}
         return tuple(sorted({0, stop, *chosen, *scans, *(i + 1 for i in scans)}))
 
-    def _ways(self, start: int, stop: int) -> _Ways:
-        """The ways to run a part as one segment, none of which another is as good as in every
-        respect."""
-        key = tuple(self._tokens[start:stop])
-        if key not in self._alike:
-            piece = Piece(self.model, start, stop)
-            is_fixed = any(self.model.fixed[start:stop])
-            ways = [Segment(0, stop - start), *(() if is_fixed else recomputing(piece))]
-            runs = [(way, piece.run(way)) for way in ways]
-            for step in self._steps(start, stop):
-                here = Piece(self.model.steps[step], start, stop)
-                runs += [(replace(way, step=step), here.run(way)) for way in ways]
-            table = np.array([_costs(local) for _, local in runs], float)
-            chosen = pareto(table)
-            self._alike[key] = _Ways(
-                [runs[k][0] for k in chosen],
-                table[chosen],
-                [tuple(piece.left(runs[k][1].stored)) for k in chosen],
-            )
-        return self._alike[key]
+    def _ways(self, parts: Sequence[tuple[int, int]]) -> list[_Ways]:
+        """For each part the ways to run it as one segment, none of which another is as good as in
+        every respect. Parts that are alike are looked at once."""
+        keys = [tuple(self._tokens[start:stop]) for start, stop in parts]
+        alike = dict(zip(keys, parts, strict=True))
+        pieces = [Piece(self.model, start, stop) for start, stop in alike.values()]
+        cuts = hulls(list(map(network_of, pieces)), TUNING.save_sets)
+        found = {
+            key: self._ways_of(start, stop, piece, saving)
+            for (key, (start, stop)), piece, saving in zip(alike.items(), pieces, cuts, strict=True)
+        }
+        return [found[key] for key in keys]
+
+    def _ways_of(self, start: int, stop: int, piece: Piece, cuts: Sequence[Cut]) -> _Ways:
+        is_fixed = any(self.model.fixed[start:stop])
+        ways = [Segment(0, stop - start), *(() if is_fixed else recomputing(piece, cuts))]
+        runs = [(way, piece.run(way)) for way in ways]
+        for step in self._steps(start, stop):
+            here = Piece(self.model.steps[step], start, stop)
+            runs += [(replace(way, step=step), here.run(way)) for way in ways]
+        table = np.array([_costs(local) for _, local in runs], float)
+        chosen = pareto(table)
+        return _Ways(
+            [runs[k][0] for k in chosen],
+            table[chosen],
+            [tuple(piece.left(runs[k][1].stored)) for k in chosen],
+        )
 
     def _steps(self, start: int, stop: int) -> range:
         """Those of the model's steps in which a part may be run but for the first."""
@@ -183,8 +199,8 @@ def _costs(local: Local) -> list[int]:
     return [local.flops, max(local.forward), backward, staying]
 
 
-def recomputing(piece: Piece) -> Iterator[Segment]:
-    """The ways to recompute a piece, with save sets."""
+def network_of(piece: Piece) -> Network:
+    """The choice of what a piece saves, if it is recomputed."""
     count = len(piece.sizes)
     must_run = [i for i, size in enumerate(piece.extra) if size]
     # What came into it and is read again only where something else is run again is kept for that.
@@ -194,10 +210,14 @@ def recomputing(piece: Piece) -> Iterator[Segment]:
             args[i].append(count + k)
     sizes = [*piece.sizes, *(size for size, _ in piece.given)]
     flops = [*piece.flops, *[math.inf] * len(piece.given)]
-    network = Network(sizes, flops, args, piece.needed, must_run)
-    for cut in network.hull(TUNING.save_sets):
-        saved = frozenset([v for v in cut.saved if v < count])
-        yield Segment(0, count, True, saved)
+    return Network(sizes, flops, args, piece.needed, must_run)
+
+
+def recomputing(piece: Piece, cuts: Iterable[Cut]) -> list[Segment]:
+    """The ways to recompute a piece, with save sets."""
+    count = len(piece.sizes)
+    saved = ([v for v in cut.saved if v < count] for cut in cuts)
+    return [Segment(0, count, True, frozenset(values)) for values in saved]
 
 
 def crossing_bytes(model: MemoryModel) -> list[int]:

@@ -24,10 +24,11 @@ from tracegrad.ir import Graph, Node
 from tracegrad.ir.running import run_graph
 from tracegrad.planning.activity import active_in_body
 from tracegrad.planning.costs import nbytes
+from tracegrad.planning.cuts import hulls
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel, ScanWay
 from tracegrad.planning.modelling import cotangents_around, handed_bytes, model
-from tracegrad.planning.planner import frontier, recomputing
+from tracegrad.planning.planner import frontier, network_of, recomputing
 from tracegrad.planning.regions import with_regions
 from tracegrad.planning.residuals import residuals_of
 from tracegrad.planning.scan_groups import group_size, in_groups, in_turn, part_of
@@ -122,7 +123,9 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         names = dict.fromkeys(way.name for way in inside.scans.values())
         deeper = f"; inside these, {'; '.join(names)}" if names else ""
         piece = Piece(inside, 0, len(body))
-        runs = [(way, piece.run(way)) for way in (Segment(0, len(body)), *recomputing(piece))]
+        (cuts,) = hulls([network_of(piece)], TUNING.save_sets)
+        ways = [Segment(0, len(body)), *recomputing(piece, cuts)]
+        runs = [(way, piece.run(way)) for way in ways]
         for turn in _turns(runs, length if is_on_one else 1):
             first, _ = turn[0]
             if not (step or first.recompute):

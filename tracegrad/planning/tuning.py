@@ -25,6 +25,8 @@ class Tuning:
       careful: the share of the budget that is planned for first, and of what is planned for where
         XLA held more, and its square that above which a segment is near to the budget, without
         which 0.3 points are lost. XLA's bytes of like plans differ by a twentieth.
+      spared, spared_of_it: the share of the forward pass, and of the cheapest plan that was within
+        the budget, that a further plan must spare to be compiled.
       ahead: the share of the bytes that seem to be left of the budget by which the next plan is
         larger. With all of them one in four was too large, and with .6 up to 4 points are lost.
       fewest: how many times the fewest bytes that there is a plan for are planned for instead of
@@ -42,6 +44,8 @@ class Tuning:
     in_turn: tuple[int, ...] = (2, 3, 4)
     plans: int = 2
     careful: float = 0.93
+    spared: float = 0.01
+    spared_of_it: float = 0.03
     ahead: float = 0.75
     fewest: float = 1.05
     terms: int = 2

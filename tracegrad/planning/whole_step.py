@@ -21,22 +21,27 @@ class BudgetWarning(UserWarning):
     """A step holds more than its memory budget, which each of its gradients keeps by itself."""
 
 
-def warn_if_larger(step: Graph, places: Iterable[Occurrence], budget: int, asked: object) -> None:
-    """Warns, at the user's line, if a step of several gradients holds more bytes than a budget;
+def warn_if_larger(
+    step: Graph, places: Iterable[Occurrence], budget: int, asked: object
+) -> int | None:
+    """The bytes that a step of several gradients holds, if it was compiled for them. Warns, at the
+    user's line, if they are more than a budget.
+
     `places`: of the step, from `walk`; `asked`: what the user has asked for."""
     why = _why_the_plan_falls_short(places)
     if not why:
-        return
+        return None
     text = f"{asked!r} limits each gradient alone, and {step.name} {why}"
     try:
         held = held_by_program(step)
     except NotMeasuredError as error:
         warn_where_called(f"{text}: what it holds as a whole is not known ({error})", BudgetWarning)
-        return
+        return None
     if held > budget:
         text += f": as a whole it holds {held:,} bytes ({in_units(held)}) beside arguments and "
         text += "results. Give a smaller budget, so that the step as a whole is within yours"
         warn_where_called(text, BudgetWarning)
+    return held
 
 
 def _why_the_plan_falls_short(places: Iterable[Occurrence]) -> str:

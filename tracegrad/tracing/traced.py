@@ -47,6 +47,7 @@ class TracedFunction(Generic[P, R]):
         `jax.stages.Traced`, as of a jitted function; so `jax.export.export` takes it.
       eval_shape(*args, **kwargs): the types of the results, without computing them.
       clear_cache(): forgets compiled programs.
+      plan: with ``memory_budget=`` what is computed again, and the bytes that were measured.
       __wrapped__: the original function.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
@@ -74,6 +75,9 @@ class TracedFunction(Generic[P, R]):
         if self._first:
             options, static = options_behind_module(fun, options, static)
         self._made_with = tuple(rules), dict(jit_options or {})
+        self._to_budget: Any = next(
+            (rule for rule in rules if hasattr(rule, "memory_budget")), None
+        )
         self._called = called  # the pipeline holds it weakly
         self._pipeline = shared_pipeline(called, tuple(rules), static, options)
 
@@ -176,8 +180,17 @@ class TracedFunction(Generic[P, R]):
         except (TypeError, ValueError) as error:
             raise AttributeError("__signature__") from error
 
+    @property
+    def plan(self) -> Any:
+        """What ``memory_budget=`` has it compute again: the `tracegrad.planning.StepPlan` of the
+        latest trace, None before that. Without a budget it is the function's own attribute."""
+        if self._to_budget is None:
+            raise AttributeError("nothing is planned without memory_budget=")
+        return self._to_budget.latest
+
     def __repr__(self) -> str:
-        return f"<traced {repr_of(self.__wrapped__)}>"
+        plan = getattr(self._to_budget, "latest", None)
+        return f"<traced {repr_of(self.__wrapped__)}{f', {plan.line}' if plan else ''}>"
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes are those of the function."""
@@ -321,5 +334,5 @@ def trace(
         return functools.partial(trace, rules=rules, memory_budget=memory_budget, **jit_options)
     applied = as_rules(rules)
     if memory_budget is not None:
-        applied = (*applied, engine.fit_to_budget(memory_budget))
+        applied = (*applied, engine.fit_to_budget(memory_budget, fun))
     return TracedFunction(fun, applied, jit_options)

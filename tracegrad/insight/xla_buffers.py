@@ -1,9 +1,9 @@
 """What a compiled program holds at its peak, buffer by buffer.
 
 XLA says which values are in which buffers (`BufferAssignmentProto` of
-``xla/service/buffer_assignment.proto``), on CPUs and, by its source, on GPUs that are here; else
-what shares one is found out (`sharing`). From when to when they are there, what is in them and who
-reads it is followed through the instructions of the program (`flow`).
+``xla/service/buffer_assignment.proto``), on CPUs and, by its source, on GPUs that are here. From
+when to when they are there, what is in them and who reads it is followed through the instructions
+of the program (`value_flow`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from tracegrad.planning.flow import Buffers, Flow, Operation, Part, Value
+from tracegrad.insight.value_flow import Buffers, Flow, Operation, Part, Value
 from tracegrad.planning.hlo import Message, Module, decoded, first, numbers
-from tracegrad.planning.sharing import shared
 from tracegrad.planning.spans import alive
 
 _HOST = 5  # the number of the host's memory
@@ -52,28 +51,23 @@ class Account(NamedTuple):
       buffers: what is in use.
       timeline: bytes at each instruction.
       constants: bytes of arrays that are written into the program.
-      is_told: whether XLA has told which values are in which buffers.
     """
 
     at: Operation | None
     buffers: list[Buffer]
     timeline: tuple[int, ...]
     constants: int
-    is_told: bool
 
 
 def account_of_buffers(module: Module, analysis: Any) -> Account:
-    """The account of a compiled program; `analysis`: of `jax.stages.Compiled.memory_analysis`."""
-    flow = Flow(module)
+    """The account of a compiled program, empty where XLA does not say which buffers there are;
+    `analysis`: of `jax.stages.Compiled.memory_analysis`."""
     message = getattr(analysis, "serialized_buffer_assignment_proto", b"")
     if not message:
-        return _account(flow, shared(flow), constants=0, is_told=False)
+        return Account(None, [], (), 0)
+    flow = Flow(module)
     assignment = Assignment(flow, decoded(message))
-    return _account(flow, assignment.buffers(), assignment.constants, is_told=True)
-
-
-def _account(flow: Flow, values: Buffers, constants: int, *, is_told: bool) -> Account:
-    """What is in use at the peak, of the values of each buffer by what that is."""
+    values = assignment.buffers()
     temporary = [value for of_one in values["temporary"] for value in of_one]
     # An argument is there at first, and a result at last.
     lasting: list[tuple[Kind, Value, Sequence[Value]]] = []
@@ -93,7 +87,7 @@ def _account(flow: Flow, values: Buffers, constants: int, *, is_told: bool) -> A
     ran = [key for key, order in flow.order.items() if order <= moment]
     found = map(flow.operation, reversed(ran))
     at = next((each for each in found if each is not None and each.frames), None)
-    return Account(at, buffers, timeline, constants, is_told)
+    return Account(at, buffers, timeline, assignment.constants)
 
 
 class _Allocation(NamedTuple):

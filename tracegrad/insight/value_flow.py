@@ -121,16 +121,6 @@ class Flow:
                 self._number(self._module.computations[called])
             self.over[key] = len(self.order) - 1
 
-    @property
-    def root(self) -> Instruction:
-        """What the program returns."""
-        return self._module.entry.root
-
-    @property
-    def arguments(self) -> list[Instruction]:
-        """What it is given."""
-        return [v for v in self._module.entry.instructions.values() if v.op == "parameter"]
-
     def instruction(self, key: int) -> Instruction:
         """That of a key."""
         return self._home[key].instructions[key]
@@ -142,10 +132,6 @@ class Flow:
     def called(self, each: Instruction) -> list[Computation]:
         """What an instruction runs."""
         return [self._module.computations[key] for key in each.called]
-
-    def parameters(self, loop: Instruction) -> list[Instruction]:
-        """What a loop carries, as its body and its condition have it."""
-        return [self._parameter(each, 0) for each in self.called(loop)]
 
     def is_carried(self, parameter: Instruction) -> bool:
         """Whether it is what a loop carries."""
