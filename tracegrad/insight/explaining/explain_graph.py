@@ -23,8 +23,18 @@ from tracegrad.insight.explaining.runs import measure
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, NORM, ZEROS
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
-from tracegrad.insight.explanation import Explanation, Finding, SourceReport, number_text
+from tracegrad.insight.explanation import (
+    Explanation,
+    Finding,
+    SourceReport,
+    number_text,
+    shared_scope,
+)
 from tracegrad.ir import Graph
+from tracegrad.ir.wording import counted
+
+# Causes that come with numbers: at a line in each of many layers other ones.
+_MEASURED = ("dead units", "changed by a rule", "rows without variance")
 
 
 def explain_graph(
@@ -90,7 +100,8 @@ def explain_graph(
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(observed, close, reports, sources, inputs)
-    findings += slopes(observed, norms, sources)
+    overflowing = {f.origin for f in findings if f.cause.endswith("in the reverse pass")}
+    findings += (f for f in slopes(observed, close, norms, sources) if f.origin not in overflowing)
     findings += changed_rules(observed)
     findings += normalised_padding(observed, norms)
     findings += dead_units(observed, targets, findings)
@@ -149,14 +160,19 @@ def _reports(
 
 
 def merged(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """One finding for all sources that one place concerns."""
+    """One finding for all sources that one place concerns, and for all that is measured at it."""
     groups: dict[Any, list[Finding]] = {}
     for finding in findings:
-        key = finding.cause, finding.what, finding.origin, finding.step
+        what = finding.operation if finding.cause in _MEASURED else finding.what
+        key = finding.cause, what, finding.origin, finding.step, finding.problem
         groups.setdefault(key, []).append(finding)
     for group in groups.values():
         sources = tuple(dict.fromkeys(path for f in group for path in f.sources))
-        yield dataclasses.replace(group[0], sources=sources)
+        scope, others = shared_scope(f.scope for f in group), {f.what for f in group[1:]}
+        what = group[0].what
+        if others - {what}:
+            what += f"; there, {counted(len(group) - 1, 'more operation')} with other numbers"
+        yield dataclasses.replace(group[0], what=what, sources=sources, scope=scope)
 
 
 def _output_text(stat: np.ndarray[Any, Any]) -> str:

@@ -47,6 +47,7 @@ from tracegrad.insight.explaining.visits import (
     Kept,
     Visit,
     first_of,
+    is_called,
     is_entered,
     or_zeros,
     strong,
@@ -266,7 +267,12 @@ class MeasuredPass:
             for k, ct in enumerate(given):
                 if ct is not None:
                     self.note("ct", visit.here, k, exact if self.close else norms, ct)
-            return self._backward_region(visit) if node in kept.inner else self._pull_back(visit)
+            if node not in kept.inner:
+                return self._pull_back(visit)
+            results = self._backward_region(visit)
+            if not is_called(node):
+                self._note_edges(visit, results)
+            return results
 
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
         reached = reached_from(graph, inputs, self.walk)
@@ -295,12 +301,17 @@ class MeasuredPass:
             if scale is not None and i != scale and ct is not None:
                 measure = divided if node.op == "div" else multiplied
                 self.note("amplified", visit.here, i, measure, ct, visit.operands[scale])
-        if self.close:
-            operands = visit.operands
-            for i, ct in zip(visit.active, results, strict=True):
-                if ct is not None:
-                    self.note("edge", visit.here, i, edge, ct, first_of(visit.given), operands)
+        self._note_edges(visit, results)
         return results
+
+    def _note_edges(self, visit: Visit, results: Sequence[Any]) -> None:
+        """Measures what a node gives to each of its operands."""
+        if not self.close:
+            return
+        operands = visit.operands
+        for i, ct in zip(visit.active, results, strict=True):
+            if ct is not None:
+                self.note("edge", visit.here, i, edge, ct, first_of(visit.given), operands)
 
     def _region(self, visit: Visit) -> Graph:
         path = visit.here.path

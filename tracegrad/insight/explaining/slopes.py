@@ -1,77 +1,111 @@
-"""How the norm of the gradient changes along the layers, the steps of a scan and the scopes."""
+"""Where the norm of the gradient falls or grows: along layers, the steps of a scan and the scopes.
+
+That it does is seen in the norms of what is trained, layer by layer. Where it does is seen in the
+stream of the gradient through the layers: each stretch between two layers is blamed on the line
+that changes the norm the most there.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from tracegrad import _jax
+from tracegrad.insight.explaining.culprits import operand_ranges
 from tracegrad.insight.explaining.layers import are_layers
-from tracegrad.insight.explaining.observed import Observed, Place, handed_on
+from tracegrad.insight.explaining.observed import Observed, Place
+from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.statistics import NORM
-from tracegrad.insight.explaining.visits import is_entered
-from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import Atom, Occurrence, Value
-from tracegrad.ir.occurrence import Path
+from tracegrad.insight.explaining.streams import Link, Streams, total
+from tracegrad.insight.explanation import Finding, number_text, shared_scope
+from tracegrad.ir import Occurrence
 
 _FEWEST_LAYERS = 4
 _FEWEST_STEPS = 8
 _LAYER_LIMIT = 1e-4
 _STEP_LIMIT = 1e-8
+# So far a line has to change the norm to be blamed, and so much of that most layers share.
+_BLAMED = math.log(100.0)
+_MOST = 0.8
+
+_SATURATING = frozenset({"tanh", "logistic", "erf", "exp", "exp2", "log1p"})
+_CURES = {
+    "saturated": "where it is flat, normalise what goes in; a residual connection past it, or "
+    "another activation",
+    "normalisation": "what goes in hardly varies: look at what makes it so, mask such rows, or a "
+    "larger epsilon",
+    "vanishing": "residual connections, normalisation, another activation or initialisation",
+    "exploding": "normalisation, a smaller initialisation, clipping by the global norm",
+}
 
 
 def slopes(
-    observed: Observed, norms: Mapping[str, float], sources: Mapping[str, int | None]
+    observed: Observed,
+    close: Callable[[], Observed],
+    norms: Mapping[str, float],
+    sources: Mapping[str, int | None],
 ) -> Iterator[Finding]:
     """Gradients that vanish or explode.
 
     Args:
+      close: gives what the close form of the pass observes.
       norms: of the sources, by their paths.
       sources: by path which input of the graph a source is.
     """
-    for slope in (*_layer_slopes(norms), *_step_slopes(observed)):
-        first, last = slope.norms[0], slope.norms[-1]
-        if not (math.isfinite(first) and math.isfinite(last)) or last == 0:
-            continue
-        shrinks, grows = first / last < slope.limit, first / last > 1 / slope.limit
+    found: dict[Any, _Fall] = {}
+    streams: Streams | None = None
+    for slope in _layer_slopes(norms):
         inputs = [i for path in slope.members if (i := sources[path]) is not None]
-        if (shrinks or grows) and are_layers(observed.graph, inputs):
-            yield _slope_finding(observed, slope, shrinks)
-
-
-def _slope_finding(observed: Observed, slope: _Slope, shrinks: bool) -> Finding:
-    found = _steepest(observed, shrinks) or slope.scan
-    what = "shrinks" if shrinks else "grows"
-    kind = "steps" if slope.scan is not None else "layers"
-    return Finding(
-        "vanishing" if shrinks else "exploding",
-        f"along {slope.name} the norm {what} from {number_text(slope.norms[-1])} to "
-        f"{number_text(slope.norms[0])} over {len(slope.norms)} {kind}"
-        + (f", most of it in {found.node.name}" if found is not None else ""),
-        (slope.name,),
-        origin=None if found is None else found.origin,
-        cure="residual connections, normalisation, another activation or initialisation"
-        if shrinks
-        else "normalisation, a smaller initialisation, clipping by the global norm",
-        operation="" if found is None else found.node.name,
-    )
+        if slope.cause and are_layers(observed.graph, inputs):
+            streams = streams or Streams(close())
+            ways = [streams.to(observed.graph.inputs[i]) for i in inputs]
+            for fall in _falls(slope, ways):
+                known = found.get(fall.key)
+                if known is None or fall.size > known.size:
+                    found[fall.key] = fall
+    for fall in found.values():
+        assert streams is not None
+        yield _finding_of_layers(fall, streams, norms, sources)
+    for scan, slope in _step_slopes(observed):
+        if slope.cause:
+            streams = streams or Streams(close())
+            yield _finding_of_steps(scan, slope, streams)
 
 
 @dataclass(frozen=True)
 class _Slope:
     """How the norm of the gradient changes along a stack of layers, or the steps of a scan."""
 
-    name: str  # ``layers/*/kernel``, or the scan
+    name: str  # ``layers/*/kernel``, or the carry of a scan
     norms: tuple[float, ...]  # from the input's side to the output's
     limit: float  # of the first by the last
-    scan: Occurrence | None = None
     members: tuple[str, ...] = ()  # the paths of the layers
+
+    @property
+    def cause(self) -> str:
+        """What a finding calls it; "" where it is no problem."""
+        first, last = self.norms[0], self.norms[-1]
+        if not (math.isfinite(first) and math.isfinite(last)) or last == 0:
+            return ""
+        if first / last < self.limit:
+            return "vanishing"
+        return "exploding" if first / last > 1 / self.limit else ""
+
+    @property
+    def size(self) -> float:
+        """The logarithm of the change from end to end."""
+        return abs(math.log(self.norms[0] / self.norms[-1])) if self.norms[0] else math.inf
+
+    @property
+    def words(self) -> str:
+        verb = "shrinks" if self.cause == "vanishing" else "grows"
+        first, last = number_text(self.norms[0]), number_text(self.norms[-1])
+        return f"along {self.name} the norm {verb} from {last} to {first} over {len(self.norms)}"
 
 
 def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
@@ -86,73 +120,133 @@ def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
         if len(by_number) >= _FEWEST_LAYERS:
             members = tuple(path for _, path in sorted(by_number.items()))
             along = tuple(norms[path] for path in members)
-            found.append(_Slope(pattern, along, _LAYER_LIMIT, members=members))
+            found.append(_Slope(pattern, along, _LAYER_LIMIT, members))
     return found
 
 
-def _step_slopes(observed: Observed) -> list[_Slope]:
+def _step_slopes(observed: Observed) -> Iterator[tuple[tuple[Occurrence, int], _Slope]]:
     """The norms of the carries of scans (outside of other scans), step by step."""
-    found = []
     for scan, j, stat in observed.of("carry"):
         if stat.ndim == 2 and len(stat) >= _FEWEST_STEPS:
             norms = stat[:, NORM]
             if scan.node.params["reverse"]:
                 norms = norms[::-1]
             name = f"carry {j} of the {scan.node.op}"
-            found.append(_Slope(name, tuple(map(float, norms)), _STEP_LIMIT, scan))
-    return found
+            yield (scan, j), _Slope(name, tuple(map(float, norms)), _STEP_LIMIT)
 
 
-def _steepest(observed: Observed, shrinking: bool) -> Occurrence | None:
-    """A node on the line that shrinks (or grows) cotangents the most, all its runs together."""
-    totals: dict[str, float] = defaultdict(float)
-    example: dict[str, Occurrence] = {}
-    for found, k, stat in observed.of("ct"):
-        if k or is_entered(found.node):
+# ----------------------------------------------------------------------------------- what is blamed
+
+
+@dataclass(frozen=True)
+class _Fall:
+    """What one line does to the norm along a slope."""
+
+    slope: _Slope
+    links: tuple[Link, ...]  # where it does most of it, from the input's side to the output's
+    layers: int  # between how many layers the gradient was followed
+    size: float  # the logarithm of the change
+
+    @property
+    def key(self) -> tuple[str, Any]:
+        return self.slope.cause, self.links[0].origin
+
+
+def _falls(slope: _Slope, ways: Sequence[Sequence[Link]]) -> Iterator[_Fall]:
+    """The lines to blame for a slope.
+
+    Args:
+      ways: the streams to its members, from the input's side to the output's.
+    """
+    sign = -1 if slope.cause == "vanishing" else 1
+    stretches = list(_stretches(ways))
+    if 2 * sign * sum(x.change for x in itertools.chain(*stretches[1:])) >= slope.size:
+        del stretches[0]
+    blamed: dict[Any, list[tuple[float, Link]]] = defaultdict(list)
+    for stretch in stretches:
+        by_line: dict[Any, list[Link]] = defaultdict(list)
+        for link in stretch:
+            by_line[link.origin].append(link)
+        worst = max(by_line.values(), key=lambda links: sign * sum(x.change for x in links))
+        link = max(worst, key=lambda x: sign * x.change)
+        blamed[link.origin].append((sign * sum(x.change for x in stretch), link))
+    for changes in blamed.values():
+        size = sum(change for change, _ in changes)
+        if size < _BLAMED:
             continue
-        changes = (_change(observed, found.path, value, stat) for value in found.node.inputs)
-        change = [c for c in changes if c is not None]
-        origin = found.origin
-        if change and origin is not None:
-            totals[origin.place] += max(change, key=abs)
-            example.setdefault(origin.place, found)
-    if not totals:
-        return None
-    place = (min if shrinking else max)(totals, key=lambda p: totals[p])
-    return example[place]
+        most, known = [], 0.0
+        for change, link in sorted(changes, key=lambda each: -each[0]):
+            if known < _MOST * size:
+                most.append(link)
+                known += change
+        ordered = [link for _, link in changes if link in most]
+        yield _Fall(slope, tuple(ordered), len(stretches), size)
 
 
-def _change(
-    observed: Observed, path: Path, value: Atom, stat: np.ndarray[Any, Any]
-) -> float | None:
-    """The logarithm of the change of the cotangent's norm from a node's result to its operand."""
-    region = observed.region(path)
-    while isinstance(value, Value) and value not in region.producers and path:
-        enclosing = path[-1][0]
-        if enclosing.primitive is _jax.SCAN or len(region.users.get(value, ())) > 1:
-            return None
-        if value not in region.inputs:
-            return None
-        path, value = path[:-1], handed_on(enclosing)[region.inputs.index(value)]
-        region = observed.region(path)
-    if not isinstance(value, Value) or len(region.users.get(value, ())) > 1:
-        return None
-    producer = region.producers.get(value)
-    if producer is None:
-        return None
-    place = Place(Occurrence(path, producer))
-    before = observed.get("ct", place, producer.outputs.index(value))
-    if before is None:
-        return None
-    given, result = _total(stat), _total(before)
-    if not (given > 0 and result > 0 and np.isfinite(given) and np.isfinite(result)):
-        return None
-    return float(np.log(result) - np.log(given))
+def _stretches(ways: Sequence[Sequence[Link]]) -> Iterator[Sequence[Link]]:
+    """Cuts the stream to the first layer where the streams to the later layers come into it.
+
+    The first stretch is the first layer's own: in an attention, say, it leads out of the stack.
+    """
+    first, *later = ways
+    places = {link.occurrence: k for k, link in enumerate(first)}
+    entries = {
+        next((places[x.occurrence] for x in way if x.occurrence in places), 0) for way in later
+    }
+    bounds = [1, *(entry + 1 for entry in sorted(entries) if entry)]  # 0 takes the parameter
+    for start, end in itertools.pairwise(bounds):
+        yield first[start:end]
 
 
-def _total(stat: np.ndarray[Any, Any]) -> float:
-    """The norm of a cotangent over all its runs, without those that did not happen."""
-    return float(np.sqrt(np.nansum(np.square(stat[..., NORM], dtype=np.float64))))
+def _finding_of_layers(
+    fall: _Fall, streams: Streams, norms: Mapping[str, float], sources: Mapping[str, int | None]
+) -> Finding:
+    cause, links, found = fall.slope.cause, fall.links, fall.links[-1].occurrence
+    before, after = number_text(links[-1].before), number_text(links[0].after)
+    if 2 * len(links) > fall.layers:
+        words = f"{fall.slope.words} layers, most of it in {found.node.name}"
+    else:
+        verb = "falls" if cause == "vanishing" else "grows"
+        of = operand_ranges(streams.observed, Place(found))
+        words = f"in {found.node.name}{of and f' of {of}'} the norm of the gradient {verb} from "
+        words += f"{before} to {after}"
+        if len(links) > 1:
+            words += f", in {len(links)} of {fall.layers} layers"
+    concerned = []
+    for path, norm in norms.items():
+        i = sources[path]
+        way = [] if i is None else streams.to(streams.observed.graph.inputs[i])
+        change = sum(x.change for x in way if x.origin == links[0].origin)
+        if abs(change) >= _BLAMED and (change < 0) == (cause == "vanishing"):
+            concerned.append((norm, path))
+    concerned.sort(reverse=cause == "exploding")
+    scope = shared_scope("/".join(link.occurrence.scopes) for link in links)
+    kind = cause
+    if cause == "vanishing" and found.node.op in _SATURATING:
+        kind = "saturated"
+    elif scale_of_normalisation(streams.observed.region(found.path), found.node) is not None:
+        kind = "normalisation"
+    paths = tuple(path for _, path in concerned)
+    return Finding.of(found, cause, words, paths, cure=_CURES[kind], scope=scope)
+
+
+def _finding_of_steps(carry: tuple[Occurrence, int], slope: _Slope, streams: Streams) -> Finding:
+    (scan, j), sign = carry, -1 if slope.cause == "vanishing" else 1
+    body, path = scan.node.regions["jaxpr"], scan.into("jaxpr")
+    first, _ = _jax.scan_split(scan.node.params)
+    by_line: dict[Any, list[Link]] = defaultdict(list)
+    for link in streams.to(body.inputs[first + j], path):
+        by_line[link.origin].append(link)
+    found, most = scan, ""
+    if by_line:
+        worst = max(by_line.values(), key=lambda links: sign * sum(x.change for x in links))
+        found = max(worst, key=lambda x: sign * x.change).occurrence
+        most = f", most of it in {found.node.name}"
+    words = f"{slope.words} steps{most}"
+    return Finding.of(found, slope.cause, words, (slope.name,), cure=_CURES[slope.cause])
+
+
+# ----------------------------------------------------------------------------------------- scopes
 
 
 def scope_norms(observed: Observed) -> list[tuple[str, float]]:
@@ -162,5 +256,5 @@ def scope_norms(observed: Observed) -> list[tuple[str, float]]:
     for last, _, stat in observed.of("ct"):
         scope = "/".join(last.scopes)
         if scope and scope not in found:  # the reverse pass meets the last one first
-            found[scope] = _total(stat)
+            found[scope] = total(stat[..., NORM])
     return list(reversed(found.items()))

@@ -11,13 +11,12 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside
-from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NONZERO, IDLE_UNITS, NORM
+from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explaining.zero_factors import zeros_because
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
 from tracegrad.ir import CustomGradient, Graph, Occurrence, Value
-from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.wording import some
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -106,14 +105,12 @@ def zero_gradients(
             if factor:
                 words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
                 cure = "none is needed: the first step changes that"
-            yield Finding(
+            yield Finding.of(
+                found,
                 cause,
                 f"{found.node.name}{_which(observed, found)}: {words}",
                 (report.path,),
-                origin=found.origin,
-                whose=whose(found),
                 cure=cure,
-                operation=found.node.name,
                 problem=cause not in _HEALTHY and not factor,
                 by_rule=by_rule.no_gradient(cause, found),
             )
@@ -174,7 +171,7 @@ def _gives_some(close: Observed, here: Occurrence, value: Value) -> bool:
     edges = [
         close.get("edge", Place(here), i) for i, v in enumerate(here.node.inputs) if v is value
     ]
-    return any(edge is not None and np.any(edge[..., EDGE_NONZERO] > 0) for edge in edges)
+    return any(edge is not None and np.any(edge[..., EDGE_NORM] > 0) for edge in edges)
 
 
 def _is_used(region: Graph, value: Value) -> bool:
@@ -232,16 +229,14 @@ def dead_units(
     for found, dead, total in idle:
         # Where no gradient arrives anyway, units are not what it ends at.
         if flow is not None and _arrives(flow, found) and found.origin not in known:
-            yield Finding(
+            yield Finding.of(
+                found,
                 "dead units",
                 f"{dead} of {total} units of {found.node.name}{_which(observed, found)} are active "
                 "for no example",
-                (),
-                origin=found.origin,
                 problem=dead == total,
                 cure=_ZERO_CURES["dead units"],
                 by_rule=by_rule.straight_through(found),
-                operation=found.node.name,
             )
 
 
