@@ -17,13 +17,15 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.insight.explaining.culprits import operand_ranges
-from tracegrad.insight.explaining.layers import are_layers
-from tracegrad.insight.explaining.observed import Observed, Place
+from tracegrad.insight.explaining.layers import are_layers, scanned_layers
+from tracegrad.insight.explaining.observed import Observed, Place, handed_on
 from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explaining.streams import Link, Streams, total
+from tracegrad.insight.explaining.visits import is_called
 from tracegrad.insight.explanation import Finding, number_text, shared_scope
-from tracegrad.ir import Occurrence
+from tracegrad.ir import Occurrence, Value, operations
+from tracegrad.ir.occurrence import Path
 
 _FEWEST_LAYERS = 4
 _FEWEST_STEPS = 8
@@ -71,7 +73,8 @@ def slopes(
     for fall in found.values():
         assert streams is not None
         yield _finding_of_layers(fall, streams, norms, sources)
-    for scan, slope in _step_slopes(observed):
+    names = {i: path for path in norms if (i := sources[path]) is not None}
+    for scan, slope in _step_slopes(observed, names):
         if slope.cause:
             streams = streams or Streams(close())
             yield _finding_of_steps(scan, slope, streams)
@@ -84,7 +87,7 @@ class _Slope:
     name: str  # ``layers/*/kernel``, or the carry of a scan
     norms: tuple[float, ...]  # from the input's side to the output's
     limit: float  # of the first by the last
-    members: tuple[str, ...] = ()  # the paths of the layers
+    members: tuple[str, ...] = ()  # the paths of the layers' parameters
 
     @property
     def cause(self) -> str:
@@ -124,15 +127,45 @@ def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
     return found
 
 
-def _step_slopes(observed: Observed) -> Iterator[tuple[tuple[Occurrence, int], _Slope]]:
-    """The norms of the carries of scans (outside of other scans), step by step."""
+def _step_slopes(
+    observed: Observed, names: Mapping[int, str]
+) -> Iterator[tuple[tuple[Occurrence, int], _Slope]]:
+    """The norms of the carries of scans (outside of other scans), step by step.
+
+    `names`: of the inputs that have gradients. Where each step has parameters of its own, the steps
+    are layers.
+    """
     for scan, j, stat in observed.of("carry"):
-        if stat.ndim == 2 and len(stat) >= _FEWEST_STEPS:
+        if stat.ndim != 2 or len(stat) < _FEWEST_LAYERS:
+            continue
+        operands = [scan.node.inputs[k] for k in scanned_layers(scan.node)]
+        inputs = (_input_of(observed, scan.path, value) for value in operands)
+        members = tuple(names[i] for i in inputs if i is not None and i in names)
+        if len(stat) >= _FEWEST_STEPS or members:
             norms = stat[:, NORM]
             if scan.node.params["reverse"]:
                 norms = norms[::-1]
             name = f"carry {j} of the {scan.node.op}"
-            yield (scan, j), _Slope(name, tuple(map(float, norms)), _STEP_LIMIT)
+            limit = _LAYER_LIMIT if members else _STEP_LIMIT
+            yield (scan, j), _Slope(name, tuple(map(float, norms)), limit, members)
+
+
+def _input_of(observed: Observed, path: Path, value: Any) -> int | None:
+    """The input of the graph that a value is, reshaped or cast."""
+    while isinstance(value, Value):
+        region = observed.region(path)
+        node = region.producers.get(value)
+        if node is not None:
+            if node.op not in operations.VIEWS | {"convert_element_type"}:
+                return None
+            value = node.inputs[0]
+        elif not path:
+            return region.inputs.index(value) if value in region.inputs else None
+        elif value not in region.inputs or not is_called(path[-1][0]):
+            return None
+        else:
+            value, path = handed_on(path[-1][0])[region.inputs.index(value)], path[:-1]
+    return None
 
 
 # ----------------------------------------------------------------------------------- what is blamed
@@ -164,11 +197,7 @@ def _falls(slope: _Slope, ways: Sequence[Sequence[Link]]) -> Iterator[_Fall]:
         del stretches[0]
     blamed: dict[Any, list[tuple[float, Link]]] = defaultdict(list)
     for stretch in stretches:
-        by_line: dict[Any, list[Link]] = defaultdict(list)
-        for link in stretch:
-            by_line[link.origin].append(link)
-        worst = max(by_line.values(), key=lambda links: sign * sum(x.change for x in links))
-        link = max(worst, key=lambda x: sign * x.change)
+        link = _most_changing(stretch, sign)
         blamed[link.origin].append((sign * sum(x.change for x in stretch), link))
     for changes in blamed.values():
         size = sum(change for change, _ in changes)
@@ -181,6 +210,31 @@ def _falls(slope: _Slope, ways: Sequence[Sequence[Link]]) -> Iterator[_Fall]:
                 known += change
         ordered = [link for _, link in changes if link in most]
         yield _Fall(slope, tuple(ordered), len(stretches), size)
+
+
+def _most_changing(links: Sequence[Link], sign: int) -> Link:
+    """The operation that most of a change is due to, of the line that most of it is due to."""
+    backward = links[::-1]  # as the gradient goes
+    lasting = _lasting([sign * link.change for link in backward])
+    by_line: dict[Any, float] = defaultdict(float)
+    for link, change in zip(backward, lasting, strict=True):
+        by_line[link.origin] += change
+    worst = max(by_line, key=lambda line: by_line[line])
+    of_line = [pair for pair in zip(lasting, backward, strict=True) if pair[1].origin == worst]
+    return max(of_line, key=lambda pair: pair[0])[1]
+
+
+def _lasting(changes: Sequence[float]) -> list[float]:
+    """How much each change adds that is not taken back, as a change of units is.
+
+    What is taken back later is below the highest level so far, or above the lowest level that
+    follows: of these two the one that adds less is right.
+    """
+    levels = [0.0, *itertools.accumulate(changes)]
+    highest = list(itertools.accumulate(levels, max))
+    lowest = list(itertools.accumulate(levels[::-1], min))[::-1]
+    lasting = min(highest, lowest, key=lambda each: each[-1] - each[0])
+    return [after - before for before, after in itertools.pairwise(lasting)]
 
 
 def _stretches(ways: Sequence[Sequence[Link]]) -> Iterator[Sequence[Link]]:
@@ -234,16 +288,14 @@ def _finding_of_steps(carry: tuple[Occurrence, int], slope: _Slope, streams: Str
     (scan, j), sign = carry, -1 if slope.cause == "vanishing" else 1
     body, path = scan.node.regions["jaxpr"], scan.into("jaxpr")
     first, _ = _jax.scan_split(scan.node.params)
-    by_line: dict[Any, list[Link]] = defaultdict(list)
-    for link in streams.to(body.inputs[first + j], path):
-        by_line[link.origin].append(link)
+    links = streams.to(body.inputs[first + j], path)
     found, most = scan, ""
-    if by_line:
-        worst = max(by_line.values(), key=lambda links: sign * sum(x.change for x in links))
-        found = max(worst, key=lambda x: sign * x.change).occurrence
+    if links:
+        found = _most_changing(links, sign).occurrence
         most = f", most of it in {found.node.name}"
     words = f"{slope.words} steps{most}"
-    return Finding.of(found, slope.cause, words, (slope.name,), cure=_CURES[slope.cause])
+    concerned = slope.members or (slope.name,)
+    return Finding.of(found, slope.cause, words, concerned, cure=_CURES[slope.cause])
 
 
 # ----------------------------------------------------------------------------------------- scopes
