@@ -17,7 +17,7 @@ from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
 from tracegrad.insight.explaining.custom_rules import changed_rules
 from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals, state_of_model
 from tracegrad.insight.explaining.not_finite import not_finite
-from tracegrad.insight.explaining.observed import Observed
+from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.padding import normalised_padding
 from tracegrad.insight.explaining.runs import measure
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
@@ -30,7 +30,7 @@ from tracegrad.insight.explanation import (
     number_text,
     shared_scope,
 )
-from tracegrad.ir import Graph
+from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.wording import counted
 
 # Causes that come with numbers: at a line in each of many layers other ones.
@@ -104,7 +104,8 @@ def explain_graph(
     findings += (f for f in slopes(observed, close, norms, sources) if f.origin not in overflowing)
     findings += changed_rules(observed)
     findings += normalised_padding(observed, norms)
-    findings += dead_units(observed, targets, findings)
+    findings += dead_units(observed, findings)
+    findings += _run_again(observed, looked_twice=close.cache_info().currsize > 0)
     value = observed.stats.get(("output", None, targets[0])) if targets else None
     return Explanation(
         name,
@@ -128,6 +129,27 @@ def _cuts(program: Graph, targets: Sequence[int], ends: Sequence[int]) -> list[C
         return cuts
     further = smallest_cuts(program, ends)
     return [b if a is None else a for a, b in zip(cuts, further, strict=True)]
+
+
+def _run_again(observed: Observed, looked_twice: bool) -> Iterator[Finding]:
+    """What has effects and was run more than once: of a rule the forward, which the reverse pass
+    runs for itself; everything where there was a close look."""
+    for found in observed.graph.walk():
+        node = found.node
+        if not node.effects or found.rule_around is not None:
+            continue
+        is_rule = isinstance(node, CustomGradient)
+        flows = any(
+            observed.get("ct", Place(found), k) is not None for k in range(len(node.outputs))
+        )
+        if flows if is_rule else looked_twice and not node.regions:
+            yield Finding.of(
+                found,
+                "run again",
+                f"{node.name} has effects, and to explain the gradient it was run more than once: "
+                "the gradient itself runs it once",
+                problem=False,
+            )
 
 
 def _looks_bad(observed: Observed) -> bool:

@@ -65,6 +65,7 @@ from tracegrad.ir.authors import may_change
 from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.ir.running import read, run_node, run_nodes
 from tracegrad.ir.wording import first_line
+from tracegrad.rewriting.kept_zeros import keeps_zeros
 from tracegrad.tracing.rule_errors import CLOSES_OVER
 
 
@@ -292,7 +293,8 @@ class MeasuredPass:
             return [None] * len(visit.active)
         if isinstance(node, CustomGradient):
             results = of_right_dtypes(self, visit, results)
-        if isinstance(node, CustomGradient) and not self.is_muted and may_change(node):
+        is_rule = isinstance(node, CustomGradient) and may_change(node) and not keeps_zeros(node)
+        if is_rule and not self.is_muted:
             compare_with_primal(self, visit, results)
             if self.close:
                 look_into_rule(self, visit)

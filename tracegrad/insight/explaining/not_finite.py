@@ -220,6 +220,8 @@ def _backward_finding(
     places = at(", ".join(known))
     made_by, used_by = makers(observed, place), users(observed, place)
     operation = _operation(node)
+    is_kept = isinstance(node, CustomGradient) and keeps_zeros(node)
+    is_all = is_kept or is_all_of_its_rule(observed, place)
     cure = backward_cure(operation, culprit.operands, culprit.given, made_by, used_by)
     if grown > _LARGE:
         cure = "the gradient explodes: normalisation, a smaller initialisation, fewer steps"
@@ -234,7 +236,7 @@ def _backward_finding(
         operation=operation,
         operands=culprit.operands,
         step=place.step,
-        by_rule=by_rule.not_finite(found, culprit.given, is_all_of_its_rule(observed, place)),
+        by_rule=by_rule.not_finite(found, culprit.given, is_all),
     )
 
 

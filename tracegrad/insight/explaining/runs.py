@@ -111,7 +111,9 @@ class _Level:
 
     def _is_eager(self, node: Node) -> bool:
         """Whether a node runs by itself: the line of a NaN in a rule is found as Python runs it."""
-        return self.measured.close and isinstance(node, CustomGradient) and node.kind == "vjp"
+        if not self.measured.close or not isinstance(node, CustomGradient):
+            return False
+        return node.kind == "vjp" and not keeps_zeros(node)
 
     def forward(self, args: Sequence[Any]) -> list[Any]:
         """The outputs of the graph."""

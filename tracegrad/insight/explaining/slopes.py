@@ -18,13 +18,12 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.insight.explaining.culprits import operand_ranges
 from tracegrad.insight.explaining.layers import are_layers, scanned_layers
-from tracegrad.insight.explaining.observed import Observed, Place, handed_on
+from tracegrad.insight.explaining.observed import Observed, Place, outside
 from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explaining.streams import Link, Streams, total
-from tracegrad.insight.explaining.visits import is_called
 from tracegrad.insight.explanation import Finding, number_text, shared_scope
-from tracegrad.ir import Occurrence, Value, operations
+from tracegrad.ir import Atom, Occurrence, Value, operations
 from tracegrad.ir.occurrence import Path
 
 _FEWEST_LAYERS = 4
@@ -150,21 +149,19 @@ def _step_slopes(
             yield (scan, j), _Slope(name, tuple(map(float, norms)), limit, members)
 
 
-def _input_of(observed: Observed, path: Path, value: Any) -> int | None:
+def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
     """The input of the graph that a value is, reshaped or cast."""
     while isinstance(value, Value):
         region = observed.region(path)
         node = region.producers.get(value)
-        if node is not None:
-            if node.op not in operations.VIEWS | {"convert_element_type"}:
-                return None
+        if node is not None and node.op in operations.VIEWS | {"convert_element_type"}:
             value = node.inputs[0]
         elif not path:
             return region.inputs.index(value) if value in region.inputs else None
-        elif value not in region.inputs or not is_called(path[-1][0]):
-            return None
+        elif (around := outside(region, path, value)) is not None:
+            path, value = around
         else:
-            value, path = handed_on(path[-1][0])[region.inputs.index(value)], path[:-1]
+            return None
     return None
 
 

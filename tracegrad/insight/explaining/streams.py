@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tracegrad.insight.explaining.observed import Observed, Place, handed_on, inside
+from tracegrad.insight.explaining.observed import Observed, Place, inside, outside
 from tracegrad.insight.explaining.statistics import EDGE_NORM, NORM
 from tracegrad.insight.explaining.visits import is_called, is_entered
 from tracegrad.ir import Node, Occurrence, Origin, Value
@@ -91,10 +91,10 @@ class Streams:
         node = region.producers.get(value)
         if node is not None:
             return self._norm("ct", Occurrence(path, node), node.outputs.index(value))
-        if not path or value not in region.inputs or not is_called(path[-1][0]):
+        around = outside(region, path, value)
+        if around is None or not isinstance(around[1], Value):
             return None
-        outer: Any = handed_on(path[-1][0])[region.inputs.index(value)]
-        return self._of_value(path[:-1], outer) if isinstance(outer, Value) else None
+        return self._of_value(around[0], around[1])
 
     def _norm(self, kind: str, here: Occurrence, k: int) -> float | None:
         """A norm over all runs of an operation; Inf where it is not finite."""

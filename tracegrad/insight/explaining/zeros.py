@@ -15,7 +15,6 @@ from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_U
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explaining.zero_factors import zeros_because
 from tracegrad.insight.explanation import Finding, SourceReport
-from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
 from tracegrad.ir import CustomGradient, Graph, Occurrence, Value
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.wording import some
@@ -219,16 +218,13 @@ def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
     return _CAUSES.get(node.op, "zero derivative")
 
 
-def dead_units(
-    observed: Observed, targets: Sequence[int], findings: Sequence[Finding]
-) -> Iterator[Finding]:
+def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Finding]:
     """Rectifiers most of whose units are active for no example, but those in `findings`."""
     known = {f.origin for f in findings if f.cause == "dead units"}
-    idle = [counted for counted in _counted_units(observed) if 2 * counted[1] > counted[2]]
-    flow = gradient_flow(observed.graph, targets) if idle else None
-    for found, dead, total in idle:
+    for found, dead, total in _counted_units(observed):
         # Where no gradient arrives anyway, units are not what it ends at.
-        if flow is not None and _arrives(flow, found) and found.origin not in known:
+        arrives = found.rule_around is None and observed.get("ct", Place(found)) is not None
+        if 2 * dead > total and arrives and found.origin not in known:
             yield Finding.of(
                 found,
                 "dead units",
@@ -246,15 +242,6 @@ def _which(observed: Observed, found: Occurrence) -> str:
     if len(alike) < 2 or found not in alike or found.origin is None:
         return ""
     return f" (number {alike.index(found) + 1} of {len(alike)} on that line)"
-
-
-def _arrives(flow: RegionFlow, rectifier: Occurrence) -> bool:
-    """Whether a gradient arrives at a node."""
-    try:
-        region = flow.along(rectifier.path)
-    except KeyError:  # it is part of a custom rule
-        return False
-    return region.flows[rectifier.node] not in (Flow.CUT, Flow.UNREACHED)
 
 
 def _counted_units(observed: Observed) -> Iterator[tuple[Occurrence, int, int]]:
