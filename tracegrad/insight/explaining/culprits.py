@@ -296,6 +296,12 @@ def _value_statistic(observed: Observed, place: Place, value: Value) -> np.ndarr
     return None if maker.index is None else observed.stats.get(("input", None, maker.index))
 
 
+def made_by(observed: Observed, place: Place, operand: Atom) -> Place | None:
+    """The operation that made an operand of a node; None where it was there from the start."""
+    maker = _maker(observed, place.path, place.steps, operand, NAN)
+    return maker.place if isinstance(maker, _Made) else None
+
+
 def makers(observed: Observed, place: Place) -> list[str]:
     """The operations that made the operands of a node."""
     found = _makers(observed, place)

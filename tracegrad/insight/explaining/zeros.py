@@ -10,12 +10,13 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
+from tracegrad.insight.explaining.culprits import made_by
 from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside
 from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explaining.zero_factors import zeros_because
 from tracegrad.insight.explanation import Finding, SourceReport
-from tracegrad.ir import CustomGradient, Graph, Occurrence, Value
+from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, operations
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.wording import some
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -98,6 +99,11 @@ def zero_gradients(
         if not report.connected or index is None or report.zeros < 1 or report.size == 0:
             continue
         for found, (cause, value) in _killers(observed, index, close).items():
+            dead = None
+            if cause == "multiplied by zero":
+                dead = _dead_factor(observed, found, value)
+            if dead is not None:
+                found, cause = dead, "dead units"
             words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
             words = words.format(dtype=getattr(value.aval, "dtype", ""))
             factor = starting_factor(found, value) if cause == "multiplied by zero" else ""
@@ -113,6 +119,22 @@ def zero_gradients(
                 problem=cause not in _HEALTHY and not factor,
                 by_rule=by_rule.no_gradient(cause, found),
             )
+
+
+def _dead_factor(observed: Observed, found: Occurrence, value: Value) -> Occurrence | None:
+    """The rectifier without active units of which the factor comes that a node multiplies the
+    cotangent of an operand by."""
+    dead = {each for each, count, total in _counted_units(observed) if count == total}
+    place = Place(found) if dead else None
+    for factor in found.node.inputs if place else ():
+        at, atom = place, factor
+        while at is not None and atom is not value:
+            made = made_by(observed, at, atom)
+            if made is None or made.occurrence in dead:
+                return None if made is None else made.occurrence
+            is_view = made.node.op in operations.VIEWS | {"convert_element_type"}
+            at, atom = (made, made.node.inputs[0]) if is_view else (None, atom)
+    return None
 
 
 def _is_all_zeros(array: Any) -> bool:
