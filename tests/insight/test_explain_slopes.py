@@ -97,6 +97,20 @@ def test_of_a_plain_stack_the_activation_is_blamed_and_not_the_mean():
     assert not {"layers.9.kernel", "layers.9.bias"} & set(finding.sources)
 
 
+def test_lines_that_share_a_fall_of_which_none_has_much_are_not_passed_over():
+    def loss(biases, x):
+        x = jnp.sin(x + biases[0])
+        x = 0.03 * jnp.sin(x + biases[1])
+        x = 0.03 * jnp.tanh(x + biases[2])
+        x = 0.03 * jnp.arctan(x + biases[3])
+        return jnp.mean(jnp.sin(x + biases[4]))
+
+    (finding,) = explain(loss, [jnp.zeros(8)] * 5, X).findings
+    assert finding.cause == "vanishing"
+    assert finding.origin.line in range(line_of(loss, 2), line_of(loss, 5))
+    assert finding.sources[0] == "biases.0"
+
+
 @pytest.mark.parametrize("unit", [1e3, 1e-3])
 def test_a_change_of_units_that_is_taken_back_is_not_blamed(unit):
     def loss(ws, x):

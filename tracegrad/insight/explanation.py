@@ -79,7 +79,7 @@ class Finding:
     ) -> Finding:
         """One about an operation, with the operation's line, author, scope and name."""
         known = {"origin": found.origin, "whose": whose(found), "operation": found.node.name}
-        return cls(cause, what, sources, **{**known, "scope": "/".join(found.scopes), **more})
+        return cls(cause, what, sources, **{**known, "scope": scope_of(found), **more})
 
     @property
     def rule(self) -> Rule | None:
@@ -285,7 +285,8 @@ class Explanation:
         points = list(self.scopes) or [(r.path, r.norm) for r in self.sources if r.connected]
         if ax is None:
             pyplot = require("matplotlib.pyplot", missing)
-            _, ax = pyplot.subplots(figsize=(8, max(2.0, 0.25 * len(points) + 1)))
+            size = 8, max(2.0, 0.25 * len(points) + 1)
+            _, ax = pyplot.subplots(figsize=size, layout="constrained")  # keeps long names
         norms = [norm if norm > 0 and math.isfinite(norm) else math.nan for _, norm in points]
         ax.plot(norms, range(len(points)), "o-")
         ax.set_yticks(range(len(points)), [name for name, _ in points])
@@ -355,6 +356,12 @@ def _rule_text(finding: Finding) -> str:
 
 def _in_step(finding: Finding) -> str:
     return "" if finding.step is None else f" (first in step {finding.step} of the scan)"
+
+
+def scope_of(found: Occurrence) -> str:
+    """The named scopes around an operation, without the formulas by which `jnp.einsum` names
+    some."""
+    return "/".join(name for name in found.scopes if "->" not in name)
 
 
 def shared_scope(scopes: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from tracegrad.insight.explaining.observed import Observed, Place, outside
 from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explaining.streams import Link, Streams, total
-from tracegrad.insight.explanation import Finding, number_text, shared_scope
+from tracegrad.insight.explanation import Finding, number_text, scope_of, shared_scope
 from tracegrad.ir import Atom, Occurrence, Value, operations
 from tracegrad.ir.occurrence import Path
 
@@ -196,9 +196,11 @@ def _falls(slope: _Slope, ways: Sequence[Sequence[Link]]) -> Iterator[_Fall]:
     for stretch in stretches:
         link = _most_changing(stretch, sign)
         blamed[link.origin].append((sign * sum(x.change for x in stretch), link))
-    for changes in blamed.values():
-        size = sum(change for change, _ in changes)
-        if size < _BLAMED:
+    sizes = {line: sum(change for change, _ in changes) for line, changes in blamed.items()}
+    # Where several lines share a change that is none's alone, the first of them stands for all.
+    least = min(_BLAMED, max(sizes.values())) if sum(sizes.values()) >= _BLAMED else _BLAMED
+    for line, changes in blamed.items():
+        if (size := sizes[line]) < least:
             continue
         most, known = [], 0.0
         for change, link in sorted(changes, key=lambda each: -each[0]):
@@ -268,10 +270,10 @@ def _finding_of_layers(
         i = sources[path]
         way = [] if i is None else streams.to(streams.observed.graph.inputs[i])
         change = sum(x.change for x in way if x.origin == links[0].origin)
-        if abs(change) >= _BLAMED and (change < 0) == (cause == "vanishing"):
+        if abs(change) >= min(_BLAMED, fall.size / 2) and (change < 0) == (cause == "vanishing"):
             concerned.append((norm, path))
     concerned.sort(reverse=cause == "exploding")
-    scope = shared_scope("/".join(link.occurrence.scopes) for link in links)
+    scope = shared_scope(scope_of(link.occurrence) for link in links)
     kind = cause
     if cause == "vanishing" and found.node.op in _SATURATING:
         kind = "saturated"
@@ -303,7 +305,7 @@ def scope_norms(observed: Observed) -> list[tuple[str, float]]:
     result; over all steps of a scan."""
     found: dict[str, float] = {}
     for last, _, stat in observed.of("ct"):
-        scope = "/".join(last.scopes)
+        scope = scope_of(last)
         if scope and scope not in found:  # the reverse pass meets the last one first
             found[scope] = total(stat[..., NORM])
     return list(reversed(found.items()))
