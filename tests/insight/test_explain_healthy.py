@@ -242,3 +242,13 @@ def test_rows_of_padding_that_a_normalisation_makes_most_of_the_gradient_are_tol
 
 def test_rows_of_padding_that_are_masked_are_healthy():
     assert padded(masks=True).problems == ()
+
+
+def test_what_a_dead_rectifier_multiplies_is_of_the_same_cause():
+    def loss(p, x):
+        hidden = jax.nn.relu(x @ p["w"] - 30.0)
+        return jnp.sum(hidden.reshape(8, 4) @ p["head"])
+
+    (finding,) = explain(loss, {"w": random(1, 6, 4), "head": jnp.ones(4)}, X).findings
+    assert (finding.cause, finding.sources) == ("dead units", ("p.head", "p.w"))
+    assert finding.origin.line == loss.__code__.co_firstlineno + 1

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import itertools
 import math
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tracegrad._jax.packages import require
 from tracegrad.insight.colours import has_colours, painted
-from tracegrad.ir import Origin, folding
+from tracegrad.ir import Occurrence, Origin, folding
+from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted, notebook_cell, some, table
 from tracegrad.tracing.graphs import Rule
@@ -28,8 +31,9 @@ _ORDER = (
     "not differentiable",
 )
 _ROWS = 20
+_NUMBER = re.compile(r"\d+")
 _NAMES = 4
-_COLUMNS = ("source", "type", "gradient", "zeros", "")
+_COLUMNS = ("source", "type", "gradient's norm", "zeros", "")
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Finding:
     in words, `sources` are the paths of the leaves that it concerns, `origin` is the user's line,
     `whose` who wrote what is there (``"yours"`` or a library), `step` that of a scan, `operation`
     what stands there, `operands` what it was given where a NaN or Inf stands first, `cure` what is
-    known to help, as an edit. `problem` is False for what may well be meant.
+    known to help, as an edit, `scope` the named scopes around it. `problem` is False for what may
+    well be meant.
 
     `rule` does it without an edit, at just that place, if a rule of `tracegrad.rules` can; None if
     none can. `changes` says which finite gradients the rule changes; "" if it changes none.
@@ -64,7 +69,16 @@ class Finding:
     operation: str = ""
     operands: tuple[float, ...] = ()
     problem: bool = True
+    scope: str = ""
     by_rule: ByRule = dataclasses.field(default=ByRule(), repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls, found: Occurrence, cause: str, what: str, sources: tuple[str, ...] = (), **more: Any
+    ) -> Finding:
+        """One about an operation, with the operation's line, author, scope and name."""
+        known = {"origin": found.origin, "whose": whose(found), "operation": found.node.name}
+        return cls(cause, what, sources, **{**known, "scope": scope_of(found), **more})
 
     @property
     def rule(self) -> Rule | None:
@@ -75,15 +89,20 @@ class Finding:
         return self.by_rule.changes
 
     @property
-    def rank(self) -> tuple[bool, int]:
-        """Sorts the worst first."""
+    def rank(self) -> tuple[bool, int, int]:
+        """Sorts the worst first; of what is as bad, what concerns more sources."""
         known = _ORDER.index(self.cause) if self.cause in _ORDER else len(_ORDER)
-        return not self.problem, known
+        return not self.problem, known, -len(self.sources)
 
     @property
     def short(self) -> str:
         """The cause and the place: ``rounding at model.py:12``."""
         return self.cause + at(self.origin and self.origin.place)
+
+    @property
+    def heading(self) -> str:
+        """The same, and the named scopes around the place."""
+        return self.short + (f", in {self.scope}" if self.scope else "")
 
     def __str__(self) -> str:
         step = f", in step {self.step} of the scan" if self.step is not None else ""
@@ -128,9 +147,9 @@ class SourceReport:
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool, float]:
-        """Sorts the worst first, and what is not trained last."""
+        """Sorts the worst first, then by the norm, and what is not trained last."""
         is_state = self.reason == "state"
-        return is_state, self.is_finite, self.connected, self.zeros < 1, -self.zeros
+        return is_state, self.is_finite, self.connected, self.zeros < 1, self.norm
 
 
 @dataclass(frozen=True)
@@ -202,12 +221,13 @@ class Explanation:
         return self.text(colour=False)
 
     def text(self, colour: bool = False) -> str:
-        """The findings and a table of the sources, the worst first."""
+        """The findings and a table of the sources, the worst first, then by the norm. Where these
+        are many, those whose paths differ in numbers alone share a row."""
         bold, red, yellow, green = ("1", "31", "33", "32") if colour else ("",) * 4
         lines = [painted(bold, self._headline())]
         for finding in self.findings:
             mark, hue = ("✗", red) if finding.problem else ("·", yellow)
-            lines.append(f"{painted(hue, mark)} {painted(hue, finding.short)}")
+            lines.append(f"{painted(hue, mark)} {painted(hue, finding.heading)}")
             lines.append(f"    {finding.what}" + _in_step(finding))
             if finding.sources:
                 lines.append(f"    concerns {some(finding.sources, _NAMES)}")
@@ -224,15 +244,19 @@ class Explanation:
 
     def _table(self, style_of_bad: str) -> list[str]:
         ordered = sorted(self.sources, key=lambda r: r.rank)
-        shown = ordered if len(ordered) == _ROWS + 1 else ordered[:_ROWS]
-        head, *rows = table([_COLUMNS, *map(_cells, shown)])
-        lines = [head]
-        for report, line in zip(shown, rows, strict=True):
-            is_good = report.is_finite and report.connected
-            lines.append(line if is_good else painted(style_of_bad, line))
-        if len(ordered) > len(shown):
-            lines.append(f"... and {len(ordered) - len(shown)} more")
-        return lines
+        groups = [[report] for report in ordered]
+        if len(groups) > _ROWS + 1:
+            groups = _alike(ordered)
+        head, *rows = table([_COLUMNS, *map(_cells_of, groups)])
+        lines = [
+            line if group[0].is_finite and group[0].connected else painted(style_of_bad, line)
+            for group, line in zip(groups, rows, strict=True)
+        ]
+        if len(lines) > _ROWS + 1:  # both ends are worth a look
+            half = _ROWS // 2
+            left_out = sum(map(len, groups[half:-half]))
+            lines[half:-half] = [f"... {counted(left_out, 'source')} with norms between these ..."]
+        return [head, *lines]
 
     # -------------------------------------------------------------------------------- notebook
 
@@ -260,7 +284,8 @@ class Explanation:
         points = list(self.scopes) or [(r.path, r.norm) for r in self.sources if r.connected]
         if ax is None:
             pyplot = require("matplotlib.pyplot", missing)
-            _, ax = pyplot.subplots(figsize=(8, max(2.0, 0.25 * len(points) + 1)))
+            size = 8, max(2.0, 0.25 * len(points) + 1)
+            _, ax = pyplot.subplots(figsize=size, layout="constrained")  # keeps long names
         norms = [norm if norm > 0 and math.isfinite(norm) else math.nan for _, norm in points]
         ax.plot(norms, range(len(points)), "o-")
         ax.set_yticks(range(len(points)), [name for name, _ in points])
@@ -278,6 +303,31 @@ def _cells(report: SourceReport) -> tuple[str, ...]:
     return report.path, report.type, report.gradient, zeros, report.reason
 
 
+def _alike(ordered: Sequence[SourceReport]) -> list[list[SourceReport]]:
+    """Groups sources of which the paths differ in numbers alone, and that are in the same state."""
+    groups: dict[Any, list[SourceReport]] = {}
+    for report in ordered:
+        has_norm = report.connected and report.is_finite and report.zeros < 1
+        state = has_norm or (report.gradient, report.reason)
+        groups.setdefault((_NUMBER.sub("*", report.path), report.type, state), []).append(report)
+    return list(groups.values())
+
+
+def _cells_of(group: Sequence[SourceReport]) -> tuple[str, ...]:
+    """A row of the table: of several sources between which numbers theirs are."""
+    first, last = _cells(group[0]), _cells(group[-1])
+    if len(group) == 1:
+        return first
+    zeros = [f"{share:.0%}" for share in (f(r.zeros for r in group) for f in (min, max))]
+    return (
+        f"{_NUMBER.sub('*', group[0].path)} ({len(group)})",
+        group[0].type,
+        " to ".join(dict.fromkeys((first[2], last[2]))),
+        " to ".join(dict.fromkeys(zeros)) if first[3] else "",
+        first[4],
+    )
+
+
 def _section(finding: Finding, is_open: bool) -> str:
     """A finding that folds."""
     hue, sign = ("#d1493e", "✗") if finding.problem else ("#b7791f", "·")
@@ -292,7 +342,7 @@ def _section(finding: Finding, is_open: bool) -> str:
         body.append(f"<b>cure:</b> {cure}")
     if finding.problem:
         body.append(f"<b>rule:</b> <code>{html.escape(_rule_text(finding))}</code>")
-    title = f'<b style="color:{hue}">{sign}</b> {html.escape(finding.short)}'
+    title = f'<b style="color:{hue}">{sign}</b> {html.escape(finding.heading)}'
     return folding.section(title, "<br>".join(body), is_open=is_open)
 
 
@@ -305,6 +355,19 @@ def _rule_text(finding: Finding) -> str:
 
 def _in_step(finding: Finding) -> str:
     return "" if finding.step is None else f" (first in step {finding.step} of the scan)"
+
+
+def scope_of(found: Occurrence) -> str:
+    """The named scopes around an operation, without the formulas by which `jnp.einsum` names
+    some."""
+    return "/".join(name for name in found.scopes if "->" not in name)
+
+
+def shared_scope(scopes: Iterable[str]) -> str:
+    """The scopes that several places have in common: ``model`` of ``model/a`` and ``model/b``."""
+    split = [scope.split("/") for scope in scopes]
+    together = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*split, strict=False))
+    return "/".join(name for name, *_ in together)
 
 
 def number_text(x: float) -> str:

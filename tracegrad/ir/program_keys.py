@@ -119,13 +119,14 @@ def _contents(value: Any) -> tuple[Any, ...]:
     return array.dtype, array.shape, digest
 
 
-def rule_key(node: CustomGradient) -> Any:
+def rule_key(node: CustomGradient, *, is_of_operation: bool = False) -> Any:
     """A key equal for functions with the same derivative of their own.
 
     Its rule is Python code, which a call may have made just now. What it says is in its faces: the
-    programs that it traces to.
+    programs that it traces to. `is_of_operation`: the rule is made of one operation's derivative,
+    so that its faces tell it also where it asks what is differentiated.
     """
-    if node.params.get("symbolic_zeros"):
+    if node.params.get("symbolic_zeros") and not is_of_operation:
         # It may do another thing where only some inputs are differentiated.
         names = tuple(sorted(node.params))
         return node.primitive, names, _value_keys([node.params[name] for name in names])

@@ -16,10 +16,13 @@ from tracegrad.insight.explaining.statistics import (
     EDGE_INF,
     EDGE_NAN,
     EDGE_OPERANDS,
+    GREATEST,
     INF,
+    LEAST,
     NAN,
 )
 from tracegrad.insight.explaining.visits import is_entered
+from tracegrad.insight.explanation import number_text
 from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Node, Occurrence, Value, operations
 from tracegrad.ir.occurrence import Path
 
@@ -272,13 +275,31 @@ def _bad_value_step(
 # ---------------------------------------------------------------------------------------- beside it
 
 
-def value_statistic(observed: Observed, place: Place, value: Value) -> np.ndarray[Any, Any] | None:
+def operand_ranges(observed: Observed, place: Place) -> str:
+    """Between which numbers each operand of a node is: ``-2 to 3 and 0``."""
+    ranges = []
+    for value in place.node.inputs:
+        if isinstance(value, Literal):
+            ranges.append(number_text(float(np.asarray(value.val).ravel()[0].real)))
+        elif (stat := _value_statistic(observed, place, value)) is not None:
+            low, high = (number_text(float(stat[k])) for k in (LEAST, GREATEST))
+            ranges.append(low if stat[LEAST] == stat[GREATEST] else f"{low} to {high}")
+    return " and ".join(ranges)
+
+
+def _value_statistic(observed: Observed, place: Place, value: Value) -> np.ndarray[Any, Any] | None:
     """The exact statistic of an operand of a node."""
     maker = _maker(observed, place.path, place.steps, value, NAN)
     if isinstance(maker, _Made):
         found = observed.get("value", maker.place, maker.k)
         return None if found is None or found.ndim != 1 else found
     return None if maker.index is None else observed.stats.get(("input", None, maker.index))
+
+
+def made_by(observed: Observed, place: Place, operand: Atom) -> Place | None:
+    """The operation that made an operand of a node; None where it was there from the start."""
+    maker = _maker(observed, place.path, place.steps, operand, NAN)
+    return maker.place if isinstance(maker, _Made) else None
 
 
 def makers(observed: Observed, place: Place) -> list[str]:

@@ -41,16 +41,14 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
         limit = 1e-3 * max(given, own) + 1e-5 * incoming
         if not all(map(math.isfinite, (given, own, apart))) or apart <= limit:
             continue
-        yield Finding(
+        yield Finding.of(
+            found,
             "changed by a rule",
             f"the rule of {found.node.name} gives input {i} a gradient of norm "
             f"{number_text(given)}; the derivative of the function has {number_text(own)}, the "
             f"difference {number_text(apart)}",
-            (),
-            origin=found.origin,
             problem=False,
             cure="check it by `check_grads`, or declare it deliberate there",
-            operation=found.node.name,
             by_rule=by_rule.own_derivative(found),
         )
 

@@ -54,7 +54,7 @@ def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
     """What cuts an input of a graph off; `cuts`: its `smallest_cuts`."""
     for cut in cuts:
         cause, owner = _cause_of_cut(cut), whose(cut.occurrence)
-        text, origin = _words(cut), cut.occurrence.origin
+        text = _words(cut)
         cure = _CUT_CURES.get(cause, "").format(op=cut.occurrence.node.op)
         rule = by_rule.no_gradient(cause, cut.occurrence)
         if cause == "custom rule" and (integers := _integer_results(cut.occurrence.node)):
@@ -65,16 +65,8 @@ def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
         if isinstance(cut.occurrence.node, StopGradient):
             by = "your own" if owner == "yours" else f"{owner}'s"
             text = f"{by} {text}"
-        yield Finding(
-            cause,
-            text + _also_needed(cut, cuts),
-            (path,),
-            origin=origin,
-            whose=owner,
-            cure=cure,
-            operation=cut.occurrence.node.name,
-            by_rule=rule,
-        )
+        what = text + _also_needed(cut, cuts)
+        yield Finding.of(cut.occurrence, cause, what, (path,), cure=cure, by_rule=rule)
 
 
 def _integer_results(node: Node) -> str:
@@ -202,11 +194,10 @@ def refusals(observed: Observed) -> Iterator[Finding]:
         if isinstance(found.node, CustomGradient) and is_about_closing_over(words):
             yield _closing_over(found)
             continue
-        yield Finding(
+        yield Finding.of(
+            found,
             cause,
             f"JAX cannot differentiate {found.node.name}: {words}",
-            (),
-            origin=found.origin,
             cure=_LOOP_CURE if op == "while" else _CUT_CURES.get(cause, ""),
             operation=op,
             by_rule=by_rule.refused(found),
@@ -215,15 +206,12 @@ def refusals(observed: Observed) -> Iterator[Finding]:
 
 def _closing_over(found: Occurrence) -> Finding:
     name = found.node.name
-    return Finding(
+    return Finding.of(
+        found,
         "closed over by a rule",
         f"{name} closes over a value (or has an array in nondiff_argnums), and its rule has no "
         f"gradient for that: JAX cannot differentiate {name} here",
-        (),
-        origin=found.origin,
-        whose=whose(found),
         cure=f"make the value an argument of {name}, and let its rule return None or its gradient",
-        operation=name,
         by_rule=by_rule.own_derivative(found),
     )
 

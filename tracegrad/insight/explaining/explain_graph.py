@@ -17,14 +17,24 @@ from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
 from tracegrad.insight.explaining.custom_rules import changed_rules
 from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals, state_of_model
 from tracegrad.insight.explaining.not_finite import not_finite
-from tracegrad.insight.explaining.observed import Observed
+from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.padding import normalised_padding
 from tracegrad.insight.explaining.runs import measure
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, NORM, ZEROS
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
-from tracegrad.insight.explanation import Explanation, Finding, SourceReport, number_text
-from tracegrad.ir import Graph
+from tracegrad.insight.explanation import (
+    Explanation,
+    Finding,
+    SourceReport,
+    number_text,
+    shared_scope,
+)
+from tracegrad.ir import CustomGradient, Graph
+from tracegrad.ir.wording import counted
+
+# Causes that come with numbers: at a line in each of many layers other ones.
+_MEASURED = ("dead units", "changed by a rule", "rows without variance")
 
 
 def explain_graph(
@@ -90,10 +100,12 @@ def explain_graph(
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(observed, close, reports, sources, inputs)
-    findings += slopes(observed, norms, sources)
+    overflowing = {f.origin for f in findings if f.cause.endswith("in the reverse pass")}
+    findings += (f for f in slopes(observed, close, norms, sources) if f.origin not in overflowing)
     findings += changed_rules(observed)
     findings += normalised_padding(observed, norms)
-    findings += dead_units(observed, targets, findings)
+    findings += dead_units(observed, findings)
+    findings += _run_again(observed, looked_twice=close.cache_info().currsize > 0)
     value = observed.stats.get(("output", None, targets[0])) if targets else None
     return Explanation(
         name,
@@ -117,6 +129,27 @@ def _cuts(program: Graph, targets: Sequence[int], ends: Sequence[int]) -> list[C
         return cuts
     further = smallest_cuts(program, ends)
     return [b if a is None else a for a, b in zip(cuts, further, strict=True)]
+
+
+def _run_again(observed: Observed, looked_twice: bool) -> Iterator[Finding]:
+    """What has effects and was run more than once: of a rule the forward, which the reverse pass
+    runs for itself; everything where there was a close look."""
+    for found in observed.graph.walk():
+        node = found.node
+        if not node.effects or found.rule_around is not None:
+            continue
+        is_rule = isinstance(node, CustomGradient)
+        flows = any(
+            observed.get("ct", Place(found), k) is not None for k in range(len(node.outputs))
+        )
+        if flows if is_rule else looked_twice and not node.regions:
+            yield Finding.of(
+                found,
+                "run again",
+                f"{node.name} has effects, and to explain the gradient it was run more than once: "
+                "the gradient itself runs it once",
+                problem=False,
+            )
 
 
 def _looks_bad(observed: Observed) -> bool:
@@ -149,14 +182,19 @@ def _reports(
 
 
 def merged(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """One finding for all sources that one place concerns."""
+    """One finding for all sources that one place concerns, and for all that is measured at it."""
     groups: dict[Any, list[Finding]] = {}
     for finding in findings:
-        key = finding.cause, finding.what, finding.origin, finding.step
+        what = finding.operation if finding.cause in _MEASURED else finding.what
+        key = finding.cause, what, finding.origin, finding.step, finding.problem
         groups.setdefault(key, []).append(finding)
     for group in groups.values():
         sources = tuple(dict.fromkeys(path for f in group for path in f.sources))
-        yield dataclasses.replace(group[0], sources=sources)
+        scope, others = shared_scope(f.scope for f in group), {f.what for f in group[1:]}
+        what = group[0].what
+        if others - {what}:
+            what += f"; there, {counted(len(group) - 1, 'more operation')} with other numbers"
+        yield dataclasses.replace(group[0], what=what, sources=sources, scope=scope)
 
 
 def _output_text(stat: np.ndarray[Any, Any]) -> str:

@@ -47,6 +47,7 @@ from tracegrad.insight.explaining.visits import (
     Kept,
     Visit,
     first_of,
+    is_called,
     is_entered,
     or_zeros,
     strong,
@@ -64,6 +65,7 @@ from tracegrad.ir.authors import may_change
 from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.ir.running import read, run_node, run_nodes
 from tracegrad.ir.wording import first_line
+from tracegrad.rewriting.kept_zeros import keeps_zeros
 from tracegrad.tracing.rule_errors import CLOSES_OVER
 
 
@@ -266,7 +268,12 @@ class MeasuredPass:
             for k, ct in enumerate(given):
                 if ct is not None:
                     self.note("ct", visit.here, k, exact if self.close else norms, ct)
-            return self._backward_region(visit) if node in kept.inner else self._pull_back(visit)
+            if node not in kept.inner:
+                return self._pull_back(visit)
+            results = self._backward_region(visit)
+            if not is_called(node):
+                self._note_edges(visit, results)
+            return results
 
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
         reached = reached_from(graph, inputs, self.walk)
@@ -286,7 +293,8 @@ class MeasuredPass:
             return [None] * len(visit.active)
         if isinstance(node, CustomGradient):
             results = of_right_dtypes(self, visit, results)
-        if isinstance(node, CustomGradient) and not self.is_muted and may_change(node):
+        is_rule = isinstance(node, CustomGradient) and may_change(node) and not keeps_zeros(node)
+        if is_rule and not self.is_muted:
             compare_with_primal(self, visit, results)
             if self.close:
                 look_into_rule(self, visit)
@@ -295,12 +303,17 @@ class MeasuredPass:
             if scale is not None and i != scale and ct is not None:
                 measure = divided if node.op == "div" else multiplied
                 self.note("amplified", visit.here, i, measure, ct, visit.operands[scale])
-        if self.close:
-            operands = visit.operands
-            for i, ct in zip(visit.active, results, strict=True):
-                if ct is not None:
-                    self.note("edge", visit.here, i, edge, ct, first_of(visit.given), operands)
+        self._note_edges(visit, results)
         return results
+
+    def _note_edges(self, visit: Visit, results: Sequence[Any]) -> None:
+        """Measures what a node gives to each of its operands."""
+        if not self.close:
+            return
+        operands = visit.operands
+        for i, ct in zip(visit.active, results, strict=True):
+            if ct is not None:
+                self.note("edge", visit.here, i, edge, ct, first_of(visit.given), operands)
 
     def _region(self, visit: Visit) -> Graph:
         path = visit.here.path

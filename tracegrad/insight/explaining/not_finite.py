@@ -16,17 +16,19 @@ from tracegrad.insight.explaining.culprits import (
     forward_culprit,
     is_all_of_its_rule,
     makers,
+    operand_ranges,
     users,
-    value_statistic,
 )
 from tracegrad.insight.explaining.cures import OUT_OF_REACH, backward_cure, forward_cure
 from tracegrad.insight.explaining.observed import Observed, Place
-from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN
+from tracegrad.insight.explaining.statistics import INF, NAN, NORM
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import CustomGradient, Literal, Node, Occurrence, Value, operations
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted
 from tracegrad.rewriting.kept_zeros import keeps_zeros
+
+_LARGE = 1e12  # of which no cotangent is that did not explode
 
 
 def not_finite(
@@ -113,7 +115,7 @@ def _forward_finding(
     """What made a value that is not finite; `factor_of`: the VJP that multiplies a cotangent by
     it, if the result of the program does not have it."""
     found = culprit.place.occurrence
-    ranges = _operand_ranges(observed, culprit.place)
+    ranges = operand_ranges(observed, culprit.place)
     words = f"{found.node.name} makes {culprit.kind} in the forward pass"
     words += f" of {ranges}" if ranges else ""
     made_inf = None
@@ -123,7 +125,7 @@ def _forward_finding(
         first = made_inf.place.occurrence
         origin = found.origin or first.origin
         words = (
-            f"{first.node.name} makes Inf of {_operand_ranges(observed, made_inf.place)}, and "
+            f"{first.node.name} makes Inf of {operand_ranges(observed, made_inf.place)}, and "
             f"{found.node.name}{at(origin and origin.place)} makes NaN of that"
         )
         culprit, found = made_inf, first
@@ -138,11 +140,11 @@ def _forward_finding(
             cure = f"{cure}; {OUT_OF_REACH}" if cure else OUT_OF_REACH
         else:
             rule = by_rule.not_finite(product, factor_of.given, False)
-    return Finding(
+    return Finding.of(
+        found,
         f"{culprit.kind} in the forward pass",
         words + _in_float16(found.node),
         touched,
-        origin=found.origin,
         cure=_for_float16(found.node, cure),
         operation=operation,
         step=place.step,
@@ -203,8 +205,10 @@ def _backward_finding(
     node, origin = found.node, found.origin
     known = [number_text(x) for x in culprit.operands if not math.isnan(x)]
     words = f"the derivative of {node.name}"
-    through = ""
-    if culprit.given == 0:
+    through, grown = "", _norm_before(observed, culprit)
+    if grown > _LARGE:
+        through = f": the norm of the cotangent has grown to {number_text(grown)} before"
+    elif culprit.given == 0:
         through = ", where the cotangent that comes in is 0: something masks it, and 0 * inf is NaN"
     elif not math.isnan(culprit.given):
         through = f", of a cotangent {number_text(culprit.given)}"
@@ -216,20 +220,34 @@ def _backward_finding(
     places = at(", ".join(known))
     made_by, used_by = makers(observed, place), users(observed, place)
     operation = _operation(node)
-    return Finding(
+    is_kept = isinstance(node, CustomGradient) and keeps_zeros(node)
+    is_all = is_kept or is_all_of_its_rule(observed, place)
+    cure = backward_cure(operation, culprit.operands, culprit.given, made_by, used_by)
+    if grown > _LARGE:
+        cure = "the gradient explodes: normalisation, a smaller initialisation, fewer steps"
+    return Finding.of(
+        found,
         f"{culprit.kind} in the reverse pass",
         f"{words}{places} is not finite{through}{_made_before(observed, culprit)}"
         + _in_float16(node),
         touched,
         origin=origin,
-        cure=_for_float16(
-            node, backward_cure(operation, culprit.operands, culprit.given, made_by, used_by)
-        ),
+        cure=_for_float16(node, cure),
         operation=operation,
         operands=culprit.operands,
         step=place.step,
-        by_rule=by_rule.not_finite(found, culprit.given, is_all_of_its_rule(observed, place)),
+        by_rule=by_rule.not_finite(found, culprit.given, is_all),
     )
+
+
+def _norm_before(observed: Observed, culprit: Culprit) -> float:
+    """The largest norm of a cotangent that comes into a product; 0 for another operation."""
+    node = culprit.place.node
+    if node.op not in operations.PRODUCTS:
+        return 0.0
+    given = [observed.get("ct", culprit.place, k) for k in range(len(node.outputs))]
+    norms = (float(ct.reshape(-1, ct.shape[-1])[0, NORM]) for ct in given if ct is not None)
+    return max(norms, default=0.0)
 
 
 def _made_before(observed: Observed, culprit: Culprit) -> str:
@@ -241,15 +259,3 @@ def _made_before(observed: Observed, culprit: Culprit) -> str:
         return ""
     origin = made.place.occurrence.origin
     return f"; {made.place.node.name}{at(origin and origin.place)} made the Inf"
-
-
-def _operand_ranges(observed: Observed, place: Place) -> str:
-    """Between which numbers each operand of a node is: ``-2 to 3 and 0``."""
-    ranges = []
-    for value in place.node.inputs:
-        if isinstance(value, Literal):
-            ranges.append(number_text(float(np.asarray(value.val).ravel()[0].real)))
-        elif (stat := value_statistic(observed, place, value)) is not None:
-            low, high = (number_text(float(stat[k])) for k in (LEAST, GREATEST))
-            ranges.append(low if stat[LEAST] == stat[GREATEST] else f"{low} to {high}")
-    return " and ".join(ranges)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.insight.explaining.visits import is_called
 from tracegrad.ir import Atom, Graph, Node, Occurrence, Origin, Value
 from tracegrad.ir.occurrence import Path
 
@@ -86,6 +87,14 @@ def handed_on(node: Node) -> Sequence[Atom]:
     """The operands that become the inputs of a node's regions: all but the index of a cond."""
     operands: Sequence[Atom] = node.inputs
     return operands[1:] if node.primitive is _jax.COND else operands
+
+
+def outside(region: Graph, path: Path, value: Value) -> tuple[Path, Atom] | None:
+    """The operand that an input of a called region is, with the path there; None for another value,
+    and in loops and branches."""
+    if not path or value not in region.inputs or not is_called(path[-1][0]):
+        return None
+    return path[:-1], handed_on(path[-1][0])[region.inputs.index(value)]
 
 
 def inside(call: Occurrence, value: Value) -> Iterator[tuple[Path, Value]]:

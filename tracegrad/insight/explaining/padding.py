@@ -67,15 +67,14 @@ def normalised_padding(observed: Observed, norms: Mapping[str, float]) -> Iterat
         reached = tuple(path for path, norm in norms.items() if norm > large / _SHARE)
         if not reached:  # what goes in there is zero, as padded embeddings are
             continue
-        yield Finding(
+        yield Finding.of(
+            found,
             "rows without variance",
             f"{found.node.name} divides by standard deviations of which some are "
             f"{number_text(ratio)} times as small as others: rows that are constant, as padding. "
             f"Their gradient has norm {number_text(large)}, that of all other rows "
             f"{number_text(rest)}",
             reached,
-            origin=found.origin,
             cure="mask such rows after each normalisation (`jnp.where(mask, y, 0.0)`), in the loss "
             "too, or a larger epsilon",
-            operation=found.node.name,
         )

@@ -38,6 +38,7 @@ from tracegrad.ir import (
 from tracegrad.ir.authors import is_jaxs_rule
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.program_keys import PROGRAMS, program_key, rule_key
+from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 
 def measure(
@@ -110,7 +111,9 @@ class _Level:
 
     def _is_eager(self, node: Node) -> bool:
         """Whether a node runs by itself: the line of a NaN in a rule is found as Python runs it."""
-        return self.measured.close and isinstance(node, CustomGradient) and node.kind == "vjp"
+        if not self.measured.close or not isinstance(node, CustomGradient):
+            return False
+        return node.kind == "vjp" and not keeps_zeros(node)
 
     def forward(self, args: Sequence[Any]) -> list[Any]:
         """The outputs of the graph."""
@@ -350,7 +353,7 @@ def _rule_key(node: CustomGradient) -> Any:
     if is_jaxs_rule(node):
         return node.primal.function_source
     try:
-        return rule_key(node)
+        return rule_key(node, is_of_operation=keeps_zeros(node))
     except Exception:  # it cannot be traced by itself: then it is like no other
         return object()
 

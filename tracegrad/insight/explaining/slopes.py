@@ -1,77 +1,113 @@
-"""How the norm of the gradient changes along the layers, the steps of a scan and the scopes."""
+"""Where the norm of the gradient falls or grows: along layers, the steps of a scan and the scopes.
+
+That it does is seen in the norms of what is trained, layer by layer. Where it does is seen in the
+stream of the gradient through the layers: each stretch between two layers is blamed on the line
+that changes the norm the most there.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from tracegrad import _jax
-from tracegrad.insight.explaining.layers import are_layers
-from tracegrad.insight.explaining.observed import Observed, Place, handed_on
+from tracegrad.insight.explaining.culprits import operand_ranges
+from tracegrad.insight.explaining.layers import are_layers, scanned_layers
+from tracegrad.insight.explaining.observed import Observed, Place, outside
+from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.statistics import NORM
-from tracegrad.insight.explaining.visits import is_entered
-from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import Atom, Occurrence, Value
+from tracegrad.insight.explaining.streams import Link, Streams, total
+from tracegrad.insight.explanation import Finding, number_text, scope_of, shared_scope
+from tracegrad.ir import Atom, Occurrence, Value, operations
 from tracegrad.ir.occurrence import Path
 
 _FEWEST_LAYERS = 4
 _FEWEST_STEPS = 8
 _LAYER_LIMIT = 1e-4
 _STEP_LIMIT = 1e-8
+# So far a line has to change the norm to be blamed, and so much of that most layers share.
+_BLAMED = math.log(100.0)
+_MOST = 0.8
+
+_SATURATING = frozenset({"tanh", "logistic", "erf", "exp", "exp2", "log1p"})
+_CURES = {
+    "saturated": "where it is flat, normalise what goes in; a residual connection past it, or "
+    "another activation",
+    "normalisation": "what goes in hardly varies: look at what makes it so, mask such rows, or a "
+    "larger epsilon",
+    "vanishing": "residual connections, normalisation, another activation or initialisation",
+    "exploding": "normalisation, a smaller initialisation, clipping by the global norm",
+}
 
 
 def slopes(
-    observed: Observed, norms: Mapping[str, float], sources: Mapping[str, int | None]
+    observed: Observed,
+    close: Callable[[], Observed],
+    norms: Mapping[str, float],
+    sources: Mapping[str, int | None],
 ) -> Iterator[Finding]:
     """Gradients that vanish or explode.
 
     Args:
+      close: gives what the close form of the pass observes.
       norms: of the sources, by their paths.
       sources: by path which input of the graph a source is.
     """
-    for slope in (*_layer_slopes(norms), *_step_slopes(observed)):
-        first, last = slope.norms[0], slope.norms[-1]
-        if not (math.isfinite(first) and math.isfinite(last)) or last == 0:
-            continue
-        shrinks, grows = first / last < slope.limit, first / last > 1 / slope.limit
+    found: dict[Any, _Fall] = {}
+    streams: Streams | None = None
+    for slope in _layer_slopes(norms):
         inputs = [i for path in slope.members if (i := sources[path]) is not None]
-        if (shrinks or grows) and are_layers(observed.graph, inputs):
-            yield _slope_finding(observed, slope, shrinks)
-
-
-def _slope_finding(observed: Observed, slope: _Slope, shrinks: bool) -> Finding:
-    found = _steepest(observed, shrinks) or slope.scan
-    what = "shrinks" if shrinks else "grows"
-    kind = "steps" if slope.scan is not None else "layers"
-    return Finding(
-        "vanishing" if shrinks else "exploding",
-        f"along {slope.name} the norm {what} from {number_text(slope.norms[-1])} to "
-        f"{number_text(slope.norms[0])} over {len(slope.norms)} {kind}"
-        + (f", most of it in {found.node.name}" if found is not None else ""),
-        (slope.name,),
-        origin=None if found is None else found.origin,
-        cure="residual connections, normalisation, another activation or initialisation"
-        if shrinks
-        else "normalisation, a smaller initialisation, clipping by the global norm",
-        operation="" if found is None else found.node.name,
-    )
+        if slope.cause and are_layers(observed.graph, inputs):
+            streams = streams or Streams(close())
+            ways = [streams.to(observed.graph.inputs[i]) for i in inputs]
+            for fall in _falls(slope, ways):
+                known = found.get(fall.key)
+                if known is None or fall.size > known.size:
+                    found[fall.key] = fall
+    for fall in found.values():
+        assert streams is not None
+        yield _finding_of_layers(fall, streams, norms, sources)
+    names = {i: path for path in norms if (i := sources[path]) is not None}
+    for scan, slope in _step_slopes(observed, names):
+        if slope.cause:
+            streams = streams or Streams(close())
+            yield _finding_of_steps(scan, slope, streams)
 
 
 @dataclass(frozen=True)
 class _Slope:
     """How the norm of the gradient changes along a stack of layers, or the steps of a scan."""
 
-    name: str  # ``layers/*/kernel``, or the scan
+    name: str  # ``layers/*/kernel``, or the carry of a scan
     norms: tuple[float, ...]  # from the input's side to the output's
     limit: float  # of the first by the last
-    scan: Occurrence | None = None
-    members: tuple[str, ...] = ()  # the paths of the layers
+    members: tuple[str, ...] = ()  # the paths of the layers' parameters
+
+    @property
+    def cause(self) -> str:
+        """What a finding calls it; "" where it is no problem."""
+        first, last = self.norms[0], self.norms[-1]
+        if not (math.isfinite(first) and math.isfinite(last)) or last == 0:
+            return ""
+        if first / last < self.limit:
+            return "vanishing"
+        return "exploding" if first / last > 1 / self.limit else ""
+
+    @property
+    def size(self) -> float:
+        """The logarithm of the change from end to end."""
+        return abs(math.log(self.norms[0] / self.norms[-1])) if self.norms[0] else math.inf
+
+    @property
+    def words(self) -> str:
+        verb = "shrinks" if self.cause == "vanishing" else "grows"
+        first, last = number_text(self.norms[0]), number_text(self.norms[-1])
+        return f"along {self.name} the norm {verb} from {last} to {first} over {len(self.norms)}"
 
 
 def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
@@ -86,73 +122,182 @@ def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
         if len(by_number) >= _FEWEST_LAYERS:
             members = tuple(path for _, path in sorted(by_number.items()))
             along = tuple(norms[path] for path in members)
-            found.append(_Slope(pattern, along, _LAYER_LIMIT, members=members))
+            found.append(_Slope(pattern, along, _LAYER_LIMIT, members))
     return found
 
 
-def _step_slopes(observed: Observed) -> list[_Slope]:
-    """The norms of the carries of scans (outside of other scans), step by step."""
-    found = []
+def _step_slopes(
+    observed: Observed, names: Mapping[int, str]
+) -> Iterator[tuple[tuple[Occurrence, int], _Slope]]:
+    """The norms of the carries of scans (outside of other scans), step by step.
+
+    `names`: of the inputs that have gradients. Where each step has parameters of its own, the steps
+    are layers.
+    """
     for scan, j, stat in observed.of("carry"):
-        if stat.ndim == 2 and len(stat) >= _FEWEST_STEPS:
+        if stat.ndim != 2 or len(stat) < _FEWEST_LAYERS:
+            continue
+        operands = [scan.node.inputs[k] for k in scanned_layers(scan.node)]
+        inputs = (_input_of(observed, scan.path, value) for value in operands)
+        members = tuple(names[i] for i in inputs if i is not None and i in names)
+        if len(stat) >= _FEWEST_STEPS or members:
             norms = stat[:, NORM]
             if scan.node.params["reverse"]:
                 norms = norms[::-1]
             name = f"carry {j} of the {scan.node.op}"
-            found.append(_Slope(name, tuple(map(float, norms)), _STEP_LIMIT, scan))
-    return found
+            limit = _LAYER_LIMIT if members else _STEP_LIMIT
+            yield (scan, j), _Slope(name, tuple(map(float, norms)), limit, members)
 
 
-def _steepest(observed: Observed, shrinking: bool) -> Occurrence | None:
-    """A node on the line that shrinks (or grows) cotangents the most, all its runs together."""
-    totals: dict[str, float] = defaultdict(float)
-    example: dict[str, Occurrence] = {}
-    for found, k, stat in observed.of("ct"):
-        if k or is_entered(found.node):
-            continue
-        changes = (_change(observed, found.path, value, stat) for value in found.node.inputs)
-        change = [c for c in changes if c is not None]
-        origin = found.origin
-        if change and origin is not None:
-            totals[origin.place] += max(change, key=abs)
-            example.setdefault(origin.place, found)
-    if not totals:
-        return None
-    place = (min if shrinking else max)(totals, key=lambda p: totals[p])
-    return example[place]
-
-
-def _change(
-    observed: Observed, path: Path, value: Atom, stat: np.ndarray[Any, Any]
-) -> float | None:
-    """The logarithm of the change of the cotangent's norm from a node's result to its operand."""
-    region = observed.region(path)
-    while isinstance(value, Value) and value not in region.producers and path:
-        enclosing = path[-1][0]
-        if enclosing.primitive is _jax.SCAN or len(region.users.get(value, ())) > 1:
-            return None
-        if value not in region.inputs:
-            return None
-        path, value = path[:-1], handed_on(enclosing)[region.inputs.index(value)]
+def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
+    """The input of the graph that a value is, reshaped or cast."""
+    while isinstance(value, Value):
         region = observed.region(path)
-    if not isinstance(value, Value) or len(region.users.get(value, ())) > 1:
-        return None
-    producer = region.producers.get(value)
-    if producer is None:
-        return None
-    place = Place(Occurrence(path, producer))
-    before = observed.get("ct", place, producer.outputs.index(value))
-    if before is None:
-        return None
-    given, result = _total(stat), _total(before)
-    if not (given > 0 and result > 0 and np.isfinite(given) and np.isfinite(result)):
-        return None
-    return float(np.log(result) - np.log(given))
+        node = region.producers.get(value)
+        if node is not None and node.op in operations.VIEWS | {"convert_element_type"}:
+            value = node.inputs[0]
+        elif not path:
+            return region.inputs.index(value) if value in region.inputs else None
+        elif (around := outside(region, path, value)) is not None:
+            path, value = around
+        else:
+            return None
+    return None
 
 
-def _total(stat: np.ndarray[Any, Any]) -> float:
-    """The norm of a cotangent over all its runs, without those that did not happen."""
-    return float(np.sqrt(np.nansum(np.square(stat[..., NORM], dtype=np.float64))))
+# ----------------------------------------------------------------------------------- what is blamed
+
+
+@dataclass(frozen=True)
+class _Fall:
+    """What one line does to the norm along a slope."""
+
+    slope: _Slope
+    links: tuple[Link, ...]  # where it does most of it, from the input's side to the output's
+    layers: int  # between how many layers the gradient was followed
+    size: float  # the logarithm of the change
+
+    @property
+    def key(self) -> tuple[str, Any]:
+        return self.slope.cause, self.links[0].origin
+
+
+def _falls(slope: _Slope, ways: Sequence[Sequence[Link]]) -> Iterator[_Fall]:
+    """The lines to blame for a slope.
+
+    Args:
+      ways: the streams to its members, from the input's side to the output's.
+    """
+    sign = -1 if slope.cause == "vanishing" else 1
+    stretches = list(_stretches(ways))
+    if 2 * sign * sum(x.change for x in itertools.chain(*stretches[1:])) >= slope.size:
+        del stretches[0]
+    blamed: dict[Any, list[tuple[float, Link]]] = defaultdict(list)
+    for stretch in stretches:
+        link = _most_changing(stretch, sign)
+        blamed[link.origin].append((sign * sum(x.change for x in stretch), link))
+    sizes = {line: sum(change for change, _ in changes) for line, changes in blamed.items()}
+    # Where several lines share a change that is none's alone, the first of them stands for all.
+    least = min(_BLAMED, max(sizes.values())) if sum(sizes.values()) >= _BLAMED else _BLAMED
+    for line, changes in blamed.items():
+        if (size := sizes[line]) < least:
+            continue
+        most, known = [], 0.0
+        for change, link in sorted(changes, key=lambda each: -each[0]):
+            if known < _MOST * size:
+                most.append(link)
+                known += change
+        ordered = [link for _, link in changes if link in most]
+        yield _Fall(slope, tuple(ordered), len(stretches), size)
+
+
+def _most_changing(links: Sequence[Link], sign: int) -> Link:
+    """The operation that most of a change is due to, of the line that most of it is due to."""
+    backward = links[::-1]  # as the gradient goes
+    lasting = _lasting([sign * link.change for link in backward])
+    by_line: dict[Any, float] = defaultdict(float)
+    for link, change in zip(backward, lasting, strict=True):
+        by_line[link.origin] += change
+    worst = max(by_line, key=lambda line: by_line[line])
+    of_line = [pair for pair in zip(lasting, backward, strict=True) if pair[1].origin == worst]
+    return max(of_line, key=lambda pair: pair[0])[1]
+
+
+def _lasting(changes: Sequence[float]) -> list[float]:
+    """How much each change adds that is not taken back, as a change of units is.
+
+    What is taken back later is below the highest level so far, or above the lowest level that
+    follows: of these two the one that adds less is right.
+    """
+    levels = [0.0, *itertools.accumulate(changes)]
+    highest = list(itertools.accumulate(levels, max))
+    lowest = list(itertools.accumulate(levels[::-1], min))[::-1]
+    lasting = min(highest, lowest, key=lambda each: each[-1] - each[0])
+    return [after - before for before, after in itertools.pairwise(lasting)]
+
+
+def _stretches(ways: Sequence[Sequence[Link]]) -> Iterator[Sequence[Link]]:
+    """Cuts the stream to the first layer where the streams to the later layers come into it.
+
+    The first stretch is the first layer's own: in an attention, say, it leads out of the stack.
+    """
+    first, *later = ways
+    places = {link.occurrence: k for k, link in enumerate(first)}
+    entries = {
+        next((places[x.occurrence] for x in way if x.occurrence in places), 0) for way in later
+    }
+    bounds = [1, *(entry + 1 for entry in sorted(entries) if entry)]  # 0 takes the parameter
+    for start, end in itertools.pairwise(bounds):
+        yield first[start:end]
+
+
+def _finding_of_layers(
+    fall: _Fall, streams: Streams, norms: Mapping[str, float], sources: Mapping[str, int | None]
+) -> Finding:
+    cause, links, found = fall.slope.cause, fall.links, fall.links[-1].occurrence
+    before, after = number_text(links[-1].before), number_text(links[0].after)
+    if 2 * len(links) > fall.layers:
+        words = f"{fall.slope.words} layers, most of it in {found.node.name}"
+    else:
+        verb = "falls" if cause == "vanishing" else "grows"
+        of = operand_ranges(streams.observed, Place(found))
+        words = f"in {found.node.name}{of and f' of {of}'} the norm of the gradient {verb} from "
+        words += f"{before} to {after}"
+        if len(links) > 1:
+            words += f", in {len(links)} of {fall.layers} layers"
+    concerned = []
+    for path, norm in norms.items():
+        i = sources[path]
+        way = [] if i is None else streams.to(streams.observed.graph.inputs[i])
+        change = sum(x.change for x in way if x.origin == links[0].origin)
+        if abs(change) >= min(_BLAMED, fall.size / 2) and (change < 0) == (cause == "vanishing"):
+            concerned.append((norm, path))
+    concerned.sort(reverse=cause == "exploding")
+    scope = shared_scope(scope_of(link.occurrence) for link in links)
+    kind = cause
+    if cause == "vanishing" and found.node.op in _SATURATING:
+        kind = "saturated"
+    elif scale_of_normalisation(streams.observed.region(found.path), found.node) is not None:
+        kind = "normalisation"
+    paths = tuple(path for _, path in concerned)
+    return Finding.of(found, cause, words, paths, cure=_CURES[kind], scope=scope)
+
+
+def _finding_of_steps(carry: tuple[Occurrence, int], slope: _Slope, streams: Streams) -> Finding:
+    (scan, j), sign = carry, -1 if slope.cause == "vanishing" else 1
+    body, path = scan.node.regions["jaxpr"], scan.into("jaxpr")
+    first, _ = _jax.scan_split(scan.node.params)
+    links = streams.to(body.inputs[first + j], path)
+    found, most = scan, ""
+    if links:
+        found = _most_changing(links, sign).occurrence
+        most = f", most of it in {found.node.name}"
+    words = f"{slope.words} steps{most}"
+    concerned = slope.members or (slope.name,)
+    return Finding.of(found, slope.cause, words, concerned, cure=_CURES[slope.cause])
+
+
+# ----------------------------------------------------------------------------------------- scopes
 
 
 def scope_norms(observed: Observed) -> list[tuple[str, float]]:
@@ -160,7 +305,7 @@ def scope_norms(observed: Observed) -> list[tuple[str, float]]:
     result; over all steps of a scan."""
     found: dict[str, float] = {}
     for last, _, stat in observed.of("ct"):
-        scope = "/".join(last.scopes)
+        scope = scope_of(last)
         if scope and scope not in found:  # the reverse pass meets the last one first
-            found[scope] = _total(stat)
+            found[scope] = total(stat[..., NORM])
     return list(reversed(found.items()))

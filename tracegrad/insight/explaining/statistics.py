@@ -19,7 +19,7 @@ from tracegrad.rewriting.norms import over_largest
 
 # Where a number stands: in `exact` (of which `norms` has the first two), in `edge` and in `units`.
 NORM, ZEROS, NAN, INF, LEAST, GREATEST = range(6)
-EDGE_NAN, EDGE_INF, EDGE_NONZERO, EDGE_GIVEN, EDGE_OPERANDS = range(5)
+EDGE_NAN, EDGE_INF, EDGE_NORM, EDGE_GIVEN, EDGE_OPERANDS = range(5)
 IDLE_UNITS, ALL_UNITS = range(2)
 
 OPERANDS = 4  # of so many an edge tells the value at its first NaN or Inf
@@ -120,8 +120,8 @@ def exact(xp: Any, x: Any) -> Any:
 
 @_by_place
 def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
-    """How many NaNs, Infs and numbers but zero a VJP gave, and what stood where the first NaN or
-    Inf is: the cotangent that came in, and the operands (those of other shapes: NaN)."""
+    """How many NaNs and Infs a VJP gave, the norm of it, and what stood where the first NaN or Inf
+    is: the cotangent that came in, and the operands (those of other shapes: NaN)."""
     flat = _real(xp, result).reshape(-1)
     if flat.size == 0:
         return xp.zeros(EDGE_OPERANDS + OPERANDS, xp.float32)
@@ -142,7 +142,7 @@ def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
 
     values = [there(x) for x in operands[:OPERANDS]]
     values += [xp.nan] * (OPERANDS - len(values))
-    counts = xp.sum(xp.isnan(flat)), xp.sum(xp.isinf(flat)), xp.sum(flat != 0)
+    counts = xp.sum(xp.isnan(flat)), xp.sum(xp.isinf(flat)), _norm(xp, flat)
     return _vector(xp, *counts, there(given), *values)
 
 

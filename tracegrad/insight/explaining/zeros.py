@@ -10,14 +10,13 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
+from tracegrad.insight.explaining.culprits import made_by
 from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside
-from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NONZERO, IDLE_UNITS, NORM
+from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explaining.zero_factors import zeros_because
 from tracegrad.insight.explanation import Finding, SourceReport
-from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
-from tracegrad.ir import CustomGradient, Graph, Occurrence, Value
-from tracegrad.ir.authors import whose
+from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, operations
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.wording import some
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -100,23 +99,42 @@ def zero_gradients(
         if not report.connected or index is None or report.zeros < 1 or report.size == 0:
             continue
         for found, (cause, value) in _killers(observed, index, close).items():
+            dead = None
+            if cause == "multiplied by zero":
+                dead = _dead_factor(observed, found, value)
+            if dead is not None:
+                found, cause = dead, "dead units"
             words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
             words = words.format(dtype=getattr(value.aval, "dtype", ""))
             factor = starting_factor(found, value) if cause == "multiplied by zero" else ""
             if factor:
                 words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
                 cure = "none is needed: the first step changes that"
-            yield Finding(
+            yield Finding.of(
+                found,
                 cause,
                 f"{found.node.name}{_which(observed, found)}: {words}",
                 (report.path,),
-                origin=found.origin,
-                whose=whose(found),
                 cure=cure,
-                operation=found.node.name,
                 problem=cause not in _HEALTHY and not factor,
                 by_rule=by_rule.no_gradient(cause, found),
             )
+
+
+def _dead_factor(observed: Observed, found: Occurrence, value: Value) -> Occurrence | None:
+    """The rectifier without active units of which the factor comes that a node multiplies the
+    cotangent of an operand by."""
+    dead = {each for each, count, total in _counted_units(observed) if count == total}
+    place = Place(found) if dead else None
+    for factor in found.node.inputs if place else ():
+        at, atom = place, factor
+        while at is not None and atom is not value:
+            made = made_by(observed, at, atom)
+            if made is None or made.occurrence in dead:
+                return None if made is None else made.occurrence
+            is_view = made.node.op in operations.VIEWS | {"convert_element_type"}
+            at, atom = (made, made.node.inputs[0]) if is_view else (None, atom)
+    return None
 
 
 def _is_all_zeros(array: Any) -> bool:
@@ -174,7 +192,7 @@ def _gives_some(close: Observed, here: Occurrence, value: Value) -> bool:
     edges = [
         close.get("edge", Place(here), i) for i, v in enumerate(here.node.inputs) if v is value
     ]
-    return any(edge is not None and np.any(edge[..., EDGE_NONZERO] > 0) for edge in edges)
+    return any(edge is not None and np.any(edge[..., EDGE_NORM] > 0) for edge in edges)
 
 
 def _is_used(region: Graph, value: Value) -> bool:
@@ -222,26 +240,21 @@ def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
     return _CAUSES.get(node.op, "zero derivative")
 
 
-def dead_units(
-    observed: Observed, targets: Sequence[int], findings: Sequence[Finding]
-) -> Iterator[Finding]:
+def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Finding]:
     """Rectifiers most of whose units are active for no example, but those in `findings`."""
     known = {f.origin for f in findings if f.cause == "dead units"}
-    idle = [counted for counted in _counted_units(observed) if 2 * counted[1] > counted[2]]
-    flow = gradient_flow(observed.graph, targets) if idle else None
-    for found, dead, total in idle:
+    for found, dead, total in _counted_units(observed):
         # Where no gradient arrives anyway, units are not what it ends at.
-        if flow is not None and _arrives(flow, found) and found.origin not in known:
-            yield Finding(
+        arrives = found.rule_around is None and observed.get("ct", Place(found)) is not None
+        if 2 * dead > total and arrives and found.origin not in known:
+            yield Finding.of(
+                found,
                 "dead units",
                 f"{dead} of {total} units of {found.node.name}{_which(observed, found)} are active "
                 "for no example",
-                (),
-                origin=found.origin,
                 problem=dead == total,
                 cure=_ZERO_CURES["dead units"],
                 by_rule=by_rule.straight_through(found),
-                operation=found.node.name,
             )
 
 
@@ -251,15 +264,6 @@ def _which(observed: Observed, found: Occurrence) -> str:
     if len(alike) < 2 or found not in alike or found.origin is None:
         return ""
     return f" (number {alike.index(found) + 1} of {len(alike)} on that line)"
-
-
-def _arrives(flow: RegionFlow, rectifier: Occurrence) -> bool:
-    """Whether a gradient arrives at a node."""
-    try:
-        region = flow.along(rectifier.path)
-    except KeyError:  # it is part of a custom rule
-        return False
-    return region.flows[rectifier.node] not in (Flow.CUT, Flow.UNREACHED)
 
 
 def _counted_units(observed: Observed) -> Iterator[tuple[Occurrence, int, int]]:

@@ -1,0 +1,256 @@
+"""Gradients that vanish or explode: one finding for one cause, at the line where the norm falls."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tracegrad.insight import explain
+
+X = jax.random.normal(jax.random.key(99), (16, 8))
+
+
+def weights(count, scale, width=8):
+    keys = jax.random.split(jax.random.key(0), count)
+    return [scale * jax.random.normal(key, (width, width)) for key in keys]
+
+
+def line_of(fun, marked):
+    return fun.__code__.co_firstlineno + marked
+
+
+def residual(w, x):
+    return x + 0.1 * jnp.tanh(x @ w)
+
+
+def saturated(w, x):
+    h = 2 * x + 20
+    return jax.nn.sigmoid(h) @ w
+
+
+def squashed(w, x):
+    return jnp.tanh(4 * x + 12) @ w
+
+
+def blocks_with(sick):
+    """Residual blocks but for those that are given by their numbers."""
+
+    def loss(ws, x, added=0.0):
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"block{i}"):
+                x = sick.get(i, residual)(w, x)
+            if i == min(sick) - 1:
+                x = x + added
+        return jnp.mean((x - 1) ** 2)
+
+    return loss
+
+
+def test_one_block_that_vanishes_among_others_is_blamed_once_with_its_scope_and_its_numbers():
+    loss, ws = blocks_with({4: saturated}), weights(8, 0.4)
+    found = explain(loss, ws, X)
+    (finding,) = found.findings
+    assert (finding.cause, finding.operation) == ("vanishing", "logistic")
+    assert (finding.origin.line, finding.scope) == (line_of(saturated, 2), "block4")
+    norms = [float(jnp.linalg.norm(g)) for g in jax.grad(loss)(ws, X)]
+    behind = sorted(range(4), key=lambda i: norms[i])
+    assert finding.sources == tuple(f"ws.{i}" for i in behind)
+    # 2 * x + 20 is what the norm falls in front of.
+    after = jnp.linalg.norm(jax.grad(loss, 2)(ws, X, jnp.zeros_like(X))) / 2
+    assert f"to {float(after):.3g}"[:6] in finding.what
+    x = X
+    for w in ws[:4]:
+        x = residual(w, x)
+    assert (
+        f"of {float(jnp.min(2 * x + 20)):.4g} to {float(jnp.max(2 * x + 20)):.4g}" in finding.what
+    )
+    assert "normalise what goes in" in finding.cure
+    assert f"vanishing at {finding.origin.place}, in block4" in found.text()
+
+
+def test_two_blocks_that_vanish_are_two_findings_and_the_one_with_more_behind_it_comes_first():
+    found = explain(blocks_with({2: saturated, 6: squashed}), weights(9, 0.4), X)
+    places = [(f.cause, f.origin.line, f.scope) for f in found.findings]
+    assert places == [
+        ("vanishing", line_of(squashed, 1), "block6"),
+        ("vanishing", line_of(saturated, 2), "block2"),
+    ]
+    assert set(found.findings[1].sources) == {"ws.0", "ws.1"}
+
+
+def test_of_a_plain_stack_the_activation_is_blamed_and_not_the_mean():
+    def loss(layers, x):
+        for layer in layers:
+            h = x @ layer["kernel"] + layer["bias"]
+            x = jax.nn.sigmoid(h)
+        return jnp.mean(x)
+
+    layers = [{"kernel": w, "bias": jnp.zeros(8)} for w in weights(10, 0.3)]
+    (finding,) = explain(loss, layers, X).findings
+    assert (finding.cause, finding.origin.line) == ("vanishing", line_of(loss, 3))
+    assert "over 10 layers, most of it in logistic" in finding.what
+    assert {"layers.0.kernel", "layers.0.bias"} <= set(finding.sources)
+    assert not {"layers.9.kernel", "layers.9.bias"} & set(finding.sources)
+
+
+def test_lines_that_share_a_fall_of_which_none_has_much_are_not_passed_over():
+    def loss(biases, x):
+        x = jnp.sin(x + biases[0])
+        x = 0.03 * jnp.sin(x + biases[1])
+        x = 0.03 * jnp.tanh(x + biases[2])
+        x = 0.03 * jnp.arctan(x + biases[3])
+        return jnp.mean(jnp.sin(x + biases[4]))
+
+    (finding,) = explain(loss, [jnp.zeros(8)] * 5, X).findings
+    assert finding.cause == "vanishing"
+    assert finding.origin.line in range(line_of(loss, 2), line_of(loss, 5))
+    assert finding.sources[0] == "biases.0"
+
+
+@pytest.mark.parametrize("unit", [1e3, 1e-3])
+def test_a_change_of_units_that_is_taken_back_is_not_blamed(unit):
+    def loss(ws, x):
+        for w in ws:
+            x = x * unit
+            x = x / unit
+            x = jax.nn.sigmoid(x @ w)
+        return jnp.mean(x)
+
+    (finding,) = explain(loss, weights(10, 0.3), X).findings
+    assert (finding.operation, finding.origin.line) == ("logistic", line_of(loss, 4))
+
+
+def test_a_stack_that_explodes_is_one_finding_also_where_it_overflows():
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.sin(x @ w)
+        return jnp.mean(x)
+
+    (finding,) = explain(loss, weights(8, 20.0), X).findings
+    assert (finding.cause, finding.origin.line) == ("exploding", line_of(loss, 2))
+    assert finding.sources[0] == "ws.0"
+    (finding,) = explain(loss, weights(40, 200.0), X).findings
+    assert (finding.cause, finding.origin.line) == ("NaN in the reverse pass", line_of(loss, 2))
+    assert "the norm of the cotangent has grown to" in finding.what
+    assert "explodes" in finding.cure
+
+
+def test_an_equinox_network_whose_lines_are_a_librarys_is_one_finding_with_its_scope():
+    model = eqx.nn.MLP(8, 1, 8, 10, activation=jax.nn.sigmoid, key=jax.random.key(0))
+    (finding,) = explain(lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2), model, X).findings
+    assert (finding.cause, finding.operation) == ("vanishing", "logistic")
+    assert "MLP" in finding.scope
+    assert {"m.layers.0.weight", "m.layers.0.bias"} <= set(finding.sources)
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs):
+        self.q, self.k, self.v = (nnx.Linear(4, 4, rngs=rngs) for _ in range(3))
+
+    def __call__(self, x):
+        return jax.nn.softmax(self.q(x) @ self.k(x).T) @ self.v(x)
+
+
+class Block(nnx.Module):
+    def __init__(self, is_sick, rngs):
+        self.attention, self.linear = Attention(rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.is_sick = is_sick
+
+    def __call__(self, x):
+        x = x + 0.2 * self.attention(x)
+        if self.is_sick:
+            return jnp.tanh(4 * (x + self.linear(x)) + 20)
+        return x + 0.2 * nnx.gelu(self.linear(x))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(i == 3, rngs) for i in range(5)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_block_of_a_transformer_that_vanishes_is_one_finding_for_all_of_its_parameters():
+    found = explain(lambda model, x: jnp.mean(model(x) ** 2), Model(nnx.Rngs(0)), X[:, :4])
+    (finding,) = found.problems
+    assert (finding.cause, finding.operation) == ("vanishing", "tanh")
+    assert finding.scope.endswith("blocks.3")
+    assert finding.origin.line == line_of(Block.__call__, 3)
+    norms = {report.path: report.norm for report in found.sources}
+    assert list(finding.sources) == sorted(finding.sources, key=lambda path: norms[path])
+    assert {path.split(".")[2] for path in finding.sources} == {"0", "1", "2", "3"}
+
+
+def test_layers_in_a_scan_vanish_as_they_do_one_by_one_and_a_recurrence_may_forget():
+    def layers(ws, x):
+        def layer(x, w):
+            return jax.nn.sigmoid(x @ w), None
+
+        return jnp.mean(jax.lax.scan(layer, x, ws)[0])
+
+    (finding,) = explain(layers, jnp.stack(weights(10, 0.3)), X).findings
+    assert (finding.cause, finding.sources) == ("vanishing", ("ws",))
+    assert (finding.operation, finding.origin.line) == ("logistic", line_of(layers, 2))
+
+    def recurrence(p, xs):
+        def cell(h, x):
+            return jax.nn.sigmoid(h @ p["w"] + x), None
+
+        return jnp.mean(jax.lax.scan(cell, jnp.zeros(8), xs)[0])
+
+    assert explain(recurrence, {"w": weights(1, 0.3)[0]}, X[:10], wrt=(0, 1)).problems == ()
+
+
+# -------------------------------------------------------------------------------------- the table
+
+
+def test_what_is_measured_at_one_line_in_each_of_many_layers_is_one_finding():
+    @jax.custom_vjp
+    def clip(x):
+        return x
+
+    clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
+
+    def loss(ws, x):
+        for w in ws:
+            x = clip(residual(w, x))
+        return jnp.sum((x - 1) ** 2)
+
+    (finding,) = explain(loss, weights(6, 0.4), X).findings
+    assert finding.cause == "changed by a rule"
+    assert finding.what.endswith("; there, 5 more operations with other numbers")
+
+
+def test_a_long_table_has_both_ends_and_folds_what_differs_in_numbers_alone():
+    def loss(p, x):
+        for layer in p["layers"]:
+            x = x + 0.01 * jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.mean(x * p["scale"]) + sum(jnp.sum(v) * 10.0**-k for k, v in p["others"].items())
+
+    layers = [{"w": w, "b": jnp.zeros(8)} for w in weights(30, 0.3)]
+    others = {k: jnp.ones(1) for k in range(3)}
+    others |= {ord(letter): jnp.float32(1) for letter in "xyz"}
+    p = {"layers": layers, "others": others, "scale": jnp.ones(8), "unused": jnp.ones(3)}
+    found = explain(loss, p, X)
+    head, first, *rows = found.text().split("\n\n")[1].splitlines()
+    assert "gradient's norm" in head
+    assert first.startswith("p.unused")
+    norms = sorted(r.norm for r in found.sources if ".layers." in r.path and r.path.endswith(".w"))
+    (row,) = [row for row in rows if row.startswith("p.layers.*.w (30)")]
+    assert f"{norms[0]:.3g} to {norms[-1]:.3g}" in row
+    assert len(rows) <= 20
+
+    many = {f"leaf_{chr(97 + k // 26)}{chr(97 + k % 26)}": jnp.ones(2) for k in range(100)}
+    found = explain(lambda p: sum(jnp.sum(v) * 1.1**k for k, v in enumerate(p.values())), many)
+    lines = found.text().splitlines()
+    assert "... 80 sources with norms between these ..." in lines
+    assert {"p.leaf_aa", "p.leaf_dv"} <= set(found.text().split())
+    by_norm = [report.norm for report in sorted(found.sources, key=lambda report: report.rank)]
+    np.testing.assert_array_equal(by_norm, sorted(by_norm))
