@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from tracegrad._jax.caches import facts_of
+from tracegrad._jax.caches import cached, facts_of
 from tracegrad.variables.nnx_objects import refuse_hijax
 from tracegrad.variables.variable import Variable
 
@@ -175,9 +175,10 @@ def place_of_leaf(structure: Any, index: int) -> str:
     return jax.tree_util.keystr(keys)
 
 
-_ARRAYS = frozenset({bool, int, float, complex, np.ndarray, jax.ShapeDtypeStruct})  # most often
+_ARRAYS = (bool, int, float, complex, np.ndarray, jax.ShapeDtypeStruct)
 
 
+@cached(4096)
 def is_kind_of_array(kind: type) -> bool:
     """Whether all of a type are traced: as nearly all leaves are."""
     return kind in _ARRAYS or issubclass(kind, (jax.Array, jax.core.Tracer))
