@@ -65,9 +65,9 @@ class ModuleVariables:
     def unused_in(self, traced: Graph) -> set[Variable]:
         """The Variables of modules that a program reads for nothing, as a method does that uses one
         layer of its module: they need not be in the file."""
-        used = _used(traced)
-        inputs = traced.inputs[len(traced.inputs) - len(traced.variables) :]
         own = {variable for _, variable in self._known.values()}
+        inputs = traced.inputs[len(traced.inputs) - len(traced.variables) :]
+        used = _used(traced, {}) if own else set()
         return {v for v, value in zip(traced.variables, inputs) if v in own and value not in used}
 
     def _variables(self, module: Any, state: Any) -> tuple[list[Any], Any]:
@@ -100,14 +100,16 @@ class ModuleVariables:
         return self._known[key][1]
 
 
-def _used(graph: Graph) -> set[Any]:
+def _used(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
     """The values of a graph that an operation takes, or that it returns; calls take what they use
-    inside."""
-    used: set[Any] = {value for value in graph.outputs if isinstance(value, Value)}
+    inside. `known`: those of regions, which many calls may share."""
+    if graph in known:
+        return known[graph]
+    used = known[graph] = {value for value in graph.outputs if isinstance(value, Value)}
     for node in graph.nodes:
         if node.primitive is _jax.JIT:
             region = node.region("jaxpr")
-            inside = _used(region)
+            inside = _used(region, known)
             pairs = zip(node.inputs, region.inputs, strict=True)
             used.update(v for v, inner in pairs if inner in inside and isinstance(v, Value))
         else:
