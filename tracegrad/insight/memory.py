@@ -14,9 +14,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.insight import folding
-from tracegrad.insight.buffers import peak_of_buffers
+from tracegrad.insight.buffers import Held, Peak, peak_of_buffers
 from tracegrad.insight.memory_advice import Advice, Cost, advice_for, cost_of
-from tracegrad.insight.peak import Held, Peak
 from tracegrad.insight.xla_buffers import account_of_buffers
 from tracegrad.ir.wording import in_units, name_of, some, table
 from tracegrad.planning.compiled import NotMeasuredError, account_of, saying_why_not

@@ -68,8 +68,9 @@ def plan_recompute(
         if True. XLA holds some per cent more or less of a plan than of those beside it, so that a
         third and further ones, each halfway between one that was too large and one that was not,
         may find one of fewer FLOPs. One that would spare little (a hundredth of the forward pass,
-        a thirtieth of what is computed again) is not compiled. False to plan by the model alone, without compiling. What XLA
-        holds may be more or less then, and the plan says that it was not measured.
+        a thirtieth of what is computed again) is not compiled. False to plan by the model alone,
+        without compiling. What XLA holds may be more or less then, and the plan says that it was
+        not measured.
 
     Returns:
       A function that takes the arguments of ``fun`` (arrays or `jax.ShapeDtypeStruct`s) and
