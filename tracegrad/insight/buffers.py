@@ -1,7 +1,7 @@
 """The peak of a compiled program, in XLA's own buffers, told by the graph that it was compiled of.
 
 XLA keeps of an operation the Python frames that traced it, and the names around it as one text (see
-`planning.buffers`). The graph knows which of the names are scopes. Of the graph's operations on
+`xla_buffers`). The graph knows which of the names are scopes. Of the graph's operations on
 that line and in these scopes, the one that is most like what XLA runs is taken to be the one.
 """
 
@@ -10,18 +10,59 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from tracegrad.insight.peak import Held, Kind, Peak, scope_of, told
 from tracegrad.insight.value_flow import Operation
 from tracegrad.insight.xla_buffers import Account, Buffer
 from tracegrad.ir import Graph, Occurrence, Value
 from tracegrad.ir.occurrence import Origin, origin_in
-from tracegrad.ir.scopes import is_backward
+from tracegrad.ir.scopes import UNDER_RULES, is_backward
 from tracegrad.planning.costs import nbytes
 from tracegrad.planning.flatten import flatten
 
 _Place = tuple[str, int, bool]  # a file, a line, and whether it is of the backward pass
+
+
+Kind = Literal["argument", "constant", "result", "residual", "gradient", "activation"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A buffer that is in use at the peak.
+
+    Attributes:
+      size: bytes.
+      kind: ``argument``, ``constant``, ``result``, ``residual`` (of the forward pass, for the
+        backward pass), ``gradient`` (of the backward pass) or ``activation``.
+      type: of what is in it, ``f32[64,512]``.
+      line: where that is computed, ``model.py:12 (Block.__call__)``; "" for what is not.
+      scope: the named scopes around it.
+      kept_for: the operation at the peak or after it that reads it next; of what the forward pass
+        makes, the next of the backward pass that does.
+      alive: from when to when, as shares of the program.
+      source: the operation that computes it; of the results of a loop the one inside of it; None
+        for arguments and constants, and where it is not known.
+    """
+
+    size: int
+    kind: Kind
+    type: str
+    line: str
+    scope: str
+    kept_for: str
+    alive: tuple[float, float]
+    source: Occurrence | None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest point of a program: the operation there, what is alive, and bytes at each."""
+
+    program: Graph
+    at: str
+    held: tuple[Held, ...]
+    timeline: tuple[int, ...]
 
 
 def peak_of_buffers(graph: Graph, account: Account) -> Peak:
@@ -86,7 +127,7 @@ class _Known:
         elif kind != "argument" and made is not None:
             origin = self.origin(made)
             source = self._source(made, origin, buffer.size)
-            scope = scope_of(self._scopes_in(made.path) if source is None else source.scopes)
+            scope = _scope_of(self._scopes_in(made.path) if source is None else source.scopes)
             line = str(origin or f"XLA's {made.name}")
         return Held(
             buffer.size,
@@ -109,7 +150,8 @@ class _Known:
         """An operation, for people."""
         if made is None:
             return ""
-        return told(made.name, self.origin(made), is_backward=made.is_backward)
+        origin, of = self.origin(made), "the backward pass of " if made.is_backward else ""
+        return f"{of}{made.name}" + (f" at {origin.place}" if origin else "")
 
     def _source(self, made: Operation, origin: Origin | None, size: int) -> Occurrence | None:
         """What is most like it in the graph: where it is, what it does, how large it is; rather
@@ -134,6 +176,18 @@ class _Known:
         words = _words(path)
         among = (scopes for scopes, own in self._scopes.items() if _is_among(own, words))
         return max(among, key=len, default=())
+
+
+_AROUND = (UNDER_RULES, "checkpoint", "rematted_computation")
+
+
+def _scope_of(names: Sequence[str]) -> str:
+    """Named scopes, for people, without those of rules and of JAX around what is recomputed, which
+    is in the same scopes once more."""
+    own = [name for name in names if name not in _AROUND]
+    if len(own) < len(names):
+        own = own[max((k for k, name in enumerate(own) if name == own[0]), default=0) :]
+    return "/".join(own)
 
 
 def _words(path: str) -> list[str]:

@@ -13,9 +13,8 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.insight.buffers import peak_of_buffers
+from tracegrad.insight.buffers import Held, Kind, Peak, peak_of_buffers
 from tracegrad.insight.memory_advice import Advice, Cost, advice_for, cost_of
-from tracegrad.insight.peak import Held, Kind, Peak
 from tracegrad.insight.xla_buffers import account_of_buffers
 from tracegrad.ir import folding
 from tracegrad.ir.wording import in_units, name_of, some, table

@@ -14,7 +14,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.progress import progress
-from tracegrad.insight.peak import Peak
+from tracegrad.insight.buffers import Peak
 from tracegrad.ir import Graph, Occurrence, Recompute, Value, match
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import in_units

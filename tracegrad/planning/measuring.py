@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache
-from tracegrad.ir import Graph, has_gradient
+from tracegrad.ir import Graph, Value, dtype_of, has_gradient
 from tracegrad.ir.running import run_graph
 from tracegrad.planning.activity import active_values, traced_constants
 from tracegrad.planning.compiled import account_of, saying_why_not
 from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
-from tracegrad.planning.graph_gradient import gradient_of, with_operands
 from tracegrad.planning.hlo import module_of
 from tracegrad.variables.statics import are_traced
 
@@ -48,7 +48,7 @@ def held_by_program(program: Graph) -> int:
         traced = traced_constants(program)
         shapes = [_jax.placed(value.aval) for value in (*program.inputs, *traced)]
         run = jax.jit(
-            with_operands(program, traced), compiler_options=_options(program, device) or None
+            _with_operands(program, traced), compiler_options=_options(program, device) or None
         )
         account = account_of(run.lower(shapes).compile(), device)
         return int(account.temp_size_in_bytes)
@@ -105,7 +105,7 @@ class Gradient:
             traced = traced_constants(program)
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
-            gradient = gradient_of(program, traced, self._active, run)
+            gradient = _gradient_of(program, traced, self._active, run)
             if self._examples > 1:
                 gradient = jax.vmap(gradient)
                 shapes, given = jax.tree.map(
@@ -124,3 +124,43 @@ class Gradient:
                     fusion = seen(program, module, self._examples, self._devices)
                 known = _FOUND.put(key, (held, fusion))
         return known
+
+
+def _with_operands(
+    program: Graph, constants: Sequence[Value], run: Callable[..., Any] = run_graph
+) -> Callable[[Sequence[Any]], Any]:
+    """A program as a function of its inputs, and of some of its constants behind them.
+
+    `run`: what runs a graph on its inputs.
+    """
+    count = len(program.inputs)
+
+    def with_constants(operands: Sequence[Any]) -> Any:
+        given = dict(zip(constants, operands[count:], strict=True))
+        here = program.replace(constants={**program.constants, **given}) if given else program
+        return run(here, operands[:count])
+
+    return with_constants
+
+
+def _gradient_of(
+    program: Graph,
+    constants: Sequence[Value],
+    active: Sequence[int],
+    run: Callable[..., Any] = run_graph,
+) -> Callable[[list[Any], list[Any]], Any]:
+    """The gradients with respect to the operands of `_with_operands` at some positions; of a loss
+    without a cotangent, as in `jax.grad`."""
+    flowing = [i for i, value in enumerate(program.outputs) if has_gradient(value)]
+
+    def gradient(operands: list[Any], given: list[Any]) -> Any:
+        given_all = _with_operands(program, constants, run)
+        _, pull = _jax.vjp_of_some(given_all, operands, active, flowing)
+        return pull(given or [jnp.ones((), dtype_of(program.outputs[i])) for i in flowing])
+
+    name = program.name
+    if run is not run_graph:  # JAX caches what is compiled, and we do, by all but its scopes
+        operations = " ".join(node.op for node in program.nodes)
+        name = f"{name}_in_scopes_{hashlib.sha256(operations.encode()).hexdigest()[:16]}"
+    gradient.__name__ = gradient.__qualname__ = name
+    return gradient

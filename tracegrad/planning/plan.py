@@ -45,10 +45,10 @@ class PlanSummary:
         if held is None:
             held, without, whose = self.peak, self.peak_without, "the model has"
         of = f" of {in_units(without)}" if without else ""
-        more = f"{_percent(self.flops, self.forward_flops)} of the forward pass computed again"
+        again = _percent(self.flops, self.forward_flops)
         return (
             f"{self.name}: {whose} {in_units(held)}{of}, budget {in_units(self.budget)}, "
-            f"{more if self.flops else 'nothing computed again'}"
+            f"{again} of the forward pass computed again"
         )
 
 

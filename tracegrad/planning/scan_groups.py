@@ -33,7 +33,7 @@ def in_groups(node: Node, body: Graph, size: int) -> Callable[..., list[Any]]:
     is kept; in groups of 1 each iteration by itself."""
     one = _step(node, body)
     if size == 1:
-        return _around_each(node, one)
+        return _around(node, one, size)
 
     def group(
         fixed: Sequence[Any], carry: list[Any], slices: list[Any]
@@ -94,42 +94,28 @@ def _step(node: Node, body: Graph) -> _Step:
     return step
 
 
-def _around_each(node: Node, step: _Step) -> Callable[..., list[Any]]:
-    """The scan of a node with another step."""
-    constants, carried = _jax.scan_split(node.params)
-    how = {name: node.params[name] for name in ("length", "reverse", "unroll")}
-
-    def run(*operands: Any) -> list[Any]:
-        fixed, carry = operands[:constants], list(operands[constants : constants + carried])
-        final, stacked = lax.scan(
-            lambda carry, slices: step(fixed, carry, slices),
-            carry,
-            list(operands[constants + carried :]),
-            **how,
-        )
-        return [*final, *stacked]
-
-    run.__name__ = run.__qualname__ = "scan"
-    return run
-
-
 def _around(node: Node, group: _Step, size: int) -> Callable[..., list[Any]]:
-    """The scan of a node, over groups of so many iterations."""
+    """The scan of a node, over groups of so many iterations; of 1, each iteration by itself."""
     constants, carried = _jax.scan_split(node.params)
     groups = node.params["length"] // size
 
     def run(*operands: Any) -> list[Any]:
         fixed = operands[:constants]
         carry = list(operands[constants : constants + carried])
-        scanned = operands[constants + carried :]
+        scanned = list(operands[constants + carried :])
+        if size > 1:
+            scanned = [x.reshape(groups, size, *x.shape[1:]) for x in scanned]
         final, stacked = lax.scan(
             lambda carry, slices: group(fixed, carry, slices),
             carry,
-            [x.reshape(groups, size, *x.shape[1:]) for x in scanned],
+            scanned,
             length=groups,
             reverse=node.params["reverse"],
+            unroll=node.params["unroll"] if size == 1 else 1,
         )
-        return [*final, *(y.reshape(groups * size, *y.shape[2:]) for y in stacked)]
+        if size > 1:
+            stacked = [y.reshape(groups * size, *y.shape[2:]) for y in stacked]
+        return [*final, *stacked]
 
     run.__name__ = run.__qualname__ = "scan"
     return run
