@@ -58,7 +58,7 @@ def parameters_of(
     names = zip(hints, graph.aliases or hints, strict=True)
     paths = {
         value: each
-        for value, each, is_moved in zip(graph.inputs, names, moved, strict=True)
+        for value, each, is_moved in zip(graph.inputs, names, moved, strict=False)  # taps come last
         if is_moved and has_gradient(value)
     }
     found = {value: path for value, (path, alias) in paths.items() if where.fits(path, alias)}
