@@ -260,10 +260,12 @@ class Graph:
         """
         nodes = self.nodes if nodes is None else tuple(nodes)
         constants = self.constants if constants is None else constants
-        hints = self.hints
+        hints, aliases = self.hints, self.aliases
         if inputs is not None:
-            known = dict(zip(self.inputs, self.hints, strict=False))
+            known = dict(zip(self.inputs, hints, strict=False))
             hints = tuple(known.get(value, "") for value in inputs)
+            also = dict(zip(self.inputs, aliases, strict=False))
+            aliases = tuple(also.get(value, "") for value in inputs) if aliases else ()
         program = _jax.program_of(
             self.program,
             constants=constants,
@@ -271,5 +273,6 @@ class Graph:
             outputs=self.outputs if outputs is None else outputs,
             equations=[node.equation for node in nodes],
         )
-        parts = {"program": program, "nodes": nodes, "hints": hints, "first": self.first or self}
-        return dataclasses.replace(self, **(parts | other))
+        first = self.first or self
+        parts = {"program": program, "nodes": nodes, "hints": hints, "aliases": aliases}
+        return dataclasses.replace(self, **(parts | {"first": first} | other))

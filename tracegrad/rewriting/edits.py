@@ -54,10 +54,11 @@ def parameters_of(
       GraphError: one enters code that JAX has differentiated already.
     """
     moved = graph.differentiated or [True] * len(graph.inputs)
-    names = zip(graph.hints, graph.aliases or graph.hints, strict=True)
+    hints = graph.hints or [""] * len(graph.inputs)
+    names = zip(hints, graph.aliases or hints, strict=True)
     paths = {
         value: each
-        for value, each, is_moved in zip(graph.inputs, names, moved, strict=True)
+        for value, each, is_moved in zip(graph.inputs, names, moved, strict=False)  # taps come last
         if is_moved and has_gradient(value)
     }
     found = {value: path for value, (path, alias) in paths.items() if where.fits(path, alias)}
