@@ -100,10 +100,16 @@ def explain_graph(
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(observed, close, reports, sources, inputs)
-    overflowing = {f.origin for f in findings if f.cause.endswith("in the reverse pass")}
-    findings += (f for f in slopes(observed, close, norms, sources) if f.origin not in overflowing)
-    findings += changed_rules(observed)
     findings += normalised_padding(observed, norms)
+    # What explodes there is what these are about.
+    known = {
+        (f.origin, f.scope)
+        for f in findings
+        if f.cause == "rows without variance" or f.cause.endswith("in the reverse pass")
+    }
+    changing = slopes(observed, close, norms, sources)
+    findings += (f for f in changing if (f.origin, f.scope) not in known)
+    findings += changed_rules(observed)
     findings += dead_units(observed, findings)
     findings += _run_again(observed, looked_twice=close.cache_info().currsize > 0)
     value = observed.stats.get(("output", None, targets[0])) if targets else None
