@@ -260,7 +260,8 @@ class Explanation:
         points = list(self.scopes) or [(r.path, r.norm) for r in self.sources if r.connected]
         if ax is None:
             pyplot = require("matplotlib.pyplot", missing)
-            _, ax = pyplot.subplots(figsize=(8, max(2.0, 0.25 * len(points) + 1)))
+            size = 8, max(2.0, 0.25 * len(points) + 1)
+            _, ax = pyplot.subplots(figsize=size, layout="constrained")  # with room for the names
         norms = [norm if norm > 0 and math.isfinite(norm) else math.nan for _, norm in points]
         ax.plot(norms, range(len(points)), "o-")
         ax.set_yticks(range(len(points)), [name for name, _ in points])
