@@ -632,6 +632,22 @@ def test_rich_prints_it(broken):
     assert "rounding" in out.getvalue()
 
 
+def test_a_plot_has_room_for_the_names_which_are_those_of_scopes_alone(tmp_path):
+    names = [f"decoder.blocks.{i}.attention_over_the_encoded_text" for i in range(2)]
+
+    def loss(w, x):
+        for name in names:
+            with jax.named_scope(name):
+                x = jnp.tanh(jnp.einsum("bi,ij->bj", x, w))
+        return jnp.sum(x)
+
+    axes = explain(loss, jnp.eye(4), jnp.ones((8, 4))).plot()
+    axes.figure.savefig(tmp_path / "plot.png")
+    labels = axes.get_yticklabels()
+    assert [label.get_text() for label in labels] == names
+    assert all(label.get_window_extent().x0 >= 0 for label in labels)
+
+
 def test_it_plots(broken):
     axes = broken.plot()
     assert axes.get_xlabel() == "norm of the gradient"

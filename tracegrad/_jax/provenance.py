@@ -42,11 +42,6 @@ def frame_positions(source_info: Any) -> tuple[list[Any], list[int]]:
     return ([], []) if traceback is None else traceback.raw_frames()
 
 
-def name_stack(source_info: Any) -> str:
-    """The named scopes around an equation, relative to its region: ``block_0/attention``."""
-    return str(source_info.name_stack)
-
-
 # A name, and whether a transformation has it; else a named scope has it.
 Around = tuple[str, bool]
 

@@ -16,8 +16,23 @@ UNDER_RULES = "tracegrad.rules"
 
 
 def around(node: Node) -> tuple[_jax.Around, ...]:
-    """The scopes and transformations around a node in its region, from the outside in."""
-    return _jax.scopes_around(node.source.info)
+    """The scopes and transformations around a node in its region, from the outside in.
+
+    JAX makes a scope of the sum that `jnp.einsum` is given (``bi,ij->bj``): no name of the user's.
+    """
+    stack = _jax.scopes_around(node.source.info)
+    if not any("->" in name for name, _ in stack):
+        return stack
+    return tuple(each for each in stack if "->" not in each[0] or not _is_sum(each[0]))
+
+
+def _is_sum(name: str) -> bool:
+    """Whether it can be what `jnp.einsum` is given: each index of the result stands there once, and
+    among the operands as well."""
+    operands, _, result = (
+        side.replace(" ", "").replace("...", "") for side in name.partition("->")
+    )
+    return len(set(result)) == len(result) and set(result) <= set(operands)
 
 
 def scopes(stack: Sequence[_jax.Around]) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ from tracegrad.ir.nodes import (
     Value,
 )
 from tracegrad.ir.occurrence import Occurrence, Path
+from tracegrad.ir.scopes import around
+from tracegrad.ir.scopes import text as scope_text
 
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
@@ -69,7 +71,7 @@ def _graph_lines(
     rows: list[_Row] = []
     scope = ""
     for node in graph.nodes:
-        inner = _jax.name_stack(node.source.info)
+        inner = scope_text(around(node))
         if inner != scope:
             rows.append(_Row(f"# {inner or '(no scope)'}"))
             scope = inner
