@@ -68,11 +68,9 @@ def explain(
 
     The first call costs about what compiling the gradient does, the next several times what running
     it does: runs of operations are compiled, alike ones once, and return all that flows in them.
-    The forward of a custom rule runs twice, and where something is not finite all of it does: a
-    finding says what has effects and ran again.
     Where something is not finite, or a gradient is zero, the program is measured once more, at all
     its values. What a program prints it prints then, too; a function with a rule that calls the
-    host calls it for its derivative once more.
+    host calls it for its derivative once more. A note says what has run again.
 
     >>> import jax.numpy as jnp
     >>> from tracegrad import explain

@@ -74,8 +74,8 @@ def slopes(
         yield _finding_of_layers(fall, streams, norms, sources)
     names = {i: path for path in norms if (i := sources[path]) is not None}
     for scan, slope in _step_slopes(observed, names):
-        if slope.cause:
-            streams = streams or Streams(close())
+        if slope.cause:  # in a loop a close look is dear, and many a recurrence forgets
+            streams = streams or Streams(observed)
             yield _finding_of_steps(scan, slope, streams)
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from tracegrad.insight.explaining.observed import Observed, Place, inside, outside
+from tracegrad import _jax
+from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside, outside
 from tracegrad.insight.explaining.statistics import EDGE_NORM, NORM
 from tracegrad.insight.explaining.visits import is_called, is_entered
 from tracegrad.ir import Node, Occurrence, Origin, Value
@@ -41,10 +43,18 @@ class Link:
 
 @dataclass
 class Streams:
-    """The streams in what the close form of the pass has observed."""
+    """The streams in what a pass has observed.
+
+    What a use gives to a value the close form of the pass has. Without it a use counts by the
+    cotangent that comes to it.
+    """
 
     observed: Observed
     _known: dict[tuple[Path, Value], Link | None] = field(default_factory=dict)
+
+    @cached_property
+    def _has_edges(self) -> bool:
+        return any(kind == "edge" for kind, *_ in self.observed.stats)
 
     def to(self, value: Value, path: Path = ()) -> list[Link]:
         """The stream to a value of a region, from the value on to where the gradient begins."""
@@ -78,6 +88,8 @@ class Streams:
                     yield from self._uses(*each)
                 continue
             given = [self._norm("edge", here, i) for i, v in enumerate(node.inputs) if v is value]
+            if not self._has_edges:
+                given = [self._norm("ct", here, k) for k in range(len(node.outputs))]
             if any(norm is not None for norm in given):
                 yield max(filter(None, given), default=0.0), here
         if path and value in region.results and is_called(path[-1][0]):
@@ -91,10 +103,22 @@ class Streams:
         node = region.producers.get(value)
         if node is not None:
             return self._norm("ct", Occurrence(path, node), node.outputs.index(value))
+        if path and path[-1][0].primitive is _jax.SCAN:
+            return self._of_carry(path, region.inputs.index(value))
         around = outside(region, path, value)
         if around is None or not isinstance(around[1], Value):
             return None
         return self._of_value(around[0], around[1])
+
+    def _of_carry(self, path: Path, index: int) -> float | None:
+        """The same of a carry: of what the step before gave on."""
+        call = call_of(path)
+        first, _ = _jax.scan_split(call.node.params)
+        stat = self.observed.get("carry", call, index - first)
+        if stat is None:
+            return None
+        others = slice(1, None) if call.node.params["reverse"] else slice(None, -1)
+        return total(stat[..., others, NORM])
 
     def _norm(self, kind: str, here: Occurrence, k: int) -> float | None:
         """A norm over all runs of an operation; Inf where it is not finite."""
