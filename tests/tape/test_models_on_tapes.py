@@ -69,7 +69,7 @@ def test_numbers_that_are_no_settings_of_a_model_are_refused():
             tape.watch([x, 2.0])
         tape.watch({"x": x, "f": jnp.sin})
         y = x * 2
-    with pytest.raises(TypeError, match=r"source\[1\] is a float: 2\.0"):
+    with pytest.raises(TypeError, match=r"source\.1 is a float: 2\.0"):
         tape.gradient(y, [x, 2.0])
     assert tape.gradient(y, {"x": x, "f": jnp.sin}) == {"x": 2.0, "f": None}
 
