@@ -25,10 +25,10 @@ from tracegrad.rewriting.edits import (
 )
 from tracegrad.rewriting.identities import perturbed
 from tracegrad.rewriting.marks import Marks, Shown
+from tracegrad.tracing.arguments import Call, TakingApart
 from tracegrad.tracing.callable import settle_call
 from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.in_force import apply_in_force, differentiating, under_rules_already
-from tracegrad.tracing.static import Call, TakingApart
 from tracegrad.tracing.tools import tool
 
 

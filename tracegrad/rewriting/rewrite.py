@@ -10,11 +10,11 @@ from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import name_of
 from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays, shows_arguments
+from tracegrad.tracing.arguments import Call, Indices, Names, TakingApart, resolve
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, as_rules, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.signatures import require_takes
-from tracegrad.tracing.static import Call, Indices, Names, TakingApart, resolve
 from tracegrad.tracing.user_errors import explain, explain_rule
 
 

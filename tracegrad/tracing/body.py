@@ -12,9 +12,9 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
-from tracegrad.tracing.arrays_of_calls import constrained, refuse_other_shardings
+from tracegrad.tracing.arguments import Call, TakingApart
 from tracegrad.tracing.jit_options import signature_behind
-from tracegrad.tracing.static import Call, TakingApart
+from tracegrad.tracing.shardings import constrained, refuse_other_shardings
 from tracegrad.tracing.uses import Use
 from tracegrad.variables.inside import hands_out
 from tracegrad.variables.modules import Contents, Update

@@ -14,7 +14,7 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
-from tracegrad.tracing.static import Call, StaticArguments, TakingApart
+from tracegrad.tracing.arguments import Call, StaticArguments, TakingApart
 from tracegrad.variables.inside import settled
 
 

@@ -16,10 +16,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.ir.importer import import_program
 from tracegrad.tracing.argument_paths import argument_path, known_by_path
-from tracegrad.tracing.attempts import Attempt
-from tracegrad.tracing.call_scopes import call_scopes
-from tracegrad.tracing.signatures import argument_names, leaves_of_call
-from tracegrad.tracing.static import (
+from tracegrad.tracing.arguments import (
     NONE_STATIC,
     Call,
     Indices,
@@ -28,6 +25,9 @@ from tracegrad.tracing.static import (
     TakingApart,
     resolve,
 )
+from tracegrad.tracing.attempts import Attempt
+from tracegrad.tracing.call_scopes import call_scopes
+from tracegrad.tracing.signatures import argument_names, leaves_of_call
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.inside import Inside

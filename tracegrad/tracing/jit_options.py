@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 import jax
 
-from tracegrad.tracing.static import StaticArguments, resolve
+from tracegrad.tracing.arguments import StaticArguments, resolve
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from tracegrad._jax.caches import Cache
-from tracegrad.tracing.static import TakingApart
+from tracegrad.tracing.arguments import TakingApart
 from tracegrad.variables.nnx_objects import is_module as is_module_of_nnx
 from tracegrad.variables.statics import is_known_by_identity, is_module
 

@@ -23,24 +23,24 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
-from tracegrad.tracing.arrays_of_calls import (
-    is_for_all,
-    maps,
-    moved,
-    of_jit,
-    refuse_sharing,
-    shardings_of,
-    structure_of,
-)
+from tracegrad.tracing.arguments import Call, StaticArguments, TakingApart, resolve
 from tracegrad.tracing.attempts import tracing_depth
 from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.callable import call_traced
+from tracegrad.tracing.donation import refuse_sharing
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.programs import Program
 from tracegrad.tracing.retracing import Signature, TraceHistory
+from tracegrad.tracing.shardings import (
+    is_for_all,
+    maps,
+    moved,
+    of_jit,
+    shardings_of_arguments,
+    structure_of,
+)
 from tracegrad.tracing.signatures import argument_names
-from tracegrad.tracing.static import Call, StaticArguments, TakingApart, resolve
 from tracegrad.tracing.user_errors import explain, explain_rule
 from tracegrad.tracing.uses import Packs, Use
 from tracegrad.variables.trees import without_variables
@@ -192,7 +192,9 @@ class Pipeline:
             if program is None or program.use.is_over:
                 shardings = None
                 if self._shardings is not None and self.takes_apart:
-                    shardings = shardings_of(self._shardings, self.static.apart(*call[:2])[0][0])
+                    shardings = shardings_of_arguments(
+                        self._shardings, self.static.apart(*call[:2])[0][0]
+                    )
                 program = self._programs[key] = Program(self, Use(), shardings)
                 self._keep_some()
         return program

@@ -26,10 +26,10 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.tracing.arrays_of_calls import shardings_of_result
+from tracegrad.tracing.arguments import Call
 from tracegrad.tracing.body import Body, NewValues, Outgrown, traced
 from tracegrad.tracing.jit_options import options_behind
-from tracegrad.tracing.static import Call
+from tracegrad.tracing.shardings import shardings_of_result
 from tracegrad.tracing.uses import Use
 from tracegrad.variables.inside import put_together
 from tracegrad.variables.lending import dispatching, free, hold, lend, settle, show, take_back

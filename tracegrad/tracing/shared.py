@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tracegrad._jax.caches import facts_of
+from tracegrad.tracing.arguments import StaticArguments
 from tracegrad.tracing.graphs import Rule
 from tracegrad.tracing.pipeline import Pipeline
-from tracegrad.tracing.static import StaticArguments
 
 _MOST_PIPELINES = 256  # of one function
 _lock = threading.RLock()  # a pipeline that is let go of here may run anything

@@ -1,46 +1,18 @@
-"""What the options of `jax.jit` say of the arrays of a call: which are given away, and where each
-lies."""
+"""The shardings that the options of `jax.jit` say along the trees of arguments and results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from tracegrad.ir import Graph
-from tracegrad.tracing.graphs import function_name
-from tracegrad.tracing.signatures import argument_names
-from tracegrad.tracing.static import Call, StaticArguments
+from tracegrad.tracing.arguments import StaticArguments
 from tracegrad.variables.modules import Again, Contents, Update
 from tracegrad.variables.nnx_objects import is_variable_of_nnx
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.statics import is_variable
-
-
-def refuse_sharing(fun: Callable[..., Any], call: Call, donated: StaticArguments) -> None:
-    """Raises ValueError for modules that share an array which is to be given away."""
-    named = zip(argument_names(fun, len(call.args)), call.args, strict=True)
-    packed = [(name, arg) for name, arg in (*named, *call.kwargs.items()) if type(arg) is Packed]
-    arrays = [array for _, arg in packed for array in arg.arrays if isinstance(array, jax.Array)]
-    if len(set(map(id, arrays))) == len(arrays):
-        return
-    places: dict[int, list[str]] = {}
-    for name, arg in packed:
-        for path, array in jax.tree_util.tree_leaves_with_path(arg):
-            places.setdefault(id(array), []).append(f"`{name}{jax.tree_util.keystr(path)}`")
-    given_away = [call.args[i] for i in donated.within(call.args)]
-    given_away += donated.named(call.kwargs).values()
-    for name, arg in packed:
-        for array in arg.arrays if any(arg is each for each in given_away) else ():
-            shared = places[id(array)]
-            if len(shared) > 1:
-                own = next(place for place in shared if place.startswith(f"`{name}"))
-                raise ValueError(
-                    f"{function_name(fun)} donates {own}, and {' and '.join(shared)} are one "
-                    "array: after the call nobody would have it. Copy it first, as by "
-                    "`jax.tree.map(jnp.copy, nnx.state(model))`, or leave out the donation"
-                )
 
 
 def structure_of(argument: Any) -> Any:
@@ -86,7 +58,7 @@ def shardings_of_result(shardings: Any, graph: Graph) -> Packed | None:
     return _along(shardings, Packed(arrays, graph.out_tree))
 
 
-def shardings_of(shardings: Any, args: Sequence[Any]) -> Any:
+def shardings_of_arguments(shardings: Any, args: Sequence[Any]) -> Any:
     """The shardings that the user has said along the trees of arguments, for packed ones."""
     if not isinstance(shardings, tuple):
         return shardings

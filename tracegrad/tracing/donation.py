@@ -1,0 +1,38 @@
+"""Modules of flax.nnx whose arrays a call gives away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from tracegrad.tracing.arguments import Call, StaticArguments
+from tracegrad.tracing.graphs import function_name
+from tracegrad.tracing.signatures import argument_names
+from tracegrad.variables.packed import Packed
+
+
+def refuse_sharing(fun: Callable[..., Any], call: Call, donated: StaticArguments) -> None:
+    """Raises ValueError for modules that share an array which is to be given away."""
+    named = zip(argument_names(fun, len(call.args)), call.args, strict=True)
+    packed = [(name, arg) for name, arg in (*named, *call.kwargs.items()) if type(arg) is Packed]
+    arrays = [array for _, arg in packed for array in arg.arrays if isinstance(array, jax.Array)]
+    if len(set(map(id, arrays))) == len(arrays):
+        return
+    places: dict[int, list[str]] = {}
+    for name, arg in packed:
+        for path, array in jax.tree_util.tree_leaves_with_path(arg):
+            places.setdefault(id(array), []).append(f"`{name}{jax.tree_util.keystr(path)}`")
+    given_away = [call.args[i] for i in donated.within(call.args)]
+    given_away += donated.named(call.kwargs).values()
+    for name, arg in packed:
+        for array in arg.arrays if any(arg is each for each in given_away) else ():
+            shared = places[id(array)]
+            if len(shared) > 1:
+                own = next(place for place in shared if place.startswith(f"`{name}"))
+                raise ValueError(
+                    f"{function_name(fun)} donates {own}, and {' and '.join(shared)} are one "
+                    "array: after the call nobody would have it. Copy it first, as by "
+                    "`jax.tree.map(jnp.copy, nnx.state(model))`, or leave out the donation"
+                )
