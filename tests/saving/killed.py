@@ -2,7 +2,8 @@
 
 ``python killed.py kill FOLDER RANDOM STEPS SEED`` kills RANDOM writers at random moments and STEPS
 more each at another line of the code that writes; ``python killed.py race FOLDER WRITERS TIMES``
-lets several write over one file, so often or more, and reads it all the while. Both print what was found as JSON.
+lets several write over one file, so often or more, and reads it all the while. Both print what was
+found as JSON.
 They run in a process that does not import JAX, so that it can fork, and a kill costs milliseconds.
 """
 
