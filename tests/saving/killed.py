@@ -2,7 +2,8 @@
 
 ``python killed.py kill FOLDER RANDOM STEPS SEED`` kills RANDOM writers at random moments and STEPS
 more each at another line of the code that writes; ``python killed.py race FOLDER WRITERS TIMES``
-lets several write over one file and reads it all the while. Both print what was found as JSON.
+lets several write over one file, so often or more, and reads it all the while. Both print what was
+found as JSON.
 They run in a process that does not import JAX, so that it can fork, and a kill costs milliseconds.
 """
 
@@ -157,14 +158,20 @@ def race(folder: Path, writers: int, times: int) -> dict[str, Any]:
     whole = whole_files(path)
     found: Counter[str] = Counter()
 
+    seen = folder.with_name(f"{folder.name}-seen")  # both; on a busy machine that takes its time
+
     def some_times() -> None:
-        for _ in range(times):
-            write(path, random.choice(list(CONTENTS)))
+        number = 0
+        while number < times or (number < 1000 * times and not seen.exists()):
+            write(path, ("old", "new")[number % 2])
+            number += 1
 
     children = [forked(some_times) for _ in range(writers)]
     while children:
         found[whole.get(path.read_bytes(), "neither")] += 1
         found[which_is_read(path)] += 1
+        if found.keys() >= CONTENTS.keys():
+            seen.touch()
         children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]
     wrong = [what for what in found if what not in CONTENTS]
     return {"found": found, "wrong": wrong, "left": os.listdir(folder)}
