@@ -242,6 +242,23 @@ def test_so_many_plans_are_compiled_wherever_xla_is(held: tuple[float, ...]):
     assert fit.held <= small_search().kept.peak * 0.7
 
 
+@pytest.mark.parametrize(("share", "plans"), [(0.9, 1), (0.5, 2)])
+def test_a_second_plan_is_compiled_where_it_spares_something(share: float, plans: int):
+    """A hundredth of the forward pass, or a thirtieth of what the first computes again."""
+    search = small_search()
+    peak, compiled = search.kept.peak, []
+    budget = int(peak * share)
+
+    def held_by(graph: Graph) -> int:
+        compiled.append(graph)
+        return budget * 9 // 10
+
+    fit = fitted(search, budget, held_by, peak, 2, "here")
+    assert len(compiled) == plans
+    least = search.best(budget).flops  # of all plans that the model has within the budget
+    assert fit.flops - least <= 0.01 * fit.forward_flops
+
+
 @pytest.mark.parametrize(("fixed", "budget"), [(0.5, 0.75), (0.9, 0.95), (1.2, 0.99)])
 def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed, budget):
     """Half of the peak beside half of what the model has, say; at last, more than for all."""

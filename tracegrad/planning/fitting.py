@@ -41,17 +41,18 @@ def fitted(
         return done(replace(search.best(search.kept.peak), held=held_without))
     tried: list[RecomputePlan] = []
     target = int(TUNING.careful * budget * search.kept.peak / held_without)
-    while len(tried) < plans:
+    while True:
         fit = _planned(search, target)
         most = min([search.kept.peak, *(f.peak for f in tried if _held(f) > budget)])
         while fit.segments in [f.segments for f in tried] and fit.peak <= target < most:
             target = int(target / TUNING.careful**0.5)  # plans come in steps: the next larger one
             fit = _planned(search, min(target, most - 1))
-        if fit.segments in [f.segments for f in tried] or not _is_worth_compiling(
-            fit, tried, budget
-        ):
+        is_known = fit.segments in [f.segments for f in tried]
+        if is_known or not _spares_enough(fit.flops, tried, budget):
             break
         tried.append(replace(fit, held=held_by(fit.rewritten())))
+        if len(tried) == plans or not _spares_enough(0, tried, budget):
+            break
         is_last = len(tried) == plans - 1
         target = _next(search, tried, budget, held_without, is_last)
     within = [fit for fit in tried if _held(fit) <= budget]
@@ -60,12 +61,14 @@ def fitted(
     return done(min(within, key=lambda fit: (fit.flops, _held(fit))))
 
 
-def _is_worth_compiling(fit: RecomputePlan, tried: list[RecomputePlan], budget: int) -> bool:
-    """Whether a plan spares enough beside the cheapest that was within the budget."""
-    least = min((f.flops for f in tried if _held(f) <= budget), default=None)
-    if least is None:
+def _spares_enough(flops: int, tried: Sequence[RecomputePlan], budget: int) -> bool:
+    """Whether a plan of so many FLOPs is worth compiling beside those that were compiled."""
+    within = (fit for fit in tried if _held(fit) <= budget)
+    best = min(within, key=lambda fit: fit.flops, default=None)
+    if best is None:
         return True
-    return least - fit.flops > max(TUNING.spared * fit.forward_flops, TUNING.spared_of_it * least)
+    least = max(TUNING.spared * best.forward_flops, TUNING.spared_of_it * best.flops)
+    return best.flops - flops > least
 
 
 def _planned(search: Search, target: int) -> RecomputePlan:
