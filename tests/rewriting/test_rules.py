@@ -768,7 +768,7 @@ def test_matches_that_overlap_are_named_where_one_takes_the_place_of_the_other()
 def test_completion_offers_selectors_and_rules_alone():
     assert dir(match) == ["Selector", "call", "op", "param", "scope", "source", "where"]
     assert set(dir(rules)) - {"MatchRule"} == {
-        name for name, rule in vars(rules).items() if "MatchRule" in get_return_type(rule)
+        name for name, rule in vars(rules).items() if get_return_type(rule) == "MatchRule"
     }
 
 
