@@ -138,7 +138,7 @@ def test_the_arguments_of_what_is_saved_are_not_all_written_out():
     (note,) = [note for note in caught.value.__notes__ if "was traced to be saved" in note]
     assert len(note) <= NOTE
     assert f"test_notes.py:{branching.__code__.co_firstlineno + 1}" in note
-    assert "for ({'layer 0': f32[]" in note
+    assert "for (params: {'layer 0': f32[]" in note
 
 
 def test_a_node_of_many_operands_is_named_with_its_line():
