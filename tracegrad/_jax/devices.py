@@ -10,8 +10,6 @@ import jax
 from tracegrad._jax.arrays import is_tracer
 from tracegrad._jax.compat import versions
 
-_HOST_MEMORY = "pinned_host"
-
 
 def sharding_of(value: Any) -> Any:
     """How an argument lies on several devices, on one of another kind than the default, or on one
@@ -37,15 +35,6 @@ def device_count(shardings: Iterable[Any]) -> int:
     """Over how many devices arguments with these shardings lie."""
     device_sets = (sharding.device_set for sharding in shardings if sharding is not None)
     return max(map(len, device_sets), default=1)
-
-
-def has_host_memory(device: Any) -> bool:
-    """Whether a device can keep values in the host's memory, and has one of its own.
-
-    A CPU lists it, too, and does nothing with it: JAX leaves out what would bring values there.
-    """
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    return _HOST_MEMORY in kinds and device.platform != "cpu"
 
 
 def compiled_by(device: Any, devices: int = 1) -> str:
