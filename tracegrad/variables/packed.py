@@ -158,6 +158,8 @@ class Packing:
             raise NoTree
         key = tuple([id(leaves[i]) for i in layout.others])
         structure, is_array = layout.known.get(key) or layout.find(key, leaves, tree, where)
+        if layout.is_leaf and all(is_array):
+            return argument
         if layout.changeable and survey is not None:
             structure = layout.version_of(structure, survey.objects[before:])
         return Packed(list(itertools.compress(leaves, is_array)), structure)
@@ -168,6 +170,7 @@ class _Layout:
 
     Attributes:
       tree: the structure; one object for all of them, so that nothing has to be compared.
+      is_leaf: whether the argument itself is the leaf.
       others: the indices of leaves that may be no arrays.
       is_opaque: whether some of them are modules of flax.nnx of a class that is no pytree.
       known: the structure, and which leaves are arrays, by the identity of these objects.
@@ -177,6 +180,7 @@ class _Layout:
 
     def __init__(self, kinds: Sequence[type], tree: Any):
         self.tree = tree
+        self.is_leaf = tree.num_nodes == tree.num_leaves == 1
         numbers = settings(kinds, tree)
         self.others = [
             i for i, kind in enumerate(kinds) if not is_kind_of_array(kind) or i in numbers
