@@ -2,6 +2,7 @@
 
 import copy
 
+import flax.nnx  # noqa: F401 (where it is imported, calls are searched for its modules)
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -119,7 +119,7 @@ class Survey:
         list, as `trees.flattened`; None: they are leaves."""
         states: list[Any] = []
         if not is_kind_of_module(type(tree)):
-            nodes = jax.tree.leaves(tree, is_leaf=_is_whole_or_variable)
+            nodes = jax.tree.leaves(tree, is_leaf=is_whole_or_variable)
             states = [node for node in nodes if is_state(node)]
         self._states = set(map(id, states))
         if found is None:
@@ -386,7 +386,9 @@ def is_state(node: object) -> bool:
     return is_kind_of_state(type(node))
 
 
-def _is_whole_or_variable(node: object) -> bool:
+def is_whole_or_variable(node: object) -> bool:
+    """For ``is_leaf=``: whether a node is a module or an nnx.State, or a Variable, which is not
+    read."""
     return is_module_or_variable(node) or is_state(node)
 
 

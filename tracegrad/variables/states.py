@@ -18,14 +18,14 @@ import jax
 
 from tracegrad.ir import Call
 from tracegrad.variables.leaves import named_leaves
-from tracegrad.variables.modules import Survey, is_state, is_whole
+from tracegrad.variables.modules import Survey, is_state, is_whole_or_variable
 
 
 class States:
     """The states among the arguments of a function that is being traced, as they come in."""
 
     def __init__(self, arguments: Mapping[str, Any]):
-        leaves = named_leaves(arguments, is_whole())
+        leaves = named_leaves(arguments, is_whole_or_variable)
         self._states = [(name, leaf) for name, leaf in leaves if is_state(leaf)]
         self._before: list[tuple[list[Any], Any]] = [
             jax.tree_util.tree_flatten_with_path(state) for _, state in self._states
