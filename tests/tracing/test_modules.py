@@ -803,3 +803,50 @@ def test_two_shardings_of_one_module_are_refused():
     add = tg.trace(lambda a, b: a.linear.bias + b.linear.bias, in_shardings=(None, along))
     with pytest.raises(ValueError, match=r"Inconsistent aliasing.*arguments 0 and 1"):
         add(model, model)
+
+
+class Holder(nnx.Module):
+    """Which holds a Variable of ours, and an array that is in no variable of flax."""
+
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones(2))
+        self.calls = nnx.data(jnp.zeros(()))
+        self.total = nnx.data(tg.Variable(3.0))
+
+
+class OpaqueHolder(Opaque, pytree=False):
+    def __init__(self):
+        super().__init__()
+        self.total = tg.Variable(3.0)
+
+
+@pytest.mark.parametrize("kind", [Holder, OpaqueHolder])
+def test_a_variable_that_a_module_holds_is_that_variable_before_inside_and_after(kind):
+    @tg.trace
+    def step(module, x):
+        if not hasattr(module, "extra"):
+            module.extra = nnx.Param(x)
+        return module.total.assign_add(jnp.sum(module.extra[...]))
+
+    module = kind()
+    total = module.total
+    for count in (1, 2, 3):
+        assert float(step(module, jnp.ones(2))) == 3.0 + 2 * count
+        assert module.total is total
+    np.testing.assert_array_equal(module.extra[...], jnp.ones(2))
+
+
+def test_an_array_of_numpy_may_take_the_place_of_one_of_jax():
+    @tg.trace
+    def reset(module):
+        module.calls = np.ones(())
+
+    @tg.trace
+    def count(module):
+        module.calls = module.calls + 1
+
+    module = Holder()
+    for _ in range(2):
+        reset(module)
+        count(module)
+        assert float(module.calls) == 2.0

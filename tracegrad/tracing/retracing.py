@@ -23,6 +23,7 @@ from tracegrad.variables.modules import is_module_or_variable, with_modules
 from tracegrad.variables.nnx_objects import described, differences, is_module
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.statics import Given, Static, are_traced, given_of, is_variable
+from tracegrad.variables.trees import finding
 from tracegrad.variables.variable import Variable
 
 # Warn at this many retraces with one cause, then at each doubling.
@@ -201,7 +202,8 @@ def _described(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
             if is_module(node):
                 modules.append(node)
                 names.append(path_name(path, argument))
-    return described(modules, names)
+    with finding([]):  # flax would have JAX read the Variables in them
+        return described(modules, names)
 
 
 def _paired(

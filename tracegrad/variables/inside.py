@@ -125,7 +125,7 @@ class Inside:
         if survey is not None and any(map(is_opaque, leaves)):
             self.changes_structure = bool(objects)
             return self._packed(result, objects, by_flax=True)
-        mark_roots([leaves])
+        mark_roots([leaves], [])
         # JAX would read a Variable later, when nobody listens any more.
         leaves = [leaf.value if isinstance(leaf, Variable) else leaf for leaf in leaves]
         fix(leaves, tree, "result", is_result=True)

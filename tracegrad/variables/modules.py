@@ -28,7 +28,7 @@ from tracegrad.variables.nnx_objects import (
     path_text,
 )
 from tracegrad.variables.statics import Given, Part, is_variable, structure_with
-from tracegrad.variables.trees import flattened
+from tracegrad.variables.trees import finding, flattened
 
 
 class PathKey:
@@ -225,8 +225,9 @@ jax.tree_util.register_pytree_with_keys(
 _is_root = Root.__instancecheck__
 
 
-def mark_roots(leaves: Sequence[list[Any]]) -> None:
-    """Puts `Root` in the places of the modules in lists of leaves."""
+def mark_roots(leaves: Sequence[list[Any]], found: list[Given]) -> None:
+    """Puts `Root` in the places of the modules in lists of leaves, with the Variables that they
+    hold as parts of their structure, which are added to `found`."""
     flax = nnx()
     places = [
         (of, i) for of in leaves for i, leaf in enumerate(of) if is_kind_of_module(type(leaf))
@@ -234,7 +235,8 @@ def mark_roots(leaves: Sequence[list[Any]]) -> None:
     if not places:
         return
     roots = [of[i] for of, i in places]
-    definition, state = flax.flatten(roots, graph=True)
+    with finding(found):
+        definition, state = flax.flatten(roots, graph=True)
     arrays: list[list[Any]] = [[] for _ in roots]
     texts: list[list[str]] = [[] for _ in roots]
     trees = []
@@ -271,8 +273,9 @@ def with_modules(tree: Any) -> Any:
 def objects_in(tree: Any) -> list[Any]:
     """All objects of flax.nnx in a tree, as flax finds them."""
     roots = list(filter(is_module, jax.tree.leaves(tree, is_leaf=is_module_or_variable)))
-    nodes = (node for _, node in nnx().iter_graph(roots, graph=True))
-    return [node for node in nodes if is_module(node)]
+    with finding([]):  # flax would have JAX read the Variables in them
+        nodes = list(nnx().iter_graph(roots, graph=True))
+    return [node for _, node in nodes if is_module(node)]
 
 
 # ------------------------------------------------------------------------- what a function changes
@@ -332,6 +335,8 @@ class Contents:
         lost, found = {*map(id, gone)}, []
         count = 0
         for place, (old, new) in enumerate(zip(self._arrays, now._arrays, strict=True)):
+            if [where[:2] for where in old] != [where[:2] for where in new]:
+                return None  # an array of NumPy is in the place of one of JAX's
             for (name, leaf, before), (_, _, after) in zip(old, new, strict=True):
                 count += before is not after
                 if before is not after or id(after) in lost:
@@ -367,7 +372,7 @@ class Twins(NamedTuple):
         known = {id(twin): mine for twin, mine in zip(self.objects, objects, strict=True)}
 
         def mine(tree: Any) -> Any:
-            return jax.tree.map(lambda x: known.get(id(x), x), tree, is_leaf=is_module)
+            return jax.tree.map(lambda x: known.get(id(x), x), tree, is_leaf=is_module_or_variable)
 
         for each in objects_in(tuple(self)):
             node = known.get(id(each), each)

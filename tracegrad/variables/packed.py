@@ -249,7 +249,7 @@ def packed_by_flax(
     of flax.nnx in them."""
     trees = {where: flattened(tree, found, is_module) for where, tree in arguments.items()}
     objects = objects_in([leaves for leaves, _ in trees.values()])
-    mark_roots([leaves for leaves, _ in trees.values()])
+    mark_roots([leaves for leaves, _ in trees.values()], found)
     packed = {}
     for where, (leaves, tree) in trees.items():
         fix(leaves, tree, name_of(where))

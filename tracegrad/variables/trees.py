@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
@@ -114,12 +115,22 @@ def was_a_variable(value: object) -> bool:
     return ref() is value and origin.variable() is not None
 
 
+@contextmanager
+def finding(found: list[Given]) -> Iterator[None]:
+    """A block in which the Variables of trees that are flattened are parts of their structure, and
+    are put into a list."""
+    _pass.found = found
+    try:
+        yield
+    finally:
+        _pass.found = None
+
+
 def flattened(
     tree: Any, found: list[Given], is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Any]:
-    """The leaves and the structure of a tree, with its Variables as parts of the structure, which
-    are put into a list."""
-    _pass.found = found
+    """The leaves and the structure of a tree, as in `finding`."""
+    _pass.found = found  # as each call does: a context manager would take half as long again
     try:
         return jax.tree.flatten(tree, is_leaf)
     finally:
