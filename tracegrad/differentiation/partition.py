@@ -26,10 +26,10 @@ from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.in_force import under_rules
 from tracegrad.tracing.signatures import leaves_of_call
 from tracegrad.variables.leaves import Leaf, leaves_of
-from tracegrad.variables.modules import is_whole
-from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx
+from tracegrad.variables.modules import is_whole_or_variable
+from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx, nnx
 from tracegrad.variables.parted import Parted
-from tracegrad.variables.statics import are_traced, is_variable, settings
+from tracegrad.variables.statics import are_traced, settings
 
 # What a function has assigned in modules, by place: see `Partition.call`.
 Assigned = dict[int, Any]
@@ -89,11 +89,9 @@ class Argument(Parted):
 
     @functools.cached_property
     def has_modules(self) -> bool:
-        is_leaf: Any = is_whole()
-        if is_leaf is None:  # without flax there are none
+        if nnx() is None:
             return False
-        nodes = jax.tree.leaves(self.tree, is_leaf=lambda x: is_leaf(x) or is_variable(x))
-        return any(map(is_module, nodes))
+        return any(map(is_module, jax.tree.leaves(self.tree, is_leaf=is_whole_or_variable)))
 
     @functools.cached_property
     def variables_of_nnx(self) -> dict[int, Any]:

@@ -17,7 +17,13 @@ from tracegrad.saving.variables import is_key
 from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
 from tracegrad.variables.lending import peek
-from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx, nnx, path_text
+from tracegrad.variables.nnx_objects import (
+    is_module,
+    is_variable_of_nnx,
+    keys_of_path,
+    nnx,
+    path_text,
+)
 from tracegrad.variables.variable import Variable
 
 
@@ -81,7 +87,7 @@ class ModuleVariables:
         found: list[Any] = []
         for keys, leaf in jax.tree.leaves_with_path(state, is_leaf=is_variable_of_nnx):
             arrays = jax.tree.leaves(leaf)
-            path = tuple(getattr(key, "key", getattr(key, "name", key)) for key in keys)
+            path = keys_of_path(keys)
             original = originals.get(path)
             if original is None:  # an array that is in no nnx.Variable is a constant
                 found += arrays

@@ -158,6 +158,14 @@ def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> Stati
     return StaticArguments(frozenset(positions), frozenset(names))
 
 
+def donated_by(fun: Callable[..., Any], options: Mapping[str, Any]) -> StaticArguments:
+    """Which arguments the options of `jax.jit` give away."""
+    by_position, by_name = options.get("donate_argnums"), options.get("donate_argnames")
+    if by_position is None and by_name is None:
+        return NONE_STATIC
+    return resolve(fun, by_position, by_name)
+
+
 def _tuple(given: Any, kind: type) -> tuple[Any, ...]:
     if given is None:
         return ()

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 import jax
 
-from tracegrad.tracing.arguments import StaticArguments, resolve
+from tracegrad.tracing.arguments import StaticArguments, donated_by
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
@@ -68,9 +68,7 @@ def _moved(
     fun: Callable[..., Any], options: dict[str, Any], static: StaticArguments, values: int
 ) -> dict[str, Any]:
     """The options for a function with more arguments in front."""
-    donated = StaticArguments()
-    if "donate_argnums" in options or "donate_argnames" in options:
-        donated = resolve(fun, options.get("donate_argnums"), options.get("donate_argnames"))
+    donated = donated_by(fun, options)
 
     def positions(arguments: StaticArguments) -> tuple[int, ...]:
         return tuple(p + values if p >= 0 else p for p in sorted(arguments.positions))

@@ -23,7 +23,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
-from tracegrad.tracing.arguments import Call, StaticArguments, TakingApart, resolve
+from tracegrad.tracing.arguments import Call, StaticArguments, TakingApart, donated_by
 from tracegrad.tracing.attempts import tracing_depth
 from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.callable import call_traced
@@ -87,10 +87,7 @@ class Pipeline:
         self.in_shardings = shardings = options.get("in_shardings")
         parts = shardings if isinstance(shardings, tuple) else (shardings,)
         self._shardings = None if all(map(is_for_all, parts)) else shardings
-        self._donated = StaticArguments()
-        if options.get("donate_argnums") is not None or options.get("donate_argnames") is not None:
-            by_position, by_name = options.get("donate_argnums"), options.get("donate_argnames")
-            self._donated = resolve(fun, by_position, by_name)
+        self._donated = donated_by(fun, options)
         self.packs_results: Packs = "if it has parts"
         if not is_for_all(self.out_shardings):  # along the tree of a result
             self.packs_results = "always" if maps(self.out_shardings) else "never"
@@ -192,9 +189,8 @@ class Pipeline:
             if program is None or program.use.is_over:
                 shardings = None
                 if self._shardings is not None and self.takes_apart:
-                    shardings = shardings_of_arguments(
-                        self._shardings, self.static.apart(*call[:2])[0][0]
-                    )
+                    (dynamic, _), *_ = self.static.apart(call.args, call.kwargs)
+                    shardings = shardings_of_arguments(self._shardings, dynamic)
                 program = self._programs[key] = Program(self, Use(), shardings)
                 self._keep_some()
         return program

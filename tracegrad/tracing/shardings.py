@@ -10,7 +10,7 @@ import jax
 from tracegrad.ir import Graph
 from tracegrad.tracing.arguments import StaticArguments
 from tracegrad.variables.modules import Again, Contents, Update
-from tracegrad.variables.nnx_objects import is_variable_of_nnx
+from tracegrad.variables.nnx_objects import is_variable_of_nnx, keys_of_path
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.statics import is_variable
 
@@ -80,20 +80,14 @@ def _along(prefix: Any, packed: Packed) -> Packed:
             found.extend((of_node, leaf) for leaf in jax.tree.leaves(node))
 
     jax.tree.map(of_part, prefix, packed.argument(), is_leaf=_is_sharding)
-    arrays, of_arrays = iter(packed.arrays), []
-    array = next(arrays, None)
-    for sharding, leaf in found:
-        if leaf is array:  # the others are no arrays
-            of_arrays.append(sharding)
-            array = next(arrays, None)
-    return Packed(of_arrays, packed.structure)
+    return Packed(packed.of_arrays(found), packed.structure)
 
 
 def _mapped(sharding: Any, part: Any) -> Iterator[tuple[Any, Any]]:
     """The nnx.Variables in a tree, and its other leaves, each with the sharding that flax says."""
     for path, node in jax.tree_util.tree_leaves_with_path(part, is_leaf=is_variable_of_nnx):
-        keys = tuple(map(_key_of_flax, path))
-        yield sharding.map_prefix(keys, node) if is_variable_of_nnx(node) else None, node
+        is_variable_there = is_variable_of_nnx(node)
+        yield sharding.map_prefix(keys_of_path(path), node) if is_variable_there else None, node
 
 
 def constrained(
@@ -125,11 +119,6 @@ def constrained(
 
 def _is_sharding(node: object) -> bool:
     return node is None or _is_mapping(node)
-
-
-def _key_of_flax(key: Any) -> Any:
-    names = ("name", "key", "idx")
-    return next((getattr(key, name) for name in names if hasattr(key, name)), key)
 
 
 def refuse_other_shardings(shardings: Any, args: Sequence[Any]) -> None:

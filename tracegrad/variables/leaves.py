@@ -50,8 +50,7 @@ class Leaf(NamedTuple):
 
 def leaves_of(tree: Any) -> list[Leaf]:
     """The leaves of a tree as JAX has them; of Variables their values."""
-    flax = nnx()
-    holders = (Variable,) if flax is None else (Variable, flax.Variable)
+    flax, holders = nnx(), _holders()
     # What `nnx.grad` gives to JAX in the place of a module: its states one after the other.
     states = () if flax is None else flax.extract.NodeStates
     nodes: list[tuple[tuple[Any, ...], Any]] = []
@@ -76,6 +75,11 @@ def leaves_of(tree: Any) -> list[Leaf]:
             for inside, _ in jax.tree_util.tree_flatten_with_path(node)[0]:
                 found.append(Leaf(path_name((*path, *inside[1:])), node))  # without its "value"
     return found
+
+
+def _holders() -> tuple[Any, ...]:
+    """The classes of what holds an array for a tree."""
+    return (Variable,) if nnx() is None else (Variable, nnx().Variable)
 
 
 def _nodes(tree: Any, kinds: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
@@ -114,8 +118,7 @@ def _key_name(key: Any) -> str:
 def leaves_with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """The leaves of a tree, of Variables themselves, each with its path as JAX has it, in which a
     variable of flax.nnx has no key for its value."""
-    flax = nnx()
-    holders = (Variable,) if flax is None else (Variable, flax.Variable)
+    holders = _holders()
     found: list[tuple[tuple[Any, ...], Any]] = []
     for path, node in _nodes(tree, holders):
         if isinstance(node, holders) and not isinstance(node, Variable):

@@ -154,13 +154,7 @@ def with_objects(tree: Any, objects: Iterable[Any] = ()) -> Any:
     survey.flatten(tree, [])
 
     def of_part(part: Any) -> Any:
-        if not any(map(_is_again, jax.tree.leaves(part, is_leaf=_is_again_or_module))):
-            return part
-        return jax.tree.map(
-            lambda leaf: survey.objects[leaf.place] if _is_again(leaf) else leaf,
-            part,
-            is_leaf=_is_again_or_module,
-        )
+        return _exchanged(part, lambda x: survey.objects[x.place] if _is_again(x) else x)
 
     for node in survey.objects[before:]:
         for name, value in _attributes(node):
@@ -168,6 +162,16 @@ def with_objects(tree: Any, objects: Iterable[Any] = ()) -> Any:
             if new is not value:
                 object.__setattr__(node, name, new)
     return of_part(tree)
+
+
+def _exchanged(tree: Any, other: Callable[[Any], Any]) -> Any:
+    """A tree with others in the places of objects of flax.nnx and of `Again`; the tree itself if
+    these are the same."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_again_or_module)
+    others = list(map(other, leaves))
+    if all(a is b for a, b in zip(leaves, others, strict=True)):
+        return tree
+    return jax.tree.unflatten(structure, others)
 
 
 _is_again = Again.__instancecheck__
@@ -372,7 +376,7 @@ class Twins(NamedTuple):
         known = {id(twin): mine for twin, mine in zip(self.objects, objects, strict=True)}
 
         def mine(tree: Any) -> Any:
-            return jax.tree.map(lambda x: known.get(id(x), x), tree, is_leaf=is_module_or_variable)
+            return _exchanged(tree, lambda x: known.get(id(x), x))
 
         for each in objects_in(tuple(self)):
             node = known.get(id(each), each)
@@ -395,14 +399,6 @@ def is_whole_or_variable(node: object) -> bool:
     """For ``is_leaf=``: whether a node is a module or an nnx.State, or a Variable, which is not
     read."""
     return is_module_or_variable(node) or is_state(node)
-
-
-def is_whole() -> Callable[[object], bool] | None:
-    """For ``is_leaf=``: whether a node is a module, an nnx.Variable or an nnx.State; None where
-    flax is not imported, so that trees are searched for none."""
-    if nnx() is None:
-        return None
-    return lambda node: is_kind_of_module(type(node)) or is_kind_of_state(type(node))
 
 
 def is_module_or_variable(node: object) -> bool:

@@ -123,6 +123,12 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, jax.Array) or nnx().is_data(value)
 
 
+def keys_of_path(path: Sequence[Any]) -> tuple[Any, ...]:
+    """A path of JAX as flax has it: the names, keys and numbers themselves."""
+    names = ("name", "key", "idx")
+    return tuple(next((getattr(k, n) for n in names if hasattr(k, n)), k) for k in path)
+
+
 def path_text(path: Sequence[Any]) -> str:
     """A path of flax in a module as it is written: ``.blocks[0].kernel``."""
     return "".join(f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in path)

@@ -15,7 +15,7 @@ import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -45,6 +45,8 @@ from tracegrad.variables.statics import (
 from tracegrad.variables.trees import flattened
 from tracegrad.variables.variable import Variable
 
+T = TypeVar("T")
+
 _KEPT = 256  # layouts of a function, and structures of a layout
 _IMMUTABLE = frozenset({str, bytes, type, np.dtype, Again})
 
@@ -62,6 +64,17 @@ class Packed:
         """The argument as it was; objects of flax.nnx that are met again are still `Again`, and
         those of classes that are no pytrees `Root`."""
         return jax.tree.unflatten(self.structure, self.arrays)
+
+    def of_arrays(self, each: Iterable[tuple[T, Any]]) -> list[T]:
+        """Of something for each leaf of the argument, as pairs with the leaves in order, what there
+        is for the arrays."""
+        arrays, found = iter(self.arrays), []
+        array = next(arrays, None)
+        for of_leaf, leaf in each:
+            if leaf is array:
+                found.append(of_leaf)
+                array = next(arrays, None)
+        return found
 
     @property
     def has_parts(self) -> bool:
@@ -86,13 +99,9 @@ class PackedStatic(Packed):
 
 
 def _flatten_with_paths(packed: Packed) -> tuple[Iterable[tuple[PathKey, Any]], Any]:
-    arrays, paths = iter(packed.arrays), list[PathKey]()
-    array = next(arrays, None)
-    for path, leaf in leaves_with_paths(packed.argument()):  # what is no array is among them
-        if leaf is array:
-            paths.append(PathKey(jax.tree_util.keystr(path)))
-            array = next(arrays, None)
-    return list(zip(paths, packed.arrays, strict=True)), packed.structure
+    paths = packed.of_arrays(leaves_with_paths(packed.argument()))
+    keys = [PathKey(jax.tree_util.keystr(path)) for path in paths]
+    return list(zip(keys, packed.arrays, strict=True)), packed.structure
 
 
 jax.tree_util.register_pytree_with_keys(

@@ -130,7 +130,7 @@ def flattened(
     tree: Any, found: list[Given], is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Any]:
     """The leaves and the structure of a tree, as in `finding`."""
-    _pass.found = found  # as each call does: a context manager would take half as long again
+    _pass.found = found  # each call does this, so without a context manager
     try:
         return jax.tree.flatten(tree, is_leaf)
     finally:
