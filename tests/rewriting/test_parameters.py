@@ -501,3 +501,15 @@ def test_both_the_step_s_path_and_the_loss_s_own_name_a_parameter():
         found = step({"params": PARAMS, "count": 1}, jnp.ones(2))
         expected = jax.grad(quadratic)(PARAMS, jnp.ones(2))
         assert_trees_close(found, changed_where(expected, {"a.w"}.__contains__, lambda g: 3 * g))
+
+
+def test_a_function_that_is_called_twice_by_one_that_is_called_twice_is_looked_at_once():
+    def of_parameter(w):
+        return jnp.sin(w)
+
+    for _ in range(40):  # a trillion calls
+        of_parameter = jax.jit(lambda w, inner=of_parameter: inner(w) + inner(w))
+    edited = tg.rewrite(
+        lambda p: of_parameter(p["w"]), tg.rules.clip_gradient(tg.match.param("p.w"), max_norm=1.0)
+    )
+    assert len(edited.graph({"w": 1.0}).nodes) == 2  # the rule, and the call

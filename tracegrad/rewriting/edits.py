@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
 
 from tracegrad import _jax
 from tracegrad.ir import (
@@ -66,14 +65,23 @@ def parameters_of(
         known = list(dict.fromkeys(path for path, _ in paths.values()))
         raise NoMatchError(lambda: _no_parameter(graph, where, rule, known))
     if not graph.differentiated:
-        for match in _readers(graph, set(found), ()):
+        for match in _readers(graph, frozenset(found), (), set()):
             if not is_under_rules(match):
                 refuse_differentiated(match, rule)
     return found
 
 
-def _readers(graph: Graph, values: AbstractSet[Value], path: Path) -> Iterator[Occurrence]:
-    """The operations that take one of these values, in regions too."""
+def _readers(
+    graph: Graph, values: frozenset[Value], path: Path, seen: set[tuple[Graph, frozenset[Value]]]
+) -> Iterator[Occurrence]:
+    """The operations that take one of these values, in regions too: each once, and not for each
+    call of the region that it is in.
+
+    `seen`: the regions that were gone through, with which values.
+    """
+    if (graph, values) in seen:
+        return
+    seen.add((graph, values))
     for node in graph.nodes:
         if values.isdisjoint(node.operands):
             continue
@@ -81,8 +89,8 @@ def _readers(graph: Graph, values: AbstractSet[Value], path: Path) -> Iterator[O
         for call in region_calls(node):
             region = node.regions[call.name]
             pairs = zip(region.inputs, call.operands, strict=True)
-            inside = {inner for inner, i in pairs if node.inputs[i] in values}
-            yield from _readers(region, inside, (*path, (node, call.name)))
+            inside = frozenset(inner for inner, i in pairs if node.inputs[i] in values)
+            yield from _readers(region, inside, (*path, (node, call.name)), seen)
 
 
 def _no_parameter(graph: Graph, where: Parameters, rule: object, paths: Sequence[str]) -> str:
