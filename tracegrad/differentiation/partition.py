@@ -27,7 +27,7 @@ from tracegrad.tracing.in_force import under_rules
 from tracegrad.tracing.signatures import leaves_of_call
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.modules import is_whole_or_variable
-from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx, nnx
+from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx, nnx, set_leaf
 from tracegrad.variables.parted import Parted
 from tracegrad.variables.statics import are_traced, settings
 
@@ -326,9 +326,7 @@ def _assign(variable: Any, leaf: int, value: Any) -> None:
             f"a function that is differentiated assigns {with_article(type(variable).__name__)} in "
             "a module of flax.nnx that it is given, which would be lost. Make it an nnx.Variable"
         )
-    leaves, structure = jax.tree.flatten(variable.get_raw_value())
-    leaves[leaf] = value
-    variable.set_raw_value(jax.tree.unflatten(structure, leaves))
+    set_leaf(variable, leaf, value)
 
 
 def _no_gradient(path: str, leaf: Any, kind: Kind, allowed: Collection[Kind]) -> str:

@@ -26,6 +26,7 @@ from tracegrad.variables.nnx_objects import (
     is_module,
     nnx,
     path_text,
+    set_leaf,
 )
 from tracegrad.variables.statics import Given, Part, is_variable, structure_with
 from tracegrad.variables.trees import finding, flattened
@@ -301,9 +302,7 @@ class Update(NamedTuple):
         elif self.leaf is None:
             node.set_raw_value(value)
         else:
-            leaves, tree = jax.tree.flatten(node.get_raw_value())
-            leaves[self.leaf] = value
-            node.set_raw_value(jax.tree.unflatten(tree, leaves))
+            set_leaf(node, self.leaf, value)
 
 
 class Contents:

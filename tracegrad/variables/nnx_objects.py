@@ -51,6 +51,13 @@ def is_variable_of_nnx(node: object) -> bool:
     return flax is not None and isinstance(node, flax.Variable)
 
 
+def set_leaf(variable: Any, leaf: int, value: Any) -> None:
+    """Puts an array into a leaf of the value of an nnx.Variable."""
+    leaves, structure = jax.tree.flatten(variable.get_raw_value())
+    leaves[leaf] = value
+    variable.set_raw_value(jax.tree.unflatten(structure, leaves))
+
+
 def refuse_hijax(leaf: object) -> None:
     """Raises TypeError for an nnx.Variable that is no tree to JAX, but a value of a type of its own
     (an experiment of flax and JAX, under which `nnx.jit` does not run on all versions)."""
