@@ -743,9 +743,7 @@ def test_a_gradient_of_a_wrong_dtype_says_which_input(transform, dtype):
     def f(x, *more):
         return x * more[0], lambda dy: (dy, dy.astype(dtype))
 
-    with pytest.raises(
-        TypeError, match=r"the input more\[0\], which is ~?f32\[\].*astype\('float32"
-    ):
+    with pytest.raises(TypeError, match=r"the input more\.0, which is ~?f32\[\].*astype\('float32"):
         transform(f)(1.0, 2.0)
 
 

@@ -644,7 +644,7 @@ def test_state_that_is_returned_trains_as_nnx_jit_does():
 @pytest.mark.parametrize("run", [tg.trace, rewritten], ids=["trace", "rewrite"])
 def test_a_change_of_a_state_that_is_not_returned_is_dropped_with_a_warning(run):
     graphdef, state = nnx.split(Noisy(nnx.Rngs(0)))
-    with pytest.warns(UserWarning, match=r"changes state\['dropout'\].* and 2 more.*nnx.State"):
+    with pytest.warns(UserWarning, match=r"changes state\.dropout.* and 2 more.*nnx.State"):
         run(lambda state, x: nnx.merge(graphdef, state)(x))(state, X)
 
 
@@ -679,9 +679,9 @@ def within_a_loop(x):
     ("fun", "path"),
     [
         (closing_over(), r"`model\.norm\.mean` belongs"),
-        (lambda x: OUTSIDE["models"][0](x), r"`OUTSIDE\['models'\]\[0\]\.norm\.mean` belongs"),
+        (lambda x: OUTSIDE["models"][0](x), r"`OUTSIDE\.models\.0\.norm\.mean` belongs"),
         (Trainer().predict, r"`self\.model\.norm\.mean` belongs"),
-        (within_a_loop, r"`OUTSIDE\['models'\]\[0\]\.linear\.bias` belongs"),
+        (within_a_loop, r"`OUTSIDE\.models\.0\.linear\.bias` belongs"),
     ],
     ids=["closed over", "a global", "an attribute of an object", "in a loop"],
 )

@@ -121,7 +121,7 @@ def test_tangents_are_none_where_there_is_no_array_and_where_nothing_moves():
     wrong = eqx.tree_at(
         lambda tree: tree.activation, direction, jnp.ones(()), is_leaf=lambda x: x is None
     )
-    with pytest.raises(TypeError, match=r"primals\[0\]\.activation is .* no array: its tangent is"):
+    with pytest.raises(TypeError, match=r"primals\.0\.activation is .* no array: its tangent is"):
         tg.jvp(value, (small,), (wrong,))
 
 
@@ -133,7 +133,7 @@ def test_a_setting_of_a_model_has_no_tangent_and_takes_none():
     model = Scaled(jnp.float32(3.0), 0.5)
     moved, tangent = tg.jvp(lambda m: m, (model,), (Scaled(jnp.float32(2.0), None),))
     assert (moved.rate, tangent.rate, float(tangent.weight)) == (0.5, None, 2.0)
-    with pytest.raises(TypeError, match=r"primals\[0\]\.rate is 0\.5, which is no array"):
+    with pytest.raises(TypeError, match=r"primals\.0\.rate is 0\.5, which is no array"):
         tg.jvp(lambda m: m, (model,), (Scaled(jnp.float32(2.0), 1.0),))
 
 
@@ -245,7 +245,7 @@ def test_what_has_no_hash_is_refused_by_its_path_as_by_jit(leaf, words, before):
         call(1.0, {"layers": ["a"]})
     for way in (call, functools.partial(tg.graph, call)):
         with pytest.raises(
-            TypeError, match=rf"args\[1\]\['layers'\]\[0\]: it is .* of type {type(leaf).__name__}"
+            TypeError, match=rf"argument model\.layers\.0: it is .* of type {type(leaf).__name__}"
         ) as found:
             way(1.0, {"layers": [leaf]})
         assert words in str(found.value)
@@ -276,7 +276,7 @@ def test_an_array_of_objects_is_refused_by_its_path(values, beside):
     call({"w": jnp.ones(2), "x": 1.0, "beside": beside})
     model = {"w": np.array(values, dtype=object), "x": 1.0, "beside": beside}
     for way in (call, functools.partial(tg.graph, call)):
-        with pytest.raises(TypeError, match=r"at path model\['w'\]") as found:
+        with pytest.raises(TypeError, match=r"at path model(\.w|\['w'\])") as found:
             way(model)
         assert any("Give it a dtype of numbers" in note for note in found.value.__notes__)
 
@@ -500,7 +500,7 @@ def test_paths_of_arrays_beside_integers_are_their_own():
     call = tg.trace(lambda model: model["net"].weight)
     bad = Net(0, np.array([object()], dtype=object), 1.0)
     call({"net": NET, "name": "a"})
-    with pytest.raises(TypeError, match=r"at path model\['net'\]\.weight"):
+    with pytest.raises(TypeError, match=r"at path model\.net\.weight"):
         call({"net": bad, "name": "a"})
 
 

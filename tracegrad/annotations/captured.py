@@ -18,7 +18,7 @@ from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.closures import values_closed_over
 from tracegrad.ir.importer import import_program
 from tracegrad.variables.capture import variable_of
-from tracegrad.variables.leaves import path_name
+from tracegrad.variables.paths import path_name
 from tracegrad.variables.statics import is_variable
 
 

@@ -33,8 +33,8 @@ from tracegrad.ir.wording import brief, described
 from tracegrad.rewriting.traced_gradients import Program
 from tracegrad.tape.made_rules import MadeOf, tell_made_of
 from tracegrad.variables.capture import variable_of
-from tracegrad.variables.leaves import path_name
 from tracegrad.variables.parted import Parted
+from tracegrad.variables.paths import path_name
 from tracegrad.variables.reading import Operands
 from tracegrad.variables.trees import without_variables
 from tracegrad.variables.variable import Variable

@@ -8,7 +8,7 @@ import jax
 
 from tracegrad.annotations.calls import is_array_like
 from tracegrad.ir.wording import brief
-from tracegrad.variables.leaves import path_name
+from tracegrad.variables.paths import path_name
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import graph
 from tracegrad.tracing.in_force import differentiating, traced_in_force, under_rules_already
 from tracegrad.variables.parted import Parted
-from tracegrad.variables.statics import are_traced, is_none, place_of_leaf, with_statics
+from tracegrad.variables.statics import are_traced, is_none, name_of_leaf, with_statics
 from tracegrad.variables.trees import without_variables
 
 
@@ -77,7 +77,7 @@ def jvp(
     for i, is_moving in enumerate(parts.counted):
         if is_moving and not traced[i]:
             raise TypeError(
-                f"primals{place_of_leaf(structure, i)} is {values[i]!r}, which is no array: its "
+                f"{name_of_leaf(structure, i, 'primals')} is {values[i]!r}, which is no array: its "
                 f"tangent is None, not {directions[i]!r}"
             )
 

@@ -22,8 +22,8 @@ from tracegrad.variables.nnx_objects import (
     is_variable_of_nnx,
     keys_of_path,
     nnx,
-    path_text,
 )
+from tracegrad.variables.paths import path_name
 from tracegrad.variables.variable import Variable
 
 
@@ -92,7 +92,7 @@ class ModuleVariables:
             if original is None:  # an array that is in no nnx.Variable is a constant
                 found += arrays
                 continue
-            name = path_text(path).removeprefix(".")
+            name = path_name(path)
             found += [self._variable(original, i, name, array) for i, array in enumerate(arrays)]
         return found, jax.tree.structure(state)
 

@@ -16,6 +16,7 @@ import jax.export
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.variables.paths import path_name
 
 
 class Text(str):
@@ -92,7 +93,7 @@ def check_leaves(tree: Any, where: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not hasattr(leaf, "shape"):
             raise TypeError(
-                f"{where}{jax.tree_util.keystr(path)} is {leaf!r} of type {type(leaf).__name__}, "
+                f"{path_name(path, where)} is {leaf!r} of type {type(leaf).__name__}, "
                 "which no file can hold (of what is no array, strings are saved): let the function "
                 "close over it"
             )

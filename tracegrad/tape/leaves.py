@@ -13,8 +13,8 @@ import numpy as np
 from tracegrad.differentiation.gradient_types import as_inexact
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir.wording import brief, with_article
-from tracegrad.variables.leaves import path_name
 from tracegrad.variables.nnx_objects import refuse_hijax
+from tracegrad.variables.paths import path_name
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 

@@ -17,10 +17,15 @@ Names = str | Iterable[str] | None
 
 
 class StaticArguments(NamedTuple):
-    """Static arguments by position and by name: Python values that a program is made for."""
+    """Static arguments by position and by name: Python values that a program is made for.
+
+    Attributes:
+      others: what the function calls its positional arguments that are not static, for messages.
+    """
 
     positions: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
+    others: tuple[str, ...] = ()
 
     def within(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """The static positions of a call with these positional arguments."""
@@ -89,7 +94,7 @@ class TakingApart:
     def __init__(self, static: StaticArguments = NONE_STATIC, *, looks_for_modules: bool = True):
         self._static = static
         self._has_static = bool(static.positions or static.names)
-        self._pack = Packing()
+        self._pack = Packing(static.others)
         self.looks_for_modules = looks_for_modules
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -111,7 +116,7 @@ class TakingApart:
         found: list[Given] = []
         arguments: dict[str | int, Any] = dict(enumerate(args))
         arguments.update((name, kwargs[name]) for name in sorted(kwargs))
-        packed, objects = packed_by_flax(arguments, found)
+        packed, objects = packed_by_flax(arguments, found, self._pack.name_of)
         positional = tuple(packed[i] for i in range(len(args)))
         return Call(positional, {name: packed[name] for name in kwargs}, tuple(found), objects)
 
@@ -155,7 +160,8 @@ def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> Stati
         names = tuple(p.name for p in chosen if p.kind is p.POSITIONAL_OR_KEYWORD)
     elif argnames is not None and argnums is None:
         positions = tuple(i for i, p in enumerate(ordered) if p.name in names)
-    return StaticArguments(frozenset(positions), frozenset(names))
+    others = tuple(p.name for i, p in enumerate(ordered) if i not in positions)
+    return StaticArguments(frozenset(positions), frozenset(names), others)
 
 
 def donated_by(fun: Callable[..., Any], options: Mapping[str, Any]) -> StaticArguments:

@@ -11,6 +11,7 @@ from tracegrad.tracing.arguments import Call, StaticArguments
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.signatures import argument_names
 from tracegrad.variables.packed import Packed
+from tracegrad.variables.paths import path_name
 
 
 def refuse_sharing(fun: Callable[..., Any], call: Call, donated: StaticArguments) -> None:
@@ -23,7 +24,7 @@ def refuse_sharing(fun: Callable[..., Any], call: Call, donated: StaticArguments
     places: dict[int, list[str]] = {}
     for name, arg in packed:
         for path, array in jax.tree_util.tree_leaves_with_path(arg):
-            places.setdefault(id(array), []).append(f"`{name}{jax.tree_util.keystr(path)}`")
+            places.setdefault(id(array), []).append(f"`{path_name(path, name)}`")
     given_away = [call.args[i] for i in donated.within(call.args)]
     given_away += donated.named(call.kwargs).values()
     for name, arg in packed:

@@ -17,6 +17,7 @@ import jax
 from tracegrad.ir.occurrence import is_own_file
 from tracegrad.variables.modules import is_module_or_variable
 from tracegrad.variables.nnx_objects import find, is_module
+from tracegrad.variables.paths import PathKey, path_name
 
 CURE = (
     "belongs to a module that was made outside of the function that changes it here. "
@@ -60,7 +61,7 @@ def _paths_in(frame: FrameType, wanted: object) -> Iterator[str]:
                 for path, leaf in leaves:
                     inner = find(wanted, leaf) if is_module(leaf) else None
                     if inner is not None:
-                        yield f"{prefix}{jax.tree_util.keystr(path)}{inner}"
+                        yield path_name((*path, PathKey(inner)), prefix)
 
 
 def _trees(name: str, value: Any) -> Iterator[tuple[str, Any]]:

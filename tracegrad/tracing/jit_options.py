@@ -61,7 +61,7 @@ def options_behind_module(
     options = _moved(module, options, static, 1)
     if options.get("in_shardings") is not None:
         options["in_shardings"] = (None, *options["in_shardings"])
-    return options, StaticArguments(frozenset(options["static_argnums"]), static.names)
+    return options, static._replace(positions=frozenset(options["static_argnums"]))
 
 
 def _moved(

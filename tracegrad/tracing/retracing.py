@@ -18,10 +18,11 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import shortened
-from tracegrad.variables.leaves import leaves_with_paths, path_name
+from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.modules import is_module_or_variable, with_modules
 from tracegrad.variables.nnx_objects import described, differences, is_module
 from tracegrad.variables.packed import Packed
+from tracegrad.variables.paths import path_name
 from tracegrad.variables.statics import Given, Static, are_traced, given_of, is_variable
 from tracegrad.variables.trees import finding
 from tracegrad.variables.variable import Variable

@@ -25,11 +25,11 @@ def positional(parameters: Sequence[inspect.Parameter]) -> list[inspect.Paramete
 
 
 def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """What a function calls its first positional arguments: ``x``, ``args[0]``."""
+    """What a function calls its first positional arguments: ``x``, ``args.0``."""
     parameters = parameters_of(fun)
     names = [p.name for p in positional(parameters)][:count]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    return [*names, *(f"{rest}[{i}]" for i in range(count - len(names)))]
+    return [*names, *(f"{rest}.{i}" for i in range(count - len(names)))]
 
 
 def leaves_of_call(

@@ -7,13 +7,13 @@ variables, and of flax.linen, by the collections.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from tracegrad.variables.nnx_objects import nnx
+from tracegrad.variables.paths import path_name
 from tracegrad.variables.variable import Variable
 
 
@@ -100,19 +100,6 @@ def named_leaves(
 
 def _is_params(key: Any) -> bool:
     return path_name((key,)) == "params"
-
-
-def path_name(path: Any, of: str = "") -> str:
-    """A path of JAX as text, and what it is a path in: ``blocks.0.kernel``, ``model.kernel``."""
-    return ".".join(filter(None, (of, *map(_key_name, path))))
-
-
-def _key_name(key: Any) -> str:
-    text = getattr(key, "text", None)
-    if text is None:
-        return jax.tree_util.keystr((key,), simple=True)
-    # The whole way to an array in what stands for a module: `.blocks[0].kernel`.
-    return re.sub(r"\W*[\[\].]\W*", ".", text).strip(".")
 
 
 def leaves_with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:

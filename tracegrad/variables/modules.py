@@ -25,30 +25,11 @@ from tracegrad.variables.nnx_objects import (
     is_kind_of_state,
     is_module,
     nnx,
-    path_text,
     set_leaf,
 )
+from tracegrad.variables.paths import PathKey, path_name
 from tracegrad.variables.statics import Given, Part, is_variable, structure_with
 from tracegrad.variables.trees import finding, flattened
-
-
-class PathKey:
-    """Where in an argument an array is, as one key of its path: ``.blocks[0].kernel``."""
-
-    __slots__ = ("text",)
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PathKey) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
 
 # -------------------------------------------------------------------- objects that are met again
 
@@ -243,7 +224,7 @@ def mark_roots(leaves: Sequence[list[Any]], found: list[Given]) -> None:
     with finding(found):
         definition, state = flax.flatten(roots, graph=True)
     arrays: list[list[Any]] = [[] for _ in roots]
-    texts: list[list[str]] = [[] for _ in roots]
+    names: list[list[str]] = [[] for _ in roots]
     trees = []
     for path, leaf in zip(state.paths, state.leaves, strict=True):
         value = leaf.get_raw_value() if isinstance(leaf, flax.Variable) else leaf
@@ -251,10 +232,10 @@ def mark_roots(leaves: Sequence[list[Any]], found: list[Given]) -> None:
         trees.append(tree)
         for key, array in inner:
             arrays[path[0]].append(array)
-            texts[path[0]].append(path_text(path[1:]) + jax.tree_util.keystr(key))
+            names[path[0]].append(path_name((*path[1:], *key)))
     about = definition, tuple(trees)
     for index, (of, i) in enumerate(places):
-        of[i] = Root(tuple(arrays[index]), index, about, tuple(texts[index]))
+        of[i] = Root(tuple(arrays[index]), index, about, tuple(names[index]))
 
 
 def with_modules(tree: Any) -> Any:

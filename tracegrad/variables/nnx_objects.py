@@ -13,6 +13,7 @@ import jax
 
 from tracegrad._jax.caches import cached
 from tracegrad.ir.wording import shortened
+from tracegrad.variables.paths import path_name
 
 # What nnx writes into every module, for itself.
 _OF_NNX = "_pytree__"
@@ -69,10 +70,10 @@ def refuse_hijax(leaf: object) -> None:
 
 
 def find(wanted: object, module: Any) -> str | None:
-    """The path in a module to an object in it: ``.linear.kernel``; None if it is not there."""
+    """The path in a module to an object in it: ``linear.kernel``; None if it is not there."""
     for path, node in nnx().iter_graph(module, graph=True):
         if node is wanted:
-            return path_text(path)
+            return path_name(path)
     return None
 
 
@@ -80,7 +81,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[st
     """Where two descriptions differ, and how: ``("`model.dropout.deterministic`", "False",
     "True")``. Not what is in another thing that differs."""
     paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
-    within = tuple(f"{path}{then}" for path in paths for then in ".[")
+    within = tuple(f"{path}." for path in paths)
     return [
         (f"`{path}`", shortened(old.get(path, "absent")), shortened(new.get(path, "absent")))
         for path in paths
@@ -98,7 +99,7 @@ def described(modules: Sequence[Any], names: Sequence[str]) -> dict[str, str]:
     for path, node in flax.iter_graph(list(modules), graph=True):
         if not is_module(node):
             continue
-        where = names[path[0]] + path_text(path[1:])
+        where = path_name(path[1:], names[path[0]])
         texts[where] = f"a {type(node).__name__}"
         attributes = static_attributes(node)
         if isinstance(node, flax.Variable):
@@ -134,8 +135,3 @@ def keys_of_path(path: Sequence[Any]) -> tuple[Any, ...]:
     """A path of JAX as flax has it: the names, keys and numbers themselves."""
     names = ("name", "key", "idx")
     return tuple(next((getattr(k, n) for n in names if hasattr(k, n)), k) for k in path)
-
-
-def path_text(path: Sequence[Any]) -> str:
-    """A path of flax in a module as it is written: ``.blocks[0].kernel``."""
-    return "".join(f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in path)

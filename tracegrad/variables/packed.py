@@ -13,7 +13,7 @@ import copy
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ import numpy as np
 from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.modules import (
     Again,
-    PathKey,
     Root,
     Survey,
     mark_roots,
@@ -32,6 +31,7 @@ from tracegrad.variables.modules import (
     with_objects,
 )
 from tracegrad.variables.nnx_objects import is_kind_of_module, is_module, nnx, static_attributes
+from tracegrad.variables.paths import PathKey, path_name
 from tracegrad.variables.statics import (
     Given,
     Part,
@@ -100,7 +100,7 @@ class PackedStatic(Packed):
 
 def _flatten_with_paths(packed: Packed) -> tuple[Iterable[tuple[PathKey, Any]], Any]:
     paths = packed.of_arrays(leaves_with_paths(packed.argument()))
-    keys = [PathKey(jax.tree_util.keystr(path)) for path in paths]
+    keys = [PathKey(path_name(path)) for path in paths]
     return list(zip(keys, packed.arrays, strict=True)), packed.structure
 
 
@@ -126,9 +126,14 @@ jax.tree_util.register_pytree_node(
 
 
 class Packing:
-    """Packs the arguments of one function, and remembers what they are made of."""
+    """Packs the arguments of one function, and remembers what they are made of.
 
-    def __init__(self) -> None:
+    Args:
+      names: what the function calls its positional arguments, for messages.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = names
         self._layouts: dict[Any, _Layout] = {}
 
     def __call__(
@@ -166,12 +171,20 @@ class Packing:
         if layout.is_opaque and survey is not None:
             raise NoTree
         key = tuple([id(leaves[i]) for i in layout.others])
-        structure, is_array = layout.known.get(key) or layout.find(key, leaves, tree, where)
+        known = layout.known.get(key)
+        structure, is_array = known or layout.find(key, leaves, tree, self.name_of(where))
         if layout.is_leaf and all(is_array):
             return argument
         if layout.changeable and survey is not None:
             structure = layout.version_of(structure, survey.objects[before:])
         return Packed(list(itertools.compress(leaves, is_array)), structure)
+
+    def name_of(self, where: str | int) -> str:
+        """What an argument is called in messages."""
+        if isinstance(where, str):
+            return f"the argument {where}"
+        known = where < len(self._names)
+        return f"the argument {self._names[where] if known else f'args.{where}'}"
 
 
 class _Layout:
@@ -225,10 +238,10 @@ class _Layout:
         )
 
     def find(
-        self, key: tuple[int, ...], leaves: list[Any], tree: Any, where: str | int
+        self, key: tuple[int, ...], leaves: list[Any], tree: Any, name: str
     ) -> tuple[Any, list[bool]]:
         fixed = list(leaves)
-        fix(fixed, tree, name_of(where))
+        fix(fixed, tree, name)
         is_array = [not isinstance(leaf, Part) for leaf in fixed]
         structure = tree if all(is_array) else structure_with(tree, fixed)
         if self._never_changes and not any(is_array[i] for i in self.others):
@@ -246,13 +259,10 @@ class _Layout:
         return structure, is_array
 
 
-def name_of(where: str | int) -> str:
-    """What an argument is called in messages."""
-    return f"the argument args[{where}]" if isinstance(where, int) else f"the argument {where}"
-
-
 def packed_by_flax(
-    arguments: Mapping[str | int, Any], found: list[Given]
+    arguments: Mapping[str | int, Any],
+    found: list[Given],
+    name_of: Callable[[str | int], str],
 ) -> tuple[dict[Any, Any], list[Any]]:
     """Arguments packed where some module in them is of a class that is no pytree; and the objects
     of flax.nnx in them."""

@@ -19,6 +19,7 @@ import jax
 from tracegrad.ir import Call
 from tracegrad.variables.leaves import named_leaves
 from tracegrad.variables.modules import Survey, is_state, is_whole_or_variable
+from tracegrad.variables.paths import path_name
 
 
 class States:
@@ -44,7 +45,7 @@ class States:
                 continue
             for (path, old), (_, new) in zip(leaves, now, strict=True):
                 if old is not new and id(new) not in returned:
-                    changes.paths.append(name + jax.tree_util.keystr(path))
+                    changes.paths.append(path_name(path, name))
                     changes.values.append((old, new))
         return changes
 

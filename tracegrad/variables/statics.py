@@ -21,6 +21,7 @@ import numpy as np
 
 from tracegrad._jax.caches import cached, facts_of
 from tracegrad.variables.nnx_objects import refuse_hijax
+from tracegrad.variables.paths import path_name
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
@@ -165,14 +166,14 @@ def _static(leaf: Any, index: int, structure: Any, *, is_result: bool, where: st
             )
         return Static(leaf, is_result=is_result)
     except TypeError as error:
-        raise TypeError(f"{where}{place_of_leaf(structure, index)}: {error}") from error.__cause__
+        raise TypeError(f"{name_of_leaf(structure, index, where)}: {error}") from error.__cause__
 
 
-def place_of_leaf(structure: Any, index: int) -> str:
-    """Where in a tree of a structure a leaf is, for messages: ``[0]['bias']``."""
+def name_of_leaf(structure: Any, index: int, of: str) -> str:
+    """The path to a leaf in a tree of a structure: ``model.layers.0.bias``."""
     places = jax.tree.unflatten(structure, range(structure.num_leaves))
     keys = next(k for k, i in jax.tree_util.tree_leaves_with_path(places) if i == index)
-    return jax.tree_util.keystr(keys)
+    return path_name(keys, of)
 
 
 _ARRAYS = (bool, int, float, complex, np.ndarray, jax.ShapeDtypeStruct)

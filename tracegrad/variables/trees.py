@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.variables.leaves import Leaf, path_name
+from tracegrad.variables.leaves import Leaf
+from tracegrad.variables.paths import path_name
 from tracegrad.variables.statics import Given, given_of, is_variable
 from tracegrad.variables.variable import Variable
 
