@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.flatten_util import ravel_pytree
 
 import tracegrad as tg
 
@@ -488,6 +489,21 @@ def test_a_parameter_that_is_differentiated_under_no_path_is_not_passed_by_in_si
     found = tg.trace(step, rules=[listed])(PARAMS, jnp.ones(2))
     expected = step(PARAMS, jnp.ones(2))
     assert_trees_close(found, [expected[0], 3 * expected[1], expected[2]])
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_parameter_that_is_raveled_before_it_is_differentiated_is_not_passed_by(jitted):
+    def step(params, x):
+        ravel = jax.jit(lambda tree: ravel_pytree(tree)[0]) if jitted else None
+        flat, unravel = ravel_pytree(params)
+        return jax.grad(lambda flat: quadratic(unravel(flat), x))(ravel(params) if ravel else flat)
+
+    rule = tg.rules.stop_gradient(tg.match.param("params.a.w"))
+    with pytest.raises(tg.ir.NoMatchError, match=r"nearest paths: .*'flat'"):
+        tg.trace(step, rules=[rule])(PARAMS, jnp.ones(2))
+    whole = tg.rules.scale_gradient(tg.match.param("flat"), 3.0)
+    found = tg.trace(step, rules=[whole])(PARAMS, jnp.ones(2))
+    assert_trees_close(found, 3 * step(PARAMS, jnp.ones(2)))
 
 
 def test_both_the_step_s_path_and_the_loss_s_own_name_a_parameter():

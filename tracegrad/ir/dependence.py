@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import TypeVar
 
 from tracegrad import _jax
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.inlined import is_loop, may_take_no_step, region_calls
 from tracegrad.ir.nodes import Atom, Node, Value, is_reference
+from tracegrad.ir.operations import REARRANGES
 
 T = TypeVar("T")
 Masks = list[int]
@@ -73,6 +74,28 @@ def _data_flow(found: dict[Value, int] | None = None) -> tuple[Run, Rule]:
         return [joined(ins)] * len(node.outputs)
 
     return run, rule
+
+
+def flat_forms(graph: Graph, inputs: Collection[Value]) -> set[Value]:
+    """The arrays of one axis in a graph, regions not included, that hold the elements of some of
+    its inputs, maybe beside others: what `jax.flatten_util.ravel_pytree` makes of them."""
+
+    def rule(node: Node, ins: Masks) -> Masks:
+        if node.regions and any(ins) and (entered := enter(node, ins, run)) is not None:
+            return entered[0]
+        is_layout = node.op in REARRANGES or node.op == "concatenate"
+        return [joined(ins) if is_layout else 0] * len(node.outputs)
+
+    @functools.cache
+    def of_region(region: Graph, ins: tuple[int, ...]) -> Masks:
+        return spread(region, list(ins), rule)
+
+    def run(region: Graph, ins: Masks) -> Masks:
+        return of_region(region, tuple(ins))
+
+    masks: dict[Value, int] = {}
+    spread(graph, of_each([value in inputs for value in graph.inputs]), rule, masks)
+    return {value for value, mask in masks.items() if mask and getattr(value.aval, "ndim", 0) == 1}
 
 
 def node_dependence(node: Node) -> Masks:

@@ -160,7 +160,7 @@ def intermediate_gradients(
     for match in found:
         refuse_references(program.region_of(match), match.nodes, match)
     tapped = behind_each(program, found, lambda match: perturbed, wanted=has_gradient, tapped=True)
-    call = TakingApart(resolve(fun, None, None))(args, kwargs)
+    call = TakingApart()(args, kwargs)
 
     def result(taps: Sequence[Any]) -> tuple[Any, list[Any]]:
         results = _run(tapped.graph, call, taps)
@@ -216,7 +216,7 @@ def _led_out(
     shown = [each for _, of in inside for each in of]
     matches = [*(each.at for each in shown), *outside]
     wide = shown_behind(program, list({place_of(match): match for match in matches}.values()))
-    call = TakingApart(resolve(fun, None, None))(args, kwargs)
+    call = TakingApart()(args, kwargs)
     results = _run(wide.graph, call)
     output = settle_call(program, call, results)
     further = results[len(program.outputs) :]

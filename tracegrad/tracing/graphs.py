@@ -81,9 +81,10 @@ def graph_of_call(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    static: StaticArguments = NONE_STATIC,
+    static: StaticArguments | None = None,
 ) -> Graph:
     """`graph` for arguments that somebody else was given, whose keywords are all the function's."""
+    static = static or resolve(fun, None, None)
     try:
         return trace_to_graph(fun, TakingApart(static)(args, kwargs), static)
     except Exception as error:

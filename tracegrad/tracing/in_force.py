@@ -23,6 +23,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
+from tracegrad.ir.dependence import flat_forms
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.scopes import UNDER_RULES
@@ -97,9 +98,11 @@ class Force:
         before, self._missed = self._missed, {}
         for place in set(before) - set(self._matches):
             # A parameter that was differentiated inside under no path of its own (from a list of
-            # leaves, after a computation): here a rule would do nothing, and nobody would know.
+            # leaves, after a computation, as a part of one flat array): here a rule would do
+            # nothing, and nobody would know.
             found: Any = getattr(self.rules[place], "parameters_in", lambda _: {})(program)
-            if not self._passed_by[place].isdisjoint(map(_shape, found)):
+            shapes = {*map(_shape, found), *map(_shape, flat_forms(program, found))}
+            if not self._passed_by[place].isdisjoint(shapes):
                 raise before[place].with_text()
         program = self.apply(program, Counter())
         # What was differentiated is what a rule was meant for. (They hold graphs, and keys of
