@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from matplotlib.figure import Figure
 
 import tracegrad as tg
 
@@ -102,6 +103,21 @@ class Run:
                 checkpoints.save(self.step, args=ocp.args.StandardSave(self.state()))
 
 
+def plot(straight: list[float], stopped: list[float], resumed: list[float], path: Path) -> None:
+    """The losses of the run without a break, and of the one that stops and goes on."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.semilogy(straight, color="lightgrey", linewidth=6, label="without a break")
+    axes.semilogy(stopped, color="tab:blue", label=f"stopped after step {len(stopped)}")
+    last = len(straight) - len(resumed)
+    axes.semilogy(
+        range(last, len(straight)), resumed, "--", color="tab:orange", label=f"from step {last} on"
+    )
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("run"), help="for all that is written")
@@ -115,7 +131,8 @@ def main() -> None:
 
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(folder / "checkpoints", options=options) as checkpoints:
-        Run(seed=1).train(STOP, checkpoints)  # and what it had after the last checkpoint is lost
+        stopped = Run(seed=1)
+        stopped.train(STOP, checkpoints)  # and what it had after the last checkpoint is lost
         checkpoints.wait_until_finished()
     with ocp.CheckpointManager(folder / "checkpoints", options=options) as checkpoints:
         resumed = Run(seed=2)
@@ -130,6 +147,8 @@ def main() -> None:
         for name, weight in resumed.weights.items()
     )
     print(f"The weights are {'the same' if same else 'DIFFERENT'}, bit for bit.")
+
+    plot(straight.losses, stopped.losses, resumed.losses, folder / "losses.png")
 
     path = folder / "network.tracegrad"
     rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 1"), "float32")

@@ -7,16 +7,18 @@ states of a loop, and runs the steps between them again. Nothing in the librarie
 The first part limits how much a layer can amplify, by its spectral norm as optax iterates it. The
 second chooses how strongly each weight of a fit is held back, by the error on points that the fit
 has not seen. The fit is BFGS, of `jax.scipy.optimize`. All gradients are compared with finite
-differences.
+differences, and both trainings are drawn.
 
-    python examples/through_a_solver.py
+    python examples/through_a_solver.py --out solver.png
 
 Needs `pip install 'tracegrad[examples]'`.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.scipy.optimize import minimize
+from matplotlib.figure import Figure
 
 import tracegrad as tg
 
@@ -78,7 +81,24 @@ def with_rule(name: str, rule: tg.rules.MatchRule, loss: Loss, at: jax.Array) ->
     return slope
 
 
+def plot(norms: list[float], errors: list[float], path: Path) -> None:
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(norms)
+    left.axhline(1.0, color="grey", linestyle=":")
+    left.set(title="A layer with a penalty", xlabel="step", ylabel="spectral norm of its weights")
+    right.plot(errors, color="tab:orange")
+    right.set(title="A fit whose penalties are learned", xlabel="step", ylabel="error on new points")
+    figure.savefig(path, dpi=120)
+    print(f"Saved {path}")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, default=Path("through_a_solver.png"), help="where the picture goes"
+    )
+    out = parser.parse_args().out
     jax.config.update("jax_enable_x64", True)
     random = np.random.default_rng(0)
 
@@ -90,10 +110,11 @@ def main() -> None:
 
     say_without_a_rule("A layer with a penalty on its spectral norm", layer, weights)
     slope = with_rule("checkpointed_loop", CHECKPOINTED, layer, weights)
-    before = jnp.linalg.norm(weights, 2)
+    norms = [float(jnp.linalg.norm(weights, 2))]
     for _ in range(60):
         weights -= 0.2 * slope(weights)[1]
-    print(f"  60 steps take the norm from {before:.2f} to {jnp.linalg.norm(weights, 2):.2f}\n")
+        norms.append(float(jnp.linalg.norm(weights, 2)))
+    print(f"  60 steps take the norm from {norms[0]:.2f} to {norms[-1]:.2f}\n")
 
     features = random.normal(size=(120, 8))
     labels = np.sign(features[:, 0] + 0.5 * random.normal(size=120))  # of the first alone
@@ -105,13 +126,15 @@ def main() -> None:
 
     say_without_a_rule("A fit whose weights are held back", fit, held_back)
     slope = with_rule("checkpointed_loop", CHECKPOINTED, fit, held_back)
-    before = slope(held_back)[0]
+    errors = []
     for _ in range(100):
         error, gradient = slope(held_back)
+        errors.append(float(error))
         held_back -= 20 * gradient
     first, *others = jnp.exp(held_back)
-    print(f"  100 steps take the error from {before:.3f} to {error:.3f}: the weight that counts is")
+    print(f"  100 steps take the error from {errors[0]:.3f} to {errors[-1]:.3f}: the weight that counts is")
     print(f"  held back by {first:.3f} then, the others by {np.mean(others):.3f} on average")
+    plot(norms, errors, out)
 
 
 if __name__ == "__main__":

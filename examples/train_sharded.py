@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
 
 import tracegrad as tg
 
@@ -115,8 +116,9 @@ def batch_of(step: int, mesh: jax.sharding.Mesh) -> jax.Array:
     return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
 
-def train(devices: int, first: int, last: int, checkpoint: Path) -> float:
-    """Trains from one step to another; from the checkpoint, if that is not the first step."""
+def train(devices: int, first: int, last: int, checkpoint: Path) -> list[float]:
+    """Trains from one step to another; from the checkpoint, if that is not the first step. Returns
+    the losses."""
     mesh = jax.make_mesh(
         (devices // 2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:devices]
     )
@@ -134,15 +136,30 @@ def train(devices: int, first: int, last: int, checkpoint: Path) -> float:
 
     clip = tg.rules.clip_gradient(tg.match.scope("block_*"), max_norm=1.0)
     step = tg.trace(train_step, rules=[clip], memory_budget="80%")
+    losses = []
     with jax.set_mesh(mesh):
         tg.check_processes(step, batch_of(first, mesh))  # or they would wait for one another
         for number in range(first, last):
-            value = step(batch_of(number, mesh))
+            losses.append(step(batch_of(number, mesh)))
             is_told = number % 20 == 0 or number == last - 1
             if is_told and jax.process_index() == 0:  # all have the loss; one says it
-                print(f"step {number:3}: loss {float(value):.3f}", flush=True)
+                print(f"step {number:3}: loss {float(losses[-1]):.3f}", flush=True)
     tg.save_variables(state, checkpoint)
-    return float(value)
+    return [float(loss) for loss in losses]
+
+
+def plot(losses: dict[str, list[float]], path: Path) -> None:
+    """The losses on each mesh, one after the other."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    first = 0
+    for mesh, of in losses.items():
+        axes.plot(range(first, first + len(of)), of, label=mesh)
+        first += len(of)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    print(f"Saved {path}")
 
 
 def describe() -> str:
@@ -171,6 +188,9 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=4, help="of the CPU, in all")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--checkpoint", type=Path, default=Path("train_sharded.state"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("train_sharded.png"), help="where the losses are drawn"
+    )
     parser.add_argument("--cluster", action="store_true", help="this is one of its processes")
     parser.add_argument("--found", nargs=3, help=argparse.SUPPRESS)  # one that was started above
     given = parser.parse_args()
@@ -191,15 +211,19 @@ def main() -> None:
     else:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", given.devices)
+        losses = {}
         print(f"{given.devices} devices in {given.processes} process(es)", flush=True)
         if given.processes > 1:
             arguments = ["--devices", str(given.devices), "--steps", str(given.steps)]
             start_processes(given.processes, [*arguments, "--checkpoint", str(given.checkpoint)])
         else:
-            train(given.devices, 0, given.steps, given.checkpoint)
+            on_all = train(given.devices, 0, given.steps, given.checkpoint)
+            losses[f"{given.devices // 2} × 2 devices"] = on_all
         print(f"{given.devices // 2} devices in one process, from {given.checkpoint}", flush=True)
-        value = train(given.devices // 2, given.steps, 2 * given.steps, given.checkpoint)
-        print(f"Loss after {2 * given.steps} steps: {value:.3f}")
+        on_half = train(given.devices // 2, given.steps, 2 * given.steps, given.checkpoint)
+        losses[f"then {given.devices // 4} × 2 devices"] = on_half
+        print(f"Loss after {2 * given.steps} steps: {on_half[-1]:.3f}")
+        plot(losses, given.out)
 
 
 if __name__ == "__main__":

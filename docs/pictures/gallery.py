@@ -22,6 +22,9 @@ OF_EXAMPLES = {
     "word_vectors": "word_vectors.png",
     "gradient_reversal": "gradient_reversal.png",
     "plan_recompute": "recompute_plan.png",
+    "through_a_solver": "through_a_solver.png",
+    "checkpoint_training": "run/losses.png",
+    "train_sharded": "train_sharded.png",
 }
 SIZE = 480, 320  # pixels, at most
 
