@@ -134,10 +134,10 @@ def main() -> None:
         errors.append(float(error))
         held_back -= 20 * gradient
     first, *others = jnp.exp(held_back)
+    print(f"  100 steps take the error from {errors[0]:.3f} to {errors[-1]:.3f}: the weight that")
     print(
-        f"  100 steps take the error from {errors[0]:.3f} to {errors[-1]:.3f}: the weight that counts is"
+        f"  counts is held back by {first:.3f} then, the others by {np.mean(others):.3f} on average"
     )
-    print(f"  held back by {first:.3f} then, the others by {np.mean(others):.3f} on average")
     plot(norms, errors, out)
 
 
