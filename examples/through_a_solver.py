@@ -88,7 +88,9 @@ def plot(norms: list[float], errors: list[float], path: Path) -> None:
     left.axhline(1.0, color="grey", linestyle=":")
     left.set(title="A layer with a penalty", xlabel="step", ylabel="spectral norm of its weights")
     right.plot(errors, color="tab:orange")
-    right.set(title="A fit whose penalties are learned", xlabel="step", ylabel="error on new points")
+    right.set(
+        title="A fit whose penalties are learned", xlabel="step", ylabel="error on new points"
+    )
     figure.savefig(path, dpi=120)
     print(f"Saved {path}")
 
@@ -132,7 +134,9 @@ def main() -> None:
         errors.append(float(error))
         held_back -= 20 * gradient
     first, *others = jnp.exp(held_back)
-    print(f"  100 steps take the error from {errors[0]:.3f} to {errors[-1]:.3f}: the weight that counts is")
+    print(
+        f"  100 steps take the error from {errors[0]:.3f} to {errors[-1]:.3f}: the weight that counts is"
+    )
     print(f"  held back by {first:.3f} then, the others by {np.mean(others):.3f} on average")
     plot(norms, errors, out)
 
