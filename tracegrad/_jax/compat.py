@@ -28,6 +28,10 @@ def versions() -> dict[str, str]:
 PROGRAM_TYPES: tuple[type, ...] = (getattr(jex, "ClosedJaxpr"), jex.Jaxpr)  # noqa: B009
 
 
+# How a call is bound that stands in no lowered program; JAX before 0.12 has none.
+INLINED_WHEN_LOWERED: Any = getattr(getattr(jax, "Inline", None), "JAX_LATE", None)
+
+
 def constants_of(program: Any) -> Sequence[Any]:
     """The values of ``program.constvars``; an open program has none."""
     return getattr(program, "consts", ())

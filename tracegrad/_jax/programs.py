@@ -13,8 +13,15 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import primitives
 
-from tracegrad._jax.arrays import struct
-from tracegrad._jax.compat import PROGRAM_TYPES, effects_of, opened, parts_of
+from tracegrad._jax.arrays import is_tracer, struct
+from tracegrad._jax.compat import (
+    INLINED_WHEN_LOWERED,
+    PROGRAM_TYPES,
+    constants_of,
+    effects_of,
+    opened,
+    parts_of,
+)
 from tracegrad._jax.traces import in_a_new_thread
 
 JIT = primitives.jit_p
@@ -232,6 +239,34 @@ def weak_as(array: Any, aval: Any) -> Any:
         return array
     convert: Any = primitives.convert_element_type_p
     return convert.bind(array, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)
+
+
+def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
+    """Binds a closed program as one call, which JAX writes out when it lowers what that is in.
+    Nothing in the program is bound again, as `eval_program` does: JAX before 0.12, which cannot
+    write out a call so late, does that here too."""
+    if INLINED_WHEN_LOWERED is None:
+        return eval_program(program, args)
+    parts = opened(program)
+    constants = dict(zip(parts.constvars, constants_of(program), strict=True))
+    # JAX differentiates the operands of a call alone.
+    tracers = {v: array for v, array in constants.items() if is_tracer(array)}
+    if tracers:
+        program = program_of(
+            program,
+            constants={v: array for v, array in constants.items() if v not in tracers},
+            inputs=[*tracers, *parts.invars],
+            outputs=parts.outvars,
+            equations=parts.eqns,
+        )
+    with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the mesh around is a parameter
+    operands = [*tracers.values(), *args]
+    params = wider_jit(with_mesh.eqns[0].params, len(operands), len(parts.outvars))
+    params |= {"jaxpr": program, "name": name, "inline": INLINED_WHEN_LOWERED}
+    results = bind(JIT, operands, params)
+    given = dict(zip(parts.invars, args, strict=True))  # which jit hands on as they are
+    pairs = zip(parts.outvars, results, strict=True)
+    return [x if isinstance(v, jex.Literal) else given.get(v, x) for v, x in pairs]
 
 
 def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[str, Any]:

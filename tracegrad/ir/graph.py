@@ -224,12 +224,21 @@ class Graph:
 
     def __call__(self, *args: Any) -> list[Any]:
         """Runs it, or traces it, on flat arguments; returns its flat outputs."""
+        self._refuse_parts(args)
+        return _jax.eval_program(self.program, args)
+
+    def as_call(self, *args: Any) -> list[Any]:
+        """The same while JAX traces a program that it will lower: as one call, which takes no time
+        for what is in it."""
+        self._refuse_parts(args)
+        return _jax.call_program(self.program, args, self.name)
+
+    def _refuse_parts(self, args: Sequence[Any]) -> None:
         if len(args) < len(self.inputs):
             raise TypeError(
                 f"{self.name} is given a part of a reference, ref.at[i], which is several arrays "
                 "to JAX. Give it the reference and the index, and let it take the part"
             )
-        return _jax.eval_program(self.program, args)
 
     def to_callable(self) -> Callable[..., Any]:
         """A function with the traced function's own signature (pytrees, keyword arguments).

@@ -18,15 +18,17 @@ from tracegrad.ir.occurrence import Occurrence
 _NOTE = "while running"
 
 
-def run_graph(graph: Graph, args: Sequence[Any]) -> list[Any]:
+def run_graph(graph: Graph, args: Sequence[Any], *, as_call: bool = False) -> list[Any]:
     """Runs or traces a graph on flat arguments; returns its flat outputs.
+
+    `as_call`: it is done by `Graph.as_call`.
 
     Where a function with a JVP of its own closes over a value, differentiating that raises.
     """
     if graph.closes_over:
         closing = [found for found in graph.walk() if _closes_over(found)]
         graph = around_each(graph, closing, _refusing).graph
-    return graph(*args)
+    return graph.as_call(*args) if as_call else graph(*args)
 
 
 def _closes_over(found: Occurrence) -> bool:

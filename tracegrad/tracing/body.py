@@ -131,7 +131,7 @@ class Body:
             raise Outgrown(self, graph)
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
-        outs = run_graph(graph, flat)
+        outs = run_graph(graph, flat, as_call=True)
         count, last = graph.result_count, len(outs) - len(graph.updates)
         outs[last:] = constrained(graph.updates, outs[last:], pipeline.in_shardings, dynamic[0])
         if self._packs and not use.is_plain and graph.out_tree != _ONE_ARRAY:
