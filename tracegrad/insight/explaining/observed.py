@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tracegrad import _jax
-from tracegrad.insight.explaining.visits import is_called
-from tracegrad.ir import Atom, Graph, Node, Occurrence, Origin, Value
+from tracegrad.ir import Graph, Node, Occurrence, Origin
 from tracegrad.ir.occurrence import Path
 
 # What a statistic is of: the kind, the node, and the number of its result or operand; for the
@@ -76,30 +74,3 @@ class Place:
     def step(self) -> int | None:
         """That of the outermost scan."""
         return self.steps[0] if self.steps else None
-
-
-def call_of(path: Path) -> Place:
-    """The node whose region a path leads to."""
-    return Place(Occurrence(path[:-1], path[-1][0]))
-
-
-def handed_on(node: Node) -> Sequence[Atom]:
-    """The operands that become the inputs of a node's regions: all but the index of a cond."""
-    operands: Sequence[Atom] = node.inputs
-    return operands[1:] if node.primitive is _jax.COND else operands
-
-
-def outside(region: Graph, path: Path, value: Value) -> tuple[Path, Atom] | None:
-    """The operand that an input of a called region is, with the path there; None for another value,
-    and in loops and branches."""
-    if not path or value not in region.inputs or not is_called(path[-1][0]):
-        return None
-    return path[:-1], handed_on(path[-1][0])[region.inputs.index(value)]
-
-
-def inside(call: Occurrence, value: Value) -> Iterator[tuple[Path, Value]]:
-    """What an operand of a node is in its regions, each with the path there."""
-    for name, region in call.node.regions.items():
-        for operand, within in zip(handed_on(call.node), region.inputs, strict=False):
-            if operand is value:
-                yield call.into(name), within
