@@ -98,6 +98,8 @@ def test_lines_add_up_to_what_xla_holds(name: str):
     stats = jitted.lower(*SHAPES).compile().memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     assert report.total == total - stats.alias_size_in_bytes
+    assert report.temporary == stats.temp_size_in_bytes
+    assert report.measured_on.endswith(f", JAX {jax.__version__}")
     assert report.listed == sum(line.size for line in report.lines) == max(report.timeline)
     assert 0.98 * report.total <= report.listed <= report.total
     assert all(line.line for line in report.lines if line.kind != "argument")
