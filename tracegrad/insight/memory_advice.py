@@ -14,8 +14,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.progress import progress
-from tracegrad.insight.buffers import Peak
-from tracegrad.ir import Graph, Occurrence, Recompute, Value, match
+from tracegrad.insight.buffers import Held, Peak
+from tracegrad.ir import Graph, Value, match
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import in_units
 from tracegrad.planning.compiled import account_of
@@ -101,8 +101,8 @@ def _recomputes(peak: Peak) -> Iterator[_Candidate]:
     held: Counter[str] = Counter()
     selectors: dict[str, Selector] = {}
     for each in peak.held:
-        if each.kind == "residual" and each.source and not _is_recomputed(each.source):
-            for text, selector in _selectors(each.source).items():
+        if each.kind == "residual" and not each.is_recomputed:
+            for text, selector in _selectors(each).items():
                 selectors[text] = selector
                 held[text] += each.size
     for text, _ in held.most_common(_MOST_RULES):
@@ -115,20 +115,14 @@ def _budgets(peak: Peak) -> Iterator[_Candidate]:
             yield f'trace(..., memory_budget="{budget}")', {"memory_budget": budget}
 
 
-def _is_recomputed(made: Occurrence) -> bool:
-    """Whether it is in a part that the program recomputes already."""
-    is_inside = any(isinstance(node, Recompute) for node, _ in made.path)
-    return is_inside or not {"checkpoint", "rematted_computation"}.isdisjoint(made.scopes)
-
-
-def _selectors(made: Occurrence) -> dict[str, Selector]:
-    """The selectors of what is like an operation, as they are written."""
-    names = dict.fromkeys(re.sub(r"[0-9]+", "*", name) for name in made.scopes)
+def _selectors(held: Held) -> dict[str, Selector]:
+    """The selectors of what is like the operation that makes a buffer, as they are written."""
+    names = dict.fromkeys(re.sub(r"[0-9]+", "*", name) for name in held.scopes)
     if names:
         return {f'match.scope("{like}")': match.scope(like) for like in names}
-    if made.origin is None:
+    if held.origin is None:
         return {}
-    place = made.origin.place
+    place = held.origin.place
     return {f'match.source("{place}")': match.source(place)}
 
 
