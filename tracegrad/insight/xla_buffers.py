@@ -1,9 +1,9 @@
 """What a compiled program holds at its peak, buffer by buffer.
 
 XLA says which values are in which buffers (`BufferAssignmentProto` of
-``xla/service/buffer_assignment.proto``), on CPUs and, by its source, on GPUs that are here. From
-when to when they are there, what is in them and who reads it is followed through the instructions
-of the program (`value_flow`).
+``xla/service/buffer_assignment.proto``), on CPUs and, by its source, on GPUs that are here. How
+long a value is there, what it is and who reads it is followed through the instructions of the
+program (`value_flow`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Buffer:
       size: bytes.
       kind: ``argument``, ``result``, ``residual`` (of the forward pass, for the backward pass),
         ``gradient`` (of the backward pass) or ``activation``.
-      type: of what is in it, ``f32[64,512]``.
-      line: where that is computed, ``model.py:12 (Block.__call__)``; "" for an argument.
+      type: the type of the value in it, ``f32[64,512]``.
+      line: where the value is computed, ``model.py:12 (Block.__call__)``; "" for an argument.
       origin: that line, where it is known.
       scopes: the names of the scopes around it.
-      kept_for: the operation at the peak or after it that reads it next, in a loop maybe in its
-        next turn; of what the forward pass makes, the next of the backward pass that does.
+      kept_for: the operation that reads the value next, at the peak or after it (in a loop, maybe
+        in the next turn); for a value of the forward pass, the next operation of the backward pass.
       alive: from when to when, as shares of the program.
     """
 
@@ -59,8 +59,8 @@ class Buffer:
 
     @property
     def scope(self) -> str:
-        """The scopes, for people, without those of rules and of JAX around what is recomputed,
-        which is in the same scopes once more."""
+        """The scopes, for people: without those that rules add, and without those that JAX repeats
+        around a recomputed part."""
         own = [name for name in self.scopes if name not in _AROUND]
         if len(own) < len(self.scopes):
             own = own[max((k for k, name in enumerate(own) if name == own[0]), default=0) :]

@@ -27,7 +27,7 @@ from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Node, Occurrence,
 from tracegrad.ir.inlined import inside, inside_result, onward, outside
 from tracegrad.ir.occurrence import Path
 
-# Each element of the result is of one element, to which nothing is added.
+# Each element of the result comes from one element, to which nothing is added.
 _ONE_FOR_ONE = (operations.BY_ELEMENT | operations.VIEWS) - operations.ADDITIVE.keys()
 
 
@@ -104,10 +104,10 @@ def _inside_of_rule(observed: Observed, place: Place) -> Culprit | None:
 
 
 def is_all_of_its_rule(observed: Observed, place: Place) -> bool:
-    """Whether the backward of a rule adds nothing to the NaNs and Infs that are made in it.
+    """Whether nothing finite is added to the NaNs and Infs that the backward of a rule makes.
 
-    Where it does (it recomputes its function, and a value was used twice), a result that is not
-    finite has finite parts, too.
+    A backward that recomputes its function adds up what comes from several uses of a value: then a
+    result that is not finite has finite parts, which a cure of the whole rule would discard.
     """
     rule = by_rule.rule_around(place.occurrence)
     path = rule.into("backward")
@@ -158,11 +158,12 @@ def _is_finite(stat: np.ndarray[Any, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Given:
-    """Where a NaN or Inf was from the start: an input of the graph, or what it closes over."""
+    """A NaN or Inf that nothing made: it is in an input of the graph, or in an array that the graph
+    closes over."""
 
     index: int | None  # of the input
-    array: Any = None  # what it closes over
-    user: Node | None = None  # of that
+    array: Any = None  # that the graph closes over
+    user: Node | None = None  # of the array
 
 
 def forward_culprit(

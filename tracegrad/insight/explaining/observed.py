@@ -11,8 +11,8 @@ import numpy as np
 from tracegrad.ir import Graph, Node, Occurrence, Origin
 from tracegrad.ir.occurrence import Path
 
-# What a statistic is of: the kind, the node, and the number of its result or operand; for the
-# inputs and outputs of the graph itself no node.
+# What a statistic describes: its kind, the node, and the number of the node's result or operand.
+# The inputs and outputs of the graph itself have no node.
 Key = tuple[str, Occurrence | None, int]
 
 
@@ -20,8 +20,8 @@ Key = tuple[str, Occurrence | None, int]
 class Observed:
     """A graph and what was measured in it.
 
-    `stats` are the statistics, `refused` the nodes that JAX cannot differentiate, with its words,
-    and `lines`, of rules whose backward makes a NaN or Inf, the line there.
+    `stats` has the statistics, `refused` the nodes that JAX cannot differentiate, with JAX's words,
+    and `lines` the line that makes a NaN or Inf in the backward of a rule.
     """
 
     graph: Graph
@@ -47,7 +47,7 @@ class Observed:
         ]
 
     def branches(self, cond: Place) -> list[str]:
-        """Of a cond the branches that ran, in a scan at any of its steps."""
+        """The branches of a cond that ran; inside a scan, at any of its steps."""
         index = self.get("branch", cond)
         assert index is not None
         names = list(cond.node.regions)

@@ -46,8 +46,8 @@ class Link:
 class Streams:
     """The streams in what a pass has observed.
 
-    What a use gives to a value the close form of the pass has. Without it a use counts by the
-    cotangent that comes to it.
+    The close form of the pass tells what each use gives to a value. Without it a use counts by the
+    cotangent that arrives at the use.
     """
 
     observed: Observed
