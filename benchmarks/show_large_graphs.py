@@ -2,7 +2,7 @@
 
 Three shapes of seven thousand operations and more: all in a row, in nested scopes, and in a jitted
 block that is called again and again. In Python: CPU seconds, and the size of the page beside that
-of the text. In the browser: milliseconds from an event until the next frame is on the screen.
+of the text. In the browser: milliseconds until the page is on the screen.
 
     python benchmarks/show_large_graphs.py
     python benchmarks/show_large_graphs.py --browser /usr/bin/chromium    # pip install playwright
@@ -57,21 +57,7 @@ GRAPHS: dict[str, tuple[Callable[..., jax.Array], jax.Array]] = {
     "in calls": (in_calls, jnp.ones((4, 4))),
 }
 
-# Each is run in the page with the root of the view, and measured until the next frame.
-EVENTS = {
-    "unfold": "button('unfold').click()",
-    "search": "box.value = 'e'; box.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'}))",
-    "next": "box.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'}))",
-    "fold": "button('fold').click()",
-}
-MEASURE = """async (code) => {
-  const root = document.querySelector(".tracegrad-graph").shadowRoot;
-  const button = (text) => [...root.querySelectorAll("button")].find((b) => b.textContent === text);
-  const start = performance.now();
-  new Function("button", "box", code)(button, root.querySelector("input"));
-  await new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
-  return performance.now() - start;
-}"""
+# Milliseconds until the frame after the page is on the screen.
 OPENED = """() => new Promise((done) =>
   requestAnimationFrame(() => setTimeout(() => done(performance.now()), 0)))"""
 
@@ -107,15 +93,15 @@ def main() -> None:
     header = ["graph", "operations", "first", "again", "page, kB", "text, kB"]
     print_table("The page in Python: CPU seconds, and its size", header, rows)
     if browser is not None:
-        times = [opened(browser, *page) for page in pages.items()]
-        print_table("\nThe page in a browser: ms", ["graph", "open", *EVENTS], times)
+        times = [[name, opened(browser, page)] for name, page in pages.items()]
+        print_table("\nThe page in a browser: ms", ["graph", "open"], times)
 
 
-def opened(browser: str, name: str, page: str) -> list[str]:
-    """Milliseconds, each the median of five pages."""
+def opened(browser: str, page: str) -> str:
+    """Milliseconds, the median of five pages."""
     from playwright.sync_api import sync_playwright
 
-    times: dict[str, list[float]] = {event: [] for event in ("open", *EVENTS)}
+    times: list[float] = []
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         file = Path(folder) / "page.html"
         file.write_text(page, encoding="utf-8")
@@ -123,12 +109,10 @@ def opened(browser: str, name: str, page: str) -> list[str]:
         for _ in range(ROUNDS):
             tab = chromium.new_page(viewport={"width": 1200, "height": 900})
             tab.goto(file.as_uri())
-            times["open"].append(tab.evaluate(OPENED))
-            for event, code in EVENTS.items():
-                times[event].append(tab.evaluate(MEASURE, code))
+            times.append(tab.evaluate(OPENED))
             tab.close()
         chromium.close()
-    return [name, *(f"{statistics.median(measured):.0f}" for measured in times.values())]
+    return f"{statistics.median(times):.0f}"
 
 
 if __name__ == "__main__":

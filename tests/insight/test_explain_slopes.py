@@ -139,6 +139,25 @@ def test_a_stack_that_explodes_is_one_finding_also_where_it_overflows():
     assert "explodes" in finding.cure
 
 
+@pytest.mark.parametrize("gain", [1.0, 30.0])
+def test_a_stream_that_explodes_is_told_where_the_gradients_of_all_layers_are_alike(gain):
+    """Each layer makes its values and its cotangents larger: their product is the same for all."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = gain * (x @ w)
+        return jnp.mean(x)
+
+    ws = [jnp.linalg.qr(w)[0] for w in weights(8, 1.0)]
+    found = explain(loss, ws, X)
+    norms = [report.norm for report in found.sources]
+    assert max(norms) < 10 * min(norms)
+    assert len(found.problems) == (gain > 1)
+    for finding in found.problems:
+        assert (finding.cause, finding.origin.line) == ("exploding", line_of(loss, 2))
+        assert "what is computed with ws.* the norm grows" in finding.what
+
+
 def test_an_equinox_network_whose_lines_are_a_librarys_is_one_finding_with_its_scope():
     model = eqx.nn.MLP(8, 1, 8, 10, activation=jax.nn.sigmoid, key=jax.random.key(0))
     (finding,) = explain(lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2), model, X).findings

@@ -63,7 +63,7 @@ def test_a_terminal_gets_the_same_text_in_colours_and_a_legend(monkeypatch):
     coloured = printed_in_a_terminal(view)
     *lines, legend = re.sub(r"\033\[[\d;]*m", "", coloured).splitlines()
     assert [line.rstrip() for line in lines] == str(view.graph).splitlines()
-    assert legend.startswith("  gradient: flows · changed by a custom rule")
+    assert legend.startswith("  the gradient flows · a custom rule changes it")
     green, magenta, red, blue = "\033[32m", "\033[35m", "\033[31m", "\033[34m"
     text = coloured.splitlines()
     assert any(line.startswith(f"  {green}reduce_sum = ") for line in text)

@@ -165,15 +165,6 @@ def test_what_nothing_uses_is_unreached_and_cuts_nothing():
     assert kinds(f, X) == {"sin": "unreached", "jit": "unreached", "cos": "flows"}
 
 
-def test_an_operand_without_gradient_is_named_where_another_has_one():
-    graph = tg.graph(lambda x, y: first_only(x, y), X, W)
-    flow = gradient_flow(graph)
-    ((node, lost),) = flow.lost.items()
-    assert (node.name, [graph.names[value] for value in lost]) == ("first_only", ["y"])
-    (inner,) = flow.regions[node].values()
-    assert inner.reached == [True, False]
-
-
 def test_regions_that_only_jax_enters_are_not_guessed_about():
     mesh = jax.make_mesh((3,), ("i",), (jax.sharding.AxisType.Auto,))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
+from collections import Counter
 from html.parser import HTMLParser
 
 import jax
@@ -12,170 +13,164 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.insight import show
+from tracegrad.insight.gradient_flow import Flow, gradient_flow
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
 VOID = {"meta"}
 
 
 class Page(HTMLParser):
-    """The elements of a page with their attributes, and the text inside each kind."""
+    """The elements of a page, and its lines: depth, class and text of each operation or scope.
+
+    `folded`: how many folds are closed around each line.
+    """
 
     def __init__(self, text):
         super().__init__()
-        self.elements, self.text, self.open = [], {}, []
+        self.elements, self.open, self.lines, self.words = [], [], [], ""
         self.feed(text)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
+        attributes = dict(attrs)
+        self.elements.append((tag, attributes))
+        if tag in ("p", "summary"):
+            depth = sum(which == "details" for which, _ in self.open) - (tag == "summary")
+            self.lines.append([depth, attributes.get("class"), ""])
         if tag not in VOID:
-            self.open.append(tag)
+            self.open.append((tag, attributes))
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+        assert self.open.pop()[0] == tag
 
     def handle_data(self, data):
-        if self.open:
-            self.text.setdefault(self.open[-1], []).append(data)
+        tags = [tag for tag, _ in self.open]
+        if "style" not in tags and "title" not in tags:
+            self.words += f"{data}\n"
+            if tags[-1:] == ["i"]:
+                self.lines[-1][2] += "  "
+            if "p" in tags or "summary" in tags:
+                self.lines[-1][2] += data
 
     @property
-    def data(self):
-        return json.loads(self.text["script"][0])
+    def program(self):
+        """The lines below the legend, in columns."""
+        texts = [text for _, _, text in self.lines]
+        last = max(k for k, text in enumerate(texts) if re.match(LEGEND, text))
+        return [
+            f"{'. ' * depth}{text.split('  ')[0]}"
+            for depth, kind, text in self.lines[last + 1 :]
+            if kind is not None
+        ]
+
+    def kind(self, statement):
+        """The class of the lines that begin with something."""
+        found = {kind for _, kind, text in self.lines if kind and text.startswith(statement)}
+        assert len(found) == 1, (statement, found)
+        return found.pop()
 
 
-def data_of(fun, *args):
-    return Page(show(fun, *args)._repr_html_()).data
+LEGEND = r"the gradient flows: |a custom|it ends here: |none arrives: |nothing to|no gradient"
 
 
-def named(rows):
-    """The fields of the rows that the tests look at: results, label, flow, regions."""
-    kinds = ["flows", "changed", "cut", "unreached", "none", "replaced", "unknown", "rule"]
-    return [(row[0], row[1], kinds[row[7]], row[9]) for row in rows]
+def page_of(fun, *args):
+    return Page(show(fun, *args)._repr_html_())
 
 
-def test_a_notebook_gets_one_element_its_data_and_one_script():
-    page = Page(show(jnp.sin, 1.0)._repr_html_())
-    assert [tag for tag, _ in page.elements] == ["div", "script", "pre", "script"]
-    assert page.elements[0][1] == {"class": "tracegrad-graph"}
-    assert page.elements[1][1] == {"type": "application/json"}
+@jax.jit
+def inner(x):
+    return jnp.sin(x) * jnp.floor(x)
 
 
-def test_nothing_is_loaded_from_elsewhere():
-    text = show(jnp.sin, 1.0).to_html()
-    page = Page(text)
-    assert not [attrs for _, attrs in page.elements if {"src", "href", "action"} & set(attrs)]
-    assert not re.search(r"https?:|//[a-z]|@import|url\(|fetch\(|import\(|XMLHttpRequest", text)
-
-
-def test_where_scripts_are_not_run_the_text_stays():
-    view = show(lambda x: jnp.sin(x) < 1, 1.0)
-    assert "".join(Page(view._repr_html_()).text["pre"]) == str(view.graph)
-
-
-def test_the_text_for_where_scripts_are_not_run_is_short():
-    def long(x):
-        for _ in range(100):
+def long(count):
+    def f(x):
+        for _ in range(count):
             x = jnp.sin(x)
         return x
 
-    text = "".join(Page(show(long, 1.0)._repr_html_()).text["pre"])
-    assert len(text.splitlines()) == 61
-    assert text.endswith("... 42 more lines")
+    return f
+
+
+# --------------------------------------------------------------------------------- whole and safe
+
+
+def test_nothing_is_loaded_from_elsewhere_and_nothing_runs():
+    text = show(jnp.sin, 1.0).to_html()
+    tags = {tag for tag, _ in Page(text).elements}
+    assert "script" not in tags
+    attributes = [name for _, attrs in Page(text).elements for name in attrs]
+    assert not [name for name in attributes if name in ("src", "action") or name.startswith("on")]
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", text)
 
 
 def test_names_are_never_read_as_html():
     def f(x):
         with jax.named_scope(HOSTILE.replace("/", "")):
-            return {"a": jax.jit(inner)(x[HOSTILE])}
+            return {"a": jax.jit(named)(x[HOSTILE])}
 
-    def inner(v):
+    def named(v):
         return jnp.sin(v)
 
-    inner.__name__ = f.__name__ = HOSTILE
+    named.__name__ = f.__name__ = HOSTILE
     for text in (show(f, {HOSTILE: 1.0})._repr_html_(), show(f, {HOSTILE: 1.0}).to_html()):
         page = Page(text)
         assert "img" not in {tag for tag, _ in page.elements}
-        assert page.data["name"] == HOSTILE
-        # JAX keeps of a function's name what stands before a space.
-        assert page.data["bodies"][1]["name"] == HOSTILE.split()[0]
+        assert HOSTILE in page.words
+        assert f"# {HOSTILE.replace('/', '')}" in page.words
         assert "<img" not in text.replace("&lt;img", "")
-    (scope,) = [scope for scope in page.data["scopes"] if scope]
-    assert scope == [HOSTILE.replace("/", "")]
 
 
-def test_every_node_is_a_row_with_its_type_line_and_code():
+# ------------------------------------------------------------------------------- what stands there
+
+
+def test_every_operation_is_a_line_with_its_type_and_place_and_code():
     def f(w, x):
         with jax.named_scope("layer"):
-            return jnp.tanh(x @ w)
+            return jnp.sum(jnp.tanh(x @ w), axis=0), x[0] < 1
 
-    data = data_of(f, jnp.ones((3, 2)), jnp.ones((4, 3)))
-    (body,) = data["bodies"]
-    assert body["name"] == "f"
-    assert body["inputs"] == [["w", "f32[3,2]", 1], ["x", "f32[4,3]", 1]]
-    assert (body["types"], body["out"]) == (["f32[4,2]"], ["tanh"])
-    product, tanh = body["rows"]
-    assert product[:5] == [["dot_general"], "dot_general", ["x", "w"], "", "f32[4,2]"]
-    assert data["scopes"][tanh[6]] == ["layer"]
-    place, function, code = data["places"][tanh[5]]
-    assert place.startswith("test_show_html.py:")
-    assert function.endswith("f")
-    assert code == "return jnp.tanh(x @ w)"
+    page = page_of(f, jnp.ones((3, 2)), jnp.ones((4, 3)))
+    line = f.__code__.co_firstlineno + 2
+    assert "f(w: f32[3,2], x: f32[4,3]) -> f32[2], bool[3]" in page.words
+    texts = [text for *_, text in page.lines]
+    place = f"test_show_html.py:{line}"
+    assert f"tanh = tanh(dot_general)  f32[4,2]  {place}" in texts
+    assert f"reduce_sum = reduce_sum(tanh) axes=(0,)  f32[2]  {place}" in texts
+    assert "return reduce_sum, lt" in page.words
+    code = {attrs.get("title") for tag, attrs in page.elements if tag == "p"}
+    assert "return jnp.sum(jnp.tanh(x @ w), axis=0), x[0] < 1" in code
 
 
-def test_annotations_and_flow_are_told():
-    @tg.custom_gradient
-    def clip(x):
-        return x * 1.0, lambda dy: jnp.clip(dy, -1, 1)
-
-    @tg.custom_gradient
-    def first_only(x, y):
-        return x * y, lambda dy: (dy, None)
-
-    def f(x, y):
-        kept = first_only(clip(x), y)
-        return jnp.sum(jax.checkpoint(jnp.sin)(kept) * tg.stop_gradient(x)), jnp.cos(y) > 0
-
-    bodies = data_of(f, jnp.ones(3), jnp.ones(3))["bodies"]
-    assert bodies[0]["inputs"] == [["x", "f32[3]", 1], ["y", "f32[3]", 0]]
-    rows = {row[0][0]: row for row in bodies[0]["rows"]}
-    told = {name: (label, kind) for (name, *_), label, kind, _ in named(bodies[0]["rows"])}
-    assert told["clip"] == ("◆ custom_gradient[vjp] clip", "changed")
-    assert told["first_only"] == ("◆ custom_gradient[vjp] first_only", "changed")
-    assert rows["first_only"][8] == "y"  # no gradient goes on to it
-    assert told["sin"] == ("↻ recompute sin", "flows")
-    assert told["stop_gradient"] == ("■ stop_gradient", "cut")
-    assert told["cos"][1] == "unreached"
-    again = {body["name"]: body["again"] for body in bodies}
-    assert (again["sin"], again["f"]) == (1, 0)
-    (replaced,) = {kind for _, _, kind, _ in named(bodies[rows["clip"][9][0][1]]["rows"])}
-    assert replaced == "replaced"
-
-
-def test_a_region_entered_often_is_written_once_and_lines_of_its_own_are_kept():
-    @jax.jit
-    def inner(x):
-        return jnp.sin(x)
-
-    def f(x):
-        for _ in range(50):
-            x = inner(x)
-        return jnp.round(x) + jnp.round(2 * x)
-
-    data = data_of(f, 1.0)
-    assert [body["name"] for body in data["bodies"]] == ["f", "inner", "round"]
-    (sin,) = data["bodies"][1]["rows"]
-    assert data["places"][sin[5]][2] == "return jnp.sin(x)"
-    # What JAX's own `round` holds has no line of the user's: it takes that of each call.
-    (rounding,) = data["bodies"][2]["rows"]
-    assert rounding[5] == -1
+def test_a_region_stands_below_the_first_call_and_others_link_to_it():
+    page = page_of(lambda x: inner(inner(x)) + jnp.cos(x), 1.0)
+    assert page.program == [
+        "inner = jit inner(x)",
+        ". sin = sin(x)",
+        ". floor = floor(x)",
+        ". mul = mul(sin, floor)",
+        "inner_1 = jit inner(inner)",
+        "cos = cos(x)",
+        "add = add(inner_1, cos)",
+    ]
+    (link,) = [attrs["href"] for tag, attrs in page.elements if tag == "a"]
+    assert link[1:] in [attrs.get("id") for _, attrs in page.elements]
+    assert "inner (as above)" in page.words
 
 
 def test_the_same_region_entered_in_two_ways_is_written_for_each():
-    inner = jax.jit(lambda x: jnp.sin(x))
-    data = data_of(lambda x: inner(x) + inner(tg.stop_gradient(x)), 1.0)
-    flows = [kind for body in data["bodies"][1:] for _, _, kind, _ in named(body["rows"])]
-    assert flows == ["flows", "none"]
+    once = jax.jit(lambda x: jnp.sin(x))
+    page = page_of(lambda x: once(x) + once(tg.stop_gradient(x)), 1.0)
+    assert [kind for _, kind, text in page.lines if text.startswith("sin =")] == ["flows", "none"]
+
+
+def test_what_a_library_function_holds_has_no_line_of_one_of_its_calls():
+    page = page_of(lambda x: jnp.round(x) + jnp.round(2 * x), 1.0)
+    (rounding,) = [
+        text for _, _, text in page.lines if "rounding_method" in text and "jit" not in text
+    ][-1:]
+    assert "test_show_html" not in rounding
+    calls = [text for _, _, text in page.lines if text.startswith("round") and "jit round" in text]
+    assert all("test_show_html.py:" in text for text in calls)
 
 
 def test_branches_and_loop_parts_have_titles():
@@ -183,9 +178,9 @@ def test_branches_and_loop_parts_have_titles():
         y = jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)
         return jax.lax.while_loop(lambda v: v < 3, lambda v: v + 1, y)
 
-    rows = data_of(f, 1.0)["bodies"][0]["rows"]
-    titles = [[title for title, _ in row[9]] for row in rows if row[9]]
-    assert titles == [["branches[0]", "branches[1]"], ["cond_jaxpr", "body_jaxpr"]]
+    words = page_of(f, 1.0).words
+    for title in ("branches[0]:", "branches[1]:", "cond_jaxpr:", "body_jaxpr:"):
+        assert title in words
 
 
 def test_the_rule_of_a_custom_gradient_can_be_read():
@@ -193,31 +188,9 @@ def test_the_rule_of_a_custom_gradient_can_be_read():
     def clip(x):
         return x * 1.0, lambda dy: jnp.clip(dy, -1, 1)
 
-    bodies = data_of(lambda x: clip(clip(x)), jnp.ones(3))["bodies"]
-    first, second = (row[9] for row in bodies[0]["rows"])
-    assert [[title, *is_rule] for title, _, *is_rule in first] == [[""], ["backward", 1]]
-    assert first[1:] == second[1:]  # written once
-    backward = bodies[first[1][1]]["rows"]
-    assert {kind for _, _, kind, _ in named(backward)} == {"rule"}
-    assert "clip" in " ".join(label for _, label, _, _ in named(backward))
-
-
-def test_a_scope_in_a_rule_may_be_called_as_jax_writes_a_transformation():
-    @jax.jit
-    def clipped(dy):
-        with jax.named_scope("jvp()"):
-            return jnp.clip(dy, -1, 1)
-
-    @tg.custom_gradient
-    def clip(x):
-        return x * 1.0, clipped
-
-    data = data_of(clip, jnp.ones(3))
-    ((_, number, _),) = (part for part in data["bodies"][0]["rows"][0][9] if len(part) == 3)
-    (call,) = data["bodies"][number]["rows"]
-    ((_, number, _),) = call[9]
-    found = {tuple(data["scopes"][row[6]]) for row in data["bodies"][number]["rows"]}
-    assert found == {("jvp()",)}
+    page = page_of(lambda x: clip(clip(x)), jnp.ones(3))
+    assert page.words.count("backward:") == 1  # written once
+    assert any("jit clip" in text for *_, text in page.lines)
 
 
 def test_a_rule_that_does_not_fit_leaves_the_rest_to_be_shown():
@@ -225,8 +198,134 @@ def test_a_rule_that_does_not_fit_leaves_the_rest_to_be_shown():
     def wrong(x):
         return x * 1.0, lambda dy: (dy, dy)
 
-    (row,) = data_of(lambda x: wrong(x) > 0, jnp.ones(3))["bodies"][0]["rows"][:1]
-    assert [title for title, *_ in row[9]] == [""]
+    page = page_of(lambda x: wrong(x) > 0, jnp.ones(3))
+    assert any(text.startswith("mul =") for *_, text in page.lines)
+    assert "backward:" not in page.words
+
+
+# ----------------------------------------------------------------------------------------- the flow
+
+
+def everything(x, y):
+    @tg.custom_gradient
+    def clip(x):
+        return x * 1.0, lambda dy: jnp.clip(dy, -1, 1)
+
+    def step(carry, _):
+        return clip(inner(carry)), jnp.round(carry)
+
+    carry, rounded = jax.lax.scan(step, x, None, 3)
+    carry = jax.checkpoint(lambda c: jnp.tanh(inner(c)))(carry)
+    return jnp.sum(carry) + jnp.sum(rounded), tg.stop_gradient(jnp.cos(y)) * 2
+
+
+def test_lines_have_the_colour_of_what_becomes_of_the_gradient():
+    page = page_of(everything, jnp.ones(3), jnp.ones(3))
+    for line, kind in [
+        ("cos = ", "unreached"),
+        ("stop_gradient = ", "cut"),
+        ("tanh = ", "flows"),
+        ("clip = ◆ custom", "changed"),
+        ("round_ = ", "cut"),
+    ]:
+        assert page.kind(line) == kind
+    assert page.words.count("no gradient arrives at y") == 1
+    again = [attrs for _, attrs in page.elements if attrs.get("class") == "in again"]
+    assert again  # what is recomputed
+
+
+def test_the_legend_counts_every_occurrence_and_lists_where_gradients_end():
+    """As a walk over the graph does that knows nothing of the page."""
+    shown = show(everything, jnp.ones(3), jnp.ones(3))
+    flow, found = gradient_flow(shown.graph), list(shown.graph.walk())
+    kinds = [flow.along(o.path).flows[o.node] for o in found]
+    around = {
+        (*o.path[:depth], o.path[depth][0])
+        for o, kind in zip(found, kinds, strict=True)
+        if kind is Flow.CUT
+        for depth in range(len(o.path))
+    }
+    # A call is where a gradient ends only if that is at nothing inside of it.
+    want = Counter(
+        kind
+        for o, kind in zip(found, kinds, strict=True)
+        if not (kind is Flow.CUT and (*o.path, o.node) in around)
+    )
+    page = Page(shown._repr_html_())
+    told = dict(
+        text.split(": ") for *_, text in page.lines if re.match(LEGEND, text) and ": " in text
+    )
+    assert {words: int(count) for words, count in told.items()} == {
+        "the gradient flows": want[Flow.FLOWS],
+        "a custom rule changes it": want[Flow.CHANGED],
+        "it ends here": want[Flow.CUT],
+        "none arrives": want[Flow.UNREACHED],
+        "nothing to differentiate": want[Flow.NONE],
+    }
+    assert f"{len(found)} operations" in page.words
+    texts = [text for *_, text in page.lines]
+    listed = texts[texts.index(f"it ends here: {want[Flow.CUT]}") + 1 :]
+    ends = itertools.takewhile(lambda text: " = " in text, listed)
+    assert [text.split("  ")[0] for text in ends] == [
+        "floor = floor(x)",
+        "round_ = round(a) rounding_method=1",
+        "stop_gradient = ■ stop_gradient(cos)",
+    ]
+
+
+# ------------------------------------------------------------------------------------------ folding
+
+
+def test_a_small_graph_is_unfolded_and_a_large_one_is_not():
+    for count, is_open in ((10, True), (20, False)):
+
+        def f(x, count=count):
+            for _ in range(count):
+                x = jnp.exp(inner(x))
+            return x
+
+        folds = [attrs for tag, attrs in page_of(f, 1.0).elements if tag == "details"]
+        assert all(("open" in attrs) == is_open for attrs in folds[2:])  # above: what cuts
+
+
+def test_neighbours_in_a_scope_fold():
+    def f(x):
+        with jax.named_scope("encoder"):
+            x = jnp.sin(x)
+            with jax.named_scope("block"):
+                x = jnp.floor(x)
+        return jnp.exp(x)
+
+    page = page_of(f, 1.0)
+    assert page.program == [
+        "# encoder",
+        ". sin = sin(x)",
+        ". # block",
+        ". . floor = floor(sin)",
+        "exp = exp(floor)",
+    ]
+    assert "2 operations, it ends here: 1" in page.words
+
+
+def test_calls_of_functions_stand_for_scopes_where_none_is_named():
+    def layer(x):
+        return jnp.sin(jnp.cos(x))
+
+    def alone(x):
+        return jnp.tanh(x)
+
+    page = page_of(lambda x: alone(layer(layer(x))), 1.0)
+    place = rf" \(test_show_html\.py:{layer.__code__.co_firstlineno + 6}\)"
+    heads = [line for line in page.program if line[0] == "#"]
+    assert re.fullmatch(f"# layer{place}", heads[0])
+    assert re.fullmatch(f"# layer{place} · 2", heads[1])
+    assert page.program[-1] == "tanh = tanh(sin_1)"  # a call of one operation needs no line
+
+
+def test_a_browser_lays_out_the_lines_of_a_long_graph_in_parts():
+    page = page_of(long(600), 1.0)
+    assert sum(attrs.get("class") == "chunk" for _, attrs in page.elements) == 3
+    assert len(page.program) == 600
 
 
 @pytest.mark.parametrize("repetitions", [700])

@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 import tracegrad as tg
@@ -30,42 +31,52 @@ class Model:
         return scaled(x) + 1
 
 
-def test_named_scopes_are_the_parts_where_there_are_some():
-    def f(x):
-        with jax.named_scope("a"), jax.named_scope("b"):
-            x = scaled(x)
-        return scaled(x)
-
-    assert parts(f, 1.0) == ([("a", "b"), ("a", "b"), (), ()], True)
+def half_named(x):
+    with jax.named_scope("a"), jax.named_scope("b"):
+        x = scaled(x)
+    return scaled(x)
 
 
-def test_else_the_functions_that_are_called_are_and_each_turn_of_a_loop_counts():
-    found, are_named = parts(lambda x: Model()(x) ** 2, 1.0)
-    assert not are_named
-    assert found == [
-        ("Model ()", "scaled ()"),
-        ("Model ()", "scaled ()"),
-        ("Model ()", "scaled () · 2"),
-        ("Model ()", "scaled () · 2"),
-        ("Model ()", "scaled ()"),  # called from another line
-        ("Model ()", "scaled ()"),
-        ("Model ()",),
-        (),
-    ]
+def with_a_few_scopes(x):
+    with jax.named_scope("a"):
+        x = scaled(x)
+    return Model()(x) + 1
 
 
-def test_what_all_operations_have_in_common_is_left_out():
-    found, _ = parts(lambda x: Model()(x), 1.0)
-    assert [row[:1] for row in found] == [("scaled ()",)] * 2 + [("scaled () · 2",)] * 2 + [
-        ("scaled ()",)
-    ] * 2 + [()]
+ONE, TWO = "scaled ()", "scaled () · 2"
+MODEL = [(ONE,), (ONE,), (TWO,), (TWO,), (ONE,), (ONE,), ()]  # the last is called elsewhere
+
+
+@pytest.mark.parametrize(
+    ("fun", "are_named", "expected"),
+    [
+        (half_named, True, [("a", "b"), ("a", "b"), (), ()]),
+        # Of what all operations have in common nothing is told; a turn of a loop counts.
+        (lambda x: Model()(x), False, MODEL),
+        (lambda x: Model()(x) ** 2, False, [*(("Model ()", *parts) for parts in MODEL), ()]),
+        (
+            with_a_few_scopes,
+            False,
+            [(ONE, "a"), (ONE, "a"), *(("Model ()", *p) for p in MODEL), ()],
+        ),
+    ],
+    ids=["scopes", "calls", "calls in calls", "scopes in calls"],
+)
+def test_parts_are_named_scopes_or_where_few_are_named_the_calls_of_functions(
+    fun, are_named, expected
+):
+    assert parts(fun, 1.0) == (expected, are_named)
+
+
+def test_the_passes_of_a_derivative_are_the_outermost_parts():
+    found, _ = parts(lambda x: jax.grad(lambda x: Model()(x) ** 2)(x) + 1, 1.0)
+    assert found[0] == ("jvp()", "Model ()", ONE)
+    assert ("transpose(jvp())", "Model ()", ONE) in found
+    assert found[-1] == ()
 
 
 def test_inside_of_a_region_they_begin_in_its_function():
-    @jax.jit
-    def region(x):
-        return scaled(x) + 1
-
+    region = jax.jit(lambda x: scaled(x) + 1)
     graph = tg.graph(lambda x: Model()(region(x)), 1.0)
     found, _ = parts_of(graph.nodes[0].regions["jaxpr"])
     assert [len(row) for row in found] == [1, 1, 0]
@@ -75,26 +86,3 @@ def test_layers_of_libraries_are_parts():
     first, second = (nnx.Linear(2, 2, rngs=nnx.Rngs(i)) for i in range(2))
     found, _ = parts(lambda x: jnp.sin(second(first(x))), jnp.ones((1, 2)))
     assert list(dict.fromkeys(found)) == [("Linear",), ("Linear_1",), ()]
-
-
-def test_a_few_scopes_lie_inside_of_the_calls():
-    def named(x):
-        with jax.named_scope("a"):
-            return scaled(x)
-
-    def f(x):
-        return Model()(named(x)) + 1
-
-    found, are_named = parts(f, 1.0)
-    assert not are_named
-    assert found[0] == ("named ()", "scaled ()", "a")
-    found, _ = parts(jax.grad(f), 1.0)
-    assert found[0] == ("jvp()", "named ()", "scaled ()", "a")
-
-
-def test_the_passes_of_a_derivative_are_parts_with_calls_in_them():
-    found, are_named = parts(lambda x: jax.grad(lambda x: Model()(x) ** 2)(x) + 1, 1.0)
-    assert not are_named
-    assert found[0] == ("jvp()", "Model ()", "scaled ()")
-    assert ("transpose(jvp())", "Model ()", "scaled ()") in found
-    assert found[-1] == ()

@@ -29,7 +29,7 @@ from tracegrad.insight.finite_differences import (
     status_of,
     weighed,
 )
-from tracegrad.insight.perturbed import Perturbed
+from tracegrad.insight.gradient_flow import RegionFlow, gradient_flow, is_among
 from tracegrad.insight.raising import AsItIs, in_double
 from tracegrad.ir import (
     CustomGradient,
@@ -75,11 +75,11 @@ def check_rules(
       limits: of a graph those for it alone, whatever the rest of the program is computed in.
       random: of NumPy.
     """
-    perturbed = Perturbed(program)
+    flow = gradient_flow(program)
     for rule, given in operands.items():
         if isinstance(rule.node, CustomGradient):
             own = limits(rule.node.primal)
-            yield from _check_rule(rule, given, perturbed, declared, own, random)
+            yield from _check_rule(rule, given, flow, declared, own, random)
 
 
 class _Operands(MeasuredPass):
@@ -128,7 +128,7 @@ def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
 def _check_rule(
     rule: Occurrence,
     stacked: Sequence[Any],
-    perturbed: Perturbed,
+    flow: RegionFlow,
     declared: Callable[[str], Any],
     limits: Limits,
     random: Any,
@@ -137,8 +137,13 @@ def _check_rule(
     is a constant there, and give zeros for what nothing comes back from."""
     node = rule.node
     assert isinstance(node, CustomGradient)
-    varying, wanted = perturbed.of(rule)
-    active = [i for i in varying if i >= node.closed_over and has_gradient(node.inputs[i])]
+    around = flow.along(rule.path)
+    wanted = [value in around.arrived for value in node.outputs]
+    active = [
+        i
+        for i, value in enumerate(node.inputs)
+        if i >= node.closed_over and is_among(value, around.varying) and has_gradient(value)
+    ]
     if not active or not any(wanted):
         return
     # In scans the operands of all steps are stacked along leading axes.
@@ -146,8 +151,7 @@ def _check_rule(
     if stacked:
         steps = np.shape(stacked[0])[: np.ndim(stacked[0]) - len(node.inputs[0].aval.shape)]
     first, last = (0,) * len(steps), tuple(n - 1 for n in steps)
-    region = perturbed.program.region_of(rule)
-    of, function = _function_of(node, region, active, limits.arithmetic)
+    of, function = _function_of(node, around.graph, active, limits.arithmetic)
     for step in dict.fromkeys((first, last)):
         args = in_double(arg[step] for arg in stacked)
         compiled = bounded(function, args)

@@ -1,9 +1,44 @@
-"""How a terminal shows text in colours, if its user wants any."""
+"""The colours of a gradient's flow, and how a terminal shows text in colours, if its user does."""
 
 from __future__ import annotations
 
 import os
 import sys
+
+from tracegrad.insight.gradient_flow import Flow
+
+# What a legend says of the flow at an operation, in its order.
+WORDS = {
+    Flow.FLOWS: "the gradient flows",
+    Flow.CHANGED: "a custom rule changes it",
+    Flow.CUT: "it ends here",
+    Flow.UNREACHED: "none arrives",
+    Flow.NONE: "nothing to differentiate",
+}
+# Of a line on a page, light or dark; behind the text of a picture; of text in a terminal.
+HUES = {
+    Flow.FLOWS: "#2da44e",
+    Flow.CHANGED: "#8250df",
+    Flow.CUT: "#cf222e",
+    Flow.UNREACHED: "#bf8700",
+}
+FILLS = {
+    Flow.FLOWS: "#d8f0dd",
+    Flow.CHANGED: "#e5d8fb",
+    Flow.CUT: "#fbd3d0",
+    Flow.UNREACHED: "#fbe9c3",
+    Flow.NONE: "#f3f4f6",
+    Flow.REPLACED: "#f3f4f6",
+}
+STYLES = {
+    Flow.FLOWS: "32",
+    Flow.CHANGED: "35",
+    Flow.CUT: "31",
+    Flow.UNREACHED: "33",
+    Flow.NONE: "2",
+    Flow.REPLACED: "2",
+    Flow.UNKNOWN: "",
+}
 
 
 def painted(style: str, text: str) -> str:

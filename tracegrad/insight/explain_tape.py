@@ -63,7 +63,7 @@ def explain_tape(
         for target, seed in zip(targets, seeds_for(targets, output_gradients), strict=True)
     ]
     made = {slot for entry in record.entries for slot in entry.results}
-    # What the tape did not compute itself is explained in one go, the rest one by one.
+    # Arrays that the tape did not compute are explained together, the others one by one.
     together: dict[str, Any] = {}
     single: list[dict[str, Any]] = []
     findings: list[Finding] = []

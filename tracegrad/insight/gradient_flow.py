@@ -1,23 +1,24 @@
 """Where the gradient goes in a program: for every node at any depth, whether it passes.
 
-Two walks decide it, both on the program and never on values: forward, what a gradient of some
-output could reach the float inputs from (as `connectivity` has it); backward, where a gradient of
-the float outputs arrives. It passes a node where the two meet.
+Three sets of values decide it, all of the program and none of numbers: values that vary with a
+float input, values at which a gradient of a float output arrives, and values whose data lead to an
+output. A gradient passes a node where a result of the node varies and gets a gradient.
 """
 
 from __future__ import annotations
 
 import enum
-import operator
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from operator import or_
 
 from tracegrad._jax.caches import once_for_each
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import (
+    Atom,
     CustomGradient,
     Graph,
-    Literal,
     Node,
     Recompute,
     Value,
@@ -26,15 +27,18 @@ from tracegrad.ir import (
 )
 from tracegrad.ir.dependence import (
     Masks,
+    Rule,
     back_around,
     joined,
     leading_to,
-    mask_of,
     node_dependence,
     of_each,
     region_outputs_leading_to,
     spread,
 )
+from tracegrad.ir.occurrence import Path
+
+Bools = Sequence[bool]
 
 
 class Flow(enum.Enum):
@@ -55,31 +59,35 @@ class RegionFlow:
 
     Attributes:
       graph: the graph.
-      flows: what happens at each of its nodes.
-      lost: for nodes that pass a gradient to some operands, those that get none although they
-        lead to a result.
-      regions: the flow through the regions of each node that has some, by name.
-      reached: for each input, whether a gradient arrives there.
       recomputed: whether it is run again in the backward pass.
+      varying: the values that vary with a float input.
+      arrived: the values at which a gradient arrives from an output.
+      flows: what happens at each node.
+      regions: the flow through the regions of each node that has some, by name.
     """
 
     graph: Graph
     recomputed: bool
+    varying: AbstractSet[Value]
+    arrived: AbstractSet[Value]
     flows: dict[Node, Flow] = field(default_factory=dict)
-    lost: dict[Node, tuple[Value | Literal, ...]] = field(default_factory=dict)
     regions: dict[Node, dict[str, RegionFlow]] = field(default_factory=dict)
-    reached: list[bool] = field(default_factory=list)
 
-    def along(self, path: Sequence[tuple[Node, str]]) -> RegionFlow:
-        """That of a region inside it, by the calls that lead there."""
+    @property
+    def reached(self) -> list[bool]:
+        """For each input, whether a gradient arrives there that goes on to a source."""
+        return [v in self.arrived and v in self.varying for v in self.graph.inputs]
+
+    def along(self, path: Path) -> RegionFlow:
+        """The flow through a region inside, by the calls that lead there."""
         flow = self
         for node, name in path:
             flow = flow.regions[node][name]
         return flow
 
 
-def gradient_flow(graph: Graph, targets: Sequence[int] | None = None) -> RegionFlow:
-    """The flow of gradients from some outputs of a graph (None: all of floats) to its float inputs.
+def gradient_flow(graph: Graph) -> RegionFlow:
+    """The flow of gradients from the float outputs of a graph to its float inputs.
 
     Where a region is entered from several places in the same way, they share one `RegionFlow`.
 
@@ -93,24 +101,26 @@ def gradient_flow(graph: Graph, targets: Sequence[int] | None = None) -> RegionF
     [True]
     """
     carrying = [has_gradient(v) or is_reference(v) for v in graph.inputs]
-    wanted = [
-        has_gradient(v) and (targets is None or k in targets) for k, v in enumerate(graph.outputs)
-    ]
+    wanted = list(map(has_gradient, graph.outputs))
     return _Flows().of(graph, carrying, wanted, wanted, recomputed=False)
 
 
-Bools = Sequence[bool]
-
-
-@dataclass
 class _Flows:
-    """Shared regions are looked at once for each way to enter them."""
+    """Looks at shared regions once for each way to enter them."""
 
-    walk: Walk = field(default_factory=Walk)
+    def __init__(self) -> None:
+        self._walk = Walk()
 
     @once_for_each
     def of(
-        self, graph: Graph, carrying: Bools, arriving: Bools, wanted: Bools, *, recomputed: bool
+        self,
+        graph: Graph,
+        carrying: Bools,
+        arriving: Bools,
+        wanted: Bools,
+        *,
+        recomputed: bool,
+        every: Flow | None = None,
     ) -> RegionFlow:
         """The flow through a graph.
 
@@ -118,138 +128,87 @@ class _Flows:
           carrying: for each input, whether a gradient there would go on to a source.
           arriving: for each output, whether a gradient arrives there.
           wanted: for each output, whether its data go on to a target.
-          recomputed: whether it is inside of a `Recompute`.
+          recomputed: whether the graph is inside of a `Recompute`.
+          every: what happens at every node, if JAX differentiates a call around them as a whole.
         """
-        flow = RegionFlow(graph, recomputed)
         masks: dict[Value, int] = {}
-        spread(graph, [int(c) for c in carrying], self.walk.rule, masks)
+        spread(graph, [int(c) for c in carrying], self._walk.rule, masks)
+        varying = {value for value, mask in masks.items() if mask}
+        arrived = leading_to(graph, arriving, self._rule(varying))
         live = leading_to(graph, wanted)
-        arrived = {
-            value
-            for value, arrives in zip(graph.outputs, arriving, strict=True)
-            if arrives and isinstance(value, Value)
-        }
-        for node in reversed(graph.nodes):
-            self._visit(node, flow, masks, live, arrived)
-        flow.flows = dict(reversed(flow.flows.items()))
-        flow.reached = [
-            value in arrived and carries
-            for value, carries in zip(graph.inputs, carrying, strict=True)
-        ]
+        flow = RegionFlow(graph, recomputed, varying, arrived)
+        for node in graph.nodes:
+            flow.flows[node] = every or _flow_at(node, flow, live)
+            if node.regions:
+                flow.regions[node] = {
+                    name: self._inside(node, name, flow, live, every) for name in node.regions
+                }
         return flow
 
-    def _visit(
-        self,
-        node: Node,
-        flow: RegionFlow,
-        masks: dict[Value, int],
-        live: set[Value],
-        arrived: set[Value],
-    ) -> None:
-        ins = [mask_of(value, masks) for value in node.inputs]
-        got = [value in arrived for value in node.outputs]
-        passing = self._passing(node, ins, got, arrived)
-        arrived.update(
-            v for i, v in enumerate(node.inputs) if isinstance(v, Value) and passing >> i & 1
-        )
-        carrying = joined(1 << i for i, mask in enumerate(ins) if mask)
-        needed = joined(
-            data & carrying
-            for data, value in zip(node_dependence(node), node.outputs, strict=True)
-            if value in live
-        )
-        if not carrying:
-            kind = Flow.NONE
-        elif passing:
-            kind = Flow.CHANGED if isinstance(node, CustomGradient) else Flow.FLOWS
-            lost = tuple(v for i, v in enumerate(node.inputs) if (needed & ~passing) >> i & 1)
-            if lost:
-                flow.lost[node] = lost
-        else:
-            # Where a result still carries, something further on cut the gradient.
-            carried = any(mask_of(value, masks) for value in node.outputs if value in live)
-            kind = Flow.CUT if needed and not carried else Flow.UNREACHED
-        flow.flows[node] = kind
-        if node.regions:
-            flow.regions[node] = self._inside(node, kind, ins, got, passing, live, flow.recomputed)
+    def _rule(self, varying: AbstractSet[Value]) -> Rule:
+        """Of each result of a node: the varying operands that it gives a gradient to."""
 
-    def _passing(self, node: Node, ins: Masks, got: Bools, arrived: set[Value]) -> int:
-        """The operands to which a gradient goes on from the results at which one arrives."""
-        carrying = of_each(map(bool, ins))
-        references = [v for v in node.operands if is_reference(v)]
-        if references:  # what is written there is read elsewhere
-            return joined(carrying) if any(got) or arrived.intersection(references) else 0
-        if not any(ins):
-            return 0
-        rows = self.walk.rule(node, carrying)
-        return joined(row for row, arrives in zip(rows, got, strict=True) if arrives)
+        def rule(node: Node, _: Masks) -> Masks:
+            return self._walk.rule(node, of_each(is_among(v, varying) for v in node.inputs))
+
+        return rule
 
     def _inside(
         self,
         node: Node,
-        kind: Flow,
-        ins: Masks,
-        got: list[bool],
-        passing: int,
-        live: set[Value],
-        recomputed: bool,
-    ) -> dict[str, RegionFlow]:
-        recomputed = recomputed or isinstance(node, Recompute)
-        entered = None if kind is Flow.NONE else self.walk.enter(node, ins)
+        name: str,
+        flow: RegionFlow,
+        live: AbstractSet[Value],
+        every: Flow | None,
+    ) -> RegionFlow:
+        """The flow through one region of a node."""
+        region, recomputed = node.regions[name], flow.recomputed or isinstance(node, Recompute)
+        varying = [int(is_among(v, flow.varying)) for v in node.inputs]
+        entered = self._walk.enter(node, varying)
+        if entered is None:  # JAX differentiates the node as a whole
+            carrying = [any(varying) and has_gradient(v) for v in region.inputs]
+            wanted = list(map(has_gradient, region.outputs))
+            every = every or _flow_in(node, flow.flows[node])
+        else:
+            carrying = [mask != 0 for mask in entered[1][name]]
+            wanted = region_outputs_leading_to(node, name, [v in live for v in node.outputs])
+
+        def of(arriving: Bools) -> RegionFlow:
+            return self.of(region, carrying, arriving, wanted, recomputed=recomputed, every=every)
+
         if entered is None:
-            inner, reached = kind, [False] * len(node.inputs)
-            if isinstance(node, CustomGradient) and kind is not Flow.NONE:
-                inner = Flow.REPLACED
-            elif kind is Flow.FLOWS or kind is Flow.CUT:
-                inner = Flow.UNKNOWN
-            if inner is not kind:
-                reached = [bool(passing >> i & 1) for i in range(len(node.inputs))]
-            flows = {}
-            for name, region in node.regions.items():
-                at_inputs = reached
-                if len(region.inputs) != len(reached):  # the call hands something else on to it
-                    at_inputs = [any(reached)] * len(region.inputs)
-                flows[name] = self._uniform(region, inner, recomputed, at_inputs)
-            return flows
-        flows = {}
-        results = [value in live for value in node.outputs]
-        for name, masks in entered[1].items():
-            region = node.regions[name]
-            carrying = [mask != 0 for mask in masks]
-            wanted = region_outputs_leading_to(node, name, results)
-            if name == "cond_jaxpr":
-                arriving = [False] * len(region.outputs)
-            else:
-                arriving = self._arriving(node, region, carrying, got, wanted, recomputed)
-            flows[name] = self.of(region, carrying, arriving, wanted, recomputed=recomputed)
-        return flows
+            return of(wanted)
+        if name == "cond_jaxpr":
+            return of([False] * len(wanted))
+        arrived = [v in flow.arrived for v in node.outputs]
+        return of(back_around(node, arrived, lambda arriving: of(arriving).reached, or_))
 
-    def _arriving(
-        self,
-        node: Node,
-        region: Graph,
-        carrying: Bools,
-        got: Bools,
-        wanted: Bools,
-        recomputed: bool,
-    ) -> list[bool]:
-        """At which outputs of a region a gradient arrives: in a loop also from later iterations."""
 
-        def back(arriving: Bools) -> list[bool]:
-            return self.of(region, carrying, arriving, wanted, recomputed=recomputed).reached
+def is_among(atom: Atom, values: AbstractSet[Value]) -> bool:
+    """Whether an operand is one of some values; a literal is none."""
+    return isinstance(atom, Value) and atom in values
 
-        return back_around(node, got, back, operator.or_)
 
-    @once_for_each
-    def _uniform(self, graph: Graph, kind: Flow, recomputed: bool, reached: Bools) -> RegionFlow:
-        """A region with the same kind throughout."""
-        flow = RegionFlow(graph, recomputed, reached=list(reached))
-        for node in graph.nodes:
-            flow.flows[node] = kind
-            inner = recomputed or isinstance(node, Recompute)
-            if node.regions:
-                flow.regions[node] = {
-                    name: self._uniform(region, kind, inner, [any(reached)] * len(region.inputs))
-                    for name, region in node.regions.items()
-                }
-        return flow
+def _flow_at(node: Node, flow: RegionFlow, live: AbstractSet[Value]) -> Flow:
+    """What happens at a node; `live`: the values whose data lead to an output."""
+    varying = [is_among(v, flow.varying) for v in node.inputs]
+    if not any(varying):
+        return Flow.NONE
+    ends = [
+        *node.outputs,
+        *filter(is_reference, node.operands),
+    ]  # what is written is read elsewhere
+    if any(v in flow.varying and v in flow.arrived for v in ends):
+        return Flow.CHANGED if isinstance(node, CustomGradient) else Flow.FLOWS
+    results = [(v, mask) for v, mask in zip(node.outputs, node_dependence(node)) if v in live]
+    is_needed = any(mask & joined(of_each(varying)) for _, mask in results)
+    # Where a result still varies, something further on cut the gradient.
+    is_cut_here = is_needed and not any(v in flow.varying for v, _ in results)
+    return Flow.CUT if is_cut_here else Flow.UNREACHED
+
+
+def _flow_in(node: Node, kind: Flow) -> Flow:
+    """What happens at every node inside of one that JAX differentiates as a whole."""
+    if isinstance(node, CustomGradient) and kind is not Flow.NONE:
+        return Flow.REPLACED
+    return Flow.UNKNOWN if kind in (Flow.FLOWS, Flow.CUT) else kind

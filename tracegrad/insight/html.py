@@ -1,205 +1,222 @@
-"""A graph as HTML that folds: one file's worth of text that loads nothing from elsewhere.
+"""A graph as HTML that folds by region and by scope: no script, nothing loaded from elsewhere.
 
-Python writes the graph as compact JSON, each region once for each way in which it is entered;
-`view.js` builds the lines that somebody unfolds. The names in it are the user's: in the page they
-are only ever text.
+A region stands below the first node that enters it; further calls that enter it in the same way
+link to that place, so that a page grows with what differs and not with the number of calls. The
+search of a browser finds what is folded, and unfolds it.
 """
 
 from __future__ import annotations
 
 import html
-import json
-from dataclasses import dataclass, field
-from importlib import resources
-from typing import Any
+import itertools
+import zlib
+from collections import Counter
+from collections.abc import Sequence
 
-from tracegrad import _jax
+from tracegrad.insight.colours import HUES, WORDS
 from tracegrad.insight.gradient_flow import Flow, RegionFlow
-from tracegrad.insight.parts import parts_of
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Value, has_gradient
-from tracegrad.ir.occurrence import Origin, Path
-from tracegrad.ir.text import label, operand_text, operands_text, parameters, types_text
+from tracegrad.insight.parts import Part, parts_of
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, has_gradient
+from tracegrad.ir.occurrence import Path
+from tracegrad.ir.text import header, operands_text, statement, types_text
 from tracegrad.ir.walking import shared_regions
+from tracegrad.ir.wording import counted, listed
 
-_KINDS = {kind: number for number, kind in enumerate(Flow)}
-_RULE = len(_KINDS)  # what is no part of the program, but of how it is differentiated
-_FALLBACK_LINES = 60
+_OPEN = 40  # operations: a graph with no more is unfolded
+_CHUNK = 200  # rows that a browser lays out together
 _MOST_RULES = 200  # each is traced for the page
+_STYLE = """
+.tracegrad-graph { font: 12.5px/1.6 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto }
+.tracegrad-graph summary { cursor: pointer }
+.tracegrad-graph p { margin: 0; padding-left: 1.3em }
+.tracegrad-graph p, .tracegrad-graph summary { border-left: 3px solid #8886; white-space: pre }
+.tracegrad-graph .in { margin-left: 1em; padding-left: .5em; border-left: 1px solid #8884 }
+.tracegrad-graph .again { background: #0969da18 }
+.tracegrad-graph .chunk { content-visibility: auto; contain-intrinsic-height: auto 4000px }
+.tracegrad-graph i { padding-left: 2em; font-style: normal; opacity: .65 }
+.tracegrad-graph :target { outline: 2px solid #d29922 }
+""" + "".join(
+    f".tracegrad-graph .{kind.value} {{ border-left-color: {hue} }}\n" for kind, hue in HUES.items()
+)
+
+Counts = Counter[Flow | None]  # of operations, by what happens there; None: of all
 
 
-def fragment(graph: Graph, flow: RegionFlow) -> str:
-    """What a notebook shows: a ``div`` and the script that fills it."""
-    style = _asset("view.css")
-    script = _asset("view.js").replace('"@CSS@"', _script_json(style))
-    lines = str(graph).splitlines()
-    if len(lines) > _FALLBACK_LINES:
-        lines = [*lines[:_FALLBACK_LINES], f"... {len(lines) - _FALLBACK_LINES} more lines"]
-    # The text is what stays where scripts are not run, as on pages that show notebooks.
-    return (
-        '<div class="tracegrad-graph">'
-        f'<script type="application/json">{_script_json(graph_data(graph, flow))}</script>'
-        f"<pre>{html.escape(chr(10).join(lines))}</pre></div>\n<script>{script}</script>"
-    )
+def fragment(flow: RegionFlow) -> str:
+    """What a notebook shows."""
+    return f'<div class="tracegrad-graph"><style>{_STYLE}</style>{_Writer(flow).whole()}</div>'
 
 
-def page(graph: Graph, flow: RegionFlow) -> str:
+def page(flow: RegionFlow) -> str:
     """A page of its own, for a browser."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
-        f"<title>{html.escape(graph.name)}</title>"
-        "<style>:root { color-scheme: light dark } body { margin: 12px; "
-        "color: light-dark(#1f2328, #e6edf3); background: light-dark(#fff, #0d1117) }</style>"
-        f"</head><body>\n{fragment(graph, flow)}\n</body></html>\n"
+        f"<title>{html.escape(flow.graph.name)}</title>"
+        "<style>:root { color-scheme: light dark }</style>"
+        f"</head><body>\n{fragment(flow)}\n</body></html>\n"
     )
 
 
-def graph_data(graph: Graph, flow: RegionFlow) -> dict[str, Any]:
-    """What the page knows of a graph, ready for JSON.
-
-    ``bodies``: the graph, then its regions: heading, ``calls`` (whether its scopes are functions
-    that were called, since few are named), and ``rows``, one for each node: results, label,
-    operands, parameters, types, place, scope, flow, operands without gradient, regions (title and
-    body; and 1 for part of a custom gradient's rule). ``places`` and ``scopes`` are told by number;
-    a place of -1 is the call's.
-    """
-    writer = _Writer(graph, shared_regions(graph))
-    writer.body(flow, ())
-    return {
-        "name": graph.name,
-        "places": [list(place) for place in writer.places],
-        "scopes": [list(scope) for scope in writer.scopes],
-        "bodies": writer.bodies,
-    }
-
-
-@dataclass
 class _Writer:
-    graph: Graph
-    shared: frozenset[Graph]  # regions that several calls enter
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    known: dict[RegionFlow, int] = field(default_factory=dict)
-    places: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    scopes: dict[tuple[str, ...], int] = field(default_factory=dict)
-    lines: dict[Origin, int] = field(default_factory=dict)
-    rules: dict[CustomGradient, list[list[Any]]] = field(default_factory=dict)
-    rule_texts: dict[str, int] = field(default_factory=dict)
+    """Writes each body of a graph once."""
 
-    def body(self, flow: RegionFlow, path: Path) -> int:
-        """Writes a body, unless it is written already; returns its number."""
-        if flow in self.known:
-            return self.known[flow]
-        inputs = [
-            _reached(value, reached)
-            for value, reached in zip(flow.graph.inputs, flow.reached, strict=True)
+    def __init__(self, flow: RegionFlow):
+        self._flow = flow
+        self._shared = shared_regions(flow.graph)
+        self._counts: dict[RegionFlow, Counts] = {}
+        self._is_open = self._count(flow)[None] <= _OPEN
+        self._links: dict[RegionFlow | str, str] = {}  # to bodies, by their flow and by their HTML
+        self._cuts: dict[str, None] = {}
+        self._rules: dict[CustomGradient, Graph | None] = {}
+
+    def whole(self) -> str:
+        """The graph, below a legend that counts every occurrence and lists the cuts."""
+        graph, counts = self._flow.graph, self._count(self._flow)
+        body, _ = self._body(graph, (), self._flow)
+        pairs = zip(graph.inputs, self._flow.reached, strict=True)
+        missed = [graph.names[v] for v, reached in pairs if has_gradient(v) and not reached]
+        legend = [f"<p>{counted(counts[None], 'operation')}</p>"]
+        for kind, words in WORDS.items():
+            if counts[kind] and kind is Flow.CUT:
+                legend.append(_fold(kind, f"{words}: {counts[kind]}", [*self._cuts]))
+            elif counts[kind]:
+                legend.append(f'<p class="{kind.value}">{words}: {counts[kind]}</p>')
+        if missed:
+            words = f"no gradient arrives at {listed(missed, 12)}"
+            legend.append(f'<p class="unreached">{html.escape(words)}</p>')
+        return f"{''.join(legend)}{body}"
+
+    def _count(self, flow: RegionFlow) -> Counts:
+        """What a body holds, with all that is below it, each occurrence counted."""
+        if flow not in self._counts:
+            self._counts[flow] = Counter()
+            for node in flow.flows:
+                self._counts[flow].update(self._count_node(node, flow))
+        return self._counts[flow]
+
+    def _count_node(self, node: Node, flow: RegionFlow | None) -> Counts:
+        counts: Counts = Counter({None: 1})
+        if flow is None:  # of a rule, which is no part of the program
+            return counts
+        for region in flow.regions.get(node, {}).values():
+            counts.update(self._count(region))
+        if not self._ends_inside(node, flow):
+            counts[flow.flows[node]] += 1
+        return counts
+
+    def _ends_inside(self, node: Node, flow: RegionFlow) -> bool:
+        """Whether a call cuts the gradient because of what is in it."""
+        regions = flow.regions.get(node, {}).values()
+        return flow.flows[node] is Flow.CUT and any(self._count(r)[Flow.CUT] for r in regions)
+
+    def _body(self, graph: Graph, path: Path, flow: RegionFlow | None) -> tuple[str, bool]:
+        """A body, or a link to where it stands already; and whether it is a link.
+
+        Args:
+          graph: the body.
+          path: the calls that lead to it.
+          flow: the flow through it; None for a part of a rule.
+        """
+        key = str(graph) if flow is None else flow  # a rule is traced anew for each call
+        if key in self._links:
+            return self._links[key], True
+        parts, are_scopes = parts_of(graph)
+        rows = [
+            (part, self._row(graph, node, path, flow), self._count_node(node, flow))
+            for part, node in zip(parts, graph.nodes, strict=True)
         ]
-        number = self.known[flow] = len(self.bodies)
-        self.write(flow.graph, inputs, flow.recomputed, path, flow)
-        return number
+        heading = "".join(f"<div>{html.escape(line)}</div>" for line in header(graph))
+        ends = html.escape(f"return {operands_text(graph, graph.outputs)}".rstrip())
+        lines = self._grouped(rows, 0, are_scopes)
+        text = f"{heading}{_in_chunks(lines)}<div>{ends}</div>"
+        if text in self._links:  # a function that was traced anew for each call
+            return self._links[text], True
+        place = f"g{zlib.crc32(text.encode()):08x}"
+        link = f' <a href="#{place}">{html.escape(graph.name)} (as above)</a>'
+        self._links[text] = self._links[key] = link
+        kind = "in again" if flow is not None and flow.recomputed else "in"
+        return f'<div class="{kind}" id="{place}">{text}</div>', False
 
-    def write(
-        self, graph: Graph, inputs: list[int], again: bool, path: Path, flow: RegionFlow | None
-    ) -> None:
-        body: dict[str, Any] = {
-            "name": graph.name,
-            "inputs": [
-                [graph.names[value], _jax.type_text(value.aval), reached]
-                for value, reached in zip(graph.inputs, inputs, strict=True)
-            ],
-            "constants": [[graph.names[v], _jax.type_text(v.aval)] for v in graph.constants],
-            "types": [_jax.type_text(aval) for aval in graph.out_avals],
-            "out": [operand_text(graph, value) for value in graph.outputs],
-            "again": int(again),
-        }
-        self.bodies.append(body)
-        frames, are_named = parts_of(graph, of_rule=flow is None)
-        body["calls"] = int(not are_named)
-        body["rows"] = [
-            self.row(node, frame, flow, path)
-            for node, frame in zip(graph.nodes, frames, strict=True)
-        ]
-
-    def rule(self, node: CustomGradient, path: Path) -> list[list[Any]]:
-        """Writes how a custom gradient is differentiated; returns title, body and 1, or nothing."""
-        if node not in self.rules and len(self.rules) < _MOST_RULES:
-            self.rules[node] = []
-            name = node.face_names[-1]  # the forward says little more than the primal
-            try:
-                graph = node.face(name)
-            except Exception:  # a rule that does not fit its function: told where it is used
-                return []
-            self.rules[node].append([name, self.rule_body(graph, (*path, (node, name))), 1])
-        return self.rules.get(node, [])
-
-    def rule_body(self, graph: Graph, path: Path) -> int:
-        """Writes part of a rule; one that was traced anew for each is one thing to a reader."""
-        text = str(graph)
-        if text not in self.rule_texts:
-            self.rule_texts[text] = len(self.bodies)
-            self.write(graph, [-1] * len(graph.inputs), False, path, None)
-        return self.rule_texts[text]
-
-    def row(
-        self, node: Node, frame: tuple[str, ...], flow: RegionFlow | None, path: Path
-    ) -> list[Any]:
-        if flow is None:
-            regions = [
-                [_title(name), self.rule_body(region, (*path, (node, name))), 1]
-                for name, region in node.regions.items()
-            ]
-        else:
-            regions = [
-                [_title(name), self.body(inner, (*path, (node, name)))]
-                for name, inner in flow.regions.get(node, {}).items()
-            ]
-            if isinstance(node, CustomGradient):
-                regions += self.rule(node, path)
-        graph = path[-1][0].region(path[-1][1]) if path else self.graph
-        return [
-            [graph.names[value] for value in node.outputs],
-            label(node),
-            [operand_text(graph, value) for value in node.inputs],
-            parameters(node),
-            types_text(node.outputs),
-            self.place(node, path),
-            self.scopes.setdefault(frame, len(self.scopes)),
-            _RULE if flow is None else _KINDS[flow.flows[node]],
-            "" if flow is None else operands_text(graph, flow.lost.get(node, ())),
-            regions,
-        ]
-
-    def place(self, node: Node, path: Path) -> int:
-        """The number of a node's line; -1 for that of the call, which other calls do not share."""
+    def _row(self, graph: Graph, node: Node, path: Path, flow: RegionFlow | None) -> str:
+        """A node, with its regions below it."""
         origin = Occurrence(path, node).origin
-        if origin is None:
-            return -1
-        if path:
-            call, name = path[-1]
-            shared = name not in call.regions or call.region(name) in self.shared
-            if shared and Occurrence(path[:-1], call).origin == origin:
-                return -1
-        if origin not in self.lines:
-            place = (origin.place, origin.function, origin.code)
-            self.lines[origin] = self.places.setdefault(place, len(self.places))
-        return self.lines[origin]
+        if path and origin is not None and graph in self._shared:
+            call = Occurrence(path[:-1], path[-1][0])
+            origin = None if call.origin == origin else origin  # other calls have other lines
+        kind = Flow.CHANGED if flow is None else flow.flows[node]
+        columns = types_text(node.outputs), origin.place if origin else ""
+        line = html.escape(statement(graph, node)) + "".join(
+            f"<i>{html.escape(column)}</i>" for column in columns if column
+        )
+        if flow is not None and kind is Flow.CUT and not self._ends_inside(node, flow):
+            self._cuts[f"<p>{line}</p>"] = None
+        title = f' title="{html.escape(origin.code)}"' if origin and origin.code else ""
+        inside = self._inside(node, path, flow)
+        if not inside:
+            return f'<p class="{kind.value}"{title}>{line}</p>'
+        if all(is_link for _, is_link in inside):
+            return f'<p class="{kind.value}"{title}>{line}{"".join(text for text, _ in inside)}</p>'
+        return _fold(kind, line, [text for text, _ in inside], self._is_open, title)
+
+    def _inside(self, node: Node, path: Path, flow: RegionFlow | None) -> list[tuple[str, bool]]:
+        """The bodies of a node's regions, and that of the rule by which it is differentiated."""
+        found = []
+        for name, region in node.regions.items():
+            inner = None if flow is None else flow.regions[node][name]
+            text, is_link = self._body(region, (*path, (node, name)), inner)
+            title = "" if name in ("jaxpr", "call_jaxpr") else f"<div>{html.escape(name)}:</div>"
+            found.append((text if is_link else title + text, is_link))
+        if isinstance(node, CustomGradient) and flow is not None:
+            name = node.face_names[-1]  # the forward says little more than the primal
+            rule = self._rule(node, name)
+            if rule is not None:
+                text, is_link = self._body(rule, (*path, (node, name)), None)
+                found.append((text if is_link else f"<div>{name}:</div>{text}", is_link))
+        return found
+
+    def _rule(self, node: CustomGradient, name: str) -> Graph | None:
+        if node not in self._rules and len(self._rules) < _MOST_RULES:
+            try:
+                self._rules[node] = node.face(name)
+            except Exception:  # a rule that does not fit its function: told where it is used
+                self._rules[node] = None
+        return self._rules.get(node)
+
+    def _grouped(
+        self, rows: Sequence[tuple[Part, str, Counts]], depth: int, are_scopes: bool
+    ) -> list[str]:
+        """Rows of which neighbours fold that have a part in common."""
+        found: list[str] = []
+        for name, group in itertools.groupby(rows, lambda row: next(iter(row[0][depth:]), None)):
+            members = list(group)
+            if name is None:
+                found += [line for _, line, _ in members]
+                continue
+            lines = self._grouped(members, depth + 1, are_scopes)
+            if len(lines) == 1 and not are_scopes:  # a call of one operation needs no line
+                found += lines
+                continue
+            counts = sum((counts for *_, counts in members), Counter[Flow | None]())
+            kind = next((kind for kind in WORDS if counts[kind]), Flow.NONE)
+            words = counted(counts[None], "operation")
+            words += f", {WORDS[Flow.CUT]}: {counts[Flow.CUT]}" if counts[Flow.CUT] else ""
+            title = f"# {html.escape(name)}<i>{words}</i>"
+            found.append(_fold(kind, title, lines, self._is_open))
+        return found
 
 
-def _reached(value: Value, reached: bool) -> int:
-    """1: a gradient arrives; 0: none does; -1: there is none for its type."""
-    return int(reached) if has_gradient(value) else -1
+def _fold(
+    kind: Flow, title: str, lines: Sequence[str], is_open: bool = False, more: str = ""
+) -> str:
+    head = f'<summary class="{kind.value}"{more}>{title}</summary>'
+    body = f'<div class="in">{_in_chunks(lines)}</div>'
+    return f"<details{' open' if is_open else ''}>{head}{body}</details>"
 
 
-def _title(name: str) -> str:
-    return "" if name in ("jaxpr", "call_jaxpr") else name
-
-
-def _script_json(value: object) -> str:
-    """JSON that can stand inside a ``script``: nothing in it ends the element."""
-    text = json.dumps(value, separators=(",", ":"))  # in ASCII, whatever a page is said to be in
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
-def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+def _in_chunks(lines: Sequence[str]) -> str:
+    """Lines; of many a browser lays out those that are in sight."""
+    if len(lines) <= _CHUNK:
+        return "".join(lines)
+    chunks = (lines[k : k + _CHUNK] for k in range(0, len(lines), _CHUNK))
+    return "".join(f'<div class="chunk">{"".join(chunk)}</div>' for chunk in chunks)

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.insight.buffers import Held, Kind, Peak, peak_of_buffers
 from tracegrad.insight.memory_advice import Advice, Cost, advice_for, cost_of
-from tracegrad.insight.xla_buffers import account_of_buffers
+from tracegrad.insight.program_lines import ProgramLines
+from tracegrad.insight.xla_buffers import Buffer, Kind, account_of_buffers
 from tracegrad.ir import folding
 from tracegrad.ir.wording import in_units, name_of, some, table
 from tracegrad.planning.compiled import NotMeasuredError, account_of, saying_why_not
@@ -39,7 +39,7 @@ class Line:
       size: bytes.
       line: ``model.py:12 (Block.__call__)``; "" for arguments and constants.
       scope: the named scopes around it, ``encoder/block_0``.
-      kind: ``argument``, ``constant``, ``result``, ``residual``, ``gradient`` or ``activation``.
+      kind: ``argument``, ``result``, ``residual``, ``gradient`` or ``activation``.
       values: their types, ``6 × f32[512,64]``.
       kept_for: what reads the largest next.
       alive: from when to when, as shares of the program.
@@ -239,10 +239,11 @@ def memory(
         ) from error
     given = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
     given = [each for each in given if hasattr(each, "device_set")]  # a tree may change leaves
-    account = account_of_buffers(module, stats)
-    peak = peak_of_buffers(program, account)
-    lines = _lines(peak)
-    advice = advice_for(peak, arrays, now, compiled_with) if measure_advice else []
+    account = account_of_buffers(module, stats, ProgramLines(program))
+    lines = _lines(account.buffers)
+    advice = []
+    if measure_advice:
+        advice = advice_for(account.buffers, program, arrays, now, compiled_with)
     return MemoryReport(
         function=name_of(fun),
         total=now.total,
@@ -250,10 +251,10 @@ def memory(
         measured_on=_jax.compiled_by(device, max(devices, _jax.device_count(given))),
         listed=sum(line.size for line in lines),
         constants=account.constants,
-        at=peak.at,
+        at=account.at,
         lines=tuple(lines),
         advice=tuple(advice),
-        timeline=peak.timeline,
+        timeline=account.timeline,
     )
 
 
@@ -284,9 +285,9 @@ def _without_statics(
 # ------------------------------------------------------------------------------------------ lines
 
 
-def _lines(peak: Peak) -> list[Line]:
-    groups: dict[tuple[str, str, Kind], list[Held]] = {}
-    for each in peak.held:
+def _lines(buffers: Sequence[Buffer]) -> list[Line]:
+    groups: dict[tuple[str, str, Kind], list[Buffer]] = {}
+    for each in buffers:
         if each.size:
             groups.setdefault((each.line, each.scope, each.kind), []).append(each)
     lines = [
@@ -304,7 +305,7 @@ def _lines(peak: Peak) -> list[Line]:
     return sorted(lines, key=lambda line: (not line.line, -line.size))
 
 
-def _types(held: Sequence[Held]) -> str:
+def _types(held: Sequence[Buffer]) -> str:
     counts = Counter(each.type for each in held)
     texts = [f"{n} × {text}" if n > 1 else text for text, n in counts.most_common()]
     return some(texts, 3)

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.progress import progress
-from tracegrad.insight.buffers import Peak
-from tracegrad.ir import Graph, Occurrence, Recompute, Value, match
+from tracegrad.insight.xla_buffers import Buffer
+from tracegrad.ir import Graph, Value, match
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import in_units
 from tracegrad.planning.compiled import account_of
@@ -68,17 +68,26 @@ def cost_of(compiled: Any, device: Any, program: Graph) -> Cost:
     return Cost(int(total), flops, stats.alias_size_in_bytes > 0)
 
 
-def advice_for(peak: Peak, args: tuple[Any, ...], now: Cost, compiled_with: Any) -> list[Advice]:
+def advice_for(
+    buffers: Sequence[Buffer],
+    program: Graph,
+    args: tuple[Any, ...],
+    now: Cost,
+    compiled_with: Any,
+) -> list[Advice]:
     """The cheapest things to do, by FLOPs for each byte that they free.
 
     Args:
+      buffers: what is in use at the peak.
+      program: the graph that was compiled.
       args: the positional arguments; None for what is no array.
       now: of the program as it is.
       compiled_with: compiles the program with some options of `trace`: the cost, or None if that
         cannot be done.
     """
-    candidates = [*_recomputes(peak), *_budgets(peak)]
-    candidates += [] if now.is_donated else _donations(peak, args)
+    residuals = [each for each in buffers if each.kind == "residual"]
+    candidates = [*_recomputes(residuals), *(_budgets() if residuals else [])]
+    candidates += [] if now.is_donated else _donations(program, args)
     found = []
     with progress("memory", len(candidates)) as begin:
         for what, options in candidates:
@@ -96,46 +105,38 @@ def advice_for(peak: Peak, args: tuple[Any, ...], now: Cost, compiled_with: Any)
 _Candidate = tuple[str, Mapping[str, Any]]
 
 
-def _recomputes(peak: Peak) -> Iterator[_Candidate]:
+def _recomputes(residuals: Sequence[Buffer]) -> Iterator[_Candidate]:
     """Recomputing what lies in scopes of a like name; where none is named, what a line computes."""
     held: Counter[str] = Counter()
     selectors: dict[str, Selector] = {}
-    for each in peak.held:
-        if each.kind == "residual" and each.source and not _is_recomputed(each.source):
-            for text, selector in _selectors(each.source).items():
+    for each in residuals:
+        if not each.is_recomputed:
+            for text, selector in _selectors(each).items():
                 selectors[text] = selector
                 held[text] += each.size
     for text, _ in held.most_common(_MOST_RULES):
         yield f"rules.recompute({text})", {"rules": [recompute(selectors[text])]}
 
 
-def _budgets(peak: Peak) -> Iterator[_Candidate]:
-    if any(each.kind == "residual" for each in peak.held):
-        for budget in _BUDGETS:
-            yield f'trace(..., memory_budget="{budget}")', {"memory_budget": budget}
+def _budgets() -> Iterator[_Candidate]:
+    for budget in _BUDGETS:
+        yield f'trace(..., memory_budget="{budget}")', {"memory_budget": budget}
 
 
-def _is_recomputed(made: Occurrence) -> bool:
-    """Whether it is in a part that the program recomputes already."""
-    is_inside = any(isinstance(node, Recompute) for node, _ in made.path)
-    return is_inside or not {"checkpoint", "rematted_computation"}.isdisjoint(made.scopes)
-
-
-def _selectors(made: Occurrence) -> dict[str, Selector]:
-    """The selectors of what is like an operation, as they are written."""
-    names = dict.fromkeys(re.sub(r"[0-9]+", "*", name) for name in made.scopes)
+def _selectors(held: Buffer) -> dict[str, Selector]:
+    """The selectors of what is like the operation that makes a buffer, as they are written."""
+    names = dict.fromkeys(re.sub(r"[0-9]+", "*", name) for name in held.scopes)
     if names:
         return {f'match.scope("{like}")': match.scope(like) for like in names}
-    if made.origin is None:
+    if held.origin is None:
         return {}
-    place = made.origin.place
+    place = held.origin.place
     return {f'match.source("{place}")': match.source(place)}
 
 
-def _donations(peak: Peak, args: tuple[Any, ...]) -> list[_Candidate]:
+def _donations(program: Graph, args: tuple[Any, ...]) -> list[_Candidate]:
     """Arguments in the place of which their successors may be written: most of their leaves have
     the type of a result that depends on them, as parameters in a train step."""
-    program = peak.program
     leaves = [jax.tree.leaves(arg) for arg in args]
     counts = [len(of_one) for of_one in leaves]
     if sum(counts) > len(program.inputs):

@@ -10,99 +10,64 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from tracegrad import _jax
 from tracegrad.ir import Graph, Occurrence, scopes
 from tracegrad.ir.occurrence import Origin, is_user_file
 
 Part = tuple[str, ...]  # the names of the parts around a node, from the outside in
 
 
-def parts_of(graph: Graph, *, of_rule: bool = False) -> tuple[list[Part], bool]:
-    """For each node of a graph the parts that it lies in, within the graph.
+def parts_of(graph: Graph) -> tuple[list[Part], bool]:
+    """For each node of a graph the parts that the node lies in, within the graph.
 
-    `of_rule`: the graph is a custom gradient's rule, which is traced as it is differentiated: that
-    it came through JAX's ``jvp`` says nothing there.
-
-    Returns them, and whether they are named scopes. They are if at least half of the nodes have
-    one. Else they are calls, ``Block (model.py:12)``, under what JAX's transformations leave
-    (``transpose(jvp())``: a backward pass) and around what scopes there are.
+    Returns the parts, and whether they are named scopes. They are if at least half of the nodes
+    have a scope. Else they are calls, ``Block (model.py:12)``, around what scopes there are. The
+    pass of a derivative is the outermost part, where a graph has several.
     """
-    nodes = [Occurrence((), node) for node in graph.nodes]
     stacks = [scopes.around(node) for node in graph.nodes]
-    if of_rule:
-        stacks = [_without_bare_jvp(stack) for stack in stacks]
-    split = [(_passes(stack, of_rule), scopes.scopes(stack)) for stack in stacks]
-    if 2 * sum(1 for _, names in split if names) >= max(1, len(nodes)):
-        return [_frames(stack) for stack in stacks], True
-    return _calls(nodes, split), False
+    names = [scopes.scopes(stack) for stack in stacks]
+    passes = [_pass(scopes.transformations(stack)) for stack in stacks]
+    if len(set(passes)) == 1:
+        passes = [()] * len(passes)
+    are_scopes = 2 * sum(map(bool, names)) >= max(1, len(names))
+    if not are_scopes:
+        passes = _calls([Occurrence((), node) for node in graph.nodes], passes)
+    return [(*outer, *inner) for outer, inner in zip(passes, names, strict=True)], are_scopes
 
 
-def _without_bare_jvp(stack: tuple[_jax.Around, ...]) -> tuple[_jax.Around, ...]:
-    """A stack without the ``jvp`` that it ends in, with no scope inside."""
-    return stack[:-1] if stack and stack[-1] == ("jvp", True) else stack
-
-
-def _passes(stack: Sequence[_jax.Around], of_rule: bool) -> Part:
-    """The pass of a derivative that a stack tells of."""
-    through = scopes.transformations(stack)
-    if "transpose" in through:
+def _pass(transformations: Part) -> Part:
+    """The pass of a derivative that is told by what an operation came through."""
+    if "transpose" in transformations:
         return ("transpose(jvp())",)
-    return ("jvp()",) if "jvp" in through and not of_rule else ()
+    return ("jvp()",) if "jvp" in transformations else ()
 
 
-def _frames(stack: Sequence[_jax.Around]) -> Part:
-    """The scopes of a stack from the outside in; one in a transformation, ``jvp(a/b)``, is whole.
+def _calls(nodes: Sequence[Occurrence], passes: Sequence[Part]) -> list[Part]:
+    """For each node of a graph its pass, the functions that were called on the way to the node, and
+    where from.
 
-    >>> _frames([("model", False), ("jvp", True), ("encoder/block", False), ("attend/key", False)])
-    ('model', 'jvp(encoder/block)', 'attend', 'key')
-    """
-    frames: list[str] = []
-    outer: list[_jax.Around] = []  # transformations around the scope that follows
-    for each in stack:
-        name, is_transformation = each
-        if is_transformation or outer:
-            outer.append(each)
-        if outer and not is_transformation:
-            frames.append(scopes.text(outer))
-            outer = []
-        elif not outer:
-            frames += filter(None, name.split("/"))
-    return (*frames, scopes.text(outer)) if outer else tuple(frames)
-
-
-def _calls(nodes: Sequence[Occurrence], scopes: Sequence[tuple[Part, Part]]) -> list[Part]:
-    """For each node of a graph the functions that were called on the way to it, and where from.
-
-    The user's own, and of libraries the layers (what is called ``__call__``); without those that
-    all nodes have in common. The calls of a loop have the same lines: where a node has all the
-    lines of the first in a call, another call of that function begins.
+    The functions are the user's own and, of libraries, layers (what is called ``__call__``),
+    without those that all nodes have in common. The calls of a loop have the same lines: where a
+    node has the lines of the first node in a call, another call of that function begins.
     """
     stacks = [_functions_called(node.lines) for node in nodes]
-    shared = 0
-    while stacks and all(
-        len(stack) > shared and stack[shared] == stacks[0][shared] for stack in stacks
-    ):
-        shared += 1
+    every = zip(*stacks, strict=False)
+    shared = len(list(itertools.takewhile(lambda names: len(set(names)) == 1, every)))
     found: list[Part] = []
-    calls: list[tuple[str, str, object]] = []  # those that are open: name, its number, first node
+    open_calls: list[tuple[str, str, object]] = []  # name, its number, and the first node
     counts: list[Counter[str]] = [Counter()]  # by depth: how often each was opened there
-    for node, (passed, inside), stack in zip(nodes, scopes, stacks, strict=True):
-        names = passed + stack[shared:] + inside
-        called = range(len(passed), len(names) - len(inside))  # where calls stand among the names
-        first = node.node.op, node.lines
-        kept = 0
-        while kept < min(len(calls), len(names)) and calls[kept][0] == names[kept]:
-            kept += 1
-        again = [depth for depth in called if depth < kept and calls[depth][2] == first]
-        del calls[again[-1] if again else kept :]
-        for depth in range(len(calls), len(names)):
+    for node, way, stack in zip(nodes, passes, stacks, strict=True):
+        names, first = (*way, *stack[shared:]), (node.node.op, node.lines)
+        pairs = zip(open_calls, names, strict=False)
+        kept = len(list(itertools.takewhile(lambda pair: pair[0][0] == pair[1], pairs)))
+        again = [depth for depth in range(len(way), kept) if open_calls[depth][2] == first]
+        del open_calls[again[-1] if again else kept :]
+        for depth in range(len(open_calls), len(names)):
             name = names[depth]
-            del counts[depth + 1 :]
+            counts[depth + 1 :] = [Counter()]
             counts[depth][name] += 1
-            number = counts[depth][name] if depth in called else 1
-            calls.append((name, name if number == 1 else f"{name} · {number}", first))
-            counts.append(Counter())
-        found.append(tuple(call[1] for call in calls))
+            number = counts[depth][name]
+            open_calls.append((name, name if number == 1 else f"{name} · {number}", first))
+        found.append(tuple(numbered for _, numbered, _ in open_calls))
     return found
 
 

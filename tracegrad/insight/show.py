@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from tracegrad.insight import drawing, html
-from tracegrad.insight.colours import has_colours, painted
+from tracegrad.insight.colours import STYLES, WORDS, has_colours, painted
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
 from tracegrad.ir import CustomGradient, Graph, Node, Recompute, StopGradient
 from tracegrad.ir.occurrence import Path
@@ -22,8 +22,8 @@ def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> Graph
     """Shows the graph of a function, and what becomes of the gradient at each of its operations.
 
     In a notebook it folds by region and by named scope (where few are named, by the functions
-    and layers that are called), and can be searched; an operation's line of code appears when the
-    mouse rests on it. In a terminal it is the text of the graph, in colour
+    and layers that are called), counts and lists where the gradient ends, and tells an operation's
+    line of code when the mouse rests on it. In a terminal it is the text of the graph, in colour
     (`NO_COLOR <https://no-color.org>`_ in the environment leaves it plain). Nothing is computed.
 
     Operations that the gradient passes on its way from the float outputs to the float inputs are
@@ -96,14 +96,14 @@ class GraphView:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return html.fragment(self.graph, self._flow)
+        return html.fragment(self._flow)
 
     def to_html(self) -> str:
         """A page that shows what a notebook does: write it to a file and open that in a browser.
 
         It is whole: nothing is loaded from elsewhere.
         """
-        return html.page(self.graph, self._flow)
+        return html.page(self._flow)
 
     def to_svg(self) -> str:
         """A picture for documents: the text of the graph, with the colour of the gradient behind
@@ -112,7 +112,7 @@ class GraphView:
 
     def _paint(self, path: Path, node: Node, left: str, types: str, place: str) -> str:
         flow = self._flow.along(path)
-        style = _STYLES[flow.flows[node]]
+        style = STYLES[flow.flows[node]]
         if flow.recomputed and flow.flows[node] is Flow.FLOWS:
             style = _RECOMPUTED
         line = painted(style, left)
@@ -123,33 +123,15 @@ class GraphView:
         return f"{line}  {painted('36', types)}  {painted('2', place)}"
 
 
-# ----------------------------------------------------------------------------------------- colours
-
 _RECOMPUTED = "34"
-_STYLES = {
-    Flow.FLOWS: "32",
-    Flow.CHANGED: "35",
-    Flow.CUT: "31",
-    Flow.UNREACHED: "33",
-    Flow.NONE: "2",
-    Flow.REPLACED: "2",
-    Flow.UNKNOWN: "",
-}
 _ANNOTATIONS: dict[type[Node], str] = {
     CustomGradient: "1;35",
     StopGradient: "1;31",
     Recompute: "1;34",
 }
-
-
-_LEGEND = "  gradient: " + " · ".join(
-    painted(style, words)
-    for style, words in (
-        (_STYLES[Flow.FLOWS], "flows"),
-        (_STYLES[Flow.CHANGED], "changed by a custom rule"),
-        (_RECOMPUTED, "flows, and is recomputed"),
-        (_STYLES[Flow.CUT], "ends here"),
-        (_STYLES[Flow.UNREACHED], "none arrives"),
-        (_STYLES[Flow.NONE], "nothing to differentiate"),
-    )
+_LEGEND = "  " + " · ".join(
+    [
+        *(painted(STYLES[kind], words) for kind, words in WORDS.items()),
+        painted(_RECOMPUTED, "it flows, and is recomputed"),
+    ]
 )

@@ -1,7 +1,7 @@
-"""What is in the values of a compiled program, and what reads them, along its instructions.
+"""Which operation computes a value of a compiled program, and which operations read the value.
 
-A value is a part of what an instruction computes. It goes on under other names through tuples,
-loops, branches and calls; and what it is can be in the middle of what XLA runs as one.
+A value is a part of what an instruction computes. Tuples, loops, branches and calls give the value
+other names, and the operation that computes it may be in the middle of a fusion.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Read(NamedTuple):
       reader: the instruction.
       operand: as which operand; None where it only returns the value.
       part: which part of the operand it is.
-      until: when that is over, as the number of an instruction.
+      until: the number of the instruction at which the reading is over.
     """
 
     reader: Instruction
@@ -66,8 +66,8 @@ class Value(NamedTuple):
     """A value, its place, and from which instruction to which it is in use.
 
     Attributes:
-      each: what computes it.
-      part: which part of that it is.
+      each: the instruction that computes the value.
+      part: which part of the instruction's result the value is.
       slot: the number of its buffer, and offset and size in it.
       first, last: the numbers of instructions.
     """
@@ -166,8 +166,8 @@ class Flow:
     # ------------------------------------------------------------------------------ what is in it
 
     def content(self, each: Instruction, index: Index) -> Operation | None:
-        """The operation whose result a value is; of what a loop is given to be filled, the one in
-        the loop that fills it."""
+        """The operation whose result a value is; for an empty array that a loop fills, the
+        operation in the loop that fills it."""
         maker = self._maker(each, index)
         if maker is not None and maker.op in _FILLS:
             for read in self.readers(each, index):
@@ -179,7 +179,8 @@ class Flow:
     def _maker(
         self, each: Instruction, index: Index = (), seen: set[Part] | None = None
     ) -> Instruction | None:
-        """The instruction that computes a part of what another one is; None if that is itself."""
+        """The instruction that computes a part of an instruction's result, past copies, calls and
+        loops; None for what a loop only hands on to itself."""
         seen = set() if seen is None else seen
         while (part := self.named(each, index)) not in seen:
             seen.add(part)

@@ -1,46 +1,70 @@
 """What a compiled program holds at its peak, buffer by buffer.
 
 XLA says which values are in which buffers (`BufferAssignmentProto` of
-``xla/service/buffer_assignment.proto``), on CPUs and, by its source, on GPUs that are here. From
-when to when they are there, what is in them and who reads it is followed through the instructions
-of the program (`value_flow`).
+``xla/service/buffer_assignment.proto``), on CPUs and, by its source, on GPUs that are here. How
+long a value is there, what it is and who reads it is followed through the instructions of the
+program (`value_flow`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from tracegrad.insight.program_lines import ProgramLines
 from tracegrad.insight.value_flow import Buffers, Flow, Operation, Part, Value
+from tracegrad.ir.occurrence import Origin
+from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.planning.hlo import Message, Module, decoded, first, numbers
 from tracegrad.planning.spans import alive
 
 _HOST = 5  # the number of the host's memory
 
-Kind = Literal["argument", "result", "temporary"]
+Kind = Literal["argument", "result", "residual", "gradient", "activation"]
+_AROUND = (UNDER_RULES, "checkpoint", "rematted_computation")
 
 
-class Buffer(NamedTuple):
-    """Of what is in use at the peak.
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer that is in use at the peak.
 
     Attributes:
       size: bytes.
-      kind: ``argument``, ``result`` or ``temporary``.
-      type: of what is in it, ``f32[64,512]``.
-      made: what has computed that, where it is known.
-      reader: the operation at the peak or after it that reads it next, in a loop maybe in its next
-        turn; of what the forward pass makes rather one of the backward pass.
-      is_read_back: whether there is one.
+      kind: ``argument``, ``result``, ``residual`` (of the forward pass, for the backward pass),
+        ``gradient`` (of the backward pass) or ``activation``.
+      type: the type of the value in it, ``f32[64,512]``.
+      line: where the value is computed, ``model.py:12 (Block.__call__)``; "" for an argument.
+      origin: that line, where it is known.
+      scopes: the names of the scopes around it.
+      kept_for: the operation that reads the value next, at the peak or after it (in a loop, maybe
+        in the next turn); for a value of the forward pass, the next operation of the backward pass.
       alive: from when to when, as shares of the program.
     """
 
     size: int
     kind: Kind
     type: str
-    made: Operation | None
-    reader: Operation | None
-    is_read_back: bool
+    line: str
+    origin: Origin | None
+    scopes: tuple[str, ...]
+    kept_for: str
     alive: tuple[float, float]
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether it is in a part that the program recomputes already."""
+        return not {"checkpoint", "rematted_computation"}.isdisjoint(self.scopes)
+
+    @property
+    def scope(self) -> str:
+        """The scopes, for people: without those that rules add, and without those that JAX repeats
+        around a recomputed part."""
+        own = [name for name in self.scopes if name not in _AROUND]
+        if len(own) < len(self.scopes):
+            own = own[max((k for k, name in enumerate(own) if name == own[0]), default=0) :]
+        return "/".join(own)
 
 
 class Account(NamedTuple):
@@ -53,18 +77,23 @@ class Account(NamedTuple):
       constants: bytes of arrays that are written into the program.
     """
 
-    at: Operation | None
+    at: str
     buffers: list[Buffer]
     timeline: tuple[int, ...]
     constants: int
 
 
-def account_of_buffers(module: Module, analysis: Any) -> Account:
-    """The account of a compiled program, empty where XLA does not say which buffers there are;
-    `analysis`: of `jax.stages.Compiled.memory_analysis`."""
+def account_of_buffers(module: Module, analysis: Any, lines: ProgramLines) -> Account:
+    """The account of a compiled program, empty where XLA does not say which buffers there are.
+
+    Args:
+      module: the program.
+      analysis: of `jax.stages.Compiled.memory_analysis`.
+      lines: of the graph that was compiled.
+    """
     message = getattr(analysis, "serialized_buffer_assignment_proto", b"")
     if not message:
-        return Account(None, [], (), 0)
+        return Account("", [], (), 0)
     flow = Flow(module)
     assignment = Assignment(flow, decoded(message))
     values = assignment.buffers()
@@ -77,17 +106,17 @@ def account_of_buffers(module: Module, analysis: Any) -> Account:
     timeline = bytes_in_use(always, temporary, len(flow.order))
     moment = max(range(len(timeline)), key=timeline.__getitem__)
     slots = {v.slot: v for v in temporary if v.first <= moment <= v.last}
-    buffers = [_buffer(flow, v, moment, "temporary", v.size) for v in slots.values()]
+    look = functools.partial(_buffer, flow, lines, moment)
+    buffers = [look(value, None, value.size) for value in slots.values()]
     for kind, value, of_one in lasting:  # in which something else may be at the peak
         there = [v for v in of_one if v.first <= moment <= v.last]
         now = value if value in there else max(there, key=lambda v: v.size, default=value)
         now = value if 2 * now.size < value.size else now
-        now_kind = kind if now is value else "temporary"
-        buffers.append(_buffer(flow, now, moment, now_kind, value.size))
+        buffers.append(look(now, kind if now is value else None, value.size))
     ran = [key for key, order in flow.order.items() if order <= moment]
     found = map(flow.operation, reversed(ran))
     at = next((each for each in found if each is not None and each.frames), None)
-    return Account(at, buffers, timeline, assignment.constants)
+    return Account(lines.told(at), buffers, timeline, assignment.constants)
 
 
 class _Allocation(NamedTuple):
@@ -139,29 +168,43 @@ class Assignment:
         return sorted(found, key=lambda value: value.first)
 
 
-def _buffer(flow: Flow, value: Value, moment: int, kind: Kind, size: int) -> Buffer:
+def _buffer(
+    flow: Flow, lines: ProgramLines, moment: int, value: Value, lasting: Kind | None, size: int
+) -> Buffer:
+    """What is in a buffer at a moment; `lasting`: the kind of an argument or a result."""
     reads = sorted(flow.readers(value.each, value.part), key=lambda r: flow.order[r.reader.key])
     told = [(flow.order[read.reader.key], flow.reading(read)) for read in reads]
     known = [(order, reader) for order, reader in told if reader is not None]
     later = [reader for order, reader in known if order >= moment]
-    if kind == "temporary":  # what is read in the next turn of a loop
+    if lasting is None:  # what is read in the next turn of a loop
         later = later or [reader for _, reader in known]
     back = [reader for reader in later if reader.is_backward]
     made = flow.content(value.each, value.part)
     if made is None or (made.name and not made.path):  # XLA's own: for what reads it
         own = made or Operation(value.each.op, "", (), False)
         made = next((reader for reader in later if reader.path), own)
+    reader = next(iter(later if made.is_backward else back or later), None)
+    kind = lasting or ("gradient" if made.is_backward else "residual" if back else "activation")
+    line = ""
+    origin: Origin | None = None
+    scopes: tuple[str, ...] = ()
+    if kind != "argument" and not made.name:
+        line = f"copy of {made.path}"
+    elif kind != "argument":
+        origin, scopes = lines.origin(made), lines.scopes(made)
+        line = str(origin or f"XLA's {made.name}")
     end = len(flow.order)
     return Buffer(
         size=size,
         kind=kind,
         type=str(value.each.type.at(value.part)),
-        made=made,
-        reader=next(iter(later if made.is_backward else back or later), None),
-        is_read_back=bool(back),
+        line=line,
+        origin=origin,
+        scopes=scopes,
+        kept_for="what is returned" if kind == "result" else lines.told(reader),
         alive=(
             0.0 if kind == "argument" else value.first / end,
-            (value.last + 1) / end if kind == "temporary" else 1.0,
+            1.0 if lasting else (value.last + 1) / end,
         ),
     )
 

@@ -7,7 +7,7 @@ alone knows what a node hands to its regions, and what becomes of their outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -84,6 +84,57 @@ def may_take_no_step(node: Node) -> bool:
 
 
 Ref = tuple[Path, Atom]
+
+
+def inside(call: Occurrence, value: Atom) -> Iterator[tuple[Path, Value]]:
+    """What an operand of a node is in the regions of the node."""
+    for each in region_calls(call.node):
+        for i, within in zip(each.operands, call.node.region(each.name).inputs, strict=True):
+            if call.node.inputs[i] is value:
+                yield call.into(each.name), within
+
+
+def inside_result(call: Occurrence, result: Value, name: str) -> tuple[Path, Atom]:
+    """What a result of a node is in a region of the node."""
+    each = next(each for each in region_calls(call.node) if each.name == name)
+    k = each.results.index(call.node.outputs.index(result))
+    return call.into(name), call.node.region(name).outputs[k]
+
+
+def outside(path: Path, value: Value) -> list[Ref]:
+    """What an input of a region is: an operand of the call and, in a loop, what the step before
+    gave on. Nothing for another value, and for an input of a rule's face."""
+    call, name = path[-1]
+    calls = region_calls(call)
+    inputs = call.region(name).inputs
+    each = next((each for each in calls if each.name == name), None)
+    if each is None or value not in inputs:
+        return []
+    i = inputs.index(value)
+    found: list[Ref] = [(path[:-1], call.inputs[each.operands[i]])]
+    if (k := each.fed_back_from[i]) is not None:
+        body = calls[-1].name
+        found.append(((*path[:-1], (call, body)), call.region(body).outputs[k]))
+    return found
+
+
+def onward(path: Path, value: Value) -> list[tuple[Path, Value]]:
+    """What an output of a region becomes: a result of the call and, in a loop, inputs of the next
+    step. Nothing for another value, and for an output of a rule's face."""
+    call, name = path[-1]
+    calls = region_calls(call)
+    found: list[tuple[Path, Value]] = []
+    for each in calls:
+        for k, out in enumerate(call.region(name).outputs if each.name == name else ()):
+            if out is not value:
+                continue
+            if (result := each.results[k]) is not None:
+                found.append((path[:-1], call.outputs[result]))
+            for other in calls if each is calls[-1] else ():
+                inputs = zip(call.region(other.name).inputs, other.fed_back_from, strict=True)
+                there = (*path[:-1], (call, other.name))
+                found += [(there, inner) for inner, j in inputs if j == k]
+    return found
 
 
 def _is_jit(path: Path, node: Node) -> bool:

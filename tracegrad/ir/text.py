@@ -67,7 +67,7 @@ def format_graph(graph: Graph, paint: Paint = plain) -> str:
 def _graph_lines(
     graph: Graph, path: Path, seen: set[Graph], texts: set[str], paint: Paint
 ) -> list[str]:
-    lines = _header(graph)
+    lines = header(graph)
     rows: list[_Row] = []
     scope = ""
     for node in graph.nodes:
@@ -97,7 +97,8 @@ def _graph_lines(
     return lines
 
 
-def _header(graph: Graph) -> list[str]:
+def header(graph: Graph) -> list[str]:
+    """The name, inputs and results of a graph, and its constants, in lines."""
     arguments = [value_text(graph, value) for value in graph.inputs]
     results = ", ".join(_jax.type_text(aval) for aval in graph.out_avals)
     line = f"{graph.name}({', '.join(arguments)}) -> {results or '()'}"

@@ -10,7 +10,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
-from tracegrad.insight.explaining.observed import Observed, Place, handed_on, inside
+from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import (
     EDGE_GIVEN,
     EDGE_INF,
@@ -24,9 +24,10 @@ from tracegrad.insight.explaining.statistics import (
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import number_text
 from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Node, Occurrence, Value, operations
+from tracegrad.ir.inlined import inside, inside_result, onward, outside
 from tracegrad.ir.occurrence import Path
 
-# Each element of the result is of one element, to which nothing is added.
+# Each element of the result comes from one element, to which nothing is added.
 _ONE_FOR_ONE = (operations.BY_ELEMENT | operations.VIEWS) - operations.ADDITIVE.keys()
 
 
@@ -103,10 +104,10 @@ def _inside_of_rule(observed: Observed, place: Place) -> Culprit | None:
 
 
 def is_all_of_its_rule(observed: Observed, place: Place) -> bool:
-    """Whether the backward of a rule adds nothing to the NaNs and Infs that are made in it.
+    """Whether nothing finite is added to the NaNs and Infs that the backward of a rule makes.
 
-    Where it does (it recomputes its function, and a value was used twice), a result that is not
-    finite has finite parts, too.
+    A backward that recomputes its function adds up what comes from several uses of a value: then a
+    result that is not finite has finite parts, which a cure of the whole rule would discard.
     """
     rule = by_rule.rule_around(place.occurrence)
     path = rule.into("backward")
@@ -157,11 +158,12 @@ def _is_finite(stat: np.ndarray[Any, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Given:
-    """Where a NaN or Inf was from the start: an input of the graph, or what it closes over."""
+    """A NaN or Inf that nothing made: it is in an input of the graph, or in an array that the graph
+    closes over."""
 
     index: int | None  # of the input
-    array: Any = None  # what it closes over
-    user: Node | None = None  # of that
+    array: Any = None  # that the graph closes over
+    user: Node | None = None  # of the array
 
 
 def forward_culprit(
@@ -214,46 +216,53 @@ def _makers(observed: Observed, place: Place, which: int = NAN) -> list[_Made | 
 def _maker(
     observed: Observed, path: Path, steps: tuple[int, ...], value: Atom, which: int
 ) -> _Made | Given:
-    """The operation that made a value, through the boundaries of regions."""
+    """The operation that made a value, through the borders of regions.
+
+    `steps`: of the scans around the value; if it has fewer, those of no step in particular.
+    """
+    gone_round: set[Path] = set()
     while True:
         region = observed.region(path)
-        if isinstance(value, Literal) or value in region.constants:
-            if isinstance(value, Literal):
-                return Given(None, value.val)
+        if isinstance(value, Literal):
+            return Given(None, value.val)
+        if value in region.constants:
             users = region.users.get(value, ())
             return Given(None, region.constants[value], next(iter(users), None))
+        is_exact = len(steps) == sum(node.primitive is _jax.SCAN for node, _ in path)
         node = region.producers.get(value)
-        if node is None:
-            index = region.inputs.index(value)
-            if not path or path[-1][1] in ("backward", "forward", "jvp"):
-                return Given(None if path else index)
-            enclosing = path[-1][0]
-            if enclosing.primitive is _jax.SCAN:
-                first, count = _jax.scan_split(enclosing.params)
-                previous = steps[-1] + (1 if enclosing.params["reverse"] else -1)
-                if first <= index < first + count and 0 <= previous < enclosing.params["length"]:
-                    value, steps = region.outputs[index - first], (*steps[:-1], previous)
-                    continue
-                steps = steps[:-1]
-            path, value = path[:-1], handed_on(enclosing)[index]
-            continue
-        place = Place(Occurrence(path, node), steps)
-        k = node.outputs.index(value)
-        if not is_entered(node):
-            return _Made(place, k)
-        if node.primitive is _jax.SCAN and node.params["length"] == 0:
-            first, count = _jax.scan_split(node.params)
-            if k >= count:  # it stacks nothing
+        if node is not None:
+            place = Place(Occurrence(path, node), steps)
+            is_scan = node.primitive is _jax.SCAN
+            k = node.outputs.index(value)
+            if not is_entered(node):
                 return _Made(place, k)
-            value = node.inputs[first + k]
+            if is_scan and node.params["length"] == 0:
+                first, count = _jax.scan_split(node.params)
+                if k >= count:  # it stacks nothing
+                    return _Made(place, k)
+                value = node.inputs[first + k]
+                continue
+            ran = observed.branches(place) if node.primitive is _jax.COND else []
+            path, value = inside_result(place.occurrence, value, next(iter([*ran, *node.regions])))
+            if is_scan and is_exact:
+                steps = (*steps, _bad_value_step(observed, path, steps, value, which))
             continue
-        name = next(iter(node.regions))
-        if node.primitive is _jax.COND:
-            name = next(iter(observed.branches(place)), name)
-        path = place.occurrence.into(name)
-        value = node.regions[name].outputs[k]
-        if node.primitive is _jax.SCAN:
-            steps = (*steps, _bad_value_step(observed, path, steps, value, which))
+        around = outside(path, value) if path else []
+        if not around:
+            return Given(None if path else region.inputs.index(value))
+        outer, *before = around
+        call = path[-1][0]
+        if call.primitive is _jax.SCAN and not is_exact:
+            path, value = outer if path in gone_round else around[-1]
+            gone_round.add(path)
+            continue
+        if call.primitive is _jax.SCAN:
+            previous = steps[-1] + (1 if call.params["reverse"] else -1)
+            steps = steps[:-1]
+            if before and 0 <= previous < call.params["length"]:
+                value, steps = before[0][1], (*steps, previous)
+                continue
+        path, value = outer
 
 
 def _bad_value_step(
@@ -323,9 +332,6 @@ def users(observed: Observed, place: Place) -> list[str]:
                 values += inside(Occurrence(path, node), value)
             elif len(node.outputs) == 1:
                 values.append((path, node.outputs[0]))
-        if path and value in region.results:
-            results = path[-1][0].outputs
-            k = region.outputs.index(value)
-            if k < len(results):
-                values.append((path[:-1], results[k]))
+        if path:
+            values += onward(path, value)
     return [name for name in names if name not in ("broadcast_in_dim", "reshape", "jit")]

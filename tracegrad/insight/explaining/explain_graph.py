@@ -33,7 +33,7 @@ from tracegrad.insight.explanation import (
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.wording import counted
 
-# Causes that come with numbers: at a line in each of many layers other ones.
+# Causes whose words have numbers in them, which differ from layer to layer.
 _MEASURED = ("dead units", "changed by a rule", "rows without variance")
 
 
@@ -60,12 +60,12 @@ def explain_graph(
       seeds: for each output of the graph a cotangent, or None.
       name: of the function.
       unselectable: the sources without an input.
-      why_unused: words for sources that nothing leads from to the result, if there are better
-        ones than that.
+      why_unused: better words than the usual ones for a source that does not lead to the result.
       others: the names of inputs that are no sources.
-      untrained: the sources of which nobody expects that they get a gradient.
-      updated: those of which the function computes new values beside its result.
-      ends: outputs without a gradient; what leads to these alone is cut off where they are made.
+      untrained: the sources that are not expected to get a gradient.
+      updated: the sources whose new values the function returns beside its result.
+      ends: outputs without a gradient: a source that leads only to such an output is cut off at
+        the operation that makes the output.
     """
     targets = [i for i, seed in enumerate(seeds) if seed is not None]
     reached = _connected(program, targets)
@@ -101,7 +101,7 @@ def explain_graph(
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(observed, close, reports, sources, inputs)
     findings += normalised_padding(observed, norms)
-    # What explodes there is what these are about.
+    # A gradient that explodes there has been told by these findings.
     known = {
         (f.origin, f.scope)
         for f in findings
@@ -138,8 +138,8 @@ def _cuts(program: Graph, targets: Sequence[int], ends: Sequence[int]) -> list[C
 
 
 def _run_again(observed: Observed, looked_twice: bool) -> Iterator[Finding]:
-    """What has effects and was run more than once: of a rule the forward, which the reverse pass
-    runs for itself; everything where there was a close look."""
+    """The operations with effects that ran more than once: the forward of a rule runs again for the
+    reverse pass, and everything does for a close look."""
     for found in observed.graph.walk():
         node = found.node
         if not node.effects or found.rule_around is not None:

@@ -72,7 +72,7 @@ from tracegrad.tracing.rule_errors import CLOSES_OVER
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["args"], meta_fields=["measure"])
 @dataclass(frozen=True)
 class Deferred:
-    """A measure that is yet to be taken of some arrays."""
+    """A statistic that is still to be computed from some arrays."""
 
     measure: Callable[..., Any]
     args: Any
@@ -108,8 +108,8 @@ class MeasuredPass:
 
     @contextmanager
     def collecting(self, *, defer: bool = False) -> Iterator[dict[int, Any]]:
-        """Gives what is measured inside, by the number of its key; with `defer` the arrays, for the
-        measures to be taken outside of a compiled program."""
+        """Gives the statistics that are measured inside, by the number of the key; with `defer` the
+        arrays instead, so that the statistics are computed outside of a compiled program."""
         outer, self._found = self._found, {}
         before, self._is_deferring = self._is_deferring, defer
         try:
@@ -219,8 +219,7 @@ class MeasuredPass:
         return self._switch(args[0], [branch(name) for name in here.node.regions], args[1:])
 
     def _switch(self, index: Any, branches: Sequence[Any], operands: Any) -> list[Any]:
-        """Runs a branch; what is measured in the others is NaN, or 0 where there is no NaN: they
-        did not run."""
+        """Runs a branch; statistics of the other branches are NaN, or 0 where there is no NaN."""
         # Each is traced once: a branch of a branch would else be traced twice for each time that
         # what is around it is.
         traced = [jax.make_jaxpr(branch, return_shape=True)(*operands) for branch in branches]

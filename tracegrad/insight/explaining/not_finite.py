@@ -23,7 +23,7 @@ from tracegrad.insight.explaining.cures import OUT_OF_REACH, backward_cure, forw
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import INF, NAN, NORM
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import CustomGradient, Literal, Node, Occurrence, Value, operations
+from tracegrad.ir import Atom, CustomGradient, Node, Occurrence, operations
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -120,7 +120,7 @@ def _forward_finding(
     words += f" of {ranges}" if ranges else ""
     made_inf = None
     if culprit.kind == "NaN":
-        made_inf = _maker_of_inf(observed, culprit.place, found.node.inputs)
+        made_inf = _maker_of(observed, culprit.place, found.node.inputs, [INF])
     if made_inf is not None:  # that is what to mend
         first = made_inf.place.occurrence
         origin = found.origin or first.origin
@@ -175,21 +175,17 @@ def _operation(node: Node) -> str:
 def _maker_of_factor(observed: Observed, culprit: Culprit) -> Culprit | None:
     """What made the NaN that a product multiplies a cotangent by; of a product of matrices, which
     nothing else is told of, also the Inf."""
-    op = culprit.place.node.op
-    kinds = (NAN, INF) if op in operations.CONTRACTIONS else (NAN,) if op == "mul" else ()
-    for which, value in itertools.product(kinds, culprit.place.node.inputs):
-        made = forward_culprit(observed, culprit.place.path, culprit.place.steps, value, which)
-        if isinstance(made, Culprit):
-            return made
-    return None
+    node = culprit.place.node
+    kinds = (NAN, INF) if node.op in operations.CONTRACTIONS else (NAN,) if node.op == "mul" else ()
+    return _maker_of(observed, culprit.place, node.inputs, kinds)
 
 
-def _maker_of_inf(
-    observed: Observed, place: Place, operands: Iterable[Value | Literal]
+def _maker_of(
+    observed: Observed, place: Place, operands: Iterable[Atom], kinds: Sequence[int]
 ) -> Culprit | None:
-    """What made the Inf that one of some operands of a node is, if one is."""
-    for value in operands:
-        made = forward_culprit(observed, place.path, place.steps, value, INF)
+    """What made the NaN or Inf that one of some operands of a node has, if one has."""
+    for which, value in itertools.product(kinds, operands):
+        made = forward_culprit(observed, place.path, place.steps, value, which)
         if isinstance(made, Culprit):
             return made
     return None
@@ -254,7 +250,7 @@ def _made_before(observed: Observed, culprit: Culprit) -> str:
     """Which operation of the forward pass made the Inf that an operand is."""
     pairs = zip(culprit.place.node.inputs, culprit.operands, strict=False)
     infinite = [value for value, x in pairs if math.isinf(x)]  # a NaN: not known
-    made = _maker_of_inf(observed, culprit.place, infinite)
+    made = _maker_of(observed, culprit.place, infinite, [INF])
     if made is None:
         return ""
     origin = made.place.occurrence.origin

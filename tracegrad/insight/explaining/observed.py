@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tracegrad import _jax
-from tracegrad.insight.explaining.visits import is_called
-from tracegrad.ir import Atom, Graph, Node, Occurrence, Origin, Value
+from tracegrad.ir import Graph, Node, Occurrence, Origin
 from tracegrad.ir.occurrence import Path
 
-# What a statistic is of: the kind, the node, and the number of its result or operand; for the
-# inputs and outputs of the graph itself no node.
+# What a statistic describes: its kind, the node, and the number of the node's result or operand.
+# The inputs and outputs of the graph itself have no node.
 Key = tuple[str, Occurrence | None, int]
 
 
@@ -22,8 +20,8 @@ Key = tuple[str, Occurrence | None, int]
 class Observed:
     """A graph and what was measured in it.
 
-    `stats` are the statistics, `refused` the nodes that JAX cannot differentiate, with its words,
-    and `lines`, of rules whose backward makes a NaN or Inf, the line there.
+    `stats` has the statistics, `refused` the nodes that JAX cannot differentiate, with JAX's words,
+    and `lines` the line that makes a NaN or Inf in the backward of a rule.
     """
 
     graph: Graph
@@ -49,7 +47,7 @@ class Observed:
         ]
 
     def branches(self, cond: Place) -> list[str]:
-        """Of a cond the branches that ran, in a scan at any of its steps."""
+        """The branches of a cond that ran; inside a scan, at any of its steps."""
         index = self.get("branch", cond)
         assert index is not None
         names = list(cond.node.regions)
@@ -76,30 +74,3 @@ class Place:
     def step(self) -> int | None:
         """That of the outermost scan."""
         return self.steps[0] if self.steps else None
-
-
-def call_of(path: Path) -> Place:
-    """The node whose region a path leads to."""
-    return Place(Occurrence(path[:-1], path[-1][0]))
-
-
-def handed_on(node: Node) -> Sequence[Atom]:
-    """The operands that become the inputs of a node's regions: all but the index of a cond."""
-    operands: Sequence[Atom] = node.inputs
-    return operands[1:] if node.primitive is _jax.COND else operands
-
-
-def outside(region: Graph, path: Path, value: Value) -> tuple[Path, Atom] | None:
-    """The operand that an input of a called region is, with the path there; None for another value,
-    and in loops and branches."""
-    if not path or value not in region.inputs or not is_called(path[-1][0]):
-        return None
-    return path[:-1], handed_on(path[-1][0])[region.inputs.index(value)]
-
-
-def inside(call: Occurrence, value: Value) -> Iterator[tuple[Path, Value]]:
-    """What an operand of a node is in its regions, each with the path there."""
-    for name, region in call.node.regions.items():
-        for operand, within in zip(handed_on(call.node), region.inputs, strict=False):
-            if operand is value:
-                yield call.into(name), within

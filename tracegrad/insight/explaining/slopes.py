@@ -1,29 +1,31 @@
 """Where the norm of the gradient falls or grows: along layers, the steps of a scan and the scopes.
 
 That it does is seen in the norms of what is trained, layer by layer. Where it does is seen in the
-stream of the gradient through the layers: each stretch between two layers is blamed on the line
-that changes the norm the most there.
+stream of the gradient to the first layer: the lines are blamed that change the norm for good.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tracegrad import _jax
 from tracegrad.insight.explaining.culprits import operand_ranges
 from tracegrad.insight.explaining.layers import are_layers, scanned_layers
-from tracegrad.insight.explaining.observed import Observed, Place, outside
+from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explaining.streams import Link, Streams, total
+from tracegrad.insight.explaining.visits import is_called
 from tracegrad.insight.explanation import Finding, number_text, scope_of, shared_scope
 from tracegrad.ir import Atom, Occurrence, Value, operations
+from tracegrad.ir.inlined import outside
 from tracegrad.ir.occurrence import Path
 
 _FEWEST_LAYERS = 4
@@ -34,6 +36,8 @@ _STEP_LIMIT = 1e-8
 _BLAMED = math.log(100.0)
 _MOST = 0.8
 
+# What may stand between a parameter and what is computed with it.
+_PREPARING = operations.VIEWS | {"convert_element_type"}
 _SATURATING = frozenset({"tanh", "logistic", "erf", "exp", "exp2", "log1p"})
 _CURES = {
     "saturated": "where it is flat, normalise what goes in; a residual connection past it, or "
@@ -60,12 +64,14 @@ def slopes(
     """
     found: dict[Any, _Fall] = {}
     streams: Streams | None = None
+    near = Streams(observed)
     for slope in _layer_slopes(norms):
         inputs = [i for path in slope.members if (i := sources[path]) is not None]
+        values = [observed.graph.inputs[i] for i in inputs]
+        slope = slope if slope.cause else _slope_of_stream(slope, near, values)
         if slope.cause and are_layers(observed.graph, inputs):
             streams = streams or Streams(close())
-            ways = [streams.to(observed.graph.inputs[i]) for i in inputs]
-            for fall in _falls(slope, ways):
+            for fall in _falls(slope, _through_layers(slope, map(streams.to, values))):
                 known = found.get(fall.key)
                 if known is None or fall.size > known.size:
                     found[fall.key] = fall
@@ -99,6 +105,10 @@ class _Slope:
         return "exploding" if first / last > 1 / self.limit else ""
 
     @property
+    def sign(self) -> int:
+        return -1 if self.cause == "vanishing" else 1
+
+    @property
     def size(self) -> float:
         """The logarithm of the change from end to end."""
         return abs(math.log(self.norms[0] / self.norms[-1])) if self.norms[0] else math.inf
@@ -124,6 +134,21 @@ def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
             along = tuple(norms[path] for path in members)
             found.append(_Slope(pattern, along, _LAYER_LIMIT, members))
     return found
+
+
+def _slope_of_stream(slope: _Slope, streams: Streams, values: Sequence[Value]) -> _Slope:
+    """How the norm changes of the cotangents of what is computed with the layers' parameters, if
+    that explodes: where values and cotangents grow from layer to layer, the gradients of the
+    parameters, which are products of the two, may all be alike."""
+    along = []
+    for value in values:
+        path: Path = ()
+        while (link := streams.next(path, value)) and link.occurrence.node.op in _PREPARING:
+            path, value = link.occurrence.path, link.result
+        along.append(link.before if link else 0.0)
+    name = f"what is computed with {slope.name}"
+    of_stream = dataclasses.replace(slope, name=name, norms=tuple(along))
+    return of_stream if of_stream.cause == "exploding" else slope
 
 
 def _step_slopes(
@@ -154,12 +179,14 @@ def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
     while isinstance(value, Value):
         region = observed.region(path)
         node = region.producers.get(value)
-        if node is not None and node.op in operations.VIEWS | {"convert_element_type"}:
+        if node is not None and node.op in _PREPARING:
             value = node.inputs[0]
+        elif value not in region.inputs:
+            return None
         elif not path:
-            return region.inputs.index(value) if value in region.inputs else None
-        elif (around := outside(region, path, value)) is not None:
-            path, value = around
+            return region.inputs.index(value)
+        elif is_called(path[-1][0]):
+            path, value = outside(path, value)[0]
         else:
             return None
     return None
@@ -174,7 +201,6 @@ class _Fall:
 
     slope: _Slope
     links: tuple[Link, ...]  # where it does most of it, from the input's side to the output's
-    layers: int  # between how many layers the gradient was followed
     size: float  # the logarithm of the change
 
     @property
@@ -182,45 +208,51 @@ class _Fall:
         return self.slope.cause, self.links[0].origin
 
 
-def _falls(slope: _Slope, ways: Sequence[Sequence[Link]]) -> Iterator[_Fall]:
+def _falls(slope: _Slope, links: Sequence[Link]) -> Iterator[_Fall]:
     """The lines to blame for a slope.
 
     Args:
-      ways: the streams to its members, from the input's side to the output's.
+      links: the stream through its layers, from the input's side to the output's.
     """
-    sign = -1 if slope.cause == "vanishing" else 1
-    stretches = list(_stretches(ways))
-    if 2 * sign * sum(x.change for x in itertools.chain(*stretches[1:])) >= slope.size:
-        del stretches[0]
-    blamed: dict[Any, list[tuple[float, Link]]] = defaultdict(list)
-    for stretch in stretches:
-        link = _most_changing(stretch, sign)
-        blamed[link.origin].append((sign * sum(x.change for x in stretch), link))
-    sizes = {line: sum(change for change, _ in changes) for line, changes in blamed.items()}
+    changes = _changes_by_line(links, slope.sign)
+    sizes = {line: sum(change for change, _ in of_line) for line, of_line in changes.items()}
     # Where several lines share a change that is none's alone, the first of them stands for all.
     least = min(_BLAMED, max(sizes.values())) if sum(sizes.values()) >= _BLAMED else _BLAMED
-    for line, changes in blamed.items():
+    for line, of_line in changes.items():
         if (size := sizes[line]) < least:
             continue
         most, known = [], 0.0
-        for change, link in sorted(changes, key=lambda each: -each[0]):
+        for change, link in sorted(of_line, key=lambda each: -each[0]):
             if known < _MOST * size:
                 most.append(link)
                 known += change
-        ordered = [link for _, link in changes if link in most]
-        yield _Fall(slope, tuple(ordered), len(stretches), size)
+        ordered = [link for _, link in of_line if link in most]
+        yield _Fall(slope, tuple(ordered), size)
 
 
-def _most_changing(links: Sequence[Link], sign: int) -> Link:
-    """The operation that most of a change is due to, of the line that most of it is due to."""
-    backward = links[::-1]  # as the gradient goes
-    lasting = _lasting([sign * link.change for link in backward])
-    by_line: dict[Any, float] = defaultdict(float)
-    for link, change in zip(backward, lasting, strict=True):
-        by_line[link.origin] += change
-    worst = max(by_line, key=lambda line: by_line[line])
-    of_line = [pair for pair in zip(lasting, backward, strict=True) if pair[1].origin == worst]
-    return max(of_line, key=lambda pair: pair[0])[1]
+def _through_layers(slope: _Slope, ways: Iterable[Sequence[Link]]) -> Sequence[Link]:
+    """The stream to the first layer from where the last layer's comes into it to where the second
+    layer's does; and on to the parameter itself if most of the change is there: in an attention,
+    say, that leads out of the stack.
+
+    Args:
+      ways: the streams to the layers, from the input's side to the output's.
+    """
+    first, *later = ways
+    places = {link.occurrence: k for k, link in enumerate(first)}
+    entries = [next((places[x.occurrence] for x in w if x.occurrence in places), 0) for w in later]
+    start, end = (choose(filter(None, entries), default=0) + 1 for choose in (min, max))
+    change = slope.sign * sum(link.change for link in first[start:end])
+    return first[start if 2 * change >= slope.size else 1 : end]
+
+
+def _changes_by_line(links: Sequence[Link], sign: int) -> dict[Any, list[tuple[float, Link]]]:
+    """How much each operation of a stream changes the norm for good, by the line."""
+    lasting = _lasting([sign * link.change for link in links[::-1]])  # as the gradient goes
+    found: dict[Any, list[tuple[float, Link]]] = defaultdict(list)
+    for link, change in zip(links, lasting[::-1], strict=True):
+        found[link.origin].append((change, link))
+    return found
 
 
 def _lasting(changes: Sequence[float]) -> list[float]:
@@ -236,27 +268,12 @@ def _lasting(changes: Sequence[float]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(lasting)]
 
 
-def _stretches(ways: Sequence[Sequence[Link]]) -> Iterator[Sequence[Link]]:
-    """Cuts the stream to the first layer where the streams to the later layers come into it.
-
-    The first stretch is the first layer's own: in an attention, say, it leads out of the stack.
-    """
-    first, *later = ways
-    places = {link.occurrence: k for k, link in enumerate(first)}
-    entries = {
-        next((places[x.occurrence] for x in way if x.occurrence in places), 0) for way in later
-    }
-    bounds = [1, *(entry + 1 for entry in sorted(entries) if entry)]  # 0 takes the parameter
-    for start, end in itertools.pairwise(bounds):
-        yield first[start:end]
-
-
 def _finding_of_layers(
     fall: _Fall, streams: Streams, norms: Mapping[str, float], sources: Mapping[str, int | None]
 ) -> Finding:
     cause, links, found = fall.slope.cause, fall.links, fall.links[-1].occurrence
     before, after = number_text(links[-1].before), number_text(links[0].after)
-    if 2 * len(links) > fall.layers:
+    if 2 * len(links) > len(fall.slope.norms):
         words = f"{fall.slope.words} layers, most of it in {found.node.name}"
     else:
         verb = "falls" if cause == "vanishing" else "grows"
@@ -264,7 +281,7 @@ def _finding_of_layers(
         words = f"in {found.node.name}{of and f' of {of}'} the norm of the gradient {verb} from "
         words += f"{before} to {after}"
         if len(links) > 1:
-            words += f", in {len(links)} of {fall.layers} layers"
+            words += f", in {len(links)} of {len(fall.slope.norms)} layers"
     concerned = []
     for path, norm in norms.items():
         i = sources[path]
@@ -284,13 +301,15 @@ def _finding_of_layers(
 
 
 def _finding_of_steps(carry: tuple[Occurrence, int], slope: _Slope, streams: Streams) -> Finding:
-    (scan, j), sign = carry, -1 if slope.cause == "vanishing" else 1
+    scan, j = carry
     body, path = scan.node.regions["jaxpr"], scan.into("jaxpr")
     first, _ = _jax.scan_split(scan.node.params)
     links = streams.to(body.inputs[first + j], path)
     found, most = scan, ""
     if links:
-        found = _most_changing(links, sign).occurrence
+        by_line = _changes_by_line(links, slope.sign).values()
+        worst = max(by_line, key=lambda changes: sum(change for change, _ in changes))
+        found = max(worst, key=lambda each: each[0])[1].occurrence
         most = f", most of it in {found.node.name}"
     words = f"{slope.words} steps{most}"
     concerned = slope.members or (slope.name,)

@@ -1,8 +1,8 @@
-"""The few numbers that `explain` takes of an array; each of them a vector of floats.
+"""The few numbers that `explain` takes of an array; each statistic is a vector of floats.
 
-Inside of a loop they are part of the program. Of arrays NumPy takes them, in double precision: XLA
-would compile a program for each shape. It takes them of what other processes have a part of, and of
-large arrays on an accelerator.
+Inside of a loop a statistic is part of the program. Elsewhere NumPy computes it, in double
+precision, since XLA would compile a program for each shape; but XLA does for arrays of which other
+processes have a part, and for large arrays on an accelerator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Measure = Callable[..., Any]
 
 
 def _by_place(measure: Measure) -> Measure:
-    """Takes ``(xp, *arrays)`` where ``xp`` is NumPy or JAX's; the result takes the arrays alone."""
+    """Makes a function of arrays of a `measure` that takes ``(xp, *arrays)``, where ``xp`` is NumPy
+    or `jax.numpy`."""
     compiled = jax.jit(functools.partial(measure, jnp))  # traced once for each shape
     # Without it XLA fuses into each statistic all that leads to its array, once more for each:
     # the time to compile grew with the square of a program's length.
@@ -102,7 +103,8 @@ def norms(xp: Any, x: Any) -> Any:
 
 @_by_place
 def exact(xp: Any, x: Any) -> Any:
-    """The same, the number of NaNs and of Infs, the least and the greatest."""
+    """The norm, the share of zeros, the numbers of NaNs and of Infs, the least and the greatest
+    element."""
     x = _real(xp, x)
     if x.size == 0:
         return xp.zeros(6, xp.float32)
@@ -120,8 +122,9 @@ def exact(xp: Any, x: Any) -> Any:
 
 @_by_place
 def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
-    """How many NaNs and Infs a VJP gave, the norm of it, and what stood where the first NaN or Inf
-    is: the cotangent that came in, and the operands (those of other shapes: NaN)."""
+    """How many NaNs and Infs a VJP gave to an operand, and the norm of what it gave. Then, at the
+    place of the first NaN or Inf: the cotangent that came in, and the operands (NaN for those of
+    other shapes)."""
     flat = _real(xp, result).reshape(-1)
     if flat.size == 0:
         return xp.zeros(EDGE_OPERANDS + OPERANDS, xp.float32)
@@ -167,14 +170,14 @@ def difference(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
 
 @_by_place
 def multiplied(xp: Any, result: Any, factor: Any) -> Any:
-    """Of a cotangent that a factor has multiplied: how far the largest factor is from the least,
-    the norm where the factor is near the largest, and the norm elsewhere."""
+    """For a cotangent that was multiplied by a factor: the largest factor by the least, the norm of
+    the cotangent where the factor is near the largest, and its norm elsewhere."""
     return _amplified(xp, result, factor)
 
 
 @_by_place
 def divided(xp: Any, result: Any, divisor: Any) -> Any:
-    """The same of a divisor."""
+    """The same for a cotangent that was divided."""
     return _amplified(xp, result, 1 / _real(xp, divisor))
 
 
@@ -190,12 +193,11 @@ def _amplified(xp: Any, result: Any, factor: Any) -> Any:
 
 @_by_place
 def units(xp: Any, result: Any, operands: Sequence[Any], bounds: Sequence[Any]) -> Any:
-    """Of what is along the last axis how many are never active, and how many there are.
+    """How many units along the last axis are never active, and how many units there are; no units
+    if this is a maximum with something else than zero.
 
-    None if this is a maximum with something else than zero.
-
-    `operands`: of a maximum, `bounds` those with which it may be one; none of either for a function
-    that is a rectifier by its name.
+    `operands`: those of a maximum, and `bounds` those among them that may be the zero; both are
+    empty for a function that is a rectifier by its name.
     """
     is_active = result != 0
     if operands:  # of a maximum of equals half the gradient goes to each

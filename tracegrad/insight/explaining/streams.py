@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside, outside
+from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import EDGE_NORM, NORM
 from tracegrad.insight.explaining.visits import is_called, is_entered
 from tracegrad.ir import Node, Occurrence, Origin, Value
+from tracegrad.ir.inlined import inside, onward, outside
 from tracegrad.ir.occurrence import Path
 
 
@@ -45,8 +46,8 @@ class Link:
 class Streams:
     """The streams in what a pass has observed.
 
-    What a use gives to a value the close form of the pass has. Without it a use counts by the
-    cotangent that comes to it.
+    The close form of the pass tells what each use gives to a value. Without it a use counts by the
+    cotangent that arrives at the use.
     """
 
     observed: Observed
@@ -59,12 +60,13 @@ class Streams:
     def to(self, value: Value, path: Path = ()) -> list[Link]:
         """The stream to a value of a region, from the value on to where the gradient begins."""
         found = []
-        while (link := self._next(path, value)) is not None:
+        while (link := self.next(path, value)) is not None:
             found.append(link)
             path, value = link.occurrence.path, link.result
         return found
 
-    def _next(self, path: Path, value: Value) -> Link | None:
+    def next(self, path: Path, value: Value) -> Link | None:
+        """The operation from which most of the gradient of a value comes."""
         if (path, value) not in self._known:
             self._known[path, value] = self._strongest(path, value)
         return self._known[path, value]
@@ -92,10 +94,9 @@ class Streams:
                 given = [self._norm("ct", here, k) for k in range(len(node.outputs))]
             if any(norm is not None for norm in given):
                 yield max(filter(None, given), default=0.0), here
-        if path and value in region.results and is_called(path[-1][0]):
-            for inner, outer in zip(region.outputs, path[-1][0].outputs, strict=True):
-                if inner is value:
-                    yield from self._uses(path[:-1], outer)
+        if path and is_called(path[-1][0]):
+            for each in onward(path, value):
+                yield from self._uses(*each)
 
     def _of_value(self, path: Path, value: Value) -> float | None:
         """The norm of the cotangent of a value; None where that is not known."""
@@ -105,14 +106,14 @@ class Streams:
             return self._norm("ct", Occurrence(path, node), node.outputs.index(value))
         if path and path[-1][0].primitive is _jax.SCAN:
             return self._of_carry(path, region.inputs.index(value))
-        around = outside(region, path, value)
-        if around is None or not isinstance(around[1], Value):
+        if not path or not is_called(path[-1][0]):
             return None
-        return self._of_value(around[0], around[1])
+        around, outer = outside(path, value)[0]
+        return self._of_value(around, outer) if isinstance(outer, Value) else None
 
     def _of_carry(self, path: Path, index: int) -> float | None:
         """The same of a carry: of what the step before gave on."""
-        call = call_of(path)
+        call = Place(Occurrence(path[:-1], path[-1][0]))
         first, _ = _jax.scan_split(call.node.params)
         stat = self.observed.get("carry", call, index - first)
         if stat is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,12 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.culprits import made_by
-from tracegrad.insight.explaining.observed import Observed, Place, call_of, inside
+from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
-from tracegrad.insight.explaining.zero_factors import zeros_because
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, operations
+from tracegrad.ir.inlined import inside, inside_result, onward, outside
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.wording import some
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -82,18 +81,6 @@ def zero_gradients(
         if r.connected and r.zeros < 1 and (i := sources[r.path]) is not None
         if _is_all_zeros(inputs[i])
     }
-
-    @functools.cache
-    def because() -> dict[tuple[Path, Value], frozenset[Value]]:
-        return zeros_because(observed.graph, list(starting))
-
-    def starting_factor(found: Occurrence, value: Value) -> str:
-        """What a node multiplies the cotangent of an operand by, if it is zero because sources are
-        that start at zero: the second factor of a low-rank adapter, the last scale of a block."""
-        factors = [v for v in found.node.inputs if isinstance(v, Value) and v is not value]
-        behind = frozenset[Value]().union(*(because().get((found.path, v), ()) for v in factors))
-        return some([path for each, path in starting.items() if each in behind], 3)
-
     for report in reports:
         index = sources[report.path]
         if not report.connected or index is None or report.zeros < 1 or report.size == 0:
@@ -106,7 +93,9 @@ def zero_gradients(
                 found, cause = dead, "dead units"
             words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
             words = words.format(dtype=getattr(value.aval, "dtype", ""))
-            factor = starting_factor(found, value) if cause == "multiplied by zero" else ""
+            factor = ""
+            if starting and cause == "multiplied by zero":
+                factor = some(_starting_factors(observed, found, value, starting), 3)
             if factor:
                 words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
                 cure = "none is needed: the first step changes that"
@@ -119,6 +108,39 @@ def zero_gradients(
                 problem=cause not in _HEALTHY and not factor,
                 by_rule=by_rule.no_gradient(cause, found),
             )
+
+
+def _starting_factors(
+    observed: Observed, found: Occurrence, value: Value, starting: Mapping[Value, str]
+) -> list[str]:
+    """The sources that start at zero to which a gradient comes through what a node multiplies the
+    cotangent of an operand by: the second factor of a low-rank adapter, the last scale of a
+    block."""
+    factors = [v for v in found.node.inputs if isinstance(v, Value) and v is not value]
+    pending: list[tuple[Path, Value]] = [(found.path, v) for v in factors]
+    seen = set(pending)
+    while pending:
+        path, value = pending.pop()
+        node = observed.region(path).producers.get(value)
+        before: list[tuple[Path, Any]] = []
+        if node is None:
+            before = outside(path, value) if path else []
+        elif _arrives(observed, Occurrence(path, node), node.outputs.index(value)):
+            if is_entered(node):
+                here = Occurrence(path, node)
+                before = [inside_result(here, value, name) for name in node.regions]
+            else:
+                before = [(path, operand) for operand in node.inputs]
+        new = {each for each in before if isinstance(each[1], Value)} - seen
+        seen |= new
+        pending += new
+    return [name for each, name in starting.items() if ((), each) in seen]
+
+
+def _arrives(observed: Observed, here: Occurrence, k: int) -> bool:
+    """Whether a cotangent arrives at a result of a node that is not zero."""
+    ct = observed.get("ct", Place(here), k)
+    return ct is not None and not _is_zero(ct)
 
 
 def _dead_factor(observed: Observed, found: Occurrence, value: Value) -> Occurrence | None:
@@ -164,7 +186,7 @@ def _killers(
             given = [observed.get("ct", Place(here), k) for k in range(len(node.outputs))]
             if all(ct is None for ct in given) or here in observed.refused:
                 continue
-            if not any(ct is not None and not _is_zero(ct) for ct in given):
+            if not any(_arrives(observed, here, k) for k in range(len(node.outputs))):
                 pending += [(path, out, False) for out in node.outputs]
             elif not is_entered(node):
                 if is_sum and _gives_some(close(), here, value):
@@ -183,7 +205,11 @@ def _killers(
                         pending.append((path_inside, inner, is_sum))
                     elif _is_used(observed.region(path_inside), inner):
                         found[here] = "untaken branch", value
-        pending += [(*each, False) for each in _outside(observed, path, value)]
+        for outer, each in onward(path, value) if path else ():
+            call = Occurrence(outer, path[-1][0])
+            is_next_step = len(outer) == len(path)
+            if is_next_step or not _arrives(observed, call, call.node.outputs.index(each)):
+                pending.append((outer, each, False))
     return found
 
 
@@ -203,25 +229,6 @@ def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
     """Whether a cotangent was zero wherever it was computed."""
     norms = stat[..., NORM]
     return bool(np.all((norms == 0) | np.isnan(norms)))
-
-
-def _outside(observed: Observed, path: Path, value: Value) -> Iterator[tuple[Path, Value]]:
-    """The results of the enclosing node that a value is, whose cotangents are zero; in a scan
-    also what it is in the next step."""
-    if not path:
-        return
-    call = call_of(path)
-    node = call.node
-    region = observed.region(path)
-    for k, out in enumerate(region.outputs):
-        if out is value and k < len(node.outputs):
-            ct = observed.get("ct", call, k)
-            if ct is None or _is_zero(ct):
-                yield call.path, node.outputs[k]
-            if node.primitive is _jax.SCAN:
-                first, count = _jax.scan_split(node.params)
-                if k < count:
-                    yield path, region.inputs[first + k]
 
 
 def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
