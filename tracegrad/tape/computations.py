@@ -51,6 +51,7 @@ class Computation:
       has_nones: whether it may give None for an operand.
       has_effects: whether it prints or calls the host.
       has_program: whether it is a jitted function.
+      is_simple: whether it is one that closes over no arrays and has no effects.
       is_kept: whether further calls find it: what is derived from it is compiled then.
       gives_list: whether `run` is compiled, and gives a list of arrays that are nobody else's.
       called: ``(*operands) -> its own results``, without residuals.
@@ -79,7 +80,7 @@ class Computation:
         self.refused: Mapping[int, str] = {}
         self.constants = 0
         self.saves, self.is_run_once, self.has_effects = saves, is_run_once, has_effects
-        self.has_rules = self.has_nones = False
+        self.has_rules = self.has_nones = self.is_simple = False
         self.count: int | None = None
         self.tree: Any = None
         self.before = 0

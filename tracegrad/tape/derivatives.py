@@ -16,7 +16,6 @@ from tracegrad.ir.dependence import dependence, joined
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.running import run_graph
 from tracegrad.tape.effects import silenced
-from tracegrad.tape.programs import evaluate
 
 Fun = Callable[..., list[Any]]
 # From the active operands (their places), all operands, all results and the cotangents of some
@@ -236,7 +235,7 @@ def next_forward(
         residuals.append(places[id(v)])
 
     def forward(*operands: Any) -> list[Any]:
-        results = evaluate(program, operands, {})
+        results = _jax.eval_program(program, operands)
         return [results[i] for i in kept]
 
     def pull_back(
@@ -260,7 +259,7 @@ def next_forward(
                 saved = list(islice(at_residual, tree.num_leaves))
                 if set(wanted) <= set(active):
                     break
-            values = [arrays[i] if type(i) is int else evaluate(i, (), {})[0] for i in saved]
+            values = [arrays[i] if type(i) is int else _jax.eval_program(i, ())[0] for i in saved]
             derivative = jax.tree.unflatten(tree, values)
             every = transposed(derivative, [types[i] for i in active], here, is_whole)
             at = {i: k for k, i in enumerate(wanted)}
