@@ -8,7 +8,6 @@ threads.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from tracegrad.tape.known_computations import (
     without_donation,
 )
 from tracegrad.tape.lost_gradients import lose_in
-from tracegrad.tape.programs import RULES, closes_over_watched
+from tracegrad.tape.programs import closes_over_watched
 from tracegrad.tape.record import Record
 from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.variables.capture import tell_of_assigned
@@ -168,32 +167,14 @@ class OperationRecorder(ForwardingTrace):
                 raise closes_over_watched(function)
         reads = is_jit and facts.has_effects and reads_the_host(params)
         if reads and not self._may_save(watching):
-            return self.run_program(params["jaxpr"], args)
+            return self._run_program(params["jaxpr"], args)
         results: Sequence[Any] = self.apply(computation, [*computation.captured, *args], watching)
         return results
 
-    def run_program(self, program: Any, args: Sequence[Any]) -> list[Any]:
+    def _run_program(self, program: Any, args: Sequence[Any]) -> list[Any]:
         """Runs a program operation by operation."""
-        open_form, constants = _jax.parts_of(program)
-        values = dict(zip(open_form.constvars, constants, strict=True))
-        values.update(zip(open_form.invars, args, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if hasattr(atom, "val") else values[atom]
-
-        for equation in open_form.eqns:
-            operands = [read(atom) for atom in equation.invars]
-            if equation.primitive in RULES:
-                results = self.run_equation_with_rule(equation, operands)
-            else:
-                out = self.process_primitive(equation.primitive, operands, equation.params)
-                results = list(out) if equation.primitive.multiple_results else [out]
-            values.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in open_form.outvars]
-
-    @abstractmethod
-    def run_equation_with_rule(self, equation: Any, args: Sequence[Any]) -> list[Any]:
-        """Runs an equation that is the call of a function with a rule."""
+        with set_current_trace(self):
+            return _jax.eval_program(program, args)
 
     def _may_save(self, watching: Sequence[Record]) -> bool:
         """Whether what a derivative needs may be saved: rules need the operation as it is, and an
@@ -272,9 +253,9 @@ class OperationRecorder(ForwardingTrace):
 
     def own_operands(self, name: str, operands: Sequence[Any]) -> Sequence[Any]:
         """The operands as a record can hold them: a NumPy array may be changed by its owner."""
-        refuse_references(name, operands)
-        if are_plain(operands) or not any(isinstance(x, np.ndarray) for x in operands):
+        if are_plain(operands):
             return operands
+        refuse_references(name, operands)
         with set_current_trace(self.parent_trace):
             return [jnp.array(x) if isinstance(x, np.ndarray) else x for x in operands]
 
@@ -318,7 +299,8 @@ def _bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> Seq
 
 def refuse_references(name: str, values: Sequence[Any]) -> None:
     """Raises NotImplementedError if one of the values is a `jax.Ref`."""
-    if any(not _is_plain(value) and _jax.is_reference(jax.typeof(value)) for value in values):
+    plain = (*_IMMUTABLE, np.ndarray)
+    if any(not isinstance(x, plain) and _jax.is_reference(jax.typeof(x)) for x in values):
         raise NotImplementedError(
             f"{name} of a jax.Ref with an array that a tape watches: what is written to a Ref "
             "outside of a compiled function cannot be followed. Use it inside a function compiled "
@@ -340,10 +322,6 @@ def are_plain(values: Sequence[Any]) -> bool:
                 return False
             PLAIN.add(type(value))
     return True
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*_IMMUTABLE, np.ndarray))
 
 
 # Operations of these are without sub-programs.

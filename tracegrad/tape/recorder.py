@@ -22,7 +22,7 @@ from tracegrad.tape.made_rules import parts_of_rule
 from tracegrad.tape.operation_recorder import OperationRecorder, active_operands
 from tracegrad.tape.programs import RULES, closes_over_watched
 from tracegrad.tape.record import Record
-from tracegrad.tape.rules_of_jax import rule_of_jax
+from tracegrad.tape.rules_of_jax import rule_of_jax, traced_rule
 from tracegrad.tape.rules_on_values import Rule
 from tracegrad.tracing.in_force import rules_in_force
 
@@ -173,32 +173,23 @@ class Recorder(OperationRecorder):
         """Runs a function with a rule as the equation that it is traced to: so it can be kept, and
         what it closes over shows as operands."""
         with set_current_trace(self.parent_trace):
-            program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
-                *args
-            )
-        results = self.run_program(program, args)
+            traced = traced_rule(primitive, subfuns, args, params)
+        equation, operands = traced.equation, traced.operands
         # Its caller takes the tree of the results from the function or from its rule, and wants
         # just one of them to have run: the rule has, if the parent differentiates.
-        fun, rule = subfuns[:2]
-        if _jax.has_run(rule):
-            _jax.forget_result_trees(fun)
-        return results
-
-    def run_equation_with_rule(self, equation: Any, args: Sequence[Any]) -> list[Any]:
-        """Runs an equation that has a rule."""
-        primitive, params = equation.primitive, equation.params
-        constants = _jax.count_closed_over(params)
-        facts = _jax.facts_below(params)
-        if self.watching([*args[:constants], *facts.arrays]):
-            raise closes_over_watched(_jax.traced_from(params["call_jaxpr"]).name)
-        watching = self.watching(args)
-        if not watching:
-            with set_current_trace(self.parent_trace):
-                return _jax.bind(primitive, args, params)
+        if _jax.has_run(subfuns[1]):
+            _jax.forget_result_trees(subfuns[0])
+        constants = _jax.count_closed_over(equation.params)
+        facts = _jax.facts_below(equation.params)
+        if self.watching([*operands[:constants], *facts.arrays]):
+            raise closes_over_watched(_jax.traced_from(equation.params["call_jaxpr"]).name)
+        watching = self.watching(operands)
         with set_current_trace(self.parent_trace):
-            computation = computation_of_rule(primitive, params)
+            if not watching:
+                return _jax.bind(equation.primitive, operands, equation.params)
+            computation = computation_of_rule(equation.primitive, equation.params)
         computation.constants = constants
-        return list(self.apply(computation, args, watching))
+        return list(self.apply(computation, operands, watching))
 
 
 class Spy(Record):
