@@ -128,20 +128,6 @@ def test_the_second_nested_block_compiles_nothing(function, compilations):
 # -------------------------------------------------------------------------------- what is followed
 
 
-def test_arrays_are_followed_by_identity():
-    x, other = jnp.asarray(2.0), jnp.asarray(2.0)
-    with ForwardAccumulator(x, 1.0) as accumulator:
-        y, z = x * x, other * other
-        before = x
-        x = x + x**2
-        end = 5 * x
-    assert accumulator.jvp(y) == 4.0
-    assert accumulator.jvp(z) is None
-    assert accumulator.jvp(other) is None
-    assert accumulator.jvp(before) == 1.0
-    assert accumulator.jvp(end) == 25.0
-
-
 def test_none_is_structural_and_can_be_zeros():
     x = jnp.asarray(X)
     with ForwardAccumulator(x, jnp.asarray(V)) as accumulator:
@@ -365,24 +351,6 @@ def test_forward_over_forward_to_the_third_order():
     np.testing.assert_allclose([outer.jvp(y), middle.jvp(y)], [first, first])
     # What stands inside does not see what is computed outside of it.
     assert inner.jvp(outer.jvp(y)) is None
-
-
-def test_forward_over_reverse_is_a_hessian_vector_product():
-    x, v = jnp.asarray(X), jnp.asarray(V)
-
-    def function(x):
-        return (jnp.sin(x) * jnp.roll(x, 1) ** 2).sum()
-
-    with ForwardAccumulator(x, v) as accumulator:
-        with GradientTape() as tape:
-            tape.watch(x)
-            y = function(x)
-        gradient = tape.gradient(y, x)
-    by_jax = jax.jit(lambda x: (jax.grad(function)(x), jax.hessian(function)(x)))
-    first, second = map(np.asarray, by_jax(x))
-    np.testing.assert_allclose(gradient, first)
-    np.testing.assert_allclose(accumulator.jvp(gradient), second @ V)
-    np.testing.assert_allclose(accumulator.jvp(y), first @ V)
 
 
 def test_reverse_over_forward():
