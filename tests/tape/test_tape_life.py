@@ -135,38 +135,28 @@ def slope(x):
     return np.cos(x) * x + np.sin(x)
 
 
-@pytest.mark.parametrize("compiled", [jax.jit, tg.trace])
-def test_a_tape_inside_a_compiled_function(compiled):
-    f = compiled(gradient_on_a_tape)
-    for value in (1.0, 2.0):
-        np.testing.assert_allclose(f(F32(value)), slope(value), rtol=1e-6)
+def second_slope(x):
+    return 2 * np.cos(x) - np.sin(x)
 
 
-def test_a_tape_inside_grad():
-    second = 2 * np.cos(1.0) - np.sin(1.0)
-    np.testing.assert_allclose(jax.grad(gradient_on_a_tape)(F32(1.0)), second, rtol=1e-6)
-    np.testing.assert_allclose(jax.jit(jax.grad(gradient_on_a_tape))(1.0), second, rtol=1e-6)
+XS = jnp.linspace(0.0, 1.0, 4)
+INSIDE = {
+    "jit": (jax.jit(gradient_on_a_tape), slope),
+    "trace": (tg.trace(gradient_on_a_tape), slope),
+    "vmap": (jax.vmap(gradient_on_a_tape), slope),
+    "scan": (lambda xs: jax.lax.scan(lambda c, x: (c, gradient_on_a_tape(x)), 0.0, xs)[1], slope),
+    "cond": (lambda x: jax.lax.cond(True, gradient_on_a_tape, lambda x: x, x), slope),
+    "grad": (jax.grad(gradient_on_a_tape), second_slope),
+    "jit of grad": (jax.jit(jax.grad(gradient_on_a_tape)), second_slope),
+    "jvp": (lambda x: jax.jvp(gradient_on_a_tape, (x,), (F32(1.0),))[1], second_slope),
+}
 
 
-def test_a_tape_inside_vmap():
-    xs = jnp.linspace(0.0, 1.0, 4)
-    np.testing.assert_allclose(jax.vmap(gradient_on_a_tape)(xs), slope(np.asarray(xs)), rtol=1e-5)
-
-
-def test_a_tape_inside_forward_mode():
-    _, tangent = jax.jvp(gradient_on_a_tape, (F32(1.0),), (F32(1.0),))
-    np.testing.assert_allclose(tangent, 2 * np.cos(1.0) - np.sin(1.0), rtol=1e-6)
-
-
-def test_a_tape_inside_a_scan():
-    xs = jnp.linspace(0.0, 1.0, 4)
-    _, found = jax.lax.scan(lambda carry, x: (carry, gradient_on_a_tape(x)), 0.0, xs)
-    np.testing.assert_allclose(found, slope(np.asarray(xs)), rtol=1e-5)
-
-
-def test_a_tape_inside_a_cond():
-    found = jax.lax.cond(True, gradient_on_a_tape, lambda x: x, F32(1.0))
-    np.testing.assert_allclose(found, slope(1.0), rtol=1e-6)
+@pytest.mark.parametrize(("inside", "expected"), INSIDE.values(), ids=INSIDE)
+def test_a_tape_inside_a_transformation(inside, expected):
+    many = inside in (INSIDE["vmap"][0], INSIDE["scan"][0])
+    for x in (XS, XS + 1) if many else (F32(1.0), F32(2.0)):
+        np.testing.assert_allclose(inside(x), expected(np.asarray(x)), rtol=1e-5)
 
 
 def test_a_tape_inside_a_compiled_function_inside_a_block():

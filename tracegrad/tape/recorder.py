@@ -174,20 +174,24 @@ class Recorder(OperationRecorder):
         what it closes over shows as operands."""
         with set_current_trace(self.parent_trace):
             traced = traced_rule(primitive, subfuns, args, params)
-        equation, operands = traced.equation, traced.operands
+        results = self._run_equation_with_rule(*traced)
         # Its caller takes the tree of the results from the function or from its rule, and wants
         # just one of them to have run: the rule has, if the parent differentiates.
         if _jax.has_run(subfuns[1]):
             _jax.forget_result_trees(subfuns[0])
-        constants = _jax.count_closed_over(equation.params)
-        facts = _jax.facts_below(equation.params)
+        return results
+
+    def _run_equation_with_rule(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        primitive, params = equation.primitive, equation.params
+        constants = _jax.count_closed_over(params)
+        facts = _jax.facts_below(params)
         if self.watching([*operands[:constants], *facts.arrays]):
-            raise closes_over_watched(_jax.traced_from(equation.params["call_jaxpr"]).name)
+            raise closes_over_watched(_jax.traced_from(params["call_jaxpr"]).name)
         watching = self.watching(operands)
         with set_current_trace(self.parent_trace):
             if not watching:
-                return _jax.bind(equation.primitive, operands, equation.params)
-            computation = computation_of_rule(equation.primitive, equation.params)
+                return _jax.bind(primitive, operands, params)
+            computation = computation_of_rule(primitive, params)
         computation.constants = constants
         return list(self.apply(computation, operands, watching))
 
