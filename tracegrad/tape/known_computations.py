@@ -61,14 +61,15 @@ def _new(primitive: Any, params: Mapping[str, Any]) -> Computation:
     def fun(*operands: Any) -> list[Any]:
         return _jax.bind(primitive, operands, params)
 
+    is_kept = _jax.runs_compiled(primitive)
     return Computation(
         fun,
         str(primitive.name),
+        compiled(fun, str(primitive.name)) if is_kept else fun,
         primitive=primitive,
         params=params,
         saves=primitive.name in _COSTLY and primitive.name != "sort",
-        is_compiled=_jax.runs_compiled(primitive),
-        is_kept=_jax.runs_compiled(primitive),
+        is_kept=is_kept,
     )
 
 
@@ -153,30 +154,30 @@ def _with_programs(
             return _jax.eval_program(params["jaxpr"], args)
         return run_program(params["jaxpr"], args, dict(zip(ids, operands)))
 
-    is_plain = primitive is _JIT and _jax.is_plain_jit(params)
+    name = str(params.get("name", primitive.name))
+    whole = inlined if primitive is _JIT and _jax.is_plain_jit(params) else fun
+    is_one = whole is inlined or primitive in (_jax.SCAN, _jax.COND, _jax.WHILE)
+    below = (primitive, *facts.primitives)
     calls_host = any(_jax.calls_host(p.name) for p in facts.primitives)
-    is_run_once = calls_host or not _RUN_ONCE.isdisjoint((primitive, *facts.primitives))
     has_references = any(_has_references(program) for _, program in _jax.sub_programs(params))
-    computation = Computation(
+    is_run_once = calls_host or not _RUN_ONCE.isdisjoint(below)
+    return Computation(
         fun,
-        str(params.get("name", primitive.name)),
+        name,
+        compiled(whole, name) if is_one else fun,
+        pull_back_at_operands(fun, primitive is _jax.REMAT, has_references),
         primitive=primitive,
         params=params,
-        pull_back=pull_back_at_operands(fun, primitive is _jax.REMAT, has_references),
+        captured=captured,
+        refused=refused,
         saves=not has_references and (is_run_once or _is_costly(params, facts)),
         is_run_once=is_run_once and not has_references,
+        has_rules=not set(RULES).isdisjoint(below),
+        has_nones=_jax.CUSTOM_VJP in below,
         has_effects=facts.has_effects and calls_host,
-        is_compiled=False,
+        is_simple=not captured and not facts.has_effects,
         is_kept=is_kept,
     )
-    if is_plain or primitive in (_jax.SCAN, _jax.COND, _jax.WHILE):
-        whole = inlined if is_plain else fun
-        computation.run, computation.gives_list = compiled(whole, computation.name), True
-    computation.is_simple = not captured and not facts.has_effects
-    computation.has_rules = primitive in RULES or not facts.primitives.isdisjoint(RULES)
-    computation.has_nones = _jax.CUSTOM_VJP in (primitive, *facts.primitives)
-    computation.captured, computation.refused = captured, refused
-    return computation
 
 
 @of_program

@@ -198,10 +198,10 @@ class OperationRecorder(ForwardingTrace):
             out = run(*operands)
         if not watching:
             return out
-        if self.is_top and computation.gives_list:  # as most are: these are new arrays
+        is_list = type(out) is list
+        if is_list and self.is_top and computation.is_compiled:  # as most are: new arrays
             results = out
         else:
-            is_list = type(out) is list
             results = out if is_list else jax.tree.leaves(out)
             results = self._own_results(computation, operands, results)
             out = results if is_list else jax.tree.unflatten(jax.tree.structure(out), results)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, of_program
-from tracegrad.tape.computations import Computation
+from tracegrad.tape.computations import Computation, compiled
 from tracegrad.tape.known_computations import computation_of_rule
 
 
@@ -88,8 +89,8 @@ def _known_call(
     if len(operands) != len(args) or any(x is not y for x, y in zip(operands, args)):
         return None  # it closes over something
     computation = computation_of_rule(equation.primitive, equation.params)
-    computation.compile()
-    return RuleOfJax(computation, trees)
+    run = compiled(computation.fun, computation.name)
+    return RuleOfJax(replace(computation, run=run, is_kept=True), trees)
 
 
 # What of JAX's settings a function of JAX may read while it is traced.
