@@ -766,53 +766,44 @@ W = jnp.linspace(-1.0, 1.0, 3)
 closing = jax.jit(lambda x: x * W)
 
 
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda x: jnp.tanh(x * 2).sum(),
-        lambda x: (jax.nn.relu(x) * jax.nn.silu(x)).sum(),
-        lambda x: jax.nn.softmax(x)[0] + jax.nn.gelu(x).sum(),
-        lambda x: doubled_rule(x).sum(),
-        lambda x: tripled_rule(x).sum(),
-        lambda x: halved_rule(x).sum() * halved_rule(x * 2).sum(),
-        lambda x: jax.jit(halved_rule)(x).sum(),
-        lambda x: closing(x).sum(),
-        lambda x: sum(jnp.sin(x * i) for i in range(4)).sum(),
-    ],
-)
-def test_the_second_step_of_a_loop_compiles_nothing(fun, compilations):
-    def step(x):
-        with GradientTape() as tape:
-            tape.watch([x, W])
-            y = fun(x)
-        return tape.gradient(y, x)
+def one_tape(fun, x):
+    with GradientTape() as tape:
+        tape.watch([x, W])
+        y = fun(x)
+    return tape.gradient(y, x)
 
-    step(X + 0.0)
-    step(X + 1.0)
+
+def two_tapes(fun, x):
+    with GradientTape() as outer:
+        outer.watch(x)
+        d = one_tape(lambda x: fun(x).sum(), x)
+    return outer.gradient(d, x)
+
+
+ON_ONE_TAPE = [
+    lambda x: jnp.tanh(x * 2).sum(),
+    lambda x: (jax.nn.relu(x) * jax.nn.silu(x)).sum(),
+    lambda x: jax.nn.softmax(x)[0] + jax.nn.gelu(x).sum(),
+    lambda x: doubled_rule(x).sum(),
+    lambda x: tripled_rule(x).sum(),
+    lambda x: halved_rule(x).sum() * halved_rule(x * 2).sum(),
+    lambda x: jax.jit(halved_rule)(x).sum(),
+    lambda x: closing(x).sum(),
+    lambda x: sum(jnp.sin(x * i) for i in range(4)).sum(),
+]
+ON_TWO_TAPES = [jnp.tanh, jax.nn.relu, doubled_rule, tripled_rule, closing, jax.jit(halved_rule)]
+
+
+@pytest.mark.parametrize(
+    ("way", "fun"),
+    [(one_tape, fun) for fun in ON_ONE_TAPE] + [(two_tapes, fun) for fun in ON_TWO_TAPES],
+)
+def test_the_second_step_of_a_loop_compiles_nothing(way, fun, compilations):
+    way(fun, X + 0.0)
+    way(fun, X + 1.0)
     before = compilations()
     for i in range(3):
-        step(X + float(i))
-    assert compilations() == before
-
-
-@pytest.mark.parametrize(
-    "fun", [jnp.tanh, jax.nn.relu, doubled_rule, tripled_rule, closing, jax.jit(halved_rule)]
-)
-def test_the_second_step_of_a_nested_loop_compiles_nothing(fun, compilations):
-    def step(x):
-        with GradientTape() as outer:
-            outer.watch(x)
-            with GradientTape() as inner:
-                inner.watch(x)
-                y = fun(x).sum()
-            d = inner.gradient(y, x)
-        return outer.gradient(d, x)
-
-    step(X + 0.0)
-    step(X + 1.0)
-    before = compilations()
-    for i in range(3):
-        step(X + float(i))
+        way(fun, X + float(i))
     assert compilations() == before
 
 
@@ -1010,23 +1001,13 @@ def test_a_gradient_given_by_name_inside_of_a_shard_map():
 # ------------------------------------------------------------------------- what cannot be recorded
 
 
-def test_an_unbounded_while_loop_raises_as_jax_does_and_names_the_line():
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_an_unbounded_while_loop_raises_as_jax_does_and_names_the_line(compiled):
     x = F32(1.0)
     with GradientTape() as tape:
         tape.watch(x)
-        y = lax.while_loop(lambda x: x < 10, lambda x: x * 2, x)
+        y = compiled(lambda x: lax.while_loop(lambda x: x < 10, lambda x: x * 2, x))(x)
     assert y == 16.0
-    with pytest.raises(ValueError, match="Reverse-mode differentiation") as raised:
-        tape.gradient(y, x)
-    assert "test_recording.py" in "".join(raised.value.__notes__)
-
-
-def test_an_unbounded_while_loop_inside_a_compiled_function_names_the_line_too():
-    f = jax.jit(lambda x: lax.while_loop(lambda x: x < 10, lambda x: x * 2, x))
-    x = F32(1.0)
-    with GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
     with pytest.raises(ValueError, match="Reverse-mode differentiation") as raised:
         tape.gradient(y, x)
     assert "test_recording.py" in "".join(raised.value.__notes__)

@@ -136,7 +136,7 @@ def slope(x):
 
 
 def second_slope(x):
-    return 2 * np.cos(x) - np.sin(x)
+    return 2 * np.cos(x) - x * np.sin(x)
 
 
 XS = jnp.linspace(0.0, 1.0, 4)
