@@ -645,12 +645,6 @@ def test_another_thread():
         assert other.submit(accumulator.jvp, []).result() == []
 
 
-def test_the_same_primal_twice():
-    x = jnp.asarray(2.0)
-    with pytest.raises(ValueError, match=r"f64\[\].*listed twice.*sum of its tangents"):
-        ForwardAccumulator([x, x], [1.0, 2.0])
-
-
 def test_entering_twice_at_once():
     accumulator = ForwardAccumulator(jnp.asarray(2.0), 1.0)
     with accumulator, pytest.raises(ValueError, match="twice"):
@@ -659,23 +653,21 @@ def test_entering_twice_at_once():
         pass
 
 
-def test_a_tangent_that_does_not_fit():
-    x = jnp.asarray(X)
-    with pytest.raises(ValueError, match=r"\(2,\).*\(3,\)"):
-        ForwardAccumulator(x, jnp.ones(2))
-    with pytest.raises(ValueError, match=r"\(\).*\(3,\)"):
-        ForwardAccumulator(x, 1.0)
-    with pytest.raises(TypeError, match=r"float32.*float64"):
-        ForwardAccumulator(x, jnp.ones(3, jnp.float32))
-    with pytest.raises(TypeError, match=r"complex.*float64"):
-        ForwardAccumulator(x[0], 1j)
-    with pytest.raises(ValueError, match=r"structure.*\[\*, \*\].*\[\*\]"):
-        ForwardAccumulator([x, x * 2], [x])
-
-
-def test_a_primal_that_is_no_array_of_floats():
-    for primal in (np.ones(3), 1.0):
-        with pytest.raises(ValueError, match=r"jnp\.asarray"):
-            ForwardAccumulator(primal, primal)
-    with pytest.raises(ValueError, match="int"):
-        ForwardAccumulator(jnp.arange(3), jnp.arange(3))
+@pytest.mark.parametrize(
+    ("primals", "tangents", "error", "message"),
+    [
+        (lambda x: [x, x], [1.0, 2.0], ValueError, r"f64\[3\].*listed twice.*sum of its tangents"),
+        (lambda x: x, jnp.ones(2), ValueError, r"\(2,\).*\(3,\)"),
+        (lambda x: x, 1.0, ValueError, r"\(\).*\(3,\)"),
+        (lambda x: x, np.ones(3, "float32"), TypeError, r"float32.*float64"),
+        (lambda x: x[0], 1j, TypeError, r"complex.*float64"),
+        (lambda x: [x, x * 2], [1.0], ValueError, r"structure.*\[\*, \*\].*\[\*\]"),
+        (lambda x: np.ones(3), np.ones(3), ValueError, r"jnp\.asarray"),
+        (lambda x: 1.0, 1.0, ValueError, r"jnp\.asarray"),
+        (lambda x: jnp.arange(3), np.arange(3), ValueError, "int"),
+    ],
+    ids=["twice", "shape", "number", "dtype", "kind", "structure", "NumPy", "float", "integers"],
+)
+def test_a_direction_that_does_not_fit_is_refused(primals, tangents, error, message):
+    with pytest.raises(error, match=message):
+        ForwardAccumulator(primals(jnp.asarray(X)), tangents)

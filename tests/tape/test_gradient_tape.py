@@ -22,26 +22,6 @@ def grad_of(fun, *args, **options):
 # ---------------------------------------------------------------------------------- the first page
 
 
-def test_the_gradient_of_a_square():
-    x = F32(3.0)
-    (dx,) = grad_of(lambda x: x**2, x)
-    assert dx == 6.0
-    assert dx.dtype == x.dtype
-
-
-def test_a_layer_of_weights_has_gradients_of_the_weights_shapes():
-    w = jnp.arange(6.0).reshape(3, 2) / 10
-    b = jnp.zeros(2)
-    x = jnp.array([[1.0, 2.0, 3.0]])
-    with GradientTape() as tape:
-        tape.watch([w, b])
-        loss = jnp.mean((x @ w + b) ** 2)
-    dw, db = tape.gradient(loss, [w, b])
-    want = jax.grad(lambda w, b: jnp.mean((x @ w + b) ** 2), (0, 1))(w, b)
-    np.testing.assert_allclose(dw, want[0], rtol=1e-6)
-    np.testing.assert_allclose(db, want[1], rtol=1e-6)
-
-
 @pytest.mark.accelerator
 def test_a_branch_of_python_is_differentiated_as_it_was_taken():
     for value, slope in ((2.0, 4.0), (-2.0, -1.0)):
