@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -67,9 +66,9 @@ class Computation:
     pull_back: Any = None
     _: KW_ONLY
     primitive: Any = None
-    params: Mapping[str, Any] = MappingProxyType({})
+    params: Mapping[str, Any] = field(default_factory=dict)
     captured: Sequence[Any] = ()
-    refused: Mapping[int, str] = MappingProxyType({})
+    refused: Mapping[int, str] = field(default_factory=dict)
     constants: int = 0
     saves: bool = False
     is_run_once: bool = False

@@ -23,7 +23,7 @@ from tracegrad.tape.computations import Computation, add_computation
 from tracegrad.tape.record import Entry, Record, on_the_way
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import not_overridden
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule
 from tracegrad.tape.under_rules import graph_of, vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
 

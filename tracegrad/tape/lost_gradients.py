@@ -19,9 +19,8 @@ from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.dependence import Masks, joined, of_each
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.tape.computations import Computation, traced
-from tracegrad.tape.made_rules import What, closed_over_by, closes_over_arrays
 from tracegrad.tape.record import Entry, LostGradient, Record, lost_gradient_text, type_of_kept
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule, What, closed_over_by, closes_over_arrays
 
 # --------------------------------------------------------------------------- rules on values
 

@@ -165,7 +165,7 @@ class OperationRecorder(ForwardingTrace):
         for identity, function in computation.refused.items():
             if any(identity in record.tracked for record in self.records):
                 raise closes_over_watched(function)
-        reads = is_jit and facts.has_effects and reads_the_host(params)
+        reads = is_jit and facts.has_effects and reads_the_host(params["jaxpr"])
         if reads and not self._may_save(watching):
             return self._run_program(params["jaxpr"], args)
         results: Sequence[Any] = self.apply(computation, [*computation.captured, *args], watching)

@@ -16,7 +16,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir.occurrence import at, origin_in
 from tracegrad.tape.computations import Computation
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule
 from tracegrad.variables.lending import give_back
 from tracegrad.variables.variable import Variable
 

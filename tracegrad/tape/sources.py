@@ -16,7 +16,7 @@ from tracegrad.ir.wording import listed
 from tracegrad.tape.cotangents import Derivative, cotangents
 from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.variable import Variable

@@ -13,17 +13,16 @@ from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, GraphError
 from tracegrad.ir.dependence import joined
-from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.parameters import Parameters
 from tracegrad.rewriting.edits import matches_of
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.rewriting.match_rule import MatchRule
-from tracegrad.tape.computations import Computation
+from tracegrad.tape.computations import Computation, traced
 from tracegrad.tape.programs import RULES
 from tracegrad.tape.record import Record, lost_gradient_text
 from tracegrad.tape.recorder import Recorder
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule
 from tracegrad.tracing.in_force import differentiating, rules_in_force
 
 
@@ -218,12 +217,10 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
 
 def _graph_of(operation: _Ran) -> Graph:
     """One operation as a graph of its own; each operand is an input."""
+    scope, settings = _jax.equation_context(operation.source_info, None)
 
     def run(*operands: Any) -> list[Any]:
-        scope, settings = _jax.equation_context(operation.source_info, None)
         with scope, settings:
-            found: list[Any] = jax.tree.leaves(operation.computation.called(*operands))
-            return found
+            return operation.computation.called(*operands)  # type: ignore[no-any-return]
 
-    program = jax.make_jaxpr(run)(*map(jax.typeof, operation.args))
-    return end_gradients_at_host(import_program(program))
+    return end_gradients_at_host(traced(run, list(map(jax.typeof, operation.args))))

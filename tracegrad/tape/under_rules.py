@@ -19,7 +19,7 @@ from tracegrad.rewriting.identities import perturbed
 from tracegrad.tape.derivatives import transposed
 from tracegrad.tape.effects import silenced
 from tracegrad.tape.record import Entry, type_of_kept
-from tracegrad.tape.rules_on_values import Rule, refusing_values
+from tracegrad.tape.rules import Rule, refusing_values
 from tracegrad.tracing.argument_paths import argument_path
 from tracegrad.tracing.in_force import Force, apply_in_force, differentiating
 
