@@ -128,14 +128,14 @@ def _with_programs(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], is_kept: bool = True
 ) -> Computation:
     """`is_kept`: whether another call will find it; else nothing is compiled for it."""
-    facts = _jax.facts_below(params)
+    facts, programs = _jax.facts_below(params), _jax.sub_programs(params)
     refused: dict[int, str] = {}
-    for _, program in _jax.sub_programs(params):
+    for _, program in programs if captured else ():
         refused.update(refused_arrays(program, captured))
     captured = [array for array in captured if id(array) not in refused]
     ids = list(map(id, captured))
     # The table that has the computation knows it by its program, which it may not hold itself.
-    copies = {name: program.replace() for name, program in _jax.sub_programs(params)}
+    copies = {name: program.replace() for name, program in programs}
     params = _jax.with_programs(without_donation(params), copies)
     is_edited = bool(ids) or TO_HOST in facts.primitives or facts.closes_over
     is_edited |= facts.has_effects and _jax.SCAN in (primitive, *facts.primitives)
@@ -159,7 +159,7 @@ def _with_programs(
     is_one = whole is inlined or primitive in (_jax.SCAN, _jax.COND, _jax.WHILE)
     below = (primitive, *facts.primitives)
     calls_host = any(_jax.calls_host(p.name) for p in facts.primitives)
-    has_references = any(_has_references(program) for _, program in _jax.sub_programs(params))
+    has_references = any(_has_references(program) for _, program in programs)
     is_run_once = calls_host or not _RUN_ONCE.isdisjoint(below)
     return Computation(
         fun,

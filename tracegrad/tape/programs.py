@@ -124,7 +124,7 @@ def closes_over_watched(function: str) -> ValueError:
 def refused_arrays(program: Any, captured: Sequence[Any]) -> dict[int, str]:
     """Those of the arrays that a program closes over to which a custom derivative in it is blind:
     by identity the name of the function that has the derivative."""
-    if not captured or _jax.program_facts(program).primitives.isdisjoint(RULES):
+    if _jax.program_facts(program).primitives.isdisjoint(RULES):
         return {}
     ids = list(map(id, captured))
     edited = _opened(import_program(program), dict(zip(ids, captured)), Where())
