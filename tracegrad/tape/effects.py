@@ -24,9 +24,9 @@ def reads_the_host(program: Any) -> bool:
 
 
 def silenced(graph: Graph) -> Graph:
-    """The graph without what has an effect and no result: prints, most of all.
+    """The graph without the operations that have an effect and no result, as prints.
 
-    Of custom rules the forward pass is without them too; their backward pass has not run yet.
+    The forward passes of custom rules lose theirs too; their backward passes have not run yet.
     Raises NotImplementedError where a call of the host gives results: to be differentiated, the
     graph would have to call it again.
     """
@@ -34,8 +34,8 @@ def silenced(graph: Graph) -> Graph:
 
 
 def _silent(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
-    """`depth`: the forward pass of a rule may use the rule itself, for derivatives of higher order,
-    and so on for ever; that many are looked at."""
+    """`depth`: how many forward passes of rules are entered in one another. A forward pass may call
+    its own rule, without end."""
     for node in graph.nodes:
         if not node.effects or (node.has_references and not node.regions):
             continue  # writing to a Ref is computing: later reads depend on it

@@ -1,4 +1,4 @@
-"""A JAX trace that lets every operation run on ordinary arrays and tells tapes of it.
+"""A JAX trace that runs every operation on ordinary arrays and adds it to the records of tapes.
 
 One recorder stands on each underlying trace of a thread (none, or that of a function that is being
 traced) and serves any number of tapes. Values stay what they are: `if`, `print` and NumPy work.
@@ -42,8 +42,8 @@ class OperationRecorder(ForwardingTrace):
     """Runs every operation under its parent, and adds it to the records that track an operand.
 
     Attributes:
-      records: those that are told what runs.
-      is_top: whether what runs under the parent runs at once.
+      records: of the tapes and accumulators that are on.
+      is_top: whether the parent runs operations at once: nothing is being transformed.
     """
 
     def __init__(self, parent: Any):
@@ -177,8 +177,8 @@ class OperationRecorder(ForwardingTrace):
             return _jax.eval_program(program, args)
 
     def _may_save(self, watching: Sequence[Record]) -> bool:
-        """Whether what a derivative needs may be saved: rules need the operation as it is, and an
-        accumulator carries tangents through that."""
+        """Whether residuals may be saved. Rules in force, and an accumulator's tangents, need the
+        operation as it is."""
         return not rules_in_force() and all(record.keeps_operations for record in watching)
 
     def watching(self, operands: Sequence[Any]) -> list[Record]:
