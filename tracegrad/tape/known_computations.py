@@ -14,6 +14,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, WeakCache, of_program
+from tracegrad.ir.program_keys import params_key
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import Computation, compiled
 from tracegrad.tape.derivatives import pull_back_at_operands
@@ -25,9 +26,9 @@ from tracegrad.tape.programs import (
 
 _JIT = _jax.JIT
 
-# Of primitives without programs, by their parameters; of others by the first of their programs and
-# by what else they depend on, as long as JAX keeps that program. A hit saves the compilation of the
-# operation and of its pulls.
+# By the parameters of an operation, programs among them by outline and structure; and by the first
+# program of an operation, and what else that depends on, as long as JAX keeps the program. A hit
+# saves the compilation of the operation and of its pulls.
 _computations: Cache[Any, Computation] = Cache(2048)
 _of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
 
@@ -114,14 +115,35 @@ def computation_with_programs(
     except TypeError:  # a parameter without a hash
         return _with_programs(primitive, params, captured)
     if computation is None:
-        # A function that is to be recomputed is often made anew for each call.
-        computation = _with_programs(primitive, params, captured, primitive is not _jax.REMAT)
+        computation = _of_structure(primitive, params, captured)
         if not any(map(_jax.is_tracer, captured)):  # these go with their transformation
             known[key] = computation
     elif not computation.is_kept:  # it has come again
         computation.is_kept = True
         computation.derived.clear()
     return computation
+
+
+def _of_structure(
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
+) -> Computation:
+    """That of a program that JAX has just traced. A program alike may have been compiled before:
+    the body of a loop, and a function that is recomputed, are often made anew for each call."""
+    if captured:
+        return _with_programs(primitive, params, captured)
+    facts = _jax.facts_below(params)
+    if not facts.primitives.isdisjoint(RULES):
+        return _with_programs(primitive, params, (), is_kept=primitive is not _jax.REMAT)
+    # The structure is looked at only if a program of this outline came before.
+    outline = primitive, params.get("name"), facts.operations, facts.primitives
+    first = _computations.get(outline)
+    if first is None:
+        return _computations.put(outline, _with_programs(primitive, params, ()))
+    key = primitive, params_key(without_donation(params))
+    if key == (primitive, params_key(first.params)):
+        return first
+    known = _computations.get(key)
+    return _computations.put(key, _with_programs(primitive, params, ())) if known is None else known
 
 
 def _with_programs(
