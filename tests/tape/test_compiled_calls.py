@@ -165,12 +165,10 @@ def test_what_is_remembered_is_bounded_and_forgetting_it_changes_no_gradient(mon
     monkeypatch.setattr(known_computations._computations, "_maxsize", 3)
     x = jnp.ones(3)
     sizes = []
-    for i in range(24):
-        times = jax.jit(lambda x, i=i: x * float(i))
+    for i in range(2, 26):
         with tg.GradientTape() as tape:
             tape.watch(x)
-            y = jnp.sum(jnp.tanh(x)) + times(x)[0]
-        expected = 1 - np.tanh(1.0) ** 2 + np.array([i, 0, 0])
-        np.testing.assert_allclose(tape.gradient(y, x), expected, rtol=1e-6)
+            y = jnp.sum(jax.lax.integer_pow(x, i))
+        np.testing.assert_allclose(tape.gradient(y, x), np.full(3, float(i)), rtol=1e-6)
         sizes.append(len(known_computations._computations))
     assert max(sizes) == 3

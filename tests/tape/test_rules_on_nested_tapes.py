@@ -210,80 +210,41 @@ def test_the_second_step_with_a_variable_inside_compiles_nothing(compilations):
 # ---------------------------------------------------------------------------------- never stale
 
 
-def numbers_follow(make, by_hand):
-    """Whether the numbers of a function are those for the setting that it is made with, whatever
-    was compiled for another."""
-    for setting in (2.0, 3.0, 2.0):
-        found = by_tapes(make(setting), X)
-        np.testing.assert_allclose(found, by_jax(by_hand(setting), X), rtol=1e-5, err_msg=setting)
+def in_the_first(setting):
+    return with_slope(lambda x: x**2, lambda x: setting * x)
 
 
-def test_a_python_value_in_a_rule_may_change_between_steps():
-    now = {}
-
-    @tg.custom_gradient
-    def f(x):
-        return x**2, lambda dy: now["factor"] * x * dy
-
-    def make(setting):
-        now["factor"] = setting
-        return f
-
-    numbers_follow(make, lambda s: with_slope(lambda x: x**2, lambda x: s * x))
+def in_the_second(setting):
+    return with_slope(lambda x: x**2, with_slope(lambda x: 2 * x, lambda x: setting + 0 * x))
 
 
-def test_a_python_value_may_show_in_the_second_derivative_alone():
-    now = {}
-
-    @tg.custom_gradient
-    def slope(x):
-        return 2 * x, lambda dy: now["factor"] * dy
-
-    @tg.custom_gradient
-    def f(x):
-        return x**2, lambda dy: slope(x) * dy
-
-    def make(setting):
-        now["factor"] = setting
-        return f
-
-    def by_hand(s):
-        return with_slope(lambda x: x**2, with_slope(lambda x: 2 * x, lambda x: s + 0 * x))
-
-    numbers_follow(make, by_hand)
-    numbers_follow(lambda setting: lambda x: jax.lax.map(make(setting), x), by_hand)
-    numbers_follow(lambda setting: jax.vmap(make(setting)), by_hand)
+def of_itself(setting):
+    return with_slope(lambda x: x**2, with_slope(lambda x: x**2, lambda x: setting * x**2))
 
 
-def test_a_python_value_may_change_in_a_rule_written_with_jax():
-    now = {}
+def in_a_gradient_function(now):
+    return tg.custom_gradient(lambda x: (x**2, lambda dy: now["factor"] * x * dy))
 
-    def rule(slope):
-        f = jax.custom_vjp(lambda x: x**2)
-        f.defvjp(lambda x: (f(x), x), lambda x, dy: (slope(x) * dy,))
-        return f
 
+def in_the_gradient_of_a_gradient_function(now):
+    slope = tg.custom_gradient(lambda x: (2 * x, lambda dy: now["factor"] * dy))
+    return tg.custom_gradient(lambda x: (x**2, lambda dy: slope(x) * dy))
+
+
+def written_with_jax(slope):
+    f = jax.custom_vjp(lambda x: x**2)
+    f.defvjp(lambda x: (f(x), x), lambda x, dy: (slope(x) * dy,))
+    return f
+
+
+def in_a_rule_of_jax(now):
+    return written_with_jax(lambda x: now["factor"] * x)
+
+
+def in_the_rule_of_a_rule_of_jax(now):
     inner = jax.custom_jvp(lambda x: 2 * x)
     inner.defjvp(lambda primals, tangents: (inner(*primals), now["factor"] * tangents[0]))
-    first = rule(lambda x: now["factor"] * x)
-    second = rule(inner)  # it shows in the second derivative alone
-
-    def make(f):
-        def with_setting(setting):
-            now["factor"] = setting
-            return f
-
-        return with_setting
-
-    by_hand = {
-        first: lambda s: with_slope(lambda x: x**2, lambda x: s * x),
-        second: lambda s: with_slope(
-            lambda x: x**2, with_slope(lambda x: 2 * x, lambda x: s + 0 * x)
-        ),
-    }
-    for f in (first, second):
-        numbers_follow(make(f), by_hand[f])
-        numbers_follow(make(jax.vmap(f)), by_hand[f])
+    return written_with_jax(inner)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["factor"])
@@ -293,7 +254,7 @@ class Scaled:
     factor: float
 
 
-def by_static_argument(now):
+def in_a_static_argument(now):
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def rule(factor, x):
         return x**2
@@ -306,7 +267,7 @@ def by_static_argument(now):
     return lambda x: rule(1.0, x)
 
 
-def by_static_field(now):
+def in_a_static_field(now):
     @jax.custom_vjp
     def rule(scaled):
         return scaled.x**2
@@ -319,19 +280,42 @@ def by_static_field(now):
     return lambda x: rule(Scaled(x, 1.0))
 
 
-@pytest.mark.parametrize("make_rule", [by_static_argument, by_static_field])
-def test_a_rule_that_calls_itself_with_another_python_value_is_another_rule(make_rule):
+def mapped(make, way):
+    return lambda now: way(make(now))
+
+
+def one_by_one(f):
+    return lambda x: jax.lax.map(f, x)
+
+
+# Where a Python value stands that changes between steps, and the function with that derivative.
+CHANGING = {
+    "gradient function": (in_a_gradient_function, in_the_first),
+    "gradient of it": (in_the_gradient_of_a_gradient_function, in_the_second),
+    "gradient of it, map": (
+        mapped(in_the_gradient_of_a_gradient_function, one_by_one),
+        in_the_second,
+    ),
+    "gradient of it, vmap": (
+        mapped(in_the_gradient_of_a_gradient_function, jax.vmap),
+        in_the_second,
+    ),
+    "rule of JAX": (in_a_rule_of_jax, in_the_first),
+    "rule of JAX, vmap": (mapped(in_a_rule_of_jax, jax.vmap), in_the_first),
+    "rule of it": (in_the_rule_of_a_rule_of_jax, in_the_second),
+    "rule of it, vmap": (mapped(in_the_rule_of_a_rule_of_jax, jax.vmap), in_the_second),
+    "static argument": (in_a_static_argument, of_itself),
+    "static field": (in_a_static_field, of_itself),
+}
+
+
+@pytest.mark.parametrize(("make", "by_hand"), CHANGING.values(), ids=CHANGING)
+def test_a_python_value_may_change_between_steps(make, by_hand):
     now = {}
-    rule = make_rule(now)
-
-    def make(setting):
-        now["factor"] = setting  # of the second derivative alone
-        return rule
-
-    def by_hand(s):
-        return with_slope(lambda x: x**2, with_slope(lambda x: x**2, lambda x: s * x**2))
-
-    numbers_follow(make, by_hand)
+    f = make(now)
+    for now["factor"] in (2.0, 3.0, 2.0):
+        found = by_tapes(f, X)
+        np.testing.assert_allclose(found, by_jax(by_hand(now["factor"]), X), rtol=1e-5)
 
 
 def test_a_rule_that_makes_ever_new_rules_is_never_taken_for_another():
@@ -378,7 +362,9 @@ def test_an_array_that_a_rule_closes_over_may_be_another_one_at_each_step(compil
         factor, offset = jnp.full(3, setting), np.full(3, setting, np.float32)
         return tg.custom_gradient(lambda x: (x**2 - offset, lambda dy: (factor * x + offset) * dy))
 
-    numbers_follow(make, lambda s: with_slope(lambda x: x**2 - s, lambda x: s * x + s))
+    for s in (2.0, 3.0, 2.0):
+        want = by_jax(with_slope(lambda x, s=s: x**2 - s, lambda x, s=s: s * x + s), X)
+        np.testing.assert_allclose(by_tapes(make(s), X), want, rtol=1e-5)
     functions = [make(7.0), make(8.0)]
     before = compilations()
     for function in functions:

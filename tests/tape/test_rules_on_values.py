@@ -100,28 +100,6 @@ def test_a_persistent_tape_in_a_tape_gives_higher_orders_through_what_the_gradie
     assert outer.gradient(second, x) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_second_derivative_is_that_of_the_wrapped_form():
-    @tg.custom_gradient
-    def f(x):
-        def first_order(dy):
-            assert float(dy) != 0
-
-            @tg.custom_gradient
-            def slope(unused):
-                return jnp.full_like(unused, -1.1), lambda ddy: -2.1 * ddy
-
-            return dy * slope(x)
-
-        return x + 10, first_order
-
-    x = jnp.float32(1.0)
-    with tg.GradientTape() as outer:
-        outer.watch(x)
-        first = gradient(f, x, of=lambda y: y**4)
-    # Of y**4: 12 y² f'² + 4 y³ f'', with f' = -1.1, f'' = -2.1 and y = 11.
-    assert float(outer.gradient(first, x)) == pytest.approx(-9423.48, rel=1e-6)
-
-
 def test_operations_around_rules_and_between_them_count():
     @tg.custom_gradient
     def f(x, w):

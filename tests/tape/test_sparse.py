@@ -43,33 +43,11 @@ def test_a_tape_gives_one_slice_for_each_lookup(loss, make):
     np.testing.assert_allclose(dense, jax.grad(LOOKUPS["take"])(TABLE), rtol=1e-6)
 
 
-def test_two_lookups_stand_one_after_the_other():
-    for table in (TABLE, Variable(TABLE)):
-        slices, dense = sparse_and_dense(
-            lambda t: jnp.sum(t[IDS] ** 2) + jnp.sum(jnp.take(t, IDS + 1, axis=0) ** 3), table
-        )
-        np.testing.assert_array_equal(slices.indices, [0, 2, 0, 1, 3, 1])
-        np.testing.assert_allclose(slices.to_dense(), dense, rtol=1e-6)
-
-
-def test_a_lookup_in_what_was_looked_up():
-    slices, dense = sparse_and_dense(lambda t: jnp.sum(t[IDS][jnp.array([1, 1, -1])] ** 2), TABLE)
-    np.testing.assert_array_equal(slices.indices, [0, 2, 0])
-    np.testing.assert_allclose(slices.to_dense(), dense, rtol=1e-6)
-
-
 @pytest.mark.accelerator
 def test_ids_are_normalised_and_those_out_of_range_dropped():
     slices, dense = sparse_and_dense(lambda t: jnp.sum(t[jnp.array([-1, 10, 3])] ** 2), TABLE)
     np.testing.assert_array_equal(slices.indices, [9, 10, 3])  # 10 is no row
     np.testing.assert_allclose(slices.to_dense(), dense, rtol=1e-6)
-
-
-def test_a_dense_use_of_a_table_or_of_one_read_of_it_makes_the_gradient_dense():
-    for table in (TABLE, Variable(TABLE)):
-        mixed, dense = sparse_and_dense(lambda t: jnp.sum(t[IDS] ** 2) + jnp.sum(t * t), table)
-        assert isinstance(mixed, jax.Array)
-        np.testing.assert_allclose(mixed, dense, rtol=1e-6)
 
 
 def test_a_computed_table_is_dense_for_what_it_was_computed_from():
@@ -96,17 +74,6 @@ def test_other_sources_get_arrays_or_none_or_zeros():
     np.testing.assert_allclose(found["x"], TABLE[IDS].sum(0), rtol=1e-6)
     zeros = tape.gradient(y, sources, unconnected_gradients="zero", sparse=True)["u"]
     np.testing.assert_array_equal(zeros, np.zeros((5, 2)))
-
-
-def test_a_custom_gradient_may_return_slices():
-    @tg.custom_gradient
-    def doubled(t):
-        return t[IDS], lambda dy: IndexedSlices(2 * dy, IDS, t.shape)
-
-    slices, dense = sparse_and_dense(lambda t: jnp.sum(doubled(t)), TABLE)
-    np.testing.assert_array_equal(slices.indices, IDS)
-    np.testing.assert_array_equal(slices.values, np.full((3, 4), 2.0))
-    np.testing.assert_array_equal(slices.to_dense(), dense)
 
 
 def test_slices_are_accepted_as_seeds():

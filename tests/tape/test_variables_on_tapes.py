@@ -14,17 +14,6 @@ from tracegrad.tracing import trace
 from tracegrad.variables.variable import Variable
 
 
-def test_trainable_variables_are_watched_at_their_first_read():
-    v, frozen = Variable(3.0), Variable(2.0, trainable=False)
-    with GradientTape() as tape:
-        y = v * v * frozen
-    assert tape.watched_variables() == (v,)
-    gradients = tape.gradient(y, [v, frozen])
-    assert float(gradients[0]) == 12.0
-    assert gradients[1] is None
-    assert tape.watched_variables() == (v,)
-
-
 def test_a_variable_that_a_traced_function_is_given_and_does_not_use_is_not_watched():
     used, unused = Variable(3.0), Variable(2.0)
     step = trace(lambda pair, x: pair[0] * x)
@@ -35,36 +24,6 @@ def test_a_variable_that_a_traced_function_is_given_and_does_not_use_is_not_watc
         gradients = tape.gradient(y, [used, unused])
         assert float(gradients[0]) == 2.0
         assert gradients[1] is None
-
-
-def test_nothing_is_watched_by_itself_if_the_tape_is_told_so():
-    v, w = Variable(3.0), Variable(2.0, trainable=False)
-    with GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(w)
-        y = v * w
-    assert tape.watched_variables() == (w,)
-    assert [g and float(g) for g in tape.gradient(y, [v, w])] == [None, 3.0]
-
-
-def test_each_read_has_the_value_that_it_read():
-    v = Variable(3.0)
-    with GradientTape() as tape:
-        first = v * v
-        v.assign(5.0)
-        second = v * v
-        total = first + second
-    assert float(tape.gradient(total, v)) == 16.0
-
-
-def test_an_assignment_is_not_differentiated():
-    x, v = jnp.float32(2.0), Variable(0.0)
-    with GradientTape() as tape:
-        tape.watch(x)
-        v.assign(x * x)
-        y = v * x
-    gradients = tape.gradient(y, {"x": x, "v": v})
-    assert float(gradients["x"]) == 4.0  # the value of v
-    assert float(gradients["v"]) == 2.0
 
 
 def test_an_assignment_is_not_differentiated_however_often_its_value_was_handed_on():
@@ -221,21 +180,6 @@ def test_what_a_gradient_function_reads_before_a_tape_of_its_own_is_a_constant_t
     assert list(map(float, derivatives())) == [9.0, 9.0, 12.0]
 
 
-def test_assigning_after_the_block_changes_nothing():
-    v = Variable(3.0)
-    with GradientTape() as tape:
-        y = v * v
-    v.assign(100.0)
-    assert float(tape.gradient(y, v)) == 6.0
-
-
-def test_a_variable_of_the_branch_not_taken_is_none_eagerly():
-    v, w = Variable(3.0), Variable(4.0)
-    with GradientTape() as tape:
-        y = v * 2 if v > 0 else w * 2
-    assert [g and float(g) for g in tape.gradient(y, [v, w])] == [2.0, None]
-
-
 def test_variables_work_in_functions_of_jax_numpy_and_in_indexing():
     table = Variable(jnp.arange(6.0).reshape(3, 2))
     bias = Variable(jnp.ones(2))
@@ -283,16 +227,6 @@ def test_nested_tapes_see_the_reads_of_each():
         slope = inner.gradient(y, v)
     assert float(slope) == 12.0
     assert float(outer.gradient(slope, v)) == 12.0
-
-
-def test_a_training_step_goes_downhill():
-    target = jnp.array([1.0, -2.0])
-    v = Variable(jnp.zeros(2))
-    for _ in range(100):
-        with GradientTape() as tape:
-            loss = jnp.sum((v - target) ** 2)
-        v.assign_sub(0.1 * tape.gradient(loss, v))
-    np.testing.assert_allclose(v.value, target, atol=1e-6)
 
 
 def test_zeros_stand_for_an_unconnected_variable_if_asked():

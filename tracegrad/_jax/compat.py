@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 import jaxlib.version
+import numpy as np
 
 VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
@@ -111,7 +111,7 @@ def wider_scan(equation: Any, constants: int, slices: int, stacked: int) -> dict
 
         return jax.lax.scan(body, carry, xs, length=2)
 
-    one, many = jnp.ones(()), jnp.ones(2)
+    one, many = np.ones((), "float32"), np.ones(2, "float32")
     program = jax.make_jaxpr(like)([one] * (before + constants), [one] * carried, [many] * scanned)
     scan = next(each for each in program.eqns if each.primitive.name == "scan")
     return params | {"ft_in": scan.params["ft_in"], "ft_out": scan.params["ft_out"]}

@@ -42,7 +42,7 @@ from tracegrad.annotations.variables import (
 )
 from tracegrad.ir.wording import name_of
 from tracegrad.tape.recorder import Recorder
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule
 from tracegrad.variables.reading import Operands, Reads, ReadsOutside
 from tracegrad.variables.trees import without_variables
 from tracegrad.variables.variable import Variable

@@ -31,7 +31,7 @@ from tracegrad.annotations.variables import listed_with
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
 from tracegrad.rewriting.traced_gradients import Program
-from tracegrad.tape.made_rules import MadeOf, tell_made_of
+from tracegrad.tape.rules import MadeOf, tell_made_of
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.parted import Parted
 from tracegrad.variables.paths import path_name

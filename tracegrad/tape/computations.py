@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,11 +24,11 @@ from tracegrad.ir.importer import import_program
 from tracegrad.tape.derivatives import PullBack, next_forward, pull_back_at_operands
 from tracegrad.tracing.in_force import differentiating
 
-_JIT = _jax.JIT
 Fun = Callable[..., list[Any]]
 _numbers = itertools.count()
 
 
+@dataclass(eq=False)
 class Computation:
     """A function of arrays, and what was compiled for it.
 
@@ -35,10 +36,10 @@ class Computation:
     without the garbage collector.
 
     Attributes:
-      number: its own for ever, by which it is known after it has gone.
       fun: ``(*operands) -> results``, to be traced.
-      run: the same, compiled where it can be.
       name: shown in messages, and by profilers.
+      run: the function as it is called: `compiled`, or `fun` itself (the default).
+      pull_back: how the function is differentiated; default: by JAX's VJP at the operands.
       primitive, params: JAX's, of an operation; None and nothing for a pull.
       captured: the arrays that its programs close over. They are its first operands.
       refused: of arrays that a custom derivative in it closes over, by identity, the name of the
@@ -48,51 +49,51 @@ class Computation:
       is_run_once: whether that is so in a function that is being traced too: XLA would not make
         one of two loops, branches or calls of the host.
       has_rules: whether a function in it has a derivative of its own.
-      has_nones: whether it may give None for an operand.
+      has_nones: whether such a derivative may give None for an operand.
       has_effects: whether it prints or calls the host.
-      has_program: whether it is a jitted function.
+      is_simple: whether it closes over no arrays and has no effects.
       is_kept: whether further calls find it: what is derived from it is compiled then.
-      gives_list: whether `run` is compiled, and gives a list of arrays that are nobody else's.
-      called: ``(*operands) -> its own results``, without residuals.
+      called: ``(*operands) -> its own results``, without residuals; default: `fun`.
       count, tree: how many results are the operation's own, and their structure; None: all are.
       before: how many results there were without the residuals of the last order; 0: it has none.
+      number: its own for ever, by which it is known after it has gone.
+      derived: what was found out about it, and made for it.
     """
 
-    def __init__(
-        self,
-        fun: Fun,
-        name: str,
-        *,
-        primitive: Any = None,
-        params: Mapping[str, Any] | None = None,
-        pull_back: PullBack | None = None,
-        saves: bool = False,
-        is_run_once: bool = False,
-        has_effects: bool = False,
-        is_compiled: bool = True,
-        is_kept: bool = True,
-    ):
-        self.number = next(_numbers)
-        self.fun, self.called, self.name = fun, fun, name
-        self.primitive, self.params = primitive, params or {}
-        self.captured: Sequence[Any] = ()
-        self.refused: Mapping[int, str] = {}
-        self.constants = 0
-        self.saves, self.is_run_once, self.has_effects = saves, is_run_once, has_effects
-        self.has_rules = self.has_nones = False
-        self.count: int | None = None
-        self.tree: Any = None
-        self.before = 0
-        self.pull_back = pull_back or pull_back_at_operands(fun, primitive is _jax.REMAT)
-        self.is_kept, self.has_program = is_kept, primitive is _JIT
-        self.run: Callable[..., Any] = compiled(fun, name) if is_compiled else fun
-        self.gives_list = is_compiled
-        self.derived: dict[Any, Any] = {}
+    fun: Fun
+    name: str
+    run: Any = None
+    pull_back: Any = None
+    _: KW_ONLY
+    primitive: Any = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    captured: Sequence[Any] = ()
+    refused: Mapping[int, str] = field(default_factory=dict)
+    constants: int = 0
+    saves: bool = False
+    is_run_once: bool = False
+    has_rules: bool = False
+    has_nones: bool = False
+    has_effects: bool = False
+    is_simple: bool = False
+    is_kept: bool = True
+    called: Any = None
+    count: int | None = None
+    tree: Any = None
+    before: int = 0
+    number: int = field(default_factory=lambda: next(_numbers), init=False)
+    derived: dict[Any, Any] = field(default_factory=dict, init=False)
 
-    def compile(self) -> None:
-        """Has it, and what is derived from it, run as compiled programs."""
-        self.run, self.is_kept = compiled(self.fun, self.name), True
-        self.gives_list = True
+    def __post_init__(self) -> None:
+        self.run = self.run or self.fun
+        self.called = self.called or self.fun
+        is_whole = self.primitive is _jax.REMAT
+        self.pull_back = self.pull_back or pull_back_at_operands(self.fun, is_whole)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it runs as one program, whose results are arrays that nobody else has."""
+        return self.run is not self.fun
 
     def forward(
         self, groups: Sequence[tuple[int, ...]], operands: Sequence[Any], orders: int
@@ -102,8 +103,8 @@ class Computation:
         It is this computation itself if JAX has no derivative of it: whoever asks for one is told.
         `groups`: as of `next_forward`.
         """
-        # The operands of a program are of its types.
-        key = groups, orders, None if self.has_program else tuple(map(_jax.type_key, operands))
+        has_types = self.primitive is _jax.JIT
+        key = groups, orders, None if has_types else tuple(map(_jax.type_key, operands))
         known: Computation | None = self.derived.get(key)
         if known is not None:
             return known
@@ -156,16 +157,16 @@ class Computation:
             pull = _pull_function(pull_back, active, given, count)
             if any(sparse):
                 pull = _with_slices(pull, sparse)
+            name = f"pull {self.name}"
             known = self.derived[key] = Computation(
                 pull,
-                f"pull {self.name}",
+                name,
+                compiled(pull, name) if self.is_kept else pull,
                 saves=self.saves or self.count is not None,
                 is_run_once=self.is_run_once,
-                is_compiled=self.is_kept,
                 is_kept=self.is_kept,
+                has_rules=self.has_rules,
             )
-            known.gives_list = False
-            known.has_rules = self.has_rules
         return known
 
 
@@ -183,21 +184,19 @@ def _forward(
     fun, pull_back, count, tree = next_forward(
         of.fun, of.pull_back, of.before, groups, types, of.primitive is _jax.REMAT, of.has_rules
     )
-    found = Computation(
-        fun,
-        of.name,
-        primitive=of.primitive,
-        params=of.params,
+    return replace(
+        of,
+        fun=fun,
+        run=compiled(fun, of.name) if of.is_kept else fun,
         pull_back=pull_back,
         saves=True,
-        is_compiled=of.is_kept,
-        is_kept=of.is_kept,
+        constants=0,
+        refused={},
+        has_effects=False,
+        count=of.count or count,
+        tree=of.tree or tree,
+        before=count,
     )
-    found.captured, found.called, found.is_run_once = of.captured, of.called, of.is_run_once
-    found.has_rules, found.has_nones = of.has_rules, of.has_nones
-    found.before = count
-    found.count, found.tree = of.count or count, of.tree or tree
-    return found
 
 
 def _pull_function(
@@ -267,4 +266,8 @@ def _with_slices(pull: Callable[..., Any], sparse: tuple[bool, ...]) -> Callable
     return run
 
 
-add_computation = Computation(lambda left, right: [jnp.add(left, right)], "add")
+def _add(left: Any, right: Any) -> list[Any]:
+    return [jnp.add(left, right)]
+
+
+add_computation = Computation(_add, "add", compiled(_add, "add"))

@@ -23,7 +23,7 @@ from tracegrad.tape.computations import Computation, add_computation
 from tracegrad.tape.record import Entry, Record, on_the_way
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import not_overridden
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule
 from tracegrad.tape.under_rules import graph_of, vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
 
@@ -268,8 +268,8 @@ class _Pass:
 
 # ------------------------------------------------------------------- a pass that has come often
 
-# To start the program of an entry takes longer than to run it. So a pass that has come this often
-# is compiled as one program; earlier that would take longer than it ever saves.
+# Starting the program of an entry takes longer than running it. So a pass that has come this often
+# is compiled as one program; compiled earlier, it would cost more than it ever saves.
 _OFTEN = 8
 _LONGEST = 512  # entries: XLA takes more than linear time
 _times: Cache[int, int] = Cache(1 << 14)  # how often a pass has come, by its hash
@@ -310,8 +310,8 @@ def _may_be_part(computation: Computation | Rule) -> bool:
 class _AsOne:
     """The pass over a list of entries as one compiled program.
 
-    It goes when a computation of the list goes, and holds none of these: who asks for the program
-    has them all in the record.
+    It holds the computations of the list weakly, and is dropped with the first that is freed: a
+    record that asks for the program holds them all.
     """
 
     def __init__(self, path: Path, sources: Sequence[int], targets: Sequence[int], key: Any):

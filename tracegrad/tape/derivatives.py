@@ -11,12 +11,19 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tracegrad import _jax
-from tracegrad._jax.caches import of_program
-from tracegrad.ir.dependence import dependence, joined
+from tracegrad.ir import Graph, Node
+from tracegrad.ir.dependence import (
+    Masks,
+    data_flow,
+    dependence,
+    joined,
+    of_each,
+    spread,
+    without_unused,
+)
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.running import run_graph
 from tracegrad.tape.effects import silenced
-from tracegrad.tape.programs import evaluate
 
 Fun = Callable[..., list[Any]]
 # From the active operands (their places), all operands, all results and the cotangents of some
@@ -97,11 +104,8 @@ def transposed(
     calls_host = any(_jax.calls_host(primitive.name) for primitive in primitives)
     if is_whole:
         connected = [True] * len(types)
-    elif open_form.effects or not _WITH_TURNS.isdisjoint(primitives):
-        reached = joined(dependence(import_program(program)))
-        connected = [bool(reached >> i & 1) for i in range(len(types))]
     else:
-        connected = _reaching(open_form, open_form.outvars)
+        connected = _reaching(program)
     if not any(connected):
         return {}
     cotangents = [
@@ -115,6 +119,19 @@ def transposed(
         transpose = jax.linear_transpose(linear, *types)
     found = transpose(cotangents)
     return {k: ct for k, ct in enumerate(found) if connected[k]}
+
+
+def _reaching(program: Any) -> list[bool]:
+    """For each input of a program whether it reaches an output."""
+    open_form = _jax.opened(program)
+    if open_form.effects or any(_jax.sub_programs(e.params) for e in open_form.eqns):
+        reached = joined(dependence(import_program(program)))
+        return [bool(reached >> i & 1) for i in range(len(open_form.invars))]
+    live = {v for v in open_form.outvars if not hasattr(v, "val")}
+    for equation in reversed(open_form.eqns):
+        if not live.isdisjoint(equation.outvars):
+            live.update(v for v in equation.invars if not hasattr(v, "val"))
+    return [v in live for v in open_form.invars]
 
 
 def _silently_transposed(
@@ -140,30 +157,6 @@ def _silently_transposed(
     before = silenced(import_program(jax.make_jaxpr(transposed)(saved)))
     transpose: Callable[..., Any] = jax.tree.unflatten(trees[-1], run_graph(before, saved))
     return transpose
-
-
-_WITH_TURNS = frozenset({_jax.SCAN, _jax.COND, _jax.WHILE})
-
-
-def _reaching(program: Any, outvars: Sequence[Any]) -> list[bool]:
-    """For each input of an open program without loops and branches whether it reaches one of these
-    of its results. It looks into calls."""
-    live = {v for v in outvars if not hasattr(v, "val")}
-    for equation in reversed(program.eqns):
-        if live.isdisjoint(equation.outvars):
-            continue
-        is_used = [True] * len(equation.invars)
-        if equation.primitive is _jax.JIT:
-            inner = _jax.opened(equation.params["jaxpr"])
-            pairs = zip(inner.outvars, equation.outvars, strict=True)
-            outs = [v for v, out in pairs if out in live]
-            is_used = _reaching(inner, outs)
-        live.update(v for v, used in zip(equation.invars, is_used) if used and _is_variable(v))
-    return [v in live for v in program.invars]
-
-
-def _is_variable(atom: Any) -> bool:
-    return not hasattr(atom, "val")
 
 
 # ------------------------------------------------------------------------------------- residuals
@@ -219,24 +212,23 @@ def next_forward(
 
     program = jax.make_jaxpr(saving)(*types)
     count = of_results[0].num_leaves
-    open_form = _jax.opened(program)
+    open_form, graph = _jax.opened(program), import_program(program)
     # An operand is not returned (JAX would copy it), nor one array twice (a VJP under jit returns
     # one up to four times), nor what no operand decides (zeros). A result is returned once more as
     # a residual: what is computed from a gradient is not, by that, computed from the result.
-    decided = _decided_by_operands(program)
-    places = {id(v): i for i, v in enumerate(open_form.invars)}
-    kept, residuals = list(range(count)), list[Any]()
-    for i, v in enumerate(open_form.outvars[count:], count):
-        if not decided[i]:
-            residuals.append(_without_operands(program, i))
-            continue
-        if id(v) not in places or hasattr(v, "val"):
-            places[id(v)] = len(types) + len(kept)
+    decided, outs = _decided_by_operands(graph), open_form.outvars
+    undecided = [i for i in range(count, len(outs)) if not decided[i]]
+    fixed = without_unused(graph.replace(outputs=[outs[i] for i in undecided]), keeps_effects=False)
+    places = {id(v): i for i, v in enumerate((*open_form.invars, *fixed.outputs))}
+    kept = list(range(count))
+    for i, v in enumerate(outs[count:], count):
+        if id(v) not in places:
+            places[id(v)] = len(types) + len(undecided) + len(kept)
             kept.append(i)
-        residuals.append(places[id(v)])
+    residuals = [places[id(v)] for v in outs[count:]]
 
     def forward(*operands: Any) -> list[Any]:
-        results = evaluate(program, operands, {})
+        results = _jax.eval_program(program, operands)
         return [results[i] for i in kept]
 
     def pull_back(
@@ -254,14 +246,13 @@ def next_forward(
         if own:
             _add_to(found, pull_back_before(wanted, operands, results, own))
         if here:
-            arrays = [*operands, *results]
+            arrays = [*operands, *(fixed(*operands) if undecided else ()), *results]
             at_residual = iter(residuals)
             for active, tree in zip(groups, trees, strict=True):
                 saved = list(islice(at_residual, tree.num_leaves))
                 if set(wanted) <= set(active):
                     break
-            values = [arrays[i] if type(i) is int else evaluate(i, (), {})[0] for i in saved]
-            derivative = jax.tree.unflatten(tree, values)
+            derivative = jax.tree.unflatten(tree, [arrays[i] for i in saved])
             every = transposed(derivative, [types[i] for i in active], here, is_whole)
             at = {i: k for k, i in enumerate(wanted)}
             of_active = {active[k]: ct for k, ct in every.items()}
@@ -274,40 +265,14 @@ def next_forward(
     return forward, pull_back, count, of_results[0]
 
 
-@of_program
-def _decided_by_operands(program: Any) -> list[bool]:
-    """For each result of a program whether an operand (or an effect) decides it."""
-    open_form = _jax.opened(program)
-    decided, undecided_in_calls = set(open_form.invars), set[Any]()
-    for equation in open_form.eqns:
-        if equation.effects or any(_is_variable(v) and v in decided for v in equation.invars):
-            decided.update(equation.outvars)
-            if equation.primitive is _jax.JIT:
-                each = zip(equation.outvars, _decided_by_operands(equation.params["jaxpr"]))
-                undecided_in_calls.update(v for v, is_decided in each if not is_decided)
-    decided -= undecided_in_calls
-    return [not _is_variable(v) or v in decided for v in open_form.outvars]
+def _decided_by_operands(graph: Graph) -> list[bool]:
+    """For each output of a graph whether an input (or an effect) decides it."""
 
+    def rule(node: Node, ins: Masks) -> Masks:
+        by_effect = int(bool(node.effects)) << len(graph.inputs)
+        return [mask | by_effect for mask in data_flow(node, ins)]
 
-def _without_operands(program: Any, place: int) -> Any:
-    """A program without operands for a result that no operand decides."""
-    open_form, constants = _jax.parts_of(program)
-    result = open_form.outvars[place]
-    needed, equations = {result}, list[Any]()
-    for equation in reversed(open_form.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            if equation.primitive is _jax.JIT and result in equation.outvars:
-                inner = equation.params["jaxpr"]
-                return _without_operands(inner, equation.outvars.index(result))
-            equations.append(equation)
-            needed.update(filter(_is_variable, equation.invars))
-    return _jax.program_of(
-        program,
-        constants=dict(zip(open_form.constvars, constants, strict=True)),
-        inputs=(),
-        outputs=[result],
-        equations=equations[::-1],
-    )
+    return [bool(mask) for mask in spread(graph, of_each([True] * len(graph.inputs)), rule)]
 
 
 def _add_to(cotangents: dict[int, Any], more: Mapping[int, Any]) -> None:

@@ -77,6 +77,6 @@ def _computation(program: Any) -> Computation:
     if not same or facts.has_effects or facts.arrays or facts.numpy_arrays:
         raise NotDirect
     computation = computation_with_programs(call.primitive, call.params, ())
-    if not (computation.has_program and computation.gives_list and computation.is_kept):
+    if not (computation.is_compiled and computation.is_kept):
         raise NotDirect
     return computation

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Occurrence
 from tracegrad.ir.editing import around_each
+from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Path
 from tracegrad.rewriting.host_calls import would_run_again
-from tracegrad.tape.made_rules import parts_of_rule
+from tracegrad.tape.rules import parts_of_rule
 
 
-def reads_the_host(params: Mapping[str, Any]) -> bool:
-    """Whether such a call gives results, so that what follows depends on them."""
-    return any(_gives_results(program) for _, program in _jax.sub_programs(params))
-
-
-def _gives_results(program: Any) -> bool:
-    open_form = _jax.opened(program)
-    if not open_form.effects:
-        return False
+def reads_the_host(program: Any) -> bool:
+    """Whether an effect in a program gives results, so that what follows depends on it."""
     return any(
-        _gives_results_itself(equation)
-        or any(_gives_results(inner) for _, inner in _jax.sub_programs(equation.params))
-        for equation in open_form.eqns
+        node.effects and node.outputs and not (node.regions or node.has_references)
+        for region in import_program(program).regions_below
+        for node in region.nodes
     )
 
 
-def _gives_results_itself(equation: Any) -> bool:
-    if not equation.effects or not equation.outvars or any(_jax.sub_programs(equation.params)):
-        return False
-    return not any(_jax.is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
-
-
 def silenced(graph: Graph) -> Graph:
-    """The graph without what has an effect and no result: prints, most of all.
+    """The graph without the operations that have an effect and no result, as prints.
 
-    Of custom rules the forward pass is without them too; their backward pass has not run yet.
+    The forward passes of custom rules lose theirs too; their backward passes have not run yet.
     Raises NotImplementedError where a call of the host gives results: to be differentiated, the
     graph would have to call it again.
     """
@@ -46,8 +34,8 @@ def silenced(graph: Graph) -> Graph:
 
 
 def _silent(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
-    """`depth`: the forward pass of a rule may use the rule itself, for derivatives of higher order,
-    and so on for ever; that many are looked at."""
+    """`depth`: how many forward passes of rules are entered in one another. A forward pass may call
+    its own rule, without end."""
     for node in graph.nodes:
         if not node.effects or (node.has_references and not node.regions):
             continue  # writing to a Ref is computing: later reads depend on it

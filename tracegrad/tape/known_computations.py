@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, WeakCache, of_program
 from tracegrad.ir.program_keys import params_key
@@ -18,22 +20,17 @@ from tracegrad.tape.computations import Computation, compiled
 from tracegrad.tape.derivatives import pull_back_at_operands
 from tracegrad.tape.programs import (
     RULES,
-    bind_with,
-    evaluate,
     refused_arrays,
-    refusing_derivatives,
+    run_program,
 )
 
 _JIT = _jax.JIT
 
-# Those of primitives without programs, by their parameters; of others by the first of their
-# programs, as long as JAX keeps that. A hit saves the compilation of the operation and its pulls.
+# By the parameters of an operation, programs among them by outline and structure; and by the first
+# program of an operation, and what else that depends on, as long as JAX keeps the program. A hit
+# saves the compilation of the operation and of its pulls.
 _computations: Cache[Any, Computation] = Cache(2048)
 _of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
-
-# Of jitted functions that close over no arrays, and have no effects: the settings of the latest
-# call, and what it computes.
-_simple_calls: WeakCache[tuple[tuple[Any, ...], Computation]] = WeakCache(2048)
 
 # A jitted function of at most so many cheap operations is computed again for its derivative: that
 # costs no more than to hand what was computed from one program to the next.
@@ -65,24 +62,24 @@ def _new(primitive: Any, params: Mapping[str, Any]) -> Computation:
     def fun(*operands: Any) -> list[Any]:
         return _jax.bind(primitive, operands, params)
 
+    is_kept = _jax.runs_compiled(primitive)
     return Computation(
         fun,
         str(primitive.name),
+        compiled(fun, str(primitive.name)) if is_kept else fun,
         primitive=primitive,
         params=params,
         saves=primitive.name in _COSTLY and primitive.name != "sort",
-        is_compiled=_jax.runs_compiled(primitive),
-        is_kept=_jax.runs_compiled(primitive),
+        is_kept=is_kept,
     )
 
 
 def simple_call(params: Mapping[str, Any]) -> Computation | None:
-    """What a call of a jitted function computes, if it came before and there is nothing else to
-    heed: no arrays that it closes over, no effects."""
-    known = _simple_calls.get(params["jaxpr"])
-    if known is None or known[0] != _jax.jit_settings(params):
-        return None
-    return known[1]
+    """What a call of a jitted function computes, if it came before, closes over no arrays and has
+    no effects."""
+    known = _of_programs.get(params["jaxpr"])
+    found = None if known is None else known.get((_JIT, _jax.jit_settings(params), ()))
+    return found if found is not None and found.is_simple else None
 
 
 def computation_of_rule(primitive: Any, params: Mapping[str, Any]) -> Computation:
@@ -100,11 +97,6 @@ def computation_with_programs(
       primitive, params: JAX's.
       captured: the arrays that the programs close over and that are to be operands.
     """
-    is_simple = primitive is _JIT and not captured
-    if is_simple and (call := simple_call(params)) is not None:
-        return call
-    if any(map(_jax.is_tracer, captured)):  # gone with its transformation
-        return _with_programs(primitive, without_donation(params), captured)
     ids = tuple(map(id, captured))
     if primitive is _JIT:
         program: Any = params["jaxpr"]
@@ -120,28 +112,36 @@ def computation_with_programs(
         known = _of_programs.put(program, {})
     try:
         computation = known.get(key)
-    except TypeError:
-        return _with_programs(primitive, without_donation(params), captured)
+    except TypeError:  # a parameter without a hash
+        return _with_programs(primitive, params, captured)
     if computation is None:
-        computation = known[key] = _of_structure(primitive, without_donation(params), captured)
+        computation = _of_structure(primitive, params, captured)
+        if not any(map(_jax.is_tracer, captured)):  # these go with their transformation
+            known[key] = computation
     elif not computation.is_kept:  # it has come again
         computation.is_kept = True
         computation.derived.clear()
-    if is_simple and not _jax.program_facts(program).has_effects:
-        _simple_calls.put(program, (_jax.jit_settings(params), computation))
     return computation
 
 
 def _of_structure(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
 ) -> Computation:
-    """That of a program that JAX has just traced: a function may be made anew for each call, as
-    a recomputed one is. Programs with rules are each by themselves."""
+    """That of a program that JAX has just traced. A program alike may have been compiled before:
+    the body of a loop, and a function that is recomputed, are often made anew for each call."""
     if captured:
         return _with_programs(primitive, params, captured)
-    if not _jax.facts_below(params).primitives.isdisjoint(RULES):
+    facts = _jax.facts_below(params)
+    if not facts.primitives.isdisjoint(RULES):
         return _with_programs(primitive, params, (), is_kept=primitive is not _jax.REMAT)
-    key = primitive, params_key(params)
+    # The structure is looked at only if a program of this outline came before.
+    outline = primitive, params.get("name"), facts.operations, facts.primitives
+    first = _computations.get(outline)
+    if first is None:
+        return _computations.put(outline, _with_programs(primitive, params, ()))
+    key = primitive, params_key(without_donation(params))
+    if key == (primitive, params_key(first.params)):
+        return first
     known = _computations.get(key)
     return _computations.put(key, _with_programs(primitive, params, ())) if known is None else known
 
@@ -150,55 +150,56 @@ def _with_programs(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], is_kept: bool = True
 ) -> Computation:
     """`is_kept`: whether another call will find it; else nothing is compiled for it."""
-    # The table that has the computation knows it by its program, which it may not hold itself.
-    copies = {name: program.replace() for name, program in _jax.sub_programs(params)}
-    params = _jax.with_programs(params, copies)
-    facts = _jax.facts_below(params)
-    refused = refused_arrays(primitive, params, captured)
+    facts, programs = _jax.facts_below(params), _jax.sub_programs(params)
+    refused: dict[int, str] = {}
+    for _, program in programs if captured else ():
+        refused.update(refused_arrays(program, captured))
     captured = [array for array in captured if id(array) not in refused]
     ids = list(map(id, captured))
-    hands_to_host = TO_HOST in facts.primitives
-    is_edited = bool(ids) or hands_to_host or (facts.has_effects and _scans(primitive, facts))
+    # The table that has the computation knows it by its program, which it may not hold itself.
+    copies = {name: program.replace() for name, program in programs}
+    params = _jax.with_programs(without_donation(params), copies)
+    is_edited = bool(ids) or TO_HOST in facts.primitives or facts.closes_over
+    is_edited |= facts.has_effects and _jax.SCAN in (primitive, *facts.primitives)
+    is_edited |= primitive is _jax.CUSTOM_JVP and _jax.count_closed_over(params) > 0
 
     def fun(*operands: Any) -> list[Any]:
-        instead = dict(zip(ids, operands))
         args = operands[len(ids) :]
-        if is_edited:
-            return bind_with(primitive, params, args, instead)
-        return _jax.bind(primitive, args, params)
+        if not is_edited:
+            return _jax.bind(primitive, args, params)
+        program = _jax.program_of_one(primitive, params, list(map(jax.typeof, args)))
+        return run_program(program, args, dict(zip(ids, operands)))
 
-    if facts.closes_over or (primitive is _jax.CUSTOM_JVP and _jax.count_closed_over(params)):
-        fun = refusing_derivatives(fun)
-    is_plain = primitive is _JIT and _jax.is_plain_jit(params)
-    is_run_once = primitive in _RUN_ONCE or not _RUN_ONCE.isdisjoint(facts.primitives)
+    def inlined(*operands: Any) -> list[Any]:
+        args = operands[len(ids) :]
+        if not is_edited:
+            return _jax.eval_program(params["jaxpr"], args)
+        return run_program(params["jaxpr"], args, dict(zip(ids, operands)))
+
+    name = str(params.get("name", primitive.name))
+    whole = inlined if primitive is _JIT and _jax.is_plain_jit(params) else fun
+    is_one = whole is inlined or primitive in (_jax.SCAN, _jax.COND, _jax.WHILE)
+    below = (primitive, *facts.primitives)
     calls_host = any(_jax.calls_host(p.name) for p in facts.primitives)
-    is_run_once |= calls_host
-    has_references = any(_has_references(program) for _, program in _jax.sub_programs(params))
-    computation = Computation(
+    has_references = any(_has_references(program) for _, program in programs)
+    is_run_once = calls_host or not _RUN_ONCE.isdisjoint(below)
+    return Computation(
         fun,
-        str(params.get("name", primitive.name)),
+        name,
+        compiled(whole, name) if is_one else fun,
+        pull_back_at_operands(fun, primitive is _jax.REMAT, has_references),
         primitive=primitive,
         params=params,
-        pull_back=pull_back_at_operands(fun, primitive is _jax.REMAT, has_references),
+        captured=captured,
+        refused=refused,
         saves=not has_references and (is_run_once or _is_costly(params, facts)),
         is_run_once=is_run_once and not has_references,
+        has_rules=not set(RULES).isdisjoint(below),
+        has_nones=_jax.CUSTOM_VJP in below,
         has_effects=facts.has_effects and calls_host,
-        is_compiled=False,
+        is_simple=not captured and not facts.has_effects,
         is_kept=is_kept,
     )
-    if is_plain:
-
-        def inlined(*operands: Any) -> list[Any]:
-            instead = dict(zip(ids, operands))
-            return evaluate(params["jaxpr"], operands[len(ids) :], instead)
-
-        computation.run, computation.gives_list = compiled(inlined, computation.name), True
-    elif primitive in (_jax.SCAN, _jax.COND, _jax.WHILE):
-        computation.run, computation.gives_list = compiled(fun, computation.name), True
-    computation.has_rules = primitive in RULES or not facts.primitives.isdisjoint(RULES)
-    computation.has_nones = _jax.CUSTOM_VJP in (primitive, *facts.primitives)
-    computation.captured, computation.refused = captured, refused
-    return computation
 
 
 @of_program
@@ -209,10 +210,6 @@ def _has_references(program: Any) -> bool:
         or any(_has_references(inner) for _, inner in _jax.sub_programs(equation.params))
         for equation in _jax.opened(program).eqns
     )
-
-
-def _scans(primitive: Any, facts: Any) -> bool:
-    return primitive is _jax.SCAN or _jax.SCAN in facts.primitives
 
 
 def _is_costly(params: Mapping[str, Any], facts: Any) -> bool:

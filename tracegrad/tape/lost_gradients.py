@@ -1,7 +1,8 @@
-"""Which gradients a rule loses on a tape: those of watched arrays that its function closes over.
+"""Finds the watched arrays that a function with a rule closes over: the rule has no gradient for
+them.
 
-A custom gradient returns gradients of arguments. TensorFlow gives what a function closes over none,
-and so does a tape; where that takes a part of a gradient away, the tape says so.
+A custom gradient returns gradients of its arguments alone, on a tape as in TensorFlow. Where a part
+of a gradient is missing for that reason, the tape warns whoever asks for the gradient.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.dependence import Masks, joined, of_each
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.tape.computations import Computation, traced
-from tracegrad.tape.made_rules import What, closed_over_by, closes_over_arrays
 from tracegrad.tape.record import Entry, LostGradient, Record, lost_gradient_text, type_of_kept
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule, What, closed_over_by, closes_over_arrays
 
 # --------------------------------------------------------------------------- rules on values
 
@@ -75,7 +75,8 @@ def lose_in(
     operands: Sequence[Any],
     results: Sequence[Any],
 ) -> None:
-    """Tells records which operands of an operation that has run functions in it close over."""
+    """Notes in records which operands of an operation that has run are closed over by a function
+    with a rule in it."""
     may_lose = computation.derived.get(closed_over_by)
     if may_lose is None:
         programs = [program for _, program in _jax.sub_programs(computation.params)]
@@ -98,7 +99,7 @@ Lost = list[tuple[int, What, tuple[int, ...]]]
 def lose(
     records: Sequence[Record], lost: Lost, operands: Sequence[Any], results: Sequence[Any]
 ) -> None:
-    """Tells records of what `lost_operands` has found in what has run just now."""
+    """Notes in records what `lost_operands` has found in an operation that has just run."""
     info = _jax.current_source_info() if lost else None
     for operand, what, places in lost:
         for record in records:
@@ -106,8 +107,9 @@ def lose(
 
 
 def lost_operands(fun: Any, types: Sequence[Any]) -> Lost:
-    """Each operand of a function that a function with a rule in it closes over: its position, what
-    the user calls it, and the results that are connected to a result of that inner function."""
+    """The operands of a function that an inner function with a rule closes over: for each its
+    position, the user's names for function and array, and the results that are connected to a
+    result of the inner function."""
     walk = _ClosedOver(len(types))
     outs = walk.region(traced(fun, types), of_each(map(_jax.has_gradient, types)))
     return [
@@ -118,8 +120,8 @@ def lost_operands(fun: Any, types: Sequence[Any]) -> Lost:
 
 
 class _ClosedOver(Walk):
-    """A walk whose masks have a bit for each operand of an operation, and behind these one for each
-    that a function with a rule closes over, beginning at the results of the function."""
+    """A walk whose masks have a bit for each operand, and then a bit for each operand that a
+    function with a rule closes over. The second kind of bit begins at that function's results."""
 
     def __init__(self, count: int):
         self._count = count
@@ -153,7 +155,7 @@ def warn_of_lost(record: Record, sources: Sequence[Any], targets: Sequence[Any])
 
 
 def _missed(record: Record, sources: Sequence[int], targets: Sequence[int]) -> list[LostGradient]:
-    """The lost gradients that lie on a way from a source to a target."""
+    """The lost gradients on a path from a source to a target."""
     starts = dict.fromkeys(sources, 1)
     for i, lost in enumerate(record.lost, 1):
         for slot in lost.results:
@@ -168,8 +170,8 @@ def _missed(record: Record, sources: Sequence[int], targets: Sequence[int]) -> l
 
 
 def _is_connected(record: Record, lost: LostGradient) -> bool:
-    """Whether what a function with a rule on values has computed is connected to the array that it
-    closes over."""
+    """Whether the results of a function with a rule on values are connected to the array that the
+    function closes over."""
     if lost.inside is None:
         return True
     first, last, ends = lost.inside
@@ -178,7 +180,7 @@ def _is_connected(record: Record, lost: LostGradient) -> bool:
 
 
 def _spread(record: Record, entries: Sequence[Entry], starts: dict[int, int]) -> dict[int, int]:
-    """Masks of slots, each joined with those of all slots that it is connected to."""
+    """The masks of slots: each is joined with the masks of the slots that it is connected to."""
     masks = dict(starts)
     for entry in entries:
         ins = [masks.get(slot, 0) for slot in entry.args]

@@ -1,4 +1,4 @@
-"""A JAX trace that lets every operation run on ordinary arrays and tells tapes of it.
+"""A JAX trace that runs every operation on ordinary arrays and adds it to the records of tapes.
 
 One recorder stands on each underlying trace of a thread (none, or that of a function that is being
 traced) and serves any number of tapes. Values stay what they are: `if`, `print` and NumPy work.
@@ -8,7 +8,6 @@ threads.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from tracegrad.tape.known_computations import (
     without_donation,
 )
 from tracegrad.tape.lost_gradients import lose_in
-from tracegrad.tape.programs import RULES, closes_over_watched
+from tracegrad.tape.programs import closes_over_watched
 from tracegrad.tape.record import Record
 from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.variables.capture import tell_of_assigned
@@ -43,8 +42,8 @@ class OperationRecorder(ForwardingTrace):
     """Runs every operation under its parent, and adds it to the records that track an operand.
 
     Attributes:
-      records: those that are told what runs.
-      is_top: whether what runs under the parent runs at once.
+      records: of the tapes and accumulators that are on.
+      is_top: whether the parent runs operations at once: nothing is being transformed.
     """
 
     def __init__(self, parent: Any):
@@ -166,38 +165,20 @@ class OperationRecorder(ForwardingTrace):
         for identity, function in computation.refused.items():
             if any(identity in record.tracked for record in self.records):
                 raise closes_over_watched(function)
-        reads = is_jit and facts.has_effects and reads_the_host(params)
+        reads = is_jit and facts.has_effects and reads_the_host(params["jaxpr"])
         if reads and not self._may_save(watching):
-            return self.run_program(params["jaxpr"], args)
+            return self._run_program(params["jaxpr"], args)
         results: Sequence[Any] = self.apply(computation, [*computation.captured, *args], watching)
         return results
 
-    def run_program(self, program: Any, args: Sequence[Any]) -> list[Any]:
+    def _run_program(self, program: Any, args: Sequence[Any]) -> list[Any]:
         """Runs a program operation by operation."""
-        open_form, constants = _jax.parts_of(program)
-        values = dict(zip(open_form.constvars, constants, strict=True))
-        values.update(zip(open_form.invars, args, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if hasattr(atom, "val") else values[atom]
-
-        for equation in open_form.eqns:
-            operands = [read(atom) for atom in equation.invars]
-            if equation.primitive in RULES:
-                results = self.run_equation_with_rule(equation, operands)
-            else:
-                out = self.process_primitive(equation.primitive, operands, equation.params)
-                results = list(out) if equation.primitive.multiple_results else [out]
-            values.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in open_form.outvars]
-
-    @abstractmethod
-    def run_equation_with_rule(self, equation: Any, args: Sequence[Any]) -> list[Any]:
-        """Runs an equation that is the call of a function with a rule."""
+        with set_current_trace(self):
+            return _jax.eval_program(program, args)
 
     def _may_save(self, watching: Sequence[Record]) -> bool:
-        """Whether what a derivative needs may be saved: rules need the operation as it is, and an
-        accumulator carries tangents through that."""
+        """Whether residuals may be saved. Rules in force, and an accumulator's tangents, need the
+        operation as it is."""
         return not rules_in_force() and all(record.keeps_operations for record in watching)
 
     def watching(self, operands: Sequence[Any]) -> list[Record]:
@@ -217,10 +198,10 @@ class OperationRecorder(ForwardingTrace):
             out = run(*operands)
         if not watching:
             return out
-        if self.is_top and computation.gives_list:  # as most are: these are new arrays
+        is_list = type(out) is list
+        if is_list and self.is_top and computation.is_compiled:  # as most are: new arrays
             results = out
         else:
-            is_list = type(out) is list
             results = out if is_list else jax.tree.leaves(out)
             results = self._own_results(computation, operands, results)
             out = results if is_list else jax.tree.unflatten(jax.tree.structure(out), results)
@@ -272,9 +253,9 @@ class OperationRecorder(ForwardingTrace):
 
     def own_operands(self, name: str, operands: Sequence[Any]) -> Sequence[Any]:
         """The operands as a record can hold them: a NumPy array may be changed by its owner."""
-        refuse_references(name, operands)
-        if are_plain(operands) or not any(isinstance(x, np.ndarray) for x in operands):
+        if are_plain(operands):
             return operands
+        refuse_references(name, operands)
         with set_current_trace(self.parent_trace):
             return [jnp.array(x) if isinstance(x, np.ndarray) else x for x in operands]
 
@@ -318,7 +299,8 @@ def _bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> Seq
 
 def refuse_references(name: str, values: Sequence[Any]) -> None:
     """Raises NotImplementedError if one of the values is a `jax.Ref`."""
-    if any(not _is_plain(value) and _jax.is_reference(jax.typeof(value)) for value in values):
+    plain = (*_IMMUTABLE, np.ndarray)
+    if any(not isinstance(x, plain) and _jax.is_reference(jax.typeof(x)) for x in values):
         raise NotImplementedError(
             f"{name} of a jax.Ref with an array that a tape watches: what is written to a Ref "
             "outside of a compiled function cannot be followed. Use it inside a function compiled "
@@ -340,10 +322,6 @@ def are_plain(values: Sequence[Any]) -> bool:
                 return False
             PLAIN.add(type(value))
     return True
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*_IMMUTABLE, np.ndarray))
 
 
 # Operations of these are without sub-programs.

@@ -16,7 +16,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir.occurrence import at, origin_in
 from tracegrad.tape.computations import Computation
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule
 from tracegrad.variables.lending import give_back
 from tracegrad.variables.variable import Variable
 
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
 
 class LostGradient(NamedTuple):
-    """A followed array that a function with a rule closes over, so that the rule gives it none.
+    """A followed array that a function with a rule closes over: the rule has no gradient for it.
 
     Attributes:
       array: its slot.
@@ -102,11 +102,11 @@ class Record:
         self.others: dict[int, int] = {}
         self.without_gradient: list[int] = []
         self.lost: list[LostGradient] = []
-        # What was used where nothing was followed, weakly, by identity.
+        # The operands of operations that follow nothing, weakly, by identity.
         self.unfollowed: dict[int, weakref.ref[Any]] = {}
-        # Every Variable that is watched, and what it gave at each read, by identity.
+        # For each watched Variable the arrays that were read of it, by identity.
         self.reads: dict[Variable, dict[int, Any]] = {}
-        # What nobody else was handed of Variables, to be given back.
+        # Variables, each with an array that only this record was handed; it is given back.
         self.shown: list[tuple[Variable, Any]] = []
 
     # --------------------------------------------------------------------------- what is followed
@@ -188,13 +188,14 @@ class Record:
         )
 
     def add_lost(self, lost: Sequence[LostGradient]) -> None:
-        """Hears of the arrays that the function of the last entry closes over. They have no
-        gradient by its rule, but are followed through it, to be missed."""
+        """Notes the arrays that the function of the last entry closes over: its rule returns no
+        gradient for them. Whoever asks for such a gradient is warned."""
         results = self.entries[-1].results
         self.lost += [each._replace(results=results) for each in lost]
 
     def lose(self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any) -> None:
-        """Hears that a rule in an operation gives none to an array that these results depend on."""
+        """Notes that a rule in an operation returns no gradient for an array, on which these
+        results depend."""
         if id(array) in self.tracked:
             slots = tuple([self.slot(result) for result in results])
             text = functools.partial(lost_gradient_text, what, info)
@@ -213,7 +214,7 @@ class Record:
 
     @property
     def variable_names(self) -> dict[int, str]:
-        """What a Variable is called, by the ids of the arrays that were read of it."""
+        """The names of Variables, by the ids of the arrays that were read of them."""
         return {
             id(v): variable.name for variable, reads in self.reads.items() for v in reads.values()
         }
@@ -225,14 +226,13 @@ class Record:
         return [source]
 
     def hand_out(self) -> None:
-        """Whoever records what is done with the arrays from now on may keep them."""
+        """Gives no array back from now on: another record may keep it."""
         self.shown.clear()
 
     # ------------------------------------------------------------------------------------- the end
 
     def forget_arrays(self) -> None:
-        """Lets go of all arrays; what was recorded, and which Variables were watched, can still be
-        asked."""
+        """Frees all arrays. What was recorded, and which Variables were watched, is kept."""
         abstract, array_type = jax.core.AbstractValue, _jax.array_type
         self.arrays[:] = [x if isinstance(x, abstract) else array_type(x) for x in self.arrays]
         self.tracked.clear()
@@ -261,7 +261,7 @@ class Record:
 
 
 def type_of_kept(array: Any) -> Any:
-    """The type of what a record keeps in a slot: an array or, when it is used up, its type."""
+    """The type of what a slot holds: an array or, once the tape is used up, the array's type."""
     return array if isinstance(array, jax.core.AbstractValue) else _jax.array_type(array)
 
 
@@ -273,11 +273,14 @@ def on_the_way(
     *,
     of_data: bool = False,
 ) -> list[tuple[Entry, tuple[int, ...]]]:
-    """The entries on a path from a source to a target, in order, each with the places of those of
-    its operands to which a gradient may come back.
+    """The entries on a path from a source to a target, in order. Each comes with the places of its
+    active operands: those to which a cotangent may come back.
 
-    `stopped`: slots that count as constants. `of_data`: on a path of data, though no gradient comes
-    back on it: what is computed once more is to need nothing of the first time.
+    Args:
+      record, sources, targets: the slots of arrays in a record.
+      stopped: slots that count as constants.
+      of_data: follow all data, also where no cotangent comes back: for entries that are computed
+        once more and may use no recorded value.
     """
     arrays = record.arrays
     reached, wanted = set(sources), set(targets)
@@ -301,7 +304,7 @@ def on_the_way(
 
 
 def own_results(entry: Entry) -> tuple[int, ...]:
-    """The slots of the results of the operation itself, without what it saved."""
+    """The slots of an operation's own results, without the residuals that it saved."""
     return entry.results[: getattr(entry.computation, "count", None)]
 
 

@@ -6,7 +6,8 @@ values, or where its tangents are asked for, it is traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from typing import Any
 
@@ -18,12 +19,11 @@ from tracegrad.ir.dependence import joined
 from tracegrad.tape.computations import links_of
 from tracegrad.tape.known_computations import computation_of_rule
 from tracegrad.tape.lost_gradients import lose, lost_around, lost_operands
-from tracegrad.tape.made_rules import parts_of_rule
 from tracegrad.tape.operation_recorder import OperationRecorder, active_operands
 from tracegrad.tape.programs import RULES, closes_over_watched
 from tracegrad.tape.record import Record
-from tracegrad.tape.rules_of_jax import rule_of_jax
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule, parts_of_rule
+from tracegrad.tape.rules_of_jax import rule_of_jax, traced_rule
 from tracegrad.tracing.in_force import rules_in_force
 
 set_current_trace = _jax.set_current_trace
@@ -115,7 +115,7 @@ class Recorder(OperationRecorder):
             return bind(*_jax.with_witnesses(operands, 0, met))
 
         inner = watching[-1] if watching else None
-        with _StandingAside(self, inner, spies), set_current_trace(self):
+        with _standing_aside(self, inner, spies), set_current_trace(self):
             if active:
                 try:
                     results, vjp = _jax.vjp_of_some(witnessed, operands, active)
@@ -173,32 +173,27 @@ class Recorder(OperationRecorder):
         """Runs a function with a rule as the equation that it is traced to: so it can be kept, and
         what it closes over shows as operands."""
         with set_current_trace(self.parent_trace):
-            program = jax.make_jaxpr(lambda *a: primitive.bind(*a, subfuns=subfuns, **params))(
-                *args
-            )
-        results = self.run_program(program, args)
+            traced = traced_rule(primitive, subfuns, args, params)
+        results = self._run_equation_with_rule(*traced)
         # Its caller takes the tree of the results from the function or from its rule, and wants
         # just one of them to have run: the rule has, if the parent differentiates.
-        fun, rule = subfuns[:2]
-        if _jax.has_run(rule):
-            _jax.forget_result_trees(fun)
+        if _jax.has_run(subfuns[1]):
+            _jax.forget_result_trees(subfuns[0])
         return results
 
-    def run_equation_with_rule(self, equation: Any, args: Sequence[Any]) -> list[Any]:
-        """Runs an equation that has a rule."""
+    def _run_equation_with_rule(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         primitive, params = equation.primitive, equation.params
         constants = _jax.count_closed_over(params)
         facts = _jax.facts_below(params)
-        if self.watching([*args[:constants], *facts.arrays]):
+        if self.watching([*operands[:constants], *facts.arrays]):
             raise closes_over_watched(_jax.traced_from(params["call_jaxpr"]).name)
-        watching = self.watching(args)
-        if not watching:
-            with set_current_trace(self.parent_trace):
-                return _jax.bind(primitive, args, params)
+        watching = self.watching(operands)
         with set_current_trace(self.parent_trace):
+            if not watching:
+                return _jax.bind(primitive, operands, params)
             computation = computation_of_rule(primitive, params)
         computation.constants = constants
-        return list(self.apply(computation, args, watching))
+        return list(self.apply(computation, operands, watching))
 
 
 class Spy(Record):
@@ -219,25 +214,22 @@ class Spy(Record):
         return False
 
 
-class _StandingAside:
+@contextmanager
+def _standing_aside(
+    recorder: OperationRecorder, inner: Record | None, spies: Sequence[Spy]
+) -> Iterator[None]:
     """A block in which the innermost record does not see a forward function that calls the function
     that it is of: once for each derivative of one another that it may see."""
-
-    def __init__(self, recorder: OperationRecorder, inner: Record | None, spies: Sequence[Spy]):
-        self._recorder, self._inner, self._spies = recorder, inner, spies
-
-    def __enter__(self) -> None:
-        self._records = self._recorder.records
-        inner = self._inner
+    records = recorder.records
+    if inner is not None:
+        inner.orders -= 1
+    recorder.records = [*(r for r in records if r is not inner or r.orders > 0), *spies]
+    try:
+        yield
+    finally:
+        recorder.records = records
         if inner is not None:
-            inner.orders -= 1
-        seeing = [r for r in self._records if r is not inner or r.orders > 0]
-        self._recorder.records = [*seeing, *self._spies]
-
-    def __exit__(self, *exception: object) -> None:
-        if self._inner is not None:
-            self._inner.orders += 1
-        self._recorder.records = self._records
+            inner.orders += 1
 
 
 def _written_zeros(

@@ -1,5 +1,4 @@
-"""Which recorder is on here: one for each thread and transformation; what is recorded by it, and
-how to get around it."""
+"""The recorder of this thread and transformation: how it is found, entered and stepped out of."""
 
 from __future__ import annotations
 
@@ -46,15 +45,15 @@ def recorder_here() -> Recorder:
 
 
 def recorder_around() -> Recorder | None:
-    """The recorder that sees what is done now, whatever gives it another gradient before."""
+    """The recorder that operations reach now, below the traces that override their gradients."""
     trace = _below_overriding()
     return trace if isinstance(trace, Recorder) else None
 
 
 @contextmanager
 def not_overridden() -> Iterator[None]:
-    """What is computed inside it keeps its gradient: it is the backward pass of operations that
-    have been given theirs."""
+    """A block in which no gradient is overridden: it is the backward pass of operations whose
+    gradients were overridden when they ran."""
     with set_current_trace(_below_overriding()):
         yield
 
@@ -67,7 +66,7 @@ def _below_overriding() -> Any:
 
 
 class Recording(Listener):
-    """A block that records, on the thread that entered it, and hears of what Variables are read."""
+    """A block that records on the thread that entered it, and is told of reads of Variables."""
 
     _name: str  # in messages
 
@@ -97,8 +96,8 @@ class Recording(Listener):
             )
 
     def _is_further_inside(self, value: Any) -> bool:
-        """Whether a value belongs to a function that is being traced in the block, and is gone with
-        that: what is seen here is the call of that function."""
+        """Whether a value belongs to a function that is being traced in the block. The recorder
+        sees the call of that function, not its values."""
         trace = _jax.trace_of(value) if _jax.is_tracer(value) else None
         return any(around is self._recorder for around in _jax.outward(trace))
 
@@ -111,8 +110,8 @@ class Recording(Listener):
         stop_listening(self)
 
     def _renew(self, variable: Variable) -> None:
-        """Has the next read of a Variable give another object than those before, which are none
-        that this follows, whoever gives it."""
+        """Makes the next read of a Variable return a new array object: what was read of it before
+        is a constant to this block."""
         for outer in self._around:
             if outer.on_renewal(variable):
                 return
@@ -120,5 +119,5 @@ class Recording(Listener):
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """No tape sees what is inside it: it goes to whatever is around the recorders."""
+    """A block that no tape sees: operations go to the trace around the recorders."""
     return set_current_trace(_jax.current_trace_outside_of(Recorder))

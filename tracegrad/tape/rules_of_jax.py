@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, of_program
-from tracegrad.tape.computations import Computation
+from tracegrad.tape.computations import Computation, compiled
 from tracegrad.tape.known_computations import computation_of_rule
-from tracegrad.tape.programs import RULES
 
 
 class RuleOfJax(NamedTuple):
@@ -44,32 +44,53 @@ def rule_of_jax(
     types, settings = tuple(map(_jax.type_key, args)), _settings(jax.config)
     key = primitive, functions, trees, types, settings
     if key not in _known:
-        _known.put(key, _traced(primitive, subfuns, args, params))
+        _known.put(key, _known_call(primitive, subfuns, args, params))
     known = _known.get(key)
     if known is not None and not _jax.has_run(subfuns[0]):
         _jax.leave_result_trees(subfuns[0], known.result_trees)
     return known
 
 
-def _traced(
+class TracedRule(NamedTuple):
+    """A call of a function with a rule as one equation.
+
+    Attributes:
+      equation: JAX's; its first operands are what the function closes over.
+      operands: the values of its operands.
+    """
+
+    equation: Any
+    operands: list[Any]
+
+
+def traced_rule(
     primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
-) -> RuleOfJax | None:
+) -> TracedRule:
+    """A call of a function with a rule, traced. Called outside of recorders."""
+
     def bind(*args: Any) -> list[Any]:
         return list(primitive.bind(*args, subfuns=tuple(subfuns), **params))
 
     program = jax.make_jaxpr(bind)(*args)
-    open_form, trees = _jax.opened(program), _jax.result_trees(subfuns[0])
+    open_form, constants = _jax.parts_of(program)
+    (equation,) = open_form.eqns
+    values = dict(zip((*open_form.constvars, *open_form.invars), (*constants, *args), strict=True))
+    operands = [atom.val if hasattr(atom, "val") else values[atom] for atom in equation.invars]
+    return TracedRule(equation, operands)
+
+
+def _known_call(
+    primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
+) -> RuleOfJax | None:
+    equation, operands = traced_rule(primitive, subfuns, args, params)
+    trees = _jax.result_trees(subfuns[0])
     for fun in subfuns[:2]:
         _jax.forget_result_trees(fun)
-    if len(open_form.eqns) != 1 or _jax.constants_of(program):
-        return None
-    (equation,) = open_form.eqns
-    same = equation.invars == open_form.invars and equation.outvars == open_form.outvars
-    if not same or equation.primitive not in RULES or _jax.count_closed_over(equation.params):
-        return None
+    if len(operands) != len(args) or any(x is not y for x, y in zip(operands, args)):
+        return None  # it closes over something
     computation = computation_of_rule(equation.primitive, equation.params)
-    computation.compile()
-    return RuleOfJax(computation, trees)
+    run = compiled(computation.fun, computation.name)
+    return RuleOfJax(replace(computation, run=run, is_kept=True), trees)
 
 
 # What of JAX's settings a function of JAX may read while it is traced.

@@ -1,4 +1,4 @@
-"""What a record answers for sources: arrays, Variables, and what modules of flax.nnx have."""
+"""The cotangents of sources: of arrays, of Variables, and of the arrays of modules of flax.nnx."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tracegrad.ir.wording import listed
 from tracegrad.tape.cotangents import Derivative, cotangents
 from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.variable import Variable
@@ -51,7 +51,7 @@ def cotangents_of(
 
 
 def _with_target(variables: Mapping[Variable, Any], source: Any, reads: list[Any]) -> list[Any]:
-    """What was read of a source, and the value that a Variable has as a target."""
+    """The arrays that were read of a source and, if it is a Variable and a target, its value."""
     value = variables.get(source) if isinstance(source, Variable) else None
     is_new = value is not None and all(value is not read for read in reads)
     return [*reads, value] if is_new else reads
@@ -94,9 +94,10 @@ def _of_arrays(
 
 
 def before_calls(record: Record, sources: Any) -> dict[int, Any]:
-    """For each array of a module that was handed on, by its identity, the one that it was before.
+    """For each array of a module that a function has handed on, by identity, the array that the
+    module had before the call.
 
-    `sources`: a tree, in which that of a module is told from other arrays.
+    `sources`: the tree of sources, which tells arrays of modules from others.
     """
     if nnx() is None:
         return {}
@@ -121,7 +122,7 @@ def before_calls(record: Record, sources: Any) -> dict[int, Any]:
 
 
 def _handed_on(record: Record) -> Iterator[tuple[int, int]]:
-    """The slots of what functions have handed on, and of what each of these is."""
+    """The slots of results that are operands handed on, each with the slot of the operand."""
     for entry in record.entries:
         computation = entry.computation
         if isinstance(computation, Rule):
@@ -195,10 +196,11 @@ def _places(program: Any) -> Mapping[int, int]:
 def warn_of_unwatched(
     record: Record, arrays: Sequence[Any], leaves: Sequence[Leaf], found: Sequence[Any]
 ) -> None:
-    """Warns, at the user's line, of the sources whose gradients are None for want of a `watch`.
+    """Warns, at the user's line, of the sources whose gradients are None because they were used
+    before they were watched.
 
-    Not of what is left out on purpose: Variables, which say themselves whether they are watched;
-    what is used while the tape does not record; and what modules do not train.
+    Nothing is said of Variables, which say themselves whether they are watched, of arrays that were
+    used while the tape did not record, and of state that a module does not train.
     """
     names = [
         f"sources.{leaf.name}" if leaf.name else "the source"

@@ -13,17 +13,16 @@ from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, GraphError
 from tracegrad.ir.dependence import joined
-from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.parameters import Parameters
 from tracegrad.rewriting.edits import matches_of
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.rewriting.match_rule import MatchRule
-from tracegrad.tape.computations import Computation
+from tracegrad.tape.computations import Computation, traced
 from tracegrad.tape.programs import RULES
 from tracegrad.tape.record import Record, lost_gradient_text
 from tracegrad.tape.recorder import Recorder
-from tracegrad.tape.rules_on_values import Rule
+from tracegrad.tape.rules import Rule
 from tracegrad.tracing.in_force import differentiating, rules_in_force
 
 
@@ -39,9 +38,8 @@ class _Ran(NamedTuple):
 class Tangents(Record):
     """A record that keeps no operations, but a tangent for each array that is alive.
 
-    In the place of one there may be an exception: the tangent exists but cannot be computed. It is
-    raised for whoever asks for it, and not where the operation runs, of which perhaps nobody wants
-    the derivative.
+    Where a tangent exists but cannot be computed, an exception stands in its place. It is raised
+    when somebody asks for the tangent, not when the operation runs.
     """
 
     keeps_operations = False
@@ -59,7 +57,7 @@ class Tangents(Record):
         recorder.add(self)
 
     def leave(self) -> None:
-        """Stops to follow."""
+        """Follows no more."""
         assert self._recorder is not None, "it has entered"
         # Those further inside may have something for this one to see.
         for record in self._recorder.records:
@@ -139,7 +137,8 @@ class Tangents(Record):
                 self.set(result, tangent)
 
     def _trace_around(self) -> Any:
-        """Where tangents are computed: in sight of the tapes and accumulators around this one."""
+        """The trace under which tangents are computed: tapes and accumulators around this one see
+        it."""
         assert self._recorder is not None, "a recorder tells records that have entered"
         records = self._recorder.records
         around = records[: next(i for i, record in enumerate(records) if record is self)]
@@ -156,8 +155,8 @@ class Tangents(Record):
 def _pushed(operation: _Ran, active: Sequence[int], given: Sequence[Any]) -> list[Any]:
     """The tangents of the results of an operation, from those of its active operands.
 
-    All of these are told to vary, those too that have an exception in the place of a tangent: a
-    rule may look at what varies.
+    An operand with an exception in the place of its tangent counts as varying too: a rule may ask
+    what varies.
     """
     if rules_in_force():
         _refuse_rules(_graph_of(operation))
@@ -218,12 +217,10 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
 
 def _graph_of(operation: _Ran) -> Graph:
     """One operation as a graph of its own; each operand is an input."""
+    scope, settings = _jax.equation_context(operation.source_info, None)
 
     def run(*operands: Any) -> list[Any]:
-        scope, settings = _jax.equation_context(operation.source_info, None)
         with scope, settings:
-            found: list[Any] = jax.tree.leaves(operation.computation.called(*operands))
-            return found
+            return operation.computation.called(*operands)  # type: ignore[no-any-return]
 
-    program = jax.make_jaxpr(run)(*map(jax.typeof, operation.args))
-    return end_gradients_at_host(import_program(program))
+    return end_gradients_at_host(traced(run, list(map(jax.typeof, operation.args))))

@@ -19,7 +19,7 @@ from tracegrad.rewriting.identities import perturbed
 from tracegrad.tape.derivatives import transposed
 from tracegrad.tape.effects import silenced
 from tracegrad.tape.record import Entry, type_of_kept
-from tracegrad.tape.rules_on_values import Rule, refusing_values
+from tracegrad.tape.rules import Rule, refusing_values
 from tracegrad.tracing.argument_paths import argument_path
 from tracegrad.tracing.in_force import Force, apply_in_force, differentiating
 
@@ -127,13 +127,12 @@ def vjp_under_rules(
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """How cotangents of targets are pulled back to sources by a program to which rules are applied.
 
-    What rules put into it has no recorded values: the entries are computed once more, which XLA
-    makes one with the first. A rule may put a source that was computed in between inside of one
-    operation with what is computed from it. So the cotangent of such a source is that of an input
-    that is added to it wherever it is used, in the scope of what uses it: a rule for a scope takes
-    together what it would take together anyway.
+    Operations that rules write have no recorded values, so the entries are computed once more; XLA
+    computes them once. A rule may make one operation of an intermediate source and of what is
+    computed from it. So zeros are added to such a source wherever it is used, in the scope of the
+    use, and the cotangent of the source is that of the zeros.
 
-    `variables`: what a Variable is called, by the ids of the arrays that were read of it.
+    `variables`: the names of Variables, by the ids of the arrays that were read of them.
     """
     entries = [entry for entry, _ in path]
     made = {slot for entry in entries for slot in entry.results}
