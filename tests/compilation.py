@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 from jaxlib._hlo import hlo_module_from_text
 
 from tracegrad.planning.hlo import Module
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def compiled_to(text: str) -> Module:

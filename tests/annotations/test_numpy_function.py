@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
+from tests.derivatives import by_tape, value_by_tape
 from tracegrad.annotations.host_function import numpy_function
 
 pytestmark = pytest.mark.both_jax
@@ -86,50 +87,46 @@ MOD = (  # of the example in which TensorFlow was taught this operation
 )
 
 
-def mod_by_tape():
-    with tg.GradientTape() as tape:
-        tape.watch([X, Y])
-        z = mod(X, Y)
-    return z, *tape.gradient(z, [X, Y])
-
-
-def mod_by_gradients():
+def value_by_gradients(f, *args):
     @tg.trace
-    def f(x, y):
-        z = mod(x, y)
-        return z, *tg.gradients(z, [x, y])
+    def both(*args):
+        y = f(*args)
+        gradients = tg.gradients(y, list(args))
+        return y, gradients if len(args) > 1 else gradients[0]
 
-    return f(X, Y)
-
-
-def mod_by_traced_function_under_a_tape():
-    traced = tg.trace(mod)
-    with tg.GradientTape() as tape:
-        tape.watch([X, Y])
-        z = traced(X, Y)
-    return z, *tape.gradient(z, [X, Y])
+    return both(*args)
 
 
-def mod_by_grad(transform, differentiate, mod=mod):
-    f = transform(mod)
-    return f(X, Y), *differentiate(lambda x, y: jnp.sum(f(x, y)), (0, 1))(X, Y)
+def value_by_tape_in_a_traced_function(f, *args):
+    return tg.trace(functools.partial(value_by_tape, f))(*args)
+
+
+WAYS = [value_by_tape, value_by_tape_in_a_traced_function, value_by_gradients]
+
+
+def by_grad(transform, differentiate, mod=mod):
+    def value_and_gradients(_, *args):
+        f = transform(mod)
+        return f(*args), differentiate(lambda *args: jnp.sum(f(*args)), (0, 1))(*args)
+
+    return value_and_gradients
 
 
 @pytest.mark.parametrize(
     "way",
     [
-        mod_by_tape,
-        mod_by_gradients,
-        mod_by_traced_function_under_a_tape,
-        functools.partial(mod_by_grad, lambda f: f, jax.grad),
-        functools.partial(mod_by_grad, jax.jit, jax.grad),
-        functools.partial(mod_by_grad, tg.trace, tg.grad),
-        functools.partial(mod_by_grad, jax.vmap, jax.grad, pure_mod),
-        functools.partial(mod_by_grad, jax.checkpoint, jax.grad, pure_mod),
+        *WAYS,
+        lambda f, *args: value_by_tape(tg.trace(f), *args),
+        by_grad(lambda f: f, jax.grad),
+        by_grad(jax.jit, jax.grad),
+        by_grad(tg.trace, tg.grad),
+        by_grad(jax.vmap, jax.grad, pure_mod),
+        by_grad(jax.checkpoint, jax.grad, pure_mod),
     ],
 )
 def test_the_mod_operation_has_its_known_values_and_gradients(way):
-    for got, expected in zip(way(), MOD, strict=True):
+    value, gradients = way(mod, X, Y)
+    for got, expected in zip((value, *gradients), MOD, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-7)
 
 
@@ -176,14 +173,9 @@ def test_a_gradient_function_may_call_its_own_function_twice():
 
 def test_derivatives_of_second_order_on_tapes():
     x = jnp.float32(0.3)
-    with tg.GradientTape() as outer:
-        outer.watch(x)
-        with tg.GradientTape() as inner:
-            inner.watch(x)
-            y = exp(x) ** 2
-        dy = inner.gradient(y, x)
+    dy, second = value_by_tape(functools.partial(by_tape, lambda x: exp(x) ** 2), x)
     np.testing.assert_allclose(dy, 2 * np.exp(0.6), rtol=1e-5)
-    np.testing.assert_allclose(outer.gradient(dy, x), 4 * np.exp(0.6), rtol=1e-5)
+    np.testing.assert_allclose(second, 4 * np.exp(0.6), rtol=1e-5)
 
 
 def test_forward_mode_transposes_the_gradient():
@@ -210,11 +202,7 @@ def test_gradients_in_the_bodies_of_loops_and_branches():
     for differentiate in (jax.grad, tg.grad):
         np.testing.assert_allclose(jax.jit(differentiate(loop))(0.5), expected, rtol=1e-5)
         np.testing.assert_allclose(differentiate(branch)(0.5), np.cosh(0.5), rtol=1e-5)
-    x = jnp.float32(0.5)
-    with tg.GradientTape() as tape:
-        tape.watch(x)
-        y = tg.trace(loop)(x)
-    np.testing.assert_allclose(tape.gradient(y, x), expected, rtol=1e-5)
+    np.testing.assert_allclose(by_tape(tg.trace(loop), jnp.float32(0.5)), expected, rtol=1e-5)
 
 
 def test_several_results_and_inputs_without_gradient():
@@ -230,14 +218,24 @@ def test_several_results_and_inputs_without_gradient():
         x, n = op.inputs
         return [d_product * n + d_sin * jnp.cos(x), "an integer has none"]
 
-    def f(x, n):
+    def results(x, n):
         types = (jnp.float32, jax.ShapeDtypeStruct((4,), jnp.int32), "float32")
         product, integer, sin = numpy_function(split, (x, n), types, gradient)
         assert integer.dtype == jnp.int32
+        return product, integer, sin
+
+    def f(x, n):
+        product, _, sin = results(x, n)
         return jnp.sum(product + sin)
 
+    three = np.int32(3)
     for wrap in (lambda f: f, jax.jit):
-        np.testing.assert_allclose(wrap(jax.grad(f))(X, np.int32(3)), 3 + np.cos(X), rtol=1e-6)
+        np.testing.assert_allclose(wrap(jax.grad(f))(X, three), 3 + np.cos(X), rtol=1e-6)
+    (product, integer, sin), dx = value_by_tape(lambda x: results(x, three), X)
+    np.testing.assert_allclose(dx, 3 + np.cos(X), rtol=1e-6)
+    np.testing.assert_allclose(product, 3 * X, rtol=1e-6)
+    np.testing.assert_array_equal(integer, X.astype(int))
+    np.testing.assert_allclose(sin, np.sin(X), rtol=1e-6)
 
 
 def test_none_stands_for_an_input_without_gradient():
@@ -246,10 +244,7 @@ def test_none_stands_for_an_input_without_gradient():
             np.multiply, [x, y], x.dtype, lambda op, dz: (dz * op.inputs[1], None)
         )
 
-    with tg.GradientTape() as tape:
-        tape.watch([X, Y])
-        z = f(X, Y)
-    dx, dy = tape.gradient(z, [X, Y])
+    dx, dy = by_tape(f, X, Y)
     np.testing.assert_allclose(dx, Y)
     assert dy is None or not np.any(dy)
 
@@ -340,10 +335,7 @@ def test_without_a_gradient_a_functional_gradient_says_so(differentiate, wrap):
 def test_without_a_gradient_the_answer_does_not_depend_on_who_asked_first():
     f = jax.jit(constant)
     for _ in range(2):
-        with tg.GradientTape() as tape:
-            tape.watch(X)
-            y = f(X)
-        assert tape.gradient(y, X) is None
+        assert by_tape(f, X) is None
         with pytest.raises(ValueError, match="has no gradient"):
             jax.grad(lambda x: f(x).sum())(X)
 
@@ -379,10 +371,7 @@ def test_a_tape_and_a_gradient_run_it_once(stateful):
             host, x, x.dtype, lambda op, dy: dy * jnp.cos(op.inputs[0]), stateful=stateful
         )
 
-    with tg.GradientTape() as tape:
-        tape.watch(X)
-        y = f(X)
-    np.testing.assert_allclose(tape.gradient(y, X), np.cos(X), rtol=1e-6)
+    np.testing.assert_allclose(by_tape(f, X), np.cos(X), rtol=1e-6)
     assert len(runs) == 1
     np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(X), np.cos(X), rtol=1e-6)
     assert len(runs) == 2
@@ -393,29 +382,6 @@ def test_a_tape_and_a_gradient_run_it_once(stateful):
     assert len(runs) == 3
     np.testing.assert_allclose(tape.gradient(y, X), np.cos(X), rtol=1e-6)
     assert len(runs) == 3
-
-
-def by_tape(f, x):
-    with tg.GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
-    return y, tape.gradient(y, x)
-
-
-def by_tape_in_a_traced_function(f, x):
-    return tg.trace(functools.partial(by_tape, f))(x)
-
-
-def by_gradients(f, x):
-    @tg.trace
-    def both(x):
-        y = f(x)
-        return y, *tg.gradients(y, x)
-
-    return both(x)
-
-
-WAYS = [by_tape, by_tape_in_a_traced_function, by_gradients]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -628,27 +594,6 @@ def test_python_numbers_take_every_dtype_that_has_them():
         assert complex(result) == pytest.approx(complex(number), rel=1e-6)
 
 
-def test_results_of_several_dtypes_have_the_gradients_of_those_that_have_one():
-    ids = jnp.array([3, 4, 5, 6])
-
-    def scaled(x):
-        return numpy_function(
-            lambda x, i: (x * i.astype(np.float32), i + 1),
-            [x, ids],
-            ["float32", "int32"],
-            grad=lambda op, dy, _: (dy * op.inputs[1], None),
-        )
-
-    y, after = scaled(X)
-    np.testing.assert_allclose(y, X * ids, rtol=1e-6)
-    np.testing.assert_array_equal(after, ids + 1)
-    np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(scaled(x)[0]))(X), ids)
-    with tg.GradientTape() as tape:
-        tape.watch(X)
-        y, after = scaled(X)
-    np.testing.assert_allclose(tape.gradient([y, after], X), ids)
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize(
@@ -760,10 +705,8 @@ def test_calls_of_one_function_share_their_compiled_gradient_on_tapes():
     for i in range(3):
         if i == 2:  # the first time compiles, and the second what is done from then on
             jax.monitoring.register_event_duration_secs_listener(listen)
-        with tg.GradientTape() as tape:
-            tape.watch(X)
-            y = sinh(X)  # with a gradient function made for this one call
-        np.testing.assert_allclose(tape.gradient(y, X), np.cosh(X), rtol=1e-6)
+        # With a gradient function made for this one call.
+        np.testing.assert_allclose(by_tape(sinh, X), np.cosh(X), rtol=1e-6)
     jax.monitoring.unregister_event_duration_listener(listen)
     assert not [event for event in compiled if "backend_compile" in event]
 

@@ -12,6 +12,7 @@ from jax.experimental import io_callback
 from jax.extend.core import jaxprs_in_params
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 from tracegrad import custom_gradient, recompute_grad
 
 pytestmark = pytest.mark.both_jax
@@ -55,30 +56,6 @@ def test_derivatives_are_those_of_the_function_in_every_mode_and_order():
 
         found, expected = (jax.jit(functools.partial(of, f))(*args) for f in (again, block))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
-
-
-@pytest.mark.accelerator
-def test_four_calls_run_four_times_forward_and_four_more_backward():
-    runs = []
-
-    @recompute_grad
-    def f(x):
-        jax.debug.callback(lambda: runs.append(1))
-        return jnp.sin(x)
-
-    def loss(x):
-        for _ in range(4):
-            x = f(x)
-        return x
-
-    jax.jit(loss)(1.0).block_until_ready()
-    jax.effects_barrier()
-    assert len(runs) == 4
-    runs.clear()
-    jax.jit(jax.grad(loss))(1.0).block_until_ready()
-    jax.effects_barrier()
-    assert len(runs) == 8
-    assert operations(jax.grad(loss), 1.0)["debug_callback"] == 8
 
 
 def test_only_the_backward_pass_runs_the_operations_again():
@@ -127,11 +104,6 @@ def test_keywords_nesting_and_python_values():
         got = transform(jax.grad(loss, (0, 1, 2)))(*args)
         expected = jax.grad(plain, (0, 1, 2))(*args)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
-
-
-def test_an_unused_argument_gets_zero():
-    gradients = jax.grad(recompute_grad(lambda x, unused: x * x), argnums=(0, 1))(3.0, 4.0)
-    assert gradients == (6.0, 0.0)
 
 
 def test_what_it_closes_over_gets_its_gradient():
@@ -207,13 +179,7 @@ def test_it_is_a_recompute_in_a_graph_with_the_name_of_the_function():
     assert info.func_src_info == f"block at {__file__}:{block.__code__.co_firstlineno}"
 
 
-def by_tape(f, x):
-    with tg.GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
-    return tape.gradient(y, x)
-
-
+@pytest.mark.accelerator
 @pytest.mark.parametrize(
     "gradient",
     [
@@ -244,6 +210,7 @@ def test_what_it_prints_is_printed_when_it_runs_and_when_it_runs_again(gradient)
         assert gradient(f, jnp.float32(2.0)) == 16 * 2.0**15
         jax.effects_barrier()
         assert sorted(printed) == [2, 2, 4, 4, 16, 16, 256, 256]
+    assert operations(jax.grad(four), 2.0)["debug_callback"] == 8
 
 
 @pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.jit(jax.grad(f))])

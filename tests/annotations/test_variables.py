@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests.derivatives import by_tape, value_by_tape
 from tracegrad import GradientTape
 from tracegrad.variables.variable import Variable
 
@@ -30,11 +30,9 @@ def test_each_variable_is_listed_once_sorted_by_name_with_its_own_gradient():
         return y, grad
 
     x = jnp.float32(2.0)
-    with GradientTape() as tape:
-        tape.watch(x)
-        y = f(x) * 2
+    y, gradients = value_by_tape(lambda x: f(x) * 2, x, sources=[x, a, b, frozen])
     assert float(y) == 2 * 2 * 9 * 2
-    assert floats(tape.gradient(y, [x, a, b, frozen])) == [14.0, 20.0, 40.0, None]
+    assert floats(gradients) == [14.0, 20.0, 40.0, None]
     assert seen
     assert all(names == ["a", "b"] for names in seen)
 
@@ -47,28 +45,14 @@ def test_the_gradient_function_is_differentiated_through_the_variables_too():
         return x * v, lambda dy, variables: (dy * v * v, [dy * x])
 
     x = jnp.float32(2.0)
-    with GradientTape() as outer:
-        outer.watch(x)
-        with GradientTape() as inner:
-            inner.watch(x)
-            y = f(x)
-        slope = inner.gradient(y, x)
-    assert float(slope) == 9.0
-    assert float(outer.gradient(slope, v)) == 6.0
+    slope, second = value_by_tape(lambda x: by_tape(f, x), x, sources=v)
+    assert (float(slope), float(second)) == (9.0, 6.0)
 
 
-def test_without_variables_the_argument_is_not_passed():
+def test_without_trainable_variables_the_argument_is_not_passed():
     frozen = Variable(3.0, trainable=False)
-
-    @tg.custom_gradient
-    def f(x):
-        return x * frozen, lambda dy: dy * 5  # would fail if it were given variables=
-
-    x = jnp.float32(2.0)
-    with GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
-    assert float(tape.gradient(y, x)) == 5.0
+    f = tg.custom_gradient(lambda x: (x * frozen, lambda dy: dy * 5))  # fails with variables=
+    assert float(by_tape(f, jnp.float32(2.0))) == 5.0
 
 
 @pytest.mark.parametrize(
@@ -104,13 +88,10 @@ def test_what_only_a_gradient_function_reads_is_differentiated_in_higher_orders(
         return f(x) + v, lambda dy, variables: (dy * jax.grad(f)(x), [dy * 7])
 
     x = jnp.float32(2.0)
-    with GradientTape() as tape:
-        y = tg.trace(f)(x)
-    assert floats(tape.gradient(y, [v, w])) == [2.0, None]
+    assert floats(by_tape(tg.trace(f), x, sources=[v, w])) == [2.0, None]
     for function in (f, around):
-        with GradientTape() as tape:
-            slope = tg.trace(jax.grad(function))(x)
-        assert floats(tape.gradient(slope, [v, w])) == [5.0, 3.0]
+        slope = tg.trace(jax.grad(function))
+        assert floats(by_tape(slope, x, sources=[v, w])) == [5.0, 3.0]
 
 
 def test_a_variable_that_is_closed_over_and_not_read_is_no_input():
@@ -128,18 +109,6 @@ def test_a_variable_that_is_closed_over_and_not_read_is_no_input():
     assert tg.trace(loss).graph(1.0).variables == ()
 
 
-def test_a_variable_given_as_an_argument_is_an_input_like_any_other():
-    v = Variable(3.0)
-
-    @tg.custom_gradient
-    def f(x):
-        return x * 2, lambda dy: dy * 11
-
-    with GradientTape() as tape:
-        y = f(v)
-    assert float(tape.gradient(y, v)) == 11.0
-
-
 def test_a_variable_may_be_read_by_the_gradient_function_of_a_custom_gradient_in_another_one():
     v = Variable(2.0, name="v")
 
@@ -152,16 +121,10 @@ def test_a_variable_may_be_read_by_the_gradient_function_of_a_custom_gradient_in
         return inner(x), lambda dy: 7 * dy * inner(x)
 
     def gradient(x):
-        with GradientTape() as tape:
-            tape.watch(x)
-            y = outer(x)
-        return tape.gradient(y, [x, v])
+        return by_tape(outer, x, sources=[x, v])
 
     def second(x):
-        with GradientTape() as tape:
-            tape.watch(x)
-            slope, _ = gradient(x)
-        return tape.gradient(slope, x)
+        return by_tape(lambda x: gradient(x)[0], x)
 
     x = jnp.float32(3.0)
     for gradients, slopes in ((gradient, second), (tg.trace(gradient), tg.trace(second))):
@@ -169,66 +132,18 @@ def test_a_variable_may_be_read_by_the_gradient_function_of_a_custom_gradient_in
         assert slopes(x) == 70.0  # of 7 inner(x): 7 · 5 v
 
 
-def test_a_variable_given_as_an_argument_and_closed_over_is_the_argument():
-    v, w = Variable(3.0, name="v"), Variable(5.0, name="w")
-    seen = []
-
-    @tg.custom_gradient
-    def f(x):
-        y = x * v * w
-
-        def grad(dy, variables=None):
-            seen.append([variable.name for variable in variables])
-            return dy * 10, [dy * 20]
-
-        return y, grad
-
-    with GradientTape() as tape:
-        y = f(v)
-    assert floats(tape.gradient(y, [v, w])) == [10.0, 20.0]
-    assert all(names == ["w"] for names in seen)
-
-
-@pytest.mark.parametrize("under_tape", [False, True])
-def test_a_gradient_function_without_a_place_for_variables_fails_at_the_forward_call(under_tape):
+def test_a_gradient_function_without_a_place_for_variables_fails_at_the_forward_call():
     v = Variable(3.0, name="weight")
-
-    @tg.custom_gradient
-    def f(x):
-        return x * v, lambda dy: dy
-
-    message = r"'weight'.*grad_fn\(\*dys, variables=None\)"
-    if under_tape:
-        with GradientTape(), pytest.raises(TypeError, match=message):
-            f(1.0)
-    else:
-        with pytest.raises(TypeError, match=message):
-            f(1.0)
-
-
-@pytest.mark.parametrize(
-    "grad_fn",
-    [
-        lambda dy, variables: (dy, [dy]),
-        lambda dy, *, variables: (dy, [dy]),
-        lambda dy, **options: (dy, [dy]),
-    ],
-)
-def test_variables_are_taken_in_any_form(grad_fn):
-    v = Variable(3.0)
-    f = tg.custom_gradient(lambda x: (x * v, grad_fn))
-    with GradientTape() as tape:
-        y = f(jnp.float32(2.0))
-    assert float(tape.gradient(y, v)) == 1.0
+    f = tg.custom_gradient(lambda x: (x * v, lambda dy: dy))
+    with pytest.raises(TypeError, match=r"'weight'.*grad_fn\(\*dys, variables=None\)"):
+        f(1.0)
 
 
 def test_a_wrong_number_of_variable_gradients_is_told_with_both_numbers():
     v = Variable(3.0)
     f = tg.custom_gradient(lambda x: (x * v, lambda dy, variables: (dy, [dy, dy])))
-    with GradientTape() as tape:
-        y = f(jnp.float32(2.0))
     with pytest.raises(ValueError, match="2 variable gradients for 1 variables"):
-        tape.gradient(y, v)
+        by_tape(f, jnp.float32(2.0), sources=v)
 
 
 def test_assigning_in_a_function_with_a_custom_gradient_is_refused():
@@ -239,25 +154,8 @@ def test_assigning_in_a_function_with_a_custom_gradient_is_refused():
         w.assign_add(1.0)
         return x * v, lambda dy, variables: (dy, [dy])
 
-    with GradientTape(), pytest.raises(RuntimeError, match="assigns the Variable 'counter'"):
-        f(jnp.float32(2.0))
-
-
-def test_a_pass_through_function_gives_its_variables_nothing_and_keeps_assignments():
-    scale, last = Variable(3.0), Variable(0.0, trainable=False)
-
-    @tg.grad_pass_through
-    def quantise(x):
-        last.assign(x)
-        return jnp.round(x) * scale
-
-    x = jnp.float32(2.4)
-    with GradientTape() as tape:
-        tape.watch(x)
-        y = quantise(x) * 3
-    assert float(y) == 18.0
-    np.testing.assert_allclose(last.value, 2.4, rtol=1e-6)
-    assert floats(tape.gradient(y, [x, scale])) == [3.0, None]
+    with pytest.raises(RuntimeError, match="assigns the Variable 'counter'"):
+        by_tape(f, jnp.float32(2.0))
 
 
 def test_a_pass_through_function_reads_what_it_has_assigned():
@@ -268,29 +166,8 @@ def test_a_pass_through_function_reads_what_it_has_assigned():
         v.assign(x * 2)
         return v * 1.0
 
-    with GradientTape() as tape:
-        x = jnp.float32(3.0)
-        tape.watch(x)
-        y = f(x)
-    assert float(y) == 6.0
+    assert value_by_tape(f, jnp.float32(3.0)) == (6.0, 1.0)
     assert float(v.value) == 6.0
-    assert float(tape.gradient(y, x)) == 1.0
-
-
-def test_a_recomputed_function_gives_its_variables_their_gradients():
-    v = Variable(3.0)
-
-    @tg.recompute_grad
-    def f(x):
-        return jnp.sin(x * v)
-
-    x = jnp.float32(2.0)
-    with GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
-    np.testing.assert_allclose(
-        tape.gradient(y, [x, v]), [np.cos(6.0) * 3, np.cos(6.0) * 2], rtol=1e-5
-    )
 
 
 def test_a_recomputed_function_sees_assignments_between_calls():
@@ -329,29 +206,24 @@ def test_a_variable_read_in_a_function_that_jax_has_kept_has_its_gradient(kept):
 
         return inner(x), grad
 
-    def by_tape(x):
-        with GradientTape() as tape:
-            tape.watch(x)
-            y = f(x) + v * x
-        return [y, *tape.gradient(y, [x, v])]
+    def total(x):
+        return f(x) + v * x
 
-    def by_outer_tape(x):
-        with GradientTape() as tape:
-            tape.watch(x)
-            y = tg.trace(lambda x: f(x) + v * x)(x)
-        return [y, *tape.gradient(y, [x, v])]
+    def on_a_tape(x, fun=total):
+        y, gradients = value_by_tape(fun, x, sources=[x, v])
+        return [y, *gradients]
 
     def by_gradients(x):
-        y = f(x) + v * x
+        y = total(x)
         return [y, *tg.gradients(y, [x, v])]
 
     for value in (3.0, 5.0):
         v.assign(value)
         expected = [4 * value, 7 + value, 11 * value + 2]
         for _ in range(2):  # JAX has it from the second on, and a fresh trace each asks again
-            assert floats(tg.trace(lambda x: by_tape(x))(2.0)) == expected
+            assert floats(tg.trace(lambda x: on_a_tape(x))(2.0)) == expected
             assert floats(tg.trace(lambda x: by_gradients(x))(2.0)) == expected
-            assert floats(by_outer_tape(jnp.float32(2.0))) == expected
+            assert floats(on_a_tape(jnp.float32(2.0), tg.trace(lambda x: total(x)))) == expected
             assert float(tg.trace(lambda x: tg.grad(f)(x))(2.0)) == 7.0
 
 
@@ -372,14 +244,8 @@ def test_a_variable_that_only_a_function_inside_reads_and_does_not_use_is_listed
         y = jax.jit(lambda x: (v.value, x * x)[1])(x)
         return y, lambda dy, variables: (dy * 7, [dy * 11 for _ in variables])
 
-    @tg.trace
-    def derivatives(x):
-        with GradientTape() as tape:
-            tape.watch(x)
-            y = f(x)
-        return y, *tape.gradient(y, [x, v])
-
-    assert floats(derivatives(2.0)) == [4.0, 7.0, 11.0]
+    y, gradients = tg.trace(lambda x: value_by_tape(f, x, sources=[x, v]))(2.0)
+    assert floats([y, *gradients]) == [4.0, 7.0, 11.0]
 
 
 def test_a_variable_assigned_before_is_given_as_it_was_then():

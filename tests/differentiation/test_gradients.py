@@ -347,8 +347,6 @@ def test_a_function_that_returns_nothing_is_named(derivative):
 
 def test_what_is_no_selection_is_refused():
     with pytest.raises(TypeError, match="position, an argument name"):
-        grad(loss, wrt=1.5)
-    with pytest.raises(TypeError, match="position, an argument name"):
         grad(loss, wrt=(0, None))
     with pytest.raises(TypeError, match="expected a function"):
         grad(3)
@@ -371,8 +369,6 @@ def test_wrong_positions_and_names_are_told_the_parameters():
     for name in ("rest", "more"):
         with pytest.raises(ValueError, match=rf"wrt='{name}'.*any number of these.*argnums="):
             grad(loss, wrt=name)(params, x)
-    with pytest.raises(ValueError, match=r"wrt='scale'.*called without it.*pass it"):
-        grad(loss, wrt="scale")(params, x)
     with pytest.raises(ValueError, match="same argument twice: 'x'"):
         grad(loss, wrt=(1, "x"))(params, x)
 

@@ -222,3 +222,30 @@ def test_a_filter_that_selects_nothing_is_named():
 def test_what_is_no_way_to_select_is_refused(wrt):
     with pytest.raises(TypeError, match="wrt is a position, an argument name, a glob"):
         tg.grad(loss, wrt=wrt)
+
+
+def with_default(x, scale=2.0, *, shift=1.0):
+    return x * scale + shift
+
+
+@pytest.mark.parametrize("wrt", ["scale", 1, "shift", ("x", "scale"), (0, 1)])
+@pytest.mark.parametrize("ask", [tg.grad, tg.value_and_grad, tg.jacobian])
+def test_an_argument_that_the_call_leaves_out_is_named(ask, wrt):
+    name = "shift" if wrt == "shift" else "scale" if wrt in (1, (0, 1)) else "it"
+    with pytest.raises(ValueError, match=r"was called without .*so pass it") as caught:
+        ask(with_default, wrt=wrt)(1.0)
+    assert name in str(caught.value)
+    with pytest.raises(ValueError, match=r"was called without .*so pass it"):
+        tg.explain(with_default, 1.0, wrt=wrt)
+
+
+def test_an_argument_without_a_default_has_none_that_is_spoken_of():
+    for wrt in (0, "x"):
+        with pytest.raises(ValueError, match=r"was called without (x|it); pass it"):
+            tg.grad(with_default, wrt=wrt)(scale=2.0)
+
+
+def test_a_position_behind_all_parameters_is_counted():
+    with pytest.raises(ValueError, match="was called with 1 positional argument"):
+        tg.grad(with_default, wrt=7)(1.0)
+    np.testing.assert_array_equal(tg.grad(with_default, wrt=1)(3.0, 2.0), 3.0)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 
 pytestmark = pytest.mark.both_jax
 
@@ -45,96 +46,52 @@ LINE = quantised_by.__code__.co_firstlineno + 9
 PLACES = [quantised_by, in_jits, in_scan, in_cond, jax.checkpoint(quantised_by)]
 
 
-def reverse(f):
-    return jax.grad(tg.trace(f))(0.5)
-
-
-def reverse_of_ours(f):
-    return tg.grad(tg.trace(f))(0.5)
-
-
-def forward(f):
-    return jax.jvp(tg.trace(f), (0.5,), (1.0,))
-
-
-def forward_of_ours(f):
-    return tg.jvp(f, (0.5,), (1.0,))
-
-
-def rewritten(f):
-    return jax.grad(tg.graph(f, 0.5).to_callable())(0.5)
-
-
-def mapped(f):
-    return jax.vmap(jax.grad(tg.trace(f)))(jnp.ones(2))
-
-
-def by_tape(f):
-    x = jnp.float32(0.5)
-    with tg.GradientTape() as tape:
-        tape.watch(x)
-        y = jax.jit(f)(x)
-    return tape.gradient(y, x)
-
-
-def by_gradients(f):
-    return tg.trace(lambda x: tg.gradients(jax.jit(f)(x), x)[0])(0.5)
+HALF = jnp.float32(0.5)
 
 
 def by_accumulator(f):
-    x = jnp.float32(0.5)
-    with tg.ForwardAccumulator(x, x) as accumulator:
-        y = jax.jit(f)(x)
+    with tg.ForwardAccumulator(HALF, HALF) as accumulator:
+        y = jax.jit(f)(HALF)
     return accumulator.jvp(y)
 
 
-def as_it_runs(f):
-    return tg.grad(f)(0.5)
+WAYS = {
+    "as it runs": lambda f: tg.grad(f)(0.5),
+    "jitted": lambda f: tg.grad(jax.jit(f))(0.5),
+    "in a traced step": lambda f: tg.trace(lambda x: tg.value_and_grad(f)(x))(0.5),
+    "jacobian": lambda f: tg.jacobian(f)(0.5),
+    "hessian": lambda f: tg.hessian(f)(0.5),
+    "hvp": lambda f: tg.hvp(f, (0.5,), 1.0),
+    "jax.grad of a trace": lambda f: jax.grad(tg.trace(f))(0.5),
+    "tg.grad of a trace": lambda f: tg.grad(tg.trace(f))(0.5),
+    "jax.jvp of a trace": lambda f: jax.jvp(tg.trace(f), (0.5,), (1.0,)),
+    "tg.jvp": lambda f: tg.jvp(f, (0.5,), (1.0,)),
+    "jax.grad of a graph": lambda f: jax.grad(tg.graph(f, 0.5).to_callable())(0.5),
+    "vmap": lambda f: jax.vmap(jax.grad(tg.trace(f)))(jnp.ones(2)),
+    "tape": lambda f: by_tape(jax.jit(f), HALF),
+    "gradients": lambda f: tg.trace(lambda x: tg.gradients(jax.jit(f)(x), x)[0])(0.5),
+    "accumulator": by_accumulator,
+}
 
 
-def of_a_jitted_function(f):
-    return tg.grad(jax.jit(f))(0.5)
-
-
-def in_a_traced_step(f):
-    return tg.trace(lambda x: tg.value_and_grad(f)(x))(0.5)
-
-
-def by_jacobian(f):
-    return tg.jacobian(f)(0.5)
-
-
-def by_hessian(f):
-    return tg.hessian(f)(0.5)
-
-
-def by_product(f):
-    return tg.hvp(f, (0.5,), 1.0)
-
-
-AS_IT_RUNS = [as_it_runs, of_a_jitted_function, in_a_traced_step]
-OF_GRAPHS = [reverse, reverse_of_ours, forward, forward_of_ours, rewritten, mapped, by_tape]
-WAYS = [*AS_IT_RUNS, by_jacobian, by_hessian, by_product, *OF_GRAPHS]
-
-
-@pytest.mark.parametrize("way", [*WAYS, by_gradients, by_accumulator])
+@pytest.mark.parametrize("way", WAYS)
 def test_differentiating_it_names_the_value_and_the_line(way):
     with pytest.raises(ValueError, match="quantised closes over a value") as caught:
-        way(quantised_by)
+        WAYS[way](quantised_by)
     assert "f32[]" in str(caught.value)
     assert f"test_closed_over.py:{LINE} (quantised_by)" in str(caught.value)
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("way", [as_it_runs, reverse, forward_of_ours, by_tape])
+@pytest.mark.parametrize("way", ["as it runs", "jax.grad of a trace", "tg.jvp", "tape"])
 def test_wherever_the_function_is_called(way, place):
     with pytest.raises(ValueError, match="quantised closes over a value"):
-        way(place)
+        WAYS[way](place)
 
 
 def test_in_a_while_loop():
     with pytest.raises(ValueError, match="quantised closes over a value"):
-        forward_of_ours(in_while)
+        WAYS["tg.jvp"](in_while)
 
 
 def test_a_gradient_by_the_argument_and_the_value_are_as_ever():
@@ -161,7 +118,7 @@ def test_what_is_used_as_a_constant_may_be_closed_over():
     def counted(scale):
         return quantised_by(jnp.argmax(jnp.stack([scale, 1.0]))) * scale
 
-    for way in (of_a_jitted_function, reverse_of_ours, by_tape, by_gradients):
+    for way in map(WAYS.get, ("jitted", "tg.grad of a trace", "tape", "gradients")):
         assert way(stopped) == quantised_by(0.5)
         assert way(rounded) == 1.0
         assert way(counted) == quantised_by(1)

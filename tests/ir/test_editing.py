@@ -324,14 +324,3 @@ def test_a_set_that_is_not_convex_is_refused_by_the_names_of_its_nodes():
     graph = tg.graph(net, *ARGUMENTS)
     with pytest.raises(tg.GraphError, match=r"dot_general.*tanh.*not convex"):
         around_each(graph, [stretch(graph, "sin", "tanh")], lambda op, *operands: op(*operands))
-
-
-def test_a_program_whose_values_are_not_defined_is_none():
-    graph = tg.graph(net, *ARGUMENTS)
-    with pytest.raises(tg.GraphError, match=r"(?s)defined later.*dot_general.*test_editing.py"):
-        graph.replace(nodes=[*graph.nodes[1:], graph.nodes[0]]).verify()
-    other = tg.graph(net, *ARGUMENTS)
-    with pytest.raises(tg.GraphError, match="of another graph"):
-        graph.replace(nodes=[*other.nodes]).verify()
-    with pytest.raises(tg.GraphError, match="nothing in it defines"):
-        graph.replace(outputs=other.outputs).verify()

@@ -39,6 +39,13 @@ def windows(x):
         # A product, a sum and a maximum for each element.
         (reduced, (LHS,), "reduce", 3 * M * K),
         (windows, (LHS,), "reduce_window_sum", M * K),
+        # Its length times its body.
+        (
+            lambda x: lax.scan(lambda c, _: (c @ c, None), x, None, length=7),
+            (jnp.ones((16, 16)),),
+            "scan",
+            7 * 2 * 16**3,
+        ),
         # Twenty rounds of five operations, for two words of 32 bits; and the keys.
         (lambda key: jax.random.bits(key, (1000,)), (jax.random.key(0),), "random_bits", 58_500),
         (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import tracegrad as tg
-from tests.compilation import compiled_to, kept_on_disk
+from tests.compilation import compiled_to, f32, kept_on_disk
 from tracegrad.ir import Graph
 from tracegrad.planning import plan_recompute
 from tracegrad.planning.flatten import flatten
@@ -22,10 +22,6 @@ from tracegrad.planning.fusion import (
 from tracegrad.planning.measuring import Gradient
 
 pytestmark = pytest.mark.both_jax
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def ops(graph: Graph, fusion: Fusion, what: str) -> list[str]:

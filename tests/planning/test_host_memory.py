@@ -12,11 +12,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import tracegrad as tg
+from tests.compilation import f32
 from tracegrad.planning import plan_recompute
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def moved(fun: Any, *shapes: Any) -> dict[str, list[int]]:

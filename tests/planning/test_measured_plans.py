@@ -13,7 +13,8 @@ import pytest
 from jax.experimental import topologies
 
 import tracegrad
-from tests.compilation import temporary_bytes
+from tests.compilation import f32, temporary_bytes
+from tests.derivatives import by_tape
 from tracegrad.ir import Graph
 from tracegrad.planning import (
     BudgetTooSmall,
@@ -26,11 +27,6 @@ from tracegrad.planning.fitting import fitted
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.modelling import model
 from tracegrad.planning.search import Search
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
 
 # Programs that no rule of the planner's model was written for.
 
@@ -198,24 +194,26 @@ def small_search() -> Search:
     return Search(model(flatten(tracegrad.graph(fun, *shapes))))
 
 
+class Asked(Search):
+    """Remembers for what it was asked, and its last answer."""
+
+    def best(self, target: int) -> RecomputePlan:
+        self.targets = [*getattr(self, "targets", []), target]
+        self.last = super().best(target)
+        return self.last
+
+
 def test_the_last_plan_is_for_fewer_bytes_than_others():
     """And for the fewer, the more XLA held too much: no other comes behind it."""
-    asked: list[float] = []
-
-    class Asked(Search):
-        def best(self, target: int) -> RecomputePlan:
-            asked.append(target / budget)
-            return super().best(target)
-
-    search = Asked(small_search().whole)
-    budget = search.kept.peak * 7 // 10
     second = []
     for plans in (2, 3):
-        asked.clear()
+        search = Asked(small_search().whole)
+        budget = search.kept.peak * 7 // 10
         held = iter([int(1.03 * budget), *[budget // 2] * 2])
         fitted(search, budget, lambda _, held=held: next(held), search.kept.peak, plans, "here")
-        second.append(asked[1])
-    assert second[0] < 0.95 * second[1] < second[1] < asked[0]
+        first = search.targets[0]
+        second.append(search.targets[1])
+    assert second[0] < 0.95 * second[1] < second[1] < first
 
 
 def fitted_where(*held: float) -> RecomputePlan:
@@ -263,11 +261,6 @@ def test_a_second_plan_is_compiled_where_it_spares_something(share: float, plans
 def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed, budget):
     """Half of the peak beside half of what the model has, say; at last, more than for all."""
 
-    class Asked(Search):
-        def best(self, target: int) -> RecomputePlan:
-            self.last = super().best(target)
-            return self.last
-
     search = Asked(small_search().whole)
     peak = search.kept.peak
 
@@ -298,11 +291,6 @@ def test_where_plans_come_in_steps_the_next_larger_one_is_compiled():
         return jnp.sum(jax.lax.scan(body, x, ws)[0])
 
     graph = flatten(tracegrad.graph(loss, f32(16, 32, 32), f32(256, 32)))
-
-    class Asked(Search):
-        def best(self, target: int) -> RecomputePlan:
-            self.last = super().best(target)
-            return self.last
 
     search, compiled = Asked(model(graph)), []
 
@@ -436,14 +424,8 @@ def biased(weights: Any, x: jax.Array, bias: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def by_tape(fun: Any) -> Any:
-    def gradient(weights: Any, *rest: Any) -> Any:
-        with tracegrad.GradientTape() as tape:
-            tape.watch(weights)
-            value = fun(weights, *rest)
-        return tape.gradient(value, weights)
-
-    return gradient
+def on_a_tape(fun: Any) -> Any:
+    return lambda weights, *rest: by_tape(lambda weights: fun(weights, *rest), weights)
 
 
 @pytest.mark.parametrize(
@@ -451,7 +433,7 @@ def by_tape(fun: Any) -> Any:
     [
         pytest.param(tracegrad.grad, marks=pytest.mark.slow),
         pytest.param(lambda f: jax.grad(f), marks=pytest.mark.slow),
-        by_tape,
+        on_a_tape,
     ],
 )
 def test_a_step_is_planned_for_the_gradient_that_it_takes(derivative: Any):
@@ -478,7 +460,7 @@ def of_each(w: jax.Array, x: jax.Array) -> Any:
 
 
 def of_few_and_each(w: jax.Array, x: jax.Array) -> Any:
-    gradients = jax.vmap(by_tape(deep), (None, 0))
+    gradients = jax.vmap(on_a_tape(deep), (None, 0))
     return gradients(w, x[:2]), gradients(w, x)  # so few fit, which says nothing of the others
 
 

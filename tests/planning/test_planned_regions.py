@@ -83,26 +83,30 @@ def test_what_is_saved_is_not_computed_again(op):
     assert products(saving(loss, args, op), *args) == products(loss, *args)
 
 
+def assert_same_derivatives(planned, loss, args, of):
+    """Of the second order, and of a batch of the first arguments."""
+
+    def derivatives(loss):
+        @jax.jit
+        def second_and_mapped(*args):
+            gradient = jax.grad(loss, of)
+            batch = jnp.stack([args[0], 2 * args[0]])
+            axes = (0, *[None] * (len(args) - 1))
+            return jax.jvp(gradient, args, args), jax.vmap(gradient, axes)(batch, *args[1:])
+
+        return jax.tree.leaves(second_and_mapped(*args))
+
+    for got, want in zip(derivatives(planned), derivatives(loss), strict=True):
+        np.testing.assert_allclose(got, want, 1e-12, 1e-14)
+
+
 def test_what_is_saved_has_the_derivatives_that_jax_gives():
     with jax.enable_x64(True):
         args = operands(jnp.float64)
         losses = [layers_of(fun) for fun in READING_THEIR_RESULT.values()]
         planned = [saving(f, args, op) for f, op in zip(losses, READING_THEIR_RESULT, strict=True)]
-
-        def derivatives(losses):
-            def gradient(*args):
-                return jax.grad(lambda *args: sum(f(*args) for f in losses), (0, 1, 2))(*args)
-
-            @jax.jit
-            def second_and_mapped(*args):
-                batch = jnp.stack([args[0], 2 * args[0]])
-                mapped = jax.vmap(gradient, (0, None, None))(batch, *args[1:])
-                return jax.jvp(gradient, args, args), mapped
-
-            return jax.tree.leaves(second_and_mapped(*args))
-
-        for got, want in zip(derivatives(planned), derivatives(losses), strict=True):
-            np.testing.assert_allclose(got, want, 1e-12, 1e-14)
+        both = [lambda *args, fs=fs: sum(f(*args) for f in fs) for fs in (planned, losses)]
+        assert_same_derivatives(*both, tuple(args), (0, 1, 2))
 
 
 def gru(steps, width):
@@ -190,18 +194,7 @@ def test_what_is_run_again_late_has_the_derivatives_that_jax_gives():
         random = np.random.default_rng(0)
         args = jax.tree.map(lambda s: jnp.asarray(random.uniform(-1, 1, (4, 4))), GATED)
         planned = keeping_gates(model(flatten(tg.graph(unrolled, *args)))).to_callable()
-
-        def derivatives(loss):
-            @jax.jit
-            def second_and_mapped(*args):
-                batch = jnp.stack([args[0], 2 * args[0]])
-                mapped = jax.vmap(jax.grad(loss, (0, 1)), (0, None))(batch, args[1])
-                return jax.jvp(jax.grad(loss, (0, 1)), args, args), mapped
-
-            return jax.tree.leaves(second_and_mapped(*args))
-
-        for got, want in zip(derivatives(planned), derivatives(unrolled), strict=True):
-            np.testing.assert_allclose(got, want, 1e-12, 1e-14)
+        assert_same_derivatives(planned, unrolled, args, (0, 1))
 
 
 def test_what_a_scan_keeps_is_kept_once_where_something_is_run_again_late():

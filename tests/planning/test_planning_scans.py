@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tracegrad
+from tests.compilation import f32
 from tracegrad.planning import BudgetTooSmall, plan_recompute
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
@@ -22,47 +23,41 @@ from tracegrad.tracing import to_callable
 pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
 
 
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
 def model_of(fun: Callable[..., Any], *shapes: Any) -> MemoryModel:
     return model(flatten(tracegrad.graph(fun, *shapes)))
 
 
 # ------------------------------------------------------------------------------------- programs
 
-Scan = Callable[..., Any]  # of the arguments of `jax.lax.scan`
 
-
-def layers(scan: Scan, ws: Any, x: jax.Array) -> jax.Array:
-    x, _ = scan(lambda x, w: (jnp.tanh(jnp.sin(x @ w["up"]) @ w["down"]), None), x, ws)
+def layers(ws: Any, x: jax.Array) -> jax.Array:
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(jnp.sin(x @ w["up"]) @ w["down"]), None), x, ws)
     return jnp.mean(x**2)
 
 
-def masked(scan: Scan, w: jax.Array, xs: jax.Array) -> jax.Array:
+def masked(w: jax.Array, xs: jax.Array) -> jax.Array:
     """JAX keeps a mask of one byte for each element."""
 
     def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
         y = h @ w
         return jax.nn.relu(jnp.where(y + x > 0.5, y, 3 * x)), None
 
-    return jnp.sum(scan(step, xs[0], xs)[0])
+    return jnp.sum(jax.lax.scan(step, xs[0], xs)[0])
 
 
-def layers_of_steps(scan: Scan, ws: jax.Array, xs: jax.Array) -> jax.Array:
+def layers_of_steps(ws: jax.Array, xs: jax.Array) -> jax.Array:
     def layer(xs: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-        return scan(lambda h, x: ((h := jnp.tanh(h @ w + x)), h), jnp.zeros_like(xs[0]), xs)[
-            1
-        ], None
+        return jax.lax.scan(
+            lambda h, x: ((h := jnp.tanh(h @ w + x)), h), jnp.zeros_like(xs[0]), xs
+        )[1], None
 
-    return jnp.mean(scan(layer, xs, ws)[0] ** 2)
+    return jnp.mean(jax.lax.scan(layer, xs, ws)[0] ** 2)
 
 
-def stacked(scan: Scan, ws: Any, xs: jax.Array) -> jax.Array:
+def stacked(ws: Any, xs: jax.Array) -> jax.Array:
     """One scan after the other."""
     for w in ws:
-        _, xs = scan(lambda h, x, w=w: ((h := jnp.tanh(h @ w + x)), h), xs[0], xs)
+        _, xs = jax.lax.scan(lambda h, x, w=w: ((h := jnp.tanh(h @ w + x)), h), xs[0], xs)
     return jnp.mean(xs**2)
 
 
@@ -78,11 +73,7 @@ LONG: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_plans_of_loops_keep_the_budget(name: str):
-    scanned, shapes = LONG[name]
-
-    def fun(*args: Any) -> jax.Array:
-        return scanned(jax.lax.scan, *args)
-
+    fun, shapes = LONG[name]
     whole = model_of(fun, *shapes)
     everything = keep_all(whole).peak
     for share in (0.9, 0.3, 0.05):

@@ -44,18 +44,37 @@ def by_name(x, factor):
         return inner(x)
 
 
+class Scaled:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def grad(self, op, dy):
+        return self.scale * dy
+
+
+def by_method(x, factor, fun=inner):
+    rule = tg.rules.override_gradient(tg.match.op("sin"), Scaled(factor).grad)
+    return tg.rewrite(fun, rule)(x)
+
+
+def by_method_of_what_is_inlined(x, factor):
+    return by_method(x, factor, lambda x: jnp.sin(x) * x)
+
+
 # The derivative of the sine is the factor, so that of sin(x) x is factor * x + sin(x).
 EXPECTED = S * X + jnp.sin(X)
 
 
-@pytest.mark.parametrize("f", [by_rule, by_rule_in_a_list, by_name])
+@pytest.mark.parametrize(
+    "f", [by_rule, by_rule_in_a_list, by_name, by_method, by_method_of_what_is_inlined]
+)
 def test_what_a_gradient_function_closes_over_may_be_traced_differentiated_or_mapped(f):
     slope = jax.grad(f)
-    np.testing.assert_allclose(slope(X, S), EXPECTED, rtol=1e-6)
-    np.testing.assert_allclose(jax.jit(slope)(X, S), EXPECTED, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(jax.jit(f))(X, S), EXPECTED, rtol=1e-6)
-    np.testing.assert_allclose(jax.grad(slope, 1)(X, S), X, rtol=1e-6)  # by the factor
-    np.testing.assert_allclose(jax.grad(slope, 0)(X, S), 2 * S, rtol=1e-6)
+    for wrap in (lambda f: f, jax.jit, tg.trace):
+        np.testing.assert_allclose(wrap(slope)(X, S), EXPECTED, rtol=1e-6)
+        np.testing.assert_allclose(wrap(jax.grad(slope, 1))(X, S), X, rtol=1e-6)  # by the factor
+        np.testing.assert_allclose(wrap(jax.grad(slope, 0))(X, S), 2 * S, rtol=1e-6)
     factors = jnp.array([1.0, 3.0])
     mapped = jax.vmap(slope, (None, 0))(X, factors)
     np.testing.assert_allclose(mapped, factors * X + jnp.sin(X), rtol=1e-6)

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 from jax.flatten_util import ravel_pytree
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 KEY = jax.random.key(0)
@@ -291,12 +292,9 @@ def test_values_and_what_compiles_stay_as_they_are():
 
 def test_a_tape_around_a_traced_function_has_the_rule():
     f = tg.trace(quadratic, rules=[tg.rules.scale_gradient(tg.match.param("a.w"), 10.0)])
-    with tg.GradientTape() as tape:
-        tape.watch(PARAMS)
-        y = f(PARAMS, jnp.ones(2))
     expected = jax.grad(quadratic)(PARAMS, jnp.ones(2))
     expected = changed_where(expected, {"a.w"}.__contains__, lambda g: 10 * g)
-    assert_trees_close(tape.gradient(y, PARAMS), expected)
+    assert_trees_close(by_tape(lambda params: f(params, jnp.ones(2)), PARAMS), expected)
 
 
 @pytest.mark.parametrize("sources", [lambda p: p, lambda p: [p["a"]["w"]]], ids=["tree", "list"])
@@ -322,20 +320,10 @@ def test_variables_are_known_by_their_names():
     rule = tg.rules.clip_gradient(tg.match.param("kernel"), max_norm=1.0)
     x = jnp.array([3.0, 4.0])
     f = tg.trace(loss, rules=[rule])
-    with tg.GradientTape() as tape:
-        y = f(x)
-    dw, db = tape.gradient(y, [w, b])
-    np.testing.assert_allclose(dw, [0.6, 0.8], rtol=1e-6)
-    assert db == 1.0
-
-    @tg.trace(rules=[rule])
-    def step(x):
-        with tg.GradientTape() as tape:
-            y = loss(x)
-        return tape.gradient(y, [w, b])
-
-    np.testing.assert_allclose(step(x)[0], [0.6, 0.8], rtol=1e-6)
-    assert step(x)[1] == 1.0
+    step = tg.trace(lambda x: by_tape(loss, x, sources=[w, b]), rules=[rule])
+    for dw, db in (by_tape(f, x, sources=[w, b]), step(x)):
+        np.testing.assert_allclose(dw, [0.6, 0.8], rtol=1e-6)
+        assert db == 1.0
 
 
 def test_a_rule_acts_on_the_gradient_and_not_again_on_what_is_taken_of_it():

@@ -1,4 +1,4 @@
-"""The artefact that is damaged, inspected and verified: two functions that share Variables."""
+"""What several tests save: an array of each dtype, and two functions that share Variables."""
 
 from __future__ import annotations
 
@@ -7,9 +7,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 
 import tracegrad as tg
 from tracegrad import save
+
+DTYPES = """
+bool int4 uint4 int8 uint8 int16 uint16 int32 uint32 float16 bfloat16 float32 complex64
+float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
+float8_e3m4 float8_e4m3 float4_e2m1fn
+""".split()  # noqa: SIM905
+
+
+def array_of(name: str) -> np.ndarray:
+    """Six numbers of a dtype."""
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 2, (2, 3)) if name == "bool" else rng.normal(0, 3, (2, 3))
+    with np.errstate(all="ignore"):
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        return (np.abs(values) if "u" in name else values).astype(dtype)
 
 
 def write_example(path: Path) -> Any:

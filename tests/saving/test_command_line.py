@@ -13,7 +13,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from artefacts import write_example
 from damage import damaged, forge, take_apart
 
 from tracegrad import ArtefactError, load, save
@@ -22,13 +21,6 @@ from tracegrad.saving.inspection import inspect
 from tracegrad.saving.outside_calls import ALLOWED
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("artefact") / "example.tracegrad"
-    write_example(path)
-    return path
 
 
 def test_inspect_shows_functions_variables_calls_and_sizes(example: Path, capsys):

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from artefacts import DTYPES, array_of
 from hypothesis import settings
 from safetensors.numpy import save_file
 
@@ -143,23 +143,8 @@ def test_orbax_alone_reads_them_too(tmp_path):
     np.testing.assert_array_equal(arrays["layers.1.weight"], np.full((2, 3), 2.0))
 
 
-DTYPES = """
-bool int4 uint4 int8 uint8 int16 uint16 int32 uint32 float16 bfloat16 float32 complex64
-float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
-float8_e3m4 float8_e4m3 float4_e2m1fn
-"""
-
-
 def test_variables_of_every_dtype_are_kept_bit_by_bit(tmp_path):
-    rng = np.random.default_rng(0)
-
-    def array(name):
-        values = rng.integers(0, 2, (2, 3)) if name == "bool" else rng.normal(0, 3, (2, 3))
-        with np.errstate(all="ignore"):
-            dtype = np.dtype(getattr(ml_dtypes, name, name))
-            return (np.abs(values) if "u" in name else values).astype(dtype)
-
-    tree = {name: tg.Variable(array(name)) for name in DTYPES.split()}
+    tree = {name: tg.Variable(array_of(name)) for name in DTYPES}
     tree["empty"] = tg.Variable(np.zeros((0, 3), np.float32))
     expected = {name: variable.numpy().tobytes() for name, variable in tree.items()}
     save_variables(tree, tmp_path / "state")

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 
 pytestmark = pytest.mark.both_jax
 
@@ -115,9 +116,8 @@ def test_a_method_that_is_compiled_by_itself_is_saved_and_the_module_stays_whole
     loaded = tg.load(tmp_path / "method")
     trained = {name for name, variable in loaded.variables.items() if variable.trainable}
     assert {path.split(".")[0] for path in trained} == set(layers)
-    with tg.GradientTape() as tape:
-        y = jnp.sum(loaded(X) ** 2)
-    found = tape.gradient(y, loaded.variables["linear.kernel"])
+    kernel = loaded.variables["linear.kernel"]
+    found = by_tape(lambda: jnp.sum(loaded(X) ** 2), sources=kernel)
     wanted = nnx.grad(lambda m: jnp.sum(getattr(nnx.clone(m), name)(X) ** 2))(model)
     np.testing.assert_allclose(found, wanted["linear"]["kernel"][...], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(loaded(X), getattr(model, name)(X), rtol=1e-4, atol=1e-5)
