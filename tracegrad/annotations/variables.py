@@ -54,7 +54,8 @@ def listed_with(
     if operands:
         require_variables_parameter(fun, grad_fn, reads.listed)
         grad_fn = flat_with_variables(fun, grad_fn, reads.listed, count)
-    return _heard(lambda: InGradient(reads), grad_fn), operands
+    in_gradient = InGradient()
+    return _heard(lambda: in_gradient, grad_fn), operands
 
 
 def with_variables_as_inputs(
