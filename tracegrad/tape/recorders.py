@@ -10,7 +10,6 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.tape.recorder import Recorder
-from tracegrad.variables import kept_programs
 from tracegrad.variables.lending import renew
 from tracegrad.variables.listening import Listener, start_listening, stop_listening
 from tracegrad.variables.overriding import OverridingTrace
@@ -105,14 +104,11 @@ class Recording(Listener):
 
     def _start_listening(self) -> None:
         self._has_read.clear()
-        self._key = kept_programs.of_a_listener()
-        self._key.__enter__()
         self._around = start_listening(self)[::-1]
 
     def _stop_listening(self) -> None:
         self._around = ()
         stop_listening(self)
-        self._key.__exit__(None, None, None)
 
     def _renew(self, variable: Variable) -> None:
         """Has the next read of a Variable give another object than those before, which are none

@@ -208,7 +208,7 @@ class Program:
             new, result = trace.call_jitted(self.nested, self._forms, values, kwargs)
         else:
             values = [variable.value for variable in values]
-            with kept_programs.of_a_program():
+            with kept_programs.for_all_values():
                 new, result = self.nested(*values, *args, **kwargs)
         if use.calls_host:
             _jax.wait_for(new)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from tracegrad import _jax
@@ -56,7 +56,6 @@ class Capture(Listener):
         self._readable: dict[Variable, Any] = {}  # what readers get
         self._trace: Any = None
         self._life = _Life()
-        self._keys = ExitStack()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -64,7 +63,7 @@ class Capture(Listener):
         self._trace = _jax.current_trace(None)
         self._life.runs = True
         try:
-            with kept_programs.of_a_trace() as self._keys, listening(self):
+            with kept_programs.while_tracing(), listening(self):
                 yield
         finally:
             self._life.runs = False
@@ -133,7 +132,6 @@ class Capture(Listener):
             value = _jax.fresh_alias(value)
         self._current[variable] = value
         self._readable.pop(variable, None)
-        self._keys.enter_context(kept_programs.after_assignment())
 
     def _refuse_inner(self, variable: Variable, value: Any) -> None:
         """Raises for a value of a transformation inside the function, such as a `jax.vmap`."""

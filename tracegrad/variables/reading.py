@@ -37,7 +37,7 @@ class InOwnTrace(Listener):
     def around(self) -> Iterator[None]:
         """Listens while the function runs: a block inside of what is traced."""
         self._own = _jax.staging_trace()
-        with kept_programs.of_a_listener(), listening(self):
+        with listening(self):
             yield
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
