@@ -9,7 +9,7 @@ from typing import Any
 
 from tracegrad.ir.wording import described
 from tracegrad.variables.listening import Listener
-from tracegrad.variables.reading import InGradient, InOwnTrace, Operands, Substitute
+from tracegrad.variables.reading import InGradient, Operands, ReadsOutside, Substitute
 from tracegrad.variables.variable import Variable
 
 
@@ -104,7 +104,7 @@ def given_variables(
     return _heard(lambda: Substitute(given, fun), part)
 
 
-def _heard(listener: Callable[[], InOwnTrace], part: Callable[..., Any]) -> Callable[..., Any]:
+def _heard(listener: Callable[[], ReadsOutside], part: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a new listener for its Variables in each call."""
 
     @functools.wraps(part, updated=())

@@ -24,13 +24,17 @@ from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 
-class InOwnTrace(Listener):
-    """Listens to a function in the trace of its own program, which is a new one for every call.
+class ReadsOutside(Listener):
+    """For a function that is traced to be run once, here and now: what it reads of Variables is
+    what it would read if it were not traced, a value of the trace around it.
 
-    Outside of traced functions the functions inside it read no Variables: JAX would keep the value.
+    The function's own trace has that as an operand: no value stays in it for a later call. What is
+    not a part of a function traced by `tracegrad.trace` may call functions that read Variables, but
+    no nested jits or bodies of loops that do: JAX would keep the value.
     """
 
     def __init__(self) -> None:
+        self._trace = _jax.current_trace(None)
         self._own: Any = None
 
     @contextmanager
@@ -46,22 +50,7 @@ class InOwnTrace(Listener):
         return outside()
 
     def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        """What the function itself reads."""
-        return outside()
-
-
-class ReadsOutside(InOwnTrace):
-    """For a function that is traced to be run once, here and now: what it reads of Variables is
-    what it would read if it were not traced, a value of the trace around it.
-
-    The function's own trace has that as an operand: no value stays in it for a later call.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._trace = _jax.current_trace(None)
-
-    def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        """What the function gets."""
         with _jax.set_current_trace(self._trace):
             return outside()
 
@@ -95,8 +84,7 @@ class Reads(ReadsOutside):
     @property
     def trainable(self) -> tuple[Variable, ...]:
         """The trainable ones, each once, without those given as arguments, sorted by name."""
-        found = (v for v in self._found if self.is_input(v))
-        return tuple(sorted(found, key=lambda variable: variable.name))
+        return tuple(sorted(filter(self.is_input, self._found), key=lambda v: v.name))
 
     def is_input(self, variable: Variable) -> bool:
         """Whether a Variable that the function reads becomes an input of its rule."""
@@ -175,7 +163,7 @@ class InGradient(ReadsOutside):
             _reading.for_gradient = before
 
 
-class Substitute(InOwnTrace):
+class Substitute(ReadsOutside):
     """Gives readers of some Variables the values that a rule was given for them, in one call."""
 
     def __init__(self, values: Mapping[Variable, Any], fun: Callable[..., Any]) -> None:
@@ -184,7 +172,9 @@ class Substitute(InOwnTrace):
         self._fun = fun
 
     def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        return self._values[variable] if variable in self._values else outside()
+        if variable in self._values:
+            return self._values[variable]
+        return super().own_read(variable, outside)
 
     def on_renewal(self, variable: Variable) -> bool:
         if variable not in self._values:
