@@ -180,6 +180,32 @@ def test_what_a_gradient_function_reads_before_a_tape_of_its_own_is_a_constant_t
     assert list(map(float, derivatives())) == [9.0, 9.0, 12.0]
 
 
+@pytest.mark.parametrize("kind", [lambda fun: fun, jax.jit], ids=["plain", "kept by JAX"])
+def test_what_a_function_reads_on_a_tape_is_watched_from_the_moment_that_it_is_to_be(kind):
+    """Also where it has read it on the tape before."""
+    v, frozen = Variable(3.0), Variable(2.0, trainable=False)
+    scaled, scaled_by_frozen = kind(lambda x: v * x), kind(lambda x: frozen * x)
+
+    @trace
+    def slopes(x):
+        with GradientTape() as anew:
+            before = scaled(x)
+            anew.reset()
+            y = scaled(x) * before
+        with GradientTape() as late:
+            before = scaled_by_frozen(x)
+            late.watch(frozen)
+            z = scaled_by_frozen(x) * before
+        with GradientTape() as tape:
+            w = scaled(x)
+            with tape.stop_recording():
+                aside = scaled(x)
+            w = w * aside * scaled(x)
+        return anew.gradient(y, v), late.gradient(z, frozen), tape.gradient(w, v)
+
+    assert list(map(float, slopes(5.0))) == [75.0, 50.0, 2 * 5 * 15 * 15]
+
+
 def test_variables_work_in_functions_of_jax_numpy_and_in_indexing():
     table = Variable(jnp.arange(6.0).reshape(3, 2))
     bias = Variable(jnp.ones(2))

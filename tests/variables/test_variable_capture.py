@@ -446,7 +446,7 @@ def test_a_value_that_an_inner_function_closes_over_is_not_mixed_up_with_a_later
     assert f(2.0) == 10.0 * 2 + 10
 
 
-def test_who_is_not_told_of_a_read_can_tell_it_by_the_operand():
+def test_a_value_that_was_read_in_a_traced_function_tells_its_variable():
     found = []
 
     @tg.trace
@@ -459,7 +459,59 @@ def test_who_is_not_told_of_a_read_can_tell_it_by_the_operand():
     assert found[1] is None
 
 
-def test_a_listener_hears_of_a_read_in_a_function_that_is_not_run_again():
+def test_inner_functions_that_read_no_variables_are_traced_once_for_all_traced_functions():
+    traced, other = [], Variable(2.0)
+
+    @jax.jit
+    def reads_none(x):
+        traced.append(x)
+        return 2 * x
+
+    for value in (3.0, 5.0):
+        v.assign(value)
+        fun = tg.trace(lambda x: reads_none(x) * v + reads_none(x) * other)
+        assert fun(1.0) == 2 * value + 4
+    assert len(traced) == 1
+
+
+def test_a_nested_traced_function_is_traced_once_whatever_is_assigned_around_it():
+    traces = []
+
+    @tg.trace
+    def nested(x):
+        traces.append(x)
+        return jitted(x)
+
+    @tg.trace
+    def step(x):
+        before = nested(x)
+        v.assign(before + x)
+        return before, nested(x)
+
+    assert step(2.0) == (6.0, 16.0)
+    assert step(2.0) == (16.0, 36.0)
+    assert tg.trace(lambda x: nested(x) * 1.0)(1.0) == 18.0
+    assert len(traces) == 1
+
+
+def test_two_threads_that_trace_at_once_have_their_own_reads_of_inner_functions():
+    others = [Variable(float(i)) for i in range(4)]
+    results = {}
+
+    def work(number):
+        for _ in range(5):
+            fun = tg.trace(lambda x: jitted(x) + jax.jit(lambda y: y * others[number])(x))
+            results.setdefault(number, []).append(float(fun(2.0)))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: [6.0 + 2 * number] * 5 for number in range(4)}
+
+
+def test_a_listener_hears_of_the_reads_of_a_function_that_jax_has_kept():
     class Heard:
         def __init__(self):
             self.values = []

@@ -45,7 +45,6 @@ from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.rules import Rule
 from tracegrad.variables.reading import Operands, Reads, ReadsOutside
 from tracegrad.variables.trees import without_variables
-from tracegrad.variables.variable import Variable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -205,7 +204,7 @@ def _call_on_values(
         return gradients_of_inputs(fun, args, gradient, arrays, dys, sparse)
 
     def traced(*arrays: Any) -> list[Any]:
-        y = _call_traced(None, function, inputs.combine(arrays), kwargs, variables)
+        y = _call_traced(None, function, inputs.combine(arrays), kwargs)
         return jax.tree.leaves(y)
 
     rule = Rule(name_of(fun), traced, pull_back, "custom_gradient", call.name_captured)
@@ -217,13 +216,11 @@ def _call_traced(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    variables: tuple[Variable, ...] = (),
 ) -> Any:
     """The call as one of a rule around what the function is traced to.
 
     Args:
-      reads: hears which Variables the function reads; None where that is known.
-      variables: then those of which the values are the last arguments.
+      reads: hears which Variables the function reads; None where their values are arguments.
     """
     call = AnnotatedCall(fun, args, kwargs, inputs_in(args), reads)
     listener = reads or ReadsOutside()
@@ -237,13 +234,12 @@ def _call_traced(
         program, shapes = jax.make_jaxpr(heard, return_shape=True)(
             *map(jax.typeof, call.arguments.chosen)
         )
-    if reads is not None and not reads.are_all_in(program):
-        # Once more, with the values of all Variables among the inputs.
-        values = [variable.value for variable in reads.trainable]
-        as_inputs = with_variables_as_inputs(fun, reads.trainable)
-        return _call_traced(None, as_inputs, (*args, values), kwargs, reads.trainable)
     if program is None:
+        if reads is not None and reads.trainable:
+            values = [variable.value for variable in reads.trainable]
+            as_inputs = with_variables_as_inputs(fun, reads.trainable)
+            return _call_traced(None, as_inputs, (*args, values), kwargs)
         # Outside jit there are values, and JAX's rule gives them to the function; under jit it
         # raises the same error once more.
         return bind_with_values(call)
-    return bind_traced(call, program, jax.tree.structure(shapes), variables)
+    return bind_traced(call, program, jax.tree.structure(shapes))

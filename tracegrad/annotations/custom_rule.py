@@ -32,12 +32,10 @@ from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
 from tracegrad.rewriting.traced_gradients import Program
 from tracegrad.tape.rules import MadeOf, tell_made_of
-from tracegrad.variables.capture import variable_of
 from tracegrad.variables.parted import Parted
 from tracegrad.variables.paths import path_name
 from tracegrad.variables.reading import Operands
 from tracegrad.variables.trees import without_variables
-from tracegrad.variables.variable import Variable
 
 # A gradient function is traced with the gradient functions that it calls, itself among them. This
 # is how deep: each level serves one more order of derivatives.
@@ -154,27 +152,20 @@ def bind_with_values(call: AnnotatedCall) -> Any:
         raise
 
 
-def bind_traced(
-    call: AnnotatedCall, program: Any, out_tree: Any, variables: Sequence[Variable] = ()
-) -> Any:
+def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
     """JAX's rule around the traced function, with what it closes over as further arguments."""
     traced, values = Program.of(program)
     # Not the call itself: its arguments may belong to a trace that the rule outlives.
     pullbacks, own = call.pullbacks, len(call.arguments.chosen)
     inputs_given = [*call.arguments.chosen]
     reads = call.reads
+    inputs_read: list[int | None] = [None] * len(values)
     if reads is not None:
-        variables = reads.listed
-        inputs_given += reads.values()
+        inputs_given += reads.values
+        places = list(map(reads.place, values))
+        inputs_read = [None if place is None else own + place for place in places]
+        values = [reads.value_of(v) for v, place in zip(values, places) if place is None]
     given = len(inputs_given)
-    # What was read of a Variable is the input that stands for it.
-    places: dict[Variable | None, int] = {
-        variable: given - len(variables) + i for i, variable in enumerate(variables)
-    }
-    inputs_read = [places.get(variable_of(value)) for value in values]
-    values = [value for value, place in zip(values, inputs_read) if place is None]
-    if reads is not None:
-        values = [reads.value_of(value) for value in values]
 
     def evaluate(*inputs: Any) -> Any:
         rest = iter(inputs[given:])

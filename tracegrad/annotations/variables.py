@@ -9,7 +9,7 @@ from typing import Any
 
 from tracegrad.ir.wording import described
 from tracegrad.variables.listening import Listener
-from tracegrad.variables.reading import InGradient, InOwnTrace, Operands, Substitute
+from tracegrad.variables.reading import InGradient, Operands, ReadsOutside, Substitute
 from tracegrad.variables.variable import Variable
 
 
@@ -54,7 +54,8 @@ def listed_with(
     if operands:
         require_variables_parameter(fun, grad_fn, reads.listed)
         grad_fn = flat_with_variables(fun, grad_fn, reads.listed, count)
-    return _heard(lambda: InGradient(reads), grad_fn), operands
+    in_gradient = InGradient()
+    return _heard(lambda: in_gradient, grad_fn), operands
 
 
 def with_variables_as_inputs(
@@ -103,7 +104,7 @@ def given_variables(
     return _heard(lambda: Substitute(given, fun), part)
 
 
-def _heard(listener: Callable[[], InOwnTrace], part: Callable[..., Any]) -> Callable[..., Any]:
+def _heard(listener: Callable[[], ReadsOutside], part: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a new listener for its Variables in each call."""
 
     @functools.wraps(part, updated=())

@@ -41,6 +41,7 @@ from tracegrad.tape.sources import (
     warn_of_unwatched,
 )
 from tracegrad.tape.under_rules import graph_of
+from tracegrad.variables.kept_programs import reads_change
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
 from tracegrad.variables.statics import is_none, is_variable
@@ -126,11 +127,9 @@ class GradientTape(Recording):
         if self._recording and self._recorder is not None:
             self._recording = False
             self._recorder.remove(self._record)
-            try:
-                for variable in constants:
-                    self._renew(variable)
-            finally:  # a traced function may be traced again for it
-                self._stop_listening()
+            for variable in constants:
+                self._renew(variable)
+            self._stop_listening()
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         """Follows a Variable that is read, if it is watched or to be watched. (A `Listener`.)"""
@@ -142,7 +141,7 @@ class GradientTape(Recording):
         value = outside()
         if is_only_shown(variable, value):
             record.shown.append((variable, value))
-        if is_watched and (self._is_top or not self._is_further_inside(value)):
+        if is_watched:
             record.watch_read(variable, value)
         return value
 
@@ -166,6 +165,7 @@ class GradientTape(Recording):
         for leaf in leaves:
             if isinstance(leaf, Variable):
                 self._record.watch_variable(leaf)
+                reads_change()
                 continue
             if not isinstance(leaf, jax.Array):
                 raise ValueError(
@@ -202,6 +202,7 @@ class GradientTape(Recording):
         self._check_thread()
         self._record.clear()
         self._has_read.clear()
+        reads_change()
         self._used = False
 
     def graph(self) -> Graph:

@@ -30,7 +30,6 @@ from tracegrad.tape.lost_gradients import lose_in
 from tracegrad.tape.programs import closes_over_watched
 from tracegrad.tape.record import Record
 from tracegrad.tracing.in_force import rules_in_force
-from tracegrad.variables.capture import tell_of_assigned
 from tracegrad.variables.overriding import ForwardingTrace, Instead, OverridingTrace
 
 _JIT = _jax.JIT
@@ -96,7 +95,6 @@ class OperationRecorder(ForwardingTrace):
             form = forms[key] = direct_form(jitted, *key)
         if form is None or form is NotDirect or not are_plain(operands):
             return jitted(*args, **kwargs)
-        tell_of_assigned(operands)
         try:
             with set_current_trace(self.parent_trace):
                 results, call = form(*args, **kwargs)
@@ -130,7 +128,6 @@ class OperationRecorder(ForwardingTrace):
             watching = [] if call is None else self.watching(args)
             if call is None or not watching:
                 return self._process_programs(primitive, args, params)
-            tell_of_assigned(args)
             return self.apply(call, args, watching)
         elif primitive is TO_HOST:
             return self._end_gradient(primitive, args, params)
@@ -148,7 +145,6 @@ class OperationRecorder(ForwardingTrace):
         is_jit = primitive is _JIT
         facts = _jax.program_facts(params["jaxpr"]) if is_jit else _jax.facts_below(params)
         captured: Sequence[Any] = facts.arrays
-        tell_of_assigned((*captured, *args))
         watching = self.watching([*captured, *args])
         if not watching and (not is_jit or facts.has_effects or self._is_staged):
             with set_current_trace(self.parent_trace):

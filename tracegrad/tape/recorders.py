@@ -72,7 +72,6 @@ class Recording(Listener):
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None  # inside the block
-        self._is_top = False  # whether what runs in the block runs at once
         self._thread: int | None = None
         self._around: Sequence[Listener] = ()  # who listens outside of it, innermost first
         self._has_read: set[Variable] = set()  # since it began to listen
@@ -85,7 +84,6 @@ class Recording(Listener):
                 f"this {self._name} is recording already: it cannot be entered twice at once"
             )
         self._recorder, self._thread = recorder_here(), threading.get_ident()
-        self._is_top = self._recorder.is_top
         return self._recorder
 
     def _check_thread(self) -> None:

@@ -1,10 +1,9 @@
 """Attempts at tracing a function: one that has to be traced otherwise is left, and begun anew.
 
-Whether `tracegrad.gradients` asks for what a function has computed, and which of its Variables
-inner functions read, decides how it is traced, and shows only while it is traced. So it is tried;
-what finds out that something else is needed leaves the attempt, by the one exception that passes
-through the user's function, and says what it has found. Whoever made the attempt makes the next one
-by that.
+Whether `tracegrad.gradients` asks for what a function has computed decides how the function is
+traced, and shows only while it is traced. So tracing is tried; `gradients` leaves the attempt, by
+the one exception that passes through the user's function, and says in which context the function is
+to be traced. Whoever made the attempt makes the next one in that.
 """
 
 from __future__ import annotations

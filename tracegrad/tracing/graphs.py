@@ -32,7 +32,6 @@ from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explain
 from tracegrad.variables.inside import Inside
 from tracegrad.variables.states import Changes, States, is_passed_on
-from tracegrad.variables.variable import Variable
 
 Rule = Callable[[Graph], Graph]
 Within = Callable[[], AbstractContextManager[Any]]  # makes a block to trace a function in
@@ -145,10 +144,9 @@ def trace_to_graph(
     known = [argument_path(x) or path for x, path in zip(arrays, paths, strict=True)]
     program = None
     within: Within = nullcontext
-    apart = set[Variable]()
     while program is None:
         with Attempt() as attempt:
-            inside = Inside(functools.partial(attempt.leave, within), apart)
+            inside = Inside()
             entered = _Entered(call, static, donated, static_kwargs, within, inside, known)
             fresh = _fresh(fun, entered)
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])

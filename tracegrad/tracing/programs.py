@@ -31,6 +31,7 @@ from tracegrad.tracing.body import Body, NewValues, Outgrown, traced
 from tracegrad.tracing.jit_options import options_behind
 from tracegrad.tracing.shardings import shardings_of_result
 from tracegrad.tracing.uses import Use
+from tracegrad.variables import kept_programs
 from tracegrad.variables.inside import put_together
 from tracegrad.variables.lending import dispatching, free, hold, lend, settle, show, take_back
 from tracegrad.variables.listening import listeners
@@ -207,7 +208,8 @@ class Program:
             new, result = trace.call_jitted(self.nested, self._forms, values, kwargs)
         else:
             values = [variable.value for variable in values]
-            new, result = self.nested(*values, *args, **kwargs)
+            with kept_programs.for_all_values():
+                new, result = self.nested(*values, *args, **kwargs)
         if use.calls_host:
             _jax.wait_for(new)
         for ref, value, is_new in zip(use.assigned, new, new.assigned, strict=False):

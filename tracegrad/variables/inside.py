@@ -8,7 +8,7 @@ found by a `Capture`. A module that it closes over is a constant, as under `jax.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -38,9 +38,6 @@ Dynamic = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 class Inside:
     """What one function gets while it is traced, and what is known of it then beside its program.
 
-    Args:
-      trace_again, apart: see `Capture`.
-
     Attributes:
       variables: the Variables that it has read and assigned.
       out_tree: the structure of its result.
@@ -49,8 +46,8 @@ class Inside:
       lost: what it has changed in an nnx.State and does not return.
     """
 
-    def __init__(self, trace_again: Callable[[], NoReturn], apart: set[Variable]):
-        self.variables = Capture(trace_again, apart)
+    def __init__(self) -> None:
+        self.variables = Capture()
         self.out_tree: Any = None
         self.updates: tuple[Update, ...] = ()
         self.changes_structure = False

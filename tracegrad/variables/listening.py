@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tracegrad.variables import kept_programs
+
 if TYPE_CHECKING:
     from tracegrad.variables.variable import Variable
 
@@ -57,6 +59,7 @@ _listeners = _Listeners()
 def start_listening(listener: Listener) -> tuple[Listener, ...]:
     """Makes a listener the innermost one of this thread. Returns those outside of it, outermost
     first."""
+    kept_programs.reads_change()
     outside = _listeners.stack
     _listeners.stack = (*outside, listener)
     return outside
@@ -64,6 +67,7 @@ def start_listening(listener: Listener) -> tuple[Listener, ...]:
 
 def stop_listening(listener: Listener) -> None:
     """Takes a listener of this thread away, the innermost one or not."""
+    kept_programs.reads_change()
     stack = _listeners.stack
     if stack and stack[-1] is listener:
         _listeners.stack = stack[:-1]
@@ -101,6 +105,7 @@ def heard_read(
     asked = _listeners.stack if stack is None else stack
     if not asked:
         return stored(variable)
+    kept_programs.note_read()
     outside = partial(stored, variable)
     for listener in asked[:-1]:
         outside = partial(listener.on_read, variable, outside)
@@ -115,3 +120,4 @@ def heard_assignment(
     for listener in _listeners.stack:
         outside = partial(listener.on_assign, variable, outside=outside)
     outside(value)
+    kept_programs.reads_change()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,22 +18,24 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir.wording import described
-from tracegrad.variables.capture import apart, is_telling, variable_of
+from tracegrad.variables import kept_programs
 from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 
-class InOwnTrace(Listener):
-    """Listens to a function in the trace of its own program, which is a new one for every call.
+class ReadsOutside(Listener):
+    """For a function that is traced to be run once, here and now: what it reads of Variables is
+    what it would read if it were not traced, a value of the trace around it.
 
-    The programs of functions further inside (the bodies of loops, nested jits) are kept by JAX, and
-    not traced again: a value from around the function must not get into them.
+    The function's own trace has that as an operand: no value stays in it for a later call. What is
+    not a part of a function traced by `tracegrad.trace` may call functions that read Variables, but
+    no nested jits or bodies of loops that do: JAX would keep the value.
     """
 
     def __init__(self) -> None:
+        self._trace = _jax.current_trace(None)
         self._own: Any = None
-        self._apart: set[Variable] = set()  # of which each read is a value of its own
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -43,47 +45,14 @@ class InOwnTrace(Listener):
             yield
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        if self._is_inside:
-            return outside()
-        value = self.own_read(variable, outside)
-        if is_telling():
-            return outside()  # by which a function was called that JAX has kept
-        return apart(value, self._own) if variable in self._apart else value
-
-    def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        """What the function itself reads."""
+        if kept_programs.is_traced() or _jax.staging_trace() is self._own:
+            return self.own_read(variable, outside)
         return outside()
 
-    def on_renewal(self, variable: Variable) -> bool:
-        if self._own is not None and _jax.has_gradient(variable):
-            self._apart.add(variable)
-        return False  # the value comes from outside
-
-    @property
-    def _is_inside(self) -> bool:
-        """Whether a function further inside is being traced now."""
-        return _jax.staging_trace() is not self._own
-
-
-class ReadsOutside(InOwnTrace):
-    """For a function that is traced to be run once, here and now: what it reads of Variables is
-    what it would read if it were not traced, a value of the trace around it.
-
-    The function's own trace has that as an operand: no value stays in it for a later call.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._trace = _jax.current_trace(None)
-
     def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        """What the function gets."""
         with _jax.set_current_trace(self._trace):
-            value = outside()
-        return self.operand(variable, value)
-
-    def operand(self, variable: Variable, value: Any) -> Any:
-        """What the function gets for the value of a Variable around it."""
-        return value
+            return outside()
 
 
 # ---------------------------------------------------- functions with a gradient of their own
@@ -107,20 +76,19 @@ class Reads(ReadsOutside):
         self._found: dict[Variable, None] = {}
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        value = super().on_read(variable, outside)
         if not _reading.for_gradient:
             self._found[variable] = None
-        return super().on_read(variable, outside)
-
-    def note(self, values: Sequence[Any]) -> None:
-        """Hears of what functions further inside have read, from what the program closes over."""
-        read = map(variable_of, values)
-        self._found.update(dict.fromkeys(v for v in read if v is not None))
+        return value
 
     @property
     def trainable(self) -> tuple[Variable, ...]:
         """The trainable ones, each once, without those given as arguments, sorted by name."""
-        found = (v for v in self._found if v.trainable and v not in self._given)
-        return tuple(sorted(found, key=lambda variable: variable.name))
+        return tuple(sorted(filter(self.is_input, self._found), key=lambda v: v.name))
+
+    def is_input(self, variable: Variable) -> bool:
+        """Whether a Variable that the function reads becomes an input of its rule."""
+        return variable.trainable and variable not in self._given
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         _refuse_assignment(self._fun, variable)
@@ -137,73 +105,66 @@ class Operands(Reads):
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__(fun, args)
         self.listed: tuple[Variable, ...] = ()
-        self._operands: dict[Variable, Any] = {}
-        self._values: dict[int, Any] = {}  # by the identity of the operand
+        self._values: dict[Variable, Any] = {}  # around the function
+        # What stands for them: the last is what readers get.
+        self._operands: dict[Variable, list[Any]] = {}
 
-    def operand(self, variable: Variable, value: Any) -> Any:
-        """What stands for the value of a Variable."""
-        if not variable.trainable or variable in self._given:
-            return value
-        if variable not in self._operands:
-            operand = _jax.Placeholder(variable.aval, weakref.ref(variable), lambda: None)
-            self._operands[variable] = operand
-            self._values[id(operand)] = value
-        return self._operands[variable]
+    def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
+        if variable not in self._values:
+            value = super().own_read(variable, outside)
+            if not self.is_input(variable):
+                return value
+            self._values[variable] = value
+            self._add_operand(variable)
+        return self._operands[variable][-1]
+
+    def on_renewal(self, variable: Variable) -> bool:
+        if variable in self._values:
+            self._add_operand(variable)
+        return variable in self._values
+
+    def _add_operand(self, variable: Variable) -> None:
+        operand = _jax.Placeholder(variable.aval, weakref.ref(variable), lambda: None)
+        self._operands.setdefault(variable, []).append(operand)
+
+    def list_read(self) -> list[Any]:
+        """Lists what was read until now. Returns an operand for each."""
+        self.listed = self.trainable
+        return [self._operands[variable][0] for variable in self.listed]
+
+    @property
+    def values(self) -> list[Any]:
+        """Those of the Variables that are listed."""
+        return [self._values[variable] for variable in self.listed]
+
+    def place(self, value: Any) -> int | None:
+        """The place of the listed Variable for which an operand stands; of other values None."""
+        each = enumerate(self.listed)
+        return next((i for i, v in each if any(value is x for x in self._operands[v])), None)
 
     def value_of(self, operand: Any) -> Any:
         """What an operand stands for; other values are themselves."""
-        return self._values.get(id(operand), operand)
-
-    def values(self) -> list[Any]:
-        """Those of the Variables that are listed."""
-        return [self.value_of(self._operands[variable]) for variable in self.listed]
-
-    def list_read(self) -> list[Any]:
-        """Lists what was read until now. Returns the operands that stand for that."""
-        self.listed = self.trainable
-        for variable in self.listed:
-            if variable not in self._operands:  # just functions further inside have read it
-                variable.read_value()
-        return [self._operands[variable] for variable in self.listed]
-
-    def are_all_in(self, program: Any) -> bool:
-        """Whether the program has an operand for all that the function read: what functions
-        further inside read that JAX has kept is not heard; and there may be no program."""
-        if program is None:
-            return not self.trainable
-        self.note([c for c in _jax.constants_of(program) if id(c) not in self._values])
-        return list(map(id, self.trainable)) == list(map(id, self.listed))
-
-    def read_for_gradient(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        """What a read of the gradient function alone gives: by the function itself it is none, nor
-        by those around it, which only call that."""
-        if variable in self._operands:
-            return self._operands[variable]
-        before, _reading.for_gradient = _reading.for_gradient, True
-        try:
-            with _jax.set_current_trace(self._trace):
-                value = outside()
-        finally:
-            _reading.for_gradient = before
-        return self.operand(variable, value)
+        for variable, operands in self._operands.items():
+            if any(operand is each for each in operands):
+                return self._values[variable]
+        return operand
 
 
-class InGradient(InOwnTrace):
-    """What a gradient function alone reads is an operand too, and no input."""
-
-    def __init__(self, operands: Operands) -> None:
-        super().__init__()
-        self._operands = operands
+class InGradient(ReadsOutside):
+    """For a gradient function, traced inside of the trace of its function. What it alone reads is
+    an operand too, and no input: it is not read by the function, nor by those around that, which
+    only call it."""
 
     def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        return self._operands.read_for_gradient(variable, outside)
+        before, _reading.for_gradient = _reading.for_gradient, True
+        try:
+            return super().own_read(variable, outside)
+        finally:
+            _reading.for_gradient = before
 
 
-class Substitute(InOwnTrace):
-    """Gives readers of some Variables the values that a rule was given for them, in one call.
-
-    Functions further inside read outside, as ever; `custom_gradient` puts the values there.
-    """
+class Substitute(ReadsOutside):
+    """Gives readers of some Variables the values that a rule was given for them, in one call."""
 
     def __init__(self, values: Mapping[Variable, Any], fun: Callable[..., Any]) -> None:
         super().__init__()
@@ -211,17 +172,25 @@ class Substitute(InOwnTrace):
         self._fun = fun
 
     def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        return self._values[variable] if variable in self._values else outside()
+        if variable in self._values:
+            return self._values[variable]
+        return super().own_read(variable, outside)
 
     def on_renewal(self, variable: Variable) -> bool:
-        if self._own is not None or variable not in self._values:
-            return super().on_renewal(variable)
-        # It runs on values. Tapes around see that the new one comes from the one before.
-        self._values[variable] = jnp.array(self._values[variable], copy=True)
+        if variable not in self._values:
+            return False
+        self._values[variable] = _another(self._values[variable], self._own)
         return True
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         _refuse_assignment(self._fun, variable)
+
+
+def _another(value: Any, trace: Any) -> Any:
+    """Another object for a value, in a trace; where there is none, tapes around see that it comes
+    from the one before."""
+    with _jax.set_current_trace(trace or _jax.current_trace(None)):
+        return jnp.array(value, copy=True)
 
 
 def _refuse_assignment(fun: Callable[..., Any], variable: Variable) -> None:

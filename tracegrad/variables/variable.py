@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.variables import kept_programs
 from tracegrad.variables.lending import hold, settle, store, stored, take_back
 from tracegrad.variables.listening import heard_assignment, heard_read, listeners
 
@@ -89,7 +90,6 @@ class Variable:
         "_is_ours",
         "_keepers",
         "_name",
-        "_stand_in",
         "_trainable",
         "_value",
     )
@@ -106,6 +106,7 @@ class Variable:
     ):
         self._name = "Variable" if name is None else str(name)
         self._trainable = bool(trainable)
+        kept_programs.begin()
         if isinstance(initial_value, Variable):
             initial_value = initial_value.value
         if isinstance(initial_value, jax.core.Tracer):
@@ -126,7 +127,6 @@ class Variable:
         self._keepers = 0
         # The thread on which a program has it; its complement, where that leaves it as it is:
         self._borrower: int | None = None
-        self._stand_in: Any = None  # what it is to the programs that JAX keeps; see `stand_in`
         self._given: Any = None  # what it is among arguments; see `given`
 
     # ---------------------------------------------------------------------- reading and assigning
