@@ -108,8 +108,13 @@ def test_a_factor_that_is_zero_for_good_is_a_problem():
         mask = jnp.zeros(6)
         return jnp.mean((x + p["gate"] + jnp.cos(p["gate"]) * mask * (x @ p["w"]) - 1) ** 2)
 
+    def shared(p, x):  # what the mask multiplies gets its gradient by another use
+        h = p["gate"] + 1
+        return jnp.mean((x * h + h * jnp.zeros(6) * (x @ p["w"]) - 1) ** 2)
+
     gate = {"gate": jnp.zeros(())}
     for loss, p in (
+        (shared, {**gate, "w": W}),
         (constant, {**gate, "w": W}),
         (both, {**gate, "w": jnp.zeros((6, 6))}),
         (square, {**gate, "w": W}),

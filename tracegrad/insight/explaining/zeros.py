@@ -95,7 +95,7 @@ def zero_gradients(
             words = words.format(dtype=getattr(value.aval, "dtype", ""))
             factor = ""
             if starting and cause == "multiplied by zero":
-                factor = some(_starting_factors(observed, found, value, starting), 3)
+                factor = some(_starting_factors(observed, close, found, value, starting), 3)
             if factor:
                 words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
                 cure = "none is needed: the first step changes that"
@@ -111,11 +111,26 @@ def zero_gradients(
 
 
 def _starting_factors(
-    observed: Observed, found: Occurrence, value: Value, starting: Mapping[Value, str]
+    observed: Observed,
+    close: Callable[[], Observed],
+    found: Occurrence,
+    value: Value,
+    starting: Mapping[Value, str],
 ) -> list[str]:
     """The sources that start at zero to which a gradient comes through what a node multiplies the
     cotangent of an operand by: the second factor of a low-rank adapter, the last scale of a
     block."""
+
+    def operands_given_some(here: Occurrence) -> Iterator[Value]:
+        region = observed.region(here.path)
+        for v in here.node.inputs:
+            if not isinstance(v, Value):
+                continue
+            is_shared = len(region.users.get(v, ())) > 1 or v in region.results
+            # The cotangent of a value with other uses may come from these.
+            if v not in region.producers or not is_shared or _gives_some(close(), here, v):
+                yield v
+
     factors = [v for v in found.node.inputs if isinstance(v, Value) and v is not value]
     pending: list[tuple[Path, Value]] = [(found.path, v) for v in factors]
     seen = set(pending)
@@ -125,12 +140,11 @@ def _starting_factors(
         before: list[tuple[Path, Any]] = []
         if node is None:
             before = outside(path, value) if path else []
-        elif _arrives(observed, Occurrence(path, node), node.outputs.index(value)):
+        elif _arrives(observed, here := Occurrence(path, node), node.outputs.index(value)):
             if is_entered(node):
-                here = Occurrence(path, node)
                 before = [inside_result(here, value, name) for name in node.regions]
             else:
-                before = [(path, operand) for operand in node.inputs]
+                before = [(path, operand) for operand in operands_given_some(here)]
         new = {each for each in before if isinstance(each[1], Value)} - seen
         seen |= new
         pending += new
