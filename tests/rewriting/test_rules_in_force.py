@@ -42,10 +42,13 @@ def by_hand(factor):
 EXPECTED = jax.grad(by_hand(3.0))(X)
 
 
-@pytest.mark.parametrize("way", GRADIENTS)
+WAYS = {**GRADIENTS, "tg.gradients in the step": lambda f, x: tg.gradients(f(x), [x])[0]}
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_rule_reaches_every_way_of_differentiating(way):
     def step(x):
-        return GRADIENTS[way](loss, x)
+        return WAYS[way](loss, x)
 
     np.testing.assert_allclose(tg.trace(step, rules=[TRIPLE])(X), EXPECTED, rtol=1e-5)
     np.testing.assert_allclose(tg.trace(step)(X), jax.grad(loss)(X), rtol=1e-5)
