@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests.derivatives import value_by_tape
 from tracegrad._jax.caches import Cache, WeakCache, cached, clear_caches, of_program
 
 pytestmark = pytest.mark.both_jax
-
-
-def on_a_tape(fun, x):
-    with tg.GradientTape() as tape:
-        tape.watch(x)
-        y = fun(x)
-    return y, tape.gradient(y, x)
 
 
 def doubled(x):
@@ -32,8 +26,8 @@ def doubled(x):
 
 
 WAYS = {
-    "tape": lambda x: on_a_tape(doubled, x),
-    "tape over a jitted function": lambda x: on_a_tape(jax.jit(doubled), x),
+    "tape": lambda x: value_by_tape(doubled, x),
+    "tape over a jitted function": lambda x: value_by_tape(jax.jit(doubled), x),
     "traced": lambda x: (tg.trace(doubled)(x), jax.grad(tg.trace(doubled))(x)),
     "grad": lambda x: tg.value_and_grad(doubled)(x),
     "rewritten": lambda x: jax.value_and_grad(
@@ -117,7 +111,7 @@ def test_a_weak_cache_tells_equal_objects_apart_and_lets_go_of_them():
     names.put(other, "again")
     assert (names.get(one), names.get(other)) == ("one", "again")
     del one
-    assert len(names._entries) == 1
+    assert names.values() == ["again"]
     kept = [Equal(), Equal()]
     for item in kept:
         names.put(item, "new")
@@ -159,7 +153,7 @@ def objects_after(steps):
     counts = []
     for many in steps:
         for _ in range(many):
-            on_a_tape(lambda x: jnp.sum(x * 2), x)
+            value_by_tape(lambda x: jnp.sum(x * 2), x)
             tg.grad(lambda x: jnp.sum(x * 2))(x)
         gc.collect()
         counts.append(len(gc.get_objects()))

@@ -92,14 +92,18 @@ def ways(
     return jitted(plain), ours, new_args
 
 
+def assert_refused(plain: Function, ours: dict[str, Function], args: tuple[Any, ...]) -> None:
+    with pytest.raises(Exception) as refusal:
+        plain(*args)
+    for fun in ours.values():
+        with pytest.raises(refusal.type):
+            fun(*args)
+
+
 def assert_answer_is_that_of_jax(case: Case, mode: str) -> None:
     plain, ours, args = ways(case.fun, case.args, mode)
     if mode in case.refused:
-        with pytest.raises(Exception) as refusal:
-            plain(*args)
-        for fun in ours.values():
-            with pytest.raises(refusal.type):
-                fun(*args)
+        assert_refused(plain, ours, args)
         return
     lowered = plain.lower(*args)
     others = [
@@ -324,14 +328,17 @@ def io_callback_with_a_result(record: Record) -> Function:
     return lambda x: io_callback(host, x, x) + io_callback(host, x, jnp.sin(x))
 
 
-def reported(fun: Function, args: tuple[Any, ...], events: list[Any], capsys: Any) -> Any:
-    """What a call reports and prints, in order, and its result."""
+def reported(
+    fun: Function, args: tuple[Any, ...], events: list[Any], capsys: Any, *, ordered: bool
+) -> Any:
+    """What a call reports and prints, in order if that is promised, and its result."""
     events.clear()
     capsys.readouterr()
     result = fun(*args)
     jax.block_until_ready(result)
     jax.effects_barrier()
-    return [*events, *capsys.readouterr().out.splitlines()], result
+    found = [*events, *capsys.readouterr().out.splitlines()]
+    return found if ordered else sorted(found), result
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -342,21 +349,15 @@ def test_effects_happen_as_often_and_in_the_order_of_jax(
     events: list[Any] = []
     plain, ours, args = ways(case.build(lambda *event: events.append(event)), (VECTOR,), mode)
     if mode in case.refused:
-        with pytest.raises(Exception) as refusal:
-            plain(*args)
-        for fun in ours.values():
-            with pytest.raises(refusal.type):
-                fun(*args)
+        assert_refused(plain, ours, args)
         return
-    expected, answer = reported(plain, args, events, capsys)
+    expected, answer = reported(plain, args, events, capsys, ordered=case.ordered)
     assert expected
     for way, fun in ours.items():
         # The second call does not trace, the effects happen all the same.
         for _ in range(2):
-            got, result = reported(fun, args, events, capsys)
-            assert (got if case.ordered else sorted(got)) == (
-                expected if case.ordered else sorted(expected)
-            ), way
+            got, result = reported(fun, args, events, capsys, ordered=case.ordered)
+            assert got == expected, way
             assert_bits_equal(result, answer, f"{case}, {mode}, {way}")
 
 
@@ -366,11 +367,10 @@ def test_effects_of_a_graph_run_eagerly(
 ) -> None:
     events: list[Any] = []
     fun = case.build(lambda *event: events.append(event))
-    expected, answer = reported(fun, (VECTOR,), events, capsys)
-    got, result = reported(rebuilt(fun, (VECTOR,)), (VECTOR,), events, capsys)
-    assert (got if case.ordered else sorted(got)) == (
-        expected if case.ordered else sorted(expected)
-    )
+    expected, answer = reported(fun, (VECTOR,), events, capsys, ordered=case.ordered)
+    again = rebuilt(fun, (VECTOR,))
+    got, result = reported(again, (VECTOR,), events, capsys, ordered=case.ordered)
+    assert got == expected
     assert_bits_equal(result, answer, str(case))
 
 

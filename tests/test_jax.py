@@ -207,28 +207,37 @@ def test_the_policies_of_recompute_have_one_name_on_every_version():
     assert _jax.policy_name(jax.checkpoint_policies.dots_saveable) == "dots_saveable"
 
 
-def test_it_knows_whether_a_transformation_is_around():
+def test_it_knows_which_transformations_are_around():
+    """Whether none is, whether a program is being made that is compiled, and any at all."""
     found = {}
 
-    def look(name):
-        top = _jax.is_top_level()
-        found[name] = (top, _jax.under_jit())
+    def look(name, x=0.0):
+        found[name] = _jax.is_top_level(), _jax.under_jit(), _jax.staging_trace() is not None
+        return x
 
+    def looking(name):
+        return lambda x: look(name, x)
+
+    one, two = jnp.float32(1), jnp.ones(2)
     look("nothing")
-    jax.jit(lambda x: (look("jit"), x)[1])(1.0)
-    jax.vmap(lambda x: (look("vmap"), x)[1])(jnp.ones(2))
-    jax.grad(lambda x: (look("grad"), x)[1])(1.0)
-    jax.jit(jax.vmap(lambda x: (look("jit of vmap"), x)[1]))(jnp.ones(2))
+    jax.jit(looking("jit"))(one)
+    jax.vmap(looking("vmap"))(two)
+    jax.grad(looking("grad"))(one)
+    jax.jit(jax.vmap(looking("jit of vmap")))(two)
+    jax.make_jaxpr(jax.vmap(looking("program")))(two)
+    jax.checkpoint(looking("checkpoint"))(one)
     thread = threading.Thread(target=look, args=("thread",))
     thread.start()
     thread.join()
     assert found == {
-        "nothing": (True, False),
-        "jit": (False, True),
-        "vmap": (False, False),
-        "grad": (False, False),
-        "jit of vmap": (False, True),
-        "thread": (True, False),
+        "nothing": (True, False, False),
+        "jit": (False, True, True),
+        "vmap": (False, False, False),
+        "grad": (False, False, False),
+        "jit of vmap": (False, True, True),
+        "program": (False, True, True),
+        "checkpoint": (False, True, True),
+        "thread": (True, False, False),
     }
 
 
@@ -256,19 +265,21 @@ def test_xla_reads_all_of_a_view_that_a_recomputed_function_takes_before_it_writ
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-def test_floats_have_cotangents(dtype):
-    assert _jax.has_gradient(jax.typeof(jnp.ones(3, dtype)))
-
-
-@pytest.mark.parametrize("dtype", ["int32", "bool", "uint8"])
-def test_integers_have_empty_cotangents(dtype):
-    aval = jax.typeof(jnp.ones(3, dtype))
-    assert not _jax.has_gradient(aval)
-    _, vjp = jax.vjp(lambda x: x.astype(jnp.float32), jnp.ones(3, dtype))
-    (ct,) = vjp(jnp.ones(3))
-    assert ct.dtype == _jax.no_cotangent(aval).dtype
-    assert ct.shape == _jax.no_cotangent(aval).shape
+@pytest.mark.parametrize(
+    ("dtype", "has_gradient"),
+    [
+        *[(dtype, True) for dtype in ("float32", "bfloat16", "complex64")],
+        *[(dtype, False) for dtype in ("int32", "bool", "uint8")],
+    ],
+)
+def test_floats_have_cotangents_and_integers_empty_ones(dtype, has_gradient):
+    x = jnp.ones(3, dtype)
+    aval = jax.typeof(x)
+    assert _jax.has_gradient(aval) == has_gradient
+    if not has_gradient:
+        (ct,) = jax.vjp(lambda x: x.astype(jnp.float32), x)[1](jnp.ones(3))
+        empty = _jax.no_cotangent(aval)
+        assert (ct.dtype, ct.shape) == (empty.dtype, empty.shape)
 
 
 def test_a_placeholder_becomes_a_constant_also_of_programs_that_jax_keeps():
@@ -292,27 +303,6 @@ def test_a_placeholder_that_is_computed_with_outside_asks_its_check():
     value = _jax.Placeholder(jax.typeof(1.0), "w", refuse)
     with pytest.raises(RuntimeError, match="mine"):
         jnp.sin(value)
-
-
-def test_programs_that_are_being_made_are_told_from_other_transformations():
-    found = {}
-
-    def look(name, x):
-        found[name] = _jax.staging_trace() is not None
-        return x
-
-    look("nothing", 0)
-    jax.grad(lambda x: look("grad", x))(1.0)
-    jax.vmap(lambda x: look("vmap", x))(jnp.ones(2))
-    jax.make_jaxpr(jax.vmap(lambda x: look("program", x)))(jnp.ones(2))
-    jax.checkpoint(lambda x: look("checkpoint", x))(1.0)
-    assert found == {
-        "nothing": False,
-        "grad": False,
-        "vmap": False,
-        "program": True,
-        "checkpoint": True,
-    }
 
 
 def test_an_alias_is_another_object_over_the_same_buffer():

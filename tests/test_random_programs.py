@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 
 pytestmark = pytest.mark.both_jax
 
@@ -282,27 +283,13 @@ def inputs_of(seed, dtype):
 # ---------------------------------------------------------------------------------- the claims
 
 
-def by_tape(loss):
-    def gradient(*inputs):
-        with tg.GradientTape() as tape:
-            tape.watch(inputs)
-            y = loss(*inputs)
-        return tape.gradient(y, list(inputs))
-
-    return gradient
-
-
-def by_gradients(loss):
-    return lambda *inputs: tg.gradients(loss(*inputs), list(inputs))
-
-
 def in_one_program(loss, inputs):
     """All that can be asked for inside one compiled program, which is compiled once."""
     positions = tuple(range(len(inputs)))
     return {
         "jax.grad": jax.grad(loss, positions),
-        "a tape in a traced function": by_tape(loss),
-        "gradients()": by_gradients(loss),
+        "a tape in a traced function": lambda *inputs: by_tape(loss, *inputs),
+        "gradients()": lambda *inputs: tg.gradients(loss(*inputs), list(inputs)),
         "tg.grad": tg.grad(loss, positions),
         "tg.grad(unconnected='none')": tg.grad(loss, positions, unconnected="none"),
     }
@@ -317,7 +304,7 @@ def check(program, seed, dtype):
     )
     expected = found.pop("jax.grad")
     assume(all(jnp.all(jnp.abs(g) < 1e4) for g in expected))  # and neither NaN
-    found["a tape"] = by_tape(loss)(*inputs)
+    found["a tape"] = by_tape(loss, *inputs)
 
     tolerance = 1e-9 if dtype == jnp.float64 else 2e-3
     scale = max(1.0, *(float(jnp.max(jnp.abs(g))) for g in expected))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tests.derivatives import by_tape
+from tests.derivatives import GRADIENTS, by_tape
 from tracegrad.annotations import registry
 
 pytestmark = pytest.mark.both_jax
@@ -47,10 +47,6 @@ def within(fun):
     return run
 
 
-def graph_gradients(x):
-    return tg.trace(lambda x: tg.gradients(f(x), [x])[0])(x)
-
-
 def tape_left_behind(x):
     with tg.gradient_override_map(HUNDREDFOLD), tg.GradientTape() as tape:
         tape.watch(x)
@@ -58,33 +54,28 @@ def tape_left_behind(x):
     return tape.gradient(y, x)
 
 
-INSIDE = {
-    "tg.grad": within(lambda x: tg.grad(f)(x)),
-    "a traced function": within(lambda x: tg.grad(tg.trace(f))(x)),
-    "a traced gradient": within(lambda x: tg.trace(lambda x: tg.grad(f)(x))(x)),
-    "tape": within(lambda x: by_tape(f, x)),
-    "tape over jit": within(lambda x: by_tape(jax.jit(f), x)),
-    "tape over a traced function": within(lambda x: by_tape(tg.trace(f), x)),
-    "gradients()": within(graph_gradients),
-    "tape, gradient outside": tape_left_behind,
-}
-AROUND = {
-    "jax.grad": jax.grad(within(f)),
-    "jax.jit": jax.jit(jax.grad(within(f))),
-    "jax.jit inside": jax.grad(within(jax.jit(f))),
-    "tg.grad around": tg.grad(within(f)),
-    "trace": jax.grad(tg.trace(within(f))),
-    "tape around": lambda x: by_tape(within(f), x),
-    "gradients() of it": tg.trace(lambda x: tg.gradients(within(f)(x), [x])[0]),
-    "vmap": lambda x: jax.vmap(jax.grad(within(f)))(x[None])[0],
-}
+# Of JAX's own, which refuses a function with a custom VJP: of the operations in the block, then.
+FORWARD_MODE = {"jax.linearize", "jax.jacfwd", "equinox.filter_jvp"}
 
 
-@pytest.mark.parametrize("way", [*INSIDE, *AROUND])
-def test_an_override_acts_on(way):
-    run = {**INSIDE, **AROUND}[way]
-    np.testing.assert_allclose(run(X), EXPECTED, rtol=1e-5)
+@pytest.mark.parametrize("way", GRADIENTS)
+def test_an_override_acts_on_every_way_of_differentiating_inside_of_the_block(way):
+    found = within(lambda x: GRADIENTS[way](f, x))(X)
+    np.testing.assert_allclose(found, EXPECTED, rtol=1e-5)
     np.testing.assert_allclose(jax.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", GRADIENTS)
+def test_an_override_acts_on_every_way_of_differentiating_what_has_the_block(way):
+    if way in FORWARD_MODE:
+        with pytest.raises(TypeError, match="custom_vjp"):
+            GRADIENTS[way](within(f), X)
+    else:
+        np.testing.assert_allclose(GRADIENTS[way](within(f), X), EXPECTED, rtol=1e-5)
+
+
+def test_a_tape_that_recorded_in_a_block_goes_by_it_behind_the_block():
+    np.testing.assert_allclose(tape_left_behind(X), EXPECTED, rtol=1e-5)
 
 
 def test_values_stay_and_loops_and_branches_are_reached():

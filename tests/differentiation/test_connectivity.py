@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 
 import jax
@@ -16,6 +15,7 @@ from jax import lax
 from jax._src.interpreters import partial_eval as pe
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 from tracegrad import (
     UnconnectedError,
     custom_gradient,
@@ -388,24 +388,6 @@ def test_every_kind_of_cut_is_told():
         assert re.fullmatch(expected, line), line
 
 
-@pytest.mark.parametrize("boundary", [jax.jit, jax.checkpoint, tg.trace, recompute_grad])
-def test_a_cut_inside_a_region_is_found_there(boundary):
-    def step(h, w):
-        h = jnp.tanh(h + w)
-        return h, jnp.floor(h)
-
-    @boundary
-    def inner(w, xs):
-        return lax.scan(step, w, xs)[1].sum()
-
-    def outer(w, xs):
-        return inner(w, xs) + jnp.sum(xs)
-
-    message = why(outer, 1.0, X)
-    line = line_of(step, "floor")
-    assert f"w: cut by floor at test_connectivity.py:{line} (" in message
-
-
 def test_a_cut_in_a_branch_and_a_while_loop_is_found_there():
     def in_branches(x):
         return lax.cond(x > 0, lambda x: jnp.sign(x), lambda x: x.astype(int) * 1.0, x)
@@ -619,18 +601,6 @@ def test_operations_that_are_said_to_connect_all_operands_do(name):
         assert pe.dce_jaxpr(program, [k == i for k in range(len(args))])[1][0]
 
 
-def test_what_was_learnt_of_an_operation_is_remembered_within_bounds():
-    from tracegrad.differentiation.connectivity import _remembered_rows
-
-    for n in range(1, 4):
-        connected(functools.partial(lambda n, x: x**n, n), 2.0)
-    info = _remembered_rows.cache_info()
-    assert info.maxsize is not None
-    before = info.misses
-    connected(lambda x: x**3, 2.0)
-    assert _remembered_rows.cache_info().misses == before
-
-
 # ----------------------------------------------------------- functions called by functions called
 
 
@@ -682,16 +652,10 @@ def test_a_rule_that_was_edited_connects_what_it_says_now():
 
     one_sided.defvjp(lambda x, y: (x * y, y), lambda y, ct: (ct * y, None))
 
-    def on_tape(x, y):
-        with tg.GradientTape() as tape:
-            tape.watch((x, y))
-            z = one_sided(x, y)
-        return tape.gradient(z, [x, y])
-
     ways = {
         "grad": lambda x, y: tg.grad(one_sided, ("x", "y"), unconnected="none")(x, y),
         "gradients": lambda x, y: tg.gradients(one_sided(x, y), [x, y]),
-        "tape": on_tape,
+        "tape": lambda x, y: by_tape(one_sided, x, y),
     }
     for way in ways.values():
         assert list(tg.trace(way)(2.0, 3.0)) == [3.0, None]

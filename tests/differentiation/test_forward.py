@@ -331,6 +331,18 @@ def rule_with(backward):
     return rule
 
 
+@jax.custom_jvp
+def shifted(dy):
+    return dy + 1.0
+
+
+shifted.defjvp(lambda primals, tangents: (shifted(*primals), tangents[0]))
+
+
+def steps(body, start):
+    return lax.scan(lambda c, _: (body(c), None), start, None, length=3)[0]
+
+
 @pytest.mark.parametrize(
     "backward",
     [
@@ -344,7 +356,16 @@ def rule_with(backward):
         lambda dy, x: x,
         lambda dy, x: jnp.where(x > 0, dy, 1.0),
         lambda dy, x: jnp.concatenate([dy[:2], jnp.ones(1)]),
+        lambda dy, x: jnp.concatenate([dy[:2], x[:1]]),
         lambda dy, x: jnp.round(dy),
+        lambda dy, x: jax.jit(jnp.add)(dy, x),
+        lambda dy, x: jax.checkpoint(lambda dy: dy + x)(dy),
+        lambda dy, x: shifted(dy),
+        lambda dy, x: steps(lambda c: c + x, dy),
+        lambda dy, x: steps(lambda c: c + dy, x),
+        lambda dy, x: lax.fori_loop(0, 3, lambda _, c: c + 1.0, dy),
+        lambda dy, x: lax.cond(x[0] > 0, lambda: dy + 1.0, lambda: dy),
+        lambda dy, x: lax.cond(x[0] > 0, lambda: dy, lambda: x),
     ],
 )
 def test_a_backward_that_is_not_linear_is_refused_by_name_and_line(backward):
@@ -362,6 +383,20 @@ def test_a_backward_that_is_not_linear_is_refused_by_name_and_line(backward):
         jvp(f, (jnp.array(X, "float32"),), (jnp.ones(3),))
     with pytest.raises(ValueError, match=message):
         jvp(jax.jit(f), (jnp.array(X, "float32"),), (jnp.ones(3),))
+
+
+@pytest.mark.parametrize(
+    ("backward", "words"),
+    [
+        (lambda dy, x: jax.jit(jnp.add)(dy, x), r"add at test_forward.py:\d+ .*adds a constant"),
+        (lambda dy, x: jnp.concatenate([dy[:2], x[:1]]), "concatenate at .*adds a constant"),
+        (lambda dy, x: lax.cond(x[0] > 0, lambda: dy, lambda: x), "cond at .*adds a constant"),
+        (lambda dy, x: x, "result 0 does not depend"),
+    ],
+)
+def test_what_a_backward_adds_to_a_linear_function_is_named(backward, words):
+    with pytest.raises(ValueError, match=words):
+        jvp(rule_with(backward), (jnp.array(X, "float32"),), (jnp.ones(3),))
 
 
 def test_a_backward_that_calls_its_own_function_with_the_cotangent_is_refused():
@@ -401,7 +436,11 @@ def test_a_backward_that_calls_its_own_function_with_the_cotangent_is_refused():
         lambda dy, x: jnp.real(jnp.fft.ifft(jnp.fft.fft(dy))),
         lambda dy, x: jax.vjp(jnp.tanh, x)[1](dy)[0],
         lambda dy, x: lax.cond(x[0] > 0, lambda d: d * 2, lambda d: d, dy),
-        lambda dy, x: lax.fori_loop(0, 3, lambda i, d: d * x, dy),
+        lambda dy, x: lax.cond(x[0] > 0, lambda: x * dy, lambda: jnp.zeros_like(dy)),
+        lambda dy, x: lax.fori_loop(0, 3, lambda i, d: (i + 1) * d * x, dy),
+        lambda dy, x: steps(lambda c: c * x + dy, jnp.zeros_like(dy)),
+        lambda dy, x: dy * x + 0.0,
+        lambda dy, x: jax.jit(lambda z: -z.at[0].set(0.0).sum())(jnp.zeros(3)) * dy,
         lambda dy, x: jnp.zeros(3).at[jnp.array([0, 0, 1])].add(dy)[::-1],
         lambda dy, x: product(x, dy)[0],
         lambda dy, x: custom_gradient(lambda dy: (dy * x, lambda ddy: ddy * x))(dy),

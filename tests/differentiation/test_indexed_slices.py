@@ -46,13 +46,6 @@ def sparse_gradient(lookup, table, *args):
     return slices
 
 
-def assert_dense(lookup, table, *args):
-    loss = squares(lookup)
-    found = jax.jit(grad(loss, sparse=True))(table, *args)
-    assert isinstance(found, jax.Array)
-    np.testing.assert_allclose(found, jax.jit(jax.grad(loss))(table, *args), rtol=1e-6)
-
-
 # ----------------------------------------------------------------------------- what gives slices
 
 
@@ -87,30 +80,21 @@ def blocks(t, starts):
     return jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(t, start, 3))(starts)
 
 
-@pytest.mark.parametrize(
-    ("lookup", "ids", "rows"),
-    [
-        (lambda t, i: t[i], ANY, [9, 3, 10, 10, 10, 3, 0, 9]),
-        (lambda t, i: t[i], jnp.array([[1, 2], [1, 3]]), [1, 2, 1, 3]),
-        (lambda t, i: t[i] * jnp.take(t, i + 1, axis=0), IDS, [0, 2, 0, 1, 3, 1]),
-        (called_twice, IDS, [0, 2, 0, 1, 3, 1]),
-        (lambda t, i: t[i][jnp.array([0, 0, -1])], IDS, [0, 2, 0]),
-        (lambda t, i: t[i] * t[-2], jnp.int32(-1), [9, 8]),
-        (lambda t, i: jax.vmap(lambda j: t[j])(i), IDS, IDS),
-        (blocks, jnp.array([0, 8, 1]), [0, 1, 2, 7, 8, 9, 1, 2, 3]),
-    ],
-    ids=[
-        "brackets",
-        "a matrix of ids",
-        "two lookups",
-        "a function that is called twice",
-        "a lookup in what was looked up",
-        "single rows",
-        "vmap",
-        "blocks that are cut out",
-    ],
-)
-def test_lookups_give_a_slice_for_each_row_in_their_order(lookup, ids, rows):
+LOOKUPS = {
+    "brackets": (lambda t, i: t[i], ANY, [9, 3, 10, 10, 10, 3, 0, 9]),
+    "a matrix of ids": (lambda t, i: t[i], jnp.array([[1, 2], [1, 3]]), [1, 2, 1, 3]),
+    "two lookups": (lambda t, i: t[i] * jnp.take(t, i + 1, axis=0), IDS, [0, 2, 0, 1, 3, 1]),
+    "a function that is called twice": (called_twice, IDS, [0, 2, 0, 1, 3, 1]),
+    "in what was looked up": (lambda t, i: t[i][jnp.array([0, 0, -1])], IDS, [0, 2, 0]),
+    "single rows": (lambda t, i: t[i] * t[-2], jnp.int32(-1), [9, 8]),
+    "vmap": (lambda t, i: jax.vmap(lambda j: t[j])(i), IDS, IDS),
+    "blocks that are cut out": (blocks, jnp.array([0, 8, 1]), [0, 1, 2, 7, 8, 9, 1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_lookups_give_a_slice_for_each_row_in_their_order(name):
+    lookup, ids, rows = LOOKUPS[name]
     slices = sparse_gradient(lookup, TABLE, ids)
     np.testing.assert_array_equal(slices.indices, rows)
     assert slices.values.shape == (len(rows), 4)
@@ -304,33 +288,25 @@ def test_slices_that_do_not_fit_the_input_of_a_rule_say_so():
 # ------------------------------------------------------------------------------ what gives arrays
 
 
-@pytest.mark.parametrize(
-    "lookup",
-    [
-        lambda t: t[IDS].sum() + t,
-        lambda t: t * 2,
-        lambda t: (t * 2)[IDS],
-        lambda t: t[:, IDS],
-        lambda t: t[IDS, IDS],
-        lambda t: t[2:5],
-        lambda t: jax.lax.scan(lambda c, i: (c, t[i]), 0.0, IDS)[1],
-        lambda t: jax.checkpoint(lambda t: jnp.sin(t[IDS]))(t),
-        lambda t: jax.lax.cond(IDS[0] == 0, lambda: t[IDS], lambda: t[IDS + 1]),
-    ],
-    ids=[
-        "mixed",
-        "dense",
-        "computed",
-        "columns",
-        "elements",
-        "slice",
-        "scan",
-        "checkpoint",
-        "cond",
-    ],
-)
-def test_other_uses_give_arrays(lookup):
-    assert_dense(lookup, TABLE)
+OTHER_USES = {
+    "mixed": lambda t: t[IDS].sum() + t,
+    "dense": lambda t: t * 2,
+    "computed": lambda t: (t * 2)[IDS],
+    "columns": lambda t: t[:, IDS],
+    "elements": lambda t: t[IDS, IDS],
+    "slice": lambda t: t[2:5],
+    "scan": lambda t: jax.lax.scan(lambda c, i: (c, t[i]), 0.0, IDS)[1],
+    "checkpoint": lambda t: jax.checkpoint(lambda t: jnp.sin(t[IDS]))(t),
+    "cond": lambda t: jax.lax.cond(IDS[0] == 0, lambda: t[IDS], lambda: t[IDS + 1]),
+}
+
+
+@pytest.mark.parametrize("use", OTHER_USES)
+def test_other_uses_give_arrays(use):
+    loss = squares(OTHER_USES[use])
+    found = jax.jit(grad(loss, sparse=True))(TABLE)
+    assert isinstance(found, jax.Array)
+    np.testing.assert_allclose(found, jax.jit(jax.grad(loss))(TABLE), rtol=1e-6)
 
 
 def test_a_table_that_is_not_used_gets_zeros_or_none():
@@ -648,16 +624,20 @@ def test_a_dense_gradient_has_no_rows_to_apply():
     ],
 )
 def test_slices_need_no_promotion_of_ranks(lookup):
-    with jax.numpy_rank_promotion("raise"):
-        slices = grad(squares(lookup), sparse=True)(TABLE)
+    @jax.jit
+    def used(table):
+        slices = grad(squares(lookup), sparse=True)(table)
         assert isinstance(slices, IndexedSlices)
-        dense = (slices + slices.deduplicated()).to_dense()
-        stepped = apply_rows(TABLE, slices, lambda rows, gradients: rows - gradients)
+        stepped = apply_rows(table, slices, lambda rows, gradients: rows - gradients)
+        return (slices + slices.deduplicated()).to_dense(), stepped
+
+    with jax.numpy_rank_promotion("raise"):
+        dense, stepped = used(TABLE)
         with tg.GradientTape() as tape:
             tape.watch(TABLE)
             loss = squares(lookup)(TABLE)
         on_tape = tape.gradient(loss, TABLE, sparse=True).to_dense()
-        want = jax.grad(squares(lookup))(TABLE)
+    want = jax.grad(squares(lookup))(TABLE)
     np.testing.assert_allclose(dense, 2 * want)
     np.testing.assert_allclose(stepped, TABLE - want, rtol=1e-6)
     np.testing.assert_allclose(on_tape, want)

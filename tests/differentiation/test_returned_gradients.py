@@ -16,6 +16,7 @@ from jax import lax
 from jax.custom_derivatives import zero_from_primal
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.insight.gradient_flow import Flow, gradient_flow
 from tracegrad.ir.editing import around_each
@@ -120,10 +121,7 @@ OPERANDS = X, AUX, OTHER, OTHER + 1
 
 
 def on_a_tape(loss, *operands):
-    with tg.GradientTape() as tape:
-        tape.watch(operands)
-        value = loss(*operands)
-    return tape.gradient(value, operands)
+    return by_tape(lambda operands: loss(*operands), operands)
 
 
 WAYS = {
@@ -169,9 +167,7 @@ def test_variables_get_it_too():
     x, aux, none = tg.Variable(X), tg.Variable(AUX), tg.Variable(OTHER)
     for wrap in (lambda f: f, tg.trace):
         loss = wrap(lambda: a_loss(of_tracegrad)(x.value, aux.value, OTHER, none.value))
-        with tg.GradientTape() as tape:
-            value = loss()
-        found = tape.gradient(value, [x, aux, none])
+        found = by_tape(loss, sources=[x, aux, none])
         wanted = jax.grad(a_loss(of_jax), (0, 1))(X, AUX, OTHER, OTHER)
         np.testing.assert_allclose(found[0], wanted[0])
         np.testing.assert_allclose(found[1], wanted[1])
@@ -264,17 +260,7 @@ def test_nor_for_a_jacobian_or_a_second_derivative():
         y = f(x)[0]
     np.testing.assert_allclose(tape.jacobian(y, x), jnp.diag(jnp.cos(x)), rtol=1e-6)
     for wrap in (lambda f: f, tg.trace):
-
-        @wrap
-        def second(x):
-            with tg.GradientTape() as outer:
-                outer.watch(x)
-                with tg.GradientTape() as inner:
-                    inner.watch(x)
-                    y = f(x)[0]
-                first = inner.gradient(y, x)
-            return outer.gradient(first, x)
-
+        second = wrap(lambda x: by_tape(lambda x: by_tape(lambda x: f(x)[0], x), x))
         np.testing.assert_allclose(second(x), -jnp.sin(x), rtol=1e-6)
 
 

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import tracegrad as tg
+from tracegrad.ir.dependence import dependence
 
 pytestmark = pytest.mark.both_jax
 
@@ -176,3 +178,23 @@ def test_a_function_of_a_notebook_is_told_by_its_cell(monkeypatch):
 
     with pytest.raises(TypeError, match=r"'wrong' \(In\[3\]:\d+\) has a custom gradient"):
         wrong(1.0)
+
+
+def test_what_stands_in_a_region_of_a_region_is_known_of_the_graph():
+    def within(fun):
+        inner = jax.jit(fun)
+        return tg.graph(lambda x: jax.jit(lambda x: inner(x))(x), jnp.ones(3))
+
+    def on_the_host(x):
+        return jax.pure_callback(np.sin, x, x)
+
+    assert within(jax.checkpoint(jnp.sin)).recomputes
+    assert within(on_the_host).calls_host
+    assert not within(jnp.sin).recomputes
+    assert not within(jnp.sin).calls_host
+
+
+def test_what_is_closed_over_depends_on_no_argument():
+    table = np.arange(3.0, dtype=np.float32)
+    fun = lambda x: (table[1] * jnp.sin(table), jax.jit(lambda: table + 1)(), x * table)  # noqa: E731
+    assert dependence(tg.graph(fun, 2.0)) == [0, 0, 1]

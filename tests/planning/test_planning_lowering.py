@@ -429,14 +429,6 @@ def test_values_that_the_function_closes_over_get_their_gradient():
 # ------------------------------------------------------------------------------ the plan as data
 
 
-def test_plans_are_the_same_every_time():
-    shapes = mlp_shapes(8, 64, 16)
-    first_plan, second = (
-        plan_recompute(mlp, *shapes, memory_budget="40%", measure=False) for _ in range(2)
-    )
-    assert first_plan == second
-
-
 def test_a_program_that_writes_nothing_has_an_empty_plan():
     plan = plan_recompute(lambda x: x.T, f32(2, 3), memory_budget="50%", measure=False)
     assert plan.segments == ()
@@ -462,10 +454,3 @@ def test_a_program_of_scans_can_be_planned_for_many_budgets():
     shapes, shares = stacked_shapes(12, 32, 16), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
     plans = [plan_recompute(loop, *shapes, memory_budget=share, measure=False) for share in shares]
     assert len({plan.flops for plan in plans}) > 2
-
-
-def test_the_original_graph_is_not_edited():
-    graph = tracegrad.graph(mlp, *mlp_shapes(8, 64, 16))
-    before = str(graph)
-    assert isinstance(recompute_to_fit("50%", measure=False)(graph), Graph)
-    assert str(graph) == before

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 from tracegrad import match, rules
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
@@ -92,19 +93,12 @@ def accumulated(w):
     return jax.lax.scan(body, jnp.zeros_like(w), X)
 
 
-def on_a_tape(w):
-    with tg.GradientTape() as tape:
-        tape.watch(w)
-        value = loss_of(w, X)
-    return tape.gradient(value, w)
-
-
 STEPS = {
     "jax.grad": lambda w: jax.grad(loss_of)(w, X),
     "jax.vjp": lambda w: jax.vjp(lambda w: loss_of(w, X), w)[1](1.0),
     "jax.jacrev": lambda w: jax.jacrev(loss_of)(w, X),
     "tracegrad.grad": lambda w: tg.grad(loss_of)(w, X),
-    "a tape": on_a_tape,
+    "a tape": lambda w: by_tape(lambda w: loss_of(w, X), w),
     "of a jitted loss": lambda w: jax.grad(jax.jit(loss_of))(w, X),
     "of a loss with a checkpoint": lambda w: jax.grad(jax.checkpoint(loss_of))(w, X),
     "of a loss with a branch": lambda w: jax.grad(

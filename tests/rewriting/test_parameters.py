@@ -105,28 +105,22 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "differentiate",
-    [
-        pytest.param(lambda m, t: nnx.grad(tg.trace(language_loss, rules=RULES))(m, t), id="trace"),
-        pytest.param(lambda m, t: nnx.grad(tg.rewrite(language_loss, RULES))(m, t), id="rewrite"),
-        pytest.param(
-            lambda m, t: tg.trace(lambda m, t: nnx.grad(language_loss)(m, t), rules=RULES)(m, t),
-            id="nnx.grad in a trace",
-        ),
-        pytest.param(
-            lambda m, t: state_of(tg.grad(tg.rewrite(language_loss, RULES))(m, t)), id="tg.grad"
-        ),
-        pytest.param(
-            lambda m, t: state_of(
-                tg.trace(lambda m, t: tg.grad(language_loss)(m, t), rules=RULES)(m, t)
-            ),
-            id="tg.grad in a trace",
-        ),
-    ],
-)
-def test_the_embedding_is_frozen_and_the_attention_clipped(transformer, differentiate):
-    found = differentiate(transformer, TOKENS)
+WAYS = {
+    "trace": lambda m, t: nnx.grad(tg.trace(language_loss, rules=RULES))(m, t),
+    "rewrite": lambda m, t: nnx.grad(tg.rewrite(language_loss, RULES))(m, t),
+    "nnx.grad in a trace": lambda m, t: tg.trace(
+        lambda m, t: nnx.grad(language_loss)(m, t), rules=RULES
+    )(m, t),
+    "tg.grad": lambda m, t: state_of(tg.grad(tg.rewrite(language_loss, RULES))(m, t)),
+    "tg.grad in a trace": lambda m, t: state_of(
+        tg.trace(lambda m, t: tg.grad(language_loss)(m, t), rules=RULES)(m, t)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_embedding_is_frozen_and_the_attention_clipped(transformer, way):
+    found = WAYS[way](transformer, TOKENS)
     expected = expected_of(transformer, TOKENS)
     assert_trees_close(jax.tree.leaves(found), jax.tree.leaves(expected))
 
@@ -435,31 +429,28 @@ def test_rules_of_equal_parts_are_equal_selections():
     assert text == "(match.param('a') | ~match.param('b'))"
 
 
-@pytest.mark.parametrize(
-    "differentiate",
-    [
-        pytest.param(lambda p, x: jax.grad(quadratic)(p, x), id="its own name"),
-        pytest.param(lambda p, x: jax.grad(lambda q: quadratic(q, x))(p), id="another name"),
-        pytest.param(lambda p, x: tg.grad(lambda q: quadratic(q, x))(p), id="tg.grad"),
-        pytest.param(
-            lambda p, x: jax.tree.unflatten(
-                jax.tree.structure(p),
-                jax.grad(lambda q: quadratic(jax.tree.unflatten(jax.tree.structure(p), q), x))(
-                    jax.tree.leaves(p)
-                ),
-            ),
-            id="a list of leaves",
-        ),
-        pytest.param(
-            lambda p, x: jax.grad(lambda p: 1.0 * jnp.sum(jax.grad(quadratic)(p, x)["c"][0]))(p),
-            id="a gradient of a gradient",
-        ),
-    ],
-)
-def test_in_a_traced_step_parameters_have_the_paths_of_its_arguments(differentiate):
+def of_a_list_of_leaves(p, x):
+    leaves, structure = jax.tree.flatten(p)
+    gradient = jax.grad(lambda leaves: quadratic(jax.tree.unflatten(structure, leaves), x))
+    return jax.tree.unflatten(structure, gradient(leaves))
+
+
+GRADIENTS = {
+    "its own name": lambda p, x: jax.grad(quadratic)(p, x),
+    "another name": lambda p, x: jax.grad(lambda q: quadratic(q, x))(p),
+    "tg.grad": lambda p, x: tg.grad(lambda q: quadratic(q, x))(p),
+    "a list of leaves": of_a_list_of_leaves,
+    "a gradient of a gradient": lambda p, x: jax.grad(
+        lambda p: 1.0 * jnp.sum(jax.grad(quadratic)(p, x)["c"][0])
+    )(p),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_in_a_traced_step_parameters_have_the_paths_of_its_arguments(name):
     seen = set()
     rule = tg.rules.tap_gradient(tg.match.param("params.*"), lambda place, g: seen.add(place))
-    tg.trace(lambda params, x: differentiate(params, x), rules=[rule])(PARAMS, jnp.ones(2))
+    tg.trace(lambda params, x: GRADIENTS[name](params, x), rules=[rule])(PARAMS, jnp.ones(2))
     jax.effects_barrier()
     assert seen == {"params.a.b", "params.a.w", "params.c.0"}
 

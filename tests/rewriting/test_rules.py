@@ -160,23 +160,14 @@ def test_loss_scaling_does_not_leave_the_range_of_half_precision():
 
 def test_complex_values_are_clipped_to_the_limit_and_keep_their_phase():
     big = 3e38
-    cotangent = [3 + 4j, 0.3j, complex(INF, 3), complex(INF, -INF), complex(big, big), 0]
+    cotangent = [3 + 4j, 1.5 + 2j, 0.3j, complex(INF, 3), complex(INF, -INF)]
+    cotangent += [complex(big, big), 0]
     got = clipped(jnp.array(cotangent, jnp.complex64), max_value=2.0)
     root = 2**0.5
-    expected = [1.2 + 1.6j, 0.3j, 2, complex(root, -root), complex(root, root), 0]
+    expected = [1.2 + 1.6j, 1.2 + 1.6j, 0.3j, 2, complex(root, -root), complex(root, root), 0]
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     nan = clipped(jnp.array([complex(NAN, 1), complex(INF, NAN)], jnp.complex64), max_value=2.0)
     assert jnp.isnan(nan).all()
-
-
-def test_complex_gradients_are_clipped_by_their_size():
-    def f(z):
-        return jnp.real(jnp.sum(jnp.sin(z) * (30 + 40j)))
-
-    z = jnp.array([0.1 + 0.2j])
-    clipped = tg.rewrite(f, rules.clip_gradient(SIN, max_value=5.0))
-    by_jax = np.asarray(jax.jit(jax.grad(f))(z))
-    np.testing.assert_allclose(jax.jit(jax.grad(clipped))(z), by_jax / 10, rtol=1e-5)
 
 
 def test_stopping_all_or_some_inputs():

@@ -10,13 +10,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from jax import grad as grad_by_name
 
 import tracegrad as tg
 from tests.compilation import temporary_bytes
+from tests.derivatives import GRADIENTS, by_tape
 from tracegrad import match, rules
 
 pytestmark = pytest.mark.both_jax
@@ -43,90 +42,35 @@ def by_hand(factor):
 EXPECTED = jax.grad(by_hand(3.0))(X)
 
 
-def tape_gradient(x):
-    with tg.GradientTape() as tape:
-        tape.watch(x)
-        y = loss(x)
-    return tape.gradient(y, x)
-
-
-WAYS = {
-    "grad": lambda x: tg.grad(loss)(x),
-    "value_and_grad with aux": lambda x: tg.value_and_grad(
-        lambda x: (loss(x), ("text", x)), has_aux=True
-    )(x)[1],
-    "jacobian": lambda x: tg.jacobian(loss)(x),
-    "unconnected": lambda x: tg.grad(loss, unconnected="raise")(x),
-    "a traced loss": lambda x: tg.grad(tg.trace(loss))(x),
-    "a jitted loss": lambda x: tg.grad(jax.jit(loss))(x),
-    "jvp": lambda x: jax.vmap(lambda v: tg.jvp(loss, (x,), (v,))[1])(jnp.eye(3)),
-    "tape": tape_gradient,
-    "tape over a jitted loss": lambda x: tape_over_jitted(x),
-    "gradients": lambda x: tg.gradients(loss(x), [x])[0],
-    "in a jitted function": lambda x: jax.jit(lambda x: tg.grad(loss)(x))(x),
-    "in a scan": lambda x: jax.lax.scan(lambda c, _: (tg.grad(loss)(x), None), x, None, 1)[0],
-    "jax.grad": lambda x: jax.grad(loss)(x),
-    "jax.value_and_grad with aux": lambda x: jax.value_and_grad(
-        lambda x: (loss(x), ("text", x)), has_aux=True
-    )(x)[1],
-    "jax.vjp": lambda x: jax.vjp(loss, x)[1](1.0)[0],
-    "jax.linearize": lambda x: jax.vmap(jax.linearize(loss, x)[1])(jnp.eye(3)),
-    "jax.jacrev": lambda x: jax.jacrev(loss)(x),
-    "jax.jacfwd": lambda x: jax.jacfwd(loss)(x),
-    "jax.grad of a jitted loss, vmapped": lambda x: jax.vmap(jax.grad(jax.jit(loss)))(x[None])[0],
-    "jax.grad in a scan": lambda x: jax.lax.scan(
-        lambda c, _: (jax.grad(loss)(c), None), x, None, 1
-    )[0],
-    "equinox.filter_grad": lambda x: eqx.filter_grad(loss)(x),
-    "equinox.filter_vjp": lambda x: eqx.filter_vjp(loss, x)[1](1.0)[0],
-    "equinox.filter_jvp": lambda x: jax.vmap(lambda v: eqx.filter_jvp(loss, (x,), (v,))[1])(
-        jnp.eye(3)
-    ),
-    "nnx.grad": lambda x: nnx.grad(lambda w: loss(w[...]))(nnx.Param(x))[...],
-    "in a traced function": lambda x: tg.trace(lambda x: tg.grad(loss)(x))(x),
-}
-
-
-def tape_over_jitted(x):
-    with tg.GradientTape() as tape:
-        tape.watch(x)
-        y = jax.jit(loss)(x)
-    return tape.gradient(y, x)
+WAYS = {**GRADIENTS, "tg.gradients in the step": lambda f, x: tg.gradients(f(x), [x])[0]}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rule_reaches_every_way_of_differentiating(way):
     def step(x):
-        return WAYS[way](x)
+        return WAYS[way](loss, x)
 
     np.testing.assert_allclose(tg.trace(step, rules=[TRIPLE])(X), EXPECTED, rtol=1e-5)
     np.testing.assert_allclose(tg.trace(step)(X), jax.grad(loss)(X), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        lambda x: tg.hessian(loss)(x),
-        lambda x: jnp.stack([tg.hvp(loss, (x,), v) for v in jnp.eye(3)]),
-        lambda x: tg.jacobian(tg.grad(loss))(x),
-        lambda x: jax.hessian(loss)(x),
-        lambda x: jax.jacfwd(jax.grad(loss))(x),
-        lambda x: jax.vmap(lambda v: eqx.filter_jvp(eqx.filter_grad(loss), (x,), (v,))[1])(
-            jnp.eye(3)
-        ),
-    ],
-    ids=[
-        "hessian",
-        "hvp",
-        "jacobian of grad",
-        "jax.hessian",
-        "jax.jacfwd of jax.grad",
-        "equinox.filter_jvp of equinox.filter_grad",
-    ],
-)
+SECOND = {
+    "hessian": lambda x: tg.hessian(loss)(x),
+    "hvp": lambda x: jnp.stack([tg.hvp(loss, (x,), v) for v in jnp.eye(3)]),
+    "jacobian of grad": lambda x: tg.jacobian(tg.grad(loss))(x),
+    "jax.hessian": lambda x: jax.hessian(loss)(x),
+    "jax.jacfwd of jax.grad": lambda x: jax.jacfwd(jax.grad(loss))(x),
+    "equinox.filter_jvp of equinox.filter_grad": lambda x: jax.vmap(
+        lambda v: eqx.filter_jvp(eqx.filter_grad(loss), (x,), (v,))[1]
+    )(jnp.eye(3)),
+}
+
+
+@pytest.mark.parametrize("way", SECOND)
 def test_second_derivatives_go_by_the_rule(way):
     expected = jax.jacobian(jax.grad(scaled_by_rule))(X)
-    np.testing.assert_allclose(tg.trace(way, rules=[TRIPLE])(X), expected, rtol=1e-5, atol=1e-6)
+    found = tg.trace(lambda x: SECOND[way](x), rules=[TRIPLE])(X)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("where", [SIN, match.scope("sine")], ids=["op", "scope"])
@@ -234,23 +178,6 @@ def test_rules_of_nested_traces_are_both_in_force():
     outer = tg.trace(lambda x: inner(x), rules=[rules.scale_gradient(SIN, 2.0)])
     np.testing.assert_allclose(outer(X), jax.grad(by_hand(6.0))(X), rtol=1e-6)
     np.testing.assert_allclose(inner(X), EXPECTED, rtol=1e-6)
-
-
-def test_a_whole_training_step():
-    adam = optax.adam(0.1)
-
-    @tg.trace(rules=[rules.clip_gradient(SIN, max_value=0.1)])
-    def step(x, state):
-        value, gradient = tg.value_and_grad(loss)(x)
-        updates, state = adam.update(gradient, state)
-        return value, optax.apply_updates(x, updates), gradient
-
-    value, moved, gradient = step(X, adam.init(X))
-    np.testing.assert_allclose(
-        gradient, jnp.sin(X) + jnp.clip(X, -0.1, 0.1) * jnp.cos(X), rtol=1e-5
-    )
-    np.testing.assert_allclose(value, loss(X), rtol=1e-6)
-    np.testing.assert_allclose(moved, X - 0.1 * jnp.sign(gradient), rtol=1e-4)
 
 
 def test_gradients_inside_of_a_loss_go_by_the_rule():
@@ -415,12 +342,6 @@ def test_a_derivative_in_a_rule_of_jax_is_not_under_the_rules_in_force(sine):
     def nested(x):
         return jnp.sum(jnp.sin(sine(x)))
 
-    def on_a_tape(x):
-        with tg.GradientTape() as tape:
-            tape.watch(x)
-            y = nested(x)
-        return tape.gradient(y, x)
-
     def directional(x):
         return jnp.stack([tg.jvp(nested, (x,), (v,))[1] for v in jnp.eye(3)])
 
@@ -430,7 +351,7 @@ def test_a_derivative_in_a_rule_of_jax_is_not_under_the_rules_in_force(sine):
         lambda x: jax.grad(nested)(x),
         lambda x: jax.vjp(nested, x)[1](1.0)[0],
         tg.grad(nested),
-        on_a_tape,
+        lambda x: by_tape(nested, x),
         directional,
     )
     for gradient in ways:

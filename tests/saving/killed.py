@@ -66,39 +66,34 @@ def over_and_over(path: Path) -> None:
         write(path, "old")
 
 
-def until_line(path: Path, number: int) -> None:
-    """Writes, and kills itself before the line of that number which it comes to."""
-    left = number
-
-    def trace(frame: types.FrameType, event: str, arg: Any) -> Any:
-        nonlocal left
-        if ROOT / "tracegrad" not in Path(frame.f_code.co_filename).parents:
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    sys.settrace(trace)
-    write(path, "new")
-    sys.settrace(None)
-
-
-def lines_of_a_write(path: Path) -> int:
+def write_by_lines(path: Path, which: str, before_line: Callable[[int], None]) -> int:
+    """Writes, and calls `before_line` with the number of each line which that comes to; returns how
+    many there were."""
     count = 0
 
     def trace(frame: types.FrameType, event: str, arg: Any) -> Any:
         nonlocal count
         if ROOT / "tracegrad" not in Path(frame.f_code.co_filename).parents:
             return None
-        count += event == "line"
+        if event == "line":
+            count += 1
+            before_line(count)
         return trace
 
     sys.settrace(trace)
-    write(path, "old")
+    write(path, which)
     sys.settrace(None)
     return count
+
+
+def until_line(path: Path, number: int) -> None:
+    """Writes, and kills itself before the line of that number."""
+
+    def kill_itself(line: int) -> None:
+        if line == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    write_by_lines(path, "new", kill_itself)
 
 
 def whole_files(path: Path) -> dict[bytes, str]:
@@ -113,7 +108,7 @@ def whole_files(path: Path) -> dict[bytes, str]:
 def kill(folder: Path, at_random: int, steps: int, seed: int) -> dict[str, Any]:
     path = folder / "model.tracegrad"
     whole = whole_files(path)
-    lines = lines_of_a_write(path)
+    lines = write_by_lines(path, "old", lambda line: None)
     begun = time.perf_counter()
     for _ in range(5):
         write(path, "old")

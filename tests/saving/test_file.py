@@ -191,21 +191,24 @@ def test_a_newer_format_is_named(written: Path):
 # Replacing what is there
 
 
-def assert_refused_and_nothing_left(path: Path, error: type[OSError], words: str):
-    before = sorted(os.listdir(path.parent)) if path.parent.exists() else None
+@pytest.mark.parametrize(
+    ("name", "make", "error", "words"),
+    [
+        ("no/f", lambda path: None, FileNotFoundError, "folder .* does not"),
+        ("f", lambda path: path.mkdir(), IsADirectoryError, "A folder is in the way"),
+        ("f", lambda path: os.mkfifo(path), OSError, "no ordinary file to replace"),
+        ("x" * 300, lambda path: None, OSError, "name too long"),
+    ],
+    ids=["no folder", "a folder in the way", "a device", "too long a name"],
+)
+def test_where_no_file_can_be_written_nothing_is(tmp_path: Path, name, make, error, words):
+    path = tmp_path / name
+    make(path)
+    before = [(each, each.stat().st_mode) for each in tmp_path.iterdir()]
     with pytest.raises(error, match=words) as caught:
         write_file(path, ARRAYS, MANIFEST)
     assert caught.value.filename == str(path)
-    assert before is None or sorted(os.listdir(path.parent)) == before
-
-
-def test_a_missing_folder_is_named(tmp_path: Path):
-    assert_refused_and_nothing_left(tmp_path / "no" / "f", FileNotFoundError, "folder .* does not")
-
-
-def test_a_folder_in_the_way_is_named(path: Path):
-    path.mkdir()
-    assert_refused_and_nothing_left(path, IsADirectoryError, "A folder is in the way")
+    assert [(each, each.stat().st_mode) for each in tmp_path.iterdir()] == before
 
 
 def test_a_file_where_a_folder_should_be_is_named(written: Path):
@@ -213,16 +216,6 @@ def test_a_file_where_a_folder_should_be_is_named(written: Path):
         write_file(written / "x", {}, MANIFEST)
     assert caught.value.filename == str(written / "x")
     assert_holds(written, ARRAYS)
-
-
-def test_a_device_is_not_replaced(path: Path):
-    os.mkfifo(path)
-    assert_refused_and_nothing_left(path, OSError, "no ordinary file to replace")
-    assert stat.S_ISFIFO(path.stat().st_mode)
-
-
-def test_too_long_a_name_is_an_error(tmp_path: Path):
-    assert_refused_and_nothing_left(tmp_path / ("x" * 300), OSError, "name too long")
 
 
 @contextlib.contextmanager
