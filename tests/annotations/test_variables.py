@@ -409,6 +409,7 @@ def test_values_from_around_an_annotated_function_do_not_stay_in_what_jax_keeps(
         v.assign(value)
         assert floats(traced(2.0)) == [2 * value] * 3
         assert floats(tg.trace(lambda x: (f(x), g(x), inner(x)))(2.0)) == [2 * value] * 3
+        assert floats(tg.trace(lambda x: (f(x), inner(x)))(2.0)) == [2 * value] * 2
         for annotated in (f, g):  # as without annotation: the value would be that of this call
             with pytest.raises(RuntimeError, match="would be kept as a constant"):
                 annotated(2.0)
