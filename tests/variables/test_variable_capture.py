@@ -494,6 +494,46 @@ def test_a_nested_traced_function_is_traced_once_whatever_is_assigned_around_it(
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_nested_traced_function_reads_is_read_again_by_the_one_around_it(fails):
+    @tg.trace
+    def nested(x):
+        y = jitted(x)
+        if fails and x.ndim:
+            raise ValueError("on purpose")
+        return y
+
+    @tg.trace
+    def step(x):
+        try:
+            return nested(x) + jitted(x)
+        except ValueError:
+            return 2 * jitted(x)
+
+    assert nested(1.0) == 3.0  # from now on it has a program that takes the Variable
+    for value in (3.0, 5.0):
+        v.assign(value)
+        np.testing.assert_array_equal(step(jnp.ones(2)), [2 * value, 2 * value])
+
+
+def test_what_a_nested_traced_function_read_before_it_failed_is_read_again():
+    @tg.trace
+    def fails(x):
+        jitted(x)
+        raise ValueError("on purpose")
+
+    @tg.trace
+    def step(x):
+        try:
+            return fails(x)
+        except ValueError:
+            return jitted(x)
+
+    assert step(2.0) == 6.0
+    v.assign(5.0)
+    assert step(2.0) == 10.0
+
+
 def test_two_threads_that_trace_at_once_have_their_own_reads_of_inner_functions():
     others = [Variable(float(i)) for i in range(4)]
     results = {}

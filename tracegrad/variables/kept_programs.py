@@ -69,15 +69,15 @@ def while_tracing() -> Iterator[None]:
     traces = _thread.traces
     if _thread.unused.is_used:
         _thread.unused = _Key()
-    with ExitStack() as keys:
-        traces.append(_Trace(_jax.current_trace(None), keys))
-        if _Process.has_variables:
-            traces[-1].put(_thread.unused)
-        try:
+    try:
+        with ExitStack() as keys:
+            traces.append(_Trace(_jax.current_trace(None), keys))
+            if _Process.has_variables:
+                traces[-1].put(_thread.unused)
             yield
-        finally:
-            traces.pop()
-    reads_change()  # to the function around
+    finally:
+        traces.pop()
+        reads_change()  # to the function around
 
 
 def is_traced() -> bool:
@@ -103,5 +103,11 @@ def reads_change() -> None:
 @contextmanager
 def for_all_values() -> Iterator[None]:
     """A call of a program that takes its Variables as arguments: it serves for other values too."""
-    with _key_of_jax(()):
-        yield
+    around = _thread.traces[-1] if _thread.traces else None
+    key = None if around is None else around.key
+    try:
+        with _key_of_jax(()):
+            yield
+    finally:
+        if around is not None and around.key is not key:  # it was changed inside of the block
+            around.put(around.key)
