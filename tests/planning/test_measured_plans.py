@@ -474,6 +474,13 @@ def test_a_budget_is_for_all_examples_of_a_vmap(step: Any):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_the_lines_that_hold_most_are_told_for_all_examples_of_a_vmap():
+    args = jnp.eye(32) / 8, jnp.ones((64, 64, 32))
+    with pytest.raises(BudgetTooSmall) as error:
+        tracegrad.trace(of_each, memory_budget=1000)(*args)
+    assert max(size for _, size in error.value.held_most) >= 4 * args[1].size
+
+
 def explicit_mesh() -> Any:
     return jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
 

@@ -123,6 +123,7 @@ def test_norms_are_clipped_where_squares_are_out_of_range(dtype):
         5e-5: [([6e-5, 8e-5, 0], [3e-5, 4e-5, 0])],
         20 * tiny: [([30 * tiny, 40 * tiny, 0], [12 * tiny, 16 * tiny, 0])],
         1e300: [([most, 1, 0], [most, 1, 0]), ([INF, 1, 0], [most, 0, 0])],
+        INF: [([INF, 1, 0], [INF, 1, 0]), ([most, 1, NAN], [most, 1, NAN])],
     }
     for limit, rows in cases.items():
         cotangents, expected = zip(*rows, strict=True)

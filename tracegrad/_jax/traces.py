@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from threading import Thread
 from typing import Any, TypeVar
 
 import jax
@@ -30,12 +30,8 @@ set_current_trace: Callable[[Any], AbstractContextManager[None]] = jex.set_curre
 
 def in_a_new_thread(fun: Callable[[], T]) -> T:
     """Calls a function where nothing is being transformed and there is no mesh, whoever asks."""
-    found: list[T] = []
-    thread = Thread(target=lambda: found.append(fun()))
-    thread.start()
-    thread.join()
-    (result,) = found
-    return result
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        return threads.submit(fun).result()
 
 
 def _top_level_and_staging() -> tuple[Any, type]:

@@ -104,7 +104,7 @@ class Search:
             budget,
             self.examples * self.lowest_peak if lowest.held is None else lowest.held,
             measured_on,
-            _held_most(self.whole, lowest.segments),
+            _held_most(self.whole, lowest.segments, self.examples),
             self.graph.name,
             _in_the_way(self.graph),
         )
@@ -154,7 +154,9 @@ def _bytes_made(node: Node, known: dict[Graph, int]) -> int:
     return inside + sum(nbytes(value.aval) for value in node.outputs)
 
 
-def _held_most(whole: MemoryModel, segments: Sequence[Segment]) -> list[tuple[str, int]]:
+def _held_most(
+    whole: MemoryModel, segments: Sequence[Segment], examples: int
+) -> list[tuple[str, int]]:
     """The lines of which most is held, and the bytes, as the backward pass of the segment with the
     peak begins, in the model: what earlier segments and this one keep, and what is run again."""
     found, sizes = simulate(whole, segments), Counter[str]()
@@ -168,4 +170,4 @@ def _held_most(whole: MemoryModel, segments: Sequence[Segment]) -> list[tuple[st
             sizes[_line(model.nodes[segment.start + i])] += model.sizes[segment.start + i]
         if is_peak:
             break
-    return [(line, size) for line, size in sizes.most_common(3) if size]
+    return [(line, examples * size) for line, size in sizes.most_common(3) if size]

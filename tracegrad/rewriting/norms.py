@@ -34,6 +34,8 @@ def over_largest(x: Any, axis: int | None = None, xp: Any = jnp) -> tuple[Any, A
 
 def within_value(x: Any, limit: float) -> Any:
     """Clips each entry; a complex one by its absolute value."""
+    if limit == jnp.inf:
+        return x
     limit = _reachable(limit, x.dtype)
     if not jnp.iscomplexobj(x):
         bound = jnp.asarray(limit, x.dtype)
@@ -45,6 +47,8 @@ def within_value(x: Any, limit: float) -> Any:
 
 def within_norm(x: Any, limit: float) -> Any:
     """Scales an array down to a Euclidean norm."""
+    if limit == jnp.inf:
+        return x
     limit = _reachable(limit, x.dtype)
     is_over, direction = _over(_parts(x), limit, axis=None)
     return jnp.where(is_over, _of_parts(limit * direction, x.dtype), x)
@@ -52,7 +56,7 @@ def within_norm(x: Any, limit: float) -> Any:
 
 def _reachable(limit: float, dtype: Any) -> float:
     """A limit that the type can hold, so that infinite entries do not stay it."""
-    return min(float(limit), float(_finfo(dtype).max)) if limit < jnp.inf else jnp.inf
+    return min(float(limit), float(_finfo(dtype).max))
 
 
 def _parts(x: Any) -> Any:
