@@ -728,6 +728,11 @@ ON_ONE_TAPE = [
     lambda x: jax.jit(halved_rule)(x).sum(),
     lambda x: closing(x).sum(),
     lambda x: sum(jnp.sin(x * i) for i in range(4)).sum(),
+    # Functions made anew in each step:
+    lambda x: lax.scan(lambda c, _: (jnp.sin(c) * c, None), x, None, length=3)[0].sum(),
+    lambda x: lax.cond(True, lambda x: x * x, lambda x: x, x).sum(),
+    lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum(),
+    lambda x: jax.jit(lambda x: jnp.exp(x) * x)(x).sum(),
 ]
 ON_TWO_TAPES = [jnp.tanh, jax.nn.relu, doubled_rule, tripled_rule, closing, jax.jit(halved_rule)]
 
