@@ -902,6 +902,19 @@ def test_a_shard_map_outside_of_a_compiled_function():
         np.testing.assert_allclose(on_a_tape(x, w)[0], expected[0], rtol=1e-4)
 
 
+def test_a_jitted_function_in_a_shard_map_may_close_over_a_watched_array():
+    x, w = jnp.arange(8.0), F32(3.0)
+    scaled = jax.jit(lambda x: x * w)
+    agrees = 2 * np.arange(8.0).sum()
+    for mapped in (of_shards(lambda x: 2 * scaled(x)), jax.jit(of_shards(lambda x: 2 * scaled(x)))):
+        with GradientTape() as tape:
+            tape.watch((x, w))
+            y = mapped(x)
+        dx, dw = tape.gradient(y, (x, w))
+        np.testing.assert_array_equal(dx, np.full(8, 6.0))
+        assert dw == agrees
+
+
 def test_a_variable_that_a_shard_map_reads_is_not_lost_in_silence():
     v = tg.Variable(3.0)
     with GradientTape(), pytest.raises(RuntimeError, match="read inside a function that JAX"):
