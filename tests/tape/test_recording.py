@@ -728,6 +728,11 @@ ON_ONE_TAPE = [
     lambda x: jax.jit(halved_rule)(x).sum(),
     lambda x: closing(x).sum(),
     lambda x: sum(jnp.sin(x * i) for i in range(4)).sum(),
+    # Functions made anew in each step:
+    lambda x: lax.scan(lambda c, _: (jnp.sin(c) * c, None), x, None, length=3)[0].sum(),
+    lambda x: lax.cond(True, lambda x: x * x, lambda x: x, x).sum(),
+    lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum(),
+    lambda x: jax.jit(lambda x: jnp.exp(x) * x)(x).sum(),
 ]
 ON_TWO_TAPES = [jnp.tanh, jax.nn.relu, doubled_rule, tripled_rule, closing, jax.jit(halved_rule)]
 
@@ -895,6 +900,19 @@ def test_a_shard_map_outside_of_a_compiled_function():
             np.testing.assert_allclose(got, wanted, rtol=1e-4)
     with jax.disable_jit():
         np.testing.assert_allclose(on_a_tape(x, w)[0], expected[0], rtol=1e-4)
+
+
+def test_a_jitted_function_in_a_shard_map_may_close_over_a_watched_array():
+    x, w = jnp.arange(8.0), F32(3.0)
+    scaled = jax.jit(lambda x: x * w)
+    agrees = 2 * np.arange(8.0).sum()
+    for mapped in (of_shards(lambda x: 2 * scaled(x)), jax.jit(of_shards(lambda x: 2 * scaled(x)))):
+        with GradientTape() as tape:
+            tape.watch((x, w))
+            y = mapped(x)
+        dx, dw = tape.gradient(y, (x, w))
+        np.testing.assert_array_equal(dx, np.full(8, 6.0))
+        assert dw == agrees
 
 
 def test_a_variable_that_a_shard_map_reads_is_not_lost_in_silence():

@@ -183,7 +183,7 @@ def gradients(
     constants = jax.tree.leaves(stop_gradients, is_leaf=is_variable)
     stops = [array for x in constants for array in _reads(record, x)]
     each = [array for of in reads for array in of]
-    _refuse_from_around(record, targets, each, stops, any(map(is_variable, sources)))
+    _refuse_from_around(record, targets, sources, each, stops)
     with jax.named_scope(name):
         derivative = SPARSE_GRADIENT if sparse else GRADIENT
         terms = iter(
@@ -225,7 +225,7 @@ def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero", "sparse": False})
     record = _record_here(_values(x))
     reads = _reads(record, x)
-    _refuse_from_around(record, [first], reads, (), is_variable(x))
+    _refuse_from_around(record, [first], [x], reads, ())
     total = sum_of_known(_pull_back(record, [first], reads, JACOBIAN))
     return jnp.zeros((*x.shape, *x.shape), x.dtype) if total is None else total
 
@@ -322,28 +322,30 @@ def _pull_back(
 def _refuse_from_around(
     record: Record,
     targets: Sequence[Any],
-    sources: Sequence[Any],
+    xs: Sequence[Any],
+    reads: Sequence[Any],
     stops: Sequence[Any],
-    has_variables: bool,
 ) -> None:
-    """Raises NotImplementedError for an x of an enclosing function, or a Variable, where the
-    targets also use other values of that: what connects these to the x was not recorded here."""
+    """Raises NotImplementedError for an x that is a value of an enclosing traced function, and for
+    Variables where the targets also depend on other values of that function: what connects those
+    values to the x was not recorded here."""
     if not isinstance(record, _Everything) or record.depth == 1:
         return
-    asked = {id(x) for x in sources if _is_from_around(record, x)}
-    if not asked and not has_variables:
-        return
-    around = [i for i, array in enumerate(record.arrays) if _is_from_around(record, array)]
-    ends = list(map(record.slot, targets))
-    path = on_the_way(record, around, ends)
-    used = {slot for entry, _ in path for slot in entry.args}.union(ends).intersection(around)
-    others = {id(record.arrays[slot]) for slot in used} - set(map(id, stops)) - asked
-    if others or len(asked) > 1:
+    is_refused = any(_is_from_around(record, x) for x in xs)
+    if not is_refused and any(map(is_variable, xs)):
+        around = [i for i, array in enumerate(record.arrays) if _is_from_around(record, array)]
+        ends = list(map(record.slot, targets))
+        path = on_the_way(record, around, ends)
+        used = {slot for entry, _ in path for slot in entry.args}.union(ends).intersection(around)
+        asked = {id(read) for read in reads if _is_from_around(record, read)}
+        others = {id(record.arrays[slot]) for slot in used} - set(map(id, stops)) - asked
+        is_refused = bool(others) or len(asked) > 1
+    if is_refused:
         raise NotImplementedError(
-            "an x is a Variable, or a value of a traced function that encloses the one which calls "
-            "gradients(), and the ys depend on other values of that function: call gradients() in "
-            "the function that computes the x, or give what the ys depend on to the inner function "
-            "as arguments"
+            "an x is a value of a traced function that encloses the one which calls gradients(), "
+            "or a Variable while the ys depend on other values of that function: call gradients() "
+            "in the function that computes the x, or give what the ys depend on to the inner "
+            "function as arguments"
         )
 
 
