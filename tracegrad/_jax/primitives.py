@@ -63,20 +63,24 @@ def mapped_alike(args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
     ]
 
 
-def standing_in_primitive(name: str) -> Any:
+def standing_in_primitive(name: str, lost: Callable[..., None]) -> Any:
     """A primitive of two operands of one type, which hands on the first; its derivative is that of
-    the second. Programs contain nothing of it. (For the tables see `identity_primitive`.)"""
+    the second. Programs contain nothing of it. (For the tables see `identity_primitive`.)
+
+    `lost`: is called with the primitive's parameters if the first operand alone has a tangent."""
     primitive: Any = jex.Primitive(name)
 
-    def batch(args: Any, axes: Any) -> Any:
-        return primitive.bind(*mapped_alike(args, axes)), 0
+    def batch(args: Any, axes: Any, **params: Any) -> Any:
+        return primitive.bind(*mapped_alike(args, axes), **params), 0
 
-    def jvp(primals: Any, tangents: Any) -> Any:
-        return primitive.bind(*primals), tangents[1]
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        if isinstance(tangents[1], ad.Zero) and not isinstance(tangents[0], ad.Zero):
+            lost(**params)
+        return primitive.bind(*primals, **params), tangents[1]
 
-    primitive.def_impl(lambda value, other: value)
-    primitive.def_abstract_eval(lambda value, other: value)
+    primitive.def_impl(lambda value, other, **_: value)
+    primitive.def_abstract_eval(lambda value, other, **_: value)
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
-    mlir.register_lowering(primitive, lambda context, value, other: [value])
+    mlir.register_lowering(primitive, lambda context, value, other, **_: [value])
     return primitive

@@ -15,16 +15,33 @@ from contextlib import contextmanager
 from typing import Any
 
 from tracegrad import _jax
+from tracegrad.ir.occurrence import calling_line
 from tracegrad.variables import kept_programs
-from tracegrad.variables.cut_gradients import assigned_anew, warn_if_cut, without_gradient
+from tracegrad.variables.cut_gradients import (
+    assigned_anew,
+    warn_if_cut,
+    warn_of_cut,
+    without_gradient,
+)
 from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.variable import Variable
+
 
 # What a Variable gives to who reads it as a value of its own, and the Variable's value at the
 # function's entry: `read(value, entry)` is the first, and is differentiated as the second. So
 # whoever differentiates the function with respect to a Variable, as a tape around it does, gets the
 # sum over all the values that were read of it, as outside of traced functions.
-READ = _jax.standing_in_primitive("read")
+#
+# What is assigned is not differentiated: if it has a tangent and the Variable has none, a gradient
+# is lost. That is told of trainable Variables, by their `name` and the line of the assignment.
+def _lost(name: str, assigned_at: str) -> None:
+    if name:
+        warn_of_cut(name, assigned_at)
+
+
+READ = _jax.standing_in_primitive("read", _lost)
+# What a Variable was assigned, as another object than the value that it is.
+ASSIGNED = _jax.identity_primitive("assigned")
 
 
 class _Life:
@@ -53,6 +70,7 @@ class Capture(Listener):
         self.assigned: tuple[Variable, ...] = ()
         self._entry: dict[Variable, list[_jax.Placeholder]] = {}
         self._current: dict[Variable, Any] = {}  # what was assigned last
+        self._assigned_at: dict[Variable, str] = {}
         self._readable: dict[Variable, Any] = {}  # what readers get
         self._trace: Any = None
         self._life = _Life()
@@ -74,7 +92,8 @@ class Capture(Listener):
     def last_values(self) -> list[Any]:
         """The new value of each Variable that was assigned."""
         self.assigned = tuple(self._current)
-        return list(self._current.values())
+        # Assignments are not differentiated.
+        return [_jax.undifferentiated(value) for value in self._current.values()]
 
     # ---------------------------------------------------------------------------------- listening
 
@@ -103,7 +122,8 @@ class Capture(Listener):
             return value
         entry = self._entry.get(variable) or [self._value_at_entry(variable)]
         with _jax.set_current_trace(self._trace):  # not seen by tapes inside the function
-            return READ.bind(value, entry[0])
+            name = variable.name if variable.trainable else ""
+            return READ.bind(value, entry[0], name=name, assigned_at=self._assigned_at[variable])
 
     def _value_at_entry(self, variable: Variable) -> _jax.Placeholder:
         value = _jax.Placeholder(variable.aval, weakref.ref(variable), self._life.check)
@@ -122,15 +142,18 @@ class Capture(Listener):
                 "place of `jax.jit`."
             )
         if _jax.is_tracer(value):
-            # Another object, for tapes; and an assignment is not differentiated: of a value that
-            # is being differentiated here, JAX gives the plain value.
-            value = without_gradient(variable, value)
+            # Another object, for tapes; of a value that is being differentiated here, JAX gives the
+            # plain value.
+            is_own = _jax.trace_of(value) is self._trace
+            value = ASSIGNED.bind(value) if is_own else without_gradient(variable, value)
             if here is not self._trace and _jax.is_tracer(value):
                 self._refuse_inner(variable, value)
         else:
             assigned_anew(variable)
             value = _jax.fresh_alias(value)
         self._current[variable] = value
+        line = calling_line()
+        self._assigned_at[variable] = "" if line is None else line.place
         self._readable.pop(variable, None)
 
     def _refuse_inner(self, variable: Variable, value: Any) -> None:

@@ -59,9 +59,15 @@ def warn_if_cut(variable: Any) -> None:
     if known() is not variable or trace is None or all(each is not trace for each in here):
         return
     del _cuts.of[id(variable)]
-    where = "" if line is None else f" ({line.place})"
+    warn_of_cut(variable.name, "" if line is None else line.place)
+
+
+def warn_of_cut(name: str, place: str) -> None:
+    """Warns that a Variable of this name is read after it was assigned, at this place, a value
+    whose gradient is being taken."""
+    where = f" ({place})" if place else ""
     warn_where_called(
-        f"the Variable {variable.name!r} is read after it was assigned what is being "
+        f"the Variable {name!r} is read after it was assigned what is being "
         f"differentiated{where}: assignment is not differentiated, so that no gradient flows from "
         "here to that value. Use the value itself, or stop its gradient where it is assigned, by "
         "`jax.lax.stop_gradient`.",
