@@ -63,7 +63,7 @@ def grad(
           differentiable. Zeros do not freeze a weight under weight decay: see `select`.
       has_aux: whether `fun` returns ``(value, aux)``, where ``aux`` is handed on.
       unconnected: what a selected leaf gets through which no gradient flows, whatever the values:
-        ``"zero"``: zeros, at no cost over `jax.grad`; ``"none"``: None, and so do leaves that are
+        ``"zero"``: zeros, as of `jax.grad`; ``"none"``: None, and so do leaves that are
         not selected; ``"raise"``: an
         `UnconnectedError` that names the leaf and the line that cuts it off. The last two
         trace `fun` once more, and so take what `jax.jit` takes; put `tracegrad.trace` or
