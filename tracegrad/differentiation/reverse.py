@@ -56,7 +56,8 @@ def grad(
         - several of these: the answer is a tuple;
         - leaves of the first argument: a glob for their paths (``"layers.*.kernel"``; see
           `match.param`, which takes several), a tree of bools (`select`), a filter of flax.nnx
-          (``nnx.Param``), or a predicate ``(path, leaf) -> bool``. A glob that begins with another
+          (``nnx.Param``), or a predicate ``(path, leaf) -> bool``, which is given the path in the
+          argument, without the argument's name. A glob that begins with another
           argument's name is for that one. The answer has the structure of the argument; leaves that
           are not selected get zeros of their shape and dtype, Python numbers the zero of their
           type, and what is no number (functions, strings, random keys) gets None. They need not be
