@@ -63,6 +63,7 @@ def test_every_block_is_run_or_says_whose_it_is(page):
     # No other block: none that is indented, in a list say, or has other marks.
     assert len(MARK.findall(text)) == 2 * len(blocks)
     assert text.endswith("\n")
+    assert re.search(r"^```text\n(?:(?!```).*\n)*```\n+```text", text, re.M) is None  # one output
     if page not in OF_THEIR_OWN:
         assert len(PROGRAM.findall(text)) == [language for language, *_ in blocks].count("python")
     for language, rest, block in blocks:

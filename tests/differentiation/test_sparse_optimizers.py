@@ -90,6 +90,17 @@ def test_of_arrays_they_are_the_optimisers_of_optax(ours, theirs):
         np.testing.assert_allclose(one, other, rtol=2e-5)
 
 
+@pytest.mark.both_jax
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.sgd(0.1, 0.9), optax.sgd(0.1)])
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit, tg.trace])
+def test_where_an_optimiser_of_optax_fails_on_slices_the_error_names_one_that_does_not(
+    optimizer, compiled
+):
+    table, of_table = {"table": jnp.array(TABLE)}, {"table": slices([3], [[1.0, -2.0]])}
+    with pytest.raises((ValueError, TypeError), match="sparse_adam"):
+        compiled(optimizer.update)(of_table, optimizer.init(table), table)
+
+
 class Words(nnx.Module):
     """A sentence as the mean of its words' vectors, and a number of it."""
 

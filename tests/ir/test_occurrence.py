@@ -198,3 +198,12 @@ def test_what_is_closed_over_depends_on_no_argument():
     table = np.arange(3.0, dtype=np.float32)
     fun = lambda x: (table[1] * jnp.sin(table), jax.jit(lambda: table + 1)(), x * table)  # noqa: E731
     assert dependence(tg.graph(fun, 2.0)) == [0, 0, 1]
+
+
+def test_a_graph_that_is_called_as_its_function_says_how_it_is_called():
+    graph = tg.graph(lambda params, x: params["a"] * params["b"] * x, {"a": 1.0, "b": 2.0}, 3.0)
+    assert graph(1.0, 2.0, 3.0) == [6.0]
+    assert graph.to_callable()({"a": 1.0, "b": 2.0}, 3.0) == 6.0
+    for arguments in [({"a": 1.0, "b": 2.0}, 3.0), (1.0, 2.0, 3.0, 4.0)]:
+        with pytest.raises(TypeError, match=r"takes 3 arrays, . were given.*to_callable\(\)"):
+            graph(*arguments)

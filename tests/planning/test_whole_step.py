@@ -201,8 +201,19 @@ def test_without_a_budget_plan_is_the_functions_own_attribute():
             return x * 2
 
     assert tg.trace(Model()).plan == "of the model"
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="nothing is planned without memory_budget="):
         _ = tg.trace(train).plan
+
+
+def test_a_traced_method_shows_its_plan():
+    class Trainer:
+        @tg.trace(memory_budget="60%")
+        def train(self, weights, x):
+            return train(weights, x)
+
+    trainer = Trainer()
+    trainer.train(WEIGHTS, X)
+    assert trainer.train.plan.line in repr(trainer.train)
 
 
 def test_a_traced_step_with_a_plan_can_be_pickled():

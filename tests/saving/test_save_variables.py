@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from artefacts import DTYPES, array_of
+from flax import nnx
 from hypothesis import settings
 from safetensors.numpy import save_file
 
@@ -237,8 +238,10 @@ def test_what_is_no_state_and_trees_without_variables_are_refused(tmp_path):
         load_variables(layer, tmp_path)
     with pytest.raises(FileNotFoundError):
         load_variables(layer, tmp_path / "missing")
-    with pytest.raises(ValueError, match="there is no Variable in"):
+    with pytest.raises(ValueError, match=r"there is no Variable in a dict: \{'a': 1\}"):
         save_variables({"a": 1}, path)
+    with pytest.raises(ValueError, match=r"there is no Variable in a Linear: .{60}$"):
+        save_variables(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), path)
 
 
 def damaged(random, step):

@@ -252,6 +252,12 @@ def test_what_has_no_hash_is_refused_by_its_path_as_by_jit(leaf, words, before):
     assert call(1.0, {"layers": ["a"]}) == 1.0
 
 
+def test_what_has_no_hash_among_further_arguments_has_their_name():
+    call = tg.trace(lambda x, *models: x)
+    with pytest.raises(TypeError, match=r"argument models\.1\.layers: it is \{'a set'\}"):
+        call(1.0, 2.0, {"layers": {"a set"}})
+
+
 def test_what_cannot_be_compared_with_another_is_another():
     class Version:
         def __init__(self, number):

@@ -23,6 +23,12 @@ def with_keyword(w, *, x):
     return loss(w, x)
 
 
+class Model:
+    @jax.named_scope("model")
+    def __call__(self, x):
+        return x
+
+
 TOOLS = {
     "graph": {},
     "memory": {},
@@ -53,7 +59,8 @@ def test_without_arguments_the_right_call_is_shown_in_the_words_of_the_function(
     tool = functools.partial(getattr(tg, name), **TOOLS[name])
     for fun, words in [(loss, "loss, w, x"), (with_keyword, "with_keyword, w, x=..."),
                        (jax.jit(loss), "loss, w, x"), (tg.trace(loss), "loss, w, x"),
-                       (lambda x: x, "fun, x")]:  # fmt: skip
+                       (functools.partial(loss, W), "fun, x"), (Model(), "fun, x"),
+                       (Model().__call__, "fun, x"), (lambda x: x, "fun, x")]:  # fmt: skip
         shown = re.escape(f"got none: write tracegrad.{name}({words}{options})")
         with pytest.raises(TypeError, match=shown):
             tool(fun)
@@ -76,6 +83,13 @@ def test_an_option_that_was_the_second_argument_is_shown_as_a_keyword():
         shown = re.escape(f"write tracegrad.{name}(loss, w, x, where=match.op('sin'))")
         with pytest.raises(TypeError, match=f"needs where.*{shown}"):
             getattr(tg, name)(loss, SIN)
+        with pytest.raises(TypeError, match=shown):
+            getattr(tg, name)(loss, W, X, SIN)
+
+
+def test_a_model_is_named_with_the_line_of_its_call():
+    with pytest.raises(TypeError, match=r"'Model' \(.*test_tools\.py:\d+\)"):
+        tg.graph(Model())
 
 
 def test_several_rules_in_a_row_are_shown_as_a_list():

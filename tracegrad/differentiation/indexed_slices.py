@@ -16,7 +16,18 @@ from tracegrad.differentiation.row_ids import are_of_a_fill, are_opaque, integer
 LARGE = 100_000_000  # elements: from here on turning slices dense warns, as in TensorFlow
 
 
-class IndexedSlices:
+class _OfSlices(type):
+    """The class of `IndexedSlices`, which JAX's errors print: of a tree of slices beside one of
+    arrays, as of an optimiser whose moments are arrays, JAX says only their classes."""
+
+    def __str__(cls) -> str:
+        return (
+            "tracegrad.IndexedSlices (optimisers of slices: tracegrad.sparse_adam, sparse_adagrad, "
+            "sparse_sgd; the array: to_dense())"
+        )
+
+
+class IndexedSlices(metaclass=_OfSlices):
     """Some rows of an array whose other rows are zero: one slice for each lookup.
 
     Row ``indices[i]`` of the array that it stands for has ``values[i]`` in it. An index may come

@@ -56,14 +56,15 @@ def grad(
         - several of these: the answer is a tuple;
         - leaves of the first argument: a glob for their paths (``"layers.*.kernel"``; see
           `match.param`, which takes several), a tree of bools (`select`), a filter of flax.nnx
-          (``nnx.Param``), or a predicate ``(path, leaf) -> bool``. A glob that begins with another
+          (``nnx.Param``), or a predicate ``(path, leaf) -> bool``, which is given the path in the
+          argument, without the argument's name. A glob that begins with another
           argument's name is for that one. The answer has the structure of the argument; leaves that
           are not selected get zeros of their shape and dtype, Python numbers the zero of their
           type, and what is no number (functions, strings, random keys) gets None. They need not be
           differentiable. Zeros do not freeze a weight under weight decay: see `select`.
       has_aux: whether `fun` returns ``(value, aux)``, where ``aux`` is handed on.
       unconnected: what a selected leaf gets through which no gradient flows, whatever the values:
-        ``"zero"``: zeros, at no cost over `jax.grad`; ``"none"``: None, and so do leaves that are
+        ``"zero"``: zeros, as of `jax.grad`; ``"none"``: None, and so do leaves that are
         not selected; ``"raise"``: an
         `UnconnectedError` that names the leaf and the line that cuts it off. The last two
         trace `fun` once more, and so take what `jax.jit` takes; put `tracegrad.trace` or

@@ -27,7 +27,7 @@ def _refuse(*args: Any) -> NoReturn:
 
 
 # By which JAX's errors call the type: "multiply does not accept dtypes float32, key<row ids ...>".
-_TAG = "row ids of IndexedSlices: use to_dense(), deduplicated() or apply_rows"
+_TAG = "row ids of IndexedSlices: use to_dense(), deduplicated() or apply_rows, or sparse_adam"
 # By the words of 32 bits that an id has.
 _KINDS = {
     words: define_prng_impl(

@@ -85,13 +85,20 @@ def partition(
     for each in [wrt] if is_single else wrt:
         place, selected = _selected(fun, each, arguments)
         if place in wanted:
-            raise ValueError(f"wrt={wrt!r} selects the same argument twice: {each!r}")
+            raise ValueError(f"wrt={wrt!r} selects the same argument twice: {each!r}{_as_one(wrt)}")
         wanted.append(place)
         one_by_one = callable(each) and not _is_filter(each) and not _is_mask(each)
         arguments[place] = replace(
             arguments[place], selected=selected, counted=selected, one_by_one=one_by_one
         )
     return Partition(fun, tuple(arguments), tuple(wanted), is_single)
+
+
+def _as_one(several: Sequence[int | str]) -> str:
+    """How several globs select leaves of one argument."""
+    if not all(isinstance(each, str) for each in several):
+        return ""
+    return f". Several globs for one argument are wrt=tracegrad.match.param{tuple(several)!r}"
 
 
 def check_wrt(wrt: Any) -> None:
@@ -269,6 +276,7 @@ def _mask(wrt: Any, named: Sequence[Leaf], leaves: Sequence[Any], argument: str 
         paths = [leaf.within(argument).name for leaf in named]
         mask = [wrt.fits(path) for path in paths]
     elif _is_filter(wrt):
+        paths = [leaf.within(argument).name for leaf in named]
         mask = [_passes(wrt, leaf, value) for leaf, value in zip(named, leaves, strict=True)]
     else:
         require_takes(wrt, 2, "predicate (path, leaf) -> bool")
@@ -285,7 +293,7 @@ def _nothing_selected(wrt: Any, paths: Sequence[str]) -> str:
         if near := nearest(wrt.patterns, paths):
             return f"{what} selects nothing; the nearest paths: {', '.join(map(repr, near))}"
     elif _is_filter(wrt):
-        what = f"the filter {wrt!r}"
+        what = f"the filter {wrt.__name__ if isinstance(wrt, type) else repr(wrt)}"
     shown = some([repr(path) for path in paths], 8)
     return f"{what} selects nothing; " + (
         f"the leaves are {shown}" if paths else "the tree has no leaves"

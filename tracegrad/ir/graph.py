@@ -18,6 +18,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import jax
+
 from tracegrad import _jax
 from tracegrad.ir import folding, match, text, verification, walking
 from tracegrad.ir.engine import engine
@@ -224,21 +226,28 @@ class Graph:
 
     def __call__(self, *args: Any) -> list[Any]:
         """Runs it, or traces it, on flat arguments; returns its flat outputs."""
-        self._refuse_parts(args)
+        self._refuse_others(args)
         return _jax.eval_program(self.program, args)
 
     def as_call(self, *args: Any) -> list[Any]:
         """The same while JAX traces a program that it will lower: as one call, which takes no time
         for what is in it."""
-        self._refuse_parts(args)
+        self._refuse_others(args)
         return _jax.call_program(self.program, args, self.name)
 
-    def _refuse_parts(self, args: Sequence[Any]) -> None:
-        if len(args) < len(self.inputs):
+    def _refuse_others(self, args: Sequence[Any]) -> None:
+        expected = len(self.inputs)
+        if len(args) == expected:
+            return
+        if len(args) > expected or len(jax.tree.leaves(args)) == expected:
             raise TypeError(
-                f"{self.name} is given a part of a reference, ref.at[i], which is several arrays "
-                "to JAX. Give it the reference and the index, and let it take the part"
+                f"{self.name} takes {expected} arrays, {len(args)} were given: a graph takes them "
+                "one by one, and its `to_callable()` takes the arguments of the function"
             )
+        raise TypeError(
+            f"{self.name} is given a part of a reference, ref.at[i], which is several arrays "
+            "to JAX. Give it the reference and the index, and let it take the part"
+        )
 
     def to_callable(self) -> Callable[..., Any]:
         """A function with the traced function's own signature (pytrees, keyword arguments).

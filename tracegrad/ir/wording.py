@@ -47,7 +47,7 @@ def code_of(fun: Any) -> CodeType | None:
         fun = fun.func
     fun = inspect.unwrap(fun)
     if not inspect.isroutine(fun) and not isinstance(fun, type):
-        fun = type(fun).__call__
+        fun = inspect.unwrap(type(fun).__call__)
     return getattr(getattr(fun, "__func__", fun), "__code__", None)
 
 
@@ -115,7 +115,8 @@ def brief(value: object) -> str:
 
 
 def shortened(text: str) -> str:
-    """The text, or its beginning, where it is longer than sixty characters."""
+    """The text in one line, or its beginning, where it is longer than sixty characters."""
+    text = " ".join(text.split()) if "\n" in text else text
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

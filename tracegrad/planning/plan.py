@@ -82,6 +82,9 @@ class StepPlan:
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        return folding.of_text(str(self))
+
 
 @dataclass(frozen=True)
 class RecomputePlan:

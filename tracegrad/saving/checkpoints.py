@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from tracegrad._jax.processes import agree
-from tracegrad.ir.wording import some
+from tracegrad.ir.wording import brief, some
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.libraries import needed, safetensors_numpy
 from tracegrad.saving.manifest import ArrayRecord
@@ -176,7 +176,7 @@ def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
 def _some(tree: Any) -> dict[str, Variable]:
     variables = variables_of(tree)
     if not variables:
-        raise ValueError(f"there is no Variable in {tree!r} of type {type(tree).__name__}")
+        raise ValueError(f"there is no Variable in {brief(tree)}")
     return variables
 
 

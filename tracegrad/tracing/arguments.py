@@ -21,11 +21,13 @@ class StaticArguments(NamedTuple):
 
     Attributes:
       others: what the function calls its positional arguments that are not static, for messages.
+      rest: what it calls all further ones.
     """
 
     positions: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
     others: tuple[str, ...] = ()
+    rest: str = "args"
 
     def within(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """The static positions of a call with these positional arguments."""
@@ -94,7 +96,7 @@ class TakingApart:
     def __init__(self, static: StaticArguments = NONE_STATIC, *, looks_for_modules: bool = True):
         self._static = static
         self._has_static = bool(static.positions or static.names)
-        self._pack = Packing(static.others)
+        self._pack = Packing(static.others, static.rest)
         self.looks_for_modules = looks_for_modules
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -152,7 +154,7 @@ def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> Stati
     names = _tuple(argnames, str)
     parameters = parameters_of(fun)
     ordered = positional(parameters)
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    variadic = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
     if not variadic:  # from the end only where the end is known
         positions = tuple(p + len(ordered) if p < 0 else p for p in positions)
     if argnums is not None and argnames is None:
@@ -161,7 +163,7 @@ def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> Stati
     elif argnames is not None and argnums is None:
         positions = tuple(i for i, p in enumerate(ordered) if p.name in names)
     others = tuple(p.name for i, p in enumerate(ordered) if i not in positions)
-    return StaticArguments(frozenset(positions), frozenset(names), others)
+    return StaticArguments(frozenset(positions), frozenset(names), others, *variadic)
 
 
 def donated_by(fun: Callable[..., Any], options: Mapping[str, Any]) -> StaticArguments:

@@ -54,9 +54,9 @@ def _require_all(
     fun, *rest = args
     written = {option: repr(value) for option, value in given.items()}
     for option in needed - given.keys():
-        # What used to be the second argument, or what somebody takes for it.
-        is_option = len(rest) == 1 and isinstance(rest[0], Selector | str)
-        written[option] = repr(rest[0]) if is_option else "..."
+        # What somebody gives by position.
+        is_option = bool(rest) and isinstance(rest[-1], Selector | str)
+        written[option] = repr(rest[-1]) if is_option else "..."
     words = [p.name if p in positional(_required(fun)) else f"{p.name}=..." for p in _required(fun)]
     options = [f"{option}={text}" for option, text in written.items()]
     call = ", ".join([_word(fun), *words, *options])
@@ -93,6 +93,6 @@ def _required(fun: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _word(fun: Callable[..., Any]) -> str:
-    """A function as a word of a program."""
-    name = name_of(fun)
-    return name if name.isidentifier() else "fun"
+    """A function as a word of a program: its own name; ``fun`` for what has none, as a model."""
+    name = getattr(fun, "__name__", "")
+    return name if name.isidentifier() and not name.startswith("__") else "fun"

@@ -185,17 +185,22 @@ class TracedFunction(Generic[P, R]):
         """What ``memory_budget=`` has it compute again: the `tracegrad.planning.StepPlan` of the
         latest trace, None before that. Without a budget it is the function's own attribute."""
         if self._to_budget is None:
-            raise AttributeError("nothing is planned without memory_budget=")
+            raise AttributeError("plan")  # `__getattr__` looks at the function
         return self._to_budget.latest
 
     def __repr__(self) -> str:
+        return self._repr_with_plan(self.__wrapped__)
+
+    def _repr_with_plan(self, fun: Callable[..., Any]) -> str:
         plan = getattr(self._to_budget, "latest", None)
-        return f"<traced {repr_of(self.__wrapped__)}{f', {plan.line}' if plan else ''}>"
+        return f"<traced {repr_of(fun)}{f', {plan.line}' if plan else ''}>"
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes are those of the function."""
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name == "plan" and not hasattr(self.__wrapped__, name):
+            raise AttributeError("nothing is planned without memory_budget=")
         return getattr(self.__wrapped__, name)
 
 
@@ -246,7 +251,7 @@ class BoundTracedFunction(Generic[P, R]):
         return getattr(self.__func__, name)
 
     def __repr__(self) -> str:
-        return f"<traced {repr_of(self.__wrapped__)}>"
+        return self.__func__._repr_with_plan(self.__wrapped__)
 
 
 @overload

@@ -130,10 +130,12 @@ class Packing:
 
     Args:
       names: what the function calls its positional arguments, for messages.
+      rest: what it calls all further ones.
     """
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
+    def __init__(self, names: Sequence[str] = (), rest: str = "args") -> None:
         self._names = names
+        self._rest = rest
         self._layouts: dict[Any, _Layout] = {}
 
     def __call__(
@@ -183,8 +185,8 @@ class Packing:
         """What an argument is called in messages."""
         if isinstance(where, str):
             return f"the argument {where}"
-        known = where < len(self._names)
-        return f"the argument {self._names[where] if known else f'args.{where}'}"
+        further = where - len(self._names)
+        return f"the argument {self._names[where] if further < 0 else f'{self._rest}.{further}'}"
 
 
 class _Layout:

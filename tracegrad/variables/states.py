@@ -17,9 +17,8 @@ from typing import Any
 import jax
 
 from tracegrad.ir import Call
-from tracegrad.variables.leaves import named_leaves
+from tracegrad.variables.leaves import leaves_of, named_leaves
 from tracegrad.variables.modules import Survey, is_state, is_whole_or_variable
-from tracegrad.variables.paths import path_name
 
 
 class States:
@@ -29,7 +28,7 @@ class States:
         leaves = named_leaves(arguments, is_whole_or_variable)
         self._states = [(name, leaf) for name, leaf in leaves if is_state(leaf)]
         self._before: list[tuple[list[Any], Any]] = [
-            jax.tree_util.tree_flatten_with_path(state) for _, state in self._states
+            jax.tree.flatten(state) for _, state in self._states
         ]
 
     def changes(self, result: Any) -> Changes:
@@ -39,13 +38,13 @@ class States:
             return changes
         returned = set(map(id, Survey().flatten(result, [])[0]))
         for (name, state), (leaves, structure) in zip(self._states, self._before, strict=True):
-            now, new_structure = jax.tree_util.tree_flatten_with_path(state)
+            now, new_structure = jax.tree.flatten(state)
             if structure != new_structure:
                 changes.structures.append(f"{name} (its structure)")
                 continue
-            for (path, old), (_, new) in zip(leaves, now, strict=True):
+            for leaf, old, new in zip(leaves_of(state), leaves, now, strict=True):
                 if old is not new and id(new) not in returned:
-                    changes.paths.append(path_name(path, name))
+                    changes.paths.append(leaf.within(name).name)
                     changes.values.append((old, new))
         return changes
 
