@@ -135,7 +135,9 @@ def test_a_manifest_that_does_not_say_what_is_called_is_refused(example: Path, t
     calls[next(iter(calls))] = []
     path = tmp_path / "bad"
     path.write_bytes(forge(artefact.arrays, manifest))
-    with pytest.raises(ArtefactError, match=r"it calls \['shape_assertion'\], .* manifest \[\]"):
+    with pytest.raises(
+        ArtefactError, match=r"it calls \['shape_assertion'\], .* manifest lists \[\]"
+    ):
         load(path)
 
 

@@ -222,7 +222,7 @@ def test_a_file_where_a_folder_should_be_is_named(written: Path):
 
 def test_a_device_is_not_replaced(path: Path):
     os.mkfifo(path)
-    assert_refused_and_nothing_left(path, OSError, "no ordinary file to replace")
+    assert_refused_and_nothing_left(path, OSError, "not a regular file")
     assert stat.S_ISFIFO(path.stat().st_mode)
 
 

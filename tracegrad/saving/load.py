@@ -17,7 +17,7 @@ from tracegrad.saving.file import Contents, array_of, naming, read_file
 from tracegrad.saving.libraries import needed
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, VariableRecord
-from tracegrad.saving.placement import asked_for, on, where_it_was
+from tracegrad.saving.placement import put_on_devices, recorded_sharding, requested_sharding
 from tracegrad.saving.variables import check_width
 from tracegrad.variables.variable import Variable
 
@@ -79,7 +79,7 @@ def _check_width(contents: Contents, exported: Mapping[str, Any]) -> None:
 
 def _variable(record: VariableRecord, contents: Contents, sharding: Any) -> Variable:
     what, of_keys = f"the Variable {record.key!r}", record.key_type is not None
-    asked = asked_for(sharding, record.key, what, of_keys=of_keys)
+    requested = requested_sharding(sharding, record.key, what, of_keys=of_keys)
     array = record.array
     try:
         dtype, shape = ("uint32", (*array.shape, -1)) if of_keys else (array.dtype, array.shape)
@@ -87,7 +87,7 @@ def _variable(record: VariableRecord, contents: Contents, sharding: Any) -> Vari
     except Exception as error:
         reason = f"it is not an array {array.dtype}{list(array.shape)}: {error}"
         raise ArtefactError(record.key, reason) from error
-    value = on(stored, asked or where_it_was(array.placement, what), what)
+    value = put_on_devices(stored, requested or recorded_sharding(array.placement, what), what)
     if of_keys:
         try:
             value = jax.random.wrap_key_data(value, impl=record.key_type)
