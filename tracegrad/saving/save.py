@@ -233,7 +233,7 @@ class _Contents:
         """Adds a loaded function, with its programs unchanged."""
         if self.order > fun.gradient_order:
             raise ValueError(
-                f"{name} was saved with gradient_order={fun.gradient_order}: it has no derivative "
+                f"{name} was saved with gradient_order={fun.gradient_order}, so has no derivative "
                 f"of order {self.order}: save the original with gradient_order={self.order}"
             )
         if self.platforms is not None and set(self.platforms) != set(fun.platforms):
