@@ -233,7 +233,7 @@ def test_what_is_no_state_and_trees_without_variables_are_refused(tmp_path):
         load_variables(layer, path)
     with pytest.raises(FileExistsError, match="is a file: save_variables writes a folder"):
         save_variables(layer, path)
-    with pytest.raises(FileNotFoundError, match="no whole checkpoint"):
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         load_variables(layer, tmp_path)
     with pytest.raises(FileNotFoundError):
         load_variables(layer, tmp_path / "missing")

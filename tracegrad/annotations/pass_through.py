@@ -1,4 +1,4 @@
-"""`grad_pass_through` gives a function the gradient of the identity (straight-through estimator)."""
+"""`grad_pass_through`: a function with the gradient of the identity (straight-through)."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ class ArtefactError(ValueError):
         path: the file.
 
     Example:
-        >>> error = ArtefactError("manifest", "it is no JSON", "model.tracegrad")
+        >>> error = ArtefactError("manifest", "it is not JSON", "model.tracegrad")
         >>> error.member, error.reason
-        ('manifest', 'it is no JSON')
+        ('manifest', 'it is not JSON')
         >>> print(error)
-        model.tracegrad: manifest: it is no JSON
+        model.tracegrad: manifest: it is not JSON
     """
 
     def __init__(self, member: str, reason: str, path: str | os.PathLike[str] | None = None):

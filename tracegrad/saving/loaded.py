@@ -228,7 +228,7 @@ class LoadedFunction(HasVariables):
     def _beyond(self, order: int) -> Exception:
         return ValueError(
             f"{self.__name__} was saved with gradient_order={self.gradient_order}, but a "
-            f"derivative of order {order} is asked for: save it with gradient_order={order}. "
+            f"derivative of order {order} is needed: save it with gradient_order={order}. "
             f"({_NO_FORWARD_MODE})"
         )
 

@@ -190,7 +190,7 @@ def export(source: Source, trees: Trees, order: int, platforms: Sequence[str] | 
         except Exception:
             trees.check(check_containers, source.name)  # a container may be the cause
             raise
-    # Drops programs that were exported before a gradient failed and was exported anew.
+    # Drops programs that were exported before a gradient failed and was exported again.
     programs.contents = {name: programs.contents[name] for name in programs.tree.arrays()}
     _warn_of_constants(source.graph, len(programs.contents))
     return programs

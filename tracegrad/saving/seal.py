@@ -53,7 +53,7 @@ def last_sealed(folder: Path) -> int:
     numbers = [int(match[1]) for match in seals if match]
     if not numbers:
         raise FileNotFoundError(
-            f"there is no whole checkpoint of save_variables in {str(folder)!r}"
+            f"there is no complete checkpoint of save_variables in {str(folder)!r}"
         )
     return max(numbers)
 
