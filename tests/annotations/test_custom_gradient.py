@@ -800,7 +800,8 @@ def rounded_to(backward):
 def test_the_cotangent_of_an_integer_is_no_gradient_to_hand_on(backward, run):
     loss = rounded_to(backward)
     assert loss(11.3) == 33.0
-    with pytest.raises(TypeError, match=r"^The result of 'rounded' .* is i8\[\], and only floats have"):
+    said = r"^The result of 'rounded' .* is i8\[\], and only floats have"
+    with pytest.raises(TypeError, match=said):
         run(loss)(11.3)
 
 
