@@ -686,7 +686,7 @@ def test_a_wrong_number_of_gradients_says_both_numbers(transform):
     assert jax.jit(f)(1.0, 2.0) == 2.0  # only a gradient needs the gradient function
     with pytest.raises(ValueError, match=r"of 'f' \(.*py:\d+\) returned 3 gradients for 2 inputs"):
         transform(f)(1.0, 2.0)
-    with pytest.raises(ValueError, match=r"for 1 input .*given by its name is no input"):
+    with pytest.raises(ValueError, match=r"for 1 input .*Keyword arguments are not inputs"):
         transform(lambda x: f(x, y=2.0))(1.0)
 
 
@@ -795,7 +795,8 @@ def rounded_to(backward):
 def test_the_cotangent_of_an_integer_is_no_gradient_to_hand_on(backward, run):
     loss = rounded_to(backward)
     assert loss(11.3) == 33.0
-    with pytest.raises(TypeError, match=r"^The result of 'rounded' .* is i8\[\], and what is no"):
+    said = r"^The result of 'rounded' .* is i8\[\], and only floats have"
+    with pytest.raises(TypeError, match=said):
         run(loss)(11.3)
 
 

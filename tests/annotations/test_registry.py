@@ -216,7 +216,7 @@ def test_names():
         register(hundredfold)
     with pytest.raises(TypeError, match="gradient function"):
         tg.register_gradient(f"{name} again")(3)
-    with pytest.raises(TypeError, match="wants a name"):
+    with pytest.raises(TypeError, match="needs a name"):
         tg.register_gradient(guided)
     with pytest.raises(TypeError, match="from names of operations to names"):
         tg.gradient_override_map({"sin": guided}).__enter__()

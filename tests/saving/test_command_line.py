@@ -95,7 +95,7 @@ def test_it_goes_on_after_a_file_that_is_refused(example: Path, tmp_path: Path):
     assert done.returncode == 2
     assert done.stdout.startswith(f"{example}: ")
     first, second, third = done.stderr.splitlines()
-    assert first.startswith(f"{bad}: file: it does not begin as what tracegrad.save writes")
+    assert first.startswith(f"{bad}: file: it is damaged, or tracegrad.save did not write it")
     assert second == f"{tmp_path}: file: it is a folder"
     assert third == f"{missing}: No such file or directory"
 
@@ -135,7 +135,9 @@ def test_a_manifest_that_does_not_say_what_is_called_is_refused(example: Path, t
     calls[next(iter(calls))] = []
     path = tmp_path / "bad"
     path.write_bytes(forge(artefact.arrays, manifest))
-    with pytest.raises(ArtefactError, match=r"it calls \['shape_assertion'\], .* manifest \[\]"):
+    with pytest.raises(
+        ArtefactError, match=r"it calls \['shape_assertion'\], .* manifest lists \[\]"
+    ):
         load(path)
 
 

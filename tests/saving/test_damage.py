@@ -61,10 +61,11 @@ def test_each_array_is_needed_and_none_is_too_many(example: Path, tmp_path: Path
     artefact, path = take_apart(example), tmp_path / "bad"
     more = {**artefact.arrays, "extra": np.ones(1, np.uint8)}
     found = refusal(path, forge(more, artefact.manifest, digests=False))
-    assert (found.member, found.reason) == ("extra", "the manifest does not refer to it")
+    assert (found.member, found.reason) == ("extra", "the manifest does not list it")
     less = {name: array for name, array in artefact.arrays.items() if name != "weights"}
     found = refusal(path, forge(less, artefact.manifest, digests=False))
-    assert (found.member, found.reason) == ("weights", "there is no such array")
+    reason = "the manifest lists it, but the file does not have it"
+    assert (found.member, found.reason) == ("weights", reason)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +76,11 @@ def test_each_array_is_needed_and_none_is_too_many(example: Path, tmp_path: Path
             3,
             r"functions\[(0\]\.program\.array|\.\.\.\])",
         ),
-        (("functions", 0, "reads"), [7], "'score' does not fit together"),
+        (("functions", 0, "reads"), [7], "the function 'score' is inconsistent"),
         (
             ("variables", 0, "key_type"),
             "nobody's",
-            r"""the Variable 'weights' can have no random keys of "nobody's": unrec""",
+            r"""the Variable 'weights' cannot have random keys of "nobody's": unrec""",
         ),
     ],
 )
@@ -98,4 +99,4 @@ def test_a_variable_of_other_bytes_than_the_manifest_says(example: Path, tmp_pat
     arrays = {**artefact.arrays, "weights": artefact.arrays["weights"].astype(np.float64)}
     found = refusal(tmp_path / "bad", forge(arrays, artefact.manifest))
     assert found.member == "weights"
-    assert "it is no array float32[16, 4]" in found.reason
+    assert "it is not an array float32[16, 4]" in found.reason

@@ -213,10 +213,20 @@ def test_specs_that_do_not_fit_are_refused(fun, specs, message, path):
     ("requests", "specs", "error", "message"),
     [
         ({}, None, ValueError, "the dictionary is empty"),
-        ({"f": jnp.sin}, None, TypeError, r"save\(\{name: \(fun, specs\)\}, path\); for 'f'"),
-        ({"f": (jnp.sin, [X])}, [X], TypeError, "several functions are saved by"),
-        ({3: (jnp.sin, [X])}, None, TypeError, "should be a string and is 3"),
-        ({"\udc00": (jnp.sin, [X])}, None, ValueError, r"should be Unicode and is '\\udc00'"),
+        (
+            {"f": jnp.sin},
+            None,
+            TypeError,
+            r"save\(\{name: \(fun, specs\)\}, path\), but it maps 'f'",
+        ),
+        ({"f": (jnp.sin, [X])}, [X], TypeError, r"give the specs in the dictionary: save\(\{name"),
+        ({3: (jnp.sin, [X])}, None, TypeError, "should be a string, but is 3"),
+        (
+            {"\udc00": (jnp.sin, [X])},
+            None,
+            ValueError,
+            r"should be valid Unicode, but is '\\udc00'",
+        ),
         # Nothing is written where a later one cannot be saved.
         ({"f": (jnp.sin, [X]), "g": (prints, [X])}, None, ValueError, "prints cannot be|g cannot"),
     ],
@@ -231,10 +241,10 @@ def test_requests_for_several_functions_are_checked(requests, specs, error, mess
     [
         ({"gradient_order": -1}, "gradient_order should be an integer, 0 or greater"),
         ({"gradient_order": 1.0}, "gradient_order should be an integer"),
-        ({"gradient_order": 33}, "gradient_order should be at most 32 and is 33"),
-        ({"platforms": ["gpu"]}, r"'gpu' is not: write \"cuda\" or \"rocm\""),
-        ({"platforms": "cpu"}, "platforms should be a list of names and is 'cpu'"),
-        ({"platforms": []}, r"platforms should be a list of names and is \[\]"),
+        ({"gradient_order": 33}, "gradient_order should be at most 32, but is 33"),
+        ({"platforms": ["gpu"]}, r"unknown platform 'gpu': .*: write \"cuda\" or \"rocm\""),
+        ({"platforms": "cpu"}, "platforms should be a non-empty list of names, but is 'cpu'"),
+        ({"platforms": []}, r"platforms should be a non-empty list of names, but is \[\]"),
     ],
 )
 def test_options_are_checked(options, message, path):

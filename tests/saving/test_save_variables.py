@@ -202,12 +202,12 @@ def test_those_of_a_loaded_function_are_taken_too(tmp_path):
         (
             {"a": np.ones(2, np.float32), "b": np.zeros(3, np.float32)},
             ValueError,
-            r"the array 'b' of .* has the shape \[3\], <Variable b: .*> \[2\]",
+            r"the array 'b' of .* has the shape \[3\], but <Variable b: .*> \[2\]",
         ),
         (
             {"a": np.ones(2, np.float32), "b": np.zeros(2)},
             TypeError,
-            "the array 'b' of .* has the dtype float64, <Variable b: .*> float32",
+            "the array 'b' of .* has the dtype float64, but <Variable b: .*> float32",
         ),
     ],
 )
@@ -230,11 +230,11 @@ def test_what_is_no_state_and_trees_without_variables_are_refused(tmp_path):
     path, layer = tmp_path / "weights.safetensors", Layer(0.0)
     save_file({"weight": np.zeros((2, 3), np.float32)}, path)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ArtefactError, match=r"weights.safetensors: file: it is no safetensors"):
+    with pytest.raises(ArtefactError, match=r"weights.safetensors: file: it is not a safetensors"):
         load_variables(layer, path)
     with pytest.raises(FileExistsError, match="is a file: save_variables writes a folder"):
         save_variables(layer, path)
-    with pytest.raises(FileNotFoundError, match="no whole checkpoint"):
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         load_variables(layer, tmp_path)
     with pytest.raises(FileNotFoundError):
         load_variables(layer, tmp_path / "missing")
@@ -303,7 +303,7 @@ def test_a_state_of_a_newer_format_is_named(tmp_path):
     tree = {"w": tg.Variable(1.0)}
     seal = write(tmp_path / "state", tree) / "tracegrad-0" / SEAL
     seal.write_bytes(b"3 " + b"0" * 64 + b' {"new": 1}')
-    with pytest.raises(ArtefactError, match="of format 3, and this tracegrad reads 2"):
+    with pytest.raises(ArtefactError, match="has format 3, but this tracegrad reads 2"):
         load_variables(tree, tmp_path / "state")
 
 

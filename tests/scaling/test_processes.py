@@ -79,7 +79,10 @@ def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
     tg.load_variables(found, tmp_path / "two")
     assert here(found, 1.0)
     other = jax.make_mesh((4,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(other), pytest.raises(ValueError, match=r"axes {'all': 4}, without 'data'"):
+    with (
+        jax.set_mesh(other),
+        pytest.raises(ValueError, match=r"axes {'all': 4}, but the axes 'data'"),
+    ):
         tg.load_variables(found, tmp_path / "two")
     longer = jax.make_mesh((4, 1), ("data", "model"), axis_types=other.axis_types * 2)
     with jax.set_mesh(longer):

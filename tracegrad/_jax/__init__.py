@@ -1,8 +1,8 @@
-"""What this package needs of JAX that differs between its versions or has no public documentation.
+"""The parts of JAX that this package needs and that differ between versions or are undocumented.
 
-`compat` is the only module that knows how JAX versions differ. Everything here is probed by
-``tests/test_jax.py`` on the oldest and on the newest supported JAX. The other rooms call all of it
-by the name of this package, ``_jax.has_gradient``: each name without an underscore is offered.
+`compat` is the only module that knows how JAX versions differ. ``tests/test_jax.py`` tests every
+module here on the oldest and on the newest supported JAX. Other folders use them by the name of
+this package, as ``_jax.has_gradient``; it exports each name without an underscore.
 """
 
 from tracegrad._jax.arrays import *

@@ -1,10 +1,10 @@
 """Caches: bounded tables that `clear_caches` empties.
 
-Every table of the package in which something is looked up again is one of these. What must not be
-forgotten (what is registered by a name, what is in use) is no cache, and is kept elsewhere.
+Every cache of the package is one of these classes. A table that must not lose entries (registered
+names, objects in use) is not a cache, and is not kept here.
 
-None of them locks: each step on a dict is one step for all threads. Two threads that miss at once
-both find the answer, and one of them is kept.
+The caches have no locks: each operation on a dict is atomic. If two threads miss at the same time,
+both compute the value, and one of the two values is kept.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 P = ParamSpec("P")
 
-_clearing: list[Callable[[], object]] = []  # one for each cache; added to by modules as they load
+_clearing: list[
+    Callable[[], object]
+] = []  # one for each cache; modules add to it when they are imported
 
 
 def clear_caches() -> None:
-    """Forgets what this package remembers from one call to the next.
+    """Empties the caches of this package.
 
-    That is what it has found out about functions, programs and types, and the programs that tapes
-    have compiled. Nothing changes but time: what is needed again is found, traced and compiled
-    again. What open tapes have recorded stays, and so do Variables and registered gradients.
+    They hold facts about functions, programs and types, and the programs that tapes have compiled.
+    Clearing them changes no result, only time: entries that are needed again are computed, traced
+    and compiled again. The records of open tapes, Variables and registered gradients are kept.
 
-    Nobody has to call it: each of these tables is bounded, and what belongs to a function or a
-    program goes with it. It gives memory back between two experiments in one process, or makes a
-    measurement start from nothing.
+    It is never necessary: each cache is bounded, and the entries of a function or a program are
+    removed with it. It frees memory between two experiments in one process, or makes a measurement
+    start without caches.
 
-    JAX's own caches are left alone, for they serve everything else in the process too;
-    `jax.clear_caches` empties those, not these. Call both to start from nothing. What one traced
-    function has compiled is kept as long as the function is: `TracedFunction.clear_cache` forgets
-    that alone, `jax.clear_caches` that of all.
+    JAX's own caches are not emptied, because all other code in the process uses them too;
+    `jax.clear_caches` empties those, and not these. Call both to start without any cache. A traced
+    function keeps the programs that it has compiled: `TracedFunction.clear_cache` removes those of
+    one function, `jax.clear_caches` those of all functions.
 
     >>> import jax, tracegrad as tg
     >>> def slope(x):
@@ -55,16 +57,16 @@ def clear_caches() -> None:
 
 
 def when_clearing(clear: Callable[[], object]) -> Callable[[], object]:
-    """Has `clear_caches` call a function: for an object that holds entries of a cache."""
+    """Registers a function that `clear_caches` calls, for an object that holds cache entries."""
     _clearing.append(clear)
     return clear
 
 
 def cached(maxsize: int) -> Callable[[Callable[P, V]], Callable[P, V]]:
-    """A function of plain values that remembers its latest results (`functools.lru_cache`). 1 and
-    1.0 are two keys.
+    """Returns a decorator that caches the latest results of a function (`functools.lru_cache`). 1
+    and 1.0 are different keys.
 
-    A function of functions, programs or arrays would keep these alive: use `WeakCache` for it.
+    The cache keeps the arguments alive: if they are functions, programs or arrays, use `WeakCache`.
     """
 
     def decorate(fun: Callable[P, V]) -> Callable[P, V]:
@@ -76,8 +78,8 @@ def cached(maxsize: int) -> Callable[[Callable[P, V]], Callable[P, V]]:
 
 
 def once_for_each(find: Callable[P, V]) -> Callable[P, V]:
-    """A method that is run once for the same arguments, as long as its object lives. Lists count by
-    what is in them, everything else has a hash."""
+    """Decorates a method so that it runs once for equal arguments; the results are kept in the
+    object. Arguments are hashable, or lists of hashable elements."""
     name = f"_found_by_{find.__name__}"
 
     @functools.wraps(find)
@@ -93,10 +95,10 @@ def once_for_each(find: Callable[P, V]) -> Callable[P, V]:
 
 
 class Cache(dict[K, V]):
-    """A dict of a module that drops the oldest of more than `maxsize` entries.
+    """A global dict of at most `maxsize` entries: another entry replaces the oldest one.
 
-    The oldest is what was put in first, used or not: so a hit is that of a dict, and what is in
-    use all the time is found anew once in `maxsize` misses.
+    The oldest entry is the one that was added first, used or not. So a hit costs as much as in a
+    dict, and an entry in constant use is computed again once in `maxsize` misses.
     """
 
     def __init__(self, maxsize: int):
@@ -104,17 +106,17 @@ class Cache(dict[K, V]):
         when_clearing(self.clear)
 
     def put(self, key: K, value: V) -> V:
-        """Keeps a value, unless there is one from another thread; returns the one that is kept."""
+        """Adds a value, unless another thread has added one; returns the value in the cache."""
         if len(self) >= self._maxsize and key not in self:
             _drop_oldest(self)
         return self.setdefault(key, value)
 
 
 class WeakCache(Generic[V]):
-    """A table of a module by the identity of functions or programs, as long as they live.
+    """A global table whose keys are functions or programs, by identity; an entry ends with its key.
 
-    By identity, since functions that are equal (objects with an `__eq__`) may do different things.
-    A value that holds its key keeps that alive, until `maxsize` others have come after it.
+    Keys are compared by identity, since equal functions (objects with an `__eq__`) may do different
+    things. A value that references its key keeps the key alive, until `maxsize` entries are newer.
     """
 
     def __init__(self, maxsize: int = 1 << 14):
@@ -123,17 +125,17 @@ class WeakCache(Generic[V]):
         when_clearing(self._entries.clear)
 
     def get(self, owner: Any) -> V | None:
-        """What is remembered of `owner`; None if nothing is."""
+        """Returns the value of `owner`; None if there is none."""
         entry = self._entries.get(id(owner))
         return None if entry is None else entry[1]
 
     def put(self, owner: Any, value: V) -> V:
-        """Remembers `value` in the place of what was remembered before; returns it.
+        """Sets `value` as the value of `owner`, and returns it.
 
-        Raises TypeError if there are no weak references to `owner`.
+        Raises TypeError if `owner` does not support weak references.
         """
         identity, entries = id(owner), self._entries
-        # Whenever the owner goes, its entry does, before another object can have its identity.
+        # When `owner` is freed, its entry is removed, before another object can have its identity.
         ref = weakref.ref(owner, lambda _: entries.pop(identity, None) and None)
         if len(entries) >= self._maxsize and identity not in entries:
             _drop_oldest(entries)
@@ -147,43 +149,43 @@ class WeakCache(Generic[V]):
                 self._entries.pop(identity, None)
 
     def values(self) -> list[V]:
-        """What is remembered."""
+        """Lists the values."""
         return [value for _, value in list(self._entries.values())]
 
 
 def _drop_oldest(entries: dict[Any, Any]) -> None:
-    # Another thread, or the end of an object, may make room meanwhile.
+    # Another thread, or the end of an object, may remove an entry in the meantime.
     with contextlib.suppress(KeyError, RuntimeError, StopIteration):
         del entries[next(iter(entries))]
 
 
 # ------------------------------------------------------------- facts of functions and programs
 
-# By what each is. Recursions over nested programs ask for each inner one once, however often it is
-# called: without it they take time exponential in the depth of calls. And a function that is traced
-# anew for each call takes 0.3 ms with it and 70 ms without.
+# Keyed by identity. Recursions over nested programs visit each inner program once, however often it
+# is called: without this cache, their time is exponential in the depth of calls. And a function
+# that is traced for each call takes 0.3 ms with this cache and 70 ms without.
 _facts: WeakCache[dict[Any, Any]] = WeakCache()
 
 
 def facts_of(owner: Any) -> dict[Any, Any]:
-    """What is remembered of a function, a program or another object, as long as it lives; nothing
-    that holds it.
+    """Returns the dict of cached facts of a function, a program or another object; it ends with the
+    object. No fact may reference the object.
 
-    Raises TypeError if there are no weak references to it.
+    Raises TypeError if the object does not support weak references.
     """
     known = _facts.get(owner)
     return _facts.put(owner, {}) if known is None else known
 
 
 def of_program(find: Callable[[Any], V]) -> Callable[[Any], V]:
-    """A function of a program (or of another object that nobody changes) alone, which is run once
-    for each as long as it lives. What it returns does not hold the program."""
+    """Decorates a function of one program (or of another immutable object) so that it runs once for
+    each program, while the program lives. Its result must not reference the program."""
 
     entries = _facts._entries
 
     @functools.wraps(find)
     def fact(program: Any) -> V:
-        entry = entries.get(id(program))  # as `WeakCache.get`: hits are many
+        entry = entries.get(id(program))  # inlines `WeakCache.get`, for fast hits
         facts = _facts.put(program, {}) if entry is None else entry[1]
         try:
             return facts[find]  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""Where JAX's versions differ: nothing else looks at a version.
+"""The differences between JAX versions; no other module depends on a version.
 
-Each difference has a name that says what is wanted, the reason, and the release at which it can go.
+Each difference has a name for its purpose, the reason, and the release at which it can be removed.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ import numpy as np
 
 VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
-config: Any = jax.config  # whose settings have types on newer JAX alone
+config: Any = jax.config  # only newer JAX annotates its settings with types
 
 
 def versions() -> dict[str, str]:
-    """What is running, to be written down."""
+    """Returns the versions of JAX that run now, for records in files."""
     return {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
 
 
-# One class from 0.12 on, two before.
+# The classes of jaxprs: one class from 0.12 on, two before.
 PROGRAM_TYPES: tuple[type, ...] = (getattr(jex, "ClosedJaxpr"), jex.Jaxpr)  # noqa: B009
 
 
-# How a call is bound that stands in no lowered program; JAX before 0.12 has none.
+# The value of a call's parameter `inline` with which lowering inlines it; None before 0.12.
 INLINED_WHEN_LOWERED: Any = getattr(getattr(jax, "Inline", None), "JAX_LATE", None)
 
 
 def constants_of(program: Any) -> Sequence[Any]:
-    """The values of ``program.constvars``; an open program has none."""
+    """Returns the values of ``program.constvars``; an open program has none."""
     return getattr(program, "consts", ())
 
 
 def opened(program: Any) -> Any:
-    """The open form of a program: where the two forms differ, the one that holds no values."""
+    """Returns the open form of a program, which before 0.12 holds no values of constants."""
     return program.jaxpr if hasattr(program, "jaxpr") else program
 
 
 def parts_of(program: Any) -> tuple[Any, Sequence[Any]]:
-    """The open form of a program, and the values of its constants."""
+    """Returns the open form of a program, and the values of its constants."""
     return (program.jaxpr, program.consts) if hasattr(program, "jaxpr") else (program, ())
 
 
 def effects_of(equations: Sequence[Any], places: Mapping[Any, int]) -> set[Any]:
-    """The effects of a program of equations. An effect on a reference says which input that is, or
-    on 0.10 which variable. `places` are the inputs' positions."""
+    """Returns the effects of a program with these equations. An effect on a reference names the
+    position of the input, or on 0.10 the variable. `places` maps inputs to positions."""
     found = set[Any]()
     for equation in equations:
         for effect in equation.effects:
@@ -64,8 +64,8 @@ def effects_of(equations: Sequence[Any], places: Mapping[Any, int]) -> set[Any]:
 
 
 def of_operand(effect: Any, before: Sequence[Any], now: Sequence[Any]) -> Any:
-    """An effect of an equation whose operands were replaced: an effect on a reference gets the
-    position that the reference has now."""
+    """Updates an effect of an equation whose operands changed from `before` to `now`: an effect on
+    a reference gets the new position of the reference."""
     if not hasattr(effect, "input_index"):
         return effect
     reference = before[effect.input_index]
@@ -73,12 +73,12 @@ def of_operand(effect: Any, before: Sequence[Any], now: Sequence[Any]) -> Any:
 
 
 def is_of_reference(effect: Any) -> bool:
-    """Whether an effect is that of reading or writing a `jax.Ref`."""
+    """Whether an effect reads or writes a `jax.Ref`."""
     return hasattr(effect, "input") or hasattr(effect, "input_index")
 
 
 def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are loop constants, and how many are the carry.
+    """Returns how many operands of a scan are loop constants, and how many are the carry.
 
     0.12 replaced ``num_consts`` and ``num_carry`` by a description of the operands' tree.
     """
@@ -89,10 +89,11 @@ def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def wider_scan(equation: Any, constants: int, slices: int, stacked: int) -> dict[str, Any]:
-    """The parameters of a scan with so many more constants, scanned operands and stacked results.
+    """Returns the parameters of a scan with more constants, scanned operands (`slices`) and stacked
+    results.
 
-    Where they are described by the trees of the operands (from 0.12 on, see `scan_split`), the
-    description is that of a scan which JAX writes for as many, and in which nothing is forwarded.
+    From 0.12 on, trees of the operands describe them (see `scan_split`): the trees are copied from
+    a scan with as many operands and results, traced here, whose body forwards none of its inputs.
     """
     params, (before, carried) = dict(equation.params), scan_split(equation.params)
     linear = params.get("linear")
@@ -118,30 +119,32 @@ def wider_scan(equation: Any, constants: int, slices: int, stacked: int) -> dict
 
 
 def policy_name(policy: Any) -> str:
-    """The name of a checkpoint policy; 0.10 has objects (``DotsSaveable(...)``) where 0.12 has
-    functions (``dots_saveable``)."""
+    """Returns the name of a checkpoint policy. In 0.10 policies are objects
+    (``DotsSaveable(...)``), in 0.12 functions (``dots_saveable``)."""
     name = getattr(policy, "__name__", None) or type(policy).__name__
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
 
 
 def shard_map_options(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords with which `jax.shard_map` makes such an equation again, but for mesh and specs.
+    """Returns the keyword arguments, without mesh and specs, with which `jax.shard_map` makes an
+    equation with these parameters.
 
-    Its manual axes are called ``newly_manual_axes`` in the versions that we know.
+    The versions that we know call the manual axes ``newly_manual_axes``.
     """
     axes = params.get("newly_manual_axes", params.get("manual_axes", frozenset()))
     return {"axis_names": axes, "check_vma": params["check_vma"]}
 
 
 def keep_recompute_options(backend: str) -> dict[str, str] | None:
-    """The compiler options without which XLA merges recomputed code with the original, or None.
+    """Returns the compiler options that keep XLA from merging recomputed code with the original;
+    None if it does not.
 
     Before 0.11.2 XLA's CPU pipeline drops the barrier that `jax.checkpoint` emits ahead of common
     subexpression elimination, which then merges both copies, so that every activation stays
-    alive. With the barrier kept, the pass that makes one kernel of a small loop aborts the process
-    when it meets one in the loop, so it must be off as well. That changes programs with small
-    loops: the options are for programs that recompute, and for no others.
-    Can go when 0.11.2 is the oldest supported JAX.
+    alive. If the barrier is kept, the pass that makes one kernel of a small loop aborts the process
+    for a loop with a barrier, so that pass must be off as well. This changes programs with small
+    loops: use the options only for programs that recompute.
+    Can be removed when 0.11.2 is the oldest supported JAX.
     """
     if VERSION < (0, 11, 2) and backend == "cpu":
         return {"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}
@@ -149,13 +152,14 @@ def keep_recompute_options(backend: str) -> dict[str, str] | None:
 
 
 def quick_options(backend: str, *, same_buffers: bool = False) -> dict[str, Any]:
-    """The compiler options for a program that runs a few times, so that compiling is what it costs.
+    """Returns the compiler options for a program that runs a few times, so that most of its cost is
+    compiling.
 
-    On a CPU most of the time goes into kernels by MLIR, and each LLVM module costs 20 ms. JAX 0.12
-    has a preset in the place of the option that avoids these kernels.
+    On a CPU, most of the compile time goes into kernels made by MLIR, and each LLVM module costs
+    20 ms. From JAX 0.11 on, a preset replaces the option that avoids these kernels.
 
-    `same_buffers`: only those with which XLA holds as many bytes as without; the preset fuses
-    otherwise, by which a program held up to a tenth more.
+    `same_buffers`: returns only options that do not change how many bytes XLA holds. The preset
+    changes the fusions: a program held up to a tenth more with it.
     """
     if backend != "cpu":
         return {}
@@ -168,13 +172,13 @@ def quick_options(backend: str, *, same_buffers: bool = False) -> dict[str, Any]
 _FAST_COMPILE = "CPU_OPT_PRESET_FAST_COMPILE"
 
 
-# Reverse mode of a scan takes the functions with a rule of `jax.custom_jvp` in it for what they
-# compute, so that the second derivative is not by that rule. Can go when 0.12 is the oldest.
+# Whether reverse mode of a scan replaces `jax.custom_jvp` functions in its body by their plain
+# code, so that the second derivative ignores the rule. Can be removed when 0.12 is the oldest.
 SCANS_DROP_RULES = VERSION < (0, 12)
 
 
 def with_compiler_options(options: Mapping[str, Any], extra: Mapping[str, str]) -> dict[str, Any]:
-    """Options of `jax.jit` with more compiler options; lists of XLA's passes are joined."""
+    """Adds compiler options to options of `jax.jit`; joins the values that both have by a comma."""
     own = options.get("compiler_options") or {}
     joined = {key: ",".join(filter(None, (own.get(key), value))) for key, value in extra.items()}
     return {**options, "compiler_options": {**own, **joined}}

@@ -1,9 +1,10 @@
-"""Functions with a tangent or a cotangent that this package gives them: one builder of each kind.
+"""Builds functions with custom derivatives: a JVP rule (`with_tangent`) or a VJP rule
+(`with_cotangent`, `with_backward`).
 
-A derivative that holds at every order needs a forward pass that meets the rule again. For a
-`jax.custom_vjp` the forward pass calls the rule. For a `jax.custom_jvp` the rule calls its own
-function, for the results that it returns: where that is in a scan, older JAX takes what stands in
-the function instead (`compat.SCANS_DROP_RULES`), which `keeping_rule` mends.
+For a rule to hold at every order, its forward pass must call the function with the rule.
+The forward pass of `with_backward` does so. The rule of `with_tangent` does so to compute the
+primal results. In a scan, older JAX then differentiates the body of the function and drops the
+rule (`compat.SCANS_DROP_RULES`); `keeping_rule` prevents that.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
+from jax.interpreters import ad, batching, mlir  # noqa: TID251 (for the rules of `_RESULTS`)
 
 from tracegrad._jax import compat
 from tracegrad._jax.arrays import has_gradient
 from tracegrad._jax.derivatives import jvp, of_some
 
-# keep(inputs, results, perturbed)
+# Called as ``keep(inputs, results, perturbed)``; returns the residuals.
 Keep = Callable[[tuple[Any, ...], Any, Sequence[bool]], Any]
 
 
@@ -29,20 +30,22 @@ def with_tangent(
     tangent: Callable[[Sequence[Any], Sequence[Any]], Any],
     name: str | None = None,
 ) -> Callable[..., Any]:
-    """A function whose tangent is ``tangent(primals, tangents)``, at any order.
+    """Returns `run` as a `jax.custom_jvp` function; its rule holds at any order.
 
-    `tangent` is called where an operand is differentiated, and may raise. A mark on it marks the
-    rule (`ir.frames`). `name` is what programs call the function; default: its own name.
+    ``tangent(primals, tangents)`` returns the tangents of the results. It is called only if an
+    operand is differentiated, and may raise. A mark on `tangent` also marks the rule (see
+    `ir.frames`). `name` is the function's name in traced programs (it is set on `run` itself);
+    default: ``run.__name__``.
     """
     run.__name__ = run.__qualname__ = name or run.__name__
     rule: Any = jax.custom_jvp(run)
 
     @functools.wraps(tangent)
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        flowing = tangent(primals, tangents)
-        return keeping_rule(rule, primals), flowing
+    def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        out_tangents = tangent(primals, tangents)
+        return keeping_rule(rule, primals), out_tangents
 
-    rule.defjvp(jvp)
+    rule.defjvp(jvp_rule)
     return rule  # type: ignore[no-any-return]
 
 
@@ -54,13 +57,17 @@ def with_cotangent(
     *,
     symbolic_zeros: bool = False,
 ) -> Callable[[Any], Any]:
-    """The identity, whose cotangent is ``change(cotangent)``; in derivatives of derivatives it is
-    the identity, so that forward mode over reverse mode has them too.
+    """Returns an identity function whose VJP rule is ``change(cotangent)``.
+
+    The forward pass calls `forward`, not the function with the rule. A second derivative thus
+    sees a plain identity, so forward mode over reverse mode works.
 
     Args:
-      change: is given a `SymbolicZero` with `symbolic_zeros`, and may return None. A mark on it
-        marks the rule (`ir.frames`).
-      forward, run: what stands for the identity where it is differentiated, and where it is not.
+      change: maps the cotangent of the result to the cotangent of the argument, or to None. With
+        `symbolic_zeros`, it may be given a `SymbolicZero`. A mark on `change` also marks the
+        rule (see `ir.frames`).
+      forward: computes the result if the function is differentiated.
+      run: computes the result if the function is not differentiated.
     """
 
     def identity(value: Any) -> Any:
@@ -87,16 +94,18 @@ def with_backward(
     *,
     symbolic_zeros: bool = False,
 ) -> Callable[..., Any]:
-    """A function whose gradients are ``backward(kept, perturbed, cotangents)``, at any order.
+    """Returns `run` as a `jax.custom_vjp` function; its rule holds at any order.
 
     Args:
-      run: the function, of trees to a tree.
-      backward: gives one gradient, or None, for each argument of the function. `perturbed` says of
-        each leaf of the arguments whether it is differentiated; () without `symbolic_zeros`. A mark
-        on it marks the rule (`ir.frames`).
-      keep: ``keep(inputs, results, perturbed)`` is what the backward pass is given. The results
-        have the rule's derivative.
-      symbolic_zeros: whether cotangents that are zero by structure are a `SymbolicZero`.
+      run: the function; its arguments and its result are pytrees.
+      backward: ``backward(kept, perturbed, cotangents)`` returns one gradient, or None, for each
+        argument of `run`. `perturbed` has one bool for each leaf of the arguments: whether the
+        leaf is differentiated. Without `symbolic_zeros`, `perturbed` is empty. A mark on
+        `backward` also marks the rule (see `ir.frames`).
+      keep: ``keep(inputs, results, perturbed)`` returns `kept`, the residuals for `backward`.
+        Differentiating `results` applies the rule again.
+      symbolic_zeros: whether `backward` gets a `SymbolicZero` for a cotangent that is zero by
+        structure.
     """
     rule = jax.custom_vjp(run)
 
@@ -106,8 +115,8 @@ def with_backward(
             perturbed = [leaf.perturbed for leaf in jax.tree.leaves(inputs)]
             inputs = jax.tree.map(lambda leaf: leaf.value, inputs)
         results = bound(*inputs)
-        # What is static goes to the backward pass in the structure of what is kept for it.
-        static = [() if moves else None for moves in perturbed]
+        # `perturbed` is static: the tree structure of the residuals encodes it, as () or None.
+        static = [() if is_perturbed else None for is_perturbed in perturbed]
         return results, (keep(inputs, results, perturbed), static)
 
     @functools.wraps(backward)
@@ -121,11 +130,11 @@ def with_backward(
 
 
 def or_plain(rule: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule that is told about symbolic zeros, or just its function where JAX cannot apply that
-    and nothing is differentiated.
+    """Returns a function that calls `rule`, or `run` if JAX does not support `rule` there.
 
-    That is in the body of a shard_map outside jit. What differentiates the function does so inside
-    the body, and is done when the rule gets there.
+    JAX raises NotImplementedError for a rule with symbolic zeros in the body of a shard_map
+    outside jit. Calling `run` loses no derivative: a transformation that differentiates the
+    function is inside the body, and has applied the rule before the shard_map gets the call.
     """
 
     @functools.wraps(run)
@@ -140,16 +149,17 @@ def or_plain(rule: Callable[..., Any], run: Callable[..., Any]) -> Callable[...,
     return bound
 
 
-# ------------------------------------------------------------------ results that keep their rule
+# --------------------------------------------------------- primal results that keep the JVP rule
 
 _RESULTS: Any = jex.Primitive("results_of_custom_jvp")
 _RESULTS.multiple_results = True
 
 
 def keeping_rule(function: Callable[..., Any], primals: Sequence[Any], results: Any = None) -> Any:
-    """``function(*primals)``, which is differentiated by the rule of the function, at any order.
+    """Returns ``function(*primals)``; its derivatives apply the function's rule, at any order.
 
-    `results`: those, where the rule has computed them so that newer JAX keeps their derivative.
+    `results`: the value of ``function(*primals)``, if the caller has it already. It is returned
+    as it is, unless older JAX would drop the rule.
     """
     leaves, tree = jax.tree.flatten(primals)
 
@@ -158,7 +168,7 @@ def keeping_rule(function: Callable[..., Any], primals: Sequence[Any], results: 
 
     if compat.SCANS_DROP_RULES:
         program, shape = jax.make_jaxpr(function, return_shape=True)(*primals)
-        if not program.effects:  # a primitive would have to have them, in their order
+        if not program.effects:  # `_RESULTS` declares no effects
             return jax.tree.unflatten(jax.tree.structure(shape), _RESULTS.bind(*leaves, run=run))
     return function(*primals) if results is None else results
 
@@ -173,11 +183,11 @@ def _types(*avals: Any, run: Callable[..., list[Any]]) -> list[Any]:
 
 def _jvp(primals: Any, tangents: Any, *, run: Callable[..., list[Any]]) -> tuple[Any, Any]:
     active = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-    along = of_some(lambda leaves: run(*leaves), primals, active)
-    outs, flowing = jvp(along, [primals[i] for i in active], [tangents[i] for i in active])
+    of_active = of_some(lambda leaves: run(*leaves), primals, active)
+    outs, out_tangents = jvp(of_active, [primals[i] for i in active], [tangents[i] for i in active])
     return outs, [
         tangent if has_gradient(out) else ad.Zero(jax.typeof(out).to_tangent_aval())
-        for out, tangent in zip(outs, flowing, strict=True)
+        for out, tangent in zip(outs, out_tangents, strict=True)
     ]
 
 

@@ -1,8 +1,8 @@
-"""JAX's own derivatives, whatever stands in their place in `jax` while rules are in force, also
-with respect to some operands only.
+"""JAX's original derivative functions, also with respect to some operands only.
 
-See `differentiation.jax_derivatives`: what a user differentiates goes by the rules, and what this
-package differentiates was edited before.
+While rules are in force, `differentiation.jax_derivatives` replaces `jax.grad` and its like in
+`jax`, so that the rules apply to what a user differentiates. This package uses the originals,
+because the rules were applied to its programs before.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Run = Callable[[list[Any]], Any]  # a list of operands -> a list of results
 def jacobian_rows(
     run: Callable[[list[Any]], tuple[list[Any], Any]], leaves: list[Any], **options: bool
 ) -> tuple[list[list[Any]], Any]:
-    """The derivatives by all leaves of each output of ``run(leaves) -> (outputs, aux)``, in reverse
-    mode; and ``aux``.
+    """Returns, for each output of ``run(leaves) -> (outputs, aux)``, its derivatives with respect
+    to all leaves, in reverse mode; and ``aux``.
 
-    As `jax.jacrev` with these options, and of complex outputs of real leaves too, where that
-    raises: as `jax.jacfwd` has it, the derivatives of the real part plus i times those of the
-    imaginary part.
+    It equals `jax.jacrev` with these options, but also supports complex outputs of real leaves, for
+    which `jax.jacrev` raises. As in `jax.jacfwd`, their derivative is that of the real part plus i
+    times that of the imaginary part.
     """
     is_split: list[bool] = []
 
@@ -62,9 +62,8 @@ def _complex(real: list[Any], imaginary: list[Any]) -> list[Any]:
 def of_some(
     run: Run, args: Sequence[Any], positions: Sequence[int], wanted: Sequence[int] | None = None
 ) -> Callable[..., Any]:
-    """``run(operands)`` as a function of the operands at some positions, to be differentiated with
-    respect to these; the others are those of `args`. It gives the results at the positions
-    `wanted`, or all."""
+    """Returns ``run(operands)`` as a function of the operands at `positions` only; `args` has the
+    others. The function returns the results at the positions `wanted`, or all results."""
 
     def along(*chosen: Any) -> Any:
         operands = list(args)
@@ -79,7 +78,7 @@ def of_some(
 def vjp_of_some(
     run: Run, args: Sequence[Any], positions: Sequence[int], wanted: Sequence[int] | None = None
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """`jax.vjp` of that at `args`: the results, and what pulls back their cotangents."""
+    """Returns `jax.vjp` of ``of_some(...)`` at `args`: the results, and the pullback function."""
     return vjp(of_some(run, args, positions, wanted), *(args[i] for i in positions))
 
 
@@ -90,11 +89,12 @@ def pull_back_of_some(
     wanted: Sequence[int],
     cotangents: Sequence[Any],
 ) -> list[Any]:
-    """The gradients of the operands at some positions, from the cotangents of the results `wanted`.
+    """Returns the gradients of the operands at `positions`, given the cotangents of the results
+    `wanted`.
 
-    The transpose of JAX's forward mode, which is what `jax.vjp` gives as well. To trace a function
-    of many operations this takes half of the time of `jax.vjp`, which makes a program of its own of
-    each operation's derivative first.
+    They are the transpose of JAX's forward mode, as in `jax.vjp`. For a function of many operations
+    tracing takes half the time of `jax.vjp`, which first makes a program of each operation's
+    derivative.
     """
     along = of_some(run, args, positions, wanted)
     primals = tuple(args[i] for i in positions)

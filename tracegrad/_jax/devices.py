@@ -1,4 +1,4 @@
-"""Which devices a program is compiled for: those that its arguments lie on, here or elsewhere."""
+"""Finds the devices for which a program is compiled, from the shardings of its arguments."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tracegrad._jax.compat import versions
 
 
 def sharding_of(value: Any) -> Any:
-    """How an argument lies on several devices, on one of another kind than the default, or on one
-    that is not here; None for one that does not."""
+    """Returns the sharding of an argument; None if it is a tracer, has no sharding, or lies on one
+    device of this process that is of the default kind."""
     sharding = None if is_tracer(value) else getattr(value, "sharding", None)
     if sharding is None or len(sharding.device_set) > 1:
         return sharding
@@ -23,8 +23,8 @@ def sharding_of(value: Any) -> Any:
 
 
 def device_of(shardings: Iterable[Any]) -> Any:
-    """A device that a program is compiled for, from the shardings of its arguments. An argument
-    with the sharding None lies on the default device."""
+    """Returns a device for which a program is compiled, given the shardings of its arguments. An
+    argument with the sharding None lies on the default device."""
     for sharding in shardings:
         if sharding is not None:
             return next(iter(sharding.addressable_devices or sharding.device_set))
@@ -32,20 +32,20 @@ def device_of(shardings: Iterable[Any]) -> Any:
 
 
 def device_count(shardings: Iterable[Any]) -> int:
-    """Over how many devices arguments with these shardings lie."""
+    """Returns the largest number of devices of one of the shardings."""
     device_sets = (sharding.device_set for sharding in shardings if sharding is not None)
     return max(map(len, device_sets), default=1)
 
 
 def compiled_by(device: Any, devices: int = 1) -> str:
-    """What programs are compiled for and by, as people are told: ``cpu, JAX 0.12.0``, and over how
-    many devices."""
+    """Returns a text for messages that names the device and the compiler of a program, and the
+    number of devices: ``cpu, JAX 0.12.0``."""
     where = "" if _is_here(device) else " (not here)"
     each = f", on each of {devices} devices" if devices > 1 else ""
     return f"{device.device_kind}{where}, JAX {versions()['jax']}{each}"
 
 
 def _is_here(device: Any) -> bool:
-    """Whether programs can run on it; for those of `jax.experimental.topologies` they can but be
-    compiled."""
+    """Whether programs can run on a device. For devices of `jax.experimental.topologies` programs
+    can only be compiled."""
     return device.local_hardware_id is not None

@@ -1,4 +1,4 @@
-"""What `jax.export` has no public way for: constraints, folders, and what a program calls."""
+"""Adds to `jax.export`: constraints of sizes, no folders in programs, and a program's calls."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 from jax.extend.mlir import deserialize_portable_artifact
-from jax.interpreters import mlir  # noqa: TID251 (see `identity_primitive`)
+from jax.interpreters import mlir  # noqa: TID251 (for a context to parse programs)
 
 
 def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
-    """The constraints that a user put on the symbolic dimensions of types: ``b >= 4``.
+    """Returns the constraints that a user put on the symbolic dimensions of types: ``b >= 4``.
 
-    `jax.export` does not write them, and has no public way to ask for them.
+    `jax.export` does not write these constraints, and has no public function that returns them.
     """
     found: dict[str, None] = {}
     for aval in avals:
@@ -28,10 +28,10 @@ def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
 
 @contextmanager
 def without_folders() -> Iterator[None]:
-    """Leaves the folders of source files out of programs that are lowered inside it: what is
-    written to be given away does not tell where it was made, and is the same wherever that was.
+    """A context manager: programs that are lowered inside it do not contain the folders of source
+    files. So saved programs do not depend on the folder of the code, nor reveal it.
 
-    JAX's setting for that holds for the whole process; a user's own is left as it is.
+    The setting of JAX that removes folders is global to the process; a user's own value is kept.
     """
     name = "jax_hlo_source_file_canonicalization_regex"
     is_free = getattr(jax.config, name) is None
@@ -44,16 +44,16 @@ def without_folders() -> Iterator[None]:
             jax.config.update(name, None)  # type: ignore[no-untyped-call]
 
 
-# The dialects in which `jax.export` writes programs, with what holds the functions together.
+# The dialects in which `jax.export` writes programs, and those of modules and functions.
 _DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
 
 
 def outside_calls(exported: Any) -> list[str]:
-    """What a written program (`jax.export.Exported`) calls that is not in it, by its names: the
-    targets of XLA's custom calls, and operations of no dialect that JAX writes.
+    """Returns the names of the code outside an exported program (`jax.export.Exported`) that it
+    calls: the targets of XLA's custom calls, and operations of dialects that JAX does not write.
 
-    JAX shows a program as text only; that of a large one is several times its size. Raises
-    whatever XLA raises; of bytes that no JAX wrote it may end the process.
+    This parses the program, because its text, the only public form, is several times as large.
+    Raises whatever XLA raises; bytes that JAX did not write may make XLA end the process.
     """
     found: set[str] = set()
     with mlir.make_ir_context():

@@ -1,4 +1,4 @@
-"""Packages that only some users have: matplotlib, and those of the extras."""
+"""Imports optional packages: matplotlib, and the packages of the extras."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def require(name: str, otherwise: str) -> Any:
-    """A module by its name. Raises ImportError where it is missing, which says `otherwise`: what it
-    is for, and how it is installed."""
+    """Imports a module by its name. Raises ImportError if it is missing, with the message
+    `otherwise`, which says what needs the module and how to install it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:

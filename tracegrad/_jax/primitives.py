@@ -1,4 +1,4 @@
-"""Primitives of ours that hand on an operand."""
+"""Makes primitives that return an operand unchanged."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def identity_primitive(
     exported: Callable[..., Exception | None] = lambda **params: None,
     batched: Callable[..., Exception | None] = lambda **params: None,
 ) -> Any:
-    """A primitive that hands on its one operand, and in forward mode the tangent past itself.
+    """Makes a primitive that returns its one operand; in forward mode it returns the tangent.
 
-    What is raised when it is `differentiated`, `exported` or `batched` (under `jax.vmap`) these
-    make of its parameters; None: nothing. The tables of
-    rules are those that JAX's documentation of new primitives uses, of `jax.interpreters`, whose
-    other contents JAX takes away release by release; what tells an export from other lowerings has
-    no documentation.
+    `differentiated`, `exported` and `batched` (under `jax.vmap`) are called with the primitive's
+    parameters when that happens to it; each returns an error to raise, or None.
+
+    JAX's documentation of new primitives registers rules in the same tables of `jax.interpreters`;
+    JAX removes other contents of these modules release by release. The flag that distinguishes an
+    export from other lowerings is undocumented.
     """
     primitive: Any = jex.Primitive(name)
 
@@ -33,7 +34,7 @@ def identity_primitive(
         return primitive.bind(args[0], **params), axes[0]
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        error = differentiated(**params)  # JAX does not come here where all tangents are zeros
+        error = differentiated(**params)  # JAX does not call this rule if all tangents are zero
         if error is not None:
             raise error
         return primitive.bind(*primals, **params), *tangents
@@ -54,7 +55,8 @@ def identity_primitive(
 
 
 def mapped_alike(args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """The operands of what `jax.vmap` maps over some axis of some of them: all along the first."""
+    """Returns the operands of a mapped primitive, all with the mapped axis first; an operand
+    without a mapped axis is broadcast."""
     size = next(a.shape[i] for a, i in zip(args, axes, strict=True) if i is not None)
     return [
         # (A literal of a program has no shape.)
@@ -64,10 +66,11 @@ def mapped_alike(args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
 
 
 def standing_in_primitive(name: str, lost: Callable[..., None]) -> Any:
-    """A primitive of two operands of one type, which hands on the first; its derivative is that of
-    the second. Programs contain nothing of it. (For the tables see `identity_primitive`.)
+    """Makes a primitive of two operands of one type that returns the first; its tangent is that of
+    the second. Lowered programs do not contain it. (For the tables see `identity_primitive`.)
 
-    `lost`: is called with the primitive's parameters if the first operand alone has a tangent."""
+    `lost`: is called with the primitive's parameters if only the first operand has a tangent.
+    """
     primitive: Any = jex.Primitive(name)
 
     def batch(args: Any, axes: Any, **params: Any) -> Any:

@@ -1,8 +1,8 @@
-"""How the processes of one program agree on something: by name, and within a time limit.
+"""Lets the processes of one program agree on a text, within a time limit.
 
-What JAX has for that in public, `jax.experimental.multihost_utils`, runs a program on all devices,
-which waits for ever where a process does not come. This goes by the service through which the
-processes found one another, and knows who is missing.
+JAX's public functions for this, `jax.experimental.multihost_utils`, run a program on all devices,
+which waits forever if a process does not take part. This module uses the key-value service by which
+the processes found each other, and can name the processes that are missing.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_SLICE = 1.0  # seconds that are waited at a time: between them Python sees Ctrl-C
-_LATE = 10.0  # seconds at most that the others give process 0 for telling who is missing
+_SLICE = 1.0  # seconds of one wait: Python handles Ctrl-C between two waits
+_LATE = 10.0  # seconds, at most, that other processes wait longer than process 0 for its answer
 
 
 def _service() -> Any:
-    """JAX's client of that service, which has no public name; None where this is all processes.
+    """Returns JAX's client of the key-value service; None if this is the only process.
 
-    Orbax uses the same. Can go when JAX has a barrier with a time limit.
+    It has no public name; Orbax uses it too. Can be removed when JAX has a barrier with a time
+    limit.
     """
-    # By `vars`, as the module does not declare what it imports.
+    # `vars`, because type checkers do not see names that the module imports.
     return vars(multihost_utils)["distributed"].global_state.client
 
 
 def in_numpy(array: Any) -> np.ndarray[Any, Any]:
-    """An array in NumPy; of one that is spread over processes the whole, which they all ask for."""
+    """Returns an array as a NumPy array. If it is sharded over several processes, all of them have
+    to call this, and each gets the whole array."""
     if isinstance(array, jax.Array) and not (
         array.is_fully_addressable or array.is_fully_replicated
     ):
@@ -40,17 +42,17 @@ def in_numpy(array: Any) -> np.ndarray[Any, Any]:
 
 
 def agree(topic: str, said: str, timeout: float, decide: Callable[[Sequence[str]], str]) -> str:
-    """What process 0 decides of what all processes say: the same on each of them.
+    """Returns, on every process, the text that process 0 decides on, given a text of each process.
 
     Args:
-        topic: what it is about, the same on all processes; one thing at a time.
-        said: what this process says.
-        timeout: how long to wait for the others, in seconds.
-        decide: called on process 0 alone, with what was said in the order of the processes. What
-            it raises is raised there as it is, and on the others as a RuntimeError.
+        topic: the subject, the same on all processes; there must be one agreement at a time on it.
+        said: the text of this process.
+        timeout: how long to wait for the other processes, in seconds.
+        decide: called on process 0 only, with the texts of all processes in their order. If it
+            raises, process 0 raises that error, and the others raise a RuntimeError.
 
     Raises:
-        TimeoutError: some processes did not say anything in time; it names them.
+        TimeoutError: some processes did not call this in time; the message names them.
         RuntimeError: `decide` raised on process 0.
     """
     service = _service()
@@ -59,7 +61,7 @@ def agree(topic: str, said: str, timeout: float, decide: Callable[[Sequence[str]
     place, count = jax.process_index(), jax.process_count()
     root = f"tracegrad/{topic}"
     ours, until = f"{root}/said/{place}", time.monotonic() + timeout
-    # By this the answer is found, which so is never one to an earlier question.
+    # The key of the answer contains it, so that no answer to an earlier call is read.
     ticket = secrets.token_hex(8)
     service.key_value_set(ours, f"{ticket} {said}", allow_overwrite=True)
     if place:
@@ -99,7 +101,7 @@ def agree(topic: str, said: str, timeout: float, decide: Callable[[Sequence[str]
 
 
 def _get(service: Any, key: str, until: float) -> str | None:
-    """What is said under a key, as soon as it is; None if it is not in time."""
+    """Waits for the value of a key, and returns it; None if the time `until` is reached first."""
     while True:
         left = until - time.monotonic()
         try:
@@ -121,5 +123,5 @@ def _missing(topic: str, timeout: float, missing: Iterable[int], count: int) -> 
     which = f"process {shown}" if len(names) == 1 else f"processes {shown}"
     return TimeoutError(
         f"{topic}: {which} of {count} did not come within {timeout:g} seconds (all processes have "
-        "to: what only some of them call waits for the others)"
+        "to call this: if only some of them do, they wait for the others)"
     )

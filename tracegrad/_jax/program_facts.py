@@ -1,4 +1,4 @@
-"""What there is in a program and in those in it, at any depth: found in one walk, once for each."""
+"""Collects facts about a program and its sub-programs at any depth, in one walk, and caches it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from tracegrad._jax.programs import CUSTOM_JVP, sub_programs
 
 
 class ProgramFacts(NamedTuple):
-    """What is true of one program or of several, with the programs in them.
+    """Facts about one program or several, including their sub-programs.
 
     Attributes:
-      primitives: those of the operations.
-      operations: how many there are, those of a program once for each call of it. Calls do not
-        count.
-      arrays, numpy_arrays: the constants that are such, each once.
-      has_effects: whether more is done than computing: printing, calls of the host.
-      closes_over: whether a `jax.custom_jvp` closes over something.
-      asks_what_varies: whether a custom rule is told which operands vary (``symbolic_zeros=True``):
-        what it gives for one of them may depend on whether another one does.
+      primitives: the primitives of the operations.
+      operations: the number of operations; those of a sub-program count once for each call of it.
+        The calls themselves do not count.
+      arrays, numpy_arrays: the constants of these types, without duplicates.
+      has_effects: whether there are side effects, such as printing or callbacks.
+      closes_over: whether a `jax.custom_jvp` closes over a value.
+      asks_what_varies: whether a custom rule is told which operands are differentiated
+        (``symbolic_zeros=True``): then its result for one operand may depend on whether another
+        operand is differentiated.
     """
 
     primitives: frozenset[Any] = frozenset()
@@ -41,7 +42,7 @@ _NOTHING = ProgramFacts()
 
 @of_program
 def program_facts(program: Any) -> ProgramFacts:
-    """The facts of one program."""
+    """Returns the facts of one program."""
     open_form, constants = parts_of(program)
     primitives, count, closes_over, asks = set[Any](), 0, False, False
     below = []
@@ -70,7 +71,7 @@ def program_facts(program: Any) -> ProgramFacts:
 
 
 def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
-    """The facts of all programs among the parameters of an operation."""
+    """Returns the facts of all programs among the parameters of an operation together."""
     each = [program_facts(program) for _, program in sub_programs(params)]
     if len(each) < 2:
         return each[0] if each else _NOTHING

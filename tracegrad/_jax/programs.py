@@ -1,4 +1,4 @@
-"""JAX's programs (jaxprs): their parts, how they run and what they call."""
+"""JAX's programs (jaxprs): how to build, run, change and call them, and their sub-programs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ COND = primitives.cond_p
 WHILE = primitives.while_p
 STOP_GRADIENT = primitives.stop_gradient_p
 CHECKPOINTED_WHILE: Any = jex.Primitive("checkpointed_while")
-"""JAX's `while` with two more parameters: `checkpoints`, how many states are kept, and `place`, how
-messages call it. Its rules are in `rewriting.loop_primitive`."""
+"""JAX's `while` with two more parameters: `checkpoints`, the number of states to keep, and `place`,
+its name in messages. Its rules are in `rewriting.loop_primitive`."""
 WHILES: tuple[Any, ...] = (WHILE, CHECKPOINTED_WHILE)
 CUSTOM_JVP = primitives.custom_jvp_call_p
 CUSTOM_VJP = primitives.custom_vjp_call_p
 
 
-# Their sub-programs are laid out for their own lowering (grids, references), and mean nothing
-# outside it, or say again what their names say: such a node is one operation to us.
+# The sub-programs of these primitives have a form for their own lowering (grids, references), with
+# no meaning outside it, or repeat what the name says: such a node is one operation to us.
 OPAQUE_PRIMITIVES = frozenset(
     {
         *("pallas_call", "call_hi_primitive", "core_map", "mpmd_map"),
@@ -48,24 +48,25 @@ OPAQUE_PRIMITIVES = frozenset(
 )
 
 
-# An operation that has what it runs, and its derivatives, in an object of JAX's: since 0.12
-# `jax.lax.custom_root`.
+# An operation whose programs and derivatives are in an object of JAX: `jax.lax.custom_root` since
+# 0.12.
 OF_AN_OBJECT = "call_hi_primitive"
 
 
-# Calls of one program, by its parameter, which JAX maps or transposes by a function of the user's.
+# Maps calls for which the user has a batching or transposition rule to the parameter that has the
+# called program.
 CALLS_WITH_RULES = {"custom_vmap_call": "call", "linear_call": "callee"}
 
 
-# These bind a program without constants of its own: what it closes over must be an operand.
+# These bind an open program, which has no constants: values that it closes over must be operands.
 OPEN_PROGRAM_PRIMITIVES = frozenset({"remat2", "checkpoint", "shard_map"})
 
 
 def calls_host(primitive: str) -> bool:
     """Whether the primitive of this name runs code that XLA did not compile.
 
-    Effects do not tell: `jax.pure_callback` and `jax.ffi.ffi_call` have none. ``check`` is that of
-    checkify, which raises from the host where JAX was told to lower it.
+    Effects do not show this: `jax.pure_callback` and `jax.ffi.ffi_call` have none. ``check`` is the
+    primitive of checkify, which raises from the host if it is lowered.
     """
     return "callback" in primitive or primitive in ("debug_print", "ffi_call", "check")
 
@@ -81,20 +82,20 @@ def _equations() -> Sequence[Any]:
     return made.eqns
 
 
-# What JAX makes of these three, found out in one program since that takes a millisecond.
+# The equations of the three calls, traced in one program, because tracing takes a millisecond.
 _DEBUGGING, _AXIS, _CALL = in_a_new_thread(_equations)
 _OF_DEBUGGING = frozenset(_DEBUGGING.effects)
 (_OF_AXES,) = map(type, _AXIS.effects)
 
 
 def may_be_repeated(effect: Any) -> bool:
-    """Whether an effect may happen more often, or never: that of `jax.debug.callback` and its like
-    where they have no order, and that of a collective, which is the name of an axis."""
+    """Whether an effect may be repeated or dropped: that of an unordered `jax.debug.callback` or
+    the like, and that of a collective, which only names an axis."""
     return effect in _OF_DEBUGGING or is_collective(effect)
 
 
 def is_collective(effect: Any) -> bool:
-    """Whether an effect is that of computing with what lies along an axis of others."""
+    """Whether an effect is that of a collective: a computation over a named axis."""
     return isinstance(effect, _OF_AXES)
 
 
@@ -106,10 +107,10 @@ def program_of(
     outputs: Sequence[Any],
     equations: Sequence[Any],
 ) -> Any:
-    """A program of other parts, in the form of another one (closed or open).
+    """Returns a program with these parts, closed or open as `like` is.
 
-    An effect on a reference says which input that is, so it is counted anew; that on a reference
-    which is made inside goes.
+    An effect on a reference names the position of the input, so effects are computed again; an
+    effect on a reference that the program makes itself is dropped.
     """
     open_form = opened(like)
     variables = [*constants, *inputs]
@@ -133,14 +134,14 @@ def program_of(
 
 
 def program_of_one(primitive: Any, params: Mapping[str, Any], args: Sequence[Any]) -> Any:
-    """The program of one operation on operands like these."""
+    """Returns the program of one operation on operands of the types of `args`."""
     return jax.make_jaxpr(lambda *operands: bind(primitive, operands, params))(*args)
 
 
 def with_inputs(program: Any, avals: Sequence[Any], places: Sequence[int | None]) -> Any:
-    """The program with new inputs of these types behind its own, which some of its constants are.
+    """Returns the program with new inputs of these types after its own; they replace constants.
 
-    `places`: which of the new inputs each constant is; None for one that stays.
+    `places`: for each constant, the index of the new input that replaces it; None: it stays.
     """
     open_form, constants = parts_of(program)
     new = [jex.Var(aval) for aval in avals]
@@ -161,17 +162,17 @@ def with_inputs(program: Any, avals: Sequence[Any], places: Sequence[int | None]
 
 
 def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The sub-programs among a primitive's parameters, by the names of their regions.
+    """Returns the sub-programs among a primitive's parameters, with the names of their regions.
 
-    ``jaxpr`` for one that is a parameter, ``branches[0]`` for one in a sequence,
-    ``jaxprs.solve`` for one in a named tuple.
+    The name is ``jaxpr`` for a sub-program that is a parameter, ``branches[0]`` for one in a
+    sequence, and ``jaxprs.solve`` for one in a named tuple.
     """
     found = []
     for key, value in params.items():
         if key == "static" and "treedef" in params:
-            # An operation of equinox's, as lineax's `linear_solve`: what is no array among its
-            # arguments. The constants of a program there are operands, and those that it names are
-            # of another trace, or unknown.
+            # The static arguments of an operation of equinox, such as lineax's `linear_solve`. The
+            # constants of a program among them are passed as operands; the constants in the program
+            # itself belong to another trace, or are unknown.
             continue
         if isinstance(value, PROGRAM_TYPES):
             found.append((key, value))
@@ -184,7 +185,8 @@ def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def with_programs(params: Mapping[str, Any], programs: Mapping[str, Any]) -> dict[str, Any]:
-    """A primitive's parameters with other sub-programs, by the names of `sub_programs`."""
+    """Replaces sub-programs in a primitive's parameters; `programs` is keyed by the names of
+    `sub_programs`."""
     new = dict(params)
     for key, value in params.items():
         if key in programs:
@@ -200,8 +202,8 @@ def with_programs(params: Mapping[str, Any], programs: Mapping[str, Any]) -> dic
 
 
 def programs_in(primitive: Any, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The programs of an operation that mean something outside of its own lowering: its
-    `sub_programs`, or what the object of an `OF_AN_OBJECT` keeps, by name."""
+    """Returns the names and programs of an operation that have a meaning outside its lowering: its
+    `sub_programs`, or the programs in the object of an `OF_AN_OBJECT`."""
     if primitive.name == OF_AN_OBJECT:
         kept = vars(params["_prim"])
         return [(name, value) for name, value in kept.items() if isinstance(value, PROGRAM_TYPES)]
@@ -209,32 +211,33 @@ def programs_in(primitive: Any, params: Mapping[str, Any]) -> list[tuple[str, An
 
 
 def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Binds every equation of a program as it was: same parameters, scopes and source lines."""
+    """Binds every equation of a program with unchanged parameters, scopes and source lines."""
     return list(jax.core.eval_jaxpr(*parts_of(program), *args))
 
 
 def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Binds one primitive; the results are always a list."""
+    """Binds one primitive; always returns a list."""
     out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
     return list(out) if primitive.multiple_results else [out]
 
 
 @contextmanager
 def standing_for(source_info: Any) -> Iterator[None]:
-    """A block: operations bound in it have the scope and the source line of an equation."""
+    """A context manager: operations bound in it have the scope and source line of an equation."""
     with source_info_util.user_context(source_info.traceback, name_stack=source_info.name_stack):
         yield
 
 
 @contextmanager
 def outside_of_scopes() -> Iterator[None]:
-    """A block: operations bound in it have their own scopes alone, and their own source lines."""
+    """A context manager: operations bound in it do not have the scopes and source line that an
+    enclosing context sets."""
     with source_info_util.user_context(None, name_stack=source_info_util.new_name_stack()):
         yield
 
 
 def weak_as(array: Any, aval: Any) -> Any:
-    """The array with a weak type if `aval` is weak, and with a strong one if not."""
+    """Returns the array with a weak type if `aval` is weak, otherwise with a strong type."""
     if jax.typeof(array).weak_type == aval.weak_type:
         return array
     convert: Any = primitives.convert_element_type_p
@@ -242,14 +245,14 @@ def weak_as(array: Any, aval: Any) -> Any:
 
 
 def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
-    """Binds a closed program as one call, which JAX writes out when it lowers what that is in.
-    Nothing in the program is bound again, as `eval_program` does: JAX before 0.12, which cannot
-    write out a call so late, does that here too."""
+    """Binds a closed program as one call, which JAX inlines when it lowers the enclosing program.
+    So the equations of the program are not bound again, unlike in `eval_program`. JAX before 0.12
+    cannot inline a call that late: there, this calls `eval_program`."""
     if INLINED_WHEN_LOWERED is None:
         return eval_program(program, args)
     parts = opened(program)
     constants = dict(zip(parts.constvars, constants_of(program), strict=True))
-    # JAX differentiates the operands of a call alone.
+    # JAX differentiates a call only with respect to operands: constants that are tracers become so.
     tracers = {v: array for v, array in constants.items() if is_tracer(array)}
     if tracers:
         program = program_of(
@@ -259,19 +262,21 @@ def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
             outputs=parts.outvars,
             equations=parts.eqns,
         )
-    with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the mesh around is a parameter
+    with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the current mesh is a parameter
     operands = [*tracers.values(), *args]
     params = wider_jit(with_mesh.eqns[0].params, len(operands), len(parts.outvars))
     params |= {"jaxpr": program, "name": name, "inline": INLINED_WHEN_LOWERED}
     results = bind(JIT, operands, params)
-    given = dict(zip(parts.invars, args, strict=True))  # which jit hands on as they are
+    given = dict(
+        zip(parts.invars, args, strict=True)
+    )  # as `jax.jit`, returns these inputs themselves
     pairs = zip(parts.outvars, results, strict=True)
     return [x if isinstance(v, jex.Literal) else given.get(v, x) for v, x in pairs]
 
 
 def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[str, Any]:
-    """The parameters of a jitted call with more operands and results. The new ones have no sharding
-    and no layout, and are not donated."""
+    """Returns the parameters of a jitted call with more operands and results. The new operands and
+    results have no sharding and no layout, and are not donated."""
     unsaid = _CALL.params["in_shardings"][0]
     more = {
         "donated_invars": (False,) * operands,
@@ -284,10 +289,10 @@ def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[st
 
 
 def equation_context(source_info: Any, settings: Any) -> tuple[AbstractContextManager[None], ...]:
-    """Two blocks: what is bound inside both is so under the scope and source line of an equation,
-    and under its settings.
+    """Returns two context managers: an operation that is bound inside both has the scope, source
+    line and settings of an equation.
 
-    `settings` is None for what was recorded as it ran: the settings are those around it then.
+    `settings` is None for an operation that was recorded as it ran: the current settings stay.
     """
     stack = source_info_util.current_name_stack() + source_info.name_stack
     scope = source_info_util.user_context(source_info.traceback, name_stack=stack)
@@ -297,7 +302,7 @@ def equation_context(source_info: Any, settings: Any) -> tuple[AbstractContextMa
 def abstract_eval(
     primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]
 ) -> list[Any] | None:
-    """The result types of a primitive by JAX's own typing rule; None where it has none."""
+    """Returns the result types of a primitive by JAX's typing rule; None if it has no rule."""
     try:
         out = primitive.abstract_eval(*avals, **params)
     except NotImplementedError:
@@ -306,19 +311,19 @@ def abstract_eval(
     return list(types) if primitive.multiple_results else [types]
 
 
-# What belongs to a call of `jax.jit` without options, but for the program.
+# The parameters of a call of `jax.jit` without options, except the program.
 _PLAIN_JIT = {name: value for name, value in _CALL.params.items() if name != "jaxpr"}
 
-# Takes out of the parameters of a jitted call all but the program.
+# Returns the parameters of a jitted call, except the program.
 jit_settings: Callable[[Mapping[str, Any]], tuple[Any, ...]] = operator.itemgetter(*_PLAIN_JIT)
 
-# These change nothing about what a program computes from its arguments.
+# These parameters do not affect the results of a program.
 _ANY = frozenset({"name", "inline", "keep_unused", "donated_invars"})
 
 
 def is_plain_jit(params: Mapping[str, Any]) -> bool:
-    """Whether a jitted function around the program of such a call is called as this one is: there
-    are no shardings, layouts, meshes or options of the compiler."""
+    """Whether a jitted call has no shardings, layouts, meshes or compiler options, so that jitting
+    its program again gives the same call."""
     for name, usual in _PLAIN_JIT.items():
         value = params[name]
         if name in _ANY or value == usual:
@@ -329,6 +334,6 @@ def is_plain_jit(params: Mapping[str, Any]) -> bool:
 
 
 def runs_compiled(primitive: Any) -> bool:
-    """Whether JAX runs a primitive outside of all transformations by compiling it alone."""
+    """Whether JAX, outside of all transformations, runs a primitive by compiling it alone."""
     usual = getattr(primitives.mul_p.impl, "func", None)
     return usual is not None and getattr(primitive.impl, "func", None) is usual

@@ -1,4 +1,4 @@
-"""Says what is being done, as a bar of tqdm's, where the work takes long."""
+"""Shows a progress bar of tqdm for long work."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DELAY = 2.0  # seconds of work before there is a bar
 
 @contextmanager
 def progress(name: str, steps: int) -> Iterator[Callable[[str], None]]:
-    """A block of so many steps: a function to be told which of them begins.
+    """A context manager for work of `steps` steps; call the yielded function when a step begins.
 
-    There is a bar from the first step that begins after `DELAY`, until the block ends. There is
-    none where tqdm is not installed, nor where there is neither a terminal nor a notebook.
+    The bar appears with the first step that begins after `DELAY`, and ends with the block. There is
+    no bar if tqdm is not installed, or if there is neither a terminal nor a notebook.
     """
     since, done = time.monotonic() if sys.stderr else math.inf, -1
     bar: Any = None
@@ -41,15 +41,17 @@ def progress(name: str, steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def _bar(text: str, done: int, steps: int) -> Any:
-    """None where there is no tqdm."""
+    """Makes a bar; returns None if tqdm is not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a notebook without ipywidgets: it has no bar then
             kind = importlib.import_module("tqdm.auto").tqdm
     except ImportError:
         return None
-    # What a notebook shows is no terminal, for which None would disable it there.
+    # None disables a bar without a terminal; a notebook has none, but shows the bar.
     disable = False if "tqdm.notebook" in {base.__module__ for base in kind.__mro__} else None
-    look = "{desc} |{bar}| {n_fmt}/{total_fmt}"  # and no rate: one step may be a hundred others
-    # With its `delay` tqdm would not erase a bar that shows nothing but descriptions.
+    look = (
+        "{desc} |{bar}| {n_fmt}/{total_fmt}"  # without a rate: the steps take very different times
+    )
+    # No argument `delay`: with it, tqdm does not erase a bar that had only descriptions.
     return kind(desc=text, initial=done, total=steps, leave=False, disable=disable, bar_format=look)

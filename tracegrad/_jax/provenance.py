@@ -13,7 +13,7 @@ from tracegrad._jax.compat import opened
 
 
 def frames(source_info: Any) -> Sequence[Any]:
-    """The Python frames that bound an equation, innermost first.
+    """Returns the Python frames that bound an equation, innermost first.
 
     Each has ``file_name``, ``function_name`` (qualified), ``function_start_line`` and ``line_num``.
     """
@@ -22,8 +22,8 @@ def frames(source_info: Any) -> Sequence[Any]:
 
 
 def inside_call(call: Any, source_info: Any, *, has_line: bool) -> Any:
-    """The source of a called function's equation, as an equation of the caller: inside the scopes
-    of the call. `has_line`: the equation keeps its own line; else it has the line of the call."""
+    """Returns the source info of an equation after its call was inlined: inside the scopes of the
+    call. `has_line`: the equation keeps its own line; otherwise it gets the line of the call."""
     return source_info.replace(
         traceback=(source_info if has_line else call).traceback,
         name_stack=call.name_stack + source_info.name_stack,
@@ -31,40 +31,41 @@ def inside_call(call: Any, source_info: Any, *, has_line: bool) -> Any:
 
 
 def user_context() -> Callable[[Any], AbstractContextManager[Any]]:
-    """A context whose value is part of the key under which JAX keeps traces and programs."""
+    """Makes a context manager whose value is part of the keys of JAX's trace and program caches."""
     make: Callable[[Any], Callable[[Any], AbstractContextManager[Any]]] = jax.make_user_context
     return make(())
 
 
 def frame_positions(source_info: Any) -> tuple[list[Any], list[int]]:
-    """The code object of each of those frames, and the offsets of the instructions they were at."""
+    """Returns the code objects of the frames that bound an equation, and the offset of the current
+    instruction in each."""
     traceback = source_info.traceback
     return ([], []) if traceback is None else traceback.raw_frames()
 
 
-# A name, and whether a transformation has it; else a named scope has it.
+# A name, and whether it is the name of a transformation; otherwise that of a named scope.
 Around = tuple[str, bool]
 
 
 def scopes_around(source_info: Any) -> tuple[Around, ...]:
-    """The names in an equation's name stack, from the outside in: named scopes, and between them
-    the transformations that the equation came through."""
+    """Returns the names in an equation's name stack, from the outside in: named scopes, and between
+    them the transformations that were applied to the equation."""
     return tuple((x.name, isinstance(x, _Transformation)) for x in source_info.name_stack.stack)
 
 
-# The class of a transformation in a stack of names: it has no public name.
+# The class of a transformation in a name stack, which has no public name.
 _Transformation = type(source_info_util.new_name_stack().transform("jvp").stack[0])
 
 
-# The traceback and the named scopes of what is being bound now.
+# Returns the traceback and the named scopes that an equation bound now would get.
 current_source_info: Callable[[], Any] = source_info_util.current
 
 
 class TracedFrom(NamedTuple):
     """The Python function that a program was traced from.
 
-    `name` and `source` say which (``relu at /usr/lib/.../functions.py:71``), `arguments` are the
-    names of its arguments with their pytree paths (``params['w']``), one per input; () if unknown.
+    `name` and `source` identify the function (``relu at /usr/lib/.../functions.py:71``).
+    `arguments` has a name with its pytree path (``params['w']``) for each input; () if unknown.
     """
 
     name: str
@@ -73,10 +74,10 @@ class TracedFrom(NamedTuple):
 
 
 def traced_from(program: Any) -> TracedFrom:
-    """The function that a program was traced from."""
-    told = opened(program).debug_info
-    arguments = tuple(str(name) for name in told.arg_names or ())
-    return TracedFrom(str(told.func_name), str(told.func_src_info or ""), arguments)
+    """Returns the function that a program was traced from."""
+    info = opened(program).debug_info
+    arguments = tuple(str(name) for name in info.arg_names or ())
+    return TracedFrom(str(info.func_name), str(info.func_src_info or ""), arguments)
 
 
 def hide_frames(directory: str) -> None:
@@ -85,5 +86,5 @@ def hide_frames(directory: str) -> None:
 
 
 def filters_tracebacks() -> bool:
-    """Whether the user wants tracebacks without frames of libraries (JAX's own setting)."""
+    """Whether JAX is set to remove the frames of libraries from tracebacks."""
     return str(getattr(jax.config, "jax_traceback_filtering", "")) != "off"

@@ -1,4 +1,4 @@
-"""Replaces functions of modules and classes for as long as somebody needs that."""
+"""Replaces functions of modules and classes, and restores them after the last user."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from contextlib import contextmanager
 from typing import Any
 
 Function = Callable[..., Any]
-# The module or class that has the function, its name there, and what makes, of the original, the
-# function for its place. What a class inherits is put into the class itself; a descriptor, such as
-# a slot of a class, is a function here too.
+# The module or class that owns the function, the name of the function, and a callable that takes
+# the original and returns the replacement. If a class inherits the function, the replacement is
+# set on the class itself. Descriptors, such as slots of a class, count as functions.
 Place = tuple[Any, str, Callable[[Function], Any]]
 
 _INHERITED: Any = object()
 
 
 class Replacement:
-    """Puts functions into the places of those of modules and classes.
+    """Replaces functions of modules and classes, and counts the users of the replacements.
 
-    On all threads: what stands there does as the original, unless what is asked for holds of the
-    thread that calls it. Who has imported the original by name has the original. All are put back
-    when nobody needs any of them.
+    All threads see a replacement, so it has to behave as the original on threads that did not ask
+    for it. Code that imported the original by name still calls the original. If two users replace
+    the same function, the first replacement stays. After the last user, all originals are back.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._needed_by = 0
+        self._user_count = 0
         self._originals: dict[tuple[Any, str], Function] = {}
 
     @contextmanager
     def in_place(self, places: Iterable[Place]) -> Iterator[None]:
-        """For a block, which needs them all."""
+        """Keeps the replacements in place during a `with` block."""
         self.put(places)
         try:
             yield
@@ -39,7 +39,7 @@ class Replacement:
             self.put_back()
 
     def put(self, places: Iterable[Place]) -> None:
-        """Puts them in place for one more user, until that calls `put_back`."""
+        """Replaces the functions, and counts one more user, who has to call `put_back` once."""
         with self._lock:
             new: dict[tuple[Any, str], Function] = {}
             for owner, name, make in places:
@@ -48,20 +48,20 @@ class Replacement:
                     inherited = original is _INHERITED
                     new[owner, name] = make(getattr(owner, name) if inherited else original)
             _put(new)
-            self._needed_by += 1
+            self._user_count += 1
 
     def put_back(self) -> None:
-        """One user needs them no more; after the last one the originals are back."""
+        """Counts one user less, and restores the originals after the last user."""
         with self._lock:
-            self._needed_by -= 1
-            if not self._needed_by:
+            self._user_count -= 1
+            if not self._user_count:
                 _put(self._originals)
                 self._originals.clear()
 
 
 def _put(functions: Mapping[tuple[Any, str], Function]) -> None:
     for (owner, name), function in functions.items():
-        # A metaclass may forbid what is asked of `type` itself here.
+        # Calls `type`'s own methods, because a metaclass may forbid to set or delete attributes.
         if function is _INHERITED:
             (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
         else:

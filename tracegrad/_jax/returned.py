@@ -1,9 +1,10 @@
-"""For which inputs a rule returned a gradient: what it returned as None gets none.
+"""Finds the inputs for which custom rules return a gradient, and not None.
 
-JAX keeps a None as a symbolic zero, from the rule to the inputs of whatever calls it: through
-`jax.jit`, `jax.vmap`, `jax.checkpoint`, branches and `jax.shard_map` (a loop makes zeros of it). In
-a traced program it is an array of zeros like any other, so it has to be asked for while JAX
-differentiates: by a rule of our own around each input, which is told about symbolic zeros.
+JAX turns a None of a rule into a symbolic zero, and passes it on to the inputs of the callers:
+through `jax.jit`, `jax.vmap`, `jax.checkpoint`, branches and `jax.shard_map` (a loop makes an array
+of zeros of it). In the traced program a symbolic zero looks like any array of zeros, so it must be
+observed while JAX differentiates. The observer is a *witness*: an identity function around each
+input, with a VJP rule that is told about symbolic zeros.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from tracegrad._jax.derivatives import Run, jvp, of_some, vjp_of_some
 def returned_gradients(
     run: Run, avals: Sequence[Any], active: Sequence[int], outputs: Sequence[int]
 ) -> set[int]:
-    """The inputs whose cotangents are no symbolic zeros in a VJP of a function.
+    """Returns the inputs whose cotangents are not symbolic zeros in a VJP of a function.
 
     Args:
-      run: the function, of a list of arrays to a list of arrays; it is traced.
+      run: the function, from a list of arrays to a list of arrays; it is traced.
       avals: the types of its inputs.
-      active: the positions of those that are differentiated.
-      outputs: the positions of the results that have cotangents; those of the others are symbolic
+      active: the positions of the inputs that are differentiated.
+      outputs: the positions of the results that have cotangents; the other results have symbolic
         zeros.
 
-    Raises whatever JAX raises where it cannot differentiate the function.
+    Raises the error of JAX if JAX cannot differentiate the function.
     """
     met: set[int] = set()
 
@@ -50,8 +51,8 @@ def returned_gradients(
 
 
 def with_witnesses(values: Sequence[Any], first: int, met: set[int]) -> list[Any]:
-    """The same values. Where they are differentiated, `met` gets the positions of those that have a
-    cotangent, counted from `first`."""
+    """Returns the values with witnesses. When they are differentiated, the positions of values that
+    have a cotangent are added to `met`, counted from `first`."""
     return [
         _with_witness(value, i, met) if has_gradient(value) else value
         for i, value in enumerate(values, first)
@@ -69,9 +70,9 @@ def _with_witness(value: Any, position: int, met: set[int]) -> Any:
 
 
 def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> set[int]:
-    """The results whose tangents are no symbolic zeros in a JVP of a function.
+    """Returns the results whose tangents are not symbolic zeros in a JVP of a function.
 
-    Args, raises: as `returned_gradients`.
+    Arguments and errors are those of `returned_gradients`.
     """
     met: set[int] = set()
 
@@ -92,7 +93,8 @@ def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> s
 
 
 def with_witness_of_tangent(value: Any, told: Callable[[], object]) -> Any:
-    """The same value. `told` is called where the value has a tangent that is no symbolic zero."""
+    """Returns the value with a witness, which calls `told` if the value has a tangent that is not a
+    symbolic zero."""
 
     def tangent(_: Any, tangents: Any) -> Any:
         told()

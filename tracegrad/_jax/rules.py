@@ -1,7 +1,7 @@
-"""Functions with derivatives of their own, as JAX hands them to a trace.
+"""Unwraps functions with custom derivatives, in the form in which JAX passes them to a trace.
 
-They come wrapped: the user's function, what JAX puts around it, and places in which a run of it
-leaves the tree of its results for its caller.
+A wrapped function has the user's function (`f`), the functions of JAX around it (`transforms`), and
+`stores`, in which a run leaves the pytree structure of its results for the caller.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 
 def rule_functions(wrapped: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-    """The user's functions of a rule, and the trees of its arguments (None: not of the plain form,
-    as where some arguments are not differentiated)."""
+    """Returns the user's functions of a rule, and the pytree structures of its arguments; None for
+    the latter in other than the plain form, for example with ``nondiff_argnums``."""
     functions = tuple(fun.f for fun in wrapped)
     if any(len(fun.transforms) != 1 for fun in wrapped):
         return functions, None
@@ -22,19 +22,19 @@ def rule_functions(wrapped: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
 
 
 def users_function(wrapped: Any) -> Any:
-    """The user's function of a rule that stands in a program, the backward of a VJP or the rule of
-    a JVP: JAX puts functions of its own around it, which close over the rule as it was."""
+    """Returns the user's backward function of a VJP, or the user's JVP rule, given the function
+    that is in a program: JAX's functions there close over the wrapped function of the rule."""
     inner = _wrapped_inside(wrapped.f)
     return wrapped.f if inner is None else users_function(inner)
 
 
 def _wrapped_inside(function: Any, depth: int = 3) -> Any:
-    """What a function of JAX closes over that is a wrapped function; None if it is not JAX's, or
-    closes over none."""
+    """Returns the wrapped function that a function of JAX closes over; None if there is none, or
+    the function is not JAX's."""
     if depth and str(getattr(function, "__module__", "")).startswith("jax._src"):
         for content in map(cell_content, getattr(function, "__closure__", None) or ()):
             inner = content if hasattr(content, "transforms") else None
-            if isinstance(content, FunctionType):  # of a JVP JAX keeps what it has traced
+            if isinstance(content, FunctionType):  # for a JVP: JAX's cache of traces
                 inner = _wrapped_inside(content, depth - 1)
             if inner is not None:
                 return inner
@@ -42,11 +42,12 @@ def _wrapped_inside(function: Any, depth: int = 3) -> Any:
 
 
 def count_closed_over(params: Mapping[str, Any]) -> int:
-    """How many operands of a function with a rule, the first ones, are what it closes over.
+    """Returns how many of the first operands of a function with a custom rule are values that the
+    function closes over.
 
-    JAX's own number is of those since it was last bound. What a `jax.custom_vjp` closed over when
-    it was bound as it stands in a program is an argument of the next one, which JAX refuses to
-    differentiate all the same.
+    JAX's own number, `num_consts`, counts only the values since the function was last bound. If a
+    `jax.custom_vjp` is bound again from a program, the values that it closed over before are
+    arguments of the new one, but JAX still refuses to differentiate with respect to them.
     """
     count = int(params.get("num_consts", 0))
     pending: list[Any] = [params.get("fwd_jaxpr_thunk")]
@@ -66,11 +67,11 @@ def count_closed_over(params: Mapping[str, Any]) -> int:
     return count
 
 
-_MOST_INSIDE = 256  # functions of JAX's around one another
+_MOST_INSIDE = 256  # the most nested functions of JAX to look at
 
 
 def cell_content(cell: Any) -> Any:
-    """The value of a variable that a function closes over; None before the first assignment."""
+    """Returns the value of a closure's cell; None before the first assignment."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -78,23 +79,23 @@ def cell_content(cell: Any) -> Any:
 
 
 def result_trees(wrapped: Any) -> tuple[Any, ...]:
-    """What a run of a wrapped function has left about the trees of its results."""
+    """Returns what a run of a wrapped function has stored about the structure of its results."""
     return tuple(store and SimpleNamespace(val=store.val) for store in wrapped.stores)
 
 
 def leave_result_trees(wrapped: Any, trees: tuple[Any, ...]) -> None:
-    """Leaves that for the caller in the place of a run."""
+    """Stores the structures `trees` for the caller, as a run of the function would."""
     wrapped.populate_stores(trees)
 
 
 def forget_result_trees(wrapped: Any) -> None:
-    """Makes it as if the function had not been run."""
+    """Empties the stores, as if the function had not been run."""
     for store in filter(None, wrapped.stores):
         store.reset()
 
 
 def has_run(wrapped: Any) -> bool:
-    """Whether a wrapped function has left the tree of its results."""
+    """Whether a run of a wrapped function has stored the structure of its results."""
     for store in filter(None, wrapped.stores):
         try:
             if store.val is not None:

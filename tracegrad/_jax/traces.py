@@ -1,4 +1,4 @@
-"""The transformation that what is bound now goes to, those around it, and placeholders in them."""
+"""The current JAX trace, the traces around it, and placeholder tracers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import jax.extend.core as jex
 
 T = TypeVar("T")
 
-# `current_trace(None)`: the transformation, if any, that what is bound now goes to.
+# `current_trace(None)` returns the current trace, which processes the primitives bound now.
 current_trace: Callable[[None], Any] = jex.find_top_trace
 
-# What JAX raises where the value of what is traced is asked for (``if x > 0``).
+# The errors that JAX raises if code needs the concrete value of a tracer (``if x > 0``).
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -24,12 +24,12 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 
-# What is bound inside it goes to the given trace.
+# A context manager: the given trace processes the primitives bound inside it.
 set_current_trace: Callable[[Any], AbstractContextManager[None]] = jex.set_current_trace
 
 
 def in_a_new_thread(fun: Callable[[], T]) -> T:
-    """Calls a function where nothing is being transformed and there is no mesh, whoever asks."""
+    """Calls `fun` in a new thread, where no JAX trace and no mesh of the caller is active."""
     with ThreadPoolExecutor(max_workers=1) as threads:
         return threads.submit(fun).result()
 
@@ -40,31 +40,32 @@ def _top_level_and_staging() -> tuple[Any, type]:
     return found[0], type(found[1])
 
 
-# `current_trace(None)` where nothing is being transformed; and the class of the transformations
-# that make programs (`jax.make_jaxpr`, the body of a scan).
+# The current trace outside all transformations, and the class of the traces that build jaxprs
+# (`jax.make_jaxpr`, the body of a scan).
 _TOP_LEVEL, StagingTrace = in_a_new_thread(_top_level_and_staging)
 TopLevelTrace = type(_TOP_LEVEL)
 
 
 def at_top_level() -> AbstractContextManager[None]:
-    """What is computed inside it with arrays runs at once, whatever is being transformed or
-    recorded around it. (`jax.ensure_compile_time_eval` keeps it from programs, not from tapes.)"""
+    """A context manager: operations on arrays inside it run immediately, outside all
+    transformations and tapes. (`jax.ensure_compile_time_eval` keeps operations out of jaxprs, but
+    not off tapes.)"""
     return set_current_trace(_TOP_LEVEL)
 
 
 def is_top_level() -> bool:
-    """Whether nothing is being transformed: what is bound now runs at once."""
+    """Whether no transformation is active, so that primitives bound now run immediately."""
     return isinstance(current_trace(None), TopLevelTrace)
 
 
 def under_jit() -> bool:
-    """Whether what is bound now becomes part of a program that something around it compiles."""
+    """Whether primitives bound now become part of a program that an enclosing jit compiles."""
     under: Callable[[], bool] = getattr(jex, "unsafe_am_i_under_a_jit_DO_NOT_USE")  # noqa: B009
     return under()
 
 
 def staging_trace() -> Any:
-    """The innermost program that what is bound now becomes a part of; None where there is none."""
+    """Returns the innermost active trace that builds a jaxpr; None if there is none."""
     trace = current_trace(None)
     while trace is not None and not isinstance(trace, StagingTrace):
         trace = getattr(trace, "parent_trace", None)
@@ -72,12 +73,12 @@ def staging_trace() -> Any:
 
 
 def is_part_of_a_program() -> bool:
-    """Whether the program that is being traced now becomes a part of another one."""
+    """Whether two or more jaxprs are being built, so that the inner one is part of the outer."""
     return sum(isinstance(trace, StagingTrace) for trace in outward(current_trace(None))) > 1
 
 
 def outward(trace: Any, until: Any = None) -> list[Any]:
-    """A transformation and those around it, from the inside out, up to one of them."""
+    """Lists `trace` and the traces around it, from the inside out; stops before `until`."""
     found = []
     while trace is not None and trace is not until:
         found.append(trace)
@@ -86,34 +87,34 @@ def outward(trace: Any, until: Any = None) -> list[Any]:
 
 
 def is_of_a_custom_rule(trace: Any) -> bool:
-    """Whether a trace is that of a function with a `jax.custom_jvp` or a `jax.custom_vjp`."""
-    about = getattr(getattr(trace, "frame", None), "debug_info", None)
-    return str(getattr(about, "traced_for", "")).startswith(("custom_jvp", "custom_vjp"))
+    """Whether `trace` traces a function of a `jax.custom_jvp` or `jax.custom_vjp`."""
+    debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
+    return str(getattr(debug_info, "traced_for", "")).startswith(("custom_jvp", "custom_vjp"))
 
 
 def current_trace_outside_of(kind: type) -> Any:
-    """The innermost transformation whose class is not `kind`."""
+    """Returns the innermost active trace that is not a `kind`; None if there is none."""
     return next((t for t in outward(current_trace(None)) if not isinstance(t, kind)), None)
 
 
 def examples_at_once() -> int:
-    """For how many examples what is computed here runs at once, in the `jax.vmap`s around it."""
-    here = outward(current_trace(None))
-    return math.prod(trace.axis_data.size for trace in here if hasattr(trace, "axis_data"))
+    """Returns the number of examples that the enclosing `jax.vmap`s compute together."""
+    traces = outward(current_trace(None))
+    return math.prod(trace.axis_data.size for trace in traces if hasattr(trace, "axis_data"))
 
 
 def trace_of(tracer: Any) -> Any:
-    """The transformation to which a tracer belongs."""
+    """Returns the trace to which a tracer belongs."""
     return tracer._trace
 
 
 def primal_of(tracer: Any) -> Any:
-    """The value that a tracer of a derivative stands for outside of that; None for other values."""
+    """Returns the primal value of a tracer of a derivative; None for any other value."""
     return getattr(tracer, "primal", None)
 
 
-class _Nowhere(jax.core.Trace):
-    """The transformation to which a `Placeholder` belongs: nothing is computed in it."""
+class _PlaceholderTrace(jax.core.Trace):
+    """The trace of a `Placeholder`: it raises TypeError for every primitive."""
 
     __slots__ = ("_check",)
 
@@ -121,27 +122,28 @@ class _Nowhere(jax.core.Trace):
         super().__init__()  # type: ignore[no-untyped-call]
         self._check = check
 
-    def is_valid(self) -> bool:  # asked by JAX for every operand of everything that is bound
+    def is_valid(self) -> bool:  # JAX calls this for each operand of each primitive bound
         self._check()
         return True
 
     def process_primitive(self, primitive: Any, *_: Any, **__: Any) -> Any:
-        raise TypeError(f"{primitive} is computed where a placeholder has no value")
+        raise TypeError(f"cannot compute {primitive} of a placeholder, which has no value")
 
 
 class Placeholder(jax.core.Tracer):  # type: ignore[type-arg]
-    """A traced value of a type, and no more: what a program computes with it has it as a constant.
+    """A tracer with a type but no value. A program that uses it records it as a constant.
 
-    `check` is called whenever something is computed with it, and may raise.
+    `check` is called whenever a primitive is bound to the placeholder, and whenever JAX reads
+    `_debug_info`; it may raise. `stands_for` is what the placeholder represents.
     """
 
     __slots__ = ("_check", "stands_for")
 
     def __init__(self, aval: Any, stands_for: Any, check: Callable[[], None]):
-        super().__init__(_Nowhere(check), aval)
+        super().__init__(_PlaceholderTrace(check), aval)
         self.stands_for = stands_for
         self._check = check
 
     @property
-    def _debug_info(self) -> None:  # asked by JAX for the message that a tracer has escaped
+    def _debug_info(self) -> None:  # JAX reads this for its error about a leaked tracer
         self._check()

@@ -1,5 +1,5 @@
-"""What a user writes inside a function to say what its gradient is.
+"""Annotations: functions and decorators with which a user defines a gradient inside the code.
 
-Each annotation lowers to its JAX primitive where it is called, so that annotated functions work in
-plain JAX, with nothing of this package around them.
+A call of an annotated function binds JAX's own primitive, so annotated functions work in plain JAX,
+without another function of this package around them.
 """

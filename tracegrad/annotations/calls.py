@@ -1,4 +1,4 @@
-"""How an annotated function is called: which arguments are traced, and how inputs are named."""
+"""Calls of annotated functions: which arguments are traced, and what the inputs are called."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ R = TypeVar("R")
 class AnnotatedFunction(Generic[P, R]):
     """A decorated function: every call is ``apply(fun, args, kwargs)``.
 
-    Accessed on an instance it holds the bound method, so that ``self`` is not an argument: it
-    belongs to what the function closes over. ``__wrapped__`` is the function as written.
+    As an attribute of an instance it wraps the bound method: ``self`` is not an argument, but a
+    value that the function closes over. ``__wrapped__`` is the function without the annotation.
     """
 
     __wrapped__: Callable[..., Any]
@@ -39,8 +39,7 @@ class AnnotatedFunction(Generic[P, R]):
         apply: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], R],
     ) -> None:
         functools.update_wrapper(cast("Callable[..., Any]", self), fun)
-        # After update_wrapper, which copies the attributes of an annotated function around which
-        # this one is put.
+        # After update_wrapper, which copies `_apply` too if `fun` is an annotated function.
         self._apply = apply
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -52,7 +51,7 @@ class AnnotatedFunction(Generic[P, R]):
             return self
         return AnnotatedFunction(bind(instance, owner), self._apply)
 
-    def __reduce__(self) -> str | tuple[Any, ...]:  # as of a traced function
+    def __reduce__(self) -> str | tuple[Any, ...]:  # as for a traced function
         made_with = AnnotatedFunction, (self.__wrapped__, self._apply)
         return name_in_module(self) or made_with
 
@@ -61,7 +60,7 @@ class AnnotatedFunction(Generic[P, R]):
 
 
 def require_callable(fun: object, annotation: str) -> None:
-    """Raises TypeError where a decorator was given something that cannot be called."""
+    """Raises TypeError if a decorator was given an object that cannot be called."""
     if not callable(fun):
         raise TypeError(f"{annotation} decorates a function; it was given {brief(fun)}.")
 
@@ -70,13 +69,13 @@ def require_callable(fun: object, annotation: str) -> None:
 
 
 def is_traced(leaf: object) -> bool:
-    """Whether a leaf of the arguments is an array to JAX, rather than a Python value.
+    """Whether a leaf of the arguments is traced as an array, rather than kept as a Python value.
 
-    Arrays and floating point numbers are. Python's ints and bools, and NumPy's integer scalars,
-    are not: they are axes, sizes and flags, which a function may branch on.
+    Arrays and floating point numbers are traced. Python's ints and bools, and NumPy's integer
+    scalars, are not: they are axes, sizes and flags, on which a function may branch.
     """
     if isinstance(leaf, np.generic):
-        return bool(jnp.issubdtype(leaf.dtype, np.inexact))  # bfloat16 is one to JAX only
+        return bool(jnp.issubdtype(leaf.dtype, np.inexact))  # (NumPy does not know bfloat16)
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "OSUMm"
     return isinstance(leaf, jax.Array | float | complex)
@@ -88,7 +87,7 @@ def is_array_like(leaf: object) -> bool:
 
 
 def inputs_in(arguments: Any) -> Parted:
-    """Arguments, of which the arrays count: the inputs. The rest are Python values."""
+    """Splits arguments into the inputs, which are the traced arrays, and the Python values."""
     return Parted.of(arguments, is_traced)
 
 
@@ -98,7 +97,7 @@ def inputs_in(arguments: Any) -> Parted:
 def input_names(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> list[str]:
-    """How the user knows each input among the arguments: ``params.w``."""
+    """Returns the name of each input in the user's call: ``params.w``."""
     names = [leaf.name for leaf in leaves_of_call(fun, args, kwargs)]
     return inputs_in((args, dict(kwargs))).of_chosen(names)
 
@@ -106,10 +105,10 @@ def input_names(
 def with_users_name(
     fun: Callable[..., Any], program: Callable[..., R], names: Sequence[str] = ()
 ) -> Callable[..., R]:
-    """Gives the function that JAX traces the user's name and source line.
+    """Sets the name and the source line of the user's function on `program`, which JAX traces.
 
-    Its signature stays its own, which takes arrays by position only: JAX reads it to bind them.
-    `names`: how the user knows each of the arrays, for whoever reads the program.
+    `program` keeps a signature of positional arrays only, because JAX binds arrays by it. `names`:
+    the user's name of each array, which becomes the name of a program's input.
     """
     name, code = name_of(fun), code_of(fun)
     program.__name__ = program.__qualname__ = name
@@ -118,15 +117,15 @@ def with_users_name(
         or [inspect.Parameter("arrays", inspect.Parameter.VAR_POSITIONAL)]
     )
     if code is not None:
-        # JAX reads the source line here. Not the function itself, which JAX would keep alive with
-        # all that it closes over, but one of the same code.
+        # JAX reads the source line from `__wrapped__`. It is a new function of the same code,
+        # because JAX would keep the user's function alive, with all values that it closes over.
         cells = tuple(CellType() for _ in code.co_freevars)
         program.__wrapped__ = FunctionType(code, {}, closure=cells)  # type: ignore[attr-defined]
     return program
 
 
 def _identifiers(names: Sequence[str]) -> list[str]:
-    """Names that may be parameters: ``params_w`` for ``params.w``, each once."""
+    """Converts names to distinct identifiers: ``params_w`` for ``params.w``."""
     found: dict[str, None] = {}
     for name in names:
         word = re.sub(r"\W+", "_", name).strip("_") or "value"
@@ -142,7 +141,7 @@ def _identifiers(names: Sequence[str]) -> list[str]:
 
 @contextmanager
 def noted(note: Callable[[], str]) -> Iterator[None]:
-    """Tells an exception that passes through which annotated function it comes from."""
+    """A context manager that adds a note to an exception: the annotated function that raised it."""
     try:
         yield
     except Exception as error:

@@ -1,15 +1,15 @@
-"""A function with a gradient of its own, as TensorFlow's ``tf.custom_gradient`` writes it.
+"""`custom_gradient`: a function with its own gradient, in the form of ``tf.custom_gradient``.
 
-Where there are values it runs on them, and a tape around it calls the gradient function when a
-gradient gets there. Elsewhere each call becomes one ``jax.custom_vjp``, so that it works in plain
-JAX, and arrives in a Graph in the same node as every other custom rule.
+If no transformation but a tape is active, the function runs on values, and the tape calls the
+gradient function with a cotangent. Otherwise each call becomes one ``jax.custom_vjp``, so that it
+works in plain JAX, and is the same node of a Graph as every other custom rule.
 
-Under a transformation the function is first traced by itself, once, together with its gradient
-function. That shows which values of an enclosing trace the two close over. They become arguments
-of the rule: JAX's own rules may not close over them, since the rule runs when the trace that they
-belong to is over (``jax.grad`` of a jitted function), or inside another one (``jax.vmap`` of
-``jax.grad``). Being arguments, they are also seen when they are differentiated, which is an
-error, because the gradient function has no way to give their gradient.
+Under a transformation, the function and its gradient function are first traced together, once.
+This shows which values of an enclosing trace the two functions close over. These values become
+arguments of the rule: a rule of JAX may not close over them, because the rule may run after their
+trace has ended (``jax.grad`` of a jitted function), or inside another trace (``jax.vmap`` of
+``jax.grad``). As arguments, they also show whether they are differentiated, which is an error,
+because the gradient function cannot return a gradient for them.
 """
 
 from __future__ import annotations
@@ -59,46 +59,45 @@ def custom_gradient(
     f: None = None,
 ) -> Callable[[Callable[P, tuple[R, Callable[..., Any]]]], AnnotatedFunction[P, R]]: ...
 def custom_gradient(f: Any = None) -> Any:
-    """Gives a function a gradient of its own.
+    """Decorates a function that returns its result and its gradient function.
 
-    Usable bare (``@custom_gradient``) or with parentheses, on functions and on methods. A call
-    returns ``y``; under differentiation its gradient is what ``grad_fn`` says.
+    Use it bare (``@custom_gradient``) or with parentheses, on functions and on methods. A call
+    returns ``y``; when it is differentiated, ``grad_fn`` computes its gradient.
 
     The *inputs* are the array leaves of the positional arguments: arrays of any shape and Python
-    floats. Each has one gradient. Python ints, bools, strings, None, functions and other objects
-    among them stay the Python values that they are, and have none. Keyword arguments are passed
-    on, and have none either.
+    floats. Each input has one gradient. Python ints, bools, strings, None, functions and other
+    objects among the arguments stay Python values, and have no gradient. Keyword arguments are
+    passed to ``f``, and have no gradient either.
 
     Trainable Variables that ``f`` reads, and was not given as arguments, are inputs too. Then
-    ``grad_fn`` is called with ``variables=``, the list of them sorted by name, and returns a pair:
-    the gradients of the inputs, and a list with one (or None) for each variable.
+    ``grad_fn`` is called with ``variables=``, a list of these Variables sorted by name, and returns
+    a pair: the gradients of the inputs, and a list with one gradient (or None) for each Variable.
 
     Arguments:
         f: a function ``f(*args, **kwargs) -> (y, grad_fn)``. ``y`` is an array or a tree of
             arrays. ``grad_fn(*dys)`` is given one cotangent per leaf of ``y``, each of that leaf's
-            shape and dtype (zeros for an output that is not used, or is an integer), and returns
-            one gradient per input, of that input's shape and dtype: an array if there is one
-            input, otherwise a sequence of them, flat or nested as the arguments are. ``None``
-            stands for "no gradient" of an input, or of a whole argument; all else is a gradient,
-            also zeros, and ones for an input that is a loss to be added. ``grad_fn`` is
-            differentiated in its turn, through the values of ``f`` that it closes over too, so
-            derivatives of any order are defined. Put on ``grad_fn`` itself, ``custom_gradient``
-            defines the derivative with respect to ``dy``.
+            shape and dtype (zeros for an output that is not used, or is an integer). It returns one
+            gradient per input, of that input's shape and dtype: an array if there is one input,
+            otherwise a sequence of arrays, flat or nested as the arguments are. ``None`` means that
+            an input, or all inputs of an argument, have no gradient; an array of zeros is a
+            gradient. ``grad_fn`` is differentiated for derivatives of higher order, also with
+            respect to the values of ``f`` that it closes over. ``custom_gradient`` on ``grad_fn``
+            itself defines the derivative with respect to ``dy``.
 
     Returns:
         A function ``(*args, **kwargs) -> y``; its ``__wrapped__`` is ``f``.
 
     Raises:
         TypeError: ``f`` is not callable or does not return ``(y, grad_fn)``; under
-            differentiation, a gradient of another dtype than its input, or no array.
-        ValueError: under differentiation, if ``grad_fn`` returns a wrong number of gradients or
-            one of a wrong shape; or if ``y`` depends on a value that ``f`` closes over, or is
-            given by keyword, and that is being differentiated: it would silently get no gradient.
-            Pass it as a positional argument, or through ``stop_gradient``.
-        RecursionError: a derivative of sixth or higher order, if ``grad_fn`` calls the function
-            itself, or one that calls it in its gradient.
+            differentiation, a gradient has another dtype than its input, or is not an array.
+        ValueError: under differentiation, ``grad_fn`` returns a wrong number of gradients, or one
+            of a wrong shape; or ``y`` depends on a value that is being differentiated, but that
+            ``f`` closes over or gets by keyword: the value would silently get no gradient. Pass it
+            as a positional argument, or through ``stop_gradient``.
+        RecursionError: a derivative of sixth or higher order is taken, and ``grad_fn`` calls the
+            function itself, or another function whose gradient calls it.
 
-    The logarithm of 1 + eˣ, whose derivative at 100, left to itself, is inf/inf:
+    The logarithm of 1 + eˣ, whose automatic derivative at 100 is inf/inf:
 
     >>> import jax, jax.numpy as jnp
     >>> @custom_gradient
@@ -110,7 +109,7 @@ def custom_gradient(f: Any = None) -> Any:
     >>> print(jax.grad(log1pexp)(100.0), jax.grad(jax.grad(log1pexp))(0.0))
     1.0 0.25
 
-    A function that changes nothing but the gradient that passes through it:
+    A function that returns its input, and limits the gradient that passes through it:
 
     >>> @custom_gradient
     ... def clip_gradients(x):
@@ -119,20 +118,20 @@ def custom_gradient(f: Any = None) -> Any:
     2.0
 
     The idea and the form are those of TensorFlow's ``tf.custom_gradient``. To JAX each call is a
-    ``jax.custom_vjp``: as with any, ``jax.jvp`` and with it ``jax.hessian`` refuse it, where
-    tracegrad's ``jvp``, ``hessian`` and ``hvp`` transpose its gradient. Under a transformation
-    ``f`` and ``grad_fn`` run once per call, on tracers; where ``f`` branches on a value, as it may
-    outside jit, they run on values.
+    ``jax.custom_vjp``: ``jax.jvp``, and so ``jax.hessian``, raise an error for it, but tracegrad's
+    ``jvp``, ``hessian`` and ``hvp`` transpose its gradient. Under a transformation, ``f`` and
+    ``grad_fn`` run once per call, on tracers; outside jit, if ``f`` branches on a value, they run
+    on values.
 
     Under a `GradientTape` both run on values: ``f`` once when it is called, ``grad_fn`` once for
-    each gradient that reaches it, with arrays that can be printed, branched on and given to NumPy.
-    What they do is recorded by the tapes around, so that derivatives of higher order follow. What
-    ``f`` closes over has no gradient there, and None is the answer for it; a ``UserWarning`` says
-    so where a part of the gradient that is asked for is missing. In a Jacobian ``grad_fn`` runs
-    once, mapped over the rows by `jax.vmap`, and may not branch on its cotangents;
-    in the block of a `ForwardAccumulator`, which needs its transpose, both are traced, and so they
-    are in compiled functions, loops and under `jax.vmap`. A tape around another one differentiates
-    what the inner gradient has computed, in which ``grad_fn`` acts once more.
+    each gradient that reaches it. Their arrays can be printed, branched on and passed to NumPy.
+    Tapes around the gradient record these operations, for derivatives of higher order. Values that
+    ``f`` closes over have no gradient on a tape: it is None, and a ``UserWarning`` is issued if a
+    part of a requested gradient is missing because of that. In a Jacobian, ``grad_fn`` runs once,
+    mapped over the rows by `jax.vmap`, and may not branch on its cotangents. Both functions are
+    traced in the block of a `ForwardAccumulator`, which transposes ``grad_fn``, in compiled
+    functions, in loops, and under `jax.vmap`. An outer tape differentiates the operations of an
+    inner gradient, including those of ``grad_fn``.
 
     >>> import tracegrad as tg
     >>> @custom_gradient
@@ -156,7 +155,7 @@ def custom_gradient(f: Any = None) -> Any:
 
 
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One call of a function with a custom gradient."""
+    """Calls a function with a custom gradient."""
     given, args = args, without_variables(args)
     trace = _jax.current_trace(None)
     recorder = trace if isinstance(trace, Recorder) and trace.takes_rules else None
@@ -172,9 +171,9 @@ def _call_on_values(
     kwargs: dict[str, Any],
     recorder: Recorder | None,
 ) -> Any:
-    """The call where there are values; `recorder` tells the tapes that follow them, if any."""
+    """Calls the function on values; `recorder` records the call for the active tapes, if any."""
     call = AnnotatedCall(fun, args, kwargs, inputs_in(args))
-    arrays = [  # its owner may change a NumPy array before the gradient is asked for
+    arrays = [  # copies NumPy arrays: the user may change them before the gradient is computed
         jnp.array(each) if isinstance(each, np.ndarray) else jnp.asarray(each)
         for each in call.arguments.chosen
     ]
@@ -217,10 +216,10 @@ def _call_traced(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The call as one of a rule around what the function is traced to.
+    """Traces the function, and calls a custom rule around its program.
 
     Args:
-      reads: hears which Variables the function reads; None where their values are arguments.
+      reads: records which Variables the function reads; None if their values are arguments.
     """
     call = AnnotatedCall(fun, args, kwargs, inputs_in(args), reads)
     listener = reads or ReadsOutside()
@@ -239,7 +238,7 @@ def _call_traced(
             values = [variable.value for variable in reads.trainable]
             as_inputs = with_variables_as_inputs(fun, reads.trainable)
             return _call_traced(None, as_inputs, (*args, values), kwargs)
-        # Outside jit there are values, and JAX's rule gives them to the function; under jit it
-        # raises the same error once more.
+        # `fun` needs values. Outside jit, JAX's rule calls it with values; under jit, the rule
+        # raises the same error again.
         return bind_with_values(call)
     return bind_traced(call, program, jax.tree.structure(shapes))

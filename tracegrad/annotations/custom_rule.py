@@ -1,4 +1,4 @@
-"""The rule that a call of a function with a custom gradient becomes: a ``jax.custom_vjp``."""
+"""Makes a ``jax.custom_vjp`` of a call of a function with a custom gradient."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from tracegrad.variables.paths import path_name
 from tracegrad.variables.reading import Operands
 from tracegrad.variables.trees import without_variables
 
-# A gradient function is traced with the gradient functions that it calls, itself among them. This
-# is how deep: each level serves one more order of derivatives.
+# A gradient function is traced together with the gradient functions that it calls, which may
+# include itself. This is the maximal depth: each level allows one more order of derivatives.
 _DEEPEST = 5
 
 
 class _Within(threading.local):
-    pullbacks = 0  # being traced around one another
+    pullbacks = 0  # the number of nested pullbacks that are being traced
 
 
 _within = _Within()
@@ -51,23 +51,23 @@ _within = _Within()
 
 @dataclass(frozen=True)
 class AnnotatedCall:
-    """A function with a custom gradient and what it is called with."""
+    """A call: a function with a custom gradient, and its arguments."""
 
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    arguments: Parted  # args, of which the inputs count
+    arguments: Parted  # args, split into the inputs and the rest
     reads: Operands | None = None  # the Variables that become inputs
-    # Of each run of the forward pass, or why it has none. Filled in as the runs are traced.
+    # The pullback of each traced run of the forward pass, or the error of tracing it.
     pullbacks: list[Pullback | Exception] = field(default_factory=list)
 
     def name_captured(self, value: Any) -> tuple[str, str]:
-        """What the function is, and what it calls a value that it closes over."""
+        """Returns texts for messages: the function, and its name for a value it closes over."""
         name = captured_name(value, self.fun, self.kwargs)
         return described(self.fun), captured_text(name, value)
 
     def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
-        """Calls the user's function."""
+        """Calls the user's function, checks what it returns, and returns ``(y, grad_fn)``."""
         with noted(lambda: f"in {described(self.fun)}, which has a custom gradient"):
             result = self.fun(*self.arguments.combine(arrays), **self.kwargs)
         pair = isinstance(result, tuple | list) and len(result) == 2
@@ -87,15 +87,15 @@ class AnnotatedCall:
         return y, grad_fn
 
     def forward(self, *arrays: Any) -> tuple[Any, RunResiduals]:
-        """The output, and what its pullback needs."""
+        """Returns the output, and the residuals of its pullback."""
         y, grad_fn = self.run(*arrays)
         pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
         self.pullbacks.append(pullback)
         return y, RunResiduals(values, len(self.pullbacks) - 1)
 
     def forward_or_later(self, *arrays: Any) -> tuple[Any, RunResiduals]:
-        """As `forward`, but an error of the gradient function is kept, and raised when the
-        gradient is asked for."""
+        """As `forward`, but keeps an error of the gradient function in `pullbacks`, to be raised
+        when the gradient is computed."""
         y, grad_fn = self.run(*arrays)
         args = self.args
         if self.reads is not None:
@@ -128,7 +128,7 @@ class AnnotatedCall:
 
 
 def bind_with_values(call: AnnotatedCall) -> Any:
-    """JAX's rule around the function itself, which sees values where there are any."""
+    """Calls a `jax.custom_vjp` of the function itself, which so gets values outside of jit."""
     output = _output_rule(call.fun, call.pullbacks)
 
     def forward(*arrays: Any) -> tuple[Any, RunResiduals]:
@@ -153,9 +153,10 @@ def bind_with_values(call: AnnotatedCall) -> Any:
 
 
 def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
-    """JAX's rule around the traced function, with what it closes over as further arguments."""
+    """Calls a `jax.custom_vjp` of the traced function; the values that the function closes over are
+    further arguments."""
     traced, values = Program.of(program)
-    # Not the call itself: its arguments may belong to a trace that the rule outlives.
+    # The rule must not reference `call`, whose arguments may belong to a trace that ends earlier.
     pullbacks, own = call.pullbacks, len(call.arguments.chosen)
     inputs_given = [*call.arguments.chosen]
     reads = call.reads
@@ -183,7 +184,7 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
             primal,
         )
         for i, value in enumerate(values)
-        if _jax.is_tracer(value)  # nothing else is ever differentiated, but on a tape
+        if _jax.is_tracer(value)  # except on tapes, only tracers are differentiated
     ]
     on_tapes = tuple(
         (given + i, call.name_captured(value))
@@ -211,7 +212,7 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
     programs = () if isinstance(pullback, Exception) else (pullback.program.program,)
     tell_made_of(backward, MadeOf((traced.program, *programs), on_tapes))
     rule = jax.custom_vjp(with_users_name(call.fun, primal))
-    # Only a rule that is told about symbolic zeros learns what is being differentiated.
+    # JAX tells a rule which operands are differentiated only with `symbolic_zeros`.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
     return _jax.or_plain(rule, primal)(*inputs_given, *values)
 
@@ -222,10 +223,11 @@ def _output_rule(
     captured: Sequence[Captured] = (),
     closed_over: int = 0,
 ) -> Callable[[Sequence[Any], Any, RunResiduals], Any]:
-    """Gives an output computed in the forward pass the custom gradient, without computing it again.
+    """Returns a function that gives the custom gradient to an output of the forward pass, without
+    computing the output again.
 
-    Whoever differentiates the forward pass, for a derivative of higher order, then meets the same
-    rule. What the gradient function closes over has its ordinary derivatives there.
+    So differentiating the forward pass, for a derivative of higher order, applies the same rule.
+    Values that the gradient function closes over have their ordinary derivatives there.
     """
 
     def primal(inputs: Sequence[Any], y: Any, residuals: RunResiduals) -> Any:
@@ -237,8 +239,8 @@ def _output_rule(
         return found
 
     def backward(residuals: RunResiduals, _: Any, dy: Any) -> Any:
-        # Only a derivative that really goes through the output is a problem: most often just the
-        # gradient is used.
+        # There is a problem only if a cotangent reaches the output: most often only the gradient is
+        # used.
         used = any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dy))
         if residuals.problem is not None and used:
             raise ValueError(residuals.problem)
@@ -251,7 +253,7 @@ def _output_rule(
 def _gradients(
     pullbacks: Sequence[Pullback | Exception], residuals: RunResiduals, dy: Any
 ) -> tuple[Any, ...]:
-    """One gradient per input, or None, for the cotangents of the outputs."""
+    """Returns one gradient, or None, for each input, given the cotangents of the outputs."""
     pullback = pullbacks[residuals.pullback]
     assert isinstance(pullback, Pullback)
     return tuple(pullback(residuals.values, jax.tree.leaves(dy)))

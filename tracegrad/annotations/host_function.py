@@ -1,8 +1,8 @@
-"""A NumPy function as an operation, with a gradient function of its own.
+"""`numpy_function`: a NumPy function as an operation, with its own gradient function.
 
-What it computes is not seen by JAX, which calls it on the host whenever the program runs there. Its
-results come from values that are constants to differentiation; a gradient, where there is one, is
-put on the results by a rule around them, so that the function runs once, differentiated or not.
+JAX does not trace the function, but calls it on the host when the program runs. The operands of the
+call are constants to differentiation. If there is a gradient function, a custom rule around the
+results gives them their gradient, so that the function runs once, differentiated or not.
 """
 
 from __future__ import annotations
@@ -46,54 +46,53 @@ def numpy_function(
     stateful: bool = True,
     name: str | None = None,
 ) -> Any:
-    """Calls a function of NumPy arrays, with a gradient if it is given one.
+    """Calls a function of NumPy arrays, optionally with a gradient function.
 
-    It runs on the host, once for each time that the program gets there, in the order of the
-    program, and never while a function is traced: under jit, in loops and branches, differentiated
-    or not, on CPU, GPU and TPU.
+    The function runs on the host each time that the program reaches the call, in the order of the
+    program, and never while a function is traced. This holds under jit, in loops and branches,
+    differentiated or not, on CPU, GPU and TPU.
 
     Arguments:
-        func: called with one NumPy array per input, read-only and without an axis that is being
-            mapped; returns what `Tout` says, in exactly that shape and dtype (Python numbers take
-            the dtype, and so do floats of the dtype of an input, such as the float64 ones that
-            `check_grads` gives). It must not call JAX, which may wait for it.
-        inp: the inputs, a list or tuple of arrays, numbers or Variables of any shapes; or just one.
-        Tout: what `func` returns: a dtype, for an array of the shape to which the inputs broadcast;
-            a `jax.ShapeDtypeStruct` for one of another shape; or a list or tuple of these, for a
-            list or tuple of arrays (where it holds one, `func` may return the array itself).
+        func: called with one NumPy array per input, read-only and without axes mapped by
+            `jax.vmap`. It returns arrays of exactly the shape and dtype of `Tout`; Python numbers
+            are converted to the dtype, and so are floats of the dtype of an input, such as the
+            float64 inputs of `check_grads`. It must not call JAX: this may deadlock.
+        inp: the inputs: a list or tuple of arrays, numbers or Variables of any shapes; or just one.
+        Tout: the type of the result: a dtype, for an array of the shape to which the inputs
+            broadcast; a `jax.ShapeDtypeStruct` for another shape; or a list or tuple of these, for
+            a list or tuple of arrays (if it has one element, `func` may return the array itself).
         grad: the gradient function ``grad(op, *dys)``. ``op.inputs`` and ``op.outputs`` are tuples
-            of arrays, ``op.name`` the name, ``op.params`` the other arguments of this call;
-            there is one cotangent ``dy`` per output, of its shape and dtype (zeros where it is not
-            used). Returns one gradient per input, of its shape and dtype, or None. It is traced:
-            written in `jax.numpy`, or calls `numpy_function` in its turn. It may itself be
-            differentiated, so derivatives of any order are defined; ``op.outputs`` have this
-            gradient there.
-        stateful: whether the order and the number of its calls matter: it draws random numbers,
-            counts, reads a file. False is a promise that its results depend on its inputs alone.
-            Then a call whose result is not used may be dropped, two with the same inputs joined,
-            and one repeated for a derivative; and it may stand where a stateful one cannot: under
-            `jax.vmap` (called for each element), in a recomputed function, in a program for
-            several devices.
-        name: what messages and graphs call it. Default: the function's name.
+            of arrays, ``op.name`` the name, ``op.params`` the other arguments of this call. There
+            is one cotangent ``dy`` per output, of its shape and dtype (zeros for an unused output).
+            It returns one gradient, or None, per input, of its shape and dtype. It is traced, so
+            write it in `jax.numpy`; it may call `numpy_function` too. It is differentiated for
+            derivatives of higher order, in which ``op.outputs`` have this gradient.
+        stateful: whether the order and the number of the calls matter, because `func` draws random
+            numbers, counts, or reads a file. False promises that its results depend on its inputs
+            alone. Then a call with an unused result may be dropped, two calls with the same inputs
+            merged, and a call repeated for a derivative. And the call may be under `jax.vmap`
+            (where it runs once per element), in a recomputed function, and in a program for several
+            devices, which is an error for a stateful function.
+        name: the name in messages and graphs. Default: the function's name.
 
     Returns:
-        An array, or a list or tuple of arrays as `Tout` is one.
+        An array; or a list or tuple of arrays, as `Tout`.
 
     Raises:
-        TypeError: an argument is not what is said above; `Tout` is a dtype that JAX does not have
-            here (64 bits without ``jax_enable_x64``).
+        TypeError: an argument has a wrong type; `Tout` is a dtype that JAX does not support now (64
+            bits without ``jax_enable_x64``).
         ValueError: the inputs do not broadcast together and `Tout` is a bare dtype; or, without
-            `grad`, the result is differentiated. (To a `GradientTape` or `gradients()` it is then
-            not connected: None.)
-        NotImplementedError: it is exported; or, if it is `stateful`, mapped by `jax.vmap` over what
-            it is given (in the backward pass of a Jacobian too, if `grad` calls it there), or
+            `grad`, the result is differentiated. (For a `GradientTape` or `gradients()` the result
+            is then not connected, so the gradient is None.)
+        NotImplementedError: the call is exported; or it is `stateful`, and mapped by `jax.vmap`
+            over an input (also in the backward pass of a Jacobian, if `grad` makes the call), or
             differentiated in a recomputed function.
-        jax.errors.JaxRuntimeError: while the program runs, if `func` raises, or returns anything
-            but what `Tout` says. The message has its name, its line and what was wrong.
-        ValueError, TypeError: under differentiation, if `grad` returns a wrong number of gradients,
-            a wrong shape or dtype.
+        jax.errors.JaxRuntimeError: while the program runs, `func` raises, or its result does not
+            match `Tout`. The message has the function's name, its line and the cause.
+        ValueError, TypeError: under differentiation, `grad` returns a wrong number of gradients, or
+            one of a wrong shape or dtype.
 
-    The remainder of a division, with its gradient almost everywhere:
+    The remainder of a division, with the gradient that it has almost everywhere:
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> def np_mod(x, y):
@@ -110,13 +109,13 @@ def numpy_function(
     >>> print(dx, dy)
     [1. 1. 1. 1.] [-1. -1. -1. -0.]
 
-    As ``tf.numpy_function``, with the gradient of its own that ``py_func`` got from
+    It corresponds to ``tf.numpy_function`` with a gradient, as ``py_func`` got one from
     ``tf.RegisterGradient``. It is an ordered `jax.experimental.io_callback`, or a
-    `jax.pure_callback` where it is not `stateful`; the gradient is that of a `jax.custom_vjp`,
-    which `jax.jvp` refuses, where tracegrad's `jvp`, `hessian` and `ForwardAccumulator` transpose
-    it. In one thing `jax.grad` (and with it `tracegrad.grad`) does not keep count: what is the
-    same at each step of a `jax.lax.scan` it computes once, host calls too. Tapes and `gradients`
-    do not.
+    `jax.pure_callback` if it is not `stateful`; the gradient is that of a `jax.custom_vjp`, for
+    which `jax.jvp` raises an error, but which tracegrad's `jvp`, `hessian` and `ForwardAccumulator`
+    transpose. There is one exception to the number of calls: under `jax.grad` and `tracegrad.grad`,
+    a call with the same inputs in each step of a `jax.lax.scan` runs once. With tapes and
+    `gradients` it runs in each step.
     """
     require_callable(func, "numpy_function")
     if grad is not None:
@@ -126,7 +125,7 @@ def numpy_function(
     host = _Host(func, types, isinstance(Tout, list | tuple), has_bare)
     with nullcontext() if name is None else jax.named_scope(name):
         results = _run(host, arrays, stateful, has_gradient=grad is not None)
-        if grad is not None and not _jax.is_top_level():  # something could ask for it
+        if grad is not None and not _jax.is_top_level():  # else there is no differentiation
             params = {"func": func, "Tout": Tout, "stateful": stateful}
             results = _with_gradient(grad, arrays, results, name or name_of(func), params)
     if not host.several:
@@ -134,7 +133,7 @@ def numpy_function(
     return results if isinstance(Tout, list) else tuple(results)
 
 
-# ----------------------------------------------------------------------------- what it was given
+# ---------------------------------------------------------------------------------- the arguments
 
 
 def _arrays(func: Callable[..., Any], inp: Any) -> tuple[Any, ...]:
@@ -143,7 +142,7 @@ def _arrays(func: Callable[..., Any], inp: Any) -> tuple[Any, ...]:
         if not isinstance(value, Variable) and not is_array_like(value):
             raise TypeError(
                 f"numpy_function takes a list of arrays as the inputs of {described(func)}; "
-                f"input {i} is {brief(value)}. Give what is no array to the function itself, by "
+                f"input {i} is {brief(value)}. Pass other values to the function by "
                 "functools.partial"
             )
     return tuple(jnp.asarray(v.value if isinstance(v, Variable) else v) for v in given)
@@ -152,7 +151,7 @@ def _arrays(func: Callable[..., Any], inp: Any) -> tuple[Any, ...]:
 def _result_types(
     func: Callable[..., Any], Tout: Any, arrays: Sequence[Any]
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[bool, ...]]:
-    """The types of the results, and for which of them `Tout` says the dtype alone."""
+    """Returns the types of the results, and for each of them whether `Tout` has only a dtype."""
     given = tuple(Tout) if isinstance(Tout, list | tuple) else (Tout,)
     is_bare = tuple(
         not (hasattr(t, "shape") and hasattr(t, "dtype")) or _is_dtype(t) for t in given
@@ -164,9 +163,9 @@ def _result_types(
         except ValueError:
             shapes = ", ".join(str(list(array.shape)) for array in arrays)
             raise ValueError(
-                f"numpy_function was given a dtype alone for what {described(func)} returns, which "
-                f"then has the shape to which its inputs broadcast; these do not: {shapes}. Give "
-                "Tout=jax.ShapeDtypeStruct(shape, dtype)"
+                f"numpy_function was given only a dtype for a result of {described(func)}, which "
+                "then has the shape to which the inputs broadcast; but these do not broadcast: "
+                f"{shapes}. Give Tout=jax.ShapeDtypeStruct(shape, dtype)"
             ) from None
     types = tuple(
         _jax.struct(shape if bare else t.shape, _dtype(func, t if bare else t.dtype))
@@ -176,7 +175,7 @@ def _result_types(
 
 
 def _is_dtype(value: Any) -> bool:
-    return isinstance(value, type | np.dtype)  # NumPy's have an attribute `shape` all the same
+    return isinstance(value, type | np.dtype)  # a NumPy dtype has an attribute `shape` too
 
 
 def _dtype(func: Callable[..., Any], value: Any) -> Any:
@@ -186,14 +185,14 @@ def _dtype(func: Callable[..., Any], value: Any) -> Any:
         dtype = None
     if value is None or dtype is None or not is_array_like(np.empty((), dtype)):
         raise TypeError(
-            "numpy_function takes as Tout a dtype, a jax.ShapeDtypeStruct, or a list of such for "
+            "numpy_function takes as Tout a dtype, a jax.ShapeDtypeStruct, or a list of these, for "
             f"the results of {described(func)}; it was given {brief(value)}"
         )
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise TypeError(
-            f"numpy_function was given Tout={dtype} for {described(func)}, which JAX has only "
-            "with jax.config.update('jax_enable_x64', True). Ask for "
-            f"{jax.dtypes.canonicalize_dtype(dtype)}, and return that"
+            f"numpy_function was given Tout={dtype} for {described(func)}, a dtype that needs "
+            "jax.config.update('jax_enable_x64', True). Give and return "
+            f"{jax.dtypes.canonicalize_dtype(dtype)}"
         )
     return dtype
 
@@ -203,20 +202,21 @@ def _dtype(func: Callable[..., Any], value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Host:
-    """What JAX calls on the host: the function, and the check of what it returns.
+    """The callback for JAX, which calls the function and checks its results.
 
-    Equal for calls of one function for results of the same types, so that programs are too. One
-    function, and not one that is equal: objects with an `__eq__` may do different things.
+    Two are equal for the same function and the same types of results, so that JAX reuses programs.
+    Functions are compared by identity, since equal objects (with an `__eq__`) may do different
+    things.
     """
 
     func: Callable[..., Any]
     types: tuple[jax.ShapeDtypeStruct, ...]
     several: bool  # whether it returns a sequence of results
-    is_bare: tuple[bool, ...]  # for which results the user said the dtype alone
+    is_bare: tuple[bool, ...]  # for each result, whether `Tout` has only a dtype
 
     def _key(self) -> tuple[Any, ...]:
         func: Any = self.func
-        # Of a method there is a new object each time; those of one object are equal.
+        # Each access of a method makes a new object; those of the same instance are equal.
         which = func if isinstance(func, MethodType | BuiltinMethodType) else id(func)
         return which, self.types, self.several, self.is_bare
 
@@ -228,7 +228,7 @@ class _Host:
 
     def __call__(self, *arrays: Any) -> list[Any]:
         who = f"{described(self.func)}, called by numpy_function,"
-        # JAX puts into its own message the last line only, so it must say everything.
+        # JAX's message contains only the last line of this one, so it is a single line.
         try:
             returned = self.func(*map(np.asarray, arrays))
         except Exception as error:
@@ -242,7 +242,7 @@ class _Host:
                     else brief(returned)
                 )
                 raise ValueError(
-                    f"{who} is to return {len(self.types)} results by Tout; it returned {got}"
+                    f"{who} should return {len(self.types)} results by Tout; it returned {got}"
                 )
             results = list(returned)
         given = {array.dtype for array in arrays}
@@ -259,10 +259,10 @@ class _Host:
             array = _array_of(result)
         if array is None:
             raise TypeError(
-                f"{who} returned {brief(result)} as {kind}, which is no array, where Tout says "
+                f"{who} returned {brief(result)} as {kind}, which is not an array, where Tout says "
                 f"{_text(expected)}"
             )
-        # Inputs of another precision than usual: double, where derivatives are checked.
+        # `check_grads` calls the function with inputs of double precision.
         if array.dtype in given and array.dtype.kind == expected.dtype.kind == "f":
             array = array.astype(expected.dtype)
         if array.shape == expected.shape and array.dtype == expected.dtype:
@@ -271,8 +271,8 @@ class _Host:
         hint = ""
         if is_shape and self.is_bare[i]:
             hint = (
-                " (that to which the inputs broadcast: for another one Tout is a "
-                "jax.ShapeDtypeStruct)"
+                " (the shape to which the inputs broadcast: for another shape, give "
+                "Tout=jax.ShapeDtypeStruct(shape, dtype))"
             )
         elif not is_shape:
             hint = f" (convert it: .astype('{expected.dtype}'))"
@@ -282,13 +282,13 @@ class _Host:
 
 
 def _number_as(result: Any, dtype: Any) -> Any:
-    """A Python number, which has no dtype of its own, as an array of a dtype of its kind or of a
-    wider kind; None for all else. Raises OverflowError for an integer that the dtype has not."""
+    """Converts a Python number to a dtype of its own kind or of a wider kind; returns None for any
+    other object. Raises OverflowError if the dtype cannot represent an integer."""
     if type(result) is int and jnp.issubdtype(dtype, np.integer):
         limits_of: Callable[[Any], Any] = jnp.iinfo  # NumPy's does not know integers of 4 bits
         limits = limits_of(dtype)
         if not int(limits.min) <= result <= int(limits.max):
-            raise OverflowError(f"{dtype} has the integers from {limits.min} to {limits.max}")
+            raise OverflowError(f"{dtype} has integers from {limits.min} to {limits.max} only")
         return np.asarray(result).astype(dtype)
     kinds = {bool: "?", int: "i1", float: "f2", complex: "c8"}
     kind = kinds.get(type(result))
@@ -298,7 +298,7 @@ def _number_as(result: Any, dtype: Any) -> Any:
 
 
 def _array_of(result: Any) -> Any:
-    """What a function returned as an array of numbers; None if it is none."""
+    """Converts a result to an array of numbers; returns None if that is impossible."""
     try:
         array = np.asarray(result)
     except ValueError:  # lists of different lengths
@@ -313,7 +313,7 @@ def _text(array: Any) -> str:
 def _run(host: _Host, arrays: Sequence[Any], stateful: bool, *, has_gradient: bool) -> list[Any]:
     """Calls the host function with operands that are constants to differentiation. Without a
     gradient function, differentiating the operands is an error."""
-    with unrecorded():  # the results are not connected to what a tape sees
+    with unrecorded():  # tapes do not record the call
         if _jax.is_top_level():
             return _call(host, arrays, stateful)
         constants = map(jax.lax.stop_gradient, arrays) if has_gradient else arrays
@@ -333,7 +333,7 @@ def _call(host: _Host, arrays: Sequence[Any], stateful: bool) -> list[Any]:
 
 @OF_HOST_CALL
 def _gradient_of_host_call() -> None:
-    """By the mark of this function the rules are known."""
+    """Carries the mark `OF_HOST_CALL`, by which graphs recognise the rules of host calls."""
 
 
 def _with_gradient(
@@ -343,7 +343,7 @@ def _with_gradient(
     name: str,
     params: dict[str, Any],
 ) -> list[Any]:
-    """The results, with the gradient function's gradient by the inputs."""
+    """Returns the results, with the gradients that `grad` computes with respect to the inputs."""
     if not any(map(_jax.has_gradient, arrays)) or not any(map(_jax.has_gradient, results)):
         return list(results)
     where = calling_line()

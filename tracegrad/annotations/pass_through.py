@@ -1,4 +1,4 @@
-"""A function whose gradient is that of the identity: a straight-through estimator."""
+"""`grad_pass_through`: a function with the gradient of the identity (straight-through)."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def grad_pass_through(f: Any = None) -> Any:
     """Keeps the values of a function and replaces its gradient by that of the identity.
 
     Arguments:
-        f: a function with as many output arrays as it has inputs (the array leaves of its
-            positional arguments, as in `custom_gradient`), each output of the shape of the input
-            in the same place.
+        f: a function with as many output arrays as inputs (the array leaves of its positional
+            arguments, as in `custom_gradient`). Each output has the shape of the input with the
+            same position.
 
     Returns:
-        A function with the values of ``f``, in which each input gets the cotangent of the output
-        in its place, unchanged but for the dtype. Its ``__wrapped__`` is ``f``. Usable bare, with
-        parentheses and on methods.
+        A function with the values of ``f``. The gradient of each input is the cotangent of the
+        output with the same position, converted to the input's dtype. Its ``__wrapped__`` is ``f``.
+        Usable bare, with parentheses and on methods.
 
     Raises:
-        ValueError: on a call, if there are not as many outputs as inputs, or their shapes differ;
-            under differentiation, if the result depends on a value closed over, or given by
-            keyword, that is being differentiated.
-        TypeError: on a call, if an output cannot carry the gradient of its input: an integer or
-            complex output of a real input, and the like.
+        ValueError: on a call, if the numbers or the shapes of outputs and inputs differ; under
+            differentiation, if the result depends on a value that is being differentiated, but
+            that ``f`` closes over or gets by keyword.
+        TypeError: on a call, if the cotangent of an output cannot be the gradient of its input: for
+            example, the output of a real input is an integer or complex.
 
     >>> import jax, jax.numpy as jnp
     >>> quantise = grad_pass_through(jnp.round)
@@ -68,7 +68,7 @@ def grad_pass_through(f: Any = None) -> Any:
 
 @CHANGES_GRADIENT
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One call of a function whose gradient is passed through."""
+    """Calls a function whose gradient is that of the identity."""
     assigned: list[Variable] = []
 
     @functools.wraps(fun)
@@ -76,7 +76,7 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         assignments = Assignments()
         with listening(assignments):
             y = without_variables(fun(*args, **kwargs))
-        # Assigned values leave the rule's own trace as further outputs.
+        # Assigned values are further outputs, so that they can leave the trace of the rule.
         assigned[:] = assignments.values
         outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
         inputs = [jax.typeof(array) for array in inputs_in(args).chosen]
@@ -98,7 +98,7 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _check(fun: Any, names: list[str], inputs: list[Any], outputs: list[Any]) -> None:
-    """Raises where the cotangent of an output cannot be the gradient of its input."""
+    """Raises an error if the cotangent of an output cannot be the gradient of its input."""
     if len(inputs) != len(outputs):
         raise ValueError(
             f"{described(fun)} passes the gradients of its outputs on to its inputs, so it must "

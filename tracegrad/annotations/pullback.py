@@ -1,7 +1,8 @@
-"""The gradient function of a custom gradient, traced and checked: the pullback.
+"""Traces and checks the gradient function of a custom gradient: the result is a *pullback*.
 
-It is traced in the forward pass, on the types of the cotangents. So its mistakes are found there,
-and what it closes over of the forward pass shows, as the constants of its program: the residuals.
+The gradient function is traced in the forward pass, for the types of the cotangents. So its errors
+are found there. The values of the forward pass that it closes over are the constants of its
+program: the residuals.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from tracegrad.variables.statics import is_none
 )
 @dataclass(frozen=True)
 class RunResiduals:
-    """What one run of the forward pass keeps for the backward pass."""
+    """The residuals of one run of the forward pass."""
 
     values: Sequence[Any]
-    # The number of its pullback in its call. Not the pullback: JAX remembers the structures of
-    # trees, and would keep a new one of every call alive.
+    # The index of the run's pullback in `AnnotatedCall.pullbacks`. Not the pullback itself: JAX
+    # caches the structures of trees, and would keep a new pullback of every call alive.
     pullback: int
     problem: str | None = None  # why the output has no gradient after all
 
@@ -71,15 +72,16 @@ def trace_pullback(
     arrays: Sequence[Any],
     y: Any,
 ) -> tuple[Pullback, list[Any]]:
-    """The pullback, and its residuals, of ``y, grad_fn = fun(*args, ...)``.
+    """Returns the pullback of ``y, grad_fn = fun(*args, ...)``, and its residuals.
 
     Args:
-        arrays: the inputs, which are the array leaves of ``args``, as the function got them.
+        arrays: the inputs (the array leaves of ``args``) with which the function was called.
     """
     outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
     differentiable = [_jax.has_gradient(aval) for aval in outputs]
     is_flowing = any(differentiable)
-    # If no output is a float, tracing shows whether the gradient uses a cotangent, which is zero.
+    # If no output is a float, `gradients` takes all cotangents, to show whether it uses one: then
+    # it raises, because they are zero.
     taken = differentiable if is_flowing else [_is_number(aval) for aval in outputs]
     given: list[bool] = []
 
@@ -112,12 +114,13 @@ def trace_pullback(
 def _no_cotangent(
     fun: Callable[..., Any], grad_fn: Callable[..., Any], outputs: Sequence[Any]
 ) -> str:
-    """The error of a gradient function that uses the cotangent of an output without gradient."""
+    """Returns the error message for a gradient function that uses the cotangent of an output that
+    has no gradient."""
     types = listed([_jax.type_text(aval) for aval in outputs], 3)
     return (
-        f"The result of {described(fun)} is {types}, and what is no float has no gradient: the "
-        f"gradient function {described(grad_fn)} would be given zeros. Return floats, as "
-        "jnp.round(x) for jnp.round(x).astype('int8'), or convert back to floats inside of the "
+        f"The result of {described(fun)} is {types}, and only floats have a gradient: the gradient "
+        f"function {described(grad_fn)} would be given zeros. Return floats, for example "
+        "jnp.round(x), not jnp.round(x).astype('int8'), or convert back to floats inside of the "
         "function with the custom gradient."
     )
 
@@ -127,7 +130,7 @@ def _is_number(aval: Any) -> bool:
 
 
 def zero_cotangent(aval: Any) -> Any:
-    """The cotangent of an output that has none: zeros of its shape and dtype."""
+    """Returns zeros of the shape and dtype of an output that has no cotangent."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a random key has no zero
         return _jax.no_cotangent(aval)
     return jnp.zeros(aval.shape, aval.dtype)
@@ -141,9 +144,9 @@ def gradients_of_inputs(
     dys: Sequence[Any],
     sparse: Sequence[bool] = (),
 ) -> list[Any]:
-    """What a gradient function returns for cotangents, as one checked gradient or None per input.
+    """Calls a gradient function; returns one checked gradient or None per input.
 
-    `sparse`: for each input whether slices stay slices.
+    `sparse`: whether IndexedSlices are kept, for each input; otherwise they become dense arrays.
     """
 
     with noted(lambda: f"in the gradient function {described(grad_fn)}"):
@@ -157,7 +160,7 @@ def gradients_of_inputs(
         elif len(flat) == len(slots):
             found = [gradient for gradient, is_input in zip(flat, slots) if is_input]
         else:
-            by_name = " What is given by its name is no input." if len(flat) > len(arrays) else ""
+            by_name = " Keyword arguments are not inputs." if len(flat) > len(arrays) else ""
             raise ValueError(
                 f"The gradient function {described(grad_fn)} of {described(fun)} returned "
                 f"{counted(len(flat), 'gradient')} for {counted(len(arrays), 'input')} "
@@ -184,7 +187,8 @@ def gradients_of_inputs(
 
 
 def _by_argument(args: tuple[Any, ...], returned: Any) -> list[Any] | None:
-    """Gradients nested as the arguments are, None standing for whole arguments too; else None."""
+    """Returns one gradient per input if `returned` is nested as the arguments are, with None for an
+    input or a whole argument; None if it is nested otherwise."""
     if not isinstance(returned, tuple | list) or len(returned) != len(args):
         return None
     found: list[Any] = []
@@ -196,7 +200,7 @@ def _by_argument(args: tuple[Any, ...], returned: Any) -> list[Any] | None:
         if gradient is None:
             found += [None] * sum(slots)
             continue
-        # Slices are the gradient of an array, and a tree like slices that are an argument.
+        # IndexedSlices may be a subtree, if the argument is one, or the gradient of one array.
         leaves, structure_found = jax.tree.flatten(gradient, is_leaf=is_none)
         if structure_found != structure:
             leaves, structure_found = jax.tree.flatten(gradient, is_leaf=_is_gradient)
@@ -211,5 +215,5 @@ def _is_gradient(tree: object) -> bool:
 
 
 def _slots(tree: Any) -> list[bool]:
-    """For each leaf, with None as one, whether it is an input."""
+    """Returns for each leaf, None included, whether it is an input."""
     return [is_traced(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_none)]

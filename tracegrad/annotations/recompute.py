@@ -1,4 +1,4 @@
-"""A function whose intermediate values are computed again in the backward pass, not kept."""
+"""`recompute_grad`: a function whose intermediate values the backward pass recomputes."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def recompute_grad(
 def recompute_grad(f: Any = None, *, policy: Callable[..., Any] | None = None) -> Any:
     """Keeps only the arguments of ``f`` for the backward pass, which then runs ``f`` again.
 
-    Costs one more run of ``f`` per gradient, and frees the memory (bytes) of all values inside it
-    between the forward and the backward pass.
+    It costs one more run of ``f`` per gradient, and frees the memory of the values computed in
+    ``f`` between the forward and the backward pass.
 
     Arguments:
-        f: a function of arrays, nested as they like, by position or by keyword. Array and floating
-            point leaves are traced, and differentiated with respect to; Python ints, bools,
-            strings, None, functions and other objects stay the Python values that they are.
-        policy: which values to keep nevertheless, one of ``jax.checkpoint_policies``; None keeps
+        f: a function of pytrees of arrays, by position or by keyword. Array and floating point
+            leaves are traced and can be differentiated; Python ints, bools, strings, None,
+            functions and other objects stay Python values.
+        policy: which intermediate values to keep, one of ``jax.checkpoint_policies``; None keeps
             none.
 
     Returns:
-        A function that computes the same as ``f``, derivatives of every order in reverse and
-        forward mode included; its ``__wrapped__`` is ``f``. Usable bare, with parentheses and on
-        methods. What ``f`` closes over gets its gradient too, and is kept.
-        A side effect that may happen twice (`jax.debug.print`) happens again when ``f`` is computed
-        again, under a `GradientTape` too.
+        A function with the results of ``f`` and its derivatives of every order, in reverse and
+        forward mode; its ``__wrapped__`` is ``f``. Usable bare, with parentheses and on methods.
+        Values that ``f`` closes over have gradients too, and are kept for the backward pass. A side
+        effect that may happen twice (`jax.debug.print`) happens again when ``f`` is recomputed,
+        also under a `GradientTape`.
 
     Raises:
         TypeError: ``f`` or ``policy`` is not callable.
@@ -68,9 +68,9 @@ def recompute_grad(f: Any = None, *, policy: Callable[..., Any] | None = None) -
     >>> print(block(1.0, 0.0, depth=3), jax.grad(block, argnums=1)(2.0, 0.0, depth=3))
     0.0 8.0
 
-    As ``tf.recompute_grad``; each call is a ``jax.checkpoint``. XLA on the CPU undoes it in
-    programs compiled by ``jax.jit`` of JAX before 0.11.2; those compiled by tracegrad's ``trace``
-    do recompute.
+    It corresponds to ``tf.recompute_grad``; each call is a ``jax.checkpoint``. With JAX before
+    0.11.2, XLA for CPUs undoes the recomputation in programs compiled by ``jax.jit``; programs
+    compiled by tracegrad's ``trace`` do recompute.
     """
     if f is None:
         return functools.partial(recompute_grad, policy=policy)
@@ -89,12 +89,12 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """One call of a recomputed function."""
+    """Calls a recomputed function."""
     arguments = inputs_in((args, kwargs))
     variables = ReadsOutside()
 
-    # A new function for every call: JAX keeps the programs of functions that it knows, with the
-    # values that they closed over when it first saw them.
+    # A new function for every call: JAX caches the program of a function, with the values that the
+    # function closed over when it was first traced.
     def run(*arrays: Any) -> Any:
         positional, keywords = arguments.combine(arrays)
         with variables.around():

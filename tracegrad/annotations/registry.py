@@ -1,9 +1,10 @@
-"""Gradients by name: `register_gradient` keeps them, `gradient_override_map` puts them in place.
+"""Gradients by name: `register_gradient` stores them, `gradient_override_map` applies them.
 
-An override is a rule. What is differentiated inside of a block is edited by the block's rules (see
-`tracing.in_force`). For what is differentiated after the block, by JAX, tracegrad or a tape around
-it, a trace of our own stands on top of whatever is going on in the block: it applies the same rules
-to each operation, which goes on as a function with the registered gradient, a `jax.custom_vjp`.
+An override is a rule. A derivative that is taken inside of a block applies the block's rules to its
+graph (see `tracing.in_force`). A derivative that is taken after the block, by JAX, tracegrad or an
+outer tape, needs the overrides in the operations themselves. So inside of the block a trace of our
+own is the current trace: it applies the same rules to each operation, and replaces an overridden
+operation by a `jax.custom_vjp` with the registered gradient.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ _forget_compiled: Callable[[], None] = jax.clear_caches
 G = TypeVar("G", bound=Callable[..., Any])
 
 _lock = threading.Lock()
-# By name, for as long as the process lives: no cache.
+# Gradient functions by name, until the process ends (this is not a cache).
 _registered: dict[str, Callable[..., Any]] = {}
-_met: set[str] = set()  # names of operations that some block has overridden
-_used: set[str] = set()  # names that some block has had, so that compiled programs may hold them
+_met: set[str] = set()  # names of operations that a block has overridden
+_used: set[str] = set()  # names of gradients in a block, so that compiled programs may contain them
 
 
 def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
-    """Keeps a gradient function under a name, for `gradient_override_map`.
+    """Registers a gradient function under a name, for `gradient_override_map`.
 
     Args:
       name: any name.
-      replace: whether to put it in the place of one of that name, as when the cell of a notebook
-        is run again. If a block has had that name, compiled functions may hold the gradient that it
-        meant: all are compiled anew when they are called next (`jax.clear_caches`).
+      replace: whether to replace a gradient of the same name, for example when the cell of a
+        notebook is run again. If a block has used the name, compiled functions may contain the old
+        gradient: then all compiled functions are compiled again at their next call
+        (`jax.clear_caches`).
 
     Returns:
       A decorator for ``grad(op, *dys)``, of the form that `tracegrad.rules.override_gradient`
@@ -56,9 +58,9 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
 
     Raises:
       KeyError: the name is taken.
-      TypeError: what it decorates is no function.
+      TypeError: the decorated object is not a function.
 
-    As ``tf.RegisterGradient``.
+    It corresponds to ``tf.RegisterGradient``.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> @tg.register_gradient("TwiceTheGradient", replace=True)
@@ -71,7 +73,7 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
     2.0
     """
     if callable(name):
-        raise TypeError("register_gradient wants a name: @register_gradient('Guided')")
+        raise TypeError("register_gradient needs a name: @register_gradient('Guided')")
 
     def register(grad: G) -> G:
         require_gradient_function(grad)
@@ -85,15 +87,15 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
             _registered[name] = grad
             is_stale = name in _used and old is not None and old is not grad
         if is_stale and not (_jax.under_jit() and _is_made_again(grad, old)):
-            _forget_compiled()  # a jitted function with a block in it does not look here again
+            _forget_compiled()  # a jitted function that contains a block has the old gradient
         return grad
 
     return register
 
 
 def _is_made_again(grad: Callable[..., Any], old: Any) -> bool:
-    """Whether a gradient function is an old one that the next trace of one function has made again:
-    of the same code, and over the same values but for traced ones."""
+    """Whether a gradient function was made by tracing the same code again as `old`: it has the same
+    code object, and closes over the same values, except traced ones."""
     cells, cells_of_old = (getattr(each, "__closure__", None) or () for each in (grad, old))
     contents = (map(_jax.cell_content, pair) for pair in zip(cells, cells_of_old))
     is_same = all(new is before or _jax.is_tracer(new) for new, before in contents)
@@ -101,9 +103,9 @@ def _is_made_again(grad: Callable[..., Any], old: Any) -> bool:
 
 
 def registered_gradient(name: str) -> Callable[..., Any]:
-    """The gradient function of a name.
+    """Returns the gradient function that is registered under a name.
 
-    Raises LookupError for one that is not registered, with the nearest names.
+    Raises LookupError, with similar names, if there is none.
     """
     try:
         return _registered[name]
@@ -118,29 +120,31 @@ def registered_gradient(name: str) -> Callable[..., Any]:
 
 @contextmanager
 def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
-    """A block in which operations of some names have registered gradients.
+    """A context manager in which operations with given names have registered gradients.
 
     Args:
-      overrides: by the name of a primitive (``"sin"``), of a jitted function or of a custom rule
-        (``"relu"``) the name of a registered gradient: of that which has it when the block is
-        entered or, if none has, when a gradient is taken.
+      overrides: maps the name of a primitive (``"sin"``), of a jitted function or of a custom rule
+        (``"relu"``) to the name of a registered gradient. The name is looked up when the block is
+        entered; if it is not registered then, when a gradient is taken.
 
-    In a block it acts on what is computed directly in it, whoever differentiates that afterwards;
-    on the traced functions, tapes and `tracegrad.gradients` that are entered in it; and on what
-    `tracegrad.grad`, `jax.grad` and their like differentiate in it. It also reaches into jitted
-    functions, loops and branches, but not into custom rules. Of several blocks the innermost wins.
-    A block is that of its thread: what other coroutines compute meanwhile is in it as well.
+    The overrides apply to operations that are computed directly in the block, whatever
+    differentiates them afterwards; to traced functions, tapes and `tracegrad.gradients` that are
+    entered in it; and to functions that `tracegrad.grad`, `jax.grad` and the like differentiate in
+    it. They also apply inside of jitted functions, loops and branches, but not of custom rules. Of
+    nested blocks the innermost wins. A block belongs to its thread: it also applies to other
+    coroutines that run meanwhile.
 
-    Warns, once per place, of names of which no operation was met in this block or any before.
+    Warns, once per line, of names for which no operation was found in this or any earlier block.
 
     Raises:
-      TypeError: `overrides` is no mapping from names to names.
-      GraphError: such an operation is differentiated inside the block by a `jax.grad` (or another
-        of JAX's own) that was imported by name or made before, and does not see the override.
-      LookupError: a gradient is taken, and none of that name is registered.
-      RuntimeError: the block is left before another one that was entered inside of it.
+      TypeError: `overrides` is not a mapping from names to names.
+      GraphError: an overridden operation is differentiated inside the block by a `jax.grad` (or
+        another function of JAX) that was imported by name or made before the block, and so does
+        not see the override.
+      LookupError: a gradient is taken, but its name is not registered.
+      RuntimeError: the block is left before another block that was entered inside of it.
 
-    As TensorFlow 1's ``Graph.gradient_override_map``; see `register_gradient` for an example.
+    It corresponds to TensorFlow 1's ``Graph.gradient_override_map``. See also `register_gradient`.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> @tg.register_gradient("OfOne", replace=True)
@@ -155,7 +159,7 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
     names = [name for pair in dict(overrides).items() for name in pair]
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
-            "gradient_override_map wants a mapping from names of operations to names of "
+            "gradient_override_map needs a mapping from names of operations to names of "
             f"registered gradients, as {{'relu': 'Guided'}}; got {overrides!r}"
         )
     if not overrides:
@@ -173,23 +177,23 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
     if unmet := [name for name in named if name not in _met]:
         warn_where_called(
             f"no operation {' or '.join(map(repr, unmet))} was met in a block of "
-            f"gradient_override_map({dict(overrides)!r}), which acts on what is computed in it, "
-            "not on what a tape has recorded before. Names are those of primitives, jitted "
-            "functions and custom rules, as print(tracegrad.graph(fun, *args)) shows them",
+            f"gradient_override_map({dict(overrides)!r}), which acts on operations inside of it, "
+            "not on operations that a tape has recorded before. Names are those of primitives, "
+            "jitted functions and custom rules, as print(tracegrad.graph(fun, *args)) shows them",
             UserWarning,
         )
 
 
-# ------------------------------------------------------------------------------ as rules on graphs
+# -------------------------------------------------------------------------------- rules on graphs
 
-_MARK = "overridden_"  # in front of the name of what has an override: it gets no second one
+_MARK = "overridden_"  # prefix of the names of overridden operations: no second override applies
 
 
 @dataclass(frozen=True, eq=False)
 class _Registered:
-    """What a name means: the same as another of that name only if that means the same function.
+    """A name with the gradient function that it had at the start of a block; equal if both are.
 
-    `function` is None if nothing is registered yet: then a call looks the name up.
+    `function` is None if the name was not registered then: a call looks it up.
     """
 
     name: str
@@ -210,7 +214,7 @@ class _Registered:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Where messages find its line."""
+        """The function whose line is in messages."""
         function = self.function or _registered.get(self.name)
         if function is None:
             raise AttributeError("__wrapped__")
@@ -239,8 +243,8 @@ def _override(name: str, grad: _Registered) -> MatchRule:
 
 
 def _is_named(name: str, found: Occurrence) -> bool:
-    """Whether a node is the outermost of a name, outside of custom rules: those replace the
-    derivative of what is in them."""
+    """Whether a node has this name and no enclosing node does, and is not in a custom rule, which
+    replaces the derivatives of the operations in it."""
     fits = [name in (node.op, node.name) for node in found.steps]
     return fits[-1] and not any(fits[:-1]) and found.rule_around is None
 
@@ -249,8 +253,8 @@ def _is_named(name: str, found: Occurrence) -> bool:
 
 
 class _Overrides(OverridingTrace):
-    """Applies the rules of a block to every operation in it, as to a program of one operation, and
-    lets what they write go to its parent."""
+    """The trace of a block: it applies the block's rules to each operation, as to a program of one
+    operation, and binds the result in its parent trace."""
 
     def __init__(self, parent: Any, overrides: Mapping[str, _Registered], force: Force):
         super().__init__(parent)
@@ -265,15 +269,16 @@ class _Overrides(OverridingTrace):
         self._block.enter_context(in_force(self.force))
 
     def end(self) -> None:
-        """Ends the block, or raises RuntimeError and leaves that to what stands on it."""
+        """Ends the block; if an inner block or tape is still open, raises RuntimeError, and the
+        block ends with that."""
         self._is_over = True
         self.leave()
         if self.is_installed:
             raise RuntimeError(
                 f"the block of gradient_override_map({', '.join(map(repr, self._overrides))}) is "
-                "left before another one, or a tape, that was entered inside of it: it goes on "
-                "until that has ended. A block is that of a thread, so that a coroutine or a "
-                "generator has to leave it before another one takes its turn"
+                "left before another block, or a tape, that was entered inside of it: it continues "
+                "until that has ended. A block belongs to its thread: a coroutine or a generator "
+                "has to leave the block before another one runs"
             )
 
     def leave(self) -> None:
@@ -283,13 +288,13 @@ class _Overrides(OverridingTrace):
     def instead(
         self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
     ) -> Callable[..., list[Any]] | None:
-        """What is to run in the place of an operation; None: the operation itself."""
+        """Returns a function to run instead of an operation; None: the operation itself."""
         is_opaque = primitive.name in _jax.OPAQUE_PRIMITIVES
         programs = [] if is_opaque else [program for _, program in _jax.sub_programs(params)]
         if not programs and primitive.name not in self._overrides:
             return None
         name = str(params.get("name", primitive.name))
-        # Two loops of one body may run round in different directions.
+        # The parameters are in the key, since loops with the same body may differ in direction.
         key = (
             primitive,
             tuple(map(id, programs)),
@@ -303,16 +308,16 @@ class _Overrides(OverridingTrace):
     def rule_instead(
         self, primitive: Any, subfuns: Sequence[Any], params: Mapping[str, Any], args: Sequence[Any]
     ) -> Callable[..., list[Any]] | None:
-        """The same for a function with a rule of its own."""
+        """As `instead`, for a function with a custom rule."""
         name = getattr(_jax.rule_functions(subfuns)[0][0], "__name__", "")
         found = [each for each in (name, primitive.name) if each in self._overrides]
         if not found:
             return None
         _met.add(found[0])
         self._refuse_differentiated(name)
-        # Traced here: JAX lets the function that it hands over run once, and asks it for the tree
-        # of its results then. In the program what the function closes over would be operands, of
-        # which a registered gradient knows nothing: so this is no case of the rules.
+        # Traced here, because JAX allows one run of the function, and then reads the structure of
+        # its results. The rules on graphs do not apply: in the program, values that the function
+        # closes over would be operands, for which a registered gradient has no gradient.
         program = jax.make_jaxpr(
             lambda *operands: primitive.bind(*operands, subfuns=tuple(subfuns), **params)
         )(*args)
@@ -326,13 +331,13 @@ class _Overrides(OverridingTrace):
     def _edited(
         self, name: str, key: Any, keyed: Any, trace: Callable[[], Any]
     ) -> Callable[..., list[Any]] | None:
-        """What an operation is with the overrides in it; None if they change nothing.
+        """Returns an operation with the overrides applied; None if they change nothing.
 
         Args:
-          name: of the operation.
-          key: equal for operations that compute the same.
-          keyed: the programs whose identities are in the key.
-          trace: gives the program of the operation.
+          name: the name of the operation.
+          key: a key that is equal for operations that compute the same.
+          keyed: the programs whose identities are in the key; the cache keeps them alive.
+          trace: returns the program of the operation.
 
         Raises GraphError if JAX is differentiating the operation, without the rules.
         """
@@ -346,7 +351,7 @@ class _Overrides(OverridingTrace):
             run: Any = None if edited is original else functools.partial(_run, edited)
             if run is not None and name not in self._overrides:
                 run.__name__ = name
-                run = jax.jit(run)  # compiled once, where the call or the loop would have been
+                run = jax.jit(run)  # compiled once, as the call or the loop is
             known = PROGRAMS.put(key, (keyed, run))
         if known[1] is not None:
             self._refuse_differentiated(name)
@@ -366,6 +371,6 @@ def _run(program: Graph, *operands: Any) -> list[Any]:
 
 
 def _times_differentiated() -> int:
-    """How many times JAX is differentiating what is computed now, without rules in force."""
+    """Returns how many times JAX is differentiating the current operation, without the rules."""
     stack = _jax.scopes_around(_jax.current_source_info())
     return 0 if scopes.is_under_rules(stack) else scopes.transformations(stack).count("jvp")

@@ -1,4 +1,4 @@
-"""A value that derivatives do not pass through."""
+"""`stop_gradient`: values that are constants to differentiation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def stop_gradient(tree: T) -> T:
-    """The same values, as constants to differentiation.
+    """Returns the same values, as constants to differentiation.
 
     Arguments:
         tree: an array or Python number, or any tree of them, of any shapes and dtypes.
@@ -33,8 +33,8 @@ def stop_gradient(tree: T) -> T:
     >>> print(quantised(1.7), jax.grad(quantised)(1.7))
     2.0 1.0
 
-    As ``tf.stop_gradient``, for trees; each floating point leaf goes through
-    ``jax.lax.stop_gradient``, integers have no derivative to begin with.
+    It corresponds to ``tf.stop_gradient``, but also takes trees. It applies
+    ``jax.lax.stop_gradient`` to each leaf; integers have no derivative anyway.
     """
 
     def stopped(path: Any, leaf: Any) -> Any:
@@ -43,7 +43,7 @@ def stop_gradient(tree: T) -> T:
             raise TypeError(
                 f"stop_gradient takes arrays, numbers and trees of them; "
                 f"{'the leaf at ' + place if place else 'it'} is {brief(leaf)}. "
-                "Take the arrays out of what holds them first."
+                "Take the arrays out of the object first."
             )
         return jax.lax.stop_gradient(leaf)
 

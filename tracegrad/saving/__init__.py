@@ -1,10 +1,10 @@
 """Functions in files: written today, loaded and differentiated years later.
 
-The way of a function into a file: `save` asks `interface` for its specs and its graph (`modules`:
-of a method of flax.nnx), `program` for its programs (`source`: what each is made of, `refusals`:
-why one cannot be written), and `file` writes them (`manifest`: what is said of them, `atomic`: in
-one step). The way back: `load` has `file` compare every byte, and `outside_calls` what a program
-may call; `calls` makes a function with gradients of the programs, `loaded` calls it for the user.
-`trees` are arguments and results as they are written. Variables alone go by `checkpoints` to Orbax,
-which `seal` watches over; `variables` finds them, and `placement` says how they lie on devices.
+To write a function, `save` gets its specs and its graph from `interface` (for flax.nnx with
+`modules`) and its programs from `program` (`source` traces them, `refusals` explains failures);
+`file` writes them with the records of `manifest`, atomically (`atomic`). To read a function, `load`
+has `file` verify every byte, and `outside_calls` check which custom calls a program makes; `calls`
+makes a differentiable function of the programs, and `loaded` calls it for the user. `trees` has the
+written form of arguments and results. Variables without functions are written by `checkpoints` with
+Orbax, and verified by `seal`; `variables` finds Variables, `placement` records their shardings.
 """

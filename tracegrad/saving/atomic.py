@@ -1,4 +1,4 @@
-"""How a file is replaced so that at every moment the old one or the new one is there, whole."""
+"""Replaces a file atomically: at every moment, either the complete old or new file exists."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import stat
 from collections.abc import Iterator
 
 PREFIX, SUFFIX = ".tracegrad-", ".partial"
-"""What the names of the folders of unfinished files begin and end with. One that lies about belongs
-to a writer at work or to one that was killed; nothing reads them, and when nobody writes they can
-go."""
+"""How the names of the folders of unfinished files begin and end. Such a folder belongs to a writer
+that is at work or was killed. No code reads these folders; if no writer is at work, delete them."""
 
-# What file systems answer that cannot flush a folder, or folders that may be written but not read.
+# Errors of file systems that cannot flush a folder, and of folders without permission to read.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A new file that takes the place of `path` when the block ends without an error.
+    """A context manager that yields a new file, which replaces `path` if the block does not raise.
 
-    It is written in a folder of its own in the same folder, flushed to the disk, and renamed, which
-    file systems do in one step (rename(2)); then the folder is flushed. Each writer has a folder of
-    its own, so two never mix: the last to finish stays. Permissions of a file that was there are
-    kept, and a symbolic link stays one. If the block raises, what it wrote is removed.
+    The new file is in a new folder beside `path`. After the block it is flushed to the disk and
+    renamed, which file systems do atomically (rename(2)); then the parent folder is flushed. Each
+    writer has its own folder, so two writers never mix: the file of the last to finish stays. The
+    permissions of an existing file are kept, and a symbolic link stays a symbolic link. If the
+    block raises, the new file is removed.
 
     Args:
-        path: where the file shall be. The folder has to exist.
+        path: the file to write or to replace. Its folder has to exist.
 
     Yields:
         The path to write to, at which there is an empty file.
 
     Raises:
-        OSError: the folder is missing or may not be written, `path` is a folder or a device, the
-            disk is full: an `OSError` of the fitting kind whose ``filename`` is `path`.
+        OSError: the folder does not exist or is not writable, `path` is a folder or a device, or
+            the disk is full. The error is of the matching subclass; its ``filename`` is `path`.
 
     Example:
         >>> import os, pathlib, tempfile
@@ -56,7 +56,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     try:
         with _named(given, own):
             partial = os.path.join(own, "file")
-            with open(partial, "xb"):  # whoever writes may take its place by a file of other rights
+            with open(partial, "xb"):  # the block may replace it by a file with other permissions
                 mode = mode or stat.S_IMODE(os.stat(partial).st_mode)
             yield partial
             os.chmod(partial, mode)
@@ -69,7 +69,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def _mode_of_existing(target: str) -> int | None:
-    """The permissions of what is in place, if it is a file; None if there is nothing."""
+    """Returns the permissions of the file `target`; None if it does not exist. Raises OSError if
+    `target` is not a regular file or its folder does not exist."""
     try:
         existing = os.stat(target)
     except FileNotFoundError:
@@ -82,17 +83,18 @@ def _mode_of_existing(target: str) -> int | None:
     if stat.S_ISDIR(existing.st_mode):
         raise IsADirectoryError(errno.EISDIR, "A folder is in the way", target)
     if not stat.S_ISREG(existing.st_mode):
-        raise OSError(errno.EINVAL, "What is there is no ordinary file to replace", target)
+        raise OSError(errno.EINVAL, "The path exists, but is not a regular file", target)
     return stat.S_IMODE(existing.st_mode)
 
 
 @contextlib.contextmanager
 def _named(path: str, own: str | None = None) -> Iterator[None]:
-    """Names `path` in errors about what is in the folder of its writer, or without a name."""
+    """Sets `path` as the file of an OSError that names no file, or a file in the folder `own`;
+    without `own`, of every OSError."""
     try:
         yield
     except OSError as error:
-        # Errors of the block that are about other files pass as they are.
+        # An error of the block about another file is raised unchanged.
         name = error.filename
         if error.errno is None or (own and name and not os.fsdecode(name).startswith(own)):
             raise
@@ -101,7 +103,7 @@ def _named(path: str, own: str | None = None) -> Iterator[None]:
 
 
 def _sync_folder(folder: str, path: str) -> None:
-    """Makes the new name last through a loss of power, where a folder can be opened at all."""
+    """Flushes a folder, so that the new name survives a loss of power, if folders can be opened."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     try:

@@ -1,7 +1,8 @@
-"""Saved programs → a function that JAX differentiates by them.
+"""Makes a function that JAX can differentiate from saved programs.
 
-Each program becomes a `jax.custom_vjp` whose gradient is that of the next programs, and so on to
-the last, whose own derivative is an error that says what to save with.
+Each program becomes a `jax.custom_vjp` whose backward pass calls the program's gradient programs,
+which can be differentiated in the same way. The derivative of the programs of the highest order is
+an error that names the `gradient_order` to save with.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ def differentiable(
     program: Program,
     exported: Mapping[str, Any],
     record: FunctionRecord,
-    beyond: Callable[[int], Exception],
-    behind: int = 0,
+    not_saved: Callable[[int], Exception],
+    order: int = 0,
 ) -> Flat:
-    """The function of flat arrays that a program computes.
+    """Returns the function of flat arrays that a program computes.
 
     Args:
-      program: the program, and those by which it is differentiated.
-      exported: the `jax.export.Exported` of each, by the names of their arrays.
-      record: says what the function is called, and how many derivatives were saved.
-      beyond: makes the error for a derivative of an order that was not saved.
-      behind: how many derivatives are behind this one.
+      program: the program, and the programs of its derivatives.
+      exported: the `jax.export.Exported` of each program, by the names of their arrays.
+      record: has the name of the function, and how many derivatives were saved.
+      not_saved: makes the error for a derivative of an order that was not saved.
+      order: the order of the derivative that `program` computes; 0 for the function itself.
 
-    It can be differentiated as often as there are further programs, batched (one element after
-    the other), and compiled.
+    The function can be compiled, batched (one element after the other), and differentiated until
+    there are no more gradient programs.
     """
 
     def below(program: Program) -> Flat:
-        return differentiable(program, exported, record, beyond, behind + 1)
+        return differentiable(program, exported, record, not_saved, order + 1)
 
     # `jax.export` has no rule for `jax.vmap`: the program runs for one element after the other.
     one_by_one: Any = jax.custom_batching.sequential_vmap
@@ -55,23 +56,23 @@ def differentiable(
     def compute(*inputs: Any) -> list[Any]:
         return _jax.varying_alike(run(*inputs), inputs)
 
-    compute.__name__ = record.name  # whoever looks for wrong rules names this one by it
+    compute.__name__ = record.name  # the name of the rule in messages about its gradient
     call = jax.custom_vjp(compute)
 
-    # What is told about symbolic zeros learns what is being differentiated, and which results have
-    # cotangents.
+    # With `symbolic_zeros`, JAX tells the rule which operands are differentiated, and which results
+    # have cotangents.
     def forward(*marked: Any) -> tuple[list[Any], Any]:
         reason = next((why for i, why in program.refused if marked[i].perturbed), None)
         inputs = [each.value for each in marked]
         return (call if value is None else value)(*inputs), (inputs, Static(reason))
 
     def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        inputs, reason = residuals  # what is static comes back as it is
+        inputs, reason = residuals  # JAX unwraps the `Static` leaf
         chosen = [j for j, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)]
         if chosen and reason:
             raise ValueError(reason)
-        if chosen and behind == record.gradient_order:
-            raise beyond(behind + 1)
+        if chosen and order == record.gradient_order:
+            raise not_saved(order + 1)
         found: list[Any] = [None] * len(inputs)
         for results in _parts(program, chosen):
             gradient, pull_back = gradients[results]
@@ -84,8 +85,8 @@ def differentiable(
 
     call.defvjp(forward, backward, symbolic_zeros=True)
 
-    # JAX wants a gradient to vary over the axes of a `jax.shard_map` as its operand does. It varies
-    # as all operands together do, and so must these.
+    # Inside of `jax.shard_map`, JAX requires a gradient to vary over the same axes as its operand.
+    # A gradient program's results vary over the axes of all operands, so each operand has to.
     def alike(*inputs: Any) -> list[Any]:
         return call(*_jax.varying_alike(inputs))
 
@@ -107,11 +108,12 @@ def _dense(cotangent: Any) -> Any:
 
 
 def _parts(program: Program, chosen: Sequence[int]) -> list[tuple[int, ...]]:
-    """The results of each gradient program that is called where `chosen` have cotangents.
+    """Returns the `results` of the gradient programs to call if the results `chosen` have
+    cotangents.
 
-    One result alone has its own program, all of them one together. Some of many are the sum of
-    single ones where gradients may be added. Else the program for all gets zeros for the rest: the
-    rules on the way to those are asked too.
+    For one result or for all results there is one program. For some of the results, the programs of
+    single results are added if the gradients may be added. Otherwise the program for all results is
+    called, with zeros for the others: custom gradients of these are then called too.
     """
     every = max((gradient.results for gradient in program.gradients), key=len, default=())
     wanted = tuple(j for j in chosen if j in every)
@@ -124,8 +126,8 @@ def _parts(program: Program, chosen: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _connected(program: Program, chosen: Sequence[int], called: Gradient) -> set[int]:
-    """The operands that get a gradient from a program: those that some of `chosen` depend on. Where
-    there is one program for all results, that is not known, and they get zeros."""
+    """Returns the operands that get a gradient from a program: those on which some of `chosen`
+    depend. If there is only a program for all results, this is unknown: all its operands do."""
     single = [
         gradient.operands
         for gradient in program.gradients

@@ -1,6 +1,6 @@
 """Checkpoints of Variables: Orbax writes and reads them, on any number of processes; we seal them.
 
-`seal` says what a checkpoint is, and when it counts.
+`seal` defines what a checkpoint is, and which checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from tracegrad.ir.wording import brief, some
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.libraries import needed, safetensors_numpy
 from tracegrad.saving.manifest import ArrayRecord
-from tracegrad.saving.placement import array_record, asked_for, on, where_it_was
+from tracegrad.saving.placement import (
+    array_record,
+    put_on_devices,
+    recorded_sharding,
+    requested_sharding,
+)
 from tracegrad.saving.seal import (
     digests_of_files,
     files_of,
@@ -45,7 +50,7 @@ from tracegrad.variables.variable import Variable
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 
-# Dtypes that Orbax does not know, with others of as many bits.
+# Maps dtypes that Orbax does not support to dtypes of as many bits that it does.
 _AS = {"uint2": "int2", "uint4": "int4", "float8_e4m3": "uint8"}
 _TIMEOUT = 600.0  # seconds to wait for the other processes
 
@@ -53,19 +58,19 @@ _TIMEOUT = 600.0  # seconds to wait for the other processes
 def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> None:
     """Writes the values of the Variables in a tree of objects to a folder, by Orbax.
 
-    Whatever is killed, and when, the old state is there, or the new one, whole. Of Variables that
-    are spread over several processes each process writes its part: call it on all of them, with a
-    folder that all see.
+    The state is replaced atomically: if a process is killed at any time, the folder has either the
+    complete old or the complete new state. Each process writes its shards of Variables that are
+    sharded over several processes: call this on all processes, with a folder that all can access.
 
     Arguments:
-      tree: as of `variables_of`, whose paths name the arrays.
-      path: the folder; what was saved there before is replaced.
+      tree: a tree as for `variables_of`, whose paths name the arrays.
+      path: the folder; a state that was saved there before is replaced.
       timeout: how long to wait for another process, in seconds.
 
     Raises:
-      ValueError: there is no Variable in the tree, or the processes have not the same.
-      TimeoutError: some processes did not call this; it names them.
-      RuntimeError: another process failed; or it is called in a function that is being traced.
+      ValueError: there is no Variable in the tree, or the processes save different Variables.
+      TimeoutError: some processes did not call this; the message names them.
+      RuntimeError: another process failed; or this is called in a function that is being traced.
       OSError: the folder cannot be written.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
@@ -87,15 +92,15 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
     said = json.dumps({name: _summary(value) for name, value in values.items()})
     number = agree(topic, said, timeout, functools.partial(_next_number, topic, folder))
     new = step_folder(folder, number)
-    checkpoints = needed("orbax.checkpoint")  # which takes a second
+    checkpoints = needed("orbax.checkpoint")  # importing it takes a second
 
     def write() -> dict[str, str]:
         options = checkpoints.AsyncOptions(timeout_secs=max(1, int(timeout)))
         with checkpoints.StandardCheckpointer(async_options=options) as checkpointer:
-            # It refuses arrays without elements.
+            # Orbax refuses arrays without elements.
             checkpointer.save(new, {name: _given(v) for name, v in values.items() if v.size})
             checkpointer.wait_until_finished()
-        # Each process takes the digests of its share.
+        # Each process computes the digests of its share of the files.
         return digests_of_files(new, files_of(new)[jax.process_index() :: jax.process_count()])
 
     def finish(found: Sequence[dict[str, str]]) -> None:
@@ -111,27 +116,28 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
 
 
 def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
-    """Assigns to the Variables in a tree of objects what `save_variables` wrote.
+    """Assigns the values that `save_variables` wrote to the Variables in a tree of objects.
 
-    Nothing is assigned unless all of it fits. What any number of processes wrote, on any mesh, any
-    other number reads; each gets what its devices get, and compares every file with its SHA-256.
+    Either all Variables are assigned or none. The number of processes and the mesh may differ from
+    those that saved. Each process reads the shards of its own devices, and compares every file with
+    its SHA-256.
 
     Arguments:
-      tree: as of `variables_of`.
-      path: the folder; or a safetensors file of another program, with an array for each Variable,
-        called by its path, which has no checksums.
-      sharding: how the Variables shall lie on devices: a `jax.sharding.Sharding`, or a
-        `PartitionSpec` on the mesh that is set, or a dictionary of these by the Variables' paths.
-        Default, and for those that are not in the dictionary: as the Variable is; one that was
-        never put on any device as the saved one was, where a mesh is set.
+      tree: a tree as for `variables_of`.
+      path: the folder; or a safetensors file of another program (without checksums), in which the
+        array for each Variable has the Variable's path as its name.
+      sharding: the shardings of the Variables: a `jax.sharding.Sharding`, a `PartitionSpec` on the
+        current mesh, or a dictionary that maps paths of Variables to these. A Variable without an
+        entry keeps its present sharding; if it was never put on a device, it gets the sharding that
+        was saved, on the current mesh if one is set.
 
     Raises:
-      ArtefactError: a file is damaged, missing, or one too many.
-      ValueError: an array is missing, or there is one too many, or one of another shape; the mesh
-        that is set has not the axes along which it was or shall be split; a Variable has 64 bits,
-        and JAX is not set to.
-      TypeError: an array is of another dtype.
-      OSError: there is no whole checkpoint, or it may not be read.
+      ArtefactError: a file of the checkpoint is damaged or missing, or there is an extra file.
+      ValueError: an array is missing, superfluous or of another shape; the current mesh lacks an
+        axis along which an array was, or is to be, sharded; a Variable has 64 bits, but JAX is set
+        to 32 bits.
+      TypeError: an array has another dtype than the Variable.
+      OSError: there is no complete checkpoint, or it cannot be read.
       RuntimeError: another process failed.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
@@ -163,14 +169,16 @@ def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
         shardings = _together(f"{topic} {number}", check, _TIMEOUT)
         arrays = _restored(path, step, forms, shardings)
     new = {
-        name: array if isinstance(array, jax.Array) else on(array, shardings[name], name)
+        name: array
+        if isinstance(array, jax.Array)
+        else put_on_devices(array, shardings[name], name)
         for name, array in arrays.items()
     }
     for name, array in new.items():
         variables[name].assign(_as_variable(variables[name], array))
 
 
-# --------------------------------------------------------------------------------------- written
+# --------------------------------------------------------------------------------------- writing
 
 
 def _some(tree: Any) -> dict[str, Variable]:
@@ -181,7 +189,7 @@ def _some(tree: Any) -> dict[str, Variable]:
 
 
 def _forms(variables: Mapping[str, Variable]) -> dict[str, Any]:
-    """The arrays that are written of the values of Variables, of dtypes that Orbax knows."""
+    """Returns the arrays to write for Variables, in dtypes that Orbax supports."""
 
     def form(value: Any) -> Any:
         known = _AS.get(str(value.dtype))
@@ -191,14 +199,19 @@ def _forms(variables: Mapping[str, Variable]) -> dict[str, Any]:
 
 
 def _summary(value: Any) -> int:
-    """Other where processes would save other things: of what each holds for itself, its bytes."""
+    """Returns a checksum that differs between processes that would save different values.
+
+    It covers the dtype, the shape and whether the array is sharded over processes; of an array that
+    each process holds for itself, also the bytes.
+    """
     text = f"{value.dtype} {value.shape} {value.sharding.is_fully_addressable}".encode()
     is_own = jax.process_count() > 1 and value.is_fully_addressable
     return zlib.crc32(np.asarray(value).tobytes() if is_own else b"", zlib.crc32(text))
 
 
 def _next_number(topic: str, folder: Path, said: Sequence[str]) -> str:
-    """The number of the next step, if all processes want to save the same."""
+    """Returns the number of the next step. Raises ValueError if the processes want to save
+    different Variables."""
     first, *others = map(json.loads, said)
     for process, other in enumerate(others, 1):
         if other == first:
@@ -206,8 +219,9 @@ def _next_number(topic: str, folder: Path, said: Sequence[str]) -> str:
         names = [repr(name) for name in {**first, **other} if first.get(name) != other.get(name)]
         raise ValueError(
             f"{topic}: processes 0 and {process} want to save different things: "
-            f"{some(names, 5) or 'another order'}. All have to have the same Variables; one that "
-            "each holds for itself, on its own devices, has to have the same value on all of them"
+            f"{some(names, 5) or 'another order'}. All processes have to have the same Variables; "
+            "a Variable that each process holds on its own devices has to have the same value on "
+            "all processes"
         )
     if folder.is_file():
         raise FileExistsError(f"{str(folder)!r} is a file: save_variables writes a folder")
@@ -216,7 +230,8 @@ def _next_number(topic: str, folder: Path, said: Sequence[str]) -> str:
 
 
 def _given(value: Any) -> Any:
-    """What Orbax gets: of several processes, one writes what each holds for itself."""
+    """Returns the array to give to Orbax. If each of several processes holds the whole array, it is
+    a NumPy array, which Orbax writes on one process only."""
     return np.asarray(value) if jax.process_count() > 1 and value.is_fully_addressable else value
 
 
@@ -226,8 +241,8 @@ def _together(
     timeout: float,
     finish: Callable[[Sequence[T]], None] | None = None,
 ) -> T:
-    """Does something on all processes, and on process 0, with what all found, what finishes it. If
-    one fails, all do."""
+    """Calls `work` on all processes, then `finish`, with the results of all, on process 0. Returns
+    the result of this process. If one process fails, all raise."""
     fault: Exception | None = None
     found: Any = None
     try:
@@ -255,7 +270,7 @@ def _together(
     return result
 
 
-# ------------------------------------------------------------------------------------------ read
+# --------------------------------------------------------------------------------------- reading
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -264,7 +279,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:
-        raise ArtefactError("file", f"it is no safetensors file: {error}", path) from error
+        raise ArtefactError("file", f"it is not a safetensors file: {error}", path) from error
     return found
 
 
@@ -275,14 +290,14 @@ def _fitting(
     records: Mapping[str, ArrayRecord],
     sharding: Any,
 ) -> dict[str, Any]:
-    """The sharding for each Variable, None where it is left to JAX. Raises where what was saved is
-    none for these Variables."""
+    """Returns the sharding for each Variable; None: JAX chooses. Raises ValueError or TypeError if
+    the records do not fit the Variables."""
     shown = os.fspath(path)
     missing = [repr(name) for name in variables if name not in records]
     more = [repr(name) for name in records if name not in variables]
     if missing or more:
         raise ValueError(
-            f"{shown} has not the arrays of these Variables: "
+            f"the arrays in {shown} do not fit the Variables: "
             + "; ".join(
                 f"{what} {some(names, 5)}"
                 for what, names in (("missing", missing), ("too many", more))
@@ -294,22 +309,23 @@ def _fitting(
         record, what = records[name], f"the array {name!r} of {shown}"
         if record.shape != variable.shape:
             shape = list(variable.shape)
-            raise ValueError(f"{what} has the shape {list(record.shape)}, {variable!r} {shape}")
+            raise ValueError(f"{what} has the shape {list(record.shape)}, but {variable!r} {shape}")
         if record.dtype != str(variable.dtype):
-            raise TypeError(f"{what} has the dtype {record.dtype}, {variable!r} {variable.dtype}")
-        own = forms[name]
-        asked = asked_for(sharding, name, f"the Variable {name!r}", of_keys=is_key(variable))
-        if asked is None:
+            dtype = variable.dtype
+            raise TypeError(f"{what} has the dtype {record.dtype}, but {variable!r} {dtype}")
+        own, is_random_key = forms[name], is_key(variable)
+        new = requested_sharding(sharding, name, f"the Variable {name!r}", of_keys=is_random_key)
+        if new is None:
             is_placed = own.committed or len(own.sharding.device_set) > 1
-            asked = own.sharding if is_placed else where_it_was(record.placement, what)
-        found[name] = asked
+            new = own.sharding if is_placed else recorded_sharding(record.placement, what)
+        found[name] = new
     return found
 
 
 def _restored(
     path: PathLike, step: Path, forms: Mapping[str, Any], shardings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arrays of a checkpoint; in NumPy where a process has all of them to itself."""
+    """Reads the arrays of a checkpoint. An array that this process holds alone is a NumPy array."""
 
     def wanted(name: str, form: Any) -> Any:
         sharding = shardings[name]
@@ -327,7 +343,7 @@ def _restored(
 
 
 def _as_variable(variable: Variable, stored: Any) -> Any:
-    """The value of a Variable, of the form in which it was stored."""
+    """Returns the value for a Variable, given the array that is stored for it."""
     if is_key(variable):
         (own,) = peek([variable])
         return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(own))

@@ -1,4 +1,4 @@
-"""The error that every file gets that is not an artefact, or no longer a whole one."""
+"""The error for a file that `tracegrad.save` did not write, or that is damaged."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import os
 
 
 class ArtefactError(ValueError):
-    """A file cannot be trusted to be what `tracegrad.save` wrote, so nothing of it was used.
+    """A file is damaged, or `tracegrad.save` did not write it; no part of it was used.
 
     Args:
-        member: the part of the file that the fault is in: an array, by its name, or ``header``,
-            ``manifest``, ``tracegrad/seal``, or ``file``.
-        reason: what was expected, what came, and what to do where something can be done.
+        member: the part of the file that has the fault: the name of an array, or ``header``,
+            ``manifest`` or ``file``. For a checkpoint: the folder of the step and the file in it.
+        reason: what was expected, what was found, and, if possible, what to do.
         path: the file.
 
     Example:
-        >>> error = ArtefactError("manifest", "it is no JSON", "model.tracegrad")
+        >>> error = ArtefactError("manifest", "it is not JSON", "model.tracegrad")
         >>> error.member, error.reason
-        ('manifest', 'it is no JSON')
+        ('manifest', 'it is not JSON')
         >>> print(error)
-        model.tracegrad: manifest: it is no JSON
+        model.tracegrad: manifest: it is not JSON
     """
 
     def __init__(self, member: str, reason: str, path: str | os.PathLike[str] | None = None):
-        super().__init__(member, reason, path)  # the arguments, so that it can be pickled
+        super().__init__(member, reason, path)  # all arguments, so that the error can be pickled
         self.member = member
         self.reason = reason
         self.path = None if path is None else os.fspath(path)
@@ -34,7 +34,7 @@ class ArtefactError(ValueError):
 
 
 def printable(text: str) -> str:
-    """A text from a file, without what a terminal would take for commands.
+    """Escapes the characters of a text that a terminal could execute as commands.
 
     Example:
         >>> print(printable("weights" + chr(27) + "[2J"))

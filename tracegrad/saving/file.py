@@ -1,8 +1,9 @@
-"""The file: arrays as the safetensors library writes them, and a manifest in their metadata.
+"""Writes and reads files: a safetensors file with a manifest in its metadata.
 
-The metadata have one entry, ``tracegrad``: the number of the format, the SHA-256 of the header, the
-manifest. The manifest has the SHA-256 of each array. So every byte is covered: the header's digest
-covers the names, types and places of the arrays and the manifest, the manifest covers the arrays.
+The metadata has one entry, ``tracegrad``, with three parts: the format number, the SHA-256 of the
+header, and the manifest. The manifest has the SHA-256 of each array. So every byte is covered: the
+header's digest covers the manifest and the arrays' names, dtypes and offsets, and the digests in
+the manifest cover the arrays' contents.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from tracegrad.saving.manifest import FORMAT, Manifest
 
 Array = np.ndarray[Any, Any]
 
-# Those of safetensors that its NumPy side can read.
+# The dtypes of safetensors that `safetensors.numpy` can read; others are written as bytes.
 _WRITABLE = {"bool", "float16", "bfloat16", "float32", "float64", "complex64"}
 _WRITABLE |= {f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)}
 
 _BEGIN = b'{"__metadata__":{"tracegrad":"'
-_BLANK = b"0" * 64  # in the place of the digest of the header, while that is computed
+_BLANK = b"0" * 64  # replaces the header's digest while the digest is computed
 _HEAD = re.compile(re.escape(_BEGIN) + rb"(\d{1,9}) ([0-9a-f]{64}) ")
-_LARGE, _AT_ONCE = 16 << 20, 4  # bytes; digests, which take most of the time of loading
+# Digests take most of the loading time. From this many bytes on, this many threads compute them.
+_LARGE, _AT_ONCE = 16 << 20, 4
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """What a header says of one array."""
+    """The entry of a header for one array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,8 +51,8 @@ class _Entry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in a file. The bytes of the arrays were compared with the manifest, and are in memory
-    of their own: whatever happens to the file, they stay what was checked."""
+    """The contents of a file. The arrays match the digests in the manifest. They are copies in
+    memory, so later changes to the file do not affect them."""
 
     size: int
     manifest: Manifest
@@ -58,12 +60,12 @@ class Contents:
 
 
 def sha256(contents: Any) -> str:
-    """The SHA-256 of bytes, in hexadecimal digits."""
+    """Returns the SHA-256 of bytes, in hexadecimal digits."""
     return hashlib.sha256(contents).hexdigest()
 
 
 def digests_of(contents: Mapping[str, Any]) -> dict[str, str]:
-    """The SHA-256 of each array; of large ones several at a time."""
+    """Returns the SHA-256 of each array; threads compute them if the arrays are large in total."""
     if sum(each.nbytes for each in contents.values()) < _LARGE:
         return {name: sha256(each) for name, each in contents.items()}
     with ThreadPoolExecutor(_AT_ONCE) as several:
@@ -71,27 +73,33 @@ def digests_of(contents: Mapping[str, Any]) -> dict[str, str]:
 
 
 def stored(array: Array) -> Array:
-    """An array as it is written: contiguous, since safetensors ignores strides, in little-endian
-    order, and one of a dtype that the format does not know as bytes, with one more axis."""
-    array = np.ascontiguousarray(array).reshape(array.shape)  # the first makes a scalar one axis
+    """Converts an array to the form in which it is written.
+
+    This form is contiguous, since safetensors ignores strides, and little-endian. An array of a
+    dtype that is not in `_WRITABLE` becomes bytes, with one more axis.
+    """
+    # `ascontiguousarray` gives a scalar an axis; `reshape` removes it.
+    array = np.ascontiguousarray(array).reshape(array.shape)
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return array if array.dtype.name in _WRITABLE else array[..., None].view(np.uint8)
 
 
 def array_of(contents: memoryview, dtype: str, shape: tuple[int, ...]) -> Array:
-    """What `stored` was given, not copied."""
+    """The inverse of `stored`: returns an array that shares the memory of `contents`."""
     return np.frombuffer(contents, np.dtype(getattr(ml_dtypes, dtype, dtype))).reshape(shape)
 
 
-# --------------------------------------------------------------------------------------- written
+# --------------------------------------------------------------------------------------- writing
 
 
 def write_file(
     path: str | os.PathLike[str], arrays: Mapping[str, Array], manifest: Manifest
 ) -> None:
-    """Writes `stored` arrays and a manifest to a file, which is there whole or not at all.
+    """Writes arrays, as `stored` returns them, and a manifest to a file.
 
-    Raises OSError: the file cannot be written. Its ``filename`` is `path`; nothing is left behind.
+    The file is written completely or not at all. Raises OSError if the file cannot be written;
+    the error's ``filename`` is `path`, and no partial file is left. Raises RuntimeError if
+    safetensors writes an unexpected header.
     """
     digests = digests_of({name: each.reshape(-1).view(np.uint8) for name, each in arrays.items()})
     text = msgspec.json.encode(msgspec.structs.replace(manifest, digests=digests))
@@ -99,7 +107,7 @@ def write_file(
     with replacing(path) as partial:
         try:
             safetensors_numpy.save_file(dict(arrays), partial, metadata)
-        except Exception as error:  # the library's own, with the number of the system's in its text
+        except Exception as error:  # an error of safetensors, with the OS error number in its text
             number = re.search(r"os error (\d+)", str(error))
             if number is None:
                 raise
@@ -110,17 +118,17 @@ def write_file(
             found = _HEAD.match(header)
             if found is None or found[2] != _BLANK:
                 begin = repr(header[:99])
-                raise RuntimeError(f"this version of safetensors writes another header: {begin}")
+                raise RuntimeError(f"this version of safetensors writes an unknown header: {begin}")
             file.seek(8 + found.start(2))
             file.write(sha256(length + header).encode())
 
 
-# ------------------------------------------------------------------------------------------ read
+# --------------------------------------------------------------------------------------- reading
 
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Adds the path of a file to errors of what is in it."""
+    """A context manager that adds `path` to an ArtefactError that has no path."""
     try:
         yield
     except ArtefactError as error:
@@ -130,21 +138,23 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def open_file(path: str | os.PathLike[str]) -> BufferedReader:
-    """An ordinary file, to be read. (Of a pipe one would wait for ever.)"""
+    """Opens a regular file for reading. Raises ArtefactError for a folder, a pipe, or a device,
+    since reading a pipe could block forever."""
     if os.path.isdir(path):
         raise ArtefactError("file", "it is a folder")
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     file = os.fdopen(os.open(path, flags), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise ArtefactError("file", "it is no ordinary file")
+        raise ArtefactError("file", "it is not a regular file")
     return file
 
 
 def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[int, int]]]:
-    """The size of a file, its manifest, and where each array begins and ends.
+    """Returns the size of a file, its manifest, and the offsets where each array begins and ends.
 
-    Raises ArtefactError: the header is damaged, or `save` did not write the file.
+    Raises ArtefactError if the header is damaged, if it does not agree with the manifest or the
+    file's size, or if `save` did not write the file.
     """
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
@@ -152,17 +162,17 @@ def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[in
     header = file.read(min(length, size))
     found = _HEAD.match(header)
     if found is None:
-        reason = "it does not begin as what tracegrad.save writes: another program wrote it, or it"
-        raise ArtefactError("file", f"{reason} is damaged" if size else "it is empty")
+        reason = "it is damaged, or tracegrad.save did not write it"
+        raise ArtefactError("file", reason if size else "it is empty")
     if (number := int(found[1])) != FORMAT:
-        reason = f"it is of format {number}, and this tracegrad reads format {FORMAT}"
+        reason = f"it has format {number}, but this version of tracegrad reads format {FORMAT}"
         raise ArtefactError("file", reason)
     view = memoryview(header)
     digest = sha256(b"".join((start, view[: found.start(2)], _BLANK, view[found.end(2) :])))
     if digest.encode() != found[2] or length > len(header):
         raise ArtefactError(
             "header",
-            f"it was changed, or bytes are missing: its SHA-256 is {digest}, and should be "
+            f"it was changed or is incomplete: its SHA-256 is {digest}, but should be "
             f"{found[2].decode()}",
         )
     member = "header"
@@ -181,19 +191,20 @@ def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[in
     }
     last = max((end for _, end in spans.values()), default=begin)
     if last != size:
-        raise ArtefactError("file", f"it has {size} bytes, and {last} by its header")
+        raise ArtefactError("file", f"it has {size} bytes, but its header says {last}")
     for name in sorted(spans.keys() ^ manifest.digests.keys()):
-        reason = "the manifest does not refer to it" if name in spans else "there is no such array"
+        listed = "the manifest lists it, but the file does not have it"
+        reason = "the manifest does not list it" if name in spans else listed
         raise ArtefactError(name or "manifest", reason)
     return size, manifest, spans
 
 
 def read_file(path: str | os.PathLike[str]) -> Contents:
-    """What is in a file, compared with its checksums.
+    """Reads a file and verifies its checksums.
 
     Raises:
-      ArtefactError: the file is damaged, or none that `save` wrote.
-      OSError: it is not there, or may not be read.
+      ArtefactError: the file is damaged, or `save` did not write it.
+      OSError: the file does not exist or cannot be read.
     """
     with open_file(path) as file:
         size, manifest, spans = read_header(file)
@@ -203,13 +214,13 @@ def read_file(path: str | os.PathLike[str]) -> Contents:
             arrays[name] = _read_into_own_memory(file, end - first)
     for name, found in digests_of(arrays).items():
         if found != (expected := manifest.digests[name]):
-            reason = f"its SHA-256 is {found}, and {expected} by the manifest"
+            reason = f"its SHA-256 is {found}, but the manifest has {expected}"
             raise ArtefactError(name, f"its contents were changed: {reason}")
     return Contents(size, manifest, arrays)
 
 
 def _read_into_own_memory(file: BufferedReader, size: int) -> memoryview:
-    """The next bytes of a file, in pages of their own, which JAX can use without a copy."""
+    """Reads the next `size` bytes of a file into new memory pages, which JAX can use uncopied."""
     memory = memoryview(mmap.mmap(-1, max(size, 1)))[:size]
     file.readinto(memory)
     return memory.toreadonly()

@@ -1,4 +1,4 @@
-"""What is in a saved file, for people and programs to read: no program of it is loaded."""
+"""Describes the contents of a saved file, without loading a program of it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tracegrad.saving.manifest import FORMAT
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads what a file says of itself: the manifest, which was compared with its SHA-256, and the
-    sizes of the arrays. The arrays, programs among them, are not read: `load` compares them.
+    """Reads the manifest of a file, after comparing it with its SHA-256, and the sizes of the
+    arrays. The arrays (Variables and programs) are not read; only `load` compares their digests.
 
     Args:
         path: the file.
 
     Returns:
-        What JSON can have: `path`, `size` in bytes, `format`, and the fields of the manifest
-        (``docs/artefact.md``); `functions` and `variables` are by name, and have their `size`.
+        A dictionary that JSON can represent: `path`, `size` in bytes, `format`, and the fields of
+        the manifest (``docs/artefact.md``). Each function and Variable has its `size` as well.
 
     Raises:
         ArtefactError: the header is damaged, or `save` did not write the file.
-        OSError: the file is not there, or may not be read.
+        OSError: the file does not exist or cannot be read.
     """
     with naming(path), open_file(path) as file:
         size, manifest, spans = read_header(file)

@@ -1,4 +1,4 @@
-"""What a function that is saved takes and returns: its specs, its parameters, the trees of both."""
+"""The arguments and results of a function to save: its specs, its parameters, and their pytrees."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _ANY = inspect.Signature(
 
 
 def name_of(fun: Any) -> str:
-    """The name that a function is saved under. Raises TypeError for what is none."""
+    """Returns the name to save a function under. Raises TypeError if `fun` is not a function."""
     if not callable(fun):
         raise TypeError(
-            f"expected a function to save, or a dictionary {{name: (fun, specs)}}, and got {fun!r} "
+            f"expected a function to save, or a dictionary {{name: (fun, specs)}}, but got {fun!r} "
             f"of type {type(fun).__name__}"
         )
     fun = inspect.unwrap(getattr(fun, "__func__", fun), stop=lambda fun: hasattr(fun, "__name__"))
@@ -51,13 +51,13 @@ def name_of(fun: Any) -> str:
 
 @dataclass(frozen=True)
 class Given:
-    """Specs, as the arguments of a function.
+    """Specs, bound to the parameters of a function.
 
     Attributes:
-      signature: of the function.
-      static: the values of its static parameters.
-      specs: those of the other parameters, which are the arguments of what is saved: of ``*args``
-        a tuple, of ``**kwargs`` a dictionary.
+      signature: the signature of the function.
+      static: the values of its static parameters, by name.
+      specs: the specs of the other parameters, by name, which are the parameters of the saved
+        function; the spec of ``*args`` is a tuple, that of ``**kwargs`` a dictionary.
     """
 
     signature: inspect.Signature
@@ -65,13 +65,13 @@ class Given:
     specs: Mapping[str, Any]
 
     def bound(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
-        """The call with these arguments in the places of the specs."""
+        """Returns a call of the function with these arguments and the static values."""
         return inspect.BoundArguments(self.signature, {**self.static, **arguments})
 
     @property
     def parameters(self) -> tuple[tuple[str, Kind], ...]:
-        """Those that the saved function has. One behind a default that was left out has to be given
-        by its name."""
+        """The names and kinds of the saved function's parameters. A parameter after one that was
+        left out (for its default value) becomes a keyword parameter."""
         by_name = self.bound(self.specs).kwargs
 
         def kind(name: str) -> Kind:
@@ -81,7 +81,7 @@ class Given:
         return tuple((name, kind(name)) for name in self.specs)
 
     def of_arguments(self, fun: Function) -> Function:
-        """A function of one positional argument for each parameter that is saved."""
+        """Returns `fun` as a function of one positional argument for each saved parameter."""
 
         def function(*arguments: Any) -> Any:
             bound = self.bound(dict(zip(self.specs, arguments, strict=True)))
@@ -96,7 +96,7 @@ class Given:
 
 
 def given_to(name: str, fun: Function, specs: Any) -> Given:
-    """The specs for a function, checked. Raises TypeError where they do not fit."""
+    """Binds specs to the parameters of a function. Raises TypeError if the specs do not fit."""
     if specs is None:
         raise TypeError(
             f"specs are missing: save({name}, path, specs) needs one array or "
@@ -105,7 +105,7 @@ def given_to(name: str, fun: Function, specs: Any) -> Given:
     if not isinstance(specs, (list, tuple, dict)) or hasattr(specs, "_fields"):
         raise TypeError(
             "specs should be a list with an entry for each argument, or a dictionary of keyword "
-            f"arguments, and is of type {type(specs).__name__}: write [spec] for one argument"
+            f"arguments, but is of type {type(specs).__name__}: write [spec] for one argument"
         )
     try:
         signature = inspect.signature(fun)
@@ -116,7 +116,7 @@ def given_to(name: str, fun: Function, specs: Any) -> Given:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise TypeError(
-            f"the specs do not fit {name}{signature}: {error}. It is saved with one array or "
+            f"the specs do not fit {name}{signature}: {error}. Give one array or "
             f"jax.ShapeDtypeStruct for each argument; there are {len(specs)}"
         ) from None
     static = _static_names(fun, signature)
@@ -128,40 +128,41 @@ def given_to(name: str, fun: Function, specs: Any) -> Given:
 
 
 def _static_names(fun: Function, signature: inspect.Signature) -> set[str]:
-    """The parameters of a traced function that are static."""
+    """Returns the names of the static parameters of a traced function."""
     if not isinstance(fun, (TracedFunction, BoundTracedFunction)):
         return set()
     static, names = fun._pipeline.static, list(signature.parameters)
-    # It counts the object of a method, or the module, which no argument is.
+    # The positions count the object of a method, or the module, which `signature` does not.
     first = int(isinstance(fun, BoundTracedFunction) or bool(fun._first))
     found = {names[p - first] for p in static.positions if first <= p < first + len(names)}
     return found | static.names
 
 
 def _spec(spec: Any, parameter: str) -> Any:
-    """A spec with what only has a shape and a dtype, as specs of other libraries, as JAX's own."""
+    """Converts the leaves of a spec that have a shape and a dtype, such as specs of other
+    libraries, to `jax.ShapeDtypeStruct`s. Raises TypeError for a leaf that is not a spec."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex)):
             return leaf
         if leaf is not spec and not is_array(leaf):
-            return leaf  # static, as where the function is called
+            return leaf  # static, as in a call of the function
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise TypeError(
                 f"the spec of {parameter} should be an array, a jax.ShapeDtypeStruct or a tree of "
-                f"those, and has {leaf!r} of type {type(leaf).__name__}"
+                f"those, but has {leaf!r} of type {type(leaf).__name__}"
             )
         shape = getattr(leaf.shape, "dims", leaf.shape)  # TensorFlow has None for no rank
         if shape is None:
             raise TypeError(
                 f"the spec of {parameter} has no fixed rank: a program of XLA is made for one "
-                "rank. Save one function for each that you need, save({name: (fun, specs), ...}, "
-                'path); sizes may be left open, by jax.export.symbolic_shape("b, 3")'
+                "rank. Save one function for each rank, save({name: (fun, specs), ...}, path). For "
+                'sizes that are not fixed, use jax.export.symbolic_shape("b, 3")'
             )
         if any(size is None for size in shape):
             raise TypeError(
                 f"the spec of {parameter} has the shape {tuple(shape)}: name the sizes that are "
-                "left open, so that it is known which are equal, by "
+                "not fixed, so that equal sizes have the same name, by "
                 'jax.export.symbolic_shape("b, 3")'
             )
         if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
@@ -172,8 +173,8 @@ def _spec(spec: Any, parameter: str) -> Any:
 
 
 def traced_for(name: str, fun: Function, given: Given, modules: ModuleVariables) -> Graph:
-    """The graph of a function that is to be saved for these specs; `modules` has the arrays of the
-    module that it has before its arguments."""
+    """Traces a function for its specs, and returns the graph; `modules` makes Variables of the
+    arrays of its flax.nnx module, if it has one."""
 
     def trace(unused: Collection[Variable] = ()) -> Graph:
         called = modules.without_module(fun, unused)
@@ -192,25 +193,25 @@ def traced_for(name: str, fun: Function, given: Given, modules: ModuleVariables)
 
 @dataclass(frozen=True)
 class Trees:
-    """What a function takes and returns, as trees of types in their written form.
+    """The pytrees of types of a function's arguments and result, in their written form.
 
     Attributes:
-      arguments: one for each parameter.
-      result: what it returns.
+      arguments: the pytree of each parameter, by name.
+      result: the pytree of the result.
     """
 
     arguments: dict[str, Any]
     result: Any
 
     def check(self, check: Callable[[Any, str], None], name: str) -> None:
-        """Checks each tree of the function of this name."""
+        """Calls ``check(tree, description)`` for each pytree; `name` is the function's name."""
         for parameter, tree in self.arguments.items():
             check(tree, f"the argument {parameter}")
         check(self.result, f"the result of {name}")
 
 
 def trees_of(traced: Graph, given: Given, name: str) -> Trees:
-    """Those of a function. Raises TypeError where a leaf of them cannot be written."""
+    """Returns the `Trees` of a graph. Raises TypeError if a leaf cannot be written."""
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
     arguments, _ = unpacked(*of_types(traced.in_tree, inputs))
     result = of_types(traced.out_tree, traced.out_avals[: traced.result_count])
@@ -223,14 +224,14 @@ def trees_of(traced: Graph, given: Given, name: str) -> Trees:
 def _check_no_module(tree: Any, where: str) -> None:
     if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
         raise TypeError(
-            f"{where} has a module of flax.nnx, which is rebuilt by its Python code, and no code "
-            "is saved: save the module, or its method, or a function that closes over it, or one "
-            "of nnx.to_pure_dict(nnx.state(module))"
+            f"{where} has a module of flax.nnx, which only its Python code can rebuild, but no "
+            "code is saved: save the module, its method, a function that closes over the module, "
+            "or a function of nnx.to_pure_dict(nnx.state(module))"
         )
 
 
 def signature_text(name: str, given: Given, trees: Trees) -> str:
-    """One line for people: ``score(x: f32[b,2]) -> f32[b]``."""
+    """Returns the signature as one line of text: ``score(x: f32[b,2]) -> f32[b]``."""
     shown = [
         f"{kind if kind in ('*', '**') else ''}{parameter}: {tree_text(trees.arguments[parameter])}"
         for parameter, kind in given.parameters

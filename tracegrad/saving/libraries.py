@@ -1,4 +1,4 @@
-"""The libraries that saving stands on; where one is missing, what to install."""
+"""Imports the optional libraries of saving; says what to install if one is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["msgspec", "needed", "safetensors_numpy"]
 
 
 def needed(package: str) -> Any:
-    """A package that saving needs. Raises ImportError where it is missing."""
+    """Imports a package that saving needs. Raises ImportError if it is missing."""
     return require(package, f"saving needs the package {package}: pip install 'tracegrad[save]'")
 
 

@@ -1,4 +1,4 @@
-"""`load`: a file that `save` wrote → functions which run and are differentiated without code."""
+"""`load` reads a file of `save`, and returns functions that need none of the original code."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from tracegrad.saving.file import Contents, array_of, naming, read_file
 from tracegrad.saving.libraries import needed
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, VariableRecord
-from tracegrad.saving.placement import asked_for, on, where_it_was
+from tracegrad.saving.placement import put_on_devices, recorded_sharding, requested_sharding
 from tracegrad.saving.variables import check_width
 from tracegrad.variables.variable import Variable
 
 
 def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
-    """Reads what `save` wrote; nothing of it is executed before it is called.
+    """Reads a file that `save` wrote. No program of the file runs before its function is called.
 
     Arguments:
       path: the file.
-      sharding: how the Variables shall lie on devices, as of `load_variables`. Default: as they
-        were when they were saved, where a mesh is set.
+      sharding: the shardings of the Variables, as in `load_variables`. Default: if a mesh is set,
+        the shardings that the Variables had when they were saved.
 
     Returns:
-      A `LoadedFunction`, or for several functions `LoadedFunctions`.
+      A `LoadedFunction`; a `LoadedFunctions` if several functions were saved.
 
     Raises:
-      ArtefactError: the file is damaged, or none that `save` wrote, or the JAX that runs cannot
-        read what the one that wrote it has written; then both versions are named. Its checksums
-        show damage, not malice: load files that you trust.
-      OSError: there is no such file, or it may not be read.
-      ValueError: the functions compute with 64 bits, and JAX is not set to; the mesh that is set
-        has not the axes along which a Variable was or shall be split.
+      ArtefactError: the file is damaged, `save` did not write it, or this version of JAX cannot
+        read a program in it; then the message names the versions of JAX that wrote and that read
+        the file. The checksums show damage, not malice: load only files that you trust.
+      OSError: the file does not exist or cannot be read.
+      ValueError: the functions compute with 64 bits, but JAX is set to 32 bits; or the current
+        mesh lacks an axis along which a Variable was, or is to be, sharded.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
     >>> import os, tempfile
@@ -49,10 +49,10 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
     >>> print(tg.load(path)(jnp.ones(2)))
     [2. 2.]
 
-    As ``tf.saved_model.load``.
+    It corresponds to ``tf.saved_model.load``.
     """
-    needed("flatbuffers")  # jax.export does
-    with naming(path), _jax.at_top_level():  # wherever it is called
+    needed("flatbuffers")  # jax.export needs it
+    with naming(path), _jax.at_top_level():  # also if `load` is called inside of a trace
         contents = read_file(path)
         manifest = contents.manifest
         exported = {
@@ -79,27 +79,30 @@ def _check_width(contents: Contents, exported: Mapping[str, Any]) -> None:
 
 def _variable(record: VariableRecord, contents: Contents, sharding: Any) -> Variable:
     what, of_keys = f"the Variable {record.key!r}", record.key_type is not None
-    asked = asked_for(sharding, record.key, what, of_keys=of_keys)
+    requested = requested_sharding(sharding, record.key, what, of_keys=of_keys)
     array = record.array
     try:
         dtype, shape = ("uint32", (*array.shape, -1)) if of_keys else (array.dtype, array.shape)
         stored = array_of(contents.arrays[record.key], dtype, shape)
     except Exception as error:
-        reason = f"it is no array {array.dtype}{list(array.shape)}: {error}"
+        reason = f"it is not an array {array.dtype}{list(array.shape)}: {error}"
         raise ArtefactError(record.key, reason) from error
-    value = on(stored, asked or where_it_was(array.placement, what), what)
+    value = put_on_devices(stored, requested or recorded_sharding(array.placement, what), what)
     if of_keys:
         try:
             value = jax.random.wrap_key_data(value, impl=record.key_type)
         except Exception as error:
-            reason = f"{what} can have no random keys of {record.key_type!r}: {error}"
+            reason = f"{what} cannot have random keys of {record.key_type!r}: {error}"
             raise ArtefactError("manifest", reason) from error
     return Variable(value, trainable=record.trainable, name=record.name)
 
 
 def _exported(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
-    """The `jax.export.Exported` of a program, which XLA can parse, and which calls nothing outside
-    of it but what the manifest says and may be called. Nothing is compiled or run."""
+    """Returns the `jax.export.Exported` of a program. Compiles and runs nothing.
+
+    Raises ArtefactError if XLA cannot parse the program, or if the program makes an outside call
+    (a custom call of XLA) that is not allowed or that the manifest does not list.
+    """
     try:
         exported = jax.export.deserialize(bytearray(contents.arrays[name]))
         found = _jax.outside_calls(exported)
@@ -110,17 +113,18 @@ def _exported(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
             name,
             f"it was written by tracegrad {versions.get('tracegrad')} with JAX "
             f"{versions.get('jax')}, and JAX {_jax.versions()['jax']}, which runs here, cannot "
-            f"read it: {reason}. A newer JAX reads what an older one wrote; the other way it may "
-            "fail: load it with the version that wrote it, or a newer one",
+            f"read it: {reason}. A newer JAX reads the programs of an older JAX, but an older JAX "
+            "may fail to read those of a newer one: load the file with the JAX that wrote it, or "
+            "with a newer one",
         ) from error
     if (unknown := outside_calls.unknown(found)) is not None:
         raise ArtefactError(
             name,
             f"it calls {unknown!r} by a custom call of XLA, which could be any code of the process "
-            "that loads it: none of the calls that `save` writes is of this name",
+            "that loads it: `save` writes no call of this name",
         )
     if found != list(calls):
-        raise ArtefactError(name, f"it calls {found}, and by the manifest {list(calls)}")
+        raise ArtefactError(name, f"it calls {found}, but the manifest lists {list(calls)}")
     return exported
 
 
@@ -135,5 +139,5 @@ def _function(
         text = bytes(contents.arrays[record.graph]).decode()
         return LoadedFunction(record, programs, exported, text, list(variables.items()))
     except Exception as error:
-        reason = f"what it says of {record.name!r} does not fit together: {error!r}"
+        reason = f"the record of the function {record.name!r} is inconsistent: {error!r}"
         raise ArtefactError("manifest", reason) from error

@@ -1,4 +1,4 @@
-"""What `load` returns: functions that run saved programs, and are differentiated by them."""
+"""The functions that `load` returns: they run saved programs, also for their derivatives."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from tracegrad.saving.trees import is_original, of_types, original_form, written
 from tracegrad.saving.variables import HasVariables
 from tracegrad.variables.variable import Variable
 
-# Of the arguments and the values of Variables: the flat results and new values of Variables.
+# (arguments, values of the Variables that are read) -> flat results + new values of Variables
 Compiled = Callable[[tuple[Any, ...], list[Any]], list[Any]]
 
 _NO_FORWARD_MODE = (
     "A file has no forward-mode derivative, which jax.jvp, tracegrad.jvp, hvp and hessian ask for; "
-    "jax.jacrev(jax.grad(...)) is reverse mode throughout."
+    "jax.jacrev(jax.grad(...)) uses reverse mode only."
 )
 _OTHER_DEVICES = (
-    "It can be saved for several platforms at once, save(..., platforms=[...]). What was traced "
-    "for a mesh (jax.shard_map) wants arguments and Variables on as many devices: "
+    "A function can be saved for several platforms, save(..., platforms=[...]). A function that "
+    "was traced for a mesh (jax.shard_map) needs arguments and Variables on as many devices: "
     "jax.device_put(x, sharding), load(path, sharding=...)."
 )
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What a loaded function takes and returns.
+    """The types of the arguments and the result of a loaded function.
 
     Attributes:
-      name: of the function.
+      name: the name of the function.
       parameters: the names of its arguments.
       args: a tuple with one entry for each positional argument: a pytree of
-        `jax.ShapeDtypeStruct`s, with symbolic sizes where they were left open.
-      kwargs: a dictionary of those that are given by name.
-      result: the pytree of what it returns.
+        `jax.ShapeDtypeStruct`s, in which sizes that were left open are symbolic.
+      kwargs: a dictionary with the same for each keyword argument.
+      result: the pytree of `jax.ShapeDtypeStruct`s of the result.
 
     As text it is one line: ``score(x: f32[b,2]) -> f32[b]``.
     """
@@ -66,28 +66,27 @@ class Signature:
 class LoadedFunction(HasVariables):
     """A function from a file; made by `load`.
 
-    Call it as the original, with arrays of the types that it was saved for: positionally or by
-    name, without default values. It runs the saved program, on the Variables of the file. It can
-    be compiled, traced and recorded on tapes, and differentiated in reverse mode (not in forward
-    mode) as often as it was saved for, by its own rules. `jax.vmap` runs it for one element after
-    the other; what is to be fast in batches is saved for batches, with an open size. Called in a
-    function that JAX compiles, a function with Variables wants `tracegrad.trace`, as Variables
-    always do.
+    Call it like the original, positionally or by name, but without default values, and with arrays
+    of the types that it was saved for. It runs the saved program with the Variables of the file. It
+    can be compiled, traced and recorded on tapes. It can be differentiated `gradient_order` times,
+    in reverse mode only; its derivatives include its custom gradients. `jax.vmap` runs it once for
+    each element; for fast batches, save it for batches, with a symbolic size. If a compiled
+    function calls a loaded function with Variables, compile with `tracegrad.trace`, not `jax.jit`.
 
-    Of a function with several float results each has a gradient of its own: a result without a
-    cotangent takes no part, so that its infinite derivative makes no NaN and its rules are not
-    asked. There are two exceptions. Where some of many results have cotangents, but not all, and
-    the function has rules of the user's, these are asked with zeros for the other results. And of
-    a function of more than 16 float results, or of large programs, all results have one gradient,
-    with zeros for those without a cotangent.
+    If a function has several float results, each result has its own gradient program. A result
+    without a cotangent thus does not contribute: an infinite derivative of it makes no NaN, and its
+    custom gradients are not called. There are two exceptions. If some results, but not all, have
+    cotangents, and the function has custom gradients, these are called with zeros for the other
+    results. And a function of more than 16 float results, or with large programs, has one gradient
+    program for all results, which gets zeros for results without a cotangent.
 
     Attributes:
       signature: a `Signature`.
       variables: the Variables that it reads or assigns, by name. They can be assigned, and saved
         again: ``save(loaded, path)``.
-      graph_text: the program that was saved, as `print` shows a `Graph`.
+      graph_text: the graph of the saved function, as `print` shows a `Graph`.
       gradient_order: how many times it can be differentiated.
-      platforms: where it runs.
+      platforms: the platforms on which it can run.
 
     >>> import os, tempfile
     >>> import jax, jax.numpy as jnp, tracegrad as tg
@@ -145,7 +144,7 @@ class LoadedFunction(HasVariables):
         return Signature(self.__name__, names, bound.args, kwargs, result, self._record.signature)
 
     def written(self) -> tuple[FunctionRecord, Mapping[str, Any]]:
-        """What was read: the record in the manifest, and the programs."""
+        """Returns the function's record in the manifest, and its programs as bytes."""
         return self._record, self._contents
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -157,22 +156,22 @@ class LoadedFunction(HasVariables):
         return result if self._returns_plain else original_form(result)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The argument for each parameter."""
+        """Binds a call's arguments to the parameters; returns one argument for each parameter."""
         if not kwargs and self._is_simple and len(args) == len(self.signature.parameters):
             return args
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.signature}: {error}") from None
-        bound.apply_defaults()  # of *args and **kwargs; others have none
+        bound.apply_defaults()  # only *args and **kwargs have defaults, which are empty
         return tuple(bound.arguments.values())
 
     def _run(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
-        """The flat results, and behind them the new values of the Variables that it assigns."""
+        """Returns the flat results, followed by the new values of the Variables it assigns."""
         if self._is_plain:
             with contextlib.suppress(TypeError, ValueError):
                 return self._compiled(arguments, values)
-        # JAX takes some container for something else; or what is wrong is said here.
+        # Converts containers that JAX takes for other types; an error that remains is explained.
         try:
             return self._compiled(written_form(_in_dictionaries(arguments)), values)
         except TypeError as error:
@@ -186,7 +185,7 @@ class LoadedFunction(HasVariables):
             raise
 
     def _checked(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
-        """The program, after checking its arguments: once for arguments of each type."""
+        """Checks the arguments, and runs the program. Traced once for each type of arguments."""
         arguments = written_form(arguments)
         leaves, structure = jax.tree.flatten(arguments)
         fits = structure == self._structure
@@ -196,14 +195,14 @@ class LoadedFunction(HasVariables):
             fits = [(jnp.shape(leaf), jax.typeof(leaf).dtype) for leaf in leaves] == types
             arguments = jax.tree.unflatten(structure, leaves)
         if not fits:
-            self._check_types(arguments)  # raises, but for open sizes that fit
+            self._check_types(arguments)  # raises, unless only symbolic sizes differ and they fit
         return self._flat(*leaves, *values)
 
     @functools.cached_property
     def _of_types(self) -> Any:
-        """A program without results, exported here for the types of the arguments: its call checks
-        trees, dtypes, shapes and the constraints between open sizes, and names the argument.
-        (`jax.export` writes no constraints, which so are in the manifest.)"""
+        """An exported program that has the arguments' types and no results. Its call checks trees,
+        dtypes, shapes and constraints between symbolic sizes; errors name the argument. (The
+        constraints are in the manifest, because `jax.export` does not write them.)"""
         scope = jax.export.SymbolicScope(self._record.constraints)
         structs = [
             _jax.struct(
@@ -219,17 +218,17 @@ class LoadedFunction(HasVariables):
         try:
             jax.eval_shape(self._of_types.call, **dict(zip(self.signature.parameters, arguments)))
         except Exception as error:
-            # As JAX calls them: kwargs['x']['w'].shape[0]. What it says of its manual is left out.
+            # JAX writes kwargs['x']['w'].shape[0], and refers to its manual: both are removed.
             text = re.sub(r"kwargs\['(\w+)'\]", r"\1", str(error))
             text = re.sub(r"[.,]* *Please see https?://.*", "", text, flags=re.DOTALL)
-            text = text.replace("a <class 'int'>", "an array")  # what JAX puts for each
+            text = text.replace("a <class 'int'>", "an array")  # JAX's word for a leaf
             text = text.replace("a <class 'tracegrad.saving.trees.Text'>", "a string")
             raise TypeError(f"{self.signature}: {text}") from None
 
     def _beyond(self, order: int) -> Exception:
         return ValueError(
-            f"{self.__name__} was saved with gradient_order={self.gradient_order}, and a "
-            f"derivative of order {order} is asked for: save it with gradient_order={order}. "
+            f"{self.__name__} was saved with gradient_order={self.gradient_order}, but a "
+            f"derivative of order {order} is needed: save it with gradient_order={order}. "
             f"({_NO_FORWARD_MODE})"
         )
 
@@ -246,7 +245,8 @@ def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _of_dtype(leaf: Any, aval: Any) -> Any:
-    """A leaf of the dtype that was saved; only Python's numbers are converted, as in arithmetic."""
+    """Converts a leaf of weak type, such as a Python number, to the saved dtype if arithmetic
+    would do so; returns other leaves unchanged."""
     found = jax.typeof(leaf)
     if getattr(found, "weak_type", False) and jnp.result_type(leaf, aval.dtype) == aval.dtype:
         return jax.lax.convert_element_type(leaf, aval.dtype)
@@ -254,7 +254,7 @@ def _of_dtype(leaf: Any, aval: Any) -> Any:
 
 
 def _in_dictionaries(tree: Any) -> Any:
-    """A tree with a dictionary in the place of each other mapping."""
+    """Replaces each mapping in a tree by a dictionary."""
 
     def is_mapping(node: Any) -> bool:
         return isinstance(node, Mapping)
@@ -270,10 +270,10 @@ def _in_dictionaries(tree: Any) -> Any:
 class LoadedFunctions(Mapping[str, LoadedFunction]):
     """Several functions from one file, which share their Variables; made by `load`.
 
-    A mapping from their names; a name that is an identifier is an attribute too.
+    It maps names to functions; a function is also an attribute if its name is an identifier.
 
     Attributes:
-      variables: the Variables of all of them, by name.
+      variables: the Variables of all the functions, by name.
 
     >>> import os, tempfile
     >>> import jax.numpy as jnp, tracegrad as tg

@@ -1,7 +1,7 @@
-"""What a file says of the functions and Variables in it: typed records, as JSON in its header.
+"""The records of functions and Variables in a file: typed, and written as JSON in its header.
 
-``docs/artefact.md`` describes every field. A field that is missing, unknown or of another type is
-refused by its name.
+``docs/artefact.md`` describes every field. If a field is missing, unknown or of another type,
+reading raises an error that names the field.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Annotated, Literal
 from tracegrad.saving.libraries import msgspec
 
 FORMAT = 2
-"""The number of the format that is written and read. (Format 1 was never released.)"""
+"""The number of the format that this version writes and reads. (Format 1 was never released.)"""
 OWN = "tracegrad/"
-"""What the names of those arrays begin with that are no Variables: programs, and texts."""
+"""The prefix of the names of arrays that are not Variables: the programs, and texts of graphs."""
 HIGHEST_ORDER = 32
-"""How many times a saved function can be differentiated at most."""
+"""The maximum of `gradient_order`."""
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Kind = Literal["positional", "either", "keyword", "*", "**"]
@@ -29,7 +29,7 @@ KINDS: dict[Kind, inspect._ParameterKind] = {
     "*": inspect.Parameter.VAR_POSITIONAL,
     "**": inspect.Parameter.VAR_KEYWORD,
 }
-"""What the kinds of parameters are called in a manifest."""
+"""The names of the kinds of parameters in a manifest."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,16 +37,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(Record, frozen=True):
-    """How an array was split: the axes of a mesh with their sizes, and for each axis of the array
-    those it is split along, or None."""
+    """How an array was sharded: the axes of the mesh with their sizes; and for each axis of the
+    array the mesh axes along which it is sharded, or None."""
 
     mesh: tuple[tuple[str, Natural], ...]
     spec: tuple[tuple[str, ...] | None, ...]
 
 
 class ArrayRecord(Record, frozen=True):
-    """The type of an array as a Variable has it, such as ``float32`` or ``key<fry>``, and how it
-    was split."""
+    """The dtype (such as ``float32`` or ``key<fry>``), the shape and the sharding of a Variable."""
 
     dtype: str
     shape: tuple[Natural, ...]
@@ -54,8 +53,9 @@ class ArrayRecord(Record, frozen=True):
 
 
 class VariableRecord(Record, frozen=True):
-    """One Variable: `key` is the name of its array, `name` its own. `key_type` is the generator of
-    random keys, whose array has their words as ``uint32``."""
+    """One Variable. `key` is the name of its array in the file, `name` the Variable's own name.
+    `key_type` is the generator, if it holds random keys: then the array has their words as
+    ``uint32``."""
 
     key: str
     name: str
@@ -65,15 +65,15 @@ class VariableRecord(Record, frozen=True):
 
 
 class Program(Record, frozen=True):
-    """An exported program, and those by which JAX differentiates it.
+    """An exported program, and the programs of its derivatives.
 
     Attributes:
-      array: the name of the array that has it.
+      array: the name of the array that holds the program.
       gradients: its gradient programs, if the gradient is saved.
-      value: what is run in its place where it is differentiated; None: the program itself.
+      value: the program that runs instead if it is differentiated; None: the program itself.
       refused: the operands with respect to which it has no gradient, each with the reason.
       may_add: whether the gradient of several results is the sum of their single gradients. It is
-        not where a rule of the user's makes a gradient: clip(3 + 4) is not clip(3) + clip(4).
+        not with a custom gradient: clip(3 + 4) is not clip(3) + clip(4).
     """
 
     array: str
@@ -83,7 +83,7 @@ class Program(Record, frozen=True):
     may_add: bool = True
 
     def arrays(self) -> Iterator[str]:
-        """The names of all that are run in its place or to differentiate it, and its own."""
+        """Yields the names of the arrays of this program and of all programs below it."""
         yield self.array
         for below in (self.value, *(gradient.program for gradient in self.gradients)):
             if below is not None:
@@ -91,8 +91,8 @@ class Program(Record, frozen=True):
 
 
 class Gradient(Record, frozen=True):
-    """A gradient program. It takes the operands and the cotangents of `results`, and returns the
-    gradients of `operands`: those that are connected to some of `results`."""
+    """A gradient program. It takes all operands and the cotangents of `results`, and returns the
+    gradients of `operands`, the operands on which some of `results` depend."""
 
     results: tuple[Natural, ...]
     operands: tuple[Natural, ...]
@@ -100,8 +100,9 @@ class Gradient(Record, frozen=True):
 
 
 class FunctionRecord(Record, frozen=True):
-    """One function. `signature` is a line for people. `reads` and `assigns` are positions in the
-    list of Variables. `calls` has the targets of the custom calls in each of its programs."""
+    """One function. `signature` is one line of text for people. `reads` and `assigns` are positions
+    in the list of Variables. `calls` maps the array of each program to the targets of its custom
+    calls."""
 
     name: str
     signature: str
@@ -116,12 +117,12 @@ class FunctionRecord(Record, frozen=True):
 
     @property
     def graph(self) -> str:
-        """The array that has its Graph as text."""
+        """The name of the array that has the function's Graph as text."""
         return f"{OWN}{self.name}/graph"
 
 
 class Manifest(Record, frozen=True):
-    """All that a file says. `single`: one function was saved, and not a dictionary of them.
+    """The manifest of a file. `single`: whether one function was saved, and not a dictionary.
     `digests` has the SHA-256 of each array."""
 
     versions: dict[str, str]

@@ -1,5 +1,4 @@
-"""The arrays of a module of flax.nnx as Variables of the file, where a module is saved, or a method
-of one."""
+"""Makes Variables of the arrays of a flax.nnx module, if the module or a method of it is saved."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ from tracegrad.variables.variable import Variable
 
 
 class ModuleVariables:
-    """One Variable for each array in an nnx.Variable, in whichever functions of a file it is.
+    """Has one Variable for each array in an nnx.Variable, shared by all functions of a file.
 
     Attributes:
-      trained: those of an `nnx.Param`, which a tape watches after loading.
+      trained: the Variables for arrays of `nnx.Param`s, which tapes watch after loading.
     """
 
     def __init__(self) -> None:
@@ -41,9 +40,9 @@ class ModuleVariables:
     def without_module(
         self, fun: Callable[..., Any], unused: Collection[Variable] = ()
     ) -> Callable[..., Any]:
-        """A function of the arguments alone, which makes its module of Variables, and assigns what
-        a call changes in it; the function itself, if it has no module of flax.nnx before them.
-        `unused`: those that it does not read."""
+        """Returns a function that takes only the arguments: it builds its module from Variables,
+        and assigns to them what a call changes in the module. Returns `fun` if it has no flax.nnx
+        module. `unused`: Variables whose values `fun` does not need."""
         module = _module_of(fun)
         if module is None:
             return fun
@@ -58,8 +57,8 @@ class ModuleVariables:
             after, changed = jax.tree.flatten(nnx().split(copy)[1])
             if changed != structure:
                 raise TypeError(
-                    f"a call changes what {type(module).__name__} consists of, which a file cannot "
-                    "hold: call it once before it is saved"
+                    f"a call changes the structure of {type(module).__name__}, which a file cannot "
+                    "represent: call it once before it is saved"
                 )
             for variable, old, new in zip(variables, before, after, strict=True):
                 if new is not old and isinstance(variable, Variable):
@@ -69,16 +68,16 @@ class ModuleVariables:
         return function
 
     def unused_in(self, traced: Graph) -> set[Variable]:
-        """The Variables of modules that a program reads for nothing, as a method does that uses one
-        layer of its module: they need not be in the file."""
+        """Returns the module Variables whose values the graph does not use, for example because a
+        method uses one layer of its module only. They need not be in the file."""
         own = {variable for _, variable in self._known.values()}
         inputs = traced.inputs[len(traced.inputs) - len(traced.variables) :]
         used = _used(traced, {}) if own else set()
         return {v for v, value in zip(traced.variables, inputs) if v in own and value not in used}
 
     def _variables(self, module: Any, state: Any) -> tuple[list[Any], Any]:
-        """The leaves of the state of a module, Variables in the places of arrays that are in an
-        nnx.Variable, and its structure."""
+        """Returns the leaves and the structure of the state of a module; a leaf that is in an
+        nnx.Variable is replaced by our Variable."""
         originals = {
             path: node
             for path, node in nnx().iter_graph(module, graph=True)
@@ -107,8 +106,8 @@ class ModuleVariables:
 
 
 def _used(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
-    """The values of a graph that an operation takes, or that it returns; calls take what they use
-    inside. `known`: those of regions, which many calls may share."""
+    """Returns the values that an operation uses or that the graph returns. A jitted call uses an
+    operand only if its region does. `known`: caches the regions, which many calls may share."""
     if graph in known:
         return known[graph]
     used = known[graph] = {value for value in graph.outputs if isinstance(value, Value)}
@@ -128,13 +127,13 @@ def _read(leaf: Any, unused: Collection[Variable]) -> Any:
         return leaf
     if leaf not in unused:
         return leaf.value
-    # What nobody uses need not be written as a constant either.
+    # Zeros, so that the value of an unused Variable is not written as a constant either.
     return peek([leaf])[0] if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
 
 def _module_of(fun: Any) -> Any:
-    """The module of flax.nnx that a function has before its arguments: it is the module, or its
-    method, traced, or jitted by JAX or flax (which makes partial functions of methods)."""
+    """Returns the flax.nnx module of a function, or None. The function is the module or a method of
+    it, possibly traced, or jitted by JAX or flax (which makes partial functions of methods)."""
     if isinstance(fun, TracedFunction):
         return _module_of(fun.__wrapped__)
     if isinstance(fun, BoundTracedFunction):
@@ -153,7 +152,7 @@ def _is_jitted_by_flax(fun: Any) -> bool:
 
 
 def _called_with(fun: Any, module: Any) -> Callable[..., Any]:
-    """A function with another module before its arguments."""
+    """Returns the function with its module replaced by `module`."""
     if isinstance(fun, BoundTracedFunction):
         return BoundTracedFunction(fun.__func__, module)
     if isinstance(fun, TracedFunction):

@@ -1,16 +1,16 @@
-"""Which calls of code outside of it a saved program may make: XLA's custom calls, by their names.
+"""Lists the custom calls of XLA that a saved program may contain, by their names.
 
 A custom call names a function that is registered in the process: a solver of LAPACK, but also
-JAX's way back into Python, which takes an address from the program. `jax.export` lets those few be
-written whose meaning stays the same from version to version. It looks when it writes and not when
-it reads, where a program may come from anybody; so they are listed here, and asked for again.
+JAX's callback into Python, which takes an address from the program. `jax.export` writes only those
+custom calls whose meaning is stable between versions. It does not check when it reads a program,
+which may come from anybody; so the names are listed here, and `load` checks them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Factorisations on the CPU, each in four types, and the sets of names that GPUs have for them.
+# Factorisations on the CPU, each in four types; then the names for GPUs.
 _LAPACK = (
     *("potrf", "geqrf", "gesdd", "getrf", "gehrd", "geev", "gees", "trsm", "gtsv"),
     *("syevd/heevd", "sytrd/hetrd", "orgqr/ungqr"),  # real/complex
@@ -23,7 +23,7 @@ _GPUS = {
     *("cu_lu_pivots_to_permutation", "hip_lu_pivots_to_permutation"),
 }
 _TPU = {"Eigh", "Qr", "ProductOfElementaryHouseholderReflectors", "LuDecomposition", "ApproxTopK"}
-_KERNELS = {"tpu_custom_call", "mosaic_gpu_v2"}  # of Pallas: the kernel is in the program itself
+_KERNELS = {"tpu_custom_call", "mosaic_gpu_v2"}  # Pallas: the program contains the kernel
 _OF_XLA = {
     *("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement"),
     *("AllocateBuffer", "shape_assertion"),
@@ -42,10 +42,10 @@ def _lapack() -> set[str]:
 
 
 ALLOWED = frozenset(_lapack() | _GPUS | _TPU | _KERNELS | _OF_XLA)
-"""The targets that a saved program may have: those of `jax.export`'s list that programs of JAX
-alone can need. (It has one more, by which a program calls into TensorFlow.)"""
+"""The targets that a saved program may call: those in the list of `jax.export`, except the one by
+which a program calls TensorFlow."""
 
 
 def unknown(targets: Iterable[str]) -> str | None:
-    """The first target that is not among `ALLOWED`; None if all are."""
+    """Returns the first target that is not in `ALLOWED`; None if all are allowed."""
     return next((target for target in targets if target not in ALLOWED), None)

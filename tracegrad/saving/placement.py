@@ -1,4 +1,4 @@
-"""How an array was split over devices: as it is written down, and where that can be had again."""
+"""Records the shardings of arrays in a file, and makes shardings from the records."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from tracegrad.variables.variable import Variable
 
 
 def placement_of(sharding: Any) -> Placement | None:
-    """What is written down of a sharding; None where there is nothing: of one device, or one of
-    another kind than `NamedSharding`, which names no axes that could be found again."""
+    """Returns the record of a sharding; None if it has one device or is not a `NamedSharding`.
+
+    Only a `NamedSharding` has axis names, by which it can be made again on another mesh.
+    """
     if not isinstance(sharding, NamedSharding) or len(sharding.device_set) == 1:
         return None
     names = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())
@@ -24,7 +26,7 @@ def placement_of(sharding: Any) -> Placement | None:
 
 
 def array_record(variable: Variable, value: Any) -> ArrayRecord:
-    """What is written down of the array of a Variable."""
+    """Returns the record of a Variable's array: dtype, shape and placement."""
     placement = placement_of(stored_form(value).sharding)
     return ArrayRecord(str(variable.dtype), tuple(variable.shape), placement)
 
@@ -35,43 +37,46 @@ def _names(entry: Any) -> tuple[str, ...] | None:
     return (entry,) if isinstance(entry, str) else tuple(map(str, entry))
 
 
-def where_it_was(placement: Placement | None, what: str) -> Sharding | None:
-    """The sharding that was written down, on the mesh that is set; None where none is set.
+def recorded_sharding(placement: Placement | None, what: str) -> Sharding | None:
+    """Returns the recorded sharding on the current mesh; None without a record or a mesh.
 
-    That mesh may have other sizes: a state that was written on eight devices is read on four.
+    The axes may have other sizes than in the record: a state saved on eight devices loads on four.
 
-    Raises ValueError where the mesh has not those axes.
+    Raises ValueError if the mesh lacks an axis of the record.
     """
-    mesh = _mesh_set()
+    mesh = _current_mesh()
     if placement is None or mesh.empty:
         return None
     spec = PartitionSpec(*placement.spec)  # type: ignore[no-untyped-call]
     return _on_mesh(spec, mesh, f"{what}, saved as {spec} of a mesh {dict(placement.mesh)}")
 
 
-def asked_for(sharding: Any, name: str, what: str, *, of_keys: bool) -> Sharding | None:
-    """What `sharding=` says of the Variable of this name; None: nothing. If it is one `of_keys`, of
-    random numbers, that is how their words shall lie, which are stored.
+def requested_sharding(sharding: Any, name: str, what: str, *, of_keys: bool) -> Sharding | None:
+    """Returns the sharding that `sharding=` gives for a Variable; None if it gives none.
 
-    Raises ValueError where a mesh is not set, or has not those axes.
+    If the Variable holds random keys (`of_keys`), returns a sharding for the stored words of the
+    keys, which have one more axis.
+
+    Raises ValueError if the mesh lacks an axis of a PartitionSpec, or no mesh is set; TypeError if
+    `sharding` is of another type.
     """
     if isinstance(sharding, Mapping):
         sharding = sharding.get(name)
     if isinstance(sharding, PartitionSpec):
-        sharding = _on_mesh(sharding, _mesh_set(), f"{what}, to be split as {sharding}")
+        sharding = _on_mesh(sharding, _current_mesh(), f"{what}, to be sharded as {sharding}")
     if not isinstance(sharding, Sharding | None):
         raise TypeError(
-            "sharding should be a jax.sharding.Sharding, a PartitionSpec, or a dictionary from the "
-            f"names of Variables to these, and is {sharding!r}"
+            "sharding should be a jax.sharding.Sharding, a PartitionSpec, or a dictionary that "
+            f"maps names of Variables to one of the two; for {name!r} it is {sharding!r}"
         )
-    if of_keys and isinstance(sharding, NamedSharding):  # the words have one more axis
+    if of_keys and isinstance(sharding, NamedSharding):  # the words of a key are one more axis
         spec = PartitionSpec(*sharding.spec, None)  # type: ignore[no-untyped-call]
         return NamedSharding(sharding.mesh, spec)
     return sharding
 
 
-def _mesh_set() -> Any:
-    with _jax.at_top_level():  # JAX asks for that; a tape, say, is not
+def _current_mesh() -> Any:
+    with _jax.at_top_level():  # `get_mesh` raises inside of a trace, such as that of a tape
         return jax.sharding.get_mesh()
 
 
@@ -79,28 +84,28 @@ def _on_mesh(spec: PartitionSpec, mesh: Any, what: str) -> Sharding:
     used = [name for entry in spec for name in _names(entry) or ()]
     unknown = [name for name in used if name not in mesh.shape]
     if unknown:
-        there = f"has the axes {dict(mesh.shape)}" if not mesh.empty else "is none"
+        there = f"the mesh has the axes {dict(mesh.shape)}" if not mesh.empty else "no mesh is set"
         raise ValueError(
-            f"{what}: the mesh that is set {there}, without {', '.join(map(repr, unknown))}. Set "
-            "one that has them (jax.set_mesh), or say by `sharding=` how it shall be split"
+            f"{what}: {there}, but the axes {', '.join(map(repr, unknown))} are needed. Set a mesh "
+            "with these axes (jax.set_mesh), or pass another sharding by `sharding=`"
         )
     return NamedSharding(mesh, spec)
 
 
-def on(array: Any, sharding: Sharding | None, what: str) -> Any:
-    """A `jax.Array` of an array in NumPy, split in this way; this process gets what its devices do.
+def put_on_devices(array: Any, sharding: Sharding | None, what: str) -> Any:
+    """Returns a NumPy array as a `jax.Array` with a sharding; None: on the default device.
 
-    JAX may share the memory of `array`, so nobody else may have it.
+    In each process, the devices get their own shards only. JAX may share the memory of `array`, so
+    no other code may use `array` afterwards.
 
-    Raises ValueError where `what`, that is the array, cannot be split so.
+    Raises ValueError if the sharding does not fit the shape; `what` names the array in the message.
     """
-
     if sharding is None:
         return jax.device_put(array)
     try:
         sharding.shard_shape(array.shape)
     except ValueError as error:
-        raise ValueError(f"{what} cannot be split as {sharding}: {error}") from error
+        raise ValueError(f"{what} cannot be sharded as {sharding}: {error}") from error
     return jax.make_array_from_callback(
         array.shape, sharding, lambda index: array[index], dtype=array.dtype
     )

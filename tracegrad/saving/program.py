@@ -1,14 +1,16 @@
-"""A function → its programs, as `jax.export` writes them: itself, its gradients, theirs, and so on.
+"""Exports the programs of a function with `jax.export`: the function, its gradients, theirs, ...
 
 The function's program takes its arguments and the values of Variables, and returns its result and
-new values of Variables. A gradient program takes the same, flat, and the cotangents of *some*
-results, and returns gradients of the operands that are connected to them. There is one for each
-float result alone, so that what leads to another result takes no part (an infinite derivative there
-makes no NaN here), and one for all of them together. New values of Variables have no cotangents.
+new values of Variables. A gradient program takes the same operands, flat, and the cotangents of
+*some* results; it returns the gradients of the operands on which these results depend. There is a
+gradient program for each single float result, so that no operation of another result contributes
+(an infinite derivative there makes no NaN here), and one for all of them together. New values of
+Variables have no cotangents.
 
-Rules of the user's act where JAX differentiates one program to make the next. Where JAX
-differentiates a function with rules, its value too comes from another program: the forward pass of
-the rules. So such a function is written with that value, which has gradients of its own.
+When JAX differentiates one program to make the next, it calls the user's custom gradients. If a
+function has any, its results under differentiation come from another program: the one with the
+forward passes of the custom gradients. This `value` program, which has its own gradients, is
+written as well.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from tracegrad.saving.source import Source
 from tracegrad.saving.trees import check_containers
 
 MOST_SINGLE = 16
-"""Of so many results at most, over all gradients of one order, each has a gradient program."""
-_MOST_BYTES = 16 << 20  # which programs of single results may have together
-# Arrays that a function closes over are written into each of its programs.
+"""The most results, over all gradients of one order, that get a gradient program each."""
+_MOST_BYTES = 16 << 20  # the most bytes of the gradient programs of single results together
+# Each program contains the arrays that the function closes over: from this size on, warn.
 _LARGE_CONSTANTS = 16 << 20  # bytes
 
 _LOCATION = re.compile(r' loc\((#loc\d*|unknown|"[^"]*")\)')
@@ -45,17 +47,17 @@ _LOCATION = re.compile(r' loc\((#loc\d*|unknown|"[^"]*")\)')
 
 @dataclass
 class Programs:
-    """The programs of one function, each different one once; made by `export`.
+    """The programs of one function, without duplicates; made by `export`.
 
     Attributes:
-      name: of the function.
-      trees: what it takes and returns.
+      name: the name of the function.
+      trees: the pytrees of its arguments and its result.
       order: how many times it can be differentiated.
-      platforms: where they run.
-      begin: tells somebody who waits what is written next.
-      contents: what is written, by the names of the arrays.
-      calls: the targets of the custom calls in each.
-      tree: how they belong together.
+      platforms: the platforms on which the programs can run.
+      begin: reports to the progress bar which program is written next.
+      contents: the programs as bytes, by the names of their arrays.
+      calls: the targets of the custom calls of each program, by the same names.
+      tree: the record of the function's program and of all programs below it.
     """
 
     name: str
@@ -66,13 +68,13 @@ class Programs:
     contents: dict[str, bytes] = field(default_factory=dict)
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tree: Program = field(default_factory=lambda: Program(""))
-    _has_begun: int = -1  # with programs of this order
+    _has_begun: int = -1  # the highest order of which a program was begun
     _texts: dict[str, str] = field(default_factory=dict)
     _compares: bool = False
 
     def write(self, source: Source, order: int = 0, width: int = 1) -> Program:
-        """A program with its gradients, if any are wanted. `width`: how many gradients of this
-        order there are."""
+        """Exports a program and, below `self.order`, its gradient programs; returns its record.
+        `width`: how many gradient programs of this order there are."""
         self._compares |= order == 0 and _has_rules(source.graph)
         array, size = self._export(source, order)
         if order == self.order:
@@ -115,7 +117,7 @@ class Programs:
         )
 
     def _export(self, source: Source, order: int) -> tuple[str, int]:
-        """Writes a program; its name, and how many bytes it has."""
+        """Exports a program; returns the name of its array, and its size in bytes."""
         what = f"the derivative of order {order} of {self.name}" if order else self.name
         if order > self._has_begun:
             self._has_begun = order
@@ -132,8 +134,8 @@ class Programs:
             raise ValueError(why) from error
         if (unknown := outside_calls.unknown(calls)) is not None:
             raise ValueError(
-                f"{what} cannot be saved: it calls {unknown!r} by a custom call of XLA, which is "
-                "none of those that this version of tracegrad would load"
+                f"{what} cannot be saved: it calls {unknown!r} by a custom call of XLA, and this "
+                "version of tracegrad would refuse to load a call of this name"
             )
         self.platforms = exported.platforms
         name = f"{OWN}program/{sha256(contents)[:16]}"
@@ -144,7 +146,8 @@ class Programs:
         return name, len(contents)
 
     def _function(self, source: Source, order: int) -> tuple[Callable[..., Any], list[Any]]:
-        """What is exported, and the types that it takes. What is differentiated was traced."""
+        """Returns the function to export, and the types of its arguments. Below the highest order
+        it runs the graph, which was traced to make the gradients."""
         run: Callable[..., Any] = lambda *operands: source.run(operands)  # noqa: E731
         if order == self.order:
             run = source.fun
@@ -167,16 +170,16 @@ class Programs:
 
 
 def export(source: Source, trees: Trees, order: int, platforms: Sequence[str] | None) -> Programs:
-    """The programs of a function and of its derivatives.
+    """Exports the programs of a function and of its derivatives.
 
     Args:
       source: the function.
-      trees: what it takes and returns.
+      trees: the pytrees of its arguments and its result.
       order: how many times it can be differentiated.
-      platforms: as of `jax.export.export`; None: the one that JAX runs on.
+      platforms: as in `jax.export.export`; None: the platform that JAX uses now.
 
     Raises:
-      ValueError: part of the program cannot be written, or not differentiated in reverse; the
+      ValueError: an operation cannot be written, or cannot be differentiated in reverse mode; the
         message names the node and its line.
       TypeError: a container in the trees cannot be written.
     """
@@ -185,9 +188,9 @@ def export(source: Source, trees: Trees, order: int, platforms: Sequence[str] | 
         try:
             programs.tree = programs.write(source)
         except Exception:
-            trees.check(check_containers, source.name)  # which may be why
+            trees.check(check_containers, source.name)  # a container may be the cause
             raise
-    # Some were written before another of the same function could not be.
+    # Drops programs that were exported before a gradient failed and was exported again.
     programs.contents = {name: programs.contents[name] for name in programs.tree.arrays()}
     _warn_of_constants(source.graph, len(programs.contents))
     return programs
@@ -198,23 +201,23 @@ def _floats(avals: Sequence[Any]) -> list[int]:
 
 
 def _text(exported: Any) -> str:
-    """The text of a program without source lines, by which two that compute the same differ."""
+    """Returns the text of a program without source lines, which may differ in equal programs."""
     lines = (line for line in exported.mlir_module().splitlines() if not line.startswith("#loc"))
     return _LOCATION.sub("", "\n".join(lines))
 
 
 def _has_rules(graph: Graph) -> bool:
-    """Whether a custom gradient leads to a result."""
+    """Whether a result depends on an operation with a custom gradient."""
     rules = [found for found in graph.walk() if isinstance(found.node, CustomGradient)]
     live = leading_to(graph, [True] * len(graph.outputs)) if rules else set()
     return any(not live.isdisjoint(rule.steps[0].outputs) for rule in rules)
 
 
 def _refused(source: Source, active: Sequence[int]) -> tuple[tuple[int, str], ...]:
-    """The operands for which there is no gradient, with the reason.
+    """Returns the operands for which there is no gradient, with the reason.
 
-    A rule has no gradient for what its function closes over, a Variable that is not trainable for
-    example, and refuses to be differentiated with respect to it. For the rest it has.
+    A custom gradient has no gradient for values that its function closes over, for example a
+    Variable that is not trainable: differentiating with respect to such a value raises an error.
     """
 
     def why_not(operands: Sequence[int]) -> str | None:
@@ -226,14 +229,14 @@ def _refused(source: Source, active: Sequence[int]) -> tuple[tuple[int, str], ..
             return _without_folders(str(error))
         return None
 
-    if why_not(active) is None:  # something else was wrong
+    if why_not(active) is None:  # the error of `_gradients` had another cause
         return ()
     reasons = {i: why_not([i]) for i in active}
     return tuple((i, why) for i, why in reasons.items() if why is not None)
 
 
 def _without_folders(text: str) -> str:
-    """Words about somebody's source lines, for others."""
+    """Removes the folders from the file names in a text, which is written to the file."""
     return re.sub(r"(?<![\w.])([A-Za-z]:)?[/\\]([^\s/\\:()]+[/\\])+", "", text)
 
 
@@ -244,8 +247,8 @@ def _warn_of_constants(graph: Graph, programs: int) -> None:
     size = sum(getattr(array, "nbytes", 0) for array in arrays.values())
     if size >= _LARGE_CONSTANTS:
         warn_where_called(
-            f"{graph.name} closes over arrays of {size >> 20} MiB, which become a part of each of "
-            f"its programs, and so are written {programs} times. Pass them as arguments, or make "
-            "Variables of them, which are written once.",
+            f"{graph.name} closes over arrays of {size >> 20} MiB, which are part of each of its "
+            f"programs, and so are written {programs} times. Pass the arrays as arguments, or make "
+            "them Variables, which are written once.",
             UserWarning,
         )

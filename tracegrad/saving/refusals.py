@@ -16,18 +16,18 @@ from tracegrad.saving.source import Source
 from tracegrad.tracing import rule_errors
 
 _LOOP = (
-    " XLA's while loops keep nothing for a backward pass; tracegrad.checkpointed_loop is such a "
-    "loop with a gradient, and jax.lax.scan one of a fixed number of steps."
+    " XLA's while loops keep no residuals for a backward pass; use tracegrad.checkpointed_loop, a "
+    "while loop with a gradient, or jax.lax.scan if the number of steps is fixed."
 )
 _RUNTIME_CHECK = (
     "it is a runtime check of equinox (`equinox.error_if`), which raises its error in Python, and "
     "the process that loads the function has none of its Python code. Import equinox with "
-    "EQX_ON_ERROR=nan or =off in the environment, or take the check out."
+    "EQX_ON_ERROR=nan or =off in the environment, or remove the check."
 )
 
 
 def exported(fun: Callable[..., Any], specs: Sequence[Any], platforms: Sequence[str] | None) -> Any:
-    """The `jax.export.Exported` of a function, which does not tell where it was made."""
+    """Returns the `jax.export.Exported` of a function, without the folders of its source files."""
     with _jax.without_folders():
         return jax.export.export(jax.jit(fun), platforms=platforms)(*specs)
 
@@ -35,19 +35,20 @@ def exported(fun: Callable[..., Any], specs: Sequence[Any], platforms: Sequence[
 def reason(
     source: Source, what: str, order: int, platforms: Sequence[str] | None, error: Exception
 ) -> str | None:
-    """Why the program of `source` was not written; None where JAX's own error has to say it.
+    """Returns why the program of `source` was not written; None if no better reason than JAX's
+    error is found.
 
     Args:
       source: the function.
-      what: it is called in the message.
-      order: of the derivative that it is.
-      platforms: it was to be written for.
-      error: what JAX raised.
+      what: the name of the function in the message.
+      order: the order of the derivative that the function computes.
+      platforms: the platforms for which the program was to be written.
+      error: the error that JAX raised.
     """
     try:
         graph = source.graph
     except Exception:
-        # What it is the derivative of was traced, and written: JAX cannot differentiate that.
+        # The function above was traced and written: so JAX cannot differentiate it.
         above = source.above
         if above is None:
             return None
@@ -59,7 +60,7 @@ def reason(
         )
     constants = [c for region in graph.regions_below for c in region.constants.values()]
     if source.above is not None and any(map(_jax.is_tracer, constants)):
-        # A rule has put a value of a trace that is over into its gradient.
+        # A custom gradient returned a value of a trace that has ended.
         names = [each.name for each in rule_errors.closing_over(source.above.graph)]
         return f"{what} cannot be saved: {rule_errors.closing_over_advice(names)}"
     first: dict[Node, Occurrence] = {}
@@ -73,10 +74,10 @@ def reason(
 
 
 def _python_in(occurrence: Occurrence) -> str | None:
-    """What needs the process that saves, if a node does."""
+    """Returns why a node needs the Python process that saves; None if it does not."""
     node = occurrence.node
-    # Of what is done inside it a call has those effects that leave it: not the sums over the axes
-    # of its mesh.
+    # A call has only those effects of its operations that leave the call, and not, for example,
+    # those of collectives over the axes of its own mesh.
     leaves = all(around.effects for around, _ in (*occurrence.path, (node, "")))
     if "callback" not in node.op and (not leaves or node.regions or node.has_references):
         return None
@@ -84,13 +85,13 @@ def _python_in(occurrence: Occurrence) -> str | None:
         return _RUNTIME_CHECK
     what = "calls back into Python" if "callback" in node.op else "has an effect"
     return (
-        f"it {what}, and the process that loads the function has none of its Python code. Take it "
-        "out of the function, or return what it is to be given as a result."
+        f"it {what}, and the process that loads the function has none of its Python code. Remove "
+        "it from the function, or return its operands as results."
     )
 
 
 def _unwritable_in(occurrence: Occurrence, platforms: Sequence[str] | None) -> str | None:
-    """JAX's words, if it does not write a node."""
+    """Returns JAX's error if it cannot export a node; None if it can."""
     node = occurrence.node
     if node.regions:
         return None
@@ -103,8 +104,8 @@ def _unwritable_in(occurrence: Occurrence, platforms: Sequence[str] | None) -> s
 
 
 def _without_derivative(graph: Graph) -> Occurrence | None:
-    """The first operation that JAX cannot differentiate: the innermost of those around it. (What is
-    in a function with a rule is not differentiated.)"""
+    """Returns the first operation that JAX cannot differentiate, or the innermost such operation in
+    its regions. (The body of a function with a custom rule is not differentiated.)"""
     found: Occurrence | None = None
     for occurrence in graph.walk():
         around = occurrence.path[-1][0] if occurrence.path else None

@@ -1,4 +1,4 @@
-"""`save`: functions and their Variables → one file, from which they run and are differentiated."""
+"""`save` writes functions, their derivatives and their Variables to one file."""
 
 from __future__ import annotations
 
@@ -55,42 +55,45 @@ def save(
 ) -> None:
     """Writes a function with its Variables and its gradients to a file.
 
-    What is written is the program that XLA compiles, the programs of its derivatives, in which
-    the function's custom gradients, stopped gradients and recomputation are at work, and the
-    values of the `Variable`s that it reads or assigns. None of its Python code is needed to load
-    it with `load`, none is written, and no pickle. The file is one of the safetensors format, with
-    the Variables as its arrays; `docs/artefact.md` describes it.
+    The file contains the program that XLA compiles, the programs of the function's derivatives, and
+    the values of the `Variable`s that the function reads or assigns. The derivatives include the
+    function's custom gradients, stopped gradients and recomputation. The file contains no Python
+    code and no pickle, and `load` does not need the function's code. The file has the safetensors
+    format; its arrays are the Variables, the programs and the texts of the graphs.
+    `docs/artefact.md` describes the format.
 
-    The file appears at `path` in one step: whatever happens, the old one or the new one is there.
+    The file is replaced atomically: `path` always has either the complete old or the new file.
 
     Arguments:
-      fun: a plain, jitted or traced function of pytrees of arrays, or one that was loaded. The
-        pytrees are of dictionaries, lists, tuples, named tuples and None; a string in them is what
-        the function is saved for. Of a module of flax.nnx, of its methods, and of what
-        `functools.partial` makes with it first, the arrays that are used are Variables of the file,
-        by their path. Of other models of classes the arrays are passed, or
-        the model is closed over, and then they are constants. Several functions, which share
-        their Variables, are given as ``{name: (fun, specs)}``, without `specs` behind.
+      fun: a plain, jitted, traced or loaded function of pytrees of arrays. The pytrees consist of
+        dictionaries, lists, tuples, named tuples and None; a string in them is static: the function
+        is saved for that string only. If the function is a flax.nnx module, a method of one, or a
+        `functools.partial` with one as first argument, the arrays of the module that it uses become
+        Variables, named by their path. For other models, pass the arrays as arguments. Arrays of a
+        model that the function closes over are constants. To save several functions that share
+        Variables, pass ``{name: (fun, specs)}`` as `fun`, and leave out the argument `specs`.
       path: the file to write, or to replace.
-      specs: a list with one entry for each argument: an array or a `jax.ShapeDtypeStruct`, or a
-        pytree of those; the value of an argument that is static. For keyword arguments a
-        dictionary from their names. A dimension of any size is made by
-        ``jax.export.symbolic_shape("batch, 3")``. Not needed for a loaded function, which then is
-        written as it was saved, with the present values of its Variables.
-      gradient_order: how many times the function can be differentiated after loading, in reverse
-        mode; each costs a program as large as the last. 0: not at all. Above 1, a custom gradient
-        that is no derivative, or clips what arrives, may have other second derivatives than before:
-        a gradient is a program by itself, with a forward pass of its own.
-      platforms: those of ``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"`` on which it shall run. They
-        need not be those of this machine. Default: the one that JAX runs on.
+      specs: a list with one entry for each argument: an array, a `jax.ShapeDtypeStruct`, or a
+        pytree of these. The entry of a static argument is its value. For arguments passed by
+        keyword, give a dictionary from their names to such entries in place of the list. For a
+        dimension of any size, use ``jax.export.symbolic_shape("batch, 3")`` as the shape. A loaded
+        function needs no specs: without them its programs are written unchanged, with the current
+        values of its Variables.
+      gradient_order: how many times the loaded function can be differentiated in reverse mode; 0:
+        never. Each order adds a program about as large as that of the order before. Above 1: if a
+        custom gradient is not the true derivative, or clips its cotangent, its second derivatives
+        may differ from those of the original function, because each gradient is a separate program
+        with a forward pass of its own.
+      platforms: the platforms on which the function can run: ``"cpu"``, ``"cuda"``, ``"rocm"``,
+        ``"tpu"``. This machine need not have them. Default: the platform that JAX uses now.
 
     Raises:
-      ValueError: part of the function cannot be saved (a callback, a print, an operation that
-        exists in this process only, a loop that cannot be differentiated); the message names the
-        operation and its line. An order or a platform that does not exist.
-      TypeError: the specs do not fit the function, an array has no fixed rank, or a tree has
-        containers of the user's own.
-      OSError: the file cannot be written. In every case nothing is left behind.
+      ValueError: an operation cannot be saved (a callback, a print, an operation that exists in
+        this process only, a loop that cannot be differentiated); the message names the operation
+        and its line. Also if `gradient_order`, `platforms` or a name is invalid.
+      TypeError: the specs do not fit the function, an array has no fixed rank, or a pytree has a
+        container of a custom class.
+      OSError: the file cannot be written. No error leaves an incomplete file.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
     Warns:
@@ -114,13 +117,13 @@ def save(
     >>> jax.grad(lambda x: loaded(x)[0])(jnp.ones((1, 2)))
     Array([[0.5, 1. ]], dtype=float32)
 
-    As ``tf.saved_model.save`` with ``experimental_custom_gradients``.
+    It corresponds to ``tf.saved_model.save`` with ``experimental_custom_gradients``.
     """
-    needed("flatbuffers")  # jax.export does
+    needed("flatbuffers")  # jax.export needs it
     _check_options(path, gradient_order, platforms)
     contents = _Contents(gradient_order, platforms)
     for name, function, given in _requests(fun, specs):
-        _check_unicode(name, "a function")  # which XLA takes for granted
+        _check_unicode(name, "a function")  # XLA assumes that names are valid Unicode
         if isinstance(function, LoadedFunction) and given is None:
             contents.add_loaded(name, function)
         else:
@@ -132,64 +135,64 @@ def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
     not_while_tracing("save")
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(
-            f"path should be a string or a path and is {path!r}: save(fun, path, specs)"
+            f"path should be a string or a path, but is {path!r}: save(fun, path, specs)"
         )
     if os.path.isdir(path):
         raise IsADirectoryError(f"{os.fspath(path)!r} is a folder: give the name of a file")
     if type(gradient_order) is not int or gradient_order < 0:
         raise ValueError(
             "gradient_order should be an integer, 0 or greater (how many times the loaded "
-            f"function can be differentiated), and is {gradient_order!r}"
+            f"function can be differentiated), but is {gradient_order!r}"
         )
     if gradient_order > HIGHEST_ORDER:
         raise ValueError(
-            f"gradient_order should be at most {HIGHEST_ORDER} and is {gradient_order}"
+            f"gradient_order should be at most {HIGHEST_ORDER}, but is {gradient_order}"
         )
     if platforms is None:
         return
     if isinstance(platforms, str) or not platforms:
-        raise ValueError(f"platforms should be a list of names and is {platforms!r}")
+        raise ValueError(f"platforms should be a non-empty list of names, but is {platforms!r}")
     for name in platforms:
         if name not in PLATFORMS:
             hint = ': write "cuda" or "rocm"' if name == "gpu" else ""
-            raise ValueError(f"platforms should be among {PLATFORMS}, and {name!r} is not{hint}")
+            raise ValueError(f"unknown platform {name!r}: the platforms are {PLATFORMS}{hint}")
 
 
 def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
-    """Name, function and specs of each function that is to be saved."""
+    """Returns the name, the function and the specs of each function to save."""
     if not isinstance(fun, Mapping):
         return [(name_of(fun), fun, specs)]
     if specs is not None:
-        raise TypeError("several functions are saved by save({name: (fun, specs)}, path)")
+        raise TypeError("give the specs in the dictionary: save({name: (fun, specs)}, path)")
     if not fun:
         raise ValueError("there is no function to save: the dictionary is empty")
     requests = []
     for name, entry in fun.items():
         if not isinstance(name, str) or not name:
-            raise TypeError(f"the name of a function should be a string and is {name!r}")
+            raise TypeError(f"the name of a function should be a string, but is {name!r}")
         if isinstance(entry, LoadedFunction):
             entry = (entry, None)
         if not isinstance(entry, tuple) or len(entry) != 2:
             raise TypeError(
-                f"several functions are saved by save({{name: (fun, specs)}}, path); for {name!r} "
-                f"there is {entry!r}"
+                "the dictionary should map each name to a pair (fun, specs), as in "
+                f"save({{name: (fun, specs)}}, path), but it maps {name!r} to {entry!r}"
             )
-        name_of(entry[0])
+        name_of(entry[0])  # raises TypeError if this is not a function
         requests.append((name, *entry))
     return requests
 
 
 @dataclass
 class _Contents:
-    """What is to be written, function by function.
+    """The contents of the file. Functions are added one by one, before `write` is called.
 
     Attributes:
       order: how many times the functions can be differentiated.
-      platforms: those on which they shall run.
-      places: the Variables of all functions, each once, with its place in the manifest.
+      platforms: the platforms on which the functions can run; None: the default.
+      places: maps each Variable of the functions to its position in the manifest.
       modules: the Variables that are arrays of modules.
-      functions: what the manifest says of the functions.
-      arrays: programs, and texts.
+      functions: the records of the functions in the manifest.
+      arrays: the programs and the texts of the graphs, as arrays of bytes, by name.
     """
 
     order: int
@@ -200,14 +203,15 @@ class _Contents:
     arrays: dict[str, Array] = field(default_factory=dict)
 
     def add_traced(self, name: str, fun: Function, specs: Any) -> None:
-        """A function, which is traced for its specs."""
+        """Traces a function for its specs, and adds it."""
         given = given_to(name, fun, specs)
         trace = functools.partial(traced_for, name, fun, given, self.modules)
         source = source_of(name, trace)
         traced = source.graph
         trees = trees_of(traced, given, name)
         programs = export(source, trees, self.order, self.platforms)
-        # With respect to what a rule closes over there is no gradient: no tape should ask for it.
+        # There is no gradient with respect to Variables that a custom gradient closes over. They
+        # are not trainable, so that no tape asks for their gradients.
         own = range(-len(traced.variables), 0)
         refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
         self.modules.trained -= {traced.variables[i] for i in refused.intersection(own)}
@@ -226,16 +230,16 @@ class _Contents:
         self._add(record, programs.contents, str(traced))
 
     def add_loaded(self, name: str, fun: LoadedFunction) -> None:
-        """A loaded function, whose programs are written as they were."""
+        """Adds a loaded function, with its programs unchanged."""
         if self.order > fun.gradient_order:
             raise ValueError(
-                f"{name} was saved with gradient_order={fun.gradient_order}, and has no derivative "
+                f"{name} was saved with gradient_order={fun.gradient_order}, so has no derivative "
                 f"of order {self.order}: save the original with gradient_order={self.order}"
             )
         if self.platforms is not None and set(self.platforms) != set(fun.platforms):
             raise ValueError(
                 f"{name} was saved for {', '.join(fun.platforms)}: leave out `platforms`, or give "
-                "specs, with which it is traced anew"
+                "specs, so that the function is traced again for the new platforms"
             )
         record, contents = fun.written()
         record = msgspec.structs.replace(
@@ -251,7 +255,7 @@ class _Contents:
         return tuple(self.places.setdefault(each, len(self.places)) for each in variables)
 
     def _add(self, record: FunctionRecord, programs: Mapping[str, Any], text: str) -> None:
-        # Names in it may be no Unicode.
+        # Names in the text may have characters that UTF-8 cannot encode.
         contents = {**programs, record.graph: text.encode("utf-8", "backslashreplace")}
         self.arrays |= {name: np.frombuffer(each, np.uint8) for name, each in contents.items()}
         self.functions.append(record)
@@ -259,7 +263,7 @@ class _Contents:
     def write(self, path: Path, *, single: bool) -> None:
         """Writes the file, with the values that the Variables have now."""
         variables: list[VariableRecord] = []
-        values: dict[str, Array] = {}  # on the CPU without a copy
+        values: dict[str, Array] = {}  # arrays on the CPU are not copied
         for variable, value in zip(self.places, peek(list(self.places)), strict=True):
             record = VariableRecord(
                 key=_free_key(variable.name, values),
@@ -282,9 +286,9 @@ class _Contents:
 
 def _free_key(name: str, taken: Collection[str]) -> str:
     _check_unicode(name, "a Variable")
-    # Not those by which safetensors calls its metadata, and we what is no Variable.
-    is_key = name and name != "__metadata__" and not name.startswith(OWN)
-    base = key = name if is_key else "Variable"
+    # Reserved: safetensors' name for its metadata, and names of this format's other arrays.
+    is_allowed = name and name != "__metadata__" and not name.startswith(OWN)
+    base = key = name if is_allowed else "Variable"
     number = 1
     while key in taken:
         key, number = f"{base}_{number}", number + 1
@@ -294,10 +298,10 @@ def _free_key(name: str, taken: Collection[str]) -> str:
 def _in_numpy(name: str, value: Any) -> Array:
     if not value.is_fully_addressable:
         raise ValueError(
-            f"the Variable {name!r} is spread over several processes, of which this one holds a "
-            "part, and a function is written by one process, with all of its Variables. Write "
-            "these with save_variables, on all processes; load them on one, and save the function "
-            "there"
+            f"the Variable {name!r} is sharded over several processes, but one process has to "
+            "write a function with all of its Variables. Save the Variables with save_variables "
+            "on all processes, load them in a single process, and save the function from that "
+            "process"
         )
     return np.asarray(stored_form(value))
 
@@ -306,14 +310,14 @@ def _check_unicode(name: str, what: str) -> None:
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError(f"the name of {what} should be Unicode and is {name!a}") from None
+        raise ValueError(f"the name of {what} should be valid Unicode, but is {name!a}") from None
 
 
 def _key_type(name: str, value: Any) -> str:
     kind = jax.random.key_impl(value)
     if not isinstance(kind, str):
         raise ValueError(
-            f"the Variable {name!r} holds random keys of a generator of the user's own, {kind}, "
-            "which has no name to be saved by"
+            f"the Variable {name!r} holds random keys of a custom generator, {kind}, which cannot "
+            "be saved because it has no name"
         )
     return kind

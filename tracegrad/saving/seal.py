@@ -1,9 +1,9 @@
-"""The seal of a checkpoint: the SHA-256 of every file in its folder. Only a sealed folder counts.
+"""The seal of a checkpoint: the SHA-256 of each file in its folder. Only sealed folders are loaded.
 
-What is saved to a path are folders in it, ``tracegrad-0``, ``tracegrad-1`` and so on: each save
-writes the next one, which gets its seal when all of it is written. The sealed folder with the
-highest number is the state. So whichever process is killed, and when, a whole state is there. And
-Orbax loads damaged arrays without a word: the seal is compared first.
+The folder of the user contains folders ``tracegrad-0``, ``tracegrad-1`` and so on. Each save writes
+the next one, and seals it when all its files are written. The sealed folder with the highest number
+is the state. So if a process is killed at any time, a complete state remains. Orbax loads damaged
+arrays without an error: so the files are compared with the seal first.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tracegrad.saving.manifest import FORMAT, ArrayRecord, Record
 
 SEAL = "tracegrad.seal"
 _STEP = re.compile(r"tracegrad-(\d+)")
-_AT_ONCE = 4  # digests that are computed at a time
+_AT_ONCE = 4  # threads that compute digests
 
 
 class Seal(Record, frozen=True):
-    """What is said of a whole checkpoint. In its file the number of the format and the SHA-256 of
-    this come first, as in the header of a saved function."""
+    """The record of a complete checkpoint. In its file, the format number and the SHA-256 of the
+    record precede the record, as in the header of a saved function."""
 
     versions: dict[str, str]
     arrays: dict[str, ArrayRecord]
@@ -39,38 +39,39 @@ class Seal(Record, frozen=True):
 
 
 def next_step(folder: Path) -> int:
-    """The number of the folder that the next save writes; those that were never sealed count."""
+    """Returns the number of the folder that the next save writes, higher than the number of every
+    folder there, sealed or not."""
     found = (_STEP.match(each.name) for each in folder.iterdir())
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
 def last_sealed(folder: Path) -> int:
-    """The number of the state. Raises FileNotFoundError where there is none."""
+    """Returns the highest number of a sealed folder. Raises FileNotFoundError if there is none."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} does not exist")
     seals = (_STEP.fullmatch(seal.parent.name) for seal in folder.glob(f"*/{SEAL}"))
     numbers = [int(match[1]) for match in seals if match]
     if not numbers:
         raise FileNotFoundError(
-            f"there is no whole checkpoint of save_variables in {str(folder)!r}"
+            f"there is no complete checkpoint of save_variables in {str(folder)!r}"
         )
     return max(numbers)
 
 
 def step_folder(folder: Path, number: int | str) -> Path:
-    """The folder of one save."""
+    """Returns the folder of one save."""
     return folder / f"tracegrad-{number}"
 
 
 def files_of(step: Path) -> list[str]:
-    """The files of a checkpoint, but for its seal and what file systems keep under hidden names."""
+    """Lists the files of a checkpoint, except its seal and hidden files of the file system."""
     found = (file for file in step.rglob("*") if file.is_file())
     names = (file.relative_to(step).as_posix() for file in found if not file.name.startswith("."))
     return sorted(name for name in names if name != SEAL)
 
 
 def digests_of_files(step: Path, files: Sequence[str]) -> dict[str, str]:
-    """The SHA-256 of each of these files."""
+    """Returns the SHA-256 of each file."""
 
     def digest(name: str) -> str:
         with open(step / name, "rb") as file:
@@ -81,7 +82,7 @@ def digests_of_files(step: Path, files: Sequence[str]) -> dict[str, str]:
 
 
 def seal(step: Path, arrays: Mapping[str, ArrayRecord], files: Mapping[str, str]) -> None:
-    """Seals a checkpoint that is written, and removes those before it."""
+    """Seals a checkpoint whose files are written, and removes all other checkpoints."""
     versions = {"tracegrad": __version__, **_jax.versions()}
     text = msgspec.json.encode(Seal(versions, dict(arrays), dict(files)))
     with replacing(step / SEAL) as partial:
@@ -91,16 +92,16 @@ def seal(step: Path, arrays: Mapping[str, ArrayRecord], files: Mapping[str, str]
 
 
 def remove(steps: Iterable[Path]) -> None:
-    """Removes checkpoints; what is removed in part counts no more."""
+    """Removes checkpoints, the seal first, so that a partly removed checkpoint is never loaded."""
     for step in steps:
         (step / SEAL).unlink(missing_ok=True)
         shutil.rmtree(step, ignore_errors=True)
 
 
 def read_seal(path: str | os.PathLike[str], step: Path) -> Seal:
-    """The seal of a checkpoint whose files are those that it lists, bit by bit.
+    """Reads the seal of a checkpoint, and compares every file of the checkpoint with the seal.
 
-    Raises ArtefactError, which names `path`, where they are not.
+    Raises ArtefactError, which names `path`, if the seal is damaged or a file differs from it.
     """
 
     def refused(name: str, reason: str) -> ArtefactError:
@@ -108,9 +109,9 @@ def read_seal(path: str | os.PathLike[str], step: Path) -> Seal:
 
     number, digest, text = [*(step / SEAL).read_bytes().split(b" ", 2), b"", b""][:3]
     if number.isdigit() and int(number) != FORMAT:
-        raise refused(SEAL, f"it is of format {int(number)}, and this tracegrad reads {FORMAT}")
+        raise refused(SEAL, f"it has format {int(number)}, but this tracegrad reads {FORMAT}")
     if not number.isdigit() or digest != sha256(text).encode():
-        raise refused(SEAL, "its SHA-256 is another than it says")
+        raise refused(SEAL, "its SHA-256 differs from the one that it states")
     try:
         found = msgspec.json.decode(text, type=Seal)
     except msgspec.MsgspecError as error:
@@ -120,6 +121,6 @@ def read_seal(path: str | os.PathLike[str], step: Path) -> Seal:
         if name not in digests:
             raise refused(name, "the file is missing")
         if digests[name] != found.files.get(name):
-            reason = f"its SHA-256 is {digests[name]}, and {found.files.get(name)} by the seal"
+            reason = f"its SHA-256 is {digests[name]}, but the seal has {found.files.get(name)}"
             raise refused(name, f"it was changed: {reason}")
     return found

@@ -1,4 +1,4 @@
-"""What a program is made of: a function, its gradients, and the value that these go with."""
+"""The functions from which programs are made: a function, its gradients, and its forward pass."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Flat = Callable[..., list[Any]]
 
 @dataclass(frozen=True)
 class Source:
-    """What a program is made of: a function of flat arrays.
+    """A function of flat arrays, from which a program is exported.
 
     Attributes:
-      name: what XLA calls it.
+      name: the name of the program for XLA.
       avals: the types of its operands.
       fun: the function.
-      count: how many of its results may have cotangents; behind them are new values of Variables.
-      fresh: makes the same of new traces: a rule that JAX failed to differentiate JAX cannot
-        differentiate again in the same program.
-      above: what it is the gradient, or the value, of.
+      count: how many of its results may have cotangents; new values of Variables follow them.
+      fresh: makes an equal Source by tracing again. It is needed after JAX failed to differentiate
+        a rule, because JAX cannot differentiate that rule again in the same program.
+      above: the Source of which this is the gradient or the value; None: the saved function.
     """
 
     name: str
@@ -38,15 +38,16 @@ class Source:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """Its Graph, traced once."""
+        """The Graph of the function, traced once."""
         return trace_graph(self.fun, *self.avals)
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
-        """Runs its Graph."""
+        """Runs the Graph."""
         return run_graph(self.graph, operands)
 
     def gradient(self, operands: Sequence[int], results: Sequence[int]) -> Source:
-        """From its operands and cotangents of `results`, the gradients of `operands`."""
+        """Returns the Source of a gradient: it takes this function's operands and the cotangents of
+        `results`, and returns the gradients of `operands`."""
         count = len(self.avals)
 
         def gradient(*given: Any) -> list[Any]:
@@ -62,7 +63,8 @@ class Source:
         return Source(name, avals, gradient, len(operands), fresh, self)
 
     def value(self, operands: Sequence[int]) -> Source:
-        """What JAX computes in its place where it is differentiated."""
+        """Returns the Source of the results that JAX computes when it differentiates the function:
+        those of the forward passes of custom rules."""
 
         def value(*given: Any) -> list[Any]:
             return list(_jax.vjp_of_some(self.run, given, operands)[0])
@@ -75,7 +77,7 @@ class Source:
 
 
 def source_of(name: str, trace: Callable[[], Graph]) -> Source:
-    """What a function is written from, whose Graph is made by `trace`."""
+    """Returns the Source of the function whose Graph `trace` makes."""
     graph = trace()
     fresh = functools.partial(source_of, name, trace)
     run = lambda *operands: run_graph(graph, operands)  # noqa: E731

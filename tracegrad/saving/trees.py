@@ -1,8 +1,8 @@
-"""Trees of arrays as `jax.export` writes them, and as people read them.
+"""Converts pytrees to the form that `jax.export` writes, and to text for people.
 
-`jax.export` writes dictionaries with strings for keys, lists, tuples, None, and what is registered
-with it. Two more are registered here: a string, which belongs to what a function is saved for and
-is compared where the function is called, and a dictionary with integers for keys.
+`jax.export` writes dictionaries with string keys, lists, tuples, None, and registered types. Two
+more types are registered here. `Text` is a string: it is static, so a call must have the string for
+which the function was saved. `Numbered` is a dictionary with integer keys.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ jax.export.register_pytree_node_serialization(
 
 
 def written_form(tree: Any) -> Any:
-    """A tree as `jax.export` writes it."""
+    """Converts a tree to the form that `jax.export` writes, with `Text` and `Numbered`."""
 
     def has_numbers(node: Any) -> bool:
         return type(node) is dict and any(type(key) is int for key in node)
@@ -64,7 +64,7 @@ def written_form(tree: Any) -> Any:
 
 
 def original_form(tree: Any) -> Any:
-    """What `written_form` was given."""
+    """The inverse of `written_form`."""
 
     def is_ours(node: Any) -> bool:
         return isinstance(node, (Text, Numbered))
@@ -78,40 +78,40 @@ def original_form(tree: Any) -> Any:
 
 
 def is_original(structure: Any) -> bool:
-    """Whether a tree of this structure is as it was before it was written."""
+    """Whether a tree of this structure has no `Text` and no `Numbered`."""
     tree = jax.tree.unflatten(structure, range(structure.num_leaves))
     return bool(jax.tree.structure(original_form(tree)) == structure)
 
 
 def of_types(structure: Any, avals: Sequence[Any]) -> Any:
-    """The tree of a structure with types in the places of arrays."""
+    """Returns the tree of a structure whose leaves are `jax.ShapeDtypeStruct`s."""
     return jax.tree.unflatten(structure, [_jax.struct(aval.shape, aval.dtype) for aval in avals])
 
 
 def check_leaves(tree: Any, where: str) -> None:
-    """Raises TypeError where a leaf of a tree is no array, naming it."""
+    """Raises TypeError if a leaf of a tree is not an array; the message has the leaf's path."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not hasattr(leaf, "shape"):
             raise TypeError(
                 f"{path_name(path, where)} is {leaf!r} of type {type(leaf).__name__}, "
-                "which no file can hold (of what is no array, strings are saved): let the function "
+                "which no file can hold (only arrays and strings are saved): let the function "
                 "close over it"
             )
 
 
 def check_containers(tree: Any, where: str) -> None:
-    """Raises TypeError where `jax.export` cannot write a container in a tree, naming it."""
-    small = jax.tree.map(lambda _: _jax.struct((), np.uint8), tree)  # only the tree is tried
+    """Raises TypeError if `jax.export` cannot write a container in a tree; the message names it."""
+    small = jax.tree.map(lambda _: _jax.struct((), np.uint8), tree)  # leaves do not matter
     try:
         jax.export.export(jax.jit(lambda tree: ()))(small).serialize(vjp_order=0)
     except Exception as error:
         raise TypeError(
             f"{where} has a container that cannot be saved: {str(error).rstrip('.')}. Its Python "
-            "code rebuilds it, and no code is saved: make a dictionary, list or tuple of it, pass "
-            "its arrays, as `jax.tree.leaves` has them, to a function that closes over the rest of "
-            "it, or let the function close over all of it. One that both processes know can be "
-            "registered with jax.export.register_namedtuple_serialization or "
-            "register_pytree_node_serialization"
+            "code rebuilds it, and no code is saved: convert it to a dictionary, list or tuple; or "
+            "pass its arrays (`jax.tree.leaves`) to a function that closes over the rest of it; or "
+            "let the function close over all of it. If the process that loads the function has the "
+            "class too, register the class in both processes with "
+            "jax.export.register_namedtuple_serialization or register_pytree_node_serialization"
         ) from error
 
 
@@ -124,7 +124,7 @@ class _Shown:
 
 
 def tree_text(tree: Any) -> str:
-    """A tree of arrays, or of their types, as one line: ``{'x': f32[rows,3]}``."""
+    """Returns a tree of arrays, or of their types, as one line: ``{'x': f32[rows,3]}``."""
 
     def text(leaf: Any) -> Any:
         if not hasattr(leaf, "shape"):

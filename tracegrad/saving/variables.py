@@ -1,4 +1,4 @@
-"""The Variables in a tree of objects, and the arrays that are written of their values."""
+"""Finds the Variables in a tree of objects, and the arrays to write for their values."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.variables.variable import Variable
 
-# Objects of these hold no Variables of the user's.
+# Objects of these types and packages are not searched for Variables.
 _CLOSED = (type, ModuleType, str, bytes, np.ndarray, TracedFunction, BoundTracedFunction)
 _CLOSED_PACKAGES = frozenset({"builtins", "jax", "jaxlib", "numpy"})
 
 
 class HasVariables:
-    """An object that says itself which Variables it has, by their names."""
+    """The base of classes that list their Variables, by name, in an attribute."""
 
     variables: Mapping[str, Variable]
 
 
 def variables_of(tree: Any) -> dict[str, Variable]:
-    """The Variables in a tree of objects, by their path: ``layers.0.weight``.
+    """Returns the Variables in a tree of objects, by their path: ``layers.0.weight``.
 
     Arguments:
-      tree: dictionaries, lists, tuples, and objects, whose attributes are looked through; or a
-        loaded function. A Variable that is met again is listed where it was met first. A key that
-        is no plain name is quoted in its path: ``{"a.b": v}`` has ``"a.b"``, with the quotes.
+      tree: dictionaries, lists, tuples, and objects, whose attributes are searched; or a loaded
+        function. A Variable that occurs twice is listed under its first path. A key that is not a
+        plain name is quoted in the path: ``{"a.b": v}`` has the path ``"a.b"``, with the quotes.
 
     >>> from tracegrad import Variable
     >>> class Layer:
@@ -65,8 +65,8 @@ def variables_of(tree: Any) -> dict[str, Variable]:
 
 
 def _step(name: Any) -> str:
-    """A part of a path, different for different keys: ``weight``, ``0`` for an integer, and in
-    quotes what could be taken for something else: ``"0"``, ``"a.b"``."""
+    """Returns a key as a part of a path, different for different keys: ``weight``, ``0`` for an
+    integer, and in quotes a string that would be ambiguous: ``"0"``, ``"a.b"``."""
     if type(name) is int:
         return str(name)
     if not isinstance(name, str):
@@ -76,7 +76,7 @@ def _step(name: Any) -> str:
 
 
 def _parts(item: Any) -> Iterator[tuple[Any, Any]]:
-    """What is directly in an object, by name."""
+    """Yields the name and the value of each item, element or attribute of an object."""
     kind: Any = type(item)
     if isinstance(item, Mapping):
         yield from item.items()
@@ -87,13 +87,13 @@ def _parts(item: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(item, HasVariables):
         yield from item.variables.items()
     elif not isinstance(item, _CLOSED) and kind.__module__.split(".")[0] not in _CLOSED_PACKAGES:
-        # What the object holds, not what its class computes: a property may well ask for this.
+        # No properties: they compute, and the code of a property may itself call `variables_of`.
         slots = (slot for base in kind.__mro__ for slot in _slots(base, item))
         yield from {**getattr(item, "__dict__", {}), **dict(slots)}.items()
 
 
 def _slots(kind: type, item: Any) -> Iterator[tuple[str, Any]]:
-    """What an object has in the slots of one of its classes."""
+    """Yields the name and the value of each slot of an object that one of its classes defines."""
     slots = kind.__dict__.get("__slots__", ())
     for name in (slots,) if isinstance(slots, str) else slots:
         is_private = name.startswith("__") and not name.endswith("__")
@@ -109,7 +109,7 @@ def is_key(holder: Any) -> bool:
 
 
 def stored_form(value: Any) -> Any:
-    """The array that is written of a Variable's value: of random keys their words."""
+    """Returns the array to write for a Variable's value: for random keys, their words."""
     return jax.random.key_data(value) if is_key(value) else value
 
 
@@ -117,17 +117,17 @@ _WIDE = frozenset({"float64", "int64", "uint64", "complex128"})
 
 
 def check_width(dtypes: Set[str], what: str) -> None:
-    """Raises ValueError where some dtypes have 64 bits, and JAX is not set to."""
+    """Raises ValueError if a dtype has 64 bits, but JAX is set to 32 bits."""
     wide = sorted(_WIDE & dtypes)
     if wide and jax.numpy.result_type(float) != jax.numpy.float64:
         raise ValueError(
-            f"{what} {', '.join(wide)}, and JAX is set to 32 bits: "
+            f"{what} {', '.join(wide)}, but JAX is set to 32 bits: "
             'call jax.config.update("jax_enable_x64", True) before'
         )
 
 
 def not_while_tracing(name: str) -> None:
-    """Raises RuntimeError inside of a function that is being traced: what is written then would be
-    written once, and by no call of the program."""
+    """Raises RuntimeError if a function is being traced: the file would be written once, while
+    tracing, and never when the compiled program is called."""
     if _jax.staging_trace() is not None:
         raise RuntimeError(f"{name} is called inside a function that is being traced")
