@@ -185,11 +185,8 @@ def before_each(
     before: Callable[[Any], Any],
     chosen: Callable[[Graph, Occurrence, Sequence[Atom]], Sequence[int]],
 ) -> Graph:
-    """Replaces some operands of each match with ``before(operand)``.
-
-    `chosen`: ``chosen(region, match, operands)`` returns the positions of the operands that
-    `before` replaces.
-    """
+    """Replaces some operands of each match with ``before(operand)``. `chosen`: ``chosen(region,
+    match, operands)`` returns the positions of the operands that `before` replaces."""
 
     def write_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
         one = None if isinstance(match, Fragment) else members[0]

@@ -195,11 +195,9 @@ def is_under_rules(occurrence: Occurrence) -> bool:
 
 
 def is_of_nothing(occurrence: Occurrence) -> bool:
-    """Whether an occurrence is a call without operands, so that no gradient passes through it.
-
-    When JAX differentiates a call in a scan, it moves the constant part of the call before the
-    scan, into a call of the same name outside of all scopes.
-    """
+    """Whether an occurrence is a call without operands, so that no gradient passes through it. When
+    JAX differentiates a call in a scan, it moves the constant part of the call before the scan,
+    into a call of the same name outside of all scopes."""
     return bool(occurrence.node.regions) and not occurrence.node.inputs
 
 
@@ -226,11 +224,8 @@ def _origin_in(node: Node, *, within: bool) -> tuple[Origin | None, bool]:
 
 
 def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
-    """Finds the first frame of the user in a stack (innermost first), or else of a library.
-
-    Returns the origin (None if all frames are JAX's or this package's) and whether it is the
-    user's.
-    """
+    """Finds the first frame of the user in a stack (innermost first), or else of a library. Returns
+    the origin (None if all frames are JAX's or this package's) and whether it is the user's."""
     fallback = None
     for frame in stack:
         kind = _owner(frame.file_name)

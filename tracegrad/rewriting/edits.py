@@ -76,11 +76,9 @@ def parameters_of(
 def _readers(
     graph: Graph, values: frozenset[Value], path: Path, seen: set[tuple[Graph, frozenset[Value]]]
 ) -> Iterator[Occurrence]:
-    """Yields the operations that have one of the values as an operand, also in regions.
-
-    An operation comes once, and not once for each call of its region. `seen`: the regions already
-    searched, with the values searched for.
-    """
+    """Yields the operations that have one of the values as an operand, also in regions. An
+    operation comes once, and not once for each call of its region. `seen`: the regions already
+    searched, with the values searched for."""
     if (graph, values) in seen:
         return
     seen.add((graph, values))

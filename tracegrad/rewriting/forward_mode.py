@@ -123,11 +123,9 @@ _MOST_IN_ITSELF = 4
 
 @contextmanager
 def _transposing(found: Occurrence) -> Iterator[None]:
-    """A context in which the backward pass of a custom gradient is transposed.
-
-    Raises ValueError for an endless recursion: the backward pass of a solver calls the solver with
-    the cotangent, so its transpose needs the solver's transpose again.
-    """
+    """A context in which the backward pass of a custom gradient is transposed. Raises ValueError
+    for an endless recursion: the backward pass of a solver calls the solver with the cotangent, so
+    its transpose needs the solver's transpose again."""
     node = found.node
     assert isinstance(node, CustomGradient)
     rule, around = (code_of_rule(node), node.primal.function_source), _transposed_now.get()
@@ -143,11 +141,9 @@ def _transposing(found: Occurrence) -> Iterator[None]:
 
 
 def _with_derivative(passes: _Passes) -> Any:
-    """Returns ``(inputs, results, residuals) -> results``, whose derivative is the rule's.
-
-    The derivative is with respect to the inputs. Higher derivatives of the results must also come
-    from the rule, and not from the operations of the forward pass.
-    """
+    """Returns ``(inputs, results, residuals) -> results``, whose derivative is the rule's. The
+    derivative is with respect to the inputs. Higher derivatives of the results must also come from
+    the rule, and not from the operations of the forward pass."""
 
     def results(inputs: Any, outs: Any, residuals: Any) -> Any:
         return outs
@@ -220,11 +216,9 @@ def _trace_passes(
 
 
 def _require_linear(passes: _Passes, found: Occurrence) -> None:
-    """Raises ValueError unless the backward pass is linear in the cotangents.
-
-    It is linear if its derivative does not depend on the cotangents, if the derivative is not zero
-    for a cotangent that a result depends on, and if no constant is added to the linear part.
-    """
+    """Raises ValueError unless the backward pass is linear in the cotangents. It is linear if its
+    derivative does not depend on the cotangents, if the derivative is not zero for a cotangent that
+    a result depends on, and if no constant is added to the linear part."""
     split = len(passes.backward_graph.inputs) - len(passes.cotangents)
 
     def derivative(residuals: list[Any], cotangents: list[Any], tangents: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Returns intermediate values of a function, or gradients with respect to them, unedited."""
+"""Intermediate values of an unmodified function, and the gradients with respect to them."""
 
 from __future__ import annotations
 
@@ -213,11 +213,9 @@ def _led_out(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Runs a program; returns its result, and arrays by the names of matches.
-
-    The arrays are those `inside` functions that the program differentiates, and those that leave
-    the matches `outside`.
-    """
+    """Runs a program; returns its result, and arrays by the names of matches. The arrays are those
+    `inside` functions that the program differentiates, and those that leave the matches
+    `outside`."""
     shown = [each for _, of in inside for each in of]
     matches = [*(each.at for each in shown), *outside]
     wide = shown_behind(program, list({place_of(match): match for match in matches}.values()))

@@ -139,11 +139,9 @@ def _with_rule(run: Run, name: str, every: bool) -> Run:
 
 
 def _backward(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
-    """Returns the backward pass of a function as a graph.
-
-    The inputs are the operands, and the cotangents of the results that have a gradient. The outputs
-    are the cotangents of the operands at the positions `active`.
-    """
+    """Returns the backward pass of a function as a graph. The inputs are the operands, and the
+    cotangents of the results that have a gradient. The outputs are the cotangents of the operands
+    at the positions `active`."""
     outs = jax.eval_shape(run, *avals)
     flowing = [j for j, out in enumerate(outs) if _jax.has_gradient(out)]
 
@@ -157,11 +155,9 @@ def _backward(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
 
 
 def _kept(graph: Graph, cotangents: Sequence[Any], every: bool) -> Graph:
-    """Rewrites a backward graph, whose last inputs are `cotangents`, so that it keeps zeros.
-
-    It rewrites products of a cotangent and a factor, and gives custom gradients to operations that
-    compute factors.
-    """
+    """Rewrites a backward graph, whose last inputs are `cotangents`, so that it keeps zeros. It
+    rewrites products of a cotangent and a factor, and gives custom gradients to operations that
+    compute factors."""
     count = len(graph.inputs)
     found = dict(_factors(graph, range(count - len(cotangents), count), (), _is_concerned))
 

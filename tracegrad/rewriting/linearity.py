@@ -33,11 +33,9 @@ class Part(IntFlag):
 
 
 def constant_part(graph: Graph, inputs: Sequence[Part]) -> str | None:
-    """Describes a constant that a graph adds to a linear function of its linear inputs.
-
-    Returns a phrase that names the operation and its line, or the result that is a constant; None
-    if there is no such constant.
-    """
+    """Describes a constant that a graph adds to a linear function of its linear inputs. Returns a
+    phrase that names the operation and its line, or the result that is a constant; None if there is
+    no such constant."""
     added: list[Occurrence] = []
     outs = _noting(added)(graph, list(inputs))
     if added:
@@ -53,11 +51,9 @@ def zero_outputs(graph: Graph) -> list[bool]:
 
 
 def _noting(added: list[Occurrence]) -> Run:
-    """Returns a function that propagates `Part` masks through a graph.
-
-    The function appends to `added` the nodes with a result that is both CONSTANT and LINEAR, inner
-    nodes before outer ones.
-    """
+    """Returns a function that propagates `Part` masks through a graph. The function appends to
+    `added` the nodes with a result that is both CONSTANT and LINEAR, inner nodes before outer
+    ones."""
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
     calls: list[Node] = []
 

@@ -37,6 +37,8 @@ def over_largest(x: Any, axis: int | None = None, xp: Any = jnp) -> tuple[Any, A
 def within_value(x: Any, limit: float) -> Any:
     """Limits the absolute value of each entry, real or complex, to `limit`."""
     limit = _reachable(limit, x.dtype)
+    if limit == jnp.inf:
+        return x
     if not jnp.iscomplexobj(x):
         bound = jnp.asarray(limit, x.dtype)
         # `jnp.clip` halves the derivative at entries that are equal to the limit.
@@ -48,6 +50,8 @@ def within_value(x: Any, limit: float) -> Any:
 def within_norm(x: Any, limit: float) -> Any:
     """Scales an array down to the Euclidean norm `limit`, if its norm is larger."""
     limit = _reachable(limit, x.dtype)
+    if limit == jnp.inf:
+        return x
     is_over, direction = _over(_parts(x), limit, axis=None)
     return jnp.where(is_over, _of_parts(limit * direction, x.dtype), x)
 
