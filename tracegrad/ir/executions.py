@@ -41,7 +41,7 @@ class _ByFrame(Grouping):
     def _is_named(self, node: Node) -> bool:
         return False
 
-    _each_time_round = False  # whether each iteration of a loop in the code is a separate match
+    _each_iteration = False  # whether each iteration of a loop in the code is a separate match
 
     def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
         groups: dict[Node, Group] = {}
@@ -85,7 +85,7 @@ class _ByFrame(Grouping):
             if not went_back:
                 executions[-1].append(now)
                 continue
-            if (may_loop or went_back == "in a loop") and not self._each_time_round:
+            if (may_loop or went_back == "in a loop") and not self._each_iteration:
                 unsure.add(len(executions))
             executions.append([now])
         if not unsure or _are_independent(executions):
@@ -205,7 +205,7 @@ def _short(qualname: str) -> str:
 
 class SourceOf(_ByFrame):
     made_by = "match.source"
-    _each_time_round = True
+    _each_iteration = True
 
     def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
         for index, code in enumerate(stack.codes):

@@ -26,7 +26,7 @@ class Parameters:
         Each path begins with the name of an argument.
         """
         if not self.operator:
-            return any(_fits(glob, path) for glob in self.parts for path in paths)
+            return any(_matches(glob, path) for glob in self.parts for path in paths)
         found = [part.fits(*paths) for part in self.parts]
         if self.operator == "~":
             return not found[0]
@@ -40,10 +40,10 @@ class Parameters:
         return tuple(glob for part in self.parts for glob in part.patterns)
 
     def __and__(self, other: Any) -> Parameters:
-        return Parameters("&", (self, _parameters(other)))
+        return Parameters("&", (self, _require_parameters(other)))
 
     def __or__(self, other: Any) -> Parameters:
-        return Parameters("|", (self, _parameters(other)))
+        return Parameters("|", (self, _require_parameters(other)))
 
     def __invert__(self) -> Parameters:
         return Parameters("~", (self,))
@@ -56,14 +56,14 @@ class Parameters:
         return f"({self.parts[0]!r} {self.operator} {self.parts[1]!r})"
 
 
-def _parameters(other: Any) -> Parameters:
+def _require_parameters(other: Any) -> Parameters:
     if not isinstance(other, Parameters):
         is_selector = hasattr(other, "look")  # of operations
-        raise TypeError(NOT_COMBINED if is_selector else _no_parameters(other))
+        raise TypeError(NOT_COMBINED if is_selector else _cannot_combine_message(other))
     return other
 
 
-def _no_parameters(other: object) -> str:
+def _cannot_combine_message(other: object) -> str:
     return f"match.param can be combined with another match.param only, not with {other!r}"
 
 
@@ -73,12 +73,12 @@ NOT_COMBINED = (
 )
 
 
-def _fits(glob: str, path: str) -> bool:
+def _matches(glob: str, path: str) -> bool:
     """Whether `glob` matches a path or a prefix of it, with or without the argument's name."""
-    return any(name == glob or fnmatchcase(name, glob) for name in _holders(path))
+    return any(name == glob or fnmatchcase(name, glob) for name in _path_prefixes(path))
 
 
-def _holders(path: str) -> Iterator[str]:
+def _path_prefixes(path: str) -> Iterator[str]:
     """Yields a path and its prefixes, with and then without the argument's name.
 
     For ``m.a.b``: ``m.a.b``, ``m.a``, ``m``, ``a.b``, ``a``.

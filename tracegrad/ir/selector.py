@@ -169,7 +169,7 @@ def _selector(other: Any) -> Selector:
         raise TypeError(NOT_COMBINED)
     if not isinstance(other, Selector):
         raise TypeError(
-            f"a selector (match.op, match.call, ...) can be combined only with another selector, "
+            f"a selector (match.op, match.call, ...) can be combined with another one only, "
             f"not with {other!r}"
         )
     return other

@@ -64,18 +64,18 @@ def _is_concerned(node: Node) -> bool:
 
 # Caches whether the derivative of an operation has factors that are not constant. For the
 # operations of twelve layers the question takes 3 ms with this cache and 180 ms without.
-_nonlinear: Cache[Any, bool] = Cache(1024)
+_NONLINEAR_CACHE: Cache[Any, bool] = Cache(1024)
 
 
 def _is_nonlinear(node: Node) -> bool:
     dtypes = tuple(value.aval.dtype for value in node.inputs)
     literals = tuple(None if isinstance(v, Value) else str(v.val) for v in node.inputs)
     key = node.primitive, str(dict(node.params)), dtypes, literals
-    known = _nonlinear.get(key)
+    known = _NONLINEAR_CACHE.get(key)
     if known is None:  # an elementwise operation has the same answer for scalars as for arrays
         scalars = [_jax.struct((), dtype_of(value)) for value in node.operands]
         known = _has_factors(node, scalars, len(scalars))
-        _nonlinear.put(key, known)
+        _NONLINEAR_CACHE.put(key, known)
     return known
 
 
@@ -89,7 +89,7 @@ def _has_factors(node: Node, avals: Sequence[Any], count: int) -> bool:
     if not active:
         return False
     try:
-        graph = _backward(_of_values(node), avals, active)
+        graph = _backward_graph(_on_values(node), avals, active)
     except Exception:  # the node has no derivative; differentiating it raises JAX's own error
         return False
     along = range(len(avals), len(graph.inputs))
@@ -107,11 +107,11 @@ def keeping_zeros(every: bool) -> Callable[..., list[Any]]:
     a zero cotangent.
     """
 
-    def kept(op: Op, *operands: Any) -> list[Any]:
+    def replacement(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
-        return _with_rule(_of_values(node), node.name, every)(*_values(node, operands))
+        return _with_rule(_on_values(node), node.name, every)(*_without_literals(node, operands))
 
-    return kept
+    return replacement
 
 
 def keeps_zeros(node: CustomGradient) -> bool:
@@ -128,7 +128,9 @@ def _with_rule(run: Run, name: str, every: bool) -> Run:
     def gradient(op: Any, *dys: Any, active: Sequence[int]) -> list[Any]:
         active = [i for i in active if _jax.has_gradient(op.inputs[i])]
         given = [dy for dy, out in zip(dys, op.outputs, strict=True) if _jax.has_gradient(out)]
-        backward = _kept(_backward(run, list(map(jax.typeof, op.inputs)), active), given, every)
+        backward = _keep_zeros_in(
+            _backward_graph(run, list(map(jax.typeof, op.inputs)), active), given, every
+        )
         found: list[Any] = [None] * len(op.inputs)
         for i, ct in zip(active, run_graph(backward, [*op.inputs, *given]), strict=True):
             found[i] = ct
@@ -138,7 +140,7 @@ def _with_rule(run: Run, name: str, every: bool) -> Run:
     return with_gradient(primal, gradient, {}, name, None, is_told=True)
 
 
-def _backward(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
+def _backward_graph(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
     """Returns the backward pass of a function as a graph. The inputs are the operands, and the
     cotangents of the results that have a gradient. The outputs are the cotangents of the operands
     at the positions `active`."""
@@ -154,21 +156,21 @@ def _backward(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
     return without_unused(graph, keeps_effects=False)
 
 
-def _kept(graph: Graph, cotangents: Sequence[Any], every: bool) -> Graph:
+def _keep_zeros_in(graph: Graph, cotangents: Sequence[Any], every: bool) -> Graph:
     """Rewrites a backward graph, whose last inputs are `cotangents`, so that it keeps zeros. It
     rewrites products of a cotangent and a factor, and gives custom gradients to operations that
     compute factors."""
     count = len(graph.inputs)
     found = dict(_factors(graph, range(count - len(cotangents), count), (), _is_concerned))
 
-    def kept(op: Op, *operands: Any) -> list[Any]:
+    def replacement(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
-        run, position = _of_values(node), found[op.match]
+        run, position = _on_values(node), found[op.match]
         if position is not None:
             run = _product(run, position, every)
-        return _with_rule(run, node.name, every)(*_values(node, operands))
+        return _with_rule(run, node.name, every)(*_without_literals(node, operands))
 
-    return around_each(graph, list(found), kept, depends_on=found.__getitem__).graph
+    return around_each(graph, list(found), replacement, depends_on=found.__getitem__).graph
 
 
 def _product(run: Run, position: int, every: bool) -> Run:
@@ -178,13 +180,13 @@ def _product(run: Run, position: int, every: bool) -> Run:
     """
 
     def product(*values: Any) -> list[Any]:
-        ct, fixed = values[position], map(jax.lax.stop_gradient, values)
+        ct, constants = values[position], map(jax.lax.stop_gradient, values)
         # Where the cotangent is zero, the product does not depend on the factors: no gradient.
-        factors = [jnp.where(ct != 0, *each) for each in zip(values, fixed, strict=True)]
+        factors = [jnp.where(ct != 0, *each) for each in zip(values, constants, strict=True)]
         factors[position] = ct
         (result,) = run(*factors)
-        kept = jnp.isfinite(ct) if every else ct == 0
-        return [jnp.where(kept & ~jnp.isfinite(result), jnp.zeros_like(result), result)]
+        is_kept = jnp.isfinite(ct) if every else ct == 0
+        return [jnp.where(is_kept & ~jnp.isfinite(result), jnp.zeros_like(result), result)]
 
     return product
 
@@ -213,7 +215,7 @@ def _factors(
             yield found, None
 
 
-def _of_values(node: Node) -> Run:
+def _on_values(node: Node) -> Run:
     """Returns a function that runs a node on those of its operands that are not literals."""
 
     def run(*values: Any) -> list[Any]:
@@ -225,5 +227,5 @@ def _of_values(node: Node) -> Run:
     return run
 
 
-def _values(node: Node, operands: Sequence[Any]) -> list[Any]:
+def _without_literals(node: Node, operands: Sequence[Any]) -> list[Any]:
     return [x for v, x in zip(node.inputs, operands, strict=True) if isinstance(v, Value)]

@@ -37,7 +37,7 @@ def constant_part(graph: Graph, inputs: Sequence[Part]) -> str | None:
     phrase that names the operation and its line, or the result that is a constant; None if there is
     no such constant."""
     added: list[Occurrence] = []
-    outs = _noting(added)(graph, list(inputs))
+    outs = _part_propagator(added)(graph, list(inputs))
     if added:
         return f"{added[0].node.op}{at(added[0].origin)} adds a constant to it"
     if Part.CONSTANT not in outs:
@@ -47,10 +47,13 @@ def constant_part(graph: Graph, inputs: Sequence[Part]) -> str | None:
 
 def zero_outputs(graph: Graph) -> list[bool]:
     """For each output of a graph, whether it is zero by structure."""
-    return [mask == Part.ZERO for mask in _noting([])(graph, [Part.CONSTANT] * len(graph.inputs))]
+    return [
+        mask == Part.ZERO
+        for mask in _part_propagator([])(graph, [Part.CONSTANT] * len(graph.inputs))
+    ]
 
 
-def _noting(added: list[Occurrence]) -> Run:
+def _part_propagator(added: list[Occurrence]) -> Run:
     """Returns a function that propagates `Part` masks through a graph. The function appends to
     `added` the nodes with a result that is both CONSTANT and LINEAR, inner nodes before outer
     ones."""
@@ -60,28 +63,28 @@ def _noting(added: list[Occurrence]) -> Run:
     def run(graph: Graph, ins: Masks) -> Masks:
         key = graph, tuple(ins)
         if key not in known:
-            record = {value: int(_of_array(array)) for value, array in graph.constants.items()}
+            record = {value: int(_part_of_array(array)) for value, array in graph.constants.items()}
             outs = zip(graph.outputs, spread(graph, ins, rule, record), strict=True)
-            known[key] = [_of_array(v.val) if isinstance(v, Literal) else m for v, m in outs]
+            known[key] = [_part_of_array(v.val) if isinstance(v, Literal) else m for v, m in outs]
         return known[key]
 
     def rule(node: Node, ins: Masks) -> Masks:
         pairs = zip(node.inputs, ins, strict=True)
-        ins = [_of_array(v.val) if isinstance(v, Literal) else mask for v, mask in pairs]
+        ins = [_part_of_array(v.val) if isinstance(v, Literal) else mask for v, mask in pairs]
         calls.append(node)
         # A cond's branch index and a while loop's condition are not terms of the result.
         given = [Part.ZERO, *ins[1:]] if node.primitive is _jax.COND else ins
         entered = None if node.primitive in _jax.WHILES else enter(node, given, run)
-        outs = _made(node, ins) if entered is None else entered[0]
+        outs = _result_parts(node, ins) if entered is None else entered[0]
         if Part.CONSTANT | Part.LINEAR in outs:
-            added.append(_last_of(calls))
+            added.append(_innermost_occurrence(calls))
         calls.pop()
         return outs
 
     return run
 
 
-def _last_of(calls: Sequence[Node]) -> Occurrence:
+def _innermost_occurrence(calls: Sequence[Node]) -> Occurrence:
     """The occurrence of the last node in `calls`; each node is in a region of the one before."""
     path = [
         (call, next(name for name, region in call.regions.items() if inner in region.nodes))
@@ -90,7 +93,7 @@ def _last_of(calls: Sequence[Node]) -> Occurrence:
     return Occurrence(tuple(path), calls[-1])
 
 
-def _made(node: Node, ins: Masks) -> Masks:
+def _result_parts(node: Node, ins: Masks) -> Masks:
     """Returns the `Part` of each result of an operation whose regions are not entered."""
     if node.op == "select_n":
         return [joined(ins[1:])]
@@ -105,7 +108,7 @@ def _made(node: Node, ins: Masks) -> Masks:
     return [Part.LINEAR if mask & Part.LINEAR else Part.CONSTANT for mask in parts]
 
 
-def _of_array(array: Any) -> Part:
+def _part_of_array(array: Any) -> Part:
     if isinstance(array, jax.core.Tracer) or not _is_number(array):
         return Part.CONSTANT
     return Part.CONSTANT if np.any(np.asarray(array)) else Part.ZERO

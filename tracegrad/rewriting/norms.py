@@ -36,27 +36,27 @@ def over_largest(x: Any, axis: int | None = None, xp: Any = jnp) -> tuple[Any, A
 
 def within_value(x: Any, limit: float) -> Any:
     """Limits the absolute value of each entry, real or complex, to `limit`."""
-    limit = _reachable(limit, x.dtype)
+    limit = _capped(limit, x.dtype)
     if limit == jnp.inf:
         return x
     if not jnp.iscomplexobj(x):
         bound = jnp.asarray(limit, x.dtype)
         # `jnp.clip` halves the derivative at entries that are equal to the limit.
         return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
-    is_over, direction = _over(_parts(x), limit, axis=0)
-    return jnp.where(is_over, _of_parts(limit * direction, x.dtype), x)
+    exceeds, direction = _norm_exceeds(_parts(x), limit, axis=0)
+    return jnp.where(exceeds, _from_parts(limit * direction, x.dtype), x)
 
 
 def within_norm(x: Any, limit: float) -> Any:
     """Scales an array down to the Euclidean norm `limit`, if its norm is larger."""
-    limit = _reachable(limit, x.dtype)
+    limit = _capped(limit, x.dtype)
     if limit == jnp.inf:
         return x
-    is_over, direction = _over(_parts(x), limit, axis=None)
-    return jnp.where(is_over, _of_parts(limit * direction, x.dtype), x)
+    exceeds, direction = _norm_exceeds(_parts(x), limit, axis=None)
+    return jnp.where(exceeds, _from_parts(limit * direction, x.dtype), x)
 
 
-def _reachable(limit: float, dtype: Any) -> float:
+def _capped(limit: float, dtype: Any) -> float:
     """Caps a finite limit at the type's largest number, so that infinite entries become finite."""
     return min(float(limit), float(_finfo(dtype).max)) if limit < jnp.inf else jnp.inf
 
@@ -68,7 +68,7 @@ def _parts(x: Any) -> Any:
     return at_least_32_bits(x)[None]
 
 
-def _of_parts(parts: Any, dtype: Any) -> Any:
+def _from_parts(parts: Any, dtype: Any) -> Any:
     return jax.lax.complex(*parts) if len(parts) == 2 else parts[0].astype(dtype)
 
 
@@ -77,7 +77,7 @@ def at_least_32_bits(x: Any) -> Any:
     return x.astype(jnp.float32) if _finfo(x.dtype).bits < 32 else x
 
 
-def _over(x: Any, limit: float, axis: int | None) -> tuple[Any, Any]:
+def _norm_exceeds(x: Any, limit: float, axis: int | None) -> tuple[Any, Any]:
     """Returns whether the Euclidean norm along an axis is above a limit, and the unit vector.
 
     Next to an infinite entry, finite entries count as 0. With a NaN the norm is not above it.
@@ -89,5 +89,5 @@ def _over(x: Any, limit: float, axis: int | None) -> tuple[Any, Any]:
     x, largest = over_largest(x, axis)
     squares = jnp.sum(jnp.square(x), axis=axis, keepdims=True)
     norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # no NaN in derivatives at zero
-    is_over = has_infinite | ((squares > 0) & (largest > limit / norm))
-    return jnp.squeeze(is_over, axis), x / norm
+    exceeds = has_infinite | ((squares > 0) & (largest > limit / norm))
+    return jnp.squeeze(exceeds, axis), x / norm
