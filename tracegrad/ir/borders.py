@@ -81,6 +81,7 @@ def _refuse(node: Node, why: str) -> GraphError:
 
 
 def _widened(node: Node, edits: Mapping[str, Edited]) -> Written:
+    """Returns the node with edited regions, and with operands and results for their ports."""
     regions = {n: edits[n].graph if n in edits else g for n, g in node.regions.items()}
     ins = [(n, port) for n, edited in edits.items() for port in edited.ins]
     shown = [(n, port) for n, edited in edits.items() for port in edited.outs]

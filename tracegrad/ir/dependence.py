@@ -30,8 +30,8 @@ _ELEMENTWISE_TUPLES = frozenset({"optimization_barrier"})
 def dependence(graph: Graph) -> Masks:
     """Returns for every output of a graph the inputs that it depends on through any data flow.
 
-    The result of a loop is the fixed point over all iterations (also none, unless a scan is known
-    to run); the result of a branch is the union over all branches and the predicate. If only JAX
+    A loop's masks are the fixed point over any number of iterations (none too, unless a scan is
+    known to run); a branch's masks are the union over all branches and the predicate. If only JAX
     knows how a node runs its regions, every result depends on every operand.
     """
     return _data_flow()[0](graph, of_each([True] * len(graph.inputs)))

@@ -185,8 +185,10 @@ def before_each(
     before: Callable[[Any], Any],
     chosen: Callable[[Graph, Occurrence, Sequence[Atom]], Sequence[int]],
 ) -> Graph:
-    """Replaces some operands of each match with ``before(operand)``. `chosen`: ``chosen(region,
-    match, operands)`` returns the positions of the operands that `before` replaces."""
+    """Replaces some operands of each match with ``before(operand)``.
+
+    ``chosen(region, match, operands)`` returns the positions of these operands.
+    """
 
     def write_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
         one = None if isinstance(match, Fragment) else members[0]
@@ -257,6 +259,8 @@ def _edit(
     write_at: _WriteAt,
     depends_on: Callable[[Occurrence], Hashable],
 ) -> Edited:
+    """Edits a graph with ``write_at(draft, nodes, match)`` at each match; adds inputs for taps,
+    outputs for shown arrays (both in the order of the matches) and constants."""
     places = [(match.path, match) for match in matches]
     edited = _edit_region(graph, places, write_at, depends_on, Where(), {})
     inner = edited.graph

@@ -156,9 +156,11 @@ class Graph:
 
     @property
     def calls_host(self) -> bool:
-        """Whether the graph or a region below it runs code that XLA did not compile. Such code
-        (callbacks into Python, prints, foreign functions) may fail after the program was started,
-        and may read any object of the process."""
+        """Whether the graph or a region below it runs code that XLA did not compile.
+
+        Such code (callbacks into Python, prints, foreign functions) may fail after the program was
+        started, and may read any object of the process.
+        """
         return any(map(_jax.calls_host, self.operations))
 
     @cached_property
@@ -221,9 +223,11 @@ class Graph:
         return folding.of_text(str(self))
 
     def verify(self) -> None:
-        """Checks that the graph is a valid program, with JAX's own checker, each region once. Every
-        value must be defined once and before its uses, and have the type that JAX's typing rules
-        give. Raises GraphError with the wrong node and its source line."""
+        """Checks that the graph is a valid program, with JAX's own checker, each region once.
+
+        Every value must be defined once and before its uses, and have the type that JAX's typing
+        rules give. Raises GraphError with the wrong node and its source line.
+        """
         verification.verify(self)
 
     # ---------------------------------------------------------------------------------- running

@@ -183,9 +183,11 @@ class RegionNode(Node):
 
 
 class Call(RegionNode):
-    """One JAX primitive with regions: ``jit`` and control flow. A region has the name of the
-    parameter that holds it: ``jaxpr`` (jit, scan), ``cond_jaxpr`` and ``body_jaxpr`` (while),
-    ``branches[0]``, ``branches[1]``, ... (cond and switch)."""
+    """One JAX primitive with regions: ``jit`` and control flow.
+
+    A region has the name of the parameter that holds it: ``jaxpr`` (jit, scan), ``cond_jaxpr`` and
+    ``body_jaxpr`` (while), ``branches[0]``, ``branches[1]``, ... (cond and switch).
+    """
 
     @property
     def name(self) -> str:
@@ -193,9 +195,11 @@ class Call(RegionNode):
 
 
 class Recompute(RegionNode):
-    """A region (``jaxpr``) whose intermediates are computed again in the backward pass. `policy`
-    decides which intermediates are saved instead (`jax.checkpoint_policies`); None saves only the
-    inputs."""
+    """A region (``jaxpr``) whose intermediates are computed again in the backward pass.
+
+    `policy` decides which intermediates are saved instead (`jax.checkpoint_policies`); None saves
+    only the inputs.
+    """
 
     @property
     def policy(self) -> Callable[..., Any] | None:
@@ -213,9 +217,11 @@ Faces = tuple["Mapping[str, Graph]", frozenset[int]]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CustomGradient(RegionNode):
-    """A primal region (``call_jaxpr``) and the rule that replaces its derivative. `kind` is
-    ``"vjp"`` (`jax.custom_vjp`, `tracegrad.custom_gradient`) or ``"jvp"`` (`jax.custom_jvp`). The
-    rule is Python code, until `face` is called and traces it to a graph."""
+    """A primal region (``call_jaxpr``) and the rule that replaces its derivative.
+
+    `kind` is ``"vjp"`` (`jax.custom_vjp`, `tracegrad.custom_gradient`) or ``"jvp"``
+    (`jax.custom_jvp`). The rule is Python code, until `face` is called and traces it to a graph.
+    """
 
     # Traces the rule; returns `Faces`.
     trace_faces: Callable[[CustomGradient], tuple[Mapping[str, Graph], frozenset[int]]] | None = (

@@ -141,6 +141,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None), np.dtype})
 
 
 def _value_keys(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns a key for each value of a parameter; programs are compared by their operations."""
     keys: list[Any] = []
     for value in values:
         kind = type(value)

@@ -152,6 +152,7 @@ def _lies_in(match: Occurrence, covers: Covers) -> bool:
 
 
 def _in_order(graph: Graph, matches: list[Occurrence]) -> list[Occurrence]:
+    """Sorts matches in the order of `Graph.walk`."""
     if len(matches) < 2:
         return matches
     first = {(m.path, m.node): m for m in reversed(matches) if isinstance(m, Fragment)}

@@ -68,6 +68,7 @@ def format_graph(graph: Graph, paint: Paint = plain) -> str:
 def _graph_lines(
     graph: Graph, path: Path, seen: set[Graph], texts: set[str], paint: Paint
 ) -> list[str]:
+    """Returns the lines of a graph; `seen` and `texts` are the regions printed so far."""
     lines = header(graph)
     rows: list[_Row] = []
     scope = ""

@@ -45,6 +45,7 @@ def _verify(graph: Graph, path: Path, seen: set[Graph]) -> None:
 
 
 def _check_node(graph: Graph, node: Node, defined: set[Value]) -> None:
+    """Raises GraphError for a node with wrong operands, results or types."""
     for value in node.operands:
         if value not in defined:
             where = "defined later" if value in graph.producers else "of another graph"

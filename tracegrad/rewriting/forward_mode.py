@@ -46,6 +46,7 @@ def with_forward_mode(graph: Graph) -> Graph:
 
 
 def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
+    """Does `with_forward_mode` for a graph at a path; `done` caches the rewritten regions."""
     if graph in done:
         return done[graph]
     rules = list(_rules(graph, ()))

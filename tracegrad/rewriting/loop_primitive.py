@@ -95,6 +95,7 @@ def batched(axis: Any, args: Any, places: Any, **params: Any) -> Any:
 
 
 def differentiated_forward(primals: Any, tangents: Any, **params: Any) -> Any:
+    """The JVP of a `checkpointed_while`: JAX's JVP of `while`, in which the loop is ours."""
     own, ours = apart(params)
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     found: list[Any] = []

@@ -67,6 +67,7 @@ def _known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> 
 
 
 def _linearised(trace: Any, *tracers: Any, **params: Any) -> Any:
+    """The partial evaluation of a loop: runs its known part, and binds `_LINEAR` for the rest."""
     own, ours = apart(params)
     unknown = [not tracer.is_known() for tracer in tracers]
     avals = [tracer.aval for tracer in tracers]

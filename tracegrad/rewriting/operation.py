@@ -30,9 +30,11 @@ class StandsForArray(Protocol):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientOperation:
-    """The operation whose gradient a gradient function computes. `inputs` and `outputs` are its
-    arrays, `params` its other parameters, `name` its name. It corresponds to ``tf.Operation`` in a
-    gradient function of TensorFlow."""
+    """The operation whose gradient a gradient function computes.
+
+    `inputs` and `outputs` are its arrays, `params` its other parameters, `name` its name. It
+    corresponds to ``tf.Operation`` in a gradient function of TensorFlow.
+    """
 
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
