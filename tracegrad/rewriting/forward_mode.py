@@ -251,9 +251,9 @@ def _require_unchecked_axes(found: Occurrence) -> None:
     for value in found.node.inputs:
         if axes := _jax.varying_axes(value.aval):
             raise ValueError(
-                f"the custom gradient {found.node.name}{place_of(found)} is in a shard_map, and an "
-                f"operand varies over the mesh axes {', '.join(map(str, axes))}: it can get a "
-                "forward-mode derivative only with jax.shard_map(..., check_vma=False)"
+                f"the custom gradient {found.node.name}{place_of(found)} is in a shard_map and "
+                f"varies over its axes {', '.join(map(str, axes))}: it can get a forward-mode "
+                "derivative only with jax.shard_map(..., check_vma=False)"
             )
 
 
