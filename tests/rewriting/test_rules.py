@@ -95,6 +95,13 @@ def test_values_are_clipped_as_jax_clips_them(dtype):
     np.testing.assert_array_equal(np.asarray(beyond, np.float64), [most, -most])
 
 
+@pytest.mark.parametrize("limit", ["max_value", "max_norm"])
+@pytest.mark.parametrize("cotangent", [[INF, 1.0, -2.0], [1.0, 2.0]])
+def test_an_infinite_limit_changes_no_gradient(limit, cotangent):
+    got = clipped(jnp.array(cotangent), **{limit: INF})
+    np.testing.assert_array_equal(got, np.array(cotangent, np.float32))
+
+
 def test_the_root_at_zero_gets_the_limit_as_its_gradient():
     limited = rules.clip_gradient(match.op("mul"), max_value=3.0)
     f = tg.rewrite(lambda x: jnp.sqrt(x * 2), limited)

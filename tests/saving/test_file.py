@@ -201,7 +201,7 @@ def test_a_newer_format_is_named(written: Path):
     [
         ("no/f", lambda path: None, FileNotFoundError, "folder .* does not"),
         ("f", lambda path: path.mkdir(), IsADirectoryError, "A folder is in the way"),
-        ("f", lambda path: os.mkfifo(path), OSError, "no ordinary file to replace"),
+        ("f", lambda path: os.mkfifo(path), OSError, "not a regular file"),
         ("x" * 300, lambda path: None, OSError, "name too long"),
     ],
     ids=["no folder", "a folder in the way", "a device", "too long a name"],

@@ -1,4 +1,4 @@
-"""What a traced program is: `Graph`, its values and its five kinds of node."""
+"""The representation of a traced program: `Graph`, its values and its five kinds of node."""
 
 from tracegrad.ir.errors import GraphError as GraphError
 from tracegrad.ir.errors import NoMatchError as NoMatchError

@@ -1,4 +1,4 @@
-"""Who wrote what stands in a program: the user, a library, this package or JAX."""
+"""The authors of annotations in a program: the user, a library, this package or JAX."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tracegrad.ir.occurrence import (
 
 
 def whose(occurrence: Occurrence) -> str:
-    """Who wrote an annotation: ``"yours"``, or the library's name.
+    """Returns the author of an annotation: ``"yours"``, or the library's name.
 
-    The function of the annotation itself is not asked, but the one that called it.
+    It is the author of the code that calls the annotation's function.
     """
     node = occurrence.node
     stack = _jax.frames(node.source.info)
@@ -40,44 +40,47 @@ def whose(occurrence: Occurrence) -> str:
 
 
 def file_of_primal(node: CustomGradient) -> str:
-    """Where the function is written that has the custom gradient; empty if that is not known."""
+    """Returns the file of a custom gradient's primal function; "" if it is not known."""
     function = origin_of_function(node.primal.function_source)
     return function.file if function else ""
 
 
 def is_jaxs_rule(node: CustomGradient) -> bool:
-    """Whether a rule is one of JAX's own, which are derivatives."""
+    """Whether a rule is JAX's own: then it is the derivative of its function."""
     return is_jaxs_file(file_of_rule(node))
 
 
 def may_change(node: CustomGradient) -> bool:
-    """Whether a rule is the user's, or one that this package puts in to change a gradient."""
+    """Whether a rule may change a gradient: it is the user's, or made by this package."""
     file = file_of_rule(node)
     return is_user_file(file) or (is_own_file(file) and not is_jaxs_file(file)) if file else False
 
 
 def file_of_rule(node: CustomGradient) -> str:
-    """Where the rule is written. (The rule of ``custom_gradient(jnp.round)`` is not JAX's, though
-    the function is.) JAX writes the rule of ``defjvps``: then where the function is written."""
+    """Returns the file of a custom gradient's rule, which may differ from that of the function. (In
+    ``custom_gradient(jnp.round)`` only the function is JAX's.) JAX makes the rule of ``defjvps``:
+    for it, returns the file of the function."""
     code = code_of_rule(node)
     is_given = code is not None and (node.kind == "vjp" or not is_jaxs_file(code.co_filename))
     return code.co_filename if code is not None and is_given else file_of_primal(node)
 
 
 def code_of_rule(node: CustomGradient) -> CodeType | None:
-    """The code of a VJP's backward function, or of a JVP's rule; None for what is no Python
-    function."""
+    """Returns the code of a VJP's backward function or of a JVP's rule.
+
+    Returns None if that is not a Python function.
+    """
     rule = node.params["bwd" if node.kind == "vjp" else "jvp_jaxpr_fun"]
     function = _jax.users_function(rule)
     code = getattr(function, "__code__", None)
-    if code is not None and is_own_file(code.co_filename):  # a builder of rules around it
+    if code is not None and is_own_file(code.co_filename):  # a wrapper around the user's rule
         code = getattr(inspect.unwrap(function), "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 
 def _above_stop_gradient(stack: Sequence[Any]) -> Sequence[Any]:
-    """The frames around the call of `stop_gradient`, and of a `tree_map` of it."""
-    # Under `vmap` the call that was written stands outside of JAX's own.
+    """Returns the frames around a call of `stop_gradient`, or around its `tree_map`."""
+    # Under `vmap`, frames of JAX are inside of the call: take the outermost `stop_gradient`.
     inner = list(itertools.takewhile(is_own_file, (str(f.file_name) for f in stack)))
     names = [str(f.function_name) for f in stack[: len(inner)]]
     calls = [i for i, name in enumerate(names) if "stop_gradient" in name]

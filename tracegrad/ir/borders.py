@@ -1,13 +1,13 @@
-"""What crosses the borders of regions: one place that knows how a node is widened for it.
+"""Widens nodes whose regions were edited: passes further values across the borders of regions.
 
-A region that was edited may need more inputs (arrays that the written code closed over, or is
-given from outside) or more outputs (arrays that it shows). So the node that holds it takes and
-gives more, and so on up to the root. What is the same at each execution goes in with the constants
-of a loop; a scan hands out slices of the rest and stacks what comes out; a branch that was not
-taken gives zeros.
+An edited region may need more inputs (arrays that the new code closes over, or taps) or more
+outputs (arrays that it shows). So the node that holds the region gets more operands and results,
+and so do its enclosing nodes, up to the root. An array that is the same in each execution becomes a
+constant of a loop. Taps are sliced by a scan, and shown arrays are stacked; a branch that is not
+taken returns zeros for them.
 
-Three kinds of node are written anew by JAX's own functions instead: a `jax.shard_map`, in its mesh;
-a custom gradient, of its faces; and what has a rule in Python for its call.
+Three kinds of node are not widened, but made again by JAX's own functions: a `jax.shard_map`, in
+its mesh; a custom gradient, from its faces; and a call with a rule in Python.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tracegrad.ir.writing import Port, Where, Written, write
 
 @dataclass(frozen=True, eq=False)
 class Edited:
-    """A region after an edit, and what is to cross its border.
+    """A region after an edit, and the values that have to cross its border.
 
     Attributes:
-      graph: the edited region.
-      ins: inputs to be: for what is closed over, and for what comes from outside.
-      outs: values that are to be led out.
+      graph: the edited region, still without these inputs and outputs.
+      ins: the inputs to add: for arrays that are closed over, and for taps.
+      outs: the values to add as outputs.
     """
 
     graph: Graph
@@ -47,21 +47,23 @@ class Edited:
 
 
 def with_regions(node: Node, edits: Mapping[str, Edited], where: Where) -> Written:
-    """A node with edited regions, as nodes that define what it defined; and their ports, as they
-    are seen from outside."""
+    """Replaces the regions of a node; returns nodes with the same results, and their ports.
+
+    The ports are those that the enclosing region has to add.
+    """
     if isinstance(node, CustomGradient):
         return _by_jax(node, edits, where, _rule_of(node, edits))
     if node.op == "shard_map":
         return _by_jax(node, edits, where, _shard_map_of(node, edits["jaxpr"]))
     called = _jax.CALLS_WITH_RULES.get(node.op)
     if called is not None:
-        # The rule knows nothing of the edit: what is there instead, JAX maps and transposes.
+        # The call's rule is for the unedited program: write out the edited one, without the rule.
         return _by_jax(node, edits, where, _closing(edits[called]))
     return _widened(node, edits)
 
 
 def why_not_widened(node: Node) -> str | None:
-    """Why no values can be led out of a node, or perturbations into it; None if they can."""
+    """Returns why a node cannot get further operands and results; None if it can."""
     known = (_jax.JIT, _jax.SCAN, _jax.COND)
     if isinstance(node, Recompute) or node.primitive in known:
         return None
@@ -79,6 +81,7 @@ def _refuse(node: Node, why: str) -> GraphError:
 
 
 def _widened(node: Node, edits: Mapping[str, Edited]) -> Written:
+    """Returns the node with edited regions, and with operands and results for their ports."""
     regions = {n: edits[n].graph if n in edits else g for n, g in node.regions.items()}
     ins = [(n, port) for n, edited in edits.items() for port in edited.ins]
     shown = [(n, port) for n, edited in edits.items() for port in edited.outs]
@@ -89,7 +92,7 @@ def _widened(node: Node, edits: Mapping[str, Edited]) -> Written:
     if not ins and not shown:
         return Written([_replaced(node, regions)], {})
     primitive, params = node.primitive, dict(node.params)
-    # Of each region: behind how many of its inputs what is closed over goes; and of the node.
+    # Closed-over arrays are inserted at these positions of a region's inputs, and of the operands.
     places = {n: len(g.inputs) for n, g in regions.items()}
     operand_places = dict.fromkeys(regions, len(node.inputs))
     length: tuple[int, ...] = ()
@@ -109,7 +112,7 @@ def _widened(node: Node, edits: Mapping[str, Edited]) -> Written:
     elif primitive is not _jax.COND and not isinstance(node, Recompute):
         raise GraphError(
             f"an edit made a region of {node.op} close over a value that is being traced outside "
-            f"of it; for {node.op} there is no way to make that an operand, and as a constant its "
+            f"of it; the value cannot become an operand of {node.op}, and as a constant its "
             "gradient would silently be zero. Pass the value in as an input: "
             f"{Occurrence((), node)}"
         )
@@ -127,7 +130,7 @@ def _widened(node: Node, edits: Mapping[str, Edited]) -> Written:
     for at in sorted(set(operand_places.values()), reverse=True):
         operands[at:at] = [p.value for n, p in outer_closed if operand_places[n] == at]
     operands += [port.value for port in outer_tapped]
-    alike = primitive is _jax.COND  # its branches take and give the same
+    alike = primitive is _jax.COND  # all its branches have inputs and outputs of the same types
     for name, region in regions.items():
         inputs, outputs, nodes = list(region.inputs), list(region.outputs), list(region.nodes)
         mine = [p if n == name else None for n, p in closed if alike or n == name]
@@ -139,7 +142,7 @@ def _widened(node: Node, edits: Mapping[str, Edited]) -> Written:
         for n, port in shown:
             if n == name:
                 outputs.append(port.value)
-            else:  # a branch that was not taken
+            else:  # a branch without the shown value
                 zero = jax.make_jaxpr(lambda a=port.value.aval: jnp.zeros(a.shape, a.dtype))()
                 nodes += [node_of(each, node.function) for each in _jax.opened(zero).eqns]
                 outputs += _jax.opened(zero).outvars
@@ -156,7 +159,7 @@ def _replaced(
     operands: Sequence[Atom] | None = None,
     results: Sequence[Value] | None = None,
 ) -> Node:
-    """The node with other regions; their programs take the places of the old ones."""
+    """Returns the node with other regions and, if given, other parameters, operands and results."""
     operands = node.inputs if operands is None else operands
     programs = {name: region.program for name, region in regions.items()}
     equation = node.equation.replace(
@@ -169,7 +172,10 @@ def _replaced(
 
 
 def _effects(node: Node, regions: Mapping[str, Graph], operands: Sequence[Atom]) -> set[Any]:
-    """The effects of a node with other regions. That on a Ref says which operand it is."""
+    """Returns the effects of a node with other regions and operands.
+
+    An effect on a Ref refers to the Ref by the position of its operand.
+    """
     before = {effect for region in node.regions.values() for effect in region.effects}
     now = {effect for region in regions.values() for effect in region.effects}
     kept = {e for e in node.effects if _jax.is_of_reference(e) or e not in before}
@@ -177,7 +183,7 @@ def _effects(node: Node, regions: Mapping[str, Graph], operands: Sequence[Atom])
     return moved | {effect for effect in now if not _jax.is_of_reference(effect)}
 
 
-# ------------------------------------------------------------------------------- written anew
+# -------------------------------------------------------------------- made again by JAX's functions
 
 
 def _by_jax(
@@ -193,7 +199,10 @@ def _by_jax(
 def _closing(
     edited: Edited, guard: Callable[[Any], Any] = lambda array: array
 ) -> Callable[..., list[Any]]:
-    """An edited region as a function that closes over what its ports stand for."""
+    """Returns an edited region as a function that closes over the arrays of its ports.
+
+    `guard` is applied to each of these arrays.
+    """
     closed_over = [guard(port.closed_over) for port in edited.ins]
     region = edited.graph
     if closed_over:
@@ -219,11 +228,9 @@ def _shard_map_of(node: Node, edited: Edited) -> Callable[..., Sequence[Any]]:
 
 
 def _rule_of(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[..., Sequence[Any]]:
-    """A custom gradient of edited faces.
-
-    Raises GraphError for an edit that differentiation would lose: the primal region is not run
-    then, the rule's own forward pass is.
-    """
+    """Returns a function with a custom gradient, made from edited and other faces. Raises
+    GraphError for an edit of the primal region without the rule's forward pass: under
+    differentiation only the forward pass runs, so the edit would be lost."""
     running = "jvp" if node.kind == "jvp" else "forward"
     if "call_jaxpr" in edits and running not in edits:
         raise GraphError(
@@ -252,8 +259,9 @@ def _rule_of(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[...,
 def rule_of_faces(
     node: CustomGradient, face: Callable[[str], Callable[..., list[Any]]]
 ) -> Callable[..., Sequence[Any]]:
-    """A custom gradient whose faces are these functions, by their names. What the function closes
-    over gets nothing from the rule."""
+    """Returns a function with a custom gradient, given its faces as functions. ``face(name)``
+    returns the face of that name. Differentiating with respect to a value that the function closes
+    over raises an error."""
     rule = _jvp_rule(node, face) if node.kind == "jvp" else _vjp_rule(node, face)
     first = node.closed_over
 
@@ -295,7 +303,7 @@ def _vjp_rule(node: CustomGradient, face: Callable[[str], Callable[..., list[Any
         given = [ct for ct, aval in pairs if _jax.has_gradient(aval)]
         found: list[Any] = [None] * len(node.inputs)
         for i, ct in zip(flowing, backward(*residuals, *given), strict=True):
-            if i in node.returned:  # what the rule returned as None is none
+            if i in node.returned:  # for the others the rule returned None
                 found[i] = ct
         return tuple(found)
 

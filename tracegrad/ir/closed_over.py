@@ -1,7 +1,8 @@
-"""Values that a function with a derivative of its own closes over must not be differentiated.
+"""Refuses to differentiate with respect to values that a custom gradient closes over.
 
-Its rule has no derivative with respect to them. For a `jax.custom_vjp` JAX says so; in the place of
-that of a `jax.custom_jvp` it takes zero, in silence, once the function is part of a program.
+The rule of the custom gradient has no derivative with respect to these values. For a
+`jax.custom_vjp` JAX raises an error; for a `jax.custom_jvp` that is part of a program, JAX silently
+takes the derivative to be zero.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tracegrad.ir.occurrence import Occurrence
 
 
 def refuse_derivatives(node: CustomGradient, args: Sequence[Any]) -> list[Any]:
-    """The operands of a custom gradient; those closed over raise when they are differentiated."""
+    """Returns the operands of a custom gradient; differentiating closed-over ones raises."""
     args = list(args)
     for i in range(node.closed_over) if node.closes_over else ():
         args[i] = not_differentiated(node, args[i], functools.partial(depends_on, node.primal, i))
@@ -29,7 +30,10 @@ def refuse_derivatives(node: CustomGradient, args: Sequence[Any]) -> list[Any]:
 
 
 def loses_derivative(node: CustomGradient, reached: Sequence[bool]) -> bool:
-    """Whether one of the operands that are differentiated is closed over."""
+    """Whether the result depends on a closed-over operand that is differentiated.
+
+    `reached`: for each operand, whether it is differentiated.
+    """
     closed_over = range(node.closed_over) if node.closes_over else ()
     return any(reached[i] and depends_on(node.primal, i) for i in closed_over)
 
@@ -37,7 +41,10 @@ def loses_derivative(node: CustomGradient, reached: Sequence[bool]) -> bool:
 def not_differentiated(
     node: CustomGradient, value: Any, matters: Callable[[], bool] = lambda: True
 ) -> Any:
-    """The same value. Differentiating it raises ValueError, if then asked it matters."""
+    """Returns the value; differentiating it raises ValueError.
+
+    `matters` is called when it is differentiated: if false, the derivative is zero instead.
+    """
     if not isinstance(jax.typeof(value), jax.core.ShapedArray) or not _jax.has_gradient(value):
         return value
 
@@ -55,14 +62,14 @@ def not_differentiated(
 
 
 def depends_on(primal: Graph, position: int) -> bool:
-    """Whether a derivative of a function with respect to one input is not zero by structure.
+    """Whether the derivative of a function with respect to one input may differ from zero.
 
-    What goes through ``stop_gradient`` does not count: zero is right there. Nor does what is only
-    closed over by the rules of functions that it calls: no result depends on it.
+    It is zero if all paths from the input go through ``stop_gradient``, or if only the rules of
+    custom gradients close over the input, since no result depends on it then.
 
     Args:
       primal: the graph of the function.
-      position: which of its inputs.
+      position: the position of the input.
     """
     avals = primal.in_avals
     flows = any(mask >> position & 1 for mask in dependence(primal))

@@ -1,4 +1,4 @@
-"""Which values a Python function uses without having them as arguments."""
+"""Finds the values that a Python function uses without having them as arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from tracegrad import _jax
 
-# Objects that are looked at, and kinds of which none has a value of a trace in it.
+# The most objects to search, and the types of objects that contain no tracers.
 _MOST = 10_000
 _WITHOUT = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, ModuleType),
@@ -22,7 +22,7 @@ _WITHOUT = (
 
 
 def may_hold_tracers(function: Any) -> bool:
-    """Whether a function closes over values of a trace, or over what cannot be looked through."""
+    """Whether a function closes over tracers, or over objects that cannot be searched for them."""
     pending, seen = [function], set[int]()
     while pending:
         held = pending.pop()
@@ -50,7 +50,10 @@ def may_hold_tracers(function: Any) -> bool:
 
 
 def values_closed_over(fun: object, depth: int) -> Iterator[tuple[str, object]]:
-    """The variables that a function closes over, reads as globals, or has as defaults."""
+    """Yields the names and values that a function closes over, reads as globals, or is bound to.
+
+    `depth`: to how many levels it goes into functions among these values.
+    """
     fun = inspect.unwrap(cast("Any", fun))
     if depth == 0:
         return

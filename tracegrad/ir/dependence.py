@@ -1,8 +1,8 @@
-"""What depends on what in a program: for every result, the inputs that can reach it.
+"""Dependences in a program: for every result, the inputs that it depends on.
 
-A set of inputs is a bit mask: bit i for the i-th. `spread` carries masks forward through a graph;
-what a node does to them is the caller's rule, so that the same walk answers "which inputs does
-this output depend on" and "which inputs get a gradient from it".
+A set of inputs is a bit mask: bit i for the i-th input. `spread` propagates masks forward through a
+graph. The caller's rule says what a node does to masks, so the same walk finds the inputs that an
+output depends on, and the inputs that get a gradient from it.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ Masks = list[int]
 Run = Callable[[Graph, Masks], Masks]  # a region's input masks -> its output masks
 Rule = Callable[[Node, Masks], Masks]  # a node's input masks -> its output masks
 
-# Each result is computed from the operand in the same place.
+# Each result depends only on the operand at the same position.
 _ELEMENTWISE_TUPLES = frozenset({"optimization_barrier"})
 
 
 def dependence(graph: Graph) -> Masks:
-    """For every output of a graph, the inputs that it depends on through any data flow.
+    """Returns for every output of a graph the inputs that it depends on through any data flow.
 
-    Exact for what is computed from operands; through a loop it is the fixed point over all
-    iterations, none included unless a scan is known to run; through a branch the union over the
-    branches (and the predicate). Where JAX alone knows what a region means, every result depends
-    on every operand.
+    A loop's masks are the fixed point over any number of iterations (none too, unless a scan is
+    known to run); a branch's masks are the union over all branches and the predicate. If only JAX
+    knows how a node runs its regions, every result depends on every operand.
     """
     return _data_flow()[0](graph, of_each([True] * len(graph.inputs)))
 
 
 def data_flow(node: Node, ins: Masks) -> Masks:
-    """The rule of plain data flow."""
+    """The rule for plain data flow: a result depends on all operands from which it is computed."""
     return _data_flow()[1](node, ins)
 
 
 def spread_below(graph: Graph, inputs: Masks) -> dict[Value, int]:
-    """The mask of every value in a graph and in the regions below it, by plain data flow; of a
-    region that is entered several times the union."""
+    """Returns the mask of every value in a graph and in the regions below it, by plain data flow.
+
+    For a region that is called several times it is the union.
+    """
     found: dict[Value, int] = {}
     _data_flow(found)[0](graph, inputs)
     return found
 
 
 def _data_flow(found: dict[Value, int] | None = None) -> tuple[Run, Rule]:
-    """What carries masks through graphs, and through nodes. It remembers what it found about the
-    regions that it has entered, so that regions shared by regions that are shared take no more time
-    than others. `found` gets the masks of all values."""
+    """Returns functions that propagate masks through graphs and through nodes, by data flow. They
+    cache the masks of regions, so that nested shared regions take no more time than others. `found`
+    gets the masks of all values."""
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
 
     def run(region: Graph, ins: Masks) -> Masks:
@@ -77,8 +78,9 @@ def _data_flow(found: dict[Value, int] | None = None) -> tuple[Run, Rule]:
 
 
 def flat_forms(graph: Graph, inputs: Collection[Value]) -> set[Value]:
-    """The arrays of one axis in a graph, regions not included, that hold the elements of some of
-    its inputs, maybe beside others: what `jax.flatten_util.ravel_pytree` makes of them."""
+    """Returns the arrays with one axis that contain the elements of some of a graph's inputs. They
+    may contain other elements too, as the array of `jax.flatten_util.ravel_pytree` does. Arrays in
+    regions are not included."""
 
     def rule(node: Node, ins: Masks) -> Masks:
         if node.regions and any(ins) and (entered := enter(node, ins, run)) is not None:
@@ -99,56 +101,57 @@ def flat_forms(graph: Graph, inputs: Collection[Value]) -> set[Value]:
 
 
 def node_dependence(node: Node) -> Masks:
-    """For every result of a node, the operands (by position) that it depends on."""
+    """Returns for every result of a node the operands (by position) that it depends on."""
     return data_flow(node, of_each([True] * len(node.inputs)))
 
 
 def of_each(chosen: Iterable[bool]) -> Masks:
-    """For each of several inputs or operands a mask of itself; of those not chosen none."""
+    """Returns for each input a mask with only its own bit, or 0 if it is not chosen."""
     return [1 << i if is_chosen else 0 for i, is_chosen in enumerate(chosen)]
 
 
 def spread(
     graph: Graph, inputs: Masks, rule: Rule, record: MutableMapping[Value, int] | None = None
 ) -> Masks:
-    """Carries masks from the inputs of a graph to its outputs; returns those.
+    """Propagates masks from the inputs of a graph; returns the masks of its outputs.
 
     `record`, if given, is filled with the mask of every value.
     """
     masks: MutableMapping[Value, int] = {} if record is None else record
     masks.update(zip(graph.inputs, inputs, strict=True))
     for node in graph.nodes:
-        # Without calls of functions for each operand: this is done for every node of a program.
+        # No function call for each operand: this code runs for every node of a program.
         ins = [masks.get(v, 0) if isinstance(v, Value) else 0 for v in node.inputs]
         outs = rule(node, ins)
         masks.update(zip(node.outputs, outs, strict=True))
         for value in node.inputs:
             if isinstance(value, Value) and is_reference(value):
-                # It may have been written to.
+                # The node may have written to this Ref.
                 masks[value] = joined(ins)
     return [mask_of(value, masks) for value in graph.outputs]
 
 
 def joined(masks: Iterable[int]) -> int:
-    """The union of masks."""
+    """Returns the union of masks."""
     return functools.reduce(operator.or_, masks, 0)
 
 
 def mask_of(value: Atom, masks: Mapping[Value, int]) -> int:
-    """The mask of a node's operand; constants and literals have none."""
+    """Returns the mask of a node's operand; it is 0 for constants and literals."""
     return masks.get(value, 0) if isinstance(value, Value) else 0
 
 
 def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | None:
-    """Carries masks through the regions of a node, to the fixed point of its loop.
+    """Propagates masks through the regions of a node, for a loop to the fixed point.
 
-    Returns the masks of its results, and for each region the masks of its inputs; None for a node
-    without regions, or with regions of which only JAX knows how they are called.
+    Returns the masks of the results, and for each region the masks of its inputs. Returns None for
+    a node without regions, with a Ref among its operands, or with regions of which only JAX knows
+    how they are run.
     """
     calls = region_calls(node)
     if not calls or any(is_reference(v) for v in node.inputs):
         return None
-    branch = ins[0] if node.primitive is _jax.COND else 0  # which one is taken
+    branch = ins[0] if node.primitive is _jax.COND else 0  # the index of the branch taken
     regions = {call.name: [ins[i] for i in call.operands] for call in calls}
     while True:
         outs = [run(node.regions[name], masks) for name, masks in regions.items()]
@@ -179,8 +182,10 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
 
 
 def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) -> set[Value]:
-    """The values from which data flows to the chosen outputs of a graph; `rule`: which of its
-    operands reach each result of a node, if not all the data."""
+    """Returns the values on which the chosen outputs of a graph depend.
+
+    `rule`: the operands on which each result of a node depends; default: plain data flow.
+    """
     live = {
         value
         for value, chosen in zip(graph.outputs, outputs, strict=True)
@@ -189,7 +194,7 @@ def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) 
     rule = rule or _data_flow()[1]
     for node in reversed(graph.nodes):
         wanted = [value in live for value in node.outputs]
-        if any(is_reference(v) and v in live for v in node.inputs):  # it may be written to
+        if any(is_reference(v) and v in live for v in node.inputs):  # the node may write to a Ref
             live |= set(node.operands)
         elif any(wanted):
             masks = rule(node, of_each([True] * len(node.inputs)))
@@ -204,7 +209,7 @@ def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) 
 
 
 def without_unused(graph: Graph, *, keeps_effects: bool = True) -> Graph:
-    """The graph without the nodes whose results nobody uses, but for those with effects."""
+    """Removes the nodes whose results are not used, except nodes with effects."""
     used, kept = set(graph.results), list[Node]()
     for node in reversed(graph.nodes):
         if (keeps_effects and node.effects) or not used.isdisjoint(node.outputs):
@@ -216,8 +221,10 @@ def without_unused(graph: Graph, *, keeps_effects: bool = True) -> Graph:
 def region_outputs_leading_to(
     node: Node, name: str, outputs: Sequence[bool], rule: Rule | None = None
 ) -> list[bool]:
-    """Which outputs of a node's region flow to the chosen results of the node; `rule`: as of
-    `leading_to`, for the nodes of the region."""
+    """Returns on which outputs of a node's region the chosen results of the node depend.
+
+    `rule`: as in `leading_to`, for the nodes of the region.
+    """
     region = node.regions[name]
     if node.primitive in _jax.WHILES:
         return [True] * len(region.outputs)  # each may decide when the loop ends
@@ -235,14 +242,15 @@ def back_around(
     back: Callable[[list[T]], Sequence[T]],
     join: Callable[[T, T], T],
 ) -> list[T]:
-    """What comes back to the outputs of a loop's body: from behind the loop, and from the
-    iterations that follow, to the fixed point.
+    """Propagates information backwards to the outputs of a loop's body, to the fixed point.
+
+    It comes from the users of the loop's results, and from the following iterations.
 
     Args:
-      node: a node with regions; in one that is no loop nothing goes round.
-      outputs: for each output of the body what comes from behind the loop.
-      back: carries that through the body, from its outputs to its inputs.
-      join: of what comes from both.
+      node: a node with regions; if it is not a loop, `outputs` is returned.
+      outputs: for each output of the body the information from the users of the loop's results.
+      back: propagates information through the body, from its outputs to its inputs.
+      join: combines the information from both sources.
     """
     found = list(outputs)
     if not is_loop(node):

@@ -1,4 +1,4 @@
-"""The edit of one region, while it goes on: what replaces, precedes and follows each node."""
+"""The unfinished edit of one region: the nodes that replace, precede and follow each node."""
 
 from __future__ import annotations
 
@@ -16,95 +16,109 @@ from tracegrad.ir.writing import Port, Where, Written
 
 
 class Draft:
-    """The edit of one region: for each node the nodes that replace, precede and follow it."""
+    """Collects the edits of one region; `finished` returns the edited region.
+
+    Attributes:
+      order: the nodes before the edit, in the order in which their replacements will stand.
+      now: by the key of a node, the nodes that replace it (itself if nothing does).
+      operands: by the key of a node, new operands for the nodes that replace it.
+      ins: ports of new inputs of the region.
+      outs: ports of new outputs of the region.
+    """
 
     def __init__(self, graph: Graph, where: Where):
         self.graph, self.where = graph, where
         self.order = list(graph.nodes)
-        self._here = {node.key: node for node in graph.nodes}
+        self._node_by_key = {node.key: node for node in graph.nodes}
         self.now: dict[Any, list[Node]] = {node.key: [node] for node in graph.nodes}
         self.operands: dict[Any, list[Atom]] = {}
         self.ins: list[Port] = []
         self.outs: list[Port] = []
-        self._names: dict[Value, Atom] = {}
+        self._renames: dict[Value, Atom] = {}
         self._constants: dict[Value, Any] = {}
         self._before: dict[Any, list[Node]] = {}
         self._behind: dict[Any, list[Node]] = {}
-        self._local: dict[Any, dict[Any, Atom]] = {}
-        self._taken: dict[Any, Occurrence] = {}
+        self._local_renames: dict[Any, dict[Any, Atom]] = {}
+        self._replaced_by: dict[Any, Occurrence] = {}
 
     def nodes_of(self, match: Occurrence) -> list[Node]:
-        """The nodes of a match, as they were before this edit."""
+        """Returns the region's nodes of a match, as they were before this edit.
+
+        Raises GraphError if the match overlaps one that was replaced, or is not in the region.
+        """
         found = []
         for node in match.nodes:
-            if node.key in self._taken:
+            if node.key in self._replaced_by:
                 raise GraphError(
-                    f"{match} has operations in common with {self._taken[node.key]}, which matches "
-                    "too and stands in their place now. Narrow the selector so that no two matches "
-                    "overlap, or give two rules, that for the smaller matches first"
+                    f"{match} has operations in common with {self._replaced_by[node.key]}, a "
+                    "match that was replaced before. Narrow the selector so that no two matches "
+                    "overlap, or give two rules, first the rule for the smaller matches"
                 )
             found.append(self.node_of(node, match))
         return found
 
     def node_of(self, node: Node, match: Occurrence) -> Node:
-        """The node of the region that a node of a match, or on the way to one, is."""
-        if node.key not in self._here:
-            raise GraphError(f"{match} is not in {self.graph.name} (any more)")
-        return self._here[node.key]
+        """Returns the region's node for a node of a match, or for one on the path to a match."""
+        if node.key not in self._node_by_key:
+            raise GraphError(f"{match} is not in {self.graph.name}, or was removed by an edit")
+        return self._node_by_key[node.key]
 
     def now_of(self, nodes: Sequence[Node], match: Occurrence) -> list[Node]:
-        """The present versions of these nodes: their regions may have been edited already."""
+        """Returns the nodes as edited so far: matches in their regions are edited before."""
         found = [each for node in nodes for each in self.now[node.key]]
         if [node.outputs for node in found] != [node.outputs for node in nodes]:
             raise GraphError(
-                f"{match} holds other matches, whose values are led out of it: give two rules"
+                f"{match} contains other matches, whose edit added outputs to it: give two rules, "
+                "one for the inner matches and one for the outer"
             )
         return found
 
     def gather(self, members: Sequence[Node], match: Occurrence) -> None:
+        """Reorders the nodes so that the members of a match are adjacent."""
         self.order = gathered(self.order, {node.key for node in members}, match)
 
     def replace(
         self, members: Sequence[Node], new: Written, match: Occurrence | None = None
     ) -> None:
-        """Puts what was written in the place of some nodes that stand side by side."""
-        self._take(new)
+        """Replaces adjacent nodes with the nodes of `new`; no later match may overlap `match`."""
+        self._add_ports_and_names(new)
         for node in members:
             self.now[node.key] = []
             if match is not None:
-                self._taken[node.key] = match
+                self._replaced_by[node.key] = match
         self.now[members[0].key] = list(new.nodes)
 
     def insert(
         self, new: Written, *, before: Node | None = None, behind: Node | None = None
     ) -> None:
-        self._take(new)
+        """Inserts the nodes of `new` before or after a node."""
+        self._add_ports_and_names(new)
         if before is not None:
             self._before.setdefault(before.key, []).extend(new.nodes)
         if behind is not None:
             self._behind.setdefault(behind.key, []).extend(new.nodes)
 
     def rename(self, members: Iterable[Node], names: Mapping[Any, Atom]) -> None:
-        """Puts other values in the place of values in `members` alone, in operands and results."""
+        """Replaces values in the operands and results of `members`, and of no other nodes."""
         for node in members:
-            self._local.setdefault(node.key, {}).update(names)
+            self._local_renames.setdefault(node.key, {}).update(names)
 
-    def _take(self, new: Written) -> None:
+    def _add_ports_and_names(self, new: Written) -> None:
         self.ins += new.ins
         self.outs += new.outs
         self._constants |= new.constants
-        self._names |= new.names
+        self._renames |= new.names
 
     def finished(self) -> Edited:
-        """The region as it is now."""
-        names = self._names
-        alike: dict[int, Value] = {}  # by the id of what several edits close over
+        """Returns the edited region. Inputs that close over the same object become one input."""
+        names = self._renames
+        first_input: dict[int, Value] = {}  # id of an object closed over: the first input for it
         for port in self.ins:
             if port.closed_over is not None:
-                first = alike.setdefault(id(port.closed_over), port.value)
+                first = first_input.setdefault(id(port.closed_over), port.value)
                 if first is not port.value:
                     names[port.value] = first
-        for old, new in names.items():  # a name may lead to another one
+        for old, new in names.items():  # the new value may be renamed too
             while isinstance(new, Value) and new in names:
                 new = names[new]
             names[old] = new
@@ -114,8 +128,8 @@ class Draft:
             own = self.now[node.key]
             if node.key in self.operands:
                 own = [each.with_operands(self.operands[node.key]) for each in own]
-            if node.key in self._local:
-                own = [each.renaming(self._local[node.key]) for each in own]
+            if node.key in self._local_renames:
+                own = [each.renaming(self._local_renames[node.key]) for each in own]
             nodes += own
             nodes += self._behind.get(node.key, [])
         outs = [replace(port, value=renamed([port.value], names)[0]) for port in self.outs]

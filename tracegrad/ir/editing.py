@@ -1,16 +1,17 @@
-"""The one editor of graphs: it writes code around matches, or behind values, into another graph.
+"""The editor of graphs: returns a graph with new code around matches, or after values.
 
-Only what an edit writes is traced, by `jax.make_jaxpr`. What stands around it is not bound again,
-so its scopes, settings, types and effects stay what they were. Written code defines the same values
-as the code that it replaces, so the operations that read those values stay as they are. An edit
-costs what it writes, and one new program for each region on the way to it; a region that is entered
-from several places and edited alike there is edited once.
+Only the new code of an edit is traced, by `jax.make_jaxpr`. The operations around it are not bound
+again, so they keep their scopes, settings, types and effects. New code defines the same values as
+the code that it replaces, so the operations that read those values stay as they are. An edit
+costs the tracing of its code, and one new program for each region around it; a region that is
+called from several places is edited once if the edits there are equal.
 
-Written code may close over arrays, be given arrays by further inputs (taps), or show arrays by
-further outputs; each such array crosses the borders of regions by a *port* (`borders.py`).
+New code may close over arrays, take arrays as further inputs of the graph (*taps*), or return
+arrays as further outputs (*shown* arrays). Each such array crosses the borders of regions by a
+*port* (`borders.py`).
 
-The idea of editing by a function around an operation is that of context-oriented interception, as
-qwix has it; that of never changing a graph is penzai's.
+Editing by a function around an operation is an idea of qwix (context-oriented interception), and
+never changing a graph is an idea of penzai.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ from tracegrad.ir.writing import Place, Port, Where, write, write_first
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """What code around a match is given: the matched operations as a function of their operands.
+    """The matched operations as a function of their operands, for the code around a match.
 
-    Call it as often as you like: ``op(*operands)`` is the result, or a list of several.
+    It may be called any number of times: ``op(*operands)`` returns the result, or a list of
+    results if there are several.
 
     Attributes:
       match: the match, with its name, scope and source line.
-      params: the parameters of the primitive, where the match is one operation.
-      taps: arrays that come from outside, of the types that were asked for.
+      params: the parameters of the primitive; empty if the match is several operations.
+      taps: further inputs of the graph, of the types that the edit asked for.
     """
 
     match: Occurrence
@@ -57,8 +59,8 @@ class Op:
         return {} if isinstance(self.match, Fragment) else self.nodes[0].params
 
     def results(self, *operands: Any) -> list[Any]:
-        """The results on these operands, as a list."""
-        with _jax.outside_of_scopes():  # its operations have theirs
+        """Returns the results on these operands, as a list."""
+        with _jax.outside_of_scopes():  # the matched operations have their own scopes
             return _jax.eval_program(self.program, operands)
 
     def __call__(self, *operands: Any) -> Any:
@@ -66,18 +68,19 @@ class Op:
         return results[0] if len(results) == 1 else results
 
     def show(self, array: Any) -> None:
-        """Leads an array out of the program: see `Edited.outs`."""
+        """Makes an array a further output of the graph: see `Edited.outs`."""
         self.shown.append(array)
 
     def __repr__(self) -> str:
         return f"<Op {self.match}>"
 
 
-# around(op, *operands): what stands for the results of a match.
+# around(op, *operands) returns the new results of a match.
 WritesAround = Callable[..., Any]
-# behind(match)(value): what stands for a value that leaves a match, to all but the match.
+# behind(match)(value) returns the replacement of a value that leaves a match, for all users of the
+# value outside of the match.
 WritesBehind = Callable[[Occurrence], Callable[..., Any]]
-# The types of the arrays that are given from outside, at a match or behind a value.
+# Returns the types of the taps of a match: see `Op.taps`.
 Taps = Callable[[Any], Sequence[Any]]
 
 
@@ -89,22 +92,24 @@ def around_each(
     taps: Taps = lambda match: (),
     depends_on: Callable[[Occurrence], Hashable] = lambda match: None,
 ) -> Edited:
-    """The graph with ``around(op, *operands)`` in the place of each match.
+    """Replaces each match with ``around(op, *operands)``.
 
     Args:
       graph, matches: the matches were found in this graph, or in one that it was made from.
-      around: gives as many values as the match has results, of their types. The operands of one
-        operation are all of its operands; of several operations the values that enter them, and
-        the results those that leave them.
-      taps: the types of arrays that `around` is given as ``op.taps``; they become inputs.
+      around: returns as many values as the match has results, of the same types. The operands of
+        a match of one operation are the operation's own, in their order. The operands of a match
+        of several are the values that enter it, and its results are the values that leave it.
+      taps: returns the types of the arrays in ``op.taps``, which become inputs of the graph.
       depends_on: a hashable key of a match; two calls of one region share an edit only if the
         keys of their matches are equal.
 
     Returns:
-      The graph, and its ports: inputs for taps come last, as do outputs for what is shown.
+      The graph and its ports. The inputs for taps come last, and so do the outputs for arrays
+      that are shown.
 
-    Raises GraphError for other numbers or types of results, for matches that overlap, for a match
-    with a way out of it and back into it, and for values that no region on their way can pass.
+    Raises GraphError for a wrong number or type of results, for matches that overlap, for a match
+    that is not convex (a value leaves it and comes back), and if a value has to cross the border
+    of a region that cannot take further inputs or outputs.
     """
 
     def write_at(draft: Draft, nodes: Sequence[Node], match: Occurrence) -> None:
@@ -146,14 +151,15 @@ def behind_each(
     tapped: bool = False,
     depends_on: Callable[[Occurrence], Hashable] = lambda match: None,
 ) -> Edited:
-    """The graph with ``behind(match)(value)`` in the place of each value that leaves a match, for
-    all that uses the value but the match itself. A match need not hang together for that.
+    """Replaces each value that leaves a match with ``behind(match)(value)``, outside of the match.
+
+    The nodes of the match itself go on using the value. The match need not be convex.
 
     Args:
-      behind: ``behind(match)`` returns a function; the function takes the value (and, if they are
-        `tapped`, a tap of the value's type) and returns an array of the value's type.
-      wanted: which values are meant.
-      tapped: whether `behind` is given a tap for each value.
+      behind: ``behind(match)`` returns a function; the function takes the value (and, if `tapped`,
+        a tap of the value's type) and returns an array of the value's type.
+      wanted: whether to replace a value.
+      tapped: whether the function gets a tap for each value.
 
     Returns, raises: as `around_each`.
     """
@@ -179,10 +185,9 @@ def before_each(
     before: Callable[[Any], Any],
     chosen: Callable[[Graph, Occurrence, Sequence[Atom]], Sequence[int]],
 ) -> Graph:
-    """The graph with ``before(operand)`` in the place of some operands of each match.
+    """Replaces some operands of each match with ``before(operand)``.
 
-    `chosen`: ``chosen(region, match, operands)`` returns the positions of the operands that
-    `before` replaces.
+    ``chosen(region, match, operands)`` returns the positions of these operands.
     """
 
     def write_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
@@ -204,7 +209,7 @@ def before_each(
 
 
 def behind_inputs(graph: Graph, behind: Mapping[Value, Callable[[Any], Any]]) -> Graph:
-    """The graph with ``behind[value](value)`` in the place of some of its inputs."""
+    """Replaces some inputs of a graph with ``behind[value](value)``, for all their users."""
     new = {value: Value(value.aval) for value in behind}
     nodes: list[Node] = []
     constants = dict(graph.constants)
@@ -222,13 +227,13 @@ def behind_inputs(graph: Graph, behind: Mapping[Value, Callable[[Any], Any]]) ->
 
 
 def shown_behind(graph: Graph, matches: Sequence[Occurrence]) -> Edited:
-    """The graph with an output for each array that leaves a match."""
+    """Adds an output to the graph for each array that leaves a match."""
 
     def show_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
         for value in leaving(draft.graph, members):
             shown = value
             if value not in draft.graph.users and value not in draft.graph.results:
-                shown = Value(value.aval)  # JAX drops a result that nobody uses
+                shown = Value(value.aval)  # an unused result is a DropVar, which is no output
                 draft.rename(members, {value: shown})
             draft.outs.append(Port((match.node.key,), shown))
 
@@ -254,6 +259,8 @@ def _edit(
     write_at: _WriteAt,
     depends_on: Callable[[Occurrence], Hashable],
 ) -> Edited:
+    """Edits a graph with ``write_at(draft, nodes, match)`` at each match; adds inputs for taps,
+    outputs for shown arrays (both in the order of the matches) and constants."""
     places = [(match.path, match) for match in matches]
     edited = _edit_region(graph, places, write_at, depends_on, Where(), {})
     inner = edited.graph
@@ -276,7 +283,7 @@ def _edit(
 
 
 def place_of(match: Occurrence) -> Place:
-    """What the ports of a match are known by: see `Port.place`."""
+    """Returns the key by which the ports of a match are found: see `Port.place`."""
     return (*((node.key, name) for node, name in match.path), match.node.key)
 
 
@@ -288,7 +295,10 @@ def _edit_region(
     where: Where,
     known: dict[Any, Edited],
 ) -> Edited:
-    """Edits a region at places: (path from here, match)."""
+    """Edits a region at `places`: pairs of the path from the region to a match, and the match.
+
+    `known` caches the edited regions, by the region and the edits in it.
+    """
     key: tuple[Any, ...] = (
         graph,
         where,

@@ -1,6 +1,7 @@
-"""What lower rooms need of those above them: to call, plan and explain a graph.
+"""Functions of later rooms that earlier rooms need: to call, plan and explain a graph.
 
-Each room gives its own when it is imported, so that the lower ones need not know it.
+Each later room registers its functions when it is imported, so that earlier rooms need not import
+it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def _later(file: str, what: str) -> Callable[..., Any]:
-    """What a file gives that nobody has imported yet: it is imported at the first call."""
+    """Returns a function that imports a file at the first call, and calls the file's function."""
 
     def first(*args: Any) -> Any:
-        importlib.import_module(f"tracegrad.{file}")  # and puts its own in the place of this
+        importlib.import_module(f"tracegrad.{file}")  # replaces this function in `engine`
         return getattr(engine, what)(*args)
 
     return first
@@ -27,10 +28,13 @@ def _later(file: str, what: str) -> Callable[..., Any]:
 
 @dataclass
 class Engine:
-    """`to_callable`: the function that a graph computes.
-    `fit_to_budget`: the rule that makes a graph recompute what it must to stay within a budget.
-    `derivatives_by_rules`: a block in which JAX's own derivatives go by the rules in force.
-    `explain_tape`: why the gradients of a tape are what they are."""
+    """The functions that later rooms register.
+
+    `to_callable`: returns the function that a graph computes.
+    `fit_to_budget`: returns the rule that recomputes so much that a gradient fits into a budget.
+    `derivatives_by_rules`: a context in which the rules in force apply to JAX's own derivatives.
+    `explain_tape`: explains the gradients of a tape.
+    """
 
     to_callable: Callable[[Graph], Callable[..., Any]]
     fit_to_budget: Callable[..., Callable[[Graph], Graph]]

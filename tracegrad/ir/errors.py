@@ -1,4 +1,4 @@
-"""The errors that wrong graphs, edits and selectors get."""
+"""The errors raised for wrong graphs, edits and selectors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class GraphError(Exception):
-    """A graph that is not a program, or an edit that would make it none.
+    """Raised for a graph that is not a valid program, and for an edit that would make it invalid.
 
     The message names the node, its source line, what was expected and what came.
 
@@ -21,10 +21,10 @@ class GraphError(Exception):
 
 
 class NoMatchError(GraphError, LookupError):
-    """A selector that matches nothing in a program, where a rule wants it to.
+    """Raised if the selector of a rule matches nothing in a program.
 
-    The message lists the nearest names. It is made when somebody reads it, or has it made by
-    `with_text`: until then the error holds the program, of which it tells.
+    The message lists the nearest names. It is computed from the program when it is first read, or
+    by `with_text`; until then the error keeps the program alive.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> stop = tg.rules.stop_gradient(tg.match.op("sine"))
@@ -45,6 +45,6 @@ class NoMatchError(GraphError, LookupError):
         return self._message
 
     def with_text(self) -> NoMatchError:
-        """The same error, which holds its message and no program."""
+        """Returns this error after computing its message; it may keep the program alive no more."""
         str(self)
         return self

@@ -1,6 +1,6 @@
-"""Selectors by the code that was run: what a call, or a line of source, has become.
+"""Selectors by executed code: they find the operations of a call, or of a source line.
 
-The operations of one execution are told from those of the next by the Python frames that JAX keeps.
+The Python frames that JAX records separate the operations of one execution from those of the next.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 
 class _ByFrame(Grouping):
-    """Groups of nodes that came of one execution of a piece of Python code.
+    """Finds groups of nodes that come from one execution of a piece of Python code.
 
-    JAX keeps with each operation where every Python frame stood when it was bound. Operations of
-    one execution stand together in the program and have the same frames outside of that code.
-    Where it was executed several times in a row from one place, a frame that goes back tells
-    where the next began, unless a loop in the code itself can have brought it back.
+    For each operation JAX records the Python frames and their instructions. The operations of one
+    execution are adjacent in the program and have the same frames outside of that code. If the code
+    was executed several times in a row from one place, a frame that goes back to an earlier
+    instruction marks the start of the next execution, unless a loop in the code itself can be the
+    reason.
     """
 
     @abstractmethod
     def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
-        """Which frame of a node (innermost first) is the one meant, and what tells its kind.
-
-        `known`: what was found out about code objects, by identity.
-        """
+        """Returns the index (innermost first) of the frame that a pattern matches, and a key.
+        Frames with different keys are in different groups. `known` caches whether a code object
+        matches, by identity."""
 
     def _is_named(self, node: Node) -> bool:
         return False
 
-    _each_time_round = False  # whether the next turn of a loop in the code is a match of its own
+    _each_iteration = False  # whether each iteration of a loop in the code is a separate match
 
     def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
         groups: dict[Node, Group] = {}
@@ -74,23 +74,23 @@ class _ByFrame(Grouping):
         return groups
 
     def _split(self, run: Sequence[_Bound]) -> list[list[_Bound]]:
-        """A run of nodes of the same code, cut where it began again."""
+        """Splits successive nodes of the same code into its executions."""
         if not run:
             return []
         level, may_loop = _deciding_level(run)
         executions = [[run[0]]]
-        unsure: set[int] = set()  # of these it is not known whether they are new
+        unsure: set[int] = set()  # groups that may belong to the execution before
         for before, now in itertools.pairwise(run):
             went_back = _went_back(before, now, level)
             if not went_back:
                 executions[-1].append(now)
                 continue
-            if (may_loop or went_back == "in a loop") and not self._each_time_round:
+            if (may_loop or went_back == "in a loop") and not self._each_iteration:
                 unsure.add(len(executions))
             executions.append([now])
         if not unsure or _are_independent(executions):
             return executions
-        if not any(map(is_in_loop, run[0].outer)):  # then the loop is the code's own
+        if not any(map(is_in_loop, run[0].outer)):  # only the code's own loop can go back
             return _joined(executions, unsure)
         name = _short(run[0].inner[-1].code.co_qualname)
         raise GraphError(
@@ -101,16 +101,16 @@ class _ByFrame(Grouping):
 
 
 class _Bound(NamedTuple):
-    """A node, its frames down to those of the code that is meant, and those around it."""
+    """A node with its frames, split at the matched code: inside of it, and outside."""
 
     node: Node
-    inner: tuple[Frame, ...]  # innermost first; the last is that of the code itself
+    inner: tuple[Frame, ...]  # innermost first; the last is the frame of the matched code
     outer: tuple[Frame, ...]
 
 
 def _deciding_level(run: Sequence[_Bound]) -> tuple[int, bool]:
-    """The outermost level (1: the code itself) at which the nodes' frames do not all stand at the
-    same instruction, and whether one of those further out stands in a loop of its own."""
+    """Returns the outermost level at which the nodes' frames are not all at the same instruction,
+    and whether a frame further out is in a loop of its code. Level 1 is the matched code."""
     may_loop = False
     for level in range(1, min(len(bound.inner) for bound in run) + 1):
         frames = {bound.inner[-level] for bound in run}
@@ -121,7 +121,7 @@ def _deciding_level(run: Sequence[_Bound]) -> tuple[int, bool]:
 
 
 def _went_back(before: _Bound, now: _Bound, level: int) -> str:
-    """Whether, at this level, execution stands further up than it did; ``""``: it does not."""
+    """Returns ``"in a loop"`` or ``"again"`` if execution went back at a level; ``""`` if not."""
     if level == 0:
         return "again" if len(before.inner) == len(now.inner) else ""
     old, new = before.inner[-level], now.inner[-level]
@@ -141,7 +141,7 @@ def _joined(executions: list[list[_Bound]], unsure: set[int]) -> list[list[_Boun
 
 
 def _are_independent(executions: Sequence[Sequence[_Bound]]) -> bool:
-    """Whether none of these groups uses what another computes."""
+    """Whether no group uses a value that another group computes."""
     makers = {
         value: i
         for i, members in enumerate(executions)
@@ -184,7 +184,7 @@ class CallOf(_ByFrame):
 
 
 def _is_machinery(code: CodeType) -> bool:
-    """Whether nobody calls a function by its name: what traces for JAX, and JAX's private ones."""
+    """Whether a function is of no interest by name: JAX's tracing code and private functions."""
     *_, folder, name = ["", "", *code.co_filename.replace("\\", "/").split("/")]
     traces = folder in ("_src", "interpreters") and name != "random.py"
     return traces or ("/_src/" in code.co_filename and code.co_name.startswith("_"))
@@ -196,14 +196,16 @@ def _is_function(qualname: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _short(qualname: str) -> str:
-    """A function's name within its module: without the functions around it, and a class for the
-    call of its instances."""
+    """Returns a function's name within its module, without the enclosing functions.
+
+    For the ``__call__`` of a class it is the name of the class.
+    """
     return qualname.rsplit("<locals>.", 1)[-1].removesuffix(".__call__")
 
 
 class SourceOf(_ByFrame):
     made_by = "match.source"
-    _each_time_round = True
+    _each_iteration = True
 
     def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
         for index, code in enumerate(stack.codes):

@@ -1,6 +1,6 @@
-"""What notebooks show of a report: a headline, sections that fold, tables.
+"""HTML of reports for notebooks: a headline, sections that fold, tables.
 
-Texts have the colour of the text around them, which is right on light and on dark pages.
+Text takes the colour of the surrounding text, so it is readable on light and on dark pages.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Iterable, Sequence
 
 
 def report(headline: str, *parts: str) -> str:
-    """All of it: a headline in words, and parts in HTML."""
+    """Returns a report: a headline of plain text, and parts in HTML."""
     return f'<div style="line-height:1.5"><b>{html.escape(headline)}</b>{"".join(parts)}</div>'
 
 
 def of_text(text: str, *, most: int = 40) -> str:
-    """What prints as a headline and lines: the lines fold, and are open if they are few."""
+    """Returns text as a report: its first line is the headline, the other lines fold.
+
+    They are open at first if there are at most `most` of them.
+    """
     headline, *lines = text.splitlines()
     style = "margin:0;line-height:1.35;white-space:pre"
     body = f'<pre style="{style}">{html.escape(chr(10).join(lines))}</pre>'
@@ -25,7 +28,7 @@ def of_text(text: str, *, most: int = 40) -> str:
 
 
 def section(title: str, body: str, *, is_open: bool = False) -> str:
-    """A section that folds; both in HTML."""
+    """Returns a section that folds; `title` and `body` are HTML."""
     return (
         f"<details{' open' if is_open else ''}>"
         f'<summary style="cursor:pointer">{title}</summary>'
@@ -34,7 +37,7 @@ def section(title: str, body: str, *, is_open: bool = False) -> str:
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of words; the first one is the head."""
+    """Returns a table of rows of plain text; the first row is the head."""
     style = 'style="text-align:left;padding:1px 1.5em 1px 0;white-space:nowrap"'
     lines = [
         "".join(f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell in row)

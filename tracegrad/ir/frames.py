@@ -1,7 +1,7 @@
-"""The Python frames that bound a node, as code objects and where in them execution stood.
+"""The Python frames that bound a node: their code objects, and the instructions they were at.
 
-A line can call one function twice, and a loop a line again and again; the offset of the
-instruction tells the first apart, and whether instructions jump back to before it the second.
+A line can call a function twice: the offset of the instruction distinguishes the two calls. A loop
+can run a line many times: jumps back in the code show whether an instruction is in a loop.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Mark:
-    """A decorator for functions of this package by which their frames are known.
+    """A decorator that marks functions of this package, so that their frames can be recognised.
 
-    By their names they are not: files and functions of the user's may be called as ours are.
+    Names do not suffice: the user's files and functions may have the same names as ours.
     """
 
     def __init__(self) -> None:
-        # By identity: code objects compare, and hash, by all they hold.
+        # By identity: code objects compare, and hash, by their whole contents.
         self._codes: dict[int, CodeType] = {}
 
     def __call__(self, function: F) -> F:
@@ -38,18 +38,18 @@ class Mark:
         return id(code) in self._codes
 
 
-# What a traced function is called by: who traced it is outside of it.
+# Marks the functions that call a traced function: frames outside of them belong to the tracer.
 CALLS_TRACED = Mark()
-# What puts a custom gradient in, or is the rule of one (the backward of a VJP), that is meant to be
-# another gradient than that of its function.
+# Marks functions that insert a custom gradient which differs on purpose from the derivative of its
+# function, and the rules (backward functions of VJPs) of such custom gradients.
 CHANGES_GRADIENT = Mark()
-# The backward of a rule that puts a gradient on what the host has computed: it is the derivative of
-# that call, and not of its own function, which hands on the results.
+# Marks the backward function of a rule that gives the results of a host call a gradient: it is the
+# derivative of that call, and not of the rule's own function, which returns the results unchanged.
 OF_HOST_CALL = Mark()
 
 
 class Frame(NamedTuple):
-    """A Python function that was running, and the offset of the instruction that it was at."""
+    """The code of a running Python function, and the offset of its current instruction."""
 
     code: CodeType
     at: int
@@ -60,16 +60,15 @@ class Frame(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The frames of a node within the function of its region, innermost first.
-
-    Code objects and offsets by themselves: a program has thousands of nodes of a hundred frames.
-    """
+    """The frames of a node within the function of its region, innermost first. Code objects and
+    offsets are in two lists, to save time: a program has thousands of nodes with a hundred frames
+    each."""
 
     codes: list[CodeType]
     offsets: list[int]
 
     def key(self, start: int, stop: int | None = None) -> tuple[Any, ...]:
-        """Equal for the same frames. (Code objects compare, and hash, by all they hold.)"""
+        """Returns a key that is equal for the same frames; it has the ids of the code objects."""
         return (*map(id, self.codes[start:stop]), *self.offsets[start:stop])
 
     def frames(self, start: int, stop: int | None = None) -> tuple[Frame, ...]:
@@ -77,15 +76,13 @@ class Stack(NamedTuple):
 
 
 def stack_of(node: Node, *, root: bool) -> Stack:
-    """The stack of a node.
-
-    `root`: it stands in the traced function itself; who traced that is left out.
-    """
+    """Returns the stack of a node. `root`: whether the node is in the traced function itself; if
+    so, the frames that traced it are left out."""
     codes, offsets = _jax.frame_positions(node.source.info)
     function = origin_of_function(node.function)
     file, line = (function.file, function.line) if function else ("", 0)
     for i, code in enumerate(codes):
-        # Not by its name: most functions of a file of layers are called ``__call__``.
+        # By line and not by name: in a file of layers, most functions are named ``__call__``.
         if code.co_firstlineno == line and code.co_filename == file:
             return Stack(codes[: i + 1], offsets[: i + 1])
         if root and code in CALLS_TRACED:
@@ -94,18 +91,18 @@ def stack_of(node: Node, *, root: bool) -> Stack:
 
 
 def is_in_loop(frame: Frame) -> bool:
-    """Whether the instruction stands in a loop of its function."""
+    """Whether a frame's instruction is in a loop of its function."""
     return any(start <= frame.at <= end for start, end in _loops(frame.code))
 
 
 def loops_between(back: Frame, ahead: Frame) -> bool:
-    """Whether a loop leads from one instruction of a function back to an earlier one."""
+    """Whether a loop can lead from the instruction of `ahead` back to that of `back`."""
     return any(start <= back.at and ahead.at <= end for start, end in _loops(back.code))
 
 
 @of_program
 def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """The first and last instruction of each loop."""
+    """Returns the offsets of the first and last instruction of each loop."""
     jumps = (i for i in dis.get_instructions(code) if "BACKWARD" in i.opname)
     return tuple((int(i.argval), i.offset) for i in jumps if isinstance(i.argval, int))
 

@@ -1,11 +1,11 @@
-"""A traced program: inputs, constants, nodes in order, outputs; and how it is read.
+"""`Graph`: a traced program with its inputs, constants, nodes in order, and outputs.
 
-A graph *is* a program of JAX's (a jaxpr) with a way to look at it, and nobody changes one: each
-edit makes another graph, which shares what it did not touch. So a graph that was not edited has the
-very program that it came from, and lowering is no work.
+A graph wraps one of JAX's programs (a jaxpr) and gives access to its parts. Graphs are immutable:
+each edit makes another graph, which shares all nodes that the edit did not touch. So an unedited
+graph still has the program that JAX traced, and lowering that program needs no conversion.
 
-Graphs nest: a node with regions holds a graph for each. A jitted function that is called forty
-times is one region.
+Graphs nest: a node with regions holds a graph for each region. A jitted function that is called
+forty times is one region, held by forty nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tracegrad.ir.occurrence import Matches, Occurrence
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import some
 
-_TYPES = 8  # that a graph's `repr` lists
+_TYPES = 8  # the most types that a graph's `repr` lists
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -36,26 +36,28 @@ class Graph:
     """A program over JAX's primitives.
 
     Attributes:
-      program: JAX's program, which the graph is.
-      nodes: its equations, in the order of execution.
+      program: JAX's program (a closed or open jaxpr).
+      nodes: the equations of the program, in the order of execution.
       name: the traced function's name.
       function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
-      hints: what the names of the inputs are made from, ``params.w``; "" where nothing is known.
-      aliases: further paths by which `match.param` knows the inputs; () for none.
-      first: the graph that this one was made from by edits; None: it was traced as it is. A value
-        keeps the name that it has there.
+      hints: for each input the path from which its name is made, ``params.w``; "" if unknown.
+      aliases: for each input a second path by which `match.param` finds it, or ""; () if no input
+        has a second path.
+      first: the unedited graph from which edits made this one; None if this graph is unedited. A
+        value keeps the name that it has in `first`.
       in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result; None for regions.
-      signature: the traced function's, static parameters left out; None where it has none.
-      variables: the Variables that the function reads: the last inputs are their values.
-      assigned: the Variables that it assigns: the last outputs are their new values. Not counted
-        in `out_tree`, as `variables` are not in `in_tree`.
-      updates: where in the modules of flax.nnx of a call the function assigns new arrays: the very
-        last outputs. Not counted in `out_tree` either.
-      changes_structure: whether it changes what these modules are made of: then the result has all
-        that is in them.
-      differentiated: of each input whether somebody takes the gradient with respect to it; ()
-        where that is not known.
-      loses: paths of what the function changes in a state that it is given, and nobody would see.
+      signature: the traced function's signature without static parameters; None if it has none.
+      variables: the Variables that the function reads. Their values are the last inputs, which
+        `in_tree` does not count.
+      assigned: the Variables that the function assigns. Their new values are outputs after the
+        result, which `out_tree` does not count.
+      updates: the places in flax.nnx modules among the arguments to which the function assigns
+        new arrays. These arrays are the very last outputs; `out_tree` does not count them either.
+      changes_structure: whether the function changes the structure of these modules; if so, the
+        result contains their whole new state.
+      differentiated: for each input, whether a gradient is taken with respect to it; () if that
+        is not known.
+      loses: paths of the changes that the function makes to a copy of a state, and that are lost.
 
     `print(graph)` is meant to be read.
 
@@ -82,7 +84,7 @@ class Graph:
     differentiated: tuple[bool, ...] = ()
     loses: tuple[str, ...] = ()
 
-    # ---------------------------------------------------------------------------------- its parts
+    # -------------------------------------------------------------------------------------- parts
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -96,7 +98,7 @@ class Graph:
 
     @cached_property
     def constants(self) -> Mapping[Value, Any]:
-        """The arrays (or tracers) that the function closed over, by their values."""
+        """The arrays (or tracers) that the function closed over, by their values in the program."""
         open_form, arrays = _jax.parts_of(self.program)
         return MappingProxyType(dict(zip(open_form.constvars, arrays, strict=True)))
 
@@ -110,19 +112,22 @@ class Graph:
 
     @property
     def effects(self) -> frozenset[Any]:
-        """The side effects of all its nodes (prints, callbacks, reads and writes of Refs)."""
+        """The side effects of all nodes (prints, callbacks, reads and writes of Refs)."""
         return frozenset(self.program.effects)
 
     @property
     def result_count(self) -> int:
-        """How many of the outputs are the result: those before new values of what is assigned."""
+        """The number of outputs that make up the function's result; new values follow them."""
         return len(self.outputs) - len(self.assigned) - len(self.updates)
 
-    # ---------------------------------------------------------------------------------- its values
+    # ------------------------------------------------------------------------------------- values
 
     @cached_property
     def users(self) -> Mapping[Value, tuple[Node, ...]]:
-        """The nodes that take a value as an operand, each once, in order; no entry for none."""
+        """For each value the nodes that use it as an operand, each once, in order.
+
+        A value that no node uses has no entry.
+        """
         found: dict[Value, dict[Node, None]] = {}
         for node in self.nodes:
             for value in node.operands:
@@ -131,72 +136,77 @@ class Graph:
 
     @cached_property
     def producers(self) -> Mapping[Value, Node]:
-        """The node that computes a value; no entry for inputs and constants."""
+        """For each value the node that computes it; inputs and constants have no entry."""
         return {value: node for node in self.nodes for value in node.outputs}
 
     @cached_property
     def names(self) -> Mapping[Value, str]:
-        """The names of its values in the text form, no two alike: ``w``, ``dot_general_1``."""
+        """The unique name of each value in the text form: ``w``, ``dot_general_1``."""
         return text.names_of(self)
 
     @cached_property
     def results(self) -> frozenset[Value]:
-        """The values among its outputs."""
+        """The outputs that are values, without the literals."""
         return frozenset(atom for atom in self.outputs if isinstance(atom, Value))
 
     # ---------------------------------------------------------------------------------- looking
 
     @property
     def recomputes(self) -> bool:
-        """Whether it or a region below it has a `Recompute`."""
+        """Whether the graph or a region below it has a `Recompute` node."""
         return _jax.REMAT.name in self.operations
 
     @property
     def calls_host(self) -> bool:
-        """Whether it, or a region below it, runs code that XLA did not compile: callbacks into
-        Python, prints, foreign functions. That may fail, after the program was started, and may
-        look at whatever the process holds."""
+        """Whether the graph or a region below it runs code that XLA did not compile.
+
+        Such code (callbacks into Python, prints, foreign functions) may fail after the program was
+        started, and may read any object of the process.
+        """
         return any(map(_jax.calls_host, self.operations))
 
     @cached_property
     def closes_over(self) -> bool:
-        """Whether a `jax.custom_jvp` in it closes over what may be differentiated."""
+        """Whether a `jax.custom_jvp` in the graph closes over a value of a float or complex dtype.
+
+        Somebody may differentiate with respect to such a value.
+        """
         return any(isinstance(node, RegionNode) and node.closes_over for node in self.nodes)
 
     @cached_property
     def operations(self) -> frozenset[str]:
-        """The names of the primitives of all nodes in it and in the regions below it."""
+        """The names of the primitives of all nodes of the graph and of the regions below it."""
         return frozenset(node.op for region in self.regions_below for node in region.nodes)
 
     @property
     def regions_below(self) -> list[Graph]:
-        """This graph and the regions at any depth, each once."""
+        """This graph and its regions at any depth, each once."""
         return walking.regions_below(self)
 
     def walk(self) -> Iterator[Occurrence]:
-        """Every node at any depth with the calls that lead to it, in the order of execution.
+        """Yields every node at any depth with the calls that lead to it, in order of execution.
 
-        A region that is entered from several places comes once for each. Where such regions are
-        nested in one another that number grows exponentially: raises GraphError for more nodes
-        than anybody could look at. `graph.regions_below` has each region once.
+        The nodes of a region come once for each call of the region. If such regions are nested,
+        the number of nodes grows exponentially: `walk` raises GraphError if it is too large.
+        `graph.regions_below` has each region only once.
         """
         return walking.walk(self)
 
     def find(self, wanted: Selector | Callable[[Occurrence], object]) -> Matches:
-        """The matches of a selector (see `tracegrad.match`), in the order of `walk`.
+        """Returns the matches of a selector (see `tracegrad.match`), in the order of `walk`.
 
         Args:
           wanted: a selector, or a predicate on each `Occurrence`.
 
         Returns:
-          A list that prints one match a line, with its scope and its source line. The matches are
-          good in every graph that was made from this one by edits of other places.
+          A list that prints one match a line, with its scope and its source line. The matches stay
+          valid in graphs made from this one by edits that do not touch them.
         """
         selector = wanted if isinstance(wanted, Selector) else match.where(wanted)
         return Matches(selector.look(self).matches)
 
     def region_of(self, occurrence: Occurrence) -> Graph:
-        """The region that a node of this graph stands in."""
+        """Returns the region that contains the node of an occurrence."""
         if not occurrence.path:
             return self
         node, name = occurrence.path[-1]
@@ -211,27 +221,29 @@ class Graph:
         results = some([*map(_jax.type_text, self.out_avals)], _TYPES)
         return f"<Graph {self.name}({types}) -> ({results}), {total} nodes>"
 
-    def _repr_html_(self) -> str:  # `tracegrad.show` has where the gradient flows
+    def _repr_html_(self) -> str:  # `tracegrad.show` also colours where the gradient flows
         return folding.of_text(str(self))
 
     def verify(self) -> None:
-        """Checks that this is a program, by JAX's own checker, in each region once: every value is
-        defined once and before its uses, and the types are those of JAX's typing rules.
+        """Checks that the graph is a valid program, with JAX's own checker, each region once.
 
-        Raises GraphError naming the node and its source line.
+        Every value must be defined once and before its uses, and have the type that JAX's typing
+        rules give. Raises GraphError with the wrong node and its source line.
         """
         verification.verify(self)
 
     # ---------------------------------------------------------------------------------- running
 
     def __call__(self, *args: Any) -> list[Any]:
-        """Runs it, or traces it, on flat arguments; returns its flat outputs."""
+        """Evaluates the program on flat arguments, or traces it; returns its flat outputs."""
         self._refuse_others(args)
         return _jax.eval_program(self.program, args)
 
     def as_call(self, *args: Any) -> list[Any]:
-        """The same while JAX traces a program that it will lower: as one call, which takes no time
-        for what is in it."""
+        """Binds the program as one call, while JAX traces another program to lower it.
+
+        Unlike `__call__`, this takes no time for each node of the graph.
+        """
         self._refuse_others(args)
         return _jax.call_program(self.program, args, self.name)
 
@@ -246,19 +258,19 @@ class Graph:
             )
         raise TypeError(
             f"{self.name} is given a part of a reference, ref.at[i], which is several arrays "
-            "to JAX. Give it the reference and the index, and let it take the part"
+            "to JAX. Give it the reference and the index, and take the part in the function"
         )
 
     def to_callable(self) -> Callable[..., Any]:
-        """A function with the traced function's own signature (pytrees, keyword arguments).
+        """Returns a function with the traced function's own signature (pytrees, keywords).
 
-        It runs under every JAX transformation. It reads the Variables among its inputs, and
-        assigns those among its outputs, whenever it is called. A graph that is a region takes and
+        The function runs under every JAX transformation. Each call reads the graph's `variables`
+        and sets those that are `assigned`. If the graph is a region, the function takes and
         returns flat lists.
         """
         return engine.to_callable(self)
 
-    # ---------------------------------------------------------------------------------- other parts
+    # ------------------------------------------------------------------------------------- editing
 
     def replace(
         self,
@@ -269,12 +281,12 @@ class Graph:
         constants: Mapping[Value, Any] | None = None,
         **other: Any,
     ) -> Graph:
-        """The graph with other parts.
+        """Returns the graph with some parts replaced.
 
         Args:
-          nodes, inputs, outputs: in the place of its own. They use and define JAX's variables.
-          constants: arrays by their values, in the place of its own.
-          **other: further attributes of the graph.
+          nodes, inputs, outputs: the new ones, if given. They use and define JAX's variables.
+          constants: the new constants, if given: arrays by their values in the program.
+          **other: new values of further attributes.
         """
         nodes = self.nodes if nodes is None else tuple(nodes)
         constants = self.constants if constants is None else constants

@@ -1,8 +1,8 @@
-"""JAX programs → graphs: `jax.make_jaxpr` traces, this module reads what came out.
+"""Makes a `Graph` of a program that `jax.make_jaxpr` has traced.
 
-A program has one graph as long as anybody holds that: a function that is called forty times is one
-region, in one trace as in several. Nothing is interpreted and nothing is lost: a node holds JAX's
-equation.
+A program has one graph as long as a reference to the graph exists: a function that is called forty
+times is one region, in one trace or in several. Nothing is interpreted and nothing is lost: a node
+holds JAX's equation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tracegrad.ir.nodes import (
     Value,
 )
 
-# A graph holds its program, so that no other program has its id as long as the graph is here.
+# Graphs by the id of their program. A graph holds its program, so the id stays unique.
 _known: WeakValueDictionary[int, Graph] = WeakValueDictionary()
 
 _NO_HINTS: Mapping[Value, str] = MappingProxyType({})
@@ -43,12 +43,12 @@ _KINDS: dict[Any, type[Node]] = {
 def import_program(
     program: Any, function: _jax.TracedFrom | None = None, *, name: str | None = None
 ) -> Graph:
-    """The graph of a program made by `jax.make_jaxpr`.
+    """Returns the graph of a program made by `jax.make_jaxpr`.
 
     Args:
       program: a ``ClosedJaxpr`` (or an open one without constants).
-      function: what it was traced from; default: what JAX says.
-      name: the graph's name; default: that function's.
+      function: the function that was traced; default: the one that JAX recorded.
+      name: the graph's name; default: the function's name.
     """
     graph = graph_of(program)
     if function is None and name is None:
@@ -69,11 +69,11 @@ def import_program(
 def graph_of(
     program: Any, operands: Sequence[Atom] = (), hints: Mapping[Value, str] = _NO_HINTS
 ) -> Graph:
-    """The graph of a program; of the same program the same graph.
+    """Returns the graph of a program; for the same program the same graph.
 
     Args:
-      operands: what it is called with, where it is a region.
-      hints: what these are called, for a program whose arguments have no names.
+      operands: the operands of the call, if the program is a region.
+      hints: the names of operands, for a program whose arguments have no names.
     """
     graph = _known.get(id(program))
     if graph is None:
@@ -99,11 +99,11 @@ def graph_of(
 def _hints(inputs: Sequence[Value], names: Sequence[str]) -> tuple[str, ...]:
     if len(names) != len(inputs):
         return ("",) * len(inputs)
-    return tuple([name.removesuffix(".value") for name in names])  # of a variable of flax.nnx
+    return tuple([name.removesuffix(".value") for name in names])  # flax.nnx adds it
 
 
 def node_of(equation: Any, function: str = "", hints: Mapping[Value, str] = _NO_HINTS) -> Node:
-    """The node of an equation, of the kind that its primitive asks for."""
+    """Makes the node of an equation, of the kind for its primitive."""
     primitive = equation.primitive
     if primitive is _jax.STOP_GRADIENT:
         return StopGradient(equation, equation, NO_REGIONS, function)
@@ -123,15 +123,16 @@ def node_of(equation: Any, function: str = "", hints: Mapping[Value, str] = _NO_
 
 
 def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[int]]:
-    """The faces of a rule as graphs, traced by differentiating the node as JAX does; and of a vjp
-    the inputs for which it returns a gradient.
+    """Traces the faces of a rule to graphs, by differentiating the node as JAX does.
 
-    A vjp gives both faces at once: the residuals that one returns are what the other takes. JAX
-    refuses to differentiate with respect to what the function closes over, the first operands.
+    Returns the faces by name and, for a vjp, the inputs for which it returns a gradient. Both faces
+    of a vjp are traced together, since the backward face takes the residuals that the forward face
+    returns. The first operands, which the function closes over, are not differentiated: JAX would
+    raise an error.
     """
     closed_over = node.closed_over
     avals = [atom.aval for atom in node.inputs]
-    equation = node.equation  # the traced functions hold it, and not the node
+    equation = node.equation  # the traced functions keep the equation alive, but not the node
 
     def bound(*args: Any) -> list[Any]:
         return _jax.bind(equation.primitive, args, equation.params)
@@ -139,8 +140,8 @@ def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[in
     if node.kind == "jvp":
         return {"jvp": trace_jvp(bound, avals)}, frozenset()
 
-    # Not returned by the traced function: JAX remembers the trees of results, and would keep the
-    # rule and what it closes over alive.
+    # The traced function does not return the tree: JAX caches the trees of results, and would keep
+    # the rule and its closed-over values alive.
     trees: list[Any] = []
     returned: set[int] = set()
 
@@ -182,9 +183,9 @@ def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[in
 def trace_jvp(
     bound: Callable[..., Any], avals: Sequence[Any], active: Sequence[int] | None = None
 ) -> Graph:
-    """JAX's derivative of a function of arrays as a graph: of these and the tangents of some of
-    them (`active`, by position; default: of all that have any), to the results and the tangents of
-    those that have any."""
+    """Traces JAX's JVP of a function of arrays to a graph. The inputs are the arrays, and the
+    tangents of those at the positions `active` (default: of all that have tangents). The outputs
+    are the results, and the tangents of those that have any."""
     if active is None:
         active = [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
 

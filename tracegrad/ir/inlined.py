@@ -1,8 +1,8 @@
-"""Follows values across the borders of regions, and views a program with its calls written out.
+"""Follows values across the borders of regions, and views a program with its calls inlined.
 
-A region can be entered from several places, and a value of it is another value each time. So a
-value of the written-out program is a value and the path of calls that leads to it. `region_calls`
-alone knows what a node hands to its regions, and what becomes of their outputs.
+A region can be called from several places, and its values differ between the calls. So a value of
+the inlined program is a value and the path of calls that leads to it. Only `region_calls` knows
+which operands a node passes to its regions, and which results their outputs become.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tracegrad.ir.occurrence import Occurrence, Path
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
 
-# One program on the operands as they are.
+# Primitives that run one program on their operands, unchanged.
 _CALLS = frozenset({"jit", "closed_call", "core_call", "shard_map"})
 
 
 @dataclass(frozen=True)
 class RegionCall:
-    """How a node runs one of its regions: what its inputs and outputs are outside, by position.
+    """How a node runs one of its regions: operands and results for the region's inputs and outputs.
 
     Attributes:
-      name: of the region.
-      operands: for each input the operand that enters it; in a loop it does so at the first step.
-      results: for each output the result that it becomes; in a loop it does so at the last step.
-        None: it decides whether the loop goes on.
-      fed_back_from: for each input the output of the loop's body that enters it at the next step;
-        None: at each step the operand does.
-      sliced: so many of the inputs, the last ones, are slices of their operands.
-      stacked: so many of the outputs, the last ones, are slices of their results.
+      name: the region's name.
+      operands: for each input the position of its operand; in a loop this is for the first step.
+      results: for each output the position of its result; in a loop this is for the last step.
+        None: the output decides whether the loop goes on.
+      fed_back_from: for each input the position of the output of the loop's body that enters it at
+        the next step; None: the operand enters it at each step.
+      sliced: the number of inputs, from the end, that are slices of their operands.
+      stacked: the number of outputs, from the end, that are slices of their results.
     """
 
     name: str
@@ -47,8 +47,9 @@ class RegionCall:
 
 
 def region_calls(node: Node) -> list[RegionCall]:
-    """How a node runs its regions, those of a loop in the order in which it does; none where only
-    JAX knows. Of a custom gradient it is the primal that runs."""
+    """Returns how a node runs its regions, for a loop in the order of execution. Returns [] if only
+    JAX knows how the node runs its regions. For a custom gradient it is the primal region that
+    runs."""
     ins, outs, params = range(len(node.inputs)), range(len(node.outputs)), node.params
     none: list[int | None] = [None] * len(ins)
     if node.primitive is _jax.SCAN:
@@ -87,7 +88,7 @@ Ref = tuple[Path, Atom]
 
 
 def inside(call: Occurrence, value: Atom) -> Iterator[tuple[Path, Value]]:
-    """What an operand of a node is in the regions of the node."""
+    """Yields the inputs of a node's regions that an operand of the node becomes."""
     for each in region_calls(call.node):
         for i, within in zip(each.operands, call.node.region(each.name).inputs, strict=True):
             if call.node.inputs[i] is value:
@@ -95,15 +96,17 @@ def inside(call: Occurrence, value: Atom) -> Iterator[tuple[Path, Value]]:
 
 
 def inside_result(call: Occurrence, result: Value, name: str) -> tuple[Path, Atom]:
-    """What a result of a node is in a region of the node."""
+    """Returns the output of a node's region that becomes a result of the node."""
     each = next(each for each in region_calls(call.node) if each.name == name)
     k = each.results.index(call.node.outputs.index(result))
     return call.into(name), call.node.region(name).outputs[k]
 
 
 def outside(path: Path, value: Value) -> list[Ref]:
-    """What an input of a region is: an operand of the call and, in a loop, what the step before
-    gave on. Nothing for another value, and for an input of a rule's face."""
+    """Returns the sources of a region's input: an operand and, in a loop, an output of the body.
+
+    Returns [] for a value that is not an input, and for an input of a rule's face.
+    """
     call, name = path[-1]
     calls = region_calls(call)
     inputs = call.region(name).inputs
@@ -119,8 +122,10 @@ def outside(path: Path, value: Value) -> list[Ref]:
 
 
 def onward(path: Path, value: Value) -> list[tuple[Path, Value]]:
-    """What an output of a region becomes: a result of the call and, in a loop, inputs of the next
-    step. Nothing for another value, and for an output of a rule's face."""
+    """Returns where a region's output goes: to a result and, in a loop, to inputs of the next step.
+
+    Returns [] for a value that is not an output, and for an output of a rule's face.
+    """
     call, name = path[-1]
     calls = region_calls(call)
     found: list[tuple[Path, Value]] = []
@@ -142,24 +147,26 @@ def _is_jit(path: Path, node: Node) -> bool:
 
 
 class Inlined:
-    """A graph as if some of its calls were written out.
+    """A view of a graph in which some of its calls are inlined.
 
     Args:
-      graph: the graph. Nothing of it is copied, and no call is looked into before it is asked for.
-      opens: ``opens(path, node)``: whether a call of one program is written out; default: those of
-        jitted functions are. Other calls are operations like any.
+      graph: the graph. It is not copied, and its calls are inlined only on demand.
+      opens: ``opens(path, node)``: whether to inline a call of one program; default: the calls of
+        jitted functions. Other calls count as single operations.
     """
 
     def __init__(self, graph: Graph, opens: Callable[[Path, Node], bool] = _is_jit):
         self.graph, self._opens = graph, opens
 
     def region(self, path: Path) -> Graph:
-        """The graph that a path of calls leads to."""
+        """Returns the graph that a path of calls leads to."""
         return path[-1][0].region(path[-1][1]) if path else self.graph
 
     def origin(self, path: Path, atom: Atom) -> Ref:
-        """The value of which this one is but another name, inside or outside of calls: one that an
-        operation computes, an input, a constant, or a literal."""
+        """Follows a value through inlined calls to its origin, which is the same value.
+
+        The origin is the result of an operation, an input, a constant, or a literal.
+        """
         while isinstance(atom, Value):
             region = self.region(path)
             node = region.producers.get(atom)
@@ -179,12 +186,12 @@ class Inlined:
         return path, atom
 
     def made_by(self, path: Path, atom: Atom) -> Node | None:
-        """The operation that computes an `origin`."""
+        """Returns the operation that computes an `origin`; None if no operation does."""
         return self.region(path).producers.get(atom) if isinstance(atom, Value) else None
 
     @cached_property
     def steps(self) -> list[Occurrence]:
-        """Its operations, in order. What is opened several times is there as often."""
+        """The operations in order; those of a call that is inlined several times come as often."""
         found: list[Occurrence] = []
         self._visit((), found)
         return found

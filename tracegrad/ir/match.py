@@ -1,9 +1,9 @@
-"""Selectors: which places of a program are meant, by operation, call, scope or source line.
+"""Selectors: they find places of a program by operation, call, scope or source line.
 
-A selector finds *matches*. A match is an `Occurrence`: one node and the calls that lead to it; or,
-where a function was inlined by JAX, or a scope or a line is meant, a `Fragment`: several nodes of
-one region that belong together. The same selector works on a traced graph and on a recorded tape,
-and looks into the bodies of loops, branches and calls.
+A selector finds *matches*. A match is an `Occurrence` (one node and the calls that lead to it) or a
+`Fragment` (several nodes of one region that belong together: those of an inlined call, of a scope
+or of a source line). The same selector works on a traced graph and on a recorded tape, and also
+searches the bodies of loops, branches and calls.
 
 >>> import jax, jax.numpy as jnp, tracegrad as tg
 >>> def f(x):
@@ -18,8 +18,8 @@ and looks into the bodies of loops, branches and calls.
 >>> [m.node.op for m in g.find(tg.match.op("exp") & ~tg.match.call("softmax"))]
 []
 
-The idea of selecting by name is that of TensorFlow's ``gradient_override_map``, by place that of
-``torch.fx``'s subgraph matching.
+Selecting by name is an idea of TensorFlow's ``gradient_override_map``, selecting by place an idea
+of ``torch.fx``'s subgraph matching.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:  # what is offered behind the dot
+def __dir__() -> list[str]:  # for completion after `match.`
     return __all__
 
 
 def op(*names: str) -> Selector:
-    """Single operations, by the names of their primitives.
+    """Selects single operations by the names of their primitives.
 
     Args:
       *names: names of JAX primitives (``"dot_general"``, ``"exp"``); ``*`` stands for any letters.
@@ -71,19 +71,19 @@ def op(*names: str) -> Selector:
 
 
 def call(*names: str) -> Selector:
-    """Calls of functions, by their names.
+    """Selects calls of functions by the functions' names.
 
-    A call is found whether JAX keeps it in the program (jitted functions and custom rules, by
-    their names) or inlines it (as most functions, `jax.nn.softmax` and `jax.nn.gelu` among them,
-    by the traceback of each operation). What an inlined call has become is one match, a
-    `Fragment`; of calls in calls the outermost matches.
+    A call that JAX keeps in the program (of a jitted function, or of one with a custom rule) is
+    found by its name. A call that JAX inlines (most calls, also those of `jax.nn.softmax` and
+    `jax.nn.gelu`) is found by the traceback of each operation; its operations are one match, a
+    `Fragment`. Of nested calls only the outermost matches.
 
     Args:
-      *names: a function's name (``"softmax"``), a method's (``"Attention.__call__"``) or, for the
-        call of an object, its class's (``"Attention"``); ``*`` stands for any letters.
+      *names: the name of a function (``"softmax"``), of a method (``"Attention.__call__"``) or, if
+        an object is called, of its class (``"Attention"``); ``*`` stands for any letters.
 
-    Finding raises GraphError where inlined calls follow one another and cannot be told apart: in
-    a loop, when the function has a loop of its own. Give them named scopes then.
+    Finding raises GraphError if successive inlined calls cannot be told apart: calls in a loop of a
+    function that contains a loop itself. Put a named scope around each call then.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def twice(x):
@@ -95,20 +95,20 @@ def call(*names: str) -> Selector:
 
 
 def scope(*globs: str) -> Selector:
-    """What lies in a named scope: `jax.named_scope`, or the call of a module.
+    """Selects the operations in a named scope: `jax.named_scope`, or the call of a module.
 
-    flax.linen names the calls of modules. Those of flax.nnx and of equinox are named here while a
-    function is traced, by the class of the outermost and by where in that the others are:
-    ``Model/blocks.0/attention``.
+    flax.linen names the scopes of its modules. For modules of flax.nnx and of equinox, tracegrad
+    names the scopes while it traces: by the class of the outermost module, and by the paths of the
+    others in it: ``Model/blocks.0/attention``.
 
-    Each time the scope is entered is one match, a `Fragment` if it holds several operations.
-    Where a scope is entered again at once, with no operation between, the two are one match.
+    Each entry of the scope is one match, a `Fragment` if it contains several operations. Two
+    entries with no operation between them are one match.
 
     Args:
-      *globs: patterns for components of the scope path, one after the other: ``"block_*"``,
+      *globs: patterns for successive components of the scope path: ``"block_*"``,
         ``"block_*/attention"``. ``*`` stands for any letters in one component, ``**`` for any
-        number of components, a leading ``/`` for the outermost scope. What transformations write
-        around names (``vmap(block_0)``) does not matter.
+        number of components; a leading ``/`` means that the first component is the outermost
+        scope. Names of transformations around a scope (``vmap(block_0)``) are ignored.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def f(x):
@@ -124,20 +124,23 @@ def scope(*globs: str) -> Selector:
 
 
 def param(*globs: str) -> Parameters:
-    """Parameters of the function that is differentiated, by their paths: for rules that act on
-    their gradients (`rules.clip_gradient`, `scale_gradient`, `tap_gradient`, `stop_gradient`), and
-    for the ``wrt`` of the gradient functions.
+    """Selects parameters of the differentiated function by their paths.
 
-    A path is what messages call a leaf of an argument: ``model.blocks.0.attention.query.kernel``,
-    whether the argument is a module of flax.nnx or of equinox, a dict or a list. A rule acts where
-    the parameter enters the function, on the gradient that all its uses add up to.
+    Use it in rules that act on the gradients of parameters (`rules.clip_gradient`,
+    `scale_gradient`, `tap_gradient`, `stop_gradient`), and as the ``wrt`` of gradient functions.
+
+    A path is the name of a leaf of an argument in messages:
+    ``model.blocks.0.attention.query.kernel``, whether the argument is a module of flax.nnx or of
+    equinox, a dict or a list. A rule acts where the parameter enters the function, on the sum of
+    the gradients from all its uses.
 
     Args:
-      *globs: patterns for paths; ``*`` stands for any letters, dots too. A glob begins with the
-        argument's name or behind it (``"blocks.*"``), and ends with the leaf or with what holds it
-        (``"blocks.0"``: all its leaves). A Variable is known by its name.
+      *globs: patterns for paths; ``*`` stands for any letters, also dots. A glob may leave out the
+        argument's name (``"blocks.*"``), and may end before the leaf (``"blocks.0"``: all leaves
+        below it). The path of a Variable is its name.
 
-    Combine it with ``&``, ``|`` and ``~``; selectors of operations do not combine with it.
+    Selections of parameters combine with ``&``, ``|`` and ``~``, but not with the selectors of
+    operations.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(params, x):
@@ -152,9 +155,9 @@ def param(*globs: str) -> Parameters:
 
 
 def source(*places: str) -> Selector:
-    """What a line, a function or a file of the user's code computes.
+    """Selects the operations that a line, a function or a file of the user's code computes.
 
-    Each time the line or the function is executed is one match, a `Fragment` if that gave several
+    Each execution of the line or the function is one match, a `Fragment` if it made several
     operations. An operation belongs to the innermost line of the user's own code that led to it,
     not to lines of installed libraries.
 
@@ -166,7 +169,7 @@ def source(*places: str) -> Selector:
 
 
 def where(predicate: Callable[[Occurrence], object]) -> Selector:
-    """Single nodes for which a function of the occurrence is true.
+    """Selects single nodes for which a predicate is true.
 
     Args:
       predicate: is given each `Occurrence` (``.node``, ``.scope``, ``.origin``, ``.path``,
@@ -239,7 +242,7 @@ class _Scope(Grouping):
         return groups
 
     def _inside(self, parts: tuple[str, ...]) -> tuple[str, ...] | None:
-        """The part of a scope path down to where a pattern is first fulfilled."""
+        """Returns the shortest beginning of a scope path that a pattern matches; None if none."""
         ends = [end for p in self.patterns if (end := _scope_end(p, parts)) is not None]
         return parts[: min(ends)] if ends else None
 
@@ -250,7 +253,7 @@ class _Scope(Grouping):
 
 
 def _scope_end(pattern: str, parts: tuple[str, ...]) -> int | None:
-    """After how many components a pattern is first fulfilled; None if it never is."""
+    """Returns the number of components after which a pattern first matches; None if never."""
     anchored = pattern.startswith("/")
     globs = tuple(pattern.strip("/").split("/"))
     starts = (0,) if anchored else range(len(parts))

@@ -1,4 +1,4 @@
-"""What a program is made of: values, and the five kinds of node that compute them.
+"""The parts of a program: values, and the five kinds of node that compute values.
 
 | node             | what it is |
 |------------------|-----------------------------------------------------------------|
@@ -8,9 +8,9 @@
 | `StopGradient`   | its input, through which no gradient flows |
 | `Recompute`      | a region whose intermediates are computed again in the backward pass |
 
-A value is JAX's own variable, and a node holds JAX's own equation. Both are frozen, and so is the
-`Graph` that holds them: an edit makes another graph (`tracegrad.edit`). Who makes a value, who uses
-a value and what a value is called are questions to the graph: `Graph.producers`, `Graph.users`,
+A value is JAX's own variable, and a node holds JAX's own equation. Both are immutable, and so is
+the `Graph` that holds them: an edit makes another graph (`tracegrad.edit`). The graph knows the
+node that computes a value, the nodes that use it, and its name: `Graph.producers`, `Graph.users`,
 `Graph.names`.
 """
 
@@ -33,35 +33,35 @@ Value = jex.Var
 """The result of a node, or an input or constant of a graph; `aval` is its JAX type."""
 
 Literal = jex.Literal
-"""A scalar written into the program, the ``2.0`` of ``mul(x, 2.0)``: `val`, of the type `aval`."""
+"""A scalar written into the program, as ``2.0`` in ``mul(x, 2.0)``: `val`, of the type `aval`."""
 
 Atom = Value | Literal
 
 
 def renamed(atoms: Sequence[Atom], names: Mapping[Value, Atom]) -> list[Atom]:
-    """Values by their new names, and literals."""
+    """Replaces the values that `names` maps to other values; keeps other values and literals."""
     return [names.get(atom, atom) if isinstance(atom, Value) else atom for atom in atoms]
 
 
 def dtype_of(atom: Any) -> Any:
-    """The dtype of a value that is an array."""
+    """Returns the dtype of a value that is an array."""
     return atom.aval.dtype
 
 
 def has_gradient(atom: Any) -> bool:
-    """Whether a value has cotangents: it is an array of floats or complex numbers."""
+    """Whether a value has a cotangent: whether it is a float or complex array."""
     return _jax.is_inexact(getattr(atom.aval, "dtype", None))
 
 
 def is_reference(atom: Any) -> bool:
-    """Whether a value is no array, but a place that arrays are written to (a `jax.Ref`)."""
+    """Whether a value is a `jax.Ref`, to which arrays are written, and not an array."""
     return not isinstance(atom.aval, _jax.ARRAY)
 
 
 def same_type(a: Any, b: Any) -> bool:
-    """Whether a value of one type can stand for one of another: equal shape and dtype.
+    """Whether a value of one type can replace a value of another: shape and dtype are equal.
 
-    Weak types and the mesh axes over which a value varies follow from where it stands.
+    Weak types, and the mesh axes over which a value varies, are adapted where it is used.
     """
     if hasattr(a, "shape") and hasattr(b, "shape"):
         return bool(type(a) is type(b) and (a.shape, a.dtype) == (b.shape, b.dtype))
@@ -69,7 +69,7 @@ def same_type(a: Any, b: Any) -> bool:
 
 
 class Source(NamedTuple):
-    """Where an equation came from, and the JAX settings under which it was made."""
+    """The origin of an equation, and the JAX settings under which it was traced."""
 
     info: Any  # JAX's SourceInfo: a traceback and the named scopes
     settings: Any  # JAX's JaxprEqnContext: mesh, compute type, random number settings
@@ -80,14 +80,14 @@ NO_REGIONS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Node:
-    """One equation of a program. All five kinds share this; it is not used itself.
+    """One equation of a program: the base class of the five kinds of node.
 
     Attributes:
-      equation: JAX's.
-      key: the equation as it was traced first. It stays through edits of operands and regions, so
-        that a match that was found before an edit is found again after it.
-      regions: the graphs of the programs among its parameters, by name; none for most nodes.
-      function: the function in whose program it was traced, ``loss at /home/ada/train.py:12``.
+      equation: JAX's equation.
+      key: the equation as JAX first traced it. Edits of operands and regions keep the key, so
+        that a match found before an edit is found again after it.
+      regions: the graphs of the programs among the parameters, by name; empty for most nodes.
+      function: the function whose program contains the node, ``loss at /home/ada/train.py:12``.
     """
 
     equation: Any
@@ -100,11 +100,11 @@ class Node:
     params = property(lambda self: self.equation.params)
     """The parameters of the primitive."""
     inputs = property(lambda self: self.equation.invars)
-    """Its operands: values and literals."""
+    """The operands: values and literals."""
     outputs = property(lambda self: self.equation.outvars)
-    """Its results."""
+    """The results."""
     effects = property(lambda self: self.equation.effects)
-    """Its side effects: prints, callbacks, reads and writes of a `jax.Ref`."""
+    """The side effects: prints, callbacks, reads and writes of a `jax.Ref`."""
 
     @property
     def op(self) -> str:
@@ -113,7 +113,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """What a reader calls it: the function's name for calls and rules, else the operation's."""
+        """The name to show: the function's name for calls and rules, else the primitive's name."""
         return self.op
 
     @property
@@ -122,7 +122,7 @@ class Node:
 
     @property
     def operands(self) -> list[Value]:
-        """Its inputs but for literals."""
+        """The inputs that are values, without the literals."""
         return [atom for atom in self.equation.invars if isinstance(atom, Value)]
 
     @property
@@ -131,26 +131,29 @@ class Node:
         return any(map(is_reference, (*self.inputs, *self.outputs)))
 
     def region(self, name: str) -> Graph:
-        """One sub-program; for a `CustomGradient` also a face of its rule. Raises KeyError."""
+        """Returns one sub-program; for a `CustomGradient` also a face of its rule.
+
+        Raises KeyError for another name.
+        """
         return self.regions[name]
 
     def having(self, equation: Any, regions: Mapping[str, Graph] | None = None) -> Self:
-        """The node with another equation, and maybe with other regions."""
+        """Returns the node with another equation, and with other regions if given."""
         regions = self.regions if regions is None else regions
         return replace(self, equation=equation, regions=regions)
 
     def with_operands(self, operands: Sequence[Atom]) -> Self:
-        """The node on other operands."""
+        """Returns the node with other operands."""
         return self.having(self.equation.replace(invars=list(operands)))
 
     def reading(self, names: Mapping[Value, Atom]) -> Self:
-        """The node with other names for its operands."""
+        """Returns the node with its operands replaced as `names` says."""
         if names.keys().isdisjoint(self.operands):
             return self
         return self.with_operands(renamed(self.inputs, names))
 
     def renaming(self, names: Mapping[Value, Any]) -> Self:
-        """The node with other names for its operands and its results."""
+        """Returns the node with its operands and its results replaced as `names` says."""
         operands = renamed(self.inputs, names)
         results = [names.get(value, value) for value in self.outputs]
         return self.having(self.equation.replace(invars=operands, outvars=results))
@@ -166,7 +169,7 @@ class Apply(Node):
 
 
 class StopGradient(Node):
-    """Hands on its one input; the gradient ends here. (`stop_gradient` of either library.)"""
+    """The identity, through which no gradient flows: `stop_gradient` of JAX or of this package."""
 
 
 class RegionNode(Node):
@@ -174,14 +177,15 @@ class RegionNode(Node):
 
     @property
     def closes_over(self) -> bool:
-        """Whether a `jax.custom_jvp` closes over what may be differentiated: this, or one below."""
+        """Whether this node, or one below it, is a `jax.custom_jvp` that closes over a value of a
+        float or complex dtype: somebody may differentiate with respect to that value."""
         return any(region.closes_over for region in self.regions.values())
 
 
 class Call(RegionNode):
     """One JAX primitive with regions: ``jit`` and control flow.
 
-    A region is named as the parameter that holds it: ``jaxpr`` (jit, scan), ``cond_jaxpr`` and
+    A region has the name of the parameter that holds it: ``jaxpr`` (jit, scan), ``cond_jaxpr`` and
     ``body_jaxpr`` (while), ``branches[0]``, ``branches[1]``, ... (cond and switch).
     """
 
@@ -193,8 +197,8 @@ class Call(RegionNode):
 class Recompute(RegionNode):
     """A region (``jaxpr``) whose intermediates are computed again in the backward pass.
 
-    `policy` decides which of them are saved all the same (`jax.checkpoint_policies`);
-    None saves nothing but the inputs.
+    `policy` decides which intermediates are saved instead (`jax.checkpoint_policies`); None saves
+    only the inputs.
     """
 
     @property
@@ -207,7 +211,7 @@ class Recompute(RegionNode):
         return self.regions["jaxpr"].name
 
 
-# The faces of a rule by name, and the inputs for which it returns a gradient.
+# The faces of a rule by name (see `CustomGradient.face`), and `CustomGradient.returned`.
 Faces = tuple["Mapping[str, Graph]", frozenset[int]]
 
 
@@ -216,10 +220,10 @@ class CustomGradient(RegionNode):
     """A primal region (``call_jaxpr``) and the rule that replaces its derivative.
 
     `kind` is ``"vjp"`` (`jax.custom_vjp`, `tracegrad.custom_gradient`) or ``"jvp"``
-    (`jax.custom_jvp`). The rule is Python code until somebody looks: `face` traces it to a graph.
+    (`jax.custom_jvp`). The rule is Python code, until `face` is called and traces it to a graph.
     """
 
-    # The faces of a rule by name, and `returned`.
+    # Traces the rule; returns `Faces`.
     trace_faces: Callable[[CustomGradient], tuple[Mapping[str, Graph], frozenset[int]]] | None = (
         None
     )
@@ -230,7 +234,7 @@ class CustomGradient(RegionNode):
 
     @property
     def closed_over(self) -> int:
-        """How many of its operands, the first ones, are what the function closes over. JAX has no
+        """The number of values that the function closes over: the first operands. JAX has no
         derivative with respect to them."""
         return _jax.count_closed_over(self.params)
 
@@ -245,18 +249,18 @@ class CustomGradient(RegionNode):
 
     @property
     def primal(self) -> Graph:
-        """What runs when nothing is differentiated."""
+        """The region that runs when nothing is differentiated."""
         return self.regions["call_jaxpr"]
 
     def region(self, name: str) -> Graph:
         return self.primal if name == "call_jaxpr" else self.face(name)
 
     def face(self, name: str) -> Graph:
-        """One part of the rule as a graph.
+        """Returns one face (one function of the rule) as a graph.
 
         `name`: for a vjp ``"forward"`` (inputs → outputs and residuals) or ``"backward"``
-        (residuals and output cotangents → cotangents of the inputs of float or complex dtype that
-        the function does not close over);
+        (residuals and output cotangents → cotangents of the inputs of float or complex dtype,
+        without the inputs that the function closes over);
         for a jvp ``"jvp"`` (inputs and tangents of the float ones → outputs and their tangents).
         Raises KeyError for another name.
         """
@@ -268,7 +272,7 @@ class CustomGradient(RegionNode):
     def returned(self) -> frozenset[int]:
         """The inputs (by position) for which a rule of kind vjp returns a gradient, and not None.
 
-        Its backward face has zeros in the place of a None.
+        The backward face returns zeros instead of None.
         """
         return self._faces[1]
 

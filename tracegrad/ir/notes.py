@@ -5,16 +5,16 @@ from __future__ import annotations
 from tracegrad.ir.occurrence import Origin
 
 NOTE = 300  # characters
-_CODE = 30  # of the code of a line, at least
+_CODE = 30  # characters; a line's code is left out if there is room for less of it
 
 
 def add_note(error: Exception, text: str, origin: Origin | None = None) -> None:
-    """Adds a note to an error; nothing if the error has the note already.
+    """Adds a note to an error, unless the error has the same note already.
 
     Args:
-      error: gets the note.
-      text: at most 200 characters of it are never cut; of a longer text the middle is.
-      origin: the user's line, which stands above the text: as much of it as there is room for.
+      error: the error that gets the note.
+      text: a text of up to 200 characters is not cut; a longer one loses its middle.
+      origin: the user's line, which is put above the text and cut if there is no room for it.
     """
     note = _cut(text, NOTE) if origin is None else _below(origin, text)
     if note not in getattr(error, "__notes__", ()):
@@ -33,7 +33,7 @@ def _below(origin: Origin, text: str) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """The beginning and the end of a text."""
+    """Returns a text, or its beginning and end if it is longer than `most`."""
     if len(text) <= most:
         return text
     end = most // 3

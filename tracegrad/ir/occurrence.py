@@ -1,10 +1,10 @@
-"""Where a node stands: the calls that lead to it, the user's source line, the named scopes.
+"""The place of a node: the calls that lead to it, the user's source line, the named scopes.
 
-A shared region can be entered from many places, so origin and scope belong to an *occurrence*: a
-node and the path of calls to it. The traceback of a node in a shared region was taken when its
-function was first traced, and runs through that first caller; only the frames inside the region's
-own function are true of every occurrence. Where none of those is the user's, the origin is that of
-the call.
+A shared region can be called from many places, so origin and scope belong to an *occurrence*: a
+node and the path of calls to it. JAX took the traceback of a node in a shared region when it first
+traced the region's function, so it includes the frames of that first caller; only the frames inside
+the region's own function are right for every occurrence. If none of these frames is in the user's
+code, the origin of the call is used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
 Path = tuple[tuple[Node, str], ...]
 
-# JAX takes the derivative of a solve by a further solve.
+# JAX differentiates a linear solve by another solve, not by differentiating these regions.
 _SOLVES = {("custom_linear_solve", f"jaxprs.{name}") for name in ("solve", "transpose_solve")}
 
 
@@ -63,7 +63,7 @@ class Origin(NamedTuple):
 
     @property
     def code(self) -> str:
-        """What stands there; "" if that cannot be read any more."""
+        """The code of the line; "" if the file cannot be read any more."""
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Origin(NamedTuple):
 
 
 def at(place: object) -> str:
-    """A place as a message goes on with it: `` at model.py:42``; nothing for None or ""."""
+    """Returns a place as the end of a phrase: `` at model.py:42``; "" for None or ""."""
     return f" at {place}" if place else ""
 
 
@@ -79,7 +79,7 @@ def at(place: object) -> str:
 class Occurrence:
     """A node, and the calls that lead to it from the graph that was walked.
 
-    `path` holds, from the outside in, each node that was entered and the name of its region.
+    `path` contains, from the outside in, each enclosing node and the name of its region.
     """
 
     path: Path
@@ -87,34 +87,37 @@ class Occurrence:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The node; of a `Fragment` all of them."""
+        """The node; for a `Fragment` all its nodes."""
         return (self.node,)
 
     @property
     def name(self) -> str:
-        """What a reader calls it: the node's name, or a `Fragment`'s label."""
+        """The name to show: the node's name, or the label of a `Fragment`."""
         return self.node.name
 
     @property
     def scope(self) -> str:
-        """All named scopes around it, those of the enclosing calls first: ``encoder/block_0``."""
+        """All named scopes around the node, outermost first: ``encoder/block_0``."""
         return "/".join(filter(None, (scopes.text(scopes.around(node)) for node in self.steps)))
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """Their names one by one, without what transformations write around them."""
+        """The names of the scopes, one by one, without transformations (``vmap(...)``)."""
         return tuple(name for node in self.steps for name in scopes.scopes(scopes.around(node)))
 
     @property
     def steps(self) -> list[Node]:
-        """The nodes that were entered on the way to it, and the node."""
+        """The enclosing nodes from the outside in, and then the node."""
         return [*(node for node, _ in self.path), self.node]
 
     @property
     def rule_around(self) -> Node | None:
-        """The outermost call around it that is differentiated by a rule, not by what is in it: a
-        custom gradient, a `jax.lax.custom_linear_solve` in a solve of which it stands, or what JAX
-        has in an object, as a `jax.lax.custom_root`. None where derivatives reach it."""
+        """The outermost enclosing call whose derivative comes from a rule, not from its body.
+
+        That is a custom gradient, a `jax.lax.custom_linear_solve` (if the node is in one of its
+        solves), or a call whose rule JAX keeps in an object, such as `jax.lax.custom_root`. None
+        if derivatives reach the node.
+        """
         for node, region in self.path:
             if isinstance(node, CustomGradient) or (node.op, region) in _SOLVES:
                 return node
@@ -123,14 +126,14 @@ class Occurrence:
         return None
 
     def into(self, region: str) -> Path:
-        """The path of what is in one of its regions."""
+        """Returns the path of the nodes in one of the node's regions."""
         return (*self.path, (self.node, region))
 
     @property
     def origin(self) -> Origin | None:
-        """The user's line that made it; a library's only where no user's frame exists.
+        """The user's line that made the node; a library's line if there is no user's frame.
 
-        None where JAX recorded no traceback at all.
+        None if JAX recorded no frame outside of JAX and this package.
         """
         fallback: Origin | None = None
         for depth, node in reversed(list(enumerate(self.steps))):
@@ -142,8 +145,10 @@ class Occurrence:
 
     @property
     def lines(self) -> tuple[Origin, ...]:
-        """The lines of the user and of libraries, but for JAX's own, that led to it: from the
-        function of its region inwards."""
+        """The lines that led to the node, from the function of its region inwards.
+
+        Lines of JAX and of this package are left out.
+        """
         stack = _within(_jax.frames(self.node.source.info), self.node.function)
         return tuple(
             Origin(frame.file_name, frame.line_num, frame.function_name)
@@ -162,7 +167,7 @@ class Occurrence:
 class Fragment(Occurrence):
     """Several nodes of one region that are one match of a selector.
 
-    What an inlined call, a scope or a line has become. `node` is the first of `nodes`.
+    They are the operations of an inlined call, a scope or a line. `node` is the first of `nodes`.
     """
 
     members: tuple[Node, ...]
@@ -185,21 +190,19 @@ class Fragment(Occurrence):
 
 
 def is_under_rules(occurrence: Occurrence) -> bool:
-    """Whether it lies in a loss to which the rules in force were applied before."""
+    """Whether an occurrence is in a loss to which the rules in force were already applied."""
     return any(scopes.is_under_rules(scopes.around(node)) for node in occurrence.steps)
 
 
 def is_of_nothing(occurrence: Occurrence) -> bool:
-    """Whether it is a call without operands, so that no gradient passes it.
-
-    Of a call in a scan that JAX differentiates it puts what is constant before the scan, in a call
-    of the same name, out of all scopes.
-    """
+    """Whether an occurrence is a call without operands, so that no gradient passes through it. When
+    JAX differentiates a call in a scan, it moves the constant part of the call before the scan,
+    into a call of the same name outside of all scopes."""
     return bool(occurrence.node.regions) and not occurrence.node.inputs
 
 
 class Matches(list[Occurrence]):
-    """The occurrences that were found, in the order of execution; prints one a line."""
+    """The occurrences that a selector found, in the order of execution; prints one a line."""
 
     def __repr__(self) -> str:
         return (
@@ -212,7 +215,7 @@ class Matches(list[Occurrence]):
 
 
 def _origin_in(node: Node, *, within: bool) -> tuple[Origin | None, bool]:
-    """The innermost user's frame of a node; `within`: inside its region's function.
+    """Finds the innermost user's frame of a node; `within`: only in its region's function.
 
     Returns the origin (None if there is no frame) and whether it is the user's.
     """
@@ -221,10 +224,8 @@ def _origin_in(node: Node, *, within: bool) -> tuple[Origin | None, bool]:
 
 
 def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
-    """The innermost user's frame of some, the innermost first; a library's where there is none.
-
-    Returns the origin (None if there is no frame but JAX's) and whether it is the user's.
-    """
+    """Finds the first frame of the user in a stack (innermost first), or else of a library. Returns
+    the origin (None if all frames are JAX's or this package's) and whether it is the user's."""
     fallback = None
     for frame in stack:
         kind = _owner(frame.file_name)
@@ -236,20 +237,20 @@ def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
 
 
 def users_line(node: Node) -> Origin | None:
-    """The user's line of a node inside the function of its region; None if it has none there."""
+    """Returns the user's line of a node inside its region's function; None if there is none."""
     found, is_users = _origin_in(node, within=True)
     return found if is_users else None
 
 
 def written_out(call: Node, node: Node) -> Source:
-    """The source of a node of a call's region, where that stands in the place of the call."""
+    """Returns the source of a node that is moved out of a call's region, replacing the call."""
     has_line = users_line(node) is not None
     info = _jax.inside_call(call.source.info, node.source.info, has_line=has_line)
     return node.source._replace(info=info)
 
 
 def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
-    """The frames from the innermost one up to the function of a region."""
+    """Returns the frames from the innermost one up to the function of a region."""
     function = origin_of_function(function_source)
     if function is None:
         return stack
@@ -260,7 +261,7 @@ def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
 
 
 def origin_of_function(function_source: str) -> Origin | None:
-    """What `Graph.function_source` says: ``f at /path/file.py:12``. None if that is no place."""
+    """Parses a `Graph.function_source`, ``f at /path/file.py:12``; None if it has no line."""
     function, _, place = function_source.partition(" at ")
     file, _, line = place.rpartition(":")
     return Origin(file, int(line), function) if file and line.isdecimal() else None
@@ -271,7 +272,7 @@ def _short_name(file: str) -> str:
 
 
 def calling_line() -> Origin | None:
-    """The line of the user's code that is running now; None if there is none on the stack."""
+    """Returns the line of the user's code that is running now; None if no user's frame runs."""
     frame = _calling_frame()
     if frame is None:
         return None
@@ -285,7 +286,7 @@ def _calling_frame() -> FrameType | None:
 
 
 def line_of_error(stack: TracebackType | None) -> Origin | None:
-    """The innermost line of the user's code that an error came through; None if there is none."""
+    """Returns the innermost line of the user's code in an error's traceback; None if none."""
     found = None
     for frame, line in traceback.walk_tb(stack):
         code = frame.f_code
@@ -295,7 +296,7 @@ def line_of_error(stack: TracebackType | None) -> Origin | None:
 
 
 def warn_where_called(message: str, category: type[Warning]) -> None:
-    """Warns at the line of the user's code that is running now; there, by default, once."""
+    """Warns at the line of the user's code that is running now; by default once per line."""
     frame = _calling_frame()
     if frame is None:
         warnings.warn(message, category, stacklevel=2)
@@ -312,22 +313,22 @@ def warn_where_called(message: str, category: type[Warning]) -> None:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether a file is neither of JAX, of this package, of an installed library nor Python's."""
+    """Whether a file is not part of JAX, this package, an installed library, or Python."""
     return _owner(file) == "user"
 
 
 def is_own_file(file: str) -> bool:
-    """Whether a file is one of this package or of JAX."""
+    """Whether a file is part of this package or of JAX."""
     return _owner(file) == "jax"
 
 
 def is_jaxs_file(file: str) -> bool:
-    """Whether a file is one of JAX."""
+    """Whether a file is part of JAX."""
     return file.startswith(_JAX)
 
 
 def _owner(file: str) -> str:
-    """Whose code a file is: ``"user"``, ``"library"`` or ``"jax"`` (and this package)."""
+    """Returns the owner of a file: ``"user"``, ``"library"``, or ``"jax"`` (also this package)."""
     if file.startswith(_OWN):
         return "jax"
     if file.startswith(_PYTHONS) or _INSTALLED.search(file):

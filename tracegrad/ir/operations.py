@@ -1,7 +1,7 @@
-"""Which operations are alike: by what they do to the elements of arrays, by name of the primitive.
+"""Sets of names of primitives, grouped by what a primitive does to the elements of arrays.
 
-One table for whoever asks: what a derivative is cut by, what is linear, what costs nothing. What is
-told by shapes or parameters, and not by the name alone, is asked of the node.
+All modules look up here which operations stop a derivative, are linear, or cost nothing. A property
+that depends on shapes or parameters, and not on the name alone, is computed from the node.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ def _names(text: str, *others: Names) -> Names:
     return frozenset(text.split()).union(*others)
 
 
-# ------------------------------------------------------------------- the same elements, elsewhere
+# ------------------------------------------------------------------ operations that move elements
 
-# In the same order in memory.
+# These keep the order of the elements in memory.
 RESHAPES = _names("reshape squeeze expand_dims")
 COPIES = _names("copy copy_p name")
-# Maybe in another order, or of another precision.
+# These may change the order of the elements, or their dtype.
 REARRANGES = RESHAPES | COPIES | _names("transpose rev convert_element_type")
-# Nothing is computed: XLA writes no array for it, or reads the one that is there.
+# These compute nothing: XLA writes no array for the result, or reads the operand's array instead.
 VIEWS = REARRANGES | _names(
     "broadcast_in_dim slice split stop_gradient assigned optimization_barrier sharding_constraint"
 )
@@ -30,19 +30,19 @@ VIEWS = REARRANGES | _names(
 # -------------------------------------------------------------------------- element by element
 
 COMPARISONS = _names("eq ne lt le gt ge is_finite")
-# Constant almost everywhere.
+# JAX defines their derivatives as zero.
 ROUNDINGS = _names("floor ceil round sign nextafter")
-# Of an instruction or two.
+# One or two instructions per element.
 CHEAP = _names(
     "add add_any sub mul neg max min select_n abs integer_pow square clamp one_minus_square "
     "polynomial and or xor not shift_left shift_right_logical shift_right_arithmetic "
     "real imag conj complex reduce_precision iota",
     *(COMPARISONS, ROUNDINGS),
 )
-EXPONENTIALS = _names("exp exp2 expm1 sinh cosh")  # which overflow
+EXPONENTIALS = _names("exp exp2 expm1 sinh cosh")  # overflow for large operands
 LOGARITHMS = _names("log log2")
-INVERSES = _names("asin acos acosh atanh erf_inv")  # with an end of their domain
-# Of many instructions.
+INVERSES = _names("asin acos acosh atanh erf_inv")  # undefined outside of an interval
+# Many instructions per element.
 COSTLY = _names(
     "log1p tanh logistic erf erfc sin cos tan atan atan2 asinh "
     "sqrt rsqrt cbrt pow div rem lgamma digamma",
@@ -53,22 +53,22 @@ BY_ELEMENT = _names(
     "bessel_i0e bessel_i1e regularized_incomplete_beta",
     *(CHEAP - {"iota"}, COSTLY),
 )
-# Whose result is linear in the first operand, and multiplies that by a function of the other one.
+# The result is the first operand times a function of the second operand.
 FACTORS = _names("mul div")
-# The derivative is finite even where the operands are not.
+# Their derivatives are finite even if an operand is infinite or NaN.
 BOUNDED = _names("max min clamp select_n sign")
 
-# ------------------------------------------------------------------------ of many elements one
+# ------------------------------------------------------------- reductions, contractions, kernels
 
 REDUCTIONS = _names(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin reduce"
 )
 CHOICES = _names("argmax argmin sort top_k approx_top_k")
-SQUARES = _names("reduce_sum square integer_pow dot_general")  # what a norm is the root of
+SQUARES = _names("reduce_sum square integer_pow dot_general")  # a norm is the root of one of these
 CONTRACTIONS = _names("dot_general conv_general_dilated")
-# Decompositions and solutions of systems.
+# Matrix decompositions and solvers of linear systems.
 MATRIX_KERNELS = _names("cholesky lu qr eigh eig svd triangular_solve custom_linear_solve")
-# XLA runs each by itself: done again, it is not fused into what reads it.
+# XLA runs each as a kernel of its own, and does not fuse a recomputed one into its readers.
 KERNELS = _names(
     "scan while cond sort top_k fft pallas_call gather scatter scatter-add random_bits",
     *(CONTRACTIONS, MATRIX_KERNELS),
@@ -77,7 +77,7 @@ CALLBACKS = _names("pure_callback io_callback debug_callback")
 
 # --------------------------------------------------------------------------- linear and analytic
 
-# By the positions of the operands of which the result is a sum, or is put together; None: all.
+# Maps a name to the positions of the operands that are added or joined; None: all operands.
 ADDITIVE: Mapping[str, tuple[int, ...] | None] = {
     "add": None,
     "add_any": None,
@@ -89,20 +89,20 @@ ADDITIVE: Mapping[str, tuple[int, ...] | None] = {
     "scatter-add": (0, 2),
 }
 PRODUCTS = CONTRACTIONS | {"mul"}
-# In the first operand, and nothing else is added.
+# The result is linear in the first operand, with no other term.
 LINEAR = REARRANGES | _names(
     "neg broadcast_in_dim slice dynamic_slice gather reduce_sum cumsum real imag conj "
     "reduce_precision"
 )
-# Samples of a distribution: their derivative is that of its quantiles (implicit), and not that of
-# how they are drawn (by rejection).
+# Samples of a distribution. Their derivative is the implicit one, with the quantile held fixed, and
+# not the derivative of the rejection sampler that draws them.
 IMPLICIT = _names("random_gamma")
-# Of each of these a complex number differs from a real one by its derivative alone.
+# Holomorphic: the derivative of a complex operand has the same formula as that of a real one. (Who
+# finds a `jit` has to look at the operations in it, too.)
 ANALYTIC = RESHAPES | _names(
     "add add_any sub mul div neg square integer_pow sqrt exp expm1 log log1p logistic sin cos tan "
     "sinh cosh tanh dot_general reduce_sum cumsum broadcast_in_dim transpose rev slice pad "
     "concatenate copy jit"
 )
-# Differentiable in each operand, whatever their parameters are: none of the derivatives is zero by
-# structure.
+# Differentiable in each operand, for all parameters. No derivative is identically zero.
 CONNECTING = ANALYTIC - {"integer_pow", "jit"}

@@ -1,4 +1,4 @@
-"""Which parameters of a function are meant: `match.param`, by their paths."""
+"""Selects parameters of a function by their paths (`match.param`)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, repr=False)
 class Parameters:
-    """Parameters of a function, by their paths; made by `match.param`, combined with & | ~.
+    """A selection of a function's parameters by path, made by `match.param` or with & | ~.
 
     Attributes:
-      operator: how the parts are combined; "" for globs.
-      parts: globs, or other selections of parameters.
+      operator: the operator that is applied to `parts`; "" if `parts` are glob patterns.
+      parts: `Parameters`, the operands of `operator`; glob patterns if `operator` is "".
     """
 
     operator: Literal["", "&", "|", "~"]
     parts: tuple[Any, ...]
 
     def fits(self, *paths: str) -> bool:
-        """Whether a parameter is among them that is known by these paths, an argument's name first
-        in each."""
+        """Whether the selection includes the parameter that has these paths.
+
+        Each path begins with the name of an argument.
+        """
         if not self.operator:
-            return any(_fits(glob, path) for glob in self.parts for path in paths)
+            return any(_matches(glob, path) for glob in self.parts for path in paths)
         found = [part.fits(*paths) for part in self.parts]
         if self.operator == "~":
             return not found[0]
@@ -32,16 +34,16 @@ class Parameters:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """All globs in it."""
+        """All glob patterns in the selection."""
         if not self.operator:
             return self.parts
         return tuple(glob for part in self.parts for glob in part.patterns)
 
     def __and__(self, other: Any) -> Parameters:
-        return Parameters("&", (self, _parameters(other)))
+        return Parameters("&", (self, _require_parameters(other)))
 
     def __or__(self, other: Any) -> Parameters:
-        return Parameters("|", (self, _parameters(other)))
+        return Parameters("|", (self, _require_parameters(other)))
 
     def __invert__(self) -> Parameters:
         return Parameters("~", (self,))
@@ -54,30 +56,33 @@ class Parameters:
         return f"({self.parts[0]!r} {self.operator} {self.parts[1]!r})"
 
 
-def _parameters(other: Any) -> Parameters:
+def _require_parameters(other: Any) -> Parameters:
     if not isinstance(other, Parameters):
-        raise TypeError(NOT_COMBINED if hasattr(other, "look") else _no_parameters(other))
+        is_selector = hasattr(other, "look")  # of operations
+        raise TypeError(NOT_COMBINED if is_selector else _cannot_combine_message(other))
     return other
 
 
-def _no_parameters(other: object) -> str:
-    return f"match.param is combined with another match.param, not with {other!r}"
+def _cannot_combine_message(other: object) -> str:
+    return f"match.param can be combined with another match.param only, not with {other!r}"
 
 
 NOT_COMBINED = (
-    "match.param says which parameters, the other selectors which operations: the two are not "
+    "match.param selects parameters, and the other selectors select operations: the two cannot be "
     "combined. Give one rule for the parameters, and another for the operations"
 )
 
 
-def _fits(glob: str, path: str) -> bool:
-    """Whether a glob fits a path or what holds it, with the argument's name or without."""
-    return any(name == glob or fnmatchcase(name, glob) for name in _holders(path))
+def _matches(glob: str, path: str) -> bool:
+    """Whether `glob` matches a path or a prefix of it, with or without the argument's name."""
+    return any(name == glob or fnmatchcase(name, glob) for name in _path_prefixes(path))
 
 
-def _holders(path: str) -> Iterator[str]:
-    """A path and what holds the leaf: ``m.a.b``, ``m.a``, ``m``; and without the argument's name:
-    ``a.b``, ``a``."""
+def _path_prefixes(path: str) -> Iterator[str]:
+    """Yields a path and its prefixes, with and then without the argument's name.
+
+    For ``m.a.b``: ``m.a.b``, ``m.a``, ``m``, ``a.b``, ``a``.
+    """
     for name in (path, path.partition(".")[2]):
         while name:
             yield name

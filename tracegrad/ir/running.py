@@ -1,4 +1,4 @@
-"""How a graph is run: as a whole, or node by node for whoever wants the values between them."""
+"""Runs a graph: as a whole, or node by node if intermediate values are needed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,9 @@ _NOTE = "while running"
 
 
 def run_graph(graph: Graph, args: Sequence[Any], *, as_call: bool = False) -> list[Any]:
-    """Runs or traces a graph on flat arguments; returns its flat outputs.
-
-    `as_call`: it is done by `Graph.as_call`.
-
-    Where a function with a JVP of its own closes over a value, differentiating that raises.
-    """
+    """Runs or traces a graph on flat arguments; returns its flat outputs. If a `jax.custom_jvp`
+    closes over a value, differentiating with respect to it raises ValueError. `as_call`: whether to
+    use `Graph.as_call`."""
     if graph.closes_over:
         closing = [found for found in graph.walk() if _closes_over(found)]
         graph = around_each(graph, closing, _refusing).graph
@@ -48,10 +45,9 @@ def run_nodes(
     *,
     instead: Mapping[Node, Callable[[list[Any]], Sequence[Any]]] = MappingProxyType({}),
 ) -> dict[Value, Any]:
-    """Runs the nodes of a graph in order; returns what its values are.
-
-    `args`: its inputs. `instead`: for some nodes what gives their results, from their operands.
-    """
+    """Runs the nodes of a graph in order; returns arrays for all its values. `args`: the arrays for
+    its inputs. `instead`: for some nodes a function that is called with the node's operands, and
+    returns the node's results."""
     values: dict[Value, Any] = dict(graph.constants)
     values.update(zip(graph.inputs, args, strict=True))
     for node in graph.nodes:
@@ -63,12 +59,12 @@ def run_nodes(
 
 
 def read(wanted: Sequence[Atom], values: Mapping[Value, Any]) -> list[Any]:
-    """What some values are, and what literals say."""
+    """Returns the arrays for some values, and the numbers of literals."""
     return [values[atom] if isinstance(atom, Value) else atom.val for atom in wanted]
 
 
 def run_node(node: Node, args: Sequence[Any]) -> list[Any]:
-    """The results of one node on `args`, under its own scope, source line and settings."""
+    """Runs one node on `args`, under its own scope, source line and settings."""
     scope, settings = _jax.equation_context(*node.source)
     try:
         with scope, settings:

@@ -1,7 +1,7 @@
-"""What JAX writes around an operation: named scopes, and transformations that it came through.
+"""The named scopes and the transformations that JAX records around an operation.
 
-As text the two cannot be told apart: ``jvp(x)`` is a good name for a scope. So nothing is decided
-by the text, which is for people.
+In JAX's text the two cannot be distinguished: ``jvp(x)`` is a valid name of a scope. So the text is
+only shown to people, and all code uses the parts.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from tracegrad import _jax
 from tracegrad.ir.nodes import Node
 
-# The named scope of what was differentiated with the rules of an enclosing trace applied.
+# The named scope around a loss to which the rules of an enclosing trace were applied.
 UNDER_RULES = "tracegrad.rules"
 
 
 def around(node: Node) -> tuple[_jax.Around, ...]:
-    """The scopes and transformations around a node in its region, from the outside in.
-
-    JAX makes a scope of the sum that `jnp.einsum` is given (``bi,ij->bj``): no name of the user's.
-    """
+    """Returns the scopes and transformations around a node in its region, from the outside in.
+    Leaves out the scope that JAX makes of the subscripts of `jnp.einsum` (``bi,ij->bj``), which is
+    not a name of the user's."""
     stack = _jax.scopes_around(node.source.info)
     if not any("->" in name for name, _ in stack):
         return stack
@@ -27,8 +26,8 @@ def around(node: Node) -> tuple[_jax.Around, ...]:
 
 
 def _is_sum(name: str) -> bool:
-    """Whether it can be what `jnp.einsum` is given: each index of the result stands there once, and
-    among the operands as well."""
+    """Whether a name can be subscripts of `jnp.einsum`: each index of the result occurs once in the
+    result, and occurs in an operand."""
     operands, _, result = (
         side.replace(" ", "").replace("...", "") for side in name.partition("->")
     )
@@ -36,28 +35,28 @@ def _is_sum(name: str) -> bool:
 
 
 def scopes(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
-    """The components of the names of scopes: of ``a/b``, a scope and one in it."""
+    """Returns the components of the names of scopes: ``a/b`` counts as two scopes."""
     names = (name for name, is_transformation in stack if not is_transformation)
     return tuple(part for name in names for part in name.split("/") if part)
 
 
 def transformations(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
-    """The names of transformations: ``("transpose", "jvp")`` in a backward pass."""
+    """Returns the names of transformations: ``("transpose", "jvp")`` in a backward pass."""
     return tuple(name for name, is_transformation in stack if is_transformation)
 
 
 def is_backward(node: Node) -> bool:
-    """Whether it is part of a backward pass."""
+    """Whether a node is part of a backward pass."""
     return "transpose" in transformations(around(node))
 
 
 def is_under_rules(stack: Sequence[_jax.Around]) -> bool:
-    """Whether it was differentiated with the rules in force applied."""
+    """Whether a node is in a loss to which the rules in force were already applied."""
     return (UNDER_RULES, False) in stack
 
 
 def text(stack: Sequence[_jax.Around]) -> str:
-    """As JAX writes it: a transformation around the scope that follows, ``jvp(a)/b``."""
+    """Returns the stack as JAX writes it: a transformation around the next scope, ``jvp(a)/b``."""
     parts: list[str] = []
     for name, is_transformation in reversed(stack):
         if is_transformation:

@@ -1,4 +1,4 @@
-"""What a selector is: what it finds in a graph, and how two combine."""
+"""`Selector`: the base class of what finds matches in a graph, and its combinations."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ Covers = Callable[[Path, Node], bool]
 
 
 class Found(NamedTuple):
-    """What a selector found in a graph: its matches, and whether a node is part of one."""
+    """A selector's matches in a graph, and the function that says whether they cover a node."""
 
     matches: list[Occurrence]
     covers: Covers
 
 
 class Selector(ABC):
-    """Finds places in a graph; combined with ``&``, ``|`` and ``~``.
+    """Finds matches in a graph; selectors combine with ``&``, ``|`` and ``~``.
 
-    ``a & b`` are the matches of either that lie within both, ``a | b`` those of both, ``~a`` all
-    single nodes outside of `a`. Two of one class that were made of equal parts are equal, and so
-    are the rules that have them.
+    ``a & b`` finds the matches of `a` or `b` that lie within both, ``a | b`` the matches of `a` and
+    of `b`, ``~a`` all single nodes outside of `a`. Selectors of one class with equal parts are
+    equal, and so are rules with equal selectors.
     """
 
-    made_by = ""  # the function that makes it, for its repr
-    patterns: tuple[str, ...] = ()  # what it was asked for, to find the nearest of `names`
+    made_by = ""  # the name of the function that makes the selector, for its repr
+    patterns: tuple[str, ...] = ()  # the user's patterns, to find the nearest of `names`
 
     def __init__(self, *patterns: str) -> None:
         self.patterns = patterns
 
     @abstractmethod
     def look(self, graph: Graph) -> Found:
-        """Its matches in a graph, in the order of execution."""
+        """Returns the selector's matches in a graph, in the order of execution."""
 
     def names(self, graph: Graph) -> list[str]:
-        """What it could have been asked for in this graph: for messages, when nothing matches."""
+        """Returns the names that a pattern could match in a graph, for messages if none does."""
         return []
 
     def __eq__(self, other: object) -> bool:
@@ -66,7 +66,7 @@ class Selector(ABC):
 
 
 def within(matches: Sequence[Occurrence]) -> Covers:
-    """Whether a node belongs to one of these, or to a region below one."""
+    """Returns a predicate: whether a node is part of a match, or in a region of such a node."""
     members = {(match.path, node) for match in matches for node in match.nodes}
 
     def covers(path: Path, node: Node) -> bool:
@@ -91,7 +91,7 @@ class _And(_Two):
         left, right = self.left.look(graph), self.right.look(graph)
         both = dict.fromkeys(m for m in left.matches if _lies_in(m, right.covers))
         both |= dict.fromkeys(m for m in right.matches if _lies_in(m, left.covers))
-        # Of a call and its own operations, both of them in a scope, the call is meant.
+        # If a single node and a fragment with that node both match, only the fragment is kept.
         fragments = {(m.path, node): m for m in both if isinstance(m, Fragment) for node in m.nodes}
         kept = [m for m in both if isinstance(m, Fragment) or (m.path, m.node) not in fragments]
 
@@ -101,7 +101,7 @@ class _And(_Two):
         return Found(_in_order(graph, kept), covers)
 
     def names(self, graph: Graph) -> list[str]:
-        """Of the side that finds nothing by itself."""
+        """Returns the names for the operand that finds nothing by itself."""
         for side in (self.left, self.right):
             if not side.look(graph).matches:
                 return side.names(graph)
@@ -152,6 +152,7 @@ def _lies_in(match: Occurrence, covers: Covers) -> bool:
 
 
 def _in_order(graph: Graph, matches: list[Occurrence]) -> list[Occurrence]:
+    """Sorts matches in the order of `Graph.walk`."""
     if len(matches) < 2:
         return matches
     first = {(m.path, m.node): m for m in reversed(matches) if isinstance(m, Fragment)}
@@ -169,7 +170,7 @@ def _selector(other: Any) -> Selector:
         raise TypeError(NOT_COMBINED)
     if not isinstance(other, Selector):
         raise TypeError(
-            f"a selector (match.op, match.call, ...) is combined with another one, "
+            f"a selector (match.op, match.call, ...) can be combined with another one only, "
             f"not with {other!r}"
         )
     return other
@@ -178,13 +179,15 @@ def _selector(other: Any) -> Selector:
 # ---------------------------------------------------------------------------------- groups of nodes
 
 
-# The nodes of a match, and what they are called; None: it is one node, with a name of its own.
+# The name of a match and its nodes; the name is None for a single node, which has its own name.
 Group = tuple[str | None, list[Node]]
 
 
 class Grouping(Selector):
-    """Selectors whose matches may be several nodes: the outermost ones are found, region by
-    region."""
+    """The base of selectors whose matches may be several nodes of a region.
+
+    Finds the outermost matches: the regions of a matched node are not searched.
+    """
 
     def look(self, graph: Graph) -> Found:
         matches = list(self._visit(graph, ()))
@@ -201,7 +204,7 @@ class Grouping(Selector):
             elif id(group) not in started:
                 started.add(id(group))
                 label, members = group
-                # Of a call in a scan that it differentiates JAX leaves an empty one before it.
+                # Differentiating a call in a scan, JAX leaves an empty call before the scan.
                 if not any(member.outputs or member.effects for member in members):
                     continue
                 if label is None:
@@ -211,9 +214,9 @@ class Grouping(Selector):
 
     @abstractmethod
     def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
-        """For each node of the region that is part of a match: its name and all its nodes."""
+        """Returns for each node that is part of a match the match's name and all its nodes."""
 
 
 def fits_any(name: str, patterns: tuple[str, ...]) -> bool:
-    # Not by fnmatch alone: `In[3]` is the name of a file in a notebook.
+    # fnmatch alone does not do: `In[3]`, a file of a notebook, is a pattern that matches `In3`.
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Some nodes of a graph taken together: what enters and leaves them, and how they are gathered."""
+"""Groups of nodes of a graph: the values that enter and leave a group, and how to gather it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Computes(Protocol):
-    """What stands in a program and computes values of others: a node, or several as one."""
+    """A part of a program that computes values from others: a node, or several nodes as one."""
 
     @property
     def key(self) -> Any: ...
@@ -33,14 +33,17 @@ C = TypeVar("C", bound=Computes)
 
 
 def entering(nodes: Sequence[Computes]) -> list[Value]:
-    """The values that nodes of one graph take from outside, in the order of their first use."""
+    """Returns the values that a group of nodes uses from outside, in the order of first use."""
     made = {value for node in nodes for value in node.outputs}
     used = (value for node in nodes for value in node.operands)
     return list(dict.fromkeys(value for value in used if value not in made))
 
 
 def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
-    """The arrays by which others, or the graph's outputs, use nodes of it; of a single node all."""
+    """Returns the arrays of a group that other nodes or the graph's outputs use.
+
+    For a single node it returns all its arrays.
+    """
     made = [value for node in nodes for value in node.outputs]
     if len(nodes) > 1:
         members = {node.key for node in nodes}
@@ -54,8 +57,10 @@ def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
 
 
 def refuse_references(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-    """Raises GraphError for a match that makes a Ref for others, or writes to one of them: what
-    flows back by that would pass an edit of the match by."""
+    """Raises GraphError for a match that makes a Ref for other nodes, or writes to an outer Ref.
+
+    Gradients that flow through such a Ref would bypass an edit of the match.
+    """
     if not any(node.has_references for node in nodes):
         return
     made = {value for node in nodes for value in node.outputs if is_reference(value)}
@@ -76,21 +81,23 @@ def refuse_references(graph: Graph, nodes: Sequence[Node], match: Occurrence) ->
         )
 
 
-_READ = "get"  # of an array out of a Ref
+_READ = "get"  # the primitive that reads an array out of a Ref
 
 
 def gathered(nodes: Sequence[C], chosen: Collection[Any], match: object) -> list[C]:
-    """The nodes with the chosen ones (by their keys) side by side: what depends on one of them
-    comes behind them, the rest before. Effects count as a chain of dependences.
+    """Reorders nodes so that the chosen ones (by their keys) are adjacent.
 
-    Raises GraphError if they cannot stand together so.
+    Of the nodes between, those that depend on a chosen node come after the group, and the rest
+    before it. Nodes with effects keep their order.
+
+    Raises GraphError if no such order exists.
     """
     places = [i for i, node in enumerate(nodes) if node.key in chosen]
     start, stop = places[0], places[-1] + 1
     members: list[C] = []
     before: list[C] = []
     after: list[C] = []
-    late: dict[Value, C] = {}  # what the chosen make, and what depends on that
+    late: dict[Value, C] = {}  # the results of chosen nodes and of nodes that depend on them
     effect_is_late = False
     for node in nodes[start:stop]:
         makers = [late[value] for value in node.operands if value in late]

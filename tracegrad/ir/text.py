@@ -1,9 +1,9 @@
 """The text form of a graph, made to be read.
 
-One node a line: results, operation, operands, parameters that say something, type, source line.
-The three gradient annotations stand out by a sign of their own; a region follows the first node
-that enters it, indented; a line tells when the named scope changes. The form is stable: it holds no
-addresses, no absolute paths, and the same program prints the same text.
+One node a line: results, operation, operands, informative parameters, type, source line. A sign
+marks each of the three gradient annotations. A region follows, indented, the first node that has
+it. A line says when the named scope changes. The form is stable: it contains no addresses and no
+absolute paths, and the same program prints the same text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tracegrad.ir.scopes import text as scope_text
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
 
-# What a line is printed as: where its node stands, the node, and three columns, aligned already.
+# Returns a line of text. Takes the path to a node, the node, and the line's three aligned columns:
+# statement, types and source line.
 Paint = Callable[[Path, Node, str, str, str], str]
 
 CUSTOM, STOP, RECOMPUTE = "◆", "■", "↻"
@@ -41,7 +42,7 @@ _WIDTH = 100
 _INDENT = "│ "
 _KNOWN = " (as above)"
 
-# Parameters that repeat what the line says already, or say nothing of the mathematics.
+# Parameters that repeat other parts of the line, or that do not matter for the mathematics.
 _SILENT = frozenset(
     """
     name jaxpr call_jaxpr jaxprs num_consts num_carry ft_in ft_out cond_nconsts body_nconsts
@@ -55,18 +56,19 @@ _SILENT = frozenset(
 
 
 def plain(path: Path, node: Node, left: str, types: str, place: str) -> str:
-    """A line without colours."""
+    """Returns a line without colours."""
     return f"{left}  {types}  {place}".rstrip()
 
 
 def format_graph(graph: Graph, paint: Paint = plain) -> str:
-    """The whole text of a graph, regions included; see `Graph.__str__`."""
+    """Returns the whole text of a graph, regions included."""
     return "\n".join(_graph_lines(graph, (), set(), set(), paint))
 
 
 def _graph_lines(
     graph: Graph, path: Path, seen: set[Graph], texts: set[str], paint: Paint
 ) -> list[str]:
+    """Returns the lines of a graph; `seen` and `texts` are the regions printed so far."""
     lines = header(graph)
     rows: list[_Row] = []
     scope = ""
@@ -77,7 +79,7 @@ def _graph_lines(
             scope = inner
         origin = Occurrence(path, node).origin
         place = "" if origin is None else origin.place
-        # A reader who has met a region above is told so, and not shown it again.
+        # A region that was printed above is only referred to.
         known = _KNOWN if any(region in seen for region in node.regions.values()) else ""
         rows.append(_Row(f"{statement(graph, node)}{known}", types_text(node.outputs), place, node))
         for name, region in node.regions.items():
@@ -86,7 +88,7 @@ def _graph_lines(
                 title = "" if name in ("jaxpr", "call_jaxpr") else f"{name}: "
                 body = _graph_lines(region, (*path, (node, name)), seen, texts, paint)
                 body[0] = title + body[0]
-                # A function that was traced anew for each call is one thing to a reader.
+                # A function that JAX traced again for each call is printed once, if equal.
                 if (text := "\n".join(body)) in texts:
                     rows[-1].left += _KNOWN
                     continue
@@ -98,7 +100,7 @@ def _graph_lines(
 
 
 def header(graph: Graph) -> list[str]:
-    """The name, inputs and results of a graph, and its constants, in lines."""
+    """Returns lines with the name, inputs and results of a graph, and with its constants."""
     arguments = [value_text(graph, value) for value in graph.inputs]
     results = ", ".join(_jax.type_text(aval) for aval in graph.out_avals)
     line = f"{graph.name}({', '.join(arguments)}) -> {results or '()'}"
@@ -116,11 +118,11 @@ class _Row:
     left: str
     types: str = ""
     place: str = ""
-    node: Node | None = None  # None: a line that stands for itself
+    node: Node | None = None  # None: the line is not a node
 
 
 def _aligned(rows: Sequence[_Row], path: Path, paint: Paint) -> list[str]:
-    """Sets types and source lines in columns, as far as lines are short enough for that."""
+    """Aligns types and source lines in columns; long lines do not widen the columns."""
     nodes = [row for row in rows if row.node is not None]
     column = max((len(row.left) for row in nodes if len(row.left) <= 56), default=0)
     type_column = max((len(row.types) for row in nodes if len(row.types) <= 24), default=0)
@@ -135,14 +137,14 @@ def _aligned(rows: Sequence[_Row], path: Path, paint: Paint) -> list[str]:
 
 
 def statement(graph: Graph, node: Node) -> str:
-    """A node of a graph in words: ``y = dot_general(x, w)``."""
+    """Returns a node of a graph as text: ``y = dot_general(x, w)``."""
     results = ", ".join(graph.names[v] for v in node.outputs if v in graph.names) or "_"
     operands = operands_text(graph, node.inputs)
     return f"{results} = {label(node)}({operands}){parameters(node)}"
 
 
 def label(node: Node) -> str:
-    """What a node does, its annotation first: ``dot_general``, ``◆ custom_gradient[vjp] clip``."""
+    """Returns a node's operation or annotation: ``mul``, ``◆ custom_gradient[vjp] clip``."""
     if isinstance(node, CustomGradient):
         return f"{CUSTOM} custom_gradient[{node.kind}] {node.name}"
     if isinstance(node, StopGradient):
@@ -169,7 +171,7 @@ def names_of(graph: Graph) -> dict[Value, str]:
 
 
 def _kept_names(graph: Graph, before: Graph) -> dict[Value, str]:
-    """The names of those values that are made by the same as in a graph before edits."""
+    """Returns the names of the values that the same node computes as in a graph before edits."""
     here, there = graph.producers, before.producers
     given = {*graph.inputs, *graph.constants}
     return {
@@ -192,11 +194,11 @@ def _unique(taken: dict[str, int], base: str, name: str) -> str:
 
 
 def _readable(hint: str) -> tuple[str, str]:
-    """What the name of a value begins with, made from an argument's or an operation's; and a name
-    of it that a reader can type, as torch.fx has it.
+    """Returns the base of a value's name, and the first name to try, made from a hint.
 
-    Of a leaf of an argument that is its path, ``params.dense.kernel.0``; of JAX's
-    ``params['dense'].kernel[0]``, in a region, the same.
+    The hint is the path of a leaf (``params.dense.kernel.0``, or in a region JAX's
+    ``params['dense'].kernel[0]``, with the same result), or the name of an operation. As in
+    torch.fx, the name is not a keyword or a builtin.
     """
     parts = re.split(r"\W*[\[\].]\W*", hint)
     base = ".".join(filter(None, (re.sub(r"\W+", "_", part).strip("_") for part in parts)))
@@ -207,17 +209,17 @@ def _readable(hint: str) -> tuple[str, str]:
 
 
 def types_text(values: Sequence[Value]) -> str:
-    """``f32[8,4], i32[]``."""
+    """Returns the types of values: ``f32[8,4], i32[]``."""
     return ", ".join(_jax.type_text(v.aval) for v in values)
 
 
 def operands_text(graph: Graph, atoms: Iterable[Atom]) -> str:
-    """The names of values, and the numbers that literals are: ``x, 2.0``."""
+    """Returns the names of values and the numbers of literals: ``x, 2.0``."""
     return ", ".join(operand_text(graph, atom) for atom in atoms)
 
 
 def operand_text(graph: Graph, atom: Atom) -> str:
-    """A value's name, or the number that a literal is."""
+    """Returns a value's name, or a literal's number."""
     if isinstance(atom, Value):
         return graph.names.get(atom, "?")
     array = np.asarray(atom.val) if np.ndim(atom.val) == 0 else None
@@ -225,14 +227,14 @@ def operand_text(graph: Graph, atom: Atom) -> str:
 
 
 def value_text(graph: Graph, atom: Atom) -> str:
-    """A value with its type: ``x: f32[3]``."""
+    """Returns a value with its type: ``x: f32[3]``."""
     if not isinstance(atom, Value):
         return operand_text(graph, atom)
     return f"{operand_text(graph, atom)}: {_jax.type_text(atom.aval)}"
 
 
 def parameters(node: Node) -> str:
-    """Those of a node's parameters that say something, each after a space: `` axes=(0,)``."""
+    """Returns a node's informative parameters, each after a space: `` axes=(0,)``."""
     if isinstance(node, CustomGradient):
         return ""
     shown = {key: _parameter(value) for key, value in node.params.items() if key not in _SILENT}
@@ -243,7 +245,7 @@ def parameters(node: Node) -> str:
 
 
 def _product_axes(node: Node) -> dict[str, str]:
-    """The contracted and batch axes of a product; nothing for the ordinary ``x @ w``."""
+    """Returns the contracted and batch axes of a product; nothing for the ordinary ``x @ w``."""
     contracted, batch = node.params["dimension_numbers"]
     ordinary = ((len(node.inputs[0].aval.shape) - 1,), (0,))
     pairs = {"contract": () if contracted == ordinary else contracted, "batch": batch}
@@ -255,7 +257,7 @@ def _product_axes(node: Node) -> dict[str, str]:
 
 
 def _parameter(value: Any) -> str:
-    """A short text without addresses; "" for what has none or says nothing."""
+    """Returns a short text of a parameter without addresses; "" if there is none."""
     if value is None or value is False or isinstance(value, (dict, frozenset, set)):
         return ""
     if isinstance(value, (bool, int, float, complex)):

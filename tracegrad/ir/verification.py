@@ -1,6 +1,6 @@
-"""Whether a graph is a program: structure by our rules, types by JAX's own.
+"""Checks that a graph is a valid program: its structure by our rules, its types by JAX's.
 
-Runs after every rewrite in the tests, as `Graph.verify()`.
+The tests call `Graph.verify()` after every rewrite.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def verify(graph: Graph) -> None:
-    """Raises GraphError, naming the node and its source line, unless `graph` is a program."""
+    """Raises GraphError, with the node and its source line, unless `graph` is a valid program."""
     _verify(graph, (), set())
 
 
@@ -45,6 +45,7 @@ def _verify(graph: Graph, path: Path, seen: set[Graph]) -> None:
 
 
 def _check_node(graph: Graph, node: Node, defined: set[Value]) -> None:
+    """Raises GraphError for a node with wrong operands, results or types."""
     for value in node.operands:
         if value not in defined:
             where = "defined later" if value in graph.producers else "of another graph"
@@ -74,9 +75,9 @@ def _check_types(node: Node) -> None:
 
 
 def _check_operands(node: Node) -> None:
-    """The inputs of a node's regions against the operands that the primitive hands them."""
+    """Compares the inputs of a node's regions with the operands that the node passes to them."""
     avals = [value.aval for value in node.inputs]
-    if node.op == "shard_map":  # it hands on parts of them
+    if node.op == "shard_map":  # passes shards of its operands
         return
     for call in region_calls(node):
         given = [avals[i] for i in call.operands]
@@ -86,7 +87,7 @@ def _check_operands(node: Node) -> None:
 
 
 class _Slice(NamedTuple):
-    """The type of one step's slice of a scanned operand, as far as it is compared."""
+    """The type of one step's slice of a scanned operand: the attributes that are compared."""
 
     shape: tuple[Any, ...]
     dtype: Any

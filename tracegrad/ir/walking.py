@@ -1,4 +1,4 @@
-"""What is below a graph: its regions each once, or every node with each path of calls to it."""
+"""Walks over a graph: its regions, each once, or its nodes, once for each path of calls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tracegrad.ir.occurrence import Occurrence, Path
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
 
-# Of the nodes of one graph, each with every path of calls to it: a walk over as many takes minutes.
+# The largest number of nodes to walk over, each counted with every path of calls to it. A walk over
+# so many takes minutes.
 _MOST = 20_000_000
 
 
 def regions_below(graph: Graph) -> list[Graph]:
-    """A graph and the regions at any depth, each once."""
+    """Returns a graph and its regions at any depth, each once."""
     seen: dict[Graph, None] = {}
     waiting = [graph]
     while waiting:
@@ -42,7 +43,7 @@ def walk(graph: Graph) -> Iterator[Occurrence]:
 
 
 def count(graph: Graph, known: dict[Graph, int]) -> int:
-    """The number of nodes that `walk` gives."""
+    """Returns the number of nodes that `walk` yields; `known` caches it for each region."""
     if graph not in known:
         below = (region for node in graph.nodes for region in node.regions.values())
         known[graph] = len(graph.nodes) + sum(count(region, known) for region in below)
@@ -58,7 +59,7 @@ def _walk(graph: Graph, path: Path) -> Iterator[Occurrence]:
 
 
 def shared_regions(graph: Graph) -> frozenset[Graph]:
-    """The regions below a graph that are entered from more than one place."""
+    """Returns the regions below a graph that are called from more than one place."""
     entered = Counter(
         region
         for each in regions_below(graph)

@@ -1,4 +1,4 @@
-"""How messages speak of the user's functions and values."""
+"""Text for messages: names of functions, short forms of values, lists, tables and sizes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import numpy as np
 
 
 def name_of(fun: object) -> str:
-    """The name by which messages and programs know a function."""
+    """Returns the name of a function, as used in messages and programs."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     return getattr(fun, "__name__", None) or type(fun).__name__
 
 
 def described(fun: object) -> str:
-    """A function by name and by the place where it was written: ``'relu' (layers.py:12)``."""
+    """Returns a function's name, and its source line if it has one: ``'relu' (layers.py:12)``."""
     code = code_of(fun)
     if code is None:
         return f"'{name_of(fun)}'"
@@ -31,8 +31,8 @@ def described(fun: object) -> str:
 
 
 def notebook_cell(file: str) -> str | None:
-    """Of the file in which IPython keeps a cell the name that it has for people: ``In[3]``."""
-    ipython = sys.modules.get("IPython")  # nothing is imported for it
+    """Returns the label of the IPython cell that `file` holds, such as ``In[3]``; None if none."""
+    ipython = sys.modules.get("IPython")  # does not import IPython
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None and hasattr(shell.compile, "format_code_name"):
         named = shell.compile.format_code_name(file)
@@ -42,7 +42,7 @@ def notebook_cell(file: str) -> str | None:
 
 
 def code_of(fun: Any) -> CodeType | None:
-    """What was written for a function, a method, a partial or an object that can be called."""
+    """Returns the code object of a function, method, partial or callable object; None if none."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     fun = inspect.unwrap(fun)
@@ -52,35 +52,35 @@ def code_of(fun: Any) -> CodeType | None:
 
 
 def with_article(noun: str) -> str:
-    """A noun with its article: ``an object``, ``an x``, ``a target``."""
+    """Returns a noun with its article: ``an object``, ``an x``, ``a target``."""
     return f"{'an' if noun[0] in 'aeioAEIO' or noun == 'x' else 'a'} {noun}"
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line; its type where it says nothing."""
+    """Returns the first line of an error's message, or the error's type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things: ``1 input``, ``2 inputs``."""
+    """Returns a number with its noun in singular or plural: ``1 input``, ``2 inputs``."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def some(names: Sequence[str], most: int) -> str:
-    """So many names at most: ``a, b and 5 more``."""
+    """Joins the first `most` names, and counts the others: ``a, b and 5 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """The same as a part of a sentence: ``a, b and c``, ``a, b and 5 more``."""
+    """Like `some`, with "and" before the last name: ``a, b and c``; `names` is not empty."""
     more = [f"{len(names) - most} more"] if len(names) > most else []
     *first, last = [*names[:most], *more]
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def nearest(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The names that are most like what was asked for, three at most; the first ones if none is."""
+    """Returns the names most similar to `patterns`, three at most; the first three if none is."""
     lowered = {name.lower(): name for name in names}
     near: dict[str, None] = {}
     for pattern in patterns:
@@ -90,7 +90,7 @@ def nearest(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Rows of cells in columns, two spaces apart; those at the positions `right` end alike.
+    """Formats rows of cells as lines of text; the columns at the positions `right` align right.
 
     >>> table([("x", "bytes"), ("kernel", "64")], right=[1])
     ['x       bytes', 'kernel     64']
@@ -106,7 +106,7 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
 
 
 def brief(value: object) -> str:
-    """A value for a message: its type, and its shape if it is an array."""
+    """Describes a value in a message: dtype and shape of an array, type and repr of others."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return f"an array {value.dtype}[{','.join(map(str, value.shape))}]"
     if value is None:
@@ -115,22 +115,22 @@ def brief(value: object) -> str:
 
 
 def shortened(text: str) -> str:
-    """The text in one line, or its beginning, where it is longer than sixty characters."""
+    """Returns the text in one line, cut to sixty characters if it is longer."""
     text = " ".join(text.split()) if "\n" in text else text
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def changes_lost(function: str, paths: Sequence[str]) -> str:
-    """Of a call of a function that changes what is at these paths in modules that it is given."""
+    """Returns the message for a function that changes an `nnx.State`, at `paths`, in vain."""
     return (
-        f"{function} changes {some(paths, 1)}, of an nnx.State that it is given. It has a copy of "
-        "the state, so that what it assigns is lost when the call is over. Have it return "
-        "the new state (nnx.state(model)), or give it the module itself, which is then changed"
+        f"{function} changes {some(paths, 1)} of an nnx.State, its argument. The function gets a "
+        "copy of the state, so the change is lost when the function returns. Let the function "
+        "return the new state (nnx.state(model)), or pass the module itself, which keeps changes"
     )
 
 
 def in_units(size: float) -> str:
-    """Bytes for a reader: ``1.25 GiB``."""
+    """Formats a number of bytes: ``1.25 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.4g} {unit}"

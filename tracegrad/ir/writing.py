@@ -1,4 +1,4 @@
-"""Code that an edit writes: traced for its place, as nodes that define what was defined there."""
+"""Traces the code that an edit writes into nodes that define the replaced values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Place = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Where:
-    """Where a region lies: in which `jax.shard_map`s, from the outside in; and whether it may hold
-    arrays as constants (else they are operands)."""
+    """The surroundings of a region. `meshes` are the enclosing `jax.shard_map`s, from the outside
+    in. `holds`: whether the region may hold arrays as constants; if not, they become operands."""
 
     meshes: tuple[Node, ...] = ()
     holds: bool = True
@@ -37,10 +37,11 @@ class Port:
     """A value that crosses the border of a region.
 
     Attributes:
-      place: of the match that it is of, seen from the region: the keys and the names of the regions
-        that lead to it, and its own key.
-      value: in the region; of what goes in an input to be, of what goes out any value or literal.
-      closed_over: the array, the same in each execution, that an edit has closed over.
+      place: identifies the match that needs the port: the keys of nodes and the names of regions
+        that lead from this region to the match, and the key of the match.
+      value: the value in the region: a new input, or the value or literal that is a new output.
+      closed_over: the array that an edit closes over, the same in each execution; None for taps
+        and outputs.
     """
 
     place: Place
@@ -50,13 +51,13 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """Nodes for a place in a region, and what else the region needs for them.
+    """New nodes for a region, and the ports and constants that the region needs for them.
 
     Attributes:
-      nodes: which define the values that were to be defined.
-      names: of these values those that are no results of the nodes: what they are instead.
-      ins, outs: what crosses the region's border.
-      constants: arrays that the region is to hold.
+      nodes: define the values that the edit replaces, except those in `names`.
+      names: maps each replaced value that is not a result of `nodes` to another value or literal.
+      ins, outs: the ports that the region has to add.
+      constants: arrays that the region has to hold.
     """
 
     nodes: Sequence[Node]
@@ -77,16 +78,16 @@ def write(
     taps: Sequence[Any] = (),
     shown: list[Any] | None = None,
 ) -> Written:
-    """What a function is traced to, as nodes that define some values of a region.
+    """Traces a function into nodes that define some values of a region.
 
     Args:
-      run: of the operands, and of what comes from outside; gives what stands for the results.
+      run: the function of the operands and the taps; returns new values for `results`.
       operands, results: values of the region.
-      beside: the node whose scope, source line and settings the new ones have.
-      match: what is edited.
-      where: where the region lies.
-      taps: the types of what comes from outside.
-      shown: `run` puts here what is to be led out.
+      beside: the node whose scope, source line and settings the new nodes get.
+      match: the match that is edited.
+      where: the surroundings of the region.
+      taps: the types of the taps.
+      shown: the list to which `run` appends arrays that become outputs.
 
     Raises GraphError for a wrong number or type of results.
     """
@@ -98,8 +99,8 @@ def write(
         new = list(run(*args))
         if len(new) != len(results):
             raise GraphError(
-                f"{match}: expected {len(results)} results ({_types(results)}), one for each value "
-                f"that it has; the edit gave {len(new)}"
+                f"{match}: expected {len(results)} results ({_types(results)}), one for each "
+                f"result of the match; the edit gave {len(new)}"
             )
         pairs = zip(new, results, strict=True)
         return [*(_as_type(array, value.aval, match) for array, value in pairs), *shown]
@@ -111,7 +112,7 @@ def write(
     ins = [Port(key, value) for value in inputs[count:]]
     constants: dict[Value, Any] = {}
     for value, array in zip(open_form.constvars, arrays, strict=True):
-        # A tracer is no constant of a region: JAX would take its derivative for zero.
+        # A tracer must not be a constant of a region: JAX would take its derivative to be zero.
         if isinstance(array, jax.core.Tracer) or not where.holds:
             ins.append(Port(key, value, array))
         else:
@@ -119,7 +120,7 @@ def write(
 
     names: dict[Value, Atom] = dict(zip(inputs[:count], operands, strict=True))
     made = {value for equation in open_form.eqns for value in equation.outvars}
-    others: dict[Value, Atom] = {}  # results that are operands, literals, or one twice
+    others: dict[Value, Atom] = {}  # results that are operands, literals, or an earlier result
     for old, new in zip(results, open_form.outvars, strict=False):
         if isinstance(new, Value) and new in made and new not in names:
             names[new] = old
@@ -128,13 +129,15 @@ def write(
     nodes = [node_of(equation, beside.function).renaming(names) for equation in open_form.eqns]
     outs = [Port(key, atom) for atom in renamed(open_form.outvars[len(results) :], names)]
     if len(nodes) == 1 and nodes[0].primitive is beside.primitive and nodes[0].regions:
-        nodes = [dataclasses.replace(nodes[0], key=beside.key)]  # it is found there again
+        nodes = [dataclasses.replace(nodes[0], key=beside.key)]  # later edits find the node by key
     return Written(nodes, others, ins, outs, constants)
 
 
 def write_first(run: Callable[[Any], Any], operand: Value, result: Value, graph: Any) -> Written:
-    """As `write`, of a function of one input of a graph, before all of its nodes: outside of
-    scopes."""
+    """Traces a function of one input of a graph, like `write`, for nodes before all others.
+
+    The new nodes are outside of all scopes.
+    """
     place = f"the input {graph.names[operand]} of {graph.name}"
     program = jax.make_jaxpr(lambda array: _as_type(run(array), result.aval, place))(operand.aval)
     open_form, arrays = _jax.parts_of(program)
@@ -150,11 +153,12 @@ def write_first(run: Callable[[Any], Any], operand: Value, result: Value, graph:
 def trace_beside(
     run: Callable[..., Any], avals: Sequence[Any], beside: Node, where: Where = Where()
 ) -> Any:
-    """The program of a function on flat arguments of these types, at the place of a node: under its
-    scope, source line and settings, and in the meshes around it."""
+    """Traces a function of flat arguments to a program, as if it were called where a node is. The
+    program gets the node's scope, source line and settings, and is traced in the meshes around the
+    node."""
     programs: list[Any] = []
 
-    def here(*args: Any) -> Any:  # JAX begins a trace outside of all scopes
+    def here(*args: Any) -> Any:  # JAX starts a trace outside of all scopes, so enter them inside
         with _jax.standing_for(beside.source.info):
             return run(*args)
 
@@ -169,7 +173,7 @@ def trace_beside(
 
 
 def _in_mesh(shard_map: Node, trace: Callable[[], None]) -> Callable[[], None]:
-    """Tracing inside a `jax.shard_map`, where a value's type tells over which axes it varies."""
+    """Returns `trace` run inside a `jax.shard_map`, where types say over which axes values vary."""
 
     def body() -> tuple[()]:
         trace()
@@ -190,8 +194,8 @@ def _in_mesh(shard_map: Node, trace: Callable[[], None]) -> Callable[[], None]:
 
 
 def _as_type(new: Any, aval: Any, place: object) -> Any:
-    """A result in the very type of the value that it stands for: weak types, and the axes of a mesh
-    over which it varies, too."""
+    """Returns a new result with the exact type of the value that it replaces. Adapts weak types and
+    the mesh axes over which the result varies. Raises GraphError for another shape or dtype."""
     if not isinstance(aval, jax.core.ShapedArray):
         return new
     new = new if isinstance(new, jax.core.Tracer) else jnp.asarray(new)

@@ -1,3 +1,3 @@
-"""Graph → Graph."""
+"""Rewrites a graph into another graph: rules, edits, and derivatives of loops."""
 
 from tracegrad.rewriting.rewrite import RewrittenFunction as RewrittenFunction

@@ -1,4 +1,4 @@
-"""The matches at which a rule acts, what is refused of them, and what they are called."""
+"""The matches at which a rule acts: how they are found, checked and named."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tracegrad.ir.wording import nearest
 
 
 def check_selector(where: object) -> None:
-    """Raises TypeError for what does not say where in a program."""
+    """Raises TypeError if `where` is not a selector of operations."""
     if isinstance(where, Parameters):
         raise TypeError(
             f"expected a selector of operations (match.op, match.call, ...); {where!r} says which "
-            "parameters, for rules that act on their gradients: clip_gradient, scale_gradient, "
-            "tap_gradient, stop_gradient"
+            "parameters, for rules that act on their gradients: only clip_gradient, "
+            "scale_gradient, tap_gradient and stop_gradient take it"
         )
     if not isinstance(where, Selector):
         raise TypeError(
@@ -45,12 +45,14 @@ def check_selector(where: object) -> None:
 def parameters_of(
     where: Parameters, graph: Graph, missing_ok: bool, rule: object
 ) -> dict[Value, str]:
-    """The parameters at which a rule acts: inputs of a graph, and their paths. Where it is known by
-    which inputs the graph is differentiated, only those are parameters.
+    """Returns the parameters at which a rule acts: inputs of a graph, with their paths.
+
+    If it is known with respect to which inputs the graph is differentiated, only these inputs are
+    parameters.
 
     Raises:
-      NoMatchError: there is none, and that is not allowed.
-      GraphError: one enters code that JAX has differentiated already.
+      NoMatchError: no parameter matches, and `missing_ok` is false.
+      GraphError: a parameter enters code that JAX has already differentiated.
     """
     moved = graph.differentiated or [True] * len(graph.inputs)
     hints = graph.hints or [""] * len(graph.inputs)
@@ -74,11 +76,9 @@ def parameters_of(
 def _readers(
     graph: Graph, values: frozenset[Value], path: Path, seen: set[tuple[Graph, frozenset[Value]]]
 ) -> Iterator[Occurrence]:
-    """The operations that take one of these values, in regions too: each once, and not for each
-    call of the region that it is in.
-
-    `seen`: the regions that were gone through, with which values.
-    """
+    """Yields the operations that have one of the values as an operand, also in regions. An
+    operation comes once, and not once for each call of its region. `seen`: the regions already
+    searched, with the values searched for."""
     if (graph, values) in seen:
         return
     seen.add((graph, values))
@@ -98,28 +98,28 @@ def _no_parameter(graph: Graph, where: Parameters, rule: object, paths: Sequence
     return (
         f"{rule!r} matches nothing in {graph.name}: no parameter {where!r}. "
         + (f"The nearest paths: {near}." if near.strip("'") else "It has no parameters with paths.")
-        + " A glob begins with the argument's name or behind it; a rule that may match nothing is "
-        "given missing_ok=True"
+        + " A glob begins with the argument's name, or leaves it out. If the rule may match "
+        "nothing, give it missing_ok=True"
     )
 
 
 def matches_of(
     where: Selector, graph: Graph, missing_ok: bool, asked: object, *, gradients: bool = True
 ) -> list[Occurrence]:
-    """The matches of a selector at which a rule acts.
+    """Returns the matches of a selector at which a rule acts.
 
     Args:
-      where, graph: what is looked for, and in what.
-      missing_ok: whether there may be none.
-      asked: what is looked for by, for messages.
-      gradients: whether it is about gradients. Then those matches are left out that no gradient
-        passes, and that lie in a loss to which `tracegrad.grad` and its like have applied the rules
-        in force already.
+      where, graph: the selector, and the graph to search.
+      missing_ok: whether the selector may match nothing.
+      asked: the rule or function that searches, for messages.
+      gradients: whether the rule acts on gradients. If so, the result leaves out matches that no
+        gradient passes through, and matches in a loss to which `tracegrad.grad` and the like have
+        already applied the rules in force.
 
     Raises:
-      NoMatchError: there is none, and that is not allowed.
-      GraphError: one lies in a custom gradient, in a solve or, about gradients, in code that JAX
-        has differentiated already.
+      NoMatchError: nothing matches, and `missing_ok` is false.
+      GraphError: a match is in a custom gradient or in a solve or, if `gradients`, in code that JAX
+        has already differentiated.
     """
     matches = where.look(graph).matches
     if gradients:
@@ -139,26 +139,28 @@ def _no_match(graph: Graph, where: Selector, rule: object) -> str:
     if around is not where and (there := around.look(graph).matches):
         _refuse_inside_of_rules(there[0], rule)
         return (
-            f"{rule!r} concerns nothing in {graph.name}: {there[0]} matches, and is neither an "
-            "operation element by element with a derivative that may be infinite, nor a custom "
-            "gradient that the rule takes. For others there is rules.override_gradient; a rule "
-            "that may concern nothing is given missing_ok=True"
+            f"{rule!r} concerns nothing in {graph.name}: {there[0]} matches, but is neither an "
+            "elementwise operation with a derivative that may be infinite, nor a custom gradient "
+            "that the rule can change. Use rules.override_gradient for it or, if the rule may "
+            "concern nothing, give it missing_ok=True"
         )
     names = where.names(graph)
     near = nearest(where.patterns, names)
     hint = f" The nearest names: {', '.join(map(repr, near))}." if near else ""
     return (
-        f"{rule!r} matches nothing in {graph.name}: no {where!r}.{hint} See what there is with "
-        "print(tracegrad.graph(fun, *args)), try a selector with .find(selector); a rule that may "
-        "match nothing is given missing_ok=True"
+        f"{rule!r} matches nothing in {graph.name}: no {where!r}.{hint} See the operations with "
+        "print(tracegrad.graph(fun, *args)), and try a selector with .find(selector). If it may "
+        "match nothing, pass missing_ok=True"
     )
 
 
 def refuse_differentiated(
     match: Occurrence, rule: object, of_loss: str = "tracegrad.rewrite(loss, rule)"
 ) -> None:
-    """Raises GraphError for what JAX has differentiated, naming where; `of_loss` is what to
-    differentiate instead."""
+    """Raises GraphError, with the line of the `jax.grad`, for a match that JAX has differentiated.
+
+    `of_loss`: the code of the function to differentiate instead, for the message.
+    """
     for node in match.steps:
         if "jvp" in scopes.transformations(scopes.around(node)):
             raise GraphError(
@@ -171,13 +173,13 @@ def refuse_differentiated(
             )
 
 
-# The file of JAX's transformations: others of its files have functions of the same names.
+# The file of JAX's transformations; other files of JAX have functions of the same names.
 _JAX_API = inspect.unwrap(_jax.grad).__code__.co_filename
 _TRANSFORMS = {"grad", "value_and_grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"}
 
 
 def _grad_call(node: Node) -> str:
-    """Where the user's code called `jax.grad` or the like, innermost."""
+    """Returns the innermost call of `jax.grad` or the like in the user's code, as text."""
     name = ""
     for frame in _jax.frames(node.source.info):
         if is_own_file(frame.file_name):
@@ -191,13 +193,13 @@ def _grad_call(node: Node) -> str:
 
 
 def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
-    """Raises GraphError for what lies in the primal of a custom gradient or in a solve."""
+    """Raises GraphError for a match in the primal of a custom gradient or in a solve."""
     node = match.rule_around
     if isinstance(node, CustomGradient) and code_of_rule(node) in CHANGES_GRADIENT:
         raise GraphError(
             f"{rule!r}: {match} lies inside of {node.name}, which an earlier rule matches and "
             "gives a gradient of its own: of the two the outer rule is taken, and the edit would "
-            "vanish. Leave out the outer rule, or what is in it: "
+            f"vanish. Remove the outer rule, or exclude the matches in {node.name}: "
             f"& ~match.call({node.name!r})"
         )
     if isinstance(node, CustomGradient):
@@ -225,7 +227,7 @@ def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
 
 
 def place_name(match: Occurrence) -> str:
-    """The scope of a match and its name: ``encoder/block_0/softmax``."""
+    """Returns the scope of a match and its name: ``encoder/block_0/softmax``."""
     stacks = map(scopes.around, match.steps)
     mark = (scopes.UNDER_RULES, False)
     texts = (scopes.text([each for each in stack if each != mark]) for stack in stacks)
@@ -233,18 +235,20 @@ def place_name(match: Occurrence) -> str:
     parts = tuple(match.name.split("/"))
     names = tuple(name for name in match.scopes if name != scopes.UNDER_RULES)
     if isinstance(match, Fragment) and names[: len(parts)] == parts:
-        return match.name  # of a scope that is the scope itself
+        return match.name  # the match is a whole scope
     return f"{scope}/{match.name}" if scope else match.name
 
 
 def place_names(matches: Sequence[Occurrence]) -> list[str]:
-    """The names of all matches, made different."""
+    """Returns the names of all matches, made unique by numbers."""
     return made_different([place_name(match) for match in matches])
 
 
 def made_different(names: Sequence[str]) -> list[str]:
-    """The first of each name as it is, further ones with a number that makes no other: ``sin``,
-    ``sin_1``."""
+    """Returns unique names: a repeated name gets a number, ``sin``, ``sin_1``.
+
+    A number is skipped if it would make another name of the list.
+    """
     taken, number = set(names), dict.fromkeys(names, 0)
     different: dict[str, None] = {}
     for name in names:

@@ -1,11 +1,11 @@
-"""Gives custom gradients a forward-mode derivative: the transpose of their backward.
+"""Gives custom gradients a forward-mode derivative: the transpose of their backward pass.
 
-A rule of kind vjp (`jax.custom_vjp`, `tracegrad.custom_gradient`) says how cotangents of its
-results become cotangents of its inputs. That map is linear, and its transpose takes tangents of the
-inputs to tangents of the results: the rule's JVP, where `jax.jvp` refuses. The pass puts a
-`jax.custom_jvp` of the same primal in the place of each such node, at any depth.
+A rule of kind vjp (`jax.custom_vjp`, `tracegrad.custom_gradient`) maps cotangents of its results to
+cotangents of its inputs. That map is linear, and its transpose maps tangents of the inputs to
+tangents of the results: it is a JVP, which `jax.jvp` does not find. The pass replaces each such
+node, at any depth, with a `jax.custom_jvp` of the same primal.
 
-The idea is TensorFlow's, whose ``tf.autodiff.ForwardAccumulator`` does it to a ``custom_gradient``.
+TensorFlow's ``tf.autodiff.ForwardAccumulator`` treats a ``custom_gradient`` in the same way.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from tracegrad.rewriting.overriding import with_tangents
 
 
 def with_forward_mode(graph: Graph) -> Graph:
-    """A graph in which every custom gradient has a JVP; the same graph if it holds none.
+    """Returns a graph in which every custom gradient has a JVP; the same graph if it has none.
 
-    Requires nothing of the graph. Regions that many calls share stay shared.
+    The graph may be any graph. Regions that many calls share stay shared.
 
-    A rule whose backward is not linear in its cotangents has no transpose: differentiating it
-    forward raises ValueError, which names the rule and its line.
+    A rule whose backward pass is not linear in its cotangents has no transpose: differentiating it
+    in forward mode raises ValueError, which names the rule and its line.
     """
     if _jax.CUSTOM_VJP.name not in graph.operations:
         return graph
-    # A function that returns the gradient of its value leaves that, whose tangent nobody wants.
+    # A function that returns only a gradient also computes the value; its tangent is not needed.
     return _rewritten(without_unused(graph), (), {})
 
 
 def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
+    """Does `with_forward_mode` for a graph at a path; `done` caches the rewritten regions."""
     if graph in done:
         return done[graph]
     rules = list(_rules(graph, ()))
@@ -55,7 +56,7 @@ def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
         assert isinstance(node, CustomGradient)
         found = Occurrence((*path, *op.match.path), node)
         primal = _rewritten(node.primal, found.into("call_jaxpr"), done)
-        if keeps_zeros(node):  # in reverse alone: tangents have no zeros that stand for nothing
+        if keeps_zeros(node):  # that rule concerns zero cotangents, so reverse mode only
             return run_graph(primal, operands)
         return list(_forward_rule(found, primal)(*operands))
 
@@ -64,7 +65,7 @@ def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
 
 
 def _rules(graph: Graph, path: Path) -> Iterator[Occurrence]:
-    """The custom gradients of kind vjp that are differentiated: the primal of a rule is not."""
+    """Yields the custom gradients of kind vjp that are differentiated: none in a rule's primal."""
     for node in graph.nodes:
         found = Occurrence(path, node)
         if isinstance(node, CustomGradient):
@@ -83,7 +84,7 @@ def _operations(node: Node) -> set[str]:
 
 
 def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
-    """The function of a custom gradient with a JVP instead of a VJP, on flat arguments."""
+    """Returns the function of a custom gradient with a JVP instead of a VJP, on flat arguments."""
     node = found.node
     out_avals = [value.aval for value in node.outputs]
 
@@ -96,7 +97,7 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
     def differentiated(
         primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        # By what is active alone: a rule may have no gradient for the rest, and say so.
+        # With respect to the active inputs only: a rule may raise for the others.
         _require_unchecked_axes(found)
         with _transposing(found):
             passes = _trace_passes(original, primals, active)
@@ -105,7 +106,7 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
             marked = _with_derivative(passes)([primals[i] for i in active], outs, residuals)
             try:
                 flowing = passes.transposed(residuals, outs, tangents)
-            except Exception as error:  # JAX's words are about reverse mode, which nobody asked for
+            except Exception as error:  # JAX's message is about reverse mode: confusing here
                 if "has no forward-mode derivative" in str(error):
                     raise
                 raise ValueError(_refusal(found, f"JAX cannot transpose: {error}")) from error
@@ -114,20 +115,18 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
     return with_tangents(primal, node.name, differentiated)
 
 
-# The rules that are being transposed now, the outermost first, by their code and their function.
+# The rules that are being transposed now, outermost first: each rule's code and primal function.
 _transposed_now: ContextVar[tuple[Any, ...]] = ContextVar("transposed_now", default=())
-# So many times the transpose of a rule may ask for its own. More than one may be of other rules
-# that a library makes by one function.
+# The most times that the transpose of a rule may need its own transpose. It is more than once
+# since a library may make different rules from the same code.
 _MOST_IN_ITSELF = 4
 
 
 @contextmanager
 def _transposing(found: Occurrence) -> Iterator[None]:
-    """A block that transposes the backward of a custom gradient.
-
-    Raises ValueError where that asks for its own transpose without end: the backward of a solver
-    calls the solver with the cotangent.
-    """
+    """A context in which the backward pass of a custom gradient is transposed. Raises ValueError
+    for an endless recursion: the backward pass of a solver calls the solver with the cotangent, so
+    its transpose needs the solver's transpose again."""
     node = found.node
     assert isinstance(node, CustomGradient)
     rule, around = (code_of_rule(node), node.primal.function_source), _transposed_now.get()
@@ -143,11 +142,9 @@ def _transposing(found: Occurrence) -> Iterator[None]:
 
 
 def _with_derivative(passes: _Passes) -> Any:
-    """``(inputs, results, residuals) -> results``, whose derivative by the inputs is the rule's.
-
-    Differentiated once more, the results must not go through the operations that the forward pass
-    is made of: their derivative is the rule, at any order.
-    """
+    """Returns ``(inputs, results, residuals) -> results``, whose derivative is the rule's. The
+    derivative is with respect to the inputs. Higher derivatives of the results must also come from
+    the rule, and not from the operations of the forward pass."""
 
     def results(inputs: Any, outs: Any, residuals: Any) -> Any:
         return outs
@@ -165,27 +162,27 @@ class _Passes:
     """The two passes of a custom gradient, traced with respect to some of its inputs."""
 
     forward_graph: Graph  # inputs -> results, residuals
-    backward_graph: Graph  # residuals, cotangents of the float results -> of those inputs
+    backward_graph: Graph  # residuals, cotangents of the float results -> cotangents of the inputs
     result_count: int
-    cotangents: list[Any]  # their types
+    cotangents: list[Any]  # the types of the cotangents of the float results
 
     def forward(self, primals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The results and the residuals."""
+        """Returns the results and the residuals."""
         outs = run_graph(self.forward_graph, primals)
         return outs[: self.result_count], outs[self.result_count :]
 
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """The cotangents of the inputs that are differentiated."""
+        """Returns the cotangents of the inputs that are differentiated."""
         return run_graph(self.backward_graph, [*residuals, *cotangents])
 
     def transposed(
         self, residuals: Sequence[Any], outs: Sequence[Any], tangents: Sequence[Any]
     ) -> list[Any]:
-        """The tangents of the float results, from those of the inputs that are differentiated.
+        """Returns the tangents of the float results, given the tangents of the active inputs.
 
-        By way of the derivative, which a linear function equals: of some linear operations JAX
-        can transpose the derivative only (a scatter). It is the same everywhere; the results
-        are a place of the right type.
+        Transposes the derivative of the backward pass, which equals the backward pass, since JAX
+        cannot transpose some linear operations (scatter), but can transpose their derivatives. The
+        derivative is the same at all cotangents; the results serve as cotangents of the right type.
         """
         anywhere = [out for out in outs if _jax.has_gradient(jax.typeof(out))]
         _, transpose = _jax.vjp(lambda *cts: self.backward(residuals, cts), *anywhere)
@@ -195,7 +192,7 @@ class _Passes:
 def _trace_passes(
     rule: Callable[..., list[Any]], primals: Sequence[Any], active: Sequence[int]
 ) -> _Passes:
-    """Traces the rule, so that what it keeps for the backward pass becomes explicit."""
+    """Traces the rule, so that its residuals become explicit."""
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
         return _jax.vjp_of_some(lambda operands: rule(*operands), args, active)
@@ -210,7 +207,7 @@ def _trace_passes(
 
     cotangents = [shape for shape in outs if _jax.has_gradient(shape)]
     backward_program = jax.make_jaxpr(backward)(residuals, cotangents)
-    # Both may be made of custom gradients, this very one among them, and be differentiated again.
+    # Both may contain custom gradients, even this one, and may be differentiated again.
     return _Passes(
         with_forward_mode(import_program(forward_program)),
         with_forward_mode(import_program(backward_program)),
@@ -220,11 +217,9 @@ def _trace_passes(
 
 
 def _require_linear(passes: _Passes, found: Occurrence) -> None:
-    """Raises ValueError unless the backward is linear in the cotangents.
-
-    Its derivative then does not depend on where it is taken, and depends on a direction where the
-    value does; and nothing is added to the linear part.
-    """
+    """Raises ValueError unless the backward pass is linear in the cotangents. It is linear if its
+    derivative does not depend on the cotangents, if the derivative is not zero for a cotangent that
+    a result depends on, and if no constant is added to the linear part."""
     split = len(passes.backward_graph.inputs) - len(passes.cotangents)
 
     def derivative(residuals: list[Any], cotangents: list[Any], tangents: list[Any]) -> Any:
@@ -249,16 +244,16 @@ def _require_linear(passes: _Passes, found: Occurrence) -> None:
 
 
 def _require_unchecked_axes(found: Occurrence) -> None:
-    """Raises ValueError in a `shard_map` that checks over which axes values vary.
+    """Raises ValueError in a `shard_map` that checks over which mesh axes values vary.
 
-    The new rule is traced outside of the mesh, where JAX does not work that out.
+    The new rule is traced outside of the mesh, where JAX does not compute these axes.
     """
     for value in found.node.inputs:
         if axes := _jax.varying_axes(value.aval):
             raise ValueError(
-                f"the custom gradient {found.node.name}{place_of(found)} stands in a shard_map "
-                f"and varies over its axes {', '.join(map(str, axes))}: a forward-mode "
-                "derivative can be made of it only with jax.shard_map(..., check_vma=False)"
+                f"the custom gradient {found.node.name}{place_of(found)} is in a shard_map and "
+                f"varies over its axes {', '.join(map(str, axes))}: it can get a forward-mode "
+                "derivative only with jax.shard_map(..., check_vma=False)"
             )
 
 
@@ -275,7 +270,7 @@ def _refusal(found: Occurrence, reason: str) -> str:
 
 
 def place_of(found: Occurrence) -> str:
-    """Where a custom gradient is called or, if the line is not known, where it is defined."""
+    """Returns the line that calls a custom gradient or, if unknown, the line that defines it."""
     assert isinstance(found.node, CustomGradient)
     if found.origin is not None:
         return f" at {found.origin}"

@@ -1,7 +1,7 @@
-"""What a program hands to the host without saying what its gradient is.
+"""Operands of calls to the host that have no gradient function.
 
-`TO_HOST` marks it, operand by operand. To a functional gradient that goes through it, it is an
-error; to a tape, and to `gradients()`, it ends what is connected, as `stop_gradient` does.
+The primitive `TO_HOST` marks each such operand. A functional gradient that goes through a mark
+raises an error; for a tape, and for `gradients()`, the mark disconnects, as `stop_gradient` does.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ def _has_no_gradient(function: str, stateful: bool) -> Exception:
     return ValueError(
         f"{function}, called by numpy_function, is differentiated and has no gradient: it runs on "
         "the host, where JAX does not see what it computes. Give numpy_function a gradient "
-        "function, grad=; if the result is meant as a constant, give it stop_gradient of its inputs"
+        "function, grad=; if the result is meant as a constant, apply stop_gradient to its inputs"
     )
 
 
 def _cannot_be_exported(function: str, stateful: bool) -> Exception:
     return NotImplementedError(
         f"{function}, called by numpy_function, cannot be exported or saved: it is Python code of "
-        "this process. Write it in jax.numpy, or call it outside of what is exported"
+        "this process. Write it in jax.numpy, or call it outside of the exported function"
     )
 
 
@@ -33,30 +33,32 @@ def _cannot_be_mapped(function: str, stateful: bool) -> Exception | None:
         return None
     return NotImplementedError(
         f"{function}, called by numpy_function, is mapped by jax.vmap, under which calls have no "
-        "order, and it counts as stateful. If its results depend on nothing but its inputs, say "
-        "so by stateful=False, and it is called for each element; otherwise map it by jax.lax.map"
+        "order, and it counts as stateful. If its results depend on nothing but its inputs, pass "
+        "stateful=False, and it is called for each element; otherwise map it by jax.lax.map"
     )
 
 
-# Its parameter `function` is the function's name and place; `stateful`, whether the order and the
-# number of its calls matter.
+# Parameters: `function` is the name and line of the function called; `stateful` is whether the
+# order and the number of its calls matter.
 TO_HOST = _jax.identity_primitive(
     "to_host", _has_no_gradient, _cannot_be_exported, _cannot_be_mapped
 )
 
 
 def would_run_again(node: Node) -> NotImplementedError:
-    """What is raised of a node that has had an effect and gave results."""
+    """Returns the error for differentiating a node that has an effect and returns results."""
     return NotImplementedError(
-        f"{Occurrence((), node)} gives results and stands in a compiled function, a loop or a "
-        "branch: to differentiate that, it would have to run once more. Call it outside, and pass "
-        "the results in, or let a numpy_function that is pure say so (stateful=False)"
+        f"{Occurrence((), node)} returns results in a compiled function, a loop or a branch: to "
+        "differentiate that, it would have to run once more. Call it outside, and pass the results "
+        "in; or, if it is a numpy_function that is pure, pass stateful=False"
     )
 
 
 def end_gradients_at_host(graph: Graph) -> Graph:
-    """The graph in which what is handed to the host is a constant to differentiation. The rule of a
-    custom gradient is left alone: what it does is not differentiated."""
+    """Stops the gradient at each operand that is handed to the host.
+
+    Custom gradients are left alone, since the operations in them are not differentiated.
+    """
     if TO_HOST.name not in graph.operations:
         return graph
     handed = graph.find(lambda found: found.node.primitive is TO_HOST and not found.rule_around)

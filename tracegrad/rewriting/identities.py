@@ -1,4 +1,4 @@
-"""Functions that hand on a value and change its derivative; and what puts them into a graph."""
+"""Identity functions that change the derivative, and rules that insert them into a graph."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ def rule_of(
     missing_ok: bool,
     inputs: int | Sequence[int] | None = None,
 ) -> MatchRule:
-    """A rule that sends parameters, what leaves a match, or what enters it at some positions,
-    through an identity with another tangent."""
+    """Returns a rule that passes values through `identity`, which has another tangent.
+
+    The values are parameters, or the values that leave a match, or its operands at `inputs`.
+    """
     if isinstance(where, Parameters) and inputs is not None:
         raise TypeError(
-            f"inputs={inputs!r} are positions of the inputs of an operation; {where!r} says which "
-            "parameters, without inputs="
+            f"inputs={inputs!r} are positions of the inputs of an operation; {where!r} selects "
+            "parameters: leave out inputs="
         )
     edit = of_arrays(through(identity, inputs))
     return MatchRule(name, where, edit, missing_ok, identity=lambda place: identity)
 
 
 def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None = None) -> Edit:
-    """Sends what leaves a match, or what enters it at some positions, through a function that
-    returns it as it is."""
+    """Returns an edit that passes values through `identity`: those that leave a match or, if given,
+    its operands at the positions `inputs`."""
     if inputs is None:
         return behind(identity)
     several = inputs if isinstance(inputs, Iterable) else (inputs,)
@@ -71,16 +73,18 @@ def _scaled_tangent(primals: Any, tangents: Any) -> Any:
     if jnp.iscomplexobj(factor) and not jnp.iscomplexobj(tangent):
         kind = _jax.type_text(jax.typeof(tangent))
         raise TypeError(f"scale_gradient was given a complex factor for the gradient of a {kind}")
-    wide = at_least_32_bits(tangent)  # for loss scaling: by more than half precision can hold
+    wide = at_least_32_bits(tangent)  # a loss scale may be larger than half precision can hold
     return (wide * jnp.asarray(factor).astype(wide.dtype)).astype(tangent.dtype)
 
 
 scaled = _jax.with_tangent(lambda value, factor: value, _scaled_tangent, "scaled")
-"""The value, whose tangent and cotangent are multiplied by a factor."""
+"""Returns the value; multiplies its tangent and cotangent by the factor."""
 
 perturbed = _jax.with_tangent(
     lambda value, perturbation: value,
     lambda primals, tangents: tangents[0] + tangents[1],
     "perturbed",
 )
-"""The value, as if the perturbation, which is zero, had been added: to the last bit."""
+"""Returns the value bit by bit; its derivative is that of ``value + perturbation``.
+
+The perturbation is zero, and only serves to differentiate with respect to it."""

@@ -1,4 +1,4 @@
-"""Values inside of a function, and the gradients there, without touching the function."""
+"""Intermediate values of an unmodified function, and the gradients with respect to them."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ from tracegrad.tracing.tools import tool
 def intermediates(
     fun: Callable[..., Any], /, *args: Any, where: Selector, missing_ok: bool = False, **kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """What a function computes at some places, beside its result.
+    """Returns intermediate values of a function beside its result.
 
     Args:
       fun: a function of arrays and pytrees of arrays, as for `jax.jit`.
-      *args, **kwargs: its arguments.
-      where: a selector.
-      missing_ok: whether it may match nothing.
+      *args, **kwargs: the arguments of `fun`.
+      where: a selector of the operations whose results are returned.
+      missing_ok: whether `where` may match nothing.
 
     Returns:
-      ``(output, values)``: the output of `fun`, and by the scope and name of each match the array
-      that it computes (a tuple of several). Inside of a scan they are stacked over its steps along
-      a new axis 0; of a branch that was not taken they are zeros. It traces `fun` at every call,
-      and runs under every JAX transformation: ``jax.jit`` of a function that calls it compiles it.
+      ``(output, values)``: the output of `fun`, and a dict from the scope and name of each match to
+      the array that it computes (a tuple if it computes several). Values in a scan are stacked over
+      its steps along a new axis 0; values in a branch that was not taken are zeros. Each call
+      traces `fun`. It works under every JAX transformation: call it in a function under
+      ``jax.jit`` to compile it.
 
     Raises:
       NoMatchError: nothing matches (unless `missing_ok`).
-      GraphError: a match lies where its values cannot be led out of: in a while loop, a shard_map,
-        or inside of a custom gradient.
+      GraphError: a match is in a while loop, a shard_map or a custom gradient, whose inner values
+        cannot be returned.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def model(x):
@@ -66,10 +67,10 @@ def intermediates(
     >>> print(out, values["layer_0"])
     16.0 [2. 6.]
 
-    Of a train step that differentiates its loss itself, what is in the loss is found as well, as it
-    is before that: see `intermediate_gradients`.
+    If `fun` is a train step that differentiates a loss, the selector also finds operations of the
+    loss, as they are before differentiation: see `intermediate_gradients`.
 
-    As forward hooks of PyTorch's modules and flax's ``sow``.
+    It corresponds to forward hooks of PyTorch's modules and to flax's ``sow``.
     """
     _check(fun, where)
     marks = Marks(where, gradients=False)
@@ -77,7 +78,7 @@ def intermediates(
     inside = marks.shown(program)
     may_miss = missing_ok or bool(inside)
     found = matches_of(where, program, may_miss, marks, gradients=False)
-    if inside:  # what is left of it when it is differentiated is not asked for as well
+    if inside:  # the loss was searched: do not also match what differentiation left of it
         found = [m for m in found if not (is_under_rules(m) or is_of_nothing(m))]
     return _led_out(program, inside, found, args, kwargs)
 
@@ -92,36 +93,37 @@ def intermediate_gradients(
     missing_ok: bool = False,
     **kwargs: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """The gradients of a scalar function with respect to what it computes at some places.
+    """Returns the gradients of a scalar function with respect to intermediate values.
 
-    They are exact: what arrives there in the backward pass, by whatever custom gradients lie
-    behind it; of a scope or call with several results, from outside of it. No value is changed.
+    They are the exact cotangents of the backward pass, after all custom gradients on the way. The
+    gradient of a scope or call with several results counts only uses outside of it. No value is
+    changed.
 
-    Of a function that differentiates its loss itself, as a train step does (by `jax.grad` and what
-    calls that, `nnx.value_and_grad`, `eqx.filter_grad`; by `tracegrad.grad` or a tape), they are
-    the gradients inside of that loss, in the one backward pass that the step runs. Under a
-    `jax.vmap` or a scan around it they are stacked along axis 0, as is what the step computes.
+    If `fun` differentiates a loss itself, as a train step does (by `jax.grad` or by a function that
+    calls it, such as `nnx.value_and_grad` and `eqx.filter_grad`; by `tracegrad.grad` or a tape),
+    they are the gradients of that loss, from the one backward pass that the step runs. If that loss
+    is under a `jax.vmap` or in a scan, they are stacked along axis 0, as the step's values are.
 
     Args:
-      fun: a function of arrays and pytrees of arrays that returns a float scalar; or one that
-        differentiates a function in which `where` matches, which returns anything.
-      *args, **kwargs: its arguments.
-      where: a selector.
+      fun: a function of arrays and pytrees of arrays that returns a float scalar; or a function
+        that returns anything, and differentiates a function in which `where` matches.
+      *args, **kwargs: the arguments of `fun`.
+      where: a selector of the operations whose results get a gradient.
       has_aux: whether `fun` returns ``(value, aux)``, of which ``value`` is differentiated.
-      missing_ok: whether it may match nothing.
+      missing_ok: whether `where` may match nothing.
 
     Returns:
-      ``(output, gradients)``, as `intermediates`: the output of `fun`, which the same pass
-      computes, and by the scope and name of each match the gradient (a tuple of several), of the
-      shape and dtype of the value; stacked over the steps of a scan along a new axis 0. Values that
-      are not float have none.
+      ``(output, gradients)``, as `intermediates`: the output of `fun`, from the same pass, and a
+      dict from the scope and name of each match to the gradient (a tuple if there are several), of
+      the shape and dtype of the value; in a scan stacked over its steps along a new axis 0. Values
+      that are not float have no gradient.
 
     Raises:
-      NoMatchError, GraphError: as `intermediates`; GraphError too for a match in what a `jax.grad`
-        that was imported by name has differentiated, for one that nothing leads to from what a
-        train step differentiates with respect to, and where both the gradients of a scalar
-        result and those inside may be meant.
-      TypeError: the result is no float scalar, and nothing is differentiated inside.
+      NoMatchError, GraphError: as `intermediates`. Also GraphError for a match in a function that
+        was differentiated by a `jax.grad` imported by name; for a match that does not depend on
+        anything that a train step differentiates with respect to; and if it is not clear whether
+        the gradients of a scalar result or of an inner loss are meant.
+      TypeError: the result is not a float scalar, and `fun` differentiates nothing itself.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(x):
@@ -138,7 +140,7 @@ def intermediate_gradients(
     >>> print(trained, gradients["max"])
     [-1.   2.4] [0. 6.]
 
-    As PyTorch's ``retain_grad`` and flax's ``perturb``, on an unmodified model.
+    It corresponds to PyTorch's ``retain_grad`` and flax's ``perturb``, on an unmodified model.
     """
     _check(fun, where)
     marks = Marks(where, gradients=True)
@@ -149,11 +151,11 @@ def intermediate_gradients(
         _refuse_both(fun, program, where, marks)
         return _led_out(program, inside, [], args, kwargs)
     if not _is_float_scalar(value):
-        matches_of(where, program, True, marks)  # raises for what is out of reach
+        matches_of(where, program, True, marks)  # raises for a match that cannot be reached
         raise TypeError(
             f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
-            f"{_kind(value)}. Sum its outputs, weighted by cotangents of your choice; with "
-            "has_aux=True it may return a pair of a scalar and anything"
+            f"{_kind(value)}. Return the sum of the outputs, weighted by cotangents of your "
+            "choice. With has_aux=True the function may return a pair of a scalar and anything"
         )
     program = apply_in_force(program)
     found = matches_of(where, program, missing_ok, marks)
@@ -166,7 +168,7 @@ def intermediate_gradients(
         results = _run(tapped.graph, call, taps)
         return results[0], results
 
-    # The rules in force were applied; who applies them to what is around it leaves it alone.
+    # The rules in force were applied here; the mark keeps enclosing code from applying them again.
     marked = under_rules_already(result)
     zeros = [jnp.zeros(port.value.aval.shape, port.value.aval.dtype) for port in tapped.ins]
     with differentiating():
@@ -186,9 +188,9 @@ def _check(fun: object, where: object) -> None:
 
 
 def _type_of_value(fun: Callable[..., Any], program: Graph, has_aux: bool) -> Any:
-    """The type of what a function returns, or of the first of the pair that it returns.
+    """Returns the type of a function's result or, if `has_aux`, of its first part.
 
-    Raises TypeError if that is no pair.
+    Raises TypeError if `has_aux` and the result is not a pair.
     """
     result = jax.tree.unflatten(program.out_tree, program.out_avals[: program.result_count])
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
@@ -211,8 +213,9 @@ def _led_out(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Runs a program; its result, and by name what is shown inside of what it differentiates and
-    what leaves further matches."""
+    """Runs a program; returns its result, and arrays by the names of matches. The arrays are those
+    `inside` functions that the program differentiates, and those that leave the matches
+    `outside`."""
     shown = [each for _, of in inside for each in of]
     matches = [*(each.at for each in shown), *outside]
     wide = shown_behind(program, list({place_of(match): match for match in matches}.values()))
@@ -233,8 +236,10 @@ def _led_out(
 
 
 def _refuse_both(fun: Callable[..., Any], program: Graph, where: Selector, asked: object) -> None:
-    """Raises GraphError for a loss that differentiates something itself, where it is not clear
-    whose gradients are meant."""
+    """Raises GraphError if a scalar function also differentiates one, and both have matches.
+
+    It is not clear then which gradients are meant.
+    """
     outputs = program.outputs[: program.result_count]
     if len(outputs) != 1 or not _is_float_scalar(outputs[0].aval):
         return
@@ -248,7 +253,7 @@ def _refuse_both(fun: Callable[..., Any], program: Graph, where: Selector, asked
 
 
 def _is_float_scalar(aval: Any) -> bool:
-    """Whether it is the type of one float."""
+    """Whether a type is that of a float scalar."""
     is_array = isinstance(aval, _jax.ARRAY)
     return is_array and aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
 

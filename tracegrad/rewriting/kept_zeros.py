@@ -1,9 +1,10 @@
-"""Keeps NaN and Inf out of gradients where a derivative is not finite and nothing depends on it.
+"""Keeps NaN and Inf out of gradients where a derivative is not finite and its cotangent is zero.
 
-A backward pass multiplies cotangents by factors (by ``0.5 / sqrt(x)``), and zero times infinity is
-NaN. So an operation gets a rule whose backward is JAX's own, as a graph in which a selection stands
-behind each product of a cotangent and a factor: where the cotangent is zero, the product is zero.
-The rule's backward is treated in the same way when it is differentiated in its turn.
+A backward pass multiplies cotangents by factors (such as ``0.5 / sqrt(x)``), and zero times
+infinity is NaN. So an operation gets a custom gradient: JAX's own backward pass, as a graph in
+which a select follows each product of a cotangent and a factor. Where the cotangent is zero and
+the product is not finite, the select returns zero. The operations of this backward pass get such
+custom gradients too, for higher derivatives.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ from tracegrad.rewriting.overriding import with_gradient
 
 Run = Callable[..., list[Any]]
 
-# ------------------------------------------------------------------------------ which are concerned
+# ------------------------------------------------------------------- which nodes are rewritten
 
 
 def may_make_nan(found: Occurrence) -> bool:
-    """Whether the derivative at a node may be NaN or Inf where its operands are numbers or not: of
-    an operation element by element, or of a rule of kind jvp that is made of such.
+    """Whether the derivative at a node may be NaN or Inf.
 
-    What is inside of a custom gradient or of a solve is no node that is differentiated.
+    It may be if the node is an elementwise operation, or a custom gradient of kind "jvp", whose
+    backward pass multiplies cotangents by factors that are not constant. Operations with bounded
+    derivatives are excluded, and so are nodes inside a custom gradient or a solve, since these
+    nodes are not differentiated.
     """
     return found.rule_around is None and _is_concerned(found.node)
 
@@ -59,59 +62,65 @@ def _is_concerned(node: Node) -> bool:
     return has_gradient(node.outputs[0]) and _is_nonlinear(node)
 
 
-# Whether the derivative of an operation has factors that are no constants. To ask it of the
-# operations of twelve layers takes 3 ms with it and 180 ms without.
-_nonlinear: Cache[Any, bool] = Cache(1024)
+# Caches whether the derivative of an operation has factors that are not constant. For the
+# operations of twelve layers the question takes 3 ms with this cache and 180 ms without.
+_NONLINEAR_CACHE: Cache[Any, bool] = Cache(1024)
 
 
 def _is_nonlinear(node: Node) -> bool:
     dtypes = tuple(value.aval.dtype for value in node.inputs)
     literals = tuple(None if isinstance(v, Value) else str(v.val) for v in node.inputs)
     key = node.primitive, str(dict(node.params)), dtypes, literals
-    known = _nonlinear.get(key)
-    if known is None:  # of one element it says the same as of many
+    known = _NONLINEAR_CACHE.get(key)
+    if known is None:  # an elementwise operation has the same answer for scalars as for arrays
         scalars = [_jax.struct((), dtype_of(value)) for value in node.operands]
         known = _has_factors(node, scalars, len(scalars))
-        _nonlinear.put(key, known)
+        _NONLINEAR_CACHE.put(key, known)
     return known
 
 
 def _has_factors(node: Node, avals: Sequence[Any], count: int) -> bool:
-    """Whether the backward of a node multiplies cotangents by what is no constant; `count`: how
-    many of its operands, the last ones, are differentiated."""
+    """Whether the backward pass of a node multiplies cotangents by factors that are not constant.
+
+    Only the last `count` operands are differentiated.
+    """
     first = len(avals) - count
     active = [i for i in range(first, len(avals)) if _jax.has_gradient(avals[i])]
     if not active:
         return False
     try:
-        graph = _backward(_of_values(node), avals, active)
-    except Exception:  # it has no derivative, and JAX will say so
+        graph = _backward_graph(_on_values(node), avals, active)
+    except Exception:  # the node has no derivative; differentiating it raises JAX's own error
         return False
     along = range(len(avals), len(graph.inputs))
     return any(_factors(graph, along, (), lambda node: False))
 
 
-# ------------------------------------------------------------------------------------- in a graph
+# ---------------------------------------------------------------------------- rewriting the nodes
 
 
 def keeping_zeros(every: bool) -> Callable[..., list[Any]]:
-    """What stands for a match that is concerned, as ``function(op, *operands)``: of the same values
-    and forward mode. `every`: whether any finite cotangent stays finite, not only zero zero."""
+    """Returns ``function(op, *operands)``, the replacement for a matched node.
 
-    def kept(op: Op, *operands: Any) -> list[Any]:
+    It has the same values and the same forward mode; its backward pass keeps zeros. `every`:
+    whether a product that is not finite becomes zero for every finite cotangent, and not only for
+    a zero cotangent.
+    """
+
+    def replacement(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
-        return _with_rule(_of_values(node), node.name, every)(*_values(node, operands))
+        return _with_rule(_on_values(node), node.name, every)(*_without_literals(node, operands))
 
-    return kept
+    return replacement
 
 
 def keeps_zeros(node: CustomGradient) -> bool:
-    """Whether a custom gradient stands in the place of an operation, of which it has the name."""
+    """Whether this module made a custom gradient, which has the name of the node it replaces."""
     return file_of_primal(node) == __file__
 
 
 def _with_rule(run: Run, name: str, every: bool) -> Run:
-    """A function whose backward is JAX's own, but keeps zeros."""
+    """Returns `run` with a custom gradient: JAX's own backward pass, with zeros kept."""
 
     def primal(*operands: Any) -> list[Any]:
         return run(*operands)
@@ -119,7 +128,9 @@ def _with_rule(run: Run, name: str, every: bool) -> Run:
     def gradient(op: Any, *dys: Any, active: Sequence[int]) -> list[Any]:
         active = [i for i in active if _jax.has_gradient(op.inputs[i])]
         given = [dy for dy, out in zip(dys, op.outputs, strict=True) if _jax.has_gradient(out)]
-        backward = _kept(_backward(run, list(map(jax.typeof, op.inputs)), active), given, every)
+        backward = _keep_zeros_in(
+            _backward_graph(run, list(map(jax.typeof, op.inputs)), active), given, every
+        )
         found: list[Any] = [None] * len(op.inputs)
         for i, ct in zip(active, run_graph(backward, [*op.inputs, *given]), strict=True):
             found[i] = ct
@@ -129,9 +140,10 @@ def _with_rule(run: Run, name: str, every: bool) -> Run:
     return with_gradient(primal, gradient, {}, name, None, is_told=True)
 
 
-def _backward(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
-    """The backward of a function as a graph: of the operands and the cotangents of its float
-    results, to the cotangents of the operands at the positions `active`."""
+def _backward_graph(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
+    """Returns the backward pass of a function as a graph. The inputs are the operands, and the
+    cotangents of the results that have a gradient. The outputs are the cotangents of the operands
+    at the positions `active`."""
     outs = jax.eval_shape(run, *avals)
     flowing = [j for j, out in enumerate(outs) if _jax.has_gradient(out)]
 
@@ -140,36 +152,41 @@ def _backward(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Graph:
         return back(cotangents)
 
     graph = import_program(jax.make_jaxpr(pull)(list(avals), [outs[j] for j in flowing]))
-    # The results are computed already, and what that printed is printed.
+    # The forward pass has run already, with its effects: the graph need not repeat them.
     return without_unused(graph, keeps_effects=False)
 
 
-def _kept(graph: Graph, cotangents: Sequence[Any], every: bool) -> Graph:
-    """A graph whose last inputs are cotangents, in which the products of these keep zeros."""
+def _keep_zeros_in(graph: Graph, cotangents: Sequence[Any], every: bool) -> Graph:
+    """Rewrites a backward graph, whose last inputs are `cotangents`, so that it keeps zeros. It
+    rewrites products of a cotangent and a factor, and gives custom gradients to operations that
+    compute factors."""
     count = len(graph.inputs)
     found = dict(_factors(graph, range(count - len(cotangents), count), (), _is_concerned))
 
-    def kept(op: Op, *operands: Any) -> list[Any]:
+    def replacement(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
-        run, position = _of_values(node), found[op.match]
+        run, position = _on_values(node), found[op.match]
         if position is not None:
             run = _product(run, position, every)
-        return _with_rule(run, node.name, every)(*_values(node, operands))
+        return _with_rule(run, node.name, every)(*_without_literals(node, operands))
 
-    return around_each(graph, list(found), kept, depends_on=found.__getitem__).graph
+    return around_each(graph, list(found), replacement, depends_on=found.__getitem__).graph
 
 
 def _product(run: Run, position: int, every: bool) -> Run:
-    """A product of a cotangent, at this position, and a factor; zero where the cotangent is."""
+    """Wraps `run`, a product of factors and the cotangent at `position`, to keep zeros.
+
+    A product that is not finite becomes zero where the cotangent is zero (`every`: finite).
+    """
 
     def product(*values: Any) -> list[Any]:
-        ct, fixed = values[position], map(jax.lax.stop_gradient, values)
-        # Of a cotangent that is zero the product is zero however the factor changes.
-        factors = [jnp.where(ct != 0, *each) for each in zip(values, fixed, strict=True)]
+        ct, constants = values[position], map(jax.lax.stop_gradient, values)
+        # Where the cotangent is zero, the product does not depend on the factors: no gradient.
+        factors = [jnp.where(ct != 0, *each) for each in zip(values, constants, strict=True)]
         factors[position] = ct
         (result,) = run(*factors)
-        kept = jnp.isfinite(ct) if every else ct == 0
-        return [jnp.where(kept & ~jnp.isfinite(result), jnp.zeros_like(result), result)]
+        is_kept = jnp.isfinite(ct) if every else ct == 0
+        return [jnp.where(is_kept & ~jnp.isfinite(result), jnp.zeros_like(result), result)]
 
     return product
 
@@ -177,9 +194,12 @@ def _product(run: Run, position: int, every: bool) -> Run:
 def _factors(
     graph: Graph, cotangents: Sequence[int], path: Path, others: Callable[[Node], bool]
 ) -> Iterator[tuple[Occurrence, int | None]]:
-    """What is to keep zeros in a graph that is linear in its cotangents (by position): operations
-    that multiply one of them by a factor, with its position; and of the `others` that are wanted,
-    which make factors, with None."""
+    """Finds the nodes to rewrite in a graph that is linear in its inputs at `cotangents`.
+
+    Yields each operation that multiplies a cotangent by a factor, with the position of the
+    cotangent among the operation's inputs. Also yields each operation that depends on no cotangent
+    and for which `others` is true, with None.
+    """
     depends = {graph.inputs[i] for i in cotangents}
     for node in graph.nodes:
         found = Occurrence(path, node)
@@ -195,8 +215,8 @@ def _factors(
             yield found, None
 
 
-def _of_values(node: Node) -> Run:
-    """A node as a function of those of its operands that are no literals."""
+def _on_values(node: Node) -> Run:
+    """Returns a function that runs a node on those of its operands that are not literals."""
 
     def run(*values: Any) -> list[Any]:
         rest = iter(values)
@@ -207,5 +227,5 @@ def _of_values(node: Node) -> Run:
     return run
 
 
-def _values(node: Node, operands: Sequence[Any]) -> list[Any]:
+def _without_literals(node: Node, operands: Sequence[Any]) -> list[Any]:
     return [x for v, x in zip(node.inputs, operands, strict=True) if isinstance(v, Value)]

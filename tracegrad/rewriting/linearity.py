@@ -1,8 +1,8 @@
-"""What a program adds to a linear function of some of its inputs.
+"""Finds constants that a program adds to a linear function of some of its inputs.
 
-A derivative does not see it: a gradient function ``lambda dy: dy + 1``, or one that forgets ``dy``,
-would pass for linear. Zeros are known by structure: those that are written into the program, and
-what is made of them.
+A derivative does not show such a constant: the gradient function ``lambda dy: dy + 1``, or one that
+ignores ``dy``, would seem to be linear. A value counts as zero if it is a zero in the program's
+text, or if the program computes it from such zeros in a way that must give zero.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from tracegrad.ir.occurrence import at
 
 
 class Part(IntFlag):
-    """What a value is the sum of, as a function of the inputs that are marked linear: a mask, which
-    goes through a program as those of `dependence` do."""
+    """The terms of a value: a constant, a linear function of the inputs marked LINEAR, or both.
+
+    It is a mask, which is propagated through a program like the masks of `dependence`.
+    """
 
     ZERO = 0
     CONSTANT = 1
@@ -31,54 +33,59 @@ class Part(IntFlag):
 
 
 def constant_part(graph: Graph, inputs: Sequence[Part]) -> str | None:
-    """What a graph adds to, or returns instead of, a linear function of its linear inputs.
-
-    Returns words that name it and its line; None if there is nothing.
-    """
+    """Describes a constant that a graph adds to a linear function of its linear inputs. Returns a
+    phrase that names the operation and its line, or the result that is a constant; None if there is
+    no such constant."""
     added: list[Occurrence] = []
-    outs = _noting(added)(graph, list(inputs))
+    outs = _part_propagator(added)(graph, list(inputs))
     if added:
         return f"{added[0].node.op}{at(added[0].origin)} adds a constant to it"
-    return f"result {outs.index(1)} does not depend on it" if Part.CONSTANT in outs else None
+    if Part.CONSTANT not in outs:
+        return None
+    return f"result {outs.index(Part.CONSTANT)} does not depend on it"
 
 
 def zero_outputs(graph: Graph) -> list[bool]:
-    """Which outputs of a graph are zeros by structure."""
-    return [mask == Part.ZERO for mask in _noting([])(graph, [Part.CONSTANT] * len(graph.inputs))]
+    """For each output of a graph, whether it is zero by structure."""
+    return [
+        mask == Part.ZERO
+        for mask in _part_propagator([])(graph, [Part.CONSTANT] * len(graph.inputs))
+    ]
 
 
-def _noting(added: list[Occurrence]) -> Run:
-    """What carries the parts through a graph; `added` gets the nodes with results of both kinds,
-    the inner before the outer."""
+def _part_propagator(added: list[Occurrence]) -> Run:
+    """Returns a function that propagates `Part` masks through a graph. The function appends to
+    `added` the nodes with a result that is both CONSTANT and LINEAR, inner nodes before outer
+    ones."""
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
     calls: list[Node] = []
 
     def run(graph: Graph, ins: Masks) -> Masks:
         key = graph, tuple(ins)
         if key not in known:
-            record = {value: int(_of_array(array)) for value, array in graph.constants.items()}
+            record = {value: int(_part_of_array(array)) for value, array in graph.constants.items()}
             outs = zip(graph.outputs, spread(graph, ins, rule, record), strict=True)
-            known[key] = [_of_array(v.val) if isinstance(v, Literal) else m for v, m in outs]
+            known[key] = [_part_of_array(v.val) if isinstance(v, Literal) else m for v, m in outs]
         return known[key]
 
     def rule(node: Node, ins: Masks) -> Masks:
         pairs = zip(node.inputs, ins, strict=True)
-        ins = [_of_array(v.val) if isinstance(v, Literal) else mask for v, mask in pairs]
+        ins = [_part_of_array(v.val) if isinstance(v, Literal) else mask for v, mask in pairs]
         calls.append(node)
-        # Which branch is taken is no summand, nor is when a loop ends.
+        # A cond's branch index and a while loop's condition are not terms of the result.
         given = [Part.ZERO, *ins[1:]] if node.primitive is _jax.COND else ins
         entered = None if node.primitive in _jax.WHILES else enter(node, given, run)
-        outs = _made(node, ins) if entered is None else entered[0]
+        outs = _result_parts(node, ins) if entered is None else entered[0]
         if Part.CONSTANT | Part.LINEAR in outs:
-            added.append(_last_of(calls))
+            added.append(_innermost_occurrence(calls))
         calls.pop()
         return outs
 
     return run
 
 
-def _last_of(calls: Sequence[Node]) -> Occurrence:
-    """The last of some nodes, each of which is in a region of the one before."""
+def _innermost_occurrence(calls: Sequence[Node]) -> Occurrence:
+    """The occurrence of the last node in `calls`; each node is in a region of the one before."""
     path = [
         (call, next(name for name, region in call.regions.items() if inner in region.nodes))
         for call, inner in itertools.pairwise(calls)
@@ -86,8 +93,8 @@ def _last_of(calls: Sequence[Node]) -> Occurrence:
     return Occurrence(tuple(path), calls[-1])
 
 
-def _made(node: Node, ins: Masks) -> Masks:
-    """The parts of the results of an operation."""
+def _result_parts(node: Node, ins: Masks) -> Masks:
+    """Returns the `Part` of each result of an operation whose regions are not entered."""
     if node.op == "select_n":
         return [joined(ins[1:])]
     if node.op in operations.ADDITIVE:
@@ -101,7 +108,7 @@ def _made(node: Node, ins: Masks) -> Masks:
     return [Part.LINEAR if mask & Part.LINEAR else Part.CONSTANT for mask in parts]
 
 
-def _of_array(array: Any) -> Part:
+def _part_of_array(array: Any) -> Part:
     if isinstance(array, jax.core.Tracer) or not _is_number(array):
         return Part.CONSTANT
     return Part.CONSTANT if np.any(np.asarray(array)) else Part.ZERO

@@ -1,10 +1,11 @@
 """The rules of the primitive `checkpointed_while`, a `while` loop with reverse mode.
 
-JAX's own rules for `while` lower, batch and differentiate the loop forward; a loop that such a rule
-makes becomes a `checkpointed_while` again. So the loop compiles to what JAX's loop compiles to, as
-long as nobody differentiates it in reverse. `loop_reverse` has the rules for reverse mode.
+JAX's own rules for `while` lower and batch the loop, and differentiate it in forward mode; each
+loop that such a rule makes is turned into a `checkpointed_while` again. So the loop compiles to the
+same code as JAX's loop, unless it is differentiated in reverse. `loop_reverse` has the rules for
+reverse mode.
 
-The tables of rules are those that JAX's documentation of new primitives uses; see
+The rules are registered in the tables that JAX's documentation of new primitives uses, as in
 `_jax.identity_primitive`.
 """
 
@@ -23,14 +24,14 @@ from tracegrad import _jax
 
 WHILE: Any = _jax.WHILE
 CHECKPOINTED_WHILE = _jax.CHECKPOINTED_WHILE
-ad: Any = _ad  # of which some functions have types and others not
+ad: Any = _ad  # some of its functions have type annotations, and others do not
 pe: Any = _pe
 
 _OURS = ("checkpoints", "place")
 
 
 def apart(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters that JAX's loop has, and our own."""
+    """Splits parameters into those of JAX's loop and our own."""
     ours = {name: params[name] for name in _OURS}
     return {k: v for k, v in params.items() if k not in _OURS}, ours
 
@@ -42,7 +43,7 @@ def _with_ours(equation: Any, ours: Mapping[str, Any]) -> Any:
 
 
 def _run_with_ours(program: Any, args: Sequence[Any], ours: Mapping[str, Any]) -> list[Any]:
-    """Runs a program in which the loops, but not those inside of loops, are ours."""
+    """Runs a program whose while loops become ours; loops inside of loops stay JAX's."""
     body = _jax.opened(program)
     edited = body.replace(eqns=[_with_ours(equation, ours) for equation in body.eqns])
     return list(jax.core.eval_jaxpr(edited, _jax.constants_of(program), *args))
@@ -70,7 +71,7 @@ def checkpointed_while_loop(
     return jax.tree.unflatten(tree, _run_with_ours(_traced(run, leaves), leaves, ours))
 
 
-# ------------------------------------------------------------------------- as JAX's own loop
+# ------------------------------------------------------------------- rules made from JAX's own
 
 
 def _types(*avals: Any, **params: Any) -> Any:
@@ -94,6 +95,7 @@ def batched(axis: Any, args: Any, places: Any, **params: Any) -> Any:
 
 
 def differentiated_forward(primals: Any, tangents: Any, **params: Any) -> Any:
+    """The JVP of a `checkpointed_while`: JAX's JVP of `while`, in which the loop is ours."""
     own, ours = apart(params)
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     found: list[Any] = []
@@ -103,7 +105,7 @@ def differentiated_forward(primals: Any, tangents: Any, **params: Any) -> Any:
         for i, tangent in zip(moving, given, strict=True):
             all_tangents[i] = tangent
         outs, made = ad.primitive_jvps[WHILE](primals, all_tangents, **own)
-        # No other one outlives the trace.
+        # Keep only symbolic zeros: a tracer must not outlive its trace.
         found[:] = [tangent if type(tangent) is ad.Zero else None for tangent in made]
         return outs, [tangent for tangent in made if type(tangent) is not ad.Zero]
 
@@ -123,7 +125,7 @@ def _without_dead(*args: Any) -> Any:
 
 
 def _parted(saveable: Any, unknown: Any, written: Any, equation: Any) -> Any:
-    """For `jax.checkpoint`, which keeps nothing: the known part, and the whole once more."""
+    """The rule for `jax.checkpoint`, which keeps no states: the known part, and the whole loop."""
     own, ours = apart(equation.params)
     known, staged, *rest = pe.partial_eval_jaxpr_custom_rules[WHILE](
         saveable, unknown, written, equation.replace(primitive=WHILE, params=own)

@@ -1,13 +1,12 @@
-"""Reverse mode of a `while` loop: states are kept on the way forward, and the steps between them
-are run again.
+"""Reverse mode of a `while` loop: the forward pass keeps states, and steps are run again.
 
-JAX linearises a loop by running forward mode and telling apart what is known (the values) and what
-is not (the tangents). Here the known part is run so that it keeps states (`loop_schedule` says
-which), and the other becomes one linear operation, whose transpose goes back from one of these
-states to the one before. What a step does to cotangents is JAX's transpose of its tangents:
-nothing here knows a derivative.
+JAX linearises a loop by running it in forward mode and separating the known part (the values) from
+the unknown part (the tangents). Here the known part also keeps states (`loop_schedule` says which),
+and the unknown part becomes one linear operation, whose transpose goes back from each of these
+states to the one before. The cotangents of a step come from JAX's transpose of the step's tangents:
+no derivative is written here.
 
-All loops made here are checkpointed in their turn, so derivatives of any order follow.
+All loops made here are checkpointed too, so derivatives of any order work.
 """
 
 from __future__ import annotations
@@ -34,23 +33,29 @@ from tracegrad.rewriting.loop_primitive import (
     differentiated_forward,
 )
 
-ad: Any = _ad  # of which some functions have types and others not
+ad: Any = _ad  # some of its functions have type annotations, and others do not
 pe: Any = _pe
 
 _LINEAR: Any = jex.Primitive("linear_while")
-"""The tangents of such a loop, as a linear function of those that go in: with the operands of the
-loop, `unknown` of them tangents, after `kept` values that its forward run has left behind."""
+"""The tangents that a loop returns, as a linear function of the tangents among its operands.
+
+The operands are `kept` values from the forward run (a number), and then those of the loop, of which
+`unknown` (a bool for each) are tangents.
+"""
 
 
 def bind_checkpointed_while(operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """The results of a while loop that has reverse mode; `params` has `checkpoints` and `place`."""
+    """Binds a while loop that has reverse mode; `params` has `checkpoints` and `place`."""
     return _jax.bind(CHECKPOINTED_WHILE, operands, params)
 
 
 def _known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> Any:
-    """The parameters of the loop of all that does not depend on the unknown operands, and which
-    operands that leaves out: those, and what the loop carries on in their company (tangents that
-    are zero at first). None if when it ends depends on them."""
+    """Returns the parameters of the known part of a loop, and which operands it leaves out.
+
+    The known part computes all that does not depend on the unknown operands. It leaves out these
+    operands, and the carried values that come to depend on them (tangents that are zero at first).
+    Returns None if the number of steps depends on an unknown operand.
+    """
     program = jax.make_jaxpr(lambda *args: WHILE.bind(*args, **own))(*avals)
     (equation,) = _jax.opened(program).eqns
     known, _, unknown_outs, *_ = pe.partial_eval_jaxpr_custom_rules[WHILE](
@@ -62,6 +67,7 @@ def _known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> 
 
 
 def _linearised(trace: Any, *tracers: Any, **params: Any) -> Any:
+    """The partial evaluation of a loop: runs its known part, and binds `_LINEAR` for the rest."""
     own, ours = apart(params)
     unknown = [not tracer.is_known() for tracer in tracers]
     avals = [tracer.aval for tracer in tracers]
@@ -92,7 +98,7 @@ def _split(params: Mapping[str, Any], args: Sequence[Any]) -> tuple[Any, Any, An
 
 
 def _recorded(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
-    """Runs a loop, keeping states: its results, and what `_replayed` wants of them."""
+    """Runs a loop and keeps states; returns its results, and the values `kept` for `_replayed`."""
     effects = params["cond_jaxpr"].effects | params["body_jaxpr"].effects
     if not all(map(_jax.may_be_repeated, effects)):
         raise ValueError(
@@ -131,14 +137,14 @@ def _recorded(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangents: Any) -> Any:
-    """The cotangents of the unknown operands of a loop, from those of its unknown results.
+    """Returns the cotangents of a loop's unknown operands, given those of its unknown results.
 
     Args:
-      kept: what `_recorded` left.
-      args: the operands of the whole loop; what stands for the unknown ones does not matter.
+      kept: the kept values that `_recorded` returned.
+      args: the operands of the whole loop; the unknown ones are ignored.
       unknown: which operands are tangents.
       own: the parameters of the whole loop.
-      cotangents: of the results that are tangents.
+      cotangents: the cotangents of the results that are tangents.
     """
     params, _ = _known_part(own, [_aval(arg) for arg in args], unknown)
     known = [arg for arg, u in zip(args, unknown, strict=True) if not u]
@@ -201,7 +207,7 @@ def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangent
         )
         return end, places, stack, sums, cotangents
 
-    # One place more than slots: for a state that is differentiated where there is no free one.
+    # One place more than slots, for the state that is differentiated when no slot is free.
     stack = [lax.broadcast(one, (slots + 1,)) for one in _take(states, 0)]
     carry = (steps, jnp.zeros(slots + 1, jnp.int32), stack, sums, list(cotangents))
     *_, sums, cotangents = checkpointed_while_loop(lambda c: c[0] > 0, back_stretch, carry, ours)
@@ -209,8 +215,10 @@ def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangent
 
 
 def _condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
-    """Whether a loop goes on from a state, and the state after that, as functions of it. The first
-    is one boolean, or for each element of a batch one."""
+    """Returns two functions of a state: whether the loop goes on, and the next state.
+
+    The first returns one boolean or, in a batch, one for each element.
+    """
     of_condition, of_body, _ = _split(params, args)
 
     def going(state: Any) -> Any:
@@ -223,7 +231,7 @@ def _condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
 
 
 def _where(live: Any, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
-    """The first for the elements of a batch that are live; all of it if there is no batch."""
+    """Selects `yes` for the elements of a batch that are live, else `no`; `yes` if no batch."""
     if live.ndim == 0:
         return list(yes)
 
@@ -235,13 +243,14 @@ def _where(live: Any, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
 
 
 def _stepped(step: Any, live: Any, state: Sequence[Any], fit: Sequence[Any]) -> list[Any]:
-    """The state after a step. Where a batch goes on for others alone, the body means nothing, and
-    may be infinite: there it is that of a state which is fit for a step, and left out."""
+    """Returns the state after a step of the elements that are live. An element of a batch that is
+    not live keeps its state. The step of such a state may be infinite, so the step runs on a state
+    in `fit` instead, and its result is dropped."""
     return _where(live, step(_where(live, state, fit)), state)
 
 
 def _fit_for_a_step(init: Sequence[Any], going: Any) -> list[Any]:
-    """The first states of a batch, and in the place of those that take no step one that does."""
+    """Returns the first states of a batch; one that takes no step is replaced by one that does."""
     live = going(init)
     if live.ndim == 0:
         return list(init)
@@ -267,7 +276,7 @@ def _aval(arg: Any) -> Any:
 
 
 def _transposed(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
-    """The transpose of a loop that has become a linear function: it keeps its states now."""
+    """Transposes a loop that is linear in the unknown operands; runs it now to keep its states."""
     own, ours = apart(params)
     unknown = [ad.is_undefined_primal(arg) for arg in args]
     parts = _known_part(own, [_aval(arg) for arg in args], unknown)

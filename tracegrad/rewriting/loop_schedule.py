@@ -1,22 +1,22 @@
-"""Which states of a loop are kept while nobody knows how often it runs, and how they are replayed.
+"""The schedule of a loop's checkpoints: which states are kept, and how steps are replayed.
 
-On the way forward one state more than `slots` is kept at most, evenly: one every ``1 << level``
-steps, and where there are no more places one every ``2 << level``, each in the place of one between
-two others, from the left. Once the number of steps is known, the steps between two kept states are
-replayed by the binomial schedule, which is optimal for a known number, with `slots` places of which
-the first is that of the kept state. These are ``2 * slots`` states at a time, and the one that is
-differentiated.
+The number of steps is not known in the forward pass. It keeps at most ``slots + 1`` states at even
+distances: one every ``1 << level`` steps and, when all places are full, one every ``2 << level``,
+which replaces, from the left, the states that lie between two others. In the backward pass the
+number is known. The steps between two kept states are replayed by the binomial schedule, which is
+optimal for a known number, with `slots` places; the kept state has the first of them. That makes
+``2 * slots`` states at a time, and the one that is differentiated.
 
 So this replays no more steps than the binomial optimum of `slots` states (Griewank and Walther,
-*Revolve*, 2000), though that knows the number of steps from the start:
-half of the memory makes up for not knowing it. Without it nobody could (Stumm and Walther, *New
-algorithms for optimal online checkpointing*, 2010): with two states in all, however they are moved
-forward, there is a number of steps of which 1.177 times as many are replayed as by the best places
-for that number; with three 1.101 times, with four 1.07 times (by trying all ways, of numbers up to
-300, 120 and 40).
+*Revolve*, 2000), which knows the number of steps from the start. The second half of the memory
+makes up for not knowing it. With `slots` states in all that is not possible (Stumm and Walther,
+*New algorithms for optimal online checkpointing*, 2010): for each strategy with two states there is
+a number of steps for which it replays 1.177 times as many steps as the optimum for that number;
+with three states 1.101 times, with four 1.07 times (found by trying all strategies, for numbers up
+to 300, 120 and 40).
 
-The functions are of NumPy's or of JAX's integers (`np` says which), so that what runs can be
-counted without running it.
+The functions take integers of NumPy or of JAX (`np` is the module), so that a test can count the
+steps without running a loop.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from typing import Any
 import numpy
 
 _LARGEST = 2**31 - 1
-# Up to so many steps between two kept states the schedule is optimal, if no step is run more often.
-# The table below is small: XLA's CPU backend makes one kernel of a loop that touches few bytes.
+# The schedule is optimal up to _MOST_STEPS steps between two kept states, if no step is run more
+# than _MOST_REPETITIONS times. These limits keep the table of `reaches` small: XLA's CPU backend
+# compiles a loop that touches few bytes to one kernel.
 _MOST_STEPS = 10**6
 _MOST_REPETITIONS = 192
 
 
 def place_of(position: Any, places: int, np: Any) -> Any:
-    """Where the state after so many steps is kept, if it is.
+    """Returns the place of the state after `position` steps, if that state is kept.
 
-    The first states are in order. From then on it is where the one was that is given up for it: of
-    an odd number of places that one is just so many, ``places << (level - 1)`` steps, before; of an
-    even number one less, of the places beside that of the initial state.
+    The first states fill the places in order. A later state replaces the state that is
+    ``places << (level - 1)`` steps before it if the number of places is odd. If it is even, the
+    initial state keeps the first place, and the others count as an odd number of places.
     """
     if places % 2:
         return np.fmod(position, places)
@@ -46,24 +47,26 @@ def place_of(position: Any, places: int, np: Any) -> Any:
 
 
 def next_to_keep(position: Any, level: Any, places: int, np: Any) -> tuple[Any, Any]:
-    """After how many steps the next state is kept, and the level from then on.
+    """Returns the position of the next state to keep, and the level from then on.
+
+    A position is a number of steps from the start.
 
     Args:
-      position: after how many steps the last one was kept.
-      level: until now.
-      places: how many there are, at least 2.
+      position: the position of the last kept state.
+      level: the level until now.
+      places: the number of places, at least 2.
     """
     level = np.where((position >> level) < places - 1, level, level + 1)
     return ((position >> level) + 1) << level, level
 
 
 def last_before(end: Any, level: Any, positions: Any, np: Any) -> Any:
-    """After how many steps the last state is that was kept before a step.
+    """Returns the position of the last kept state before a position.
 
     Args:
-      end: that step, at least 1.
-      level: at last.
-      positions: i32[places]: after how many steps those that are kept were.
+      end: that position, at least 1.
+      level: the level at the end of the forward pass.
+      positions: i32[places]: the positions of the kept states.
     """
     finer = np.maximum(level - 1, 0)
     near, far = ((end - 1) >> finer) << finer, ((end - 1) >> level) << level
@@ -72,7 +75,8 @@ def last_before(end: Any, level: Any, positions: Any, np: Any) -> Any:
 
 
 def reaches(slots: int) -> numpy.ndarray[Any, Any]:
-    """i32[slots + 1, repetitions]: how many steps so many slots reverse, none replayed oftener."""
+    """Returns i32[slots + 1, repetitions]: the largest number of steps that s slots can reverse
+    without replaying a step more than r times, at [s, r]."""
     repetitions = 2
     while comb(slots + repetitions, slots) < _MOST_STEPS and repetitions < _MOST_REPETITIONS:
         repetitions += 1
@@ -81,15 +85,15 @@ def reaches(slots: int) -> numpy.ndarray[Any, Any]:
 
 
 def steps_to_next(length: Any, free: Any, reaches: Any, np: Any) -> Any:
-    """How far to go from a kept state to the next that is kept, in order to reverse `length` steps.
+    """Returns the number of steps from a kept state to the next state to keep in the replay.
 
     Args:
-      length: at least 2, the first of them being from the kept state.
-      free: how many slots there are beside the one of that state.
-      reaches: how far all slots reach; see there.
+      length: the number of steps to reverse, from the kept state on; at least 2.
+      free: the number of free slots, without the slot of the kept state.
+      reaches: the table of `reaches` for all slots.
     """
     reached = np.asarray(reaches)
     own, fewer = reached[free + 1], reached[free]
-    repetitions = np.sum(own < length) - 1  # of the states before the next, at most
+    repetitions = np.sum(own < length) - 1  # the most that a step is replayed
     best = np.minimum(own[repetitions], length - fewer[repetitions])
     return np.where(length > own[-1], length - fewer[-1], best)

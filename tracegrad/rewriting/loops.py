@@ -1,4 +1,4 @@
-"""Rules for while loops: what their derivatives are, and where the loops of a match are."""
+"""The rule `checkpointed_loop`, which gives while loops reverse mode."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ from tracegrad.rewriting.match_rule import MatchRule, shows_arguments
 def checkpointed_loop(
     where: Selector | None = None, checkpoints: int = 16, *, missing_ok: bool = False
 ) -> MatchRule:
-    """Gives a while loop reverse mode: some of its states are kept, and the steps between them are
-    run again in the backward pass.
+    """Gives while loops reverse mode: keeps some states, and runs the steps between them again.
 
-    That is for `jax.lax.while_loop`, and for `jax.lax.fori_loop` where the number of steps is not
-    known before it runs. Nested loops inside of what matches get it too.
+    Use it for `jax.lax.while_loop`, and for a `jax.lax.fori_loop` whose number of steps is not
+    known at tracing. Nested loops in a match get reverse mode too.
 
     Args:
-      where: a selector; what matches is such loops, or holds some. None: all of the program.
-      checkpoints: how many states of a loop are kept on the way forward, beside the first. In the
-        backward pass nearly as many more are, so that memory is at most ``2 * checkpoints`` times
-        what the loop carries, and what the backward pass of one step needs, however many steps
-        there are. Up to one step more than that none is run again, up to half of their square each
-        once at most; beyond, no more than if the number of steps had been known from the start,
-        and so many states placed best for it.
-      missing_ok: whether it may match nothing; always with None.
+      where: a selector of while loops, or of operations that contain some. None: the whole program.
+      checkpoints: the number of states of a loop that the forward pass keeps, beside the first. The
+        backward pass keeps nearly as many more. So memory is at most ``2 * checkpoints`` times the
+        loop's carry, plus what the backward pass of one step needs, for any number of steps. Up to
+        ``checkpoints + 1`` steps, none is run again; up to ``checkpoints**2 / 2`` steps, each is
+        run again at most once. Beyond, no more steps are run again than by the optimal schedule
+        for as many states and a number of steps known from the start.
+      missing_ok: whether `where` may match nothing; always true for None.
 
     Returns:
-      A rule. Values and forward mode are what they were, and so is the compiled program where
-      nothing is differentiated in reverse. Derivatives of any order, `jax.vmap` (also where the
-      numbers of steps differ), `jax.checkpoint` and the like go by it. It raises, when it is
-      applied, GraphError where a match holds no while loop, or one that has an effect in each step;
-      with None a loop of that kind may be there as long as nothing differentiates it in reverse.
+      A rule. Values and forward mode do not change, and the compiled program changes only if
+      something is differentiated in reverse. Derivatives of any order, `jax.vmap` (also if the
+      numbers of steps differ), `jax.checkpoint` and the like work with it. Applied to a program, it
+      raises GraphError if a match contains no while loop, or one with an effect in each step. With
+      None, such a loop is an error only if something differentiates it in reverse.
 
-    In a batch an element that takes no step adds nothing to a gradient, even where its step would
-    divide by zero; except by what the loop closes over, which is no state.
+    In a batch, an element that takes no step adds nothing to a gradient, even if its step would
+    divide by zero; unless it divides by a value that the loop closes over, which is no state.
 
-    The number of steps may depend on what is differentiated; the gradient is that of the steps that
-    were run, as if their number was fixed. So nothing is left of a bisection's, whose steps only
-    compare.
+    The number of steps may depend on the differentiated inputs; the gradient is that of the steps
+    that were run, as if their number were constant. So the gradient of a bisection is zero, since
+    its steps only compare.
 
     Raises ValueError for less than one checkpoint.
 
@@ -58,8 +57,8 @@ def checkpointed_loop(
     >>> print(f"{jax.grad(f)(4.0):.4f}")
     0.2500
 
-    Which states are kept is the problem of Stumm and Walther, *New algorithms for optimal online
-    checkpointing* (2010), and how they are replayed that of Griewank and Walther, *Revolve* (2000).
+    On the choice of the kept states see Stumm and Walther, *New algorithms for optimal online
+    checkpointing* (2010), and on the replay Griewank and Walther, *Revolve* (2000).
     """
     if checkpoints < 1:
         raise ValueError(f"checkpointed_loop wants one checkpoint or more, not {checkpoints!r}")
@@ -70,7 +69,7 @@ def checkpointed_loop(
         return bind_checkpointed_while(operands, params)
 
     def edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
-        # The inner before the outer, whose regions they are in.
+        # Inner loops first: they are in regions of the outer loops.
         for depth in sorted({len(loop.path) for loop in matches}, reverse=True):
             here = [loop for loop in matches if len(loop.path) == depth]
             graph = around_each(graph, here, checkpointed, depends_on=str).graph
@@ -87,7 +86,7 @@ def checkpointed_loop(
 
 
 def _loops_of(graph: Graph, matches: Sequence[Occurrence]) -> list[Occurrence]:
-    """The while loops of the matches, but those of which a custom gradient replaces the derivative.
+    """Returns the while loops in matches, except loops whose derivative a custom gradient replaces.
 
     Raises GraphError for a match without a loop, and for a loop whose steps cannot be run again.
     """
@@ -116,7 +115,7 @@ def _is_pure(found: Occurrence) -> bool:
 
 
 def _require_pure(graph: Graph, loop: Occurrence) -> None:
-    """Raises GraphError for a loop whose steps do more than compute, since they are run again."""
+    """Raises GraphError for a loop with effects in its steps, since the steps are run again."""
     if _is_pure(loop):
         return
     holds = within([loop])

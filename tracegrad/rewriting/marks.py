@@ -1,10 +1,11 @@
-"""Values and cotangents of what a function differentiates itself, led out of the whole program.
+"""Extracts intermediate values and cotangents of a loss that a traced function differentiates.
 
-A train step that calls `jax.grad` holds what is left of its loss: forward and backward passes, in
-which no operation can be told any more. So the loss is marked before it is differentiated, where
-the rules in force are applied to it: an operation that hands on its operand stands at each place,
-one in the forward pass and one in the backward pass, and stays in whatever program comes of that.
-When the step has been traced, what is marked is found and led out as other values are.
+The program of a train step that calls `jax.grad` has the forward and backward passes of the loss,
+in which a selector can no longer find the operations of the loss. So a rule in force marks the
+loss before it is differentiated. A mark is an identity operation on a value that leaves a match.
+For a value, the mark is in the forward pass; for a gradient, there is one mark in the forward pass
+and one in the backward pass. Marks stay in the traced program. When the step has been traced, the
+marks are found, and their results become outputs of the program.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from tracegrad.ir.stretches import leaving, refuse_references
 from tracegrad.rewriting.edits import matches_of, place_name
 from tracegrad.tracing.in_force import Force, in_force
 
-# Its parameters: `place` numbers the matches, `index` the values of one; `what` is one of these: a
-# value; the cotangent that arrives at one; a value that is differentiated; one that is not.
+# Parameters of a mark: `place` is the number of the match; `index` the number of the value among
+# those that leave the match; `what` is `_VALUE`, `_COTANGENT` (the cotangent of a value),
+# `_DIFFERENTIATED` (a value that is differentiated) or `_CONSTANT` (a value that is not).
 _MARK = _jax.identity_primitive("mark")
-_RULE = _jax.CUSTOM_VJP.name
+_CUSTOM_VJP = _jax.CUSTOM_VJP.name
 _VALUE, _COTANGENT, _DIFFERENTIATED, _CONSTANT = "value", "cotangent", "differentiated", "constant"
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A value or cotangent in a traced program.
+    """A marked value or cotangent in a traced program.
 
     Attributes:
-      at: the operation that gives it.
-      is_zero: whether it is zeros of that type: no cotangent arrives there.
+      at: the operation that returns the value or cotangent; the value's operation if `is_zero`.
+      is_zero: whether no cotangent arrives, so that it is zeros with the type of the value.
     """
 
     at: Occurrence
@@ -44,10 +46,11 @@ class Shown:
 
 
 class Marks:
-    """A rule that marks what leaves each match in the functions that are differentiated.
+    """A rule that marks the values that leave each match, in functions that are differentiated.
 
     Args:
-      gradients: whether the cotangents are wanted; else the values are.
+      where: selects the matches.
+      gradients: whether to mark the cotangents of the values, and not the values.
     """
 
     def __init__(self, where: Selector, gradients: bool):
@@ -71,7 +74,8 @@ class Marks:
             return identity(places[match], next(numbers[match]))
 
         numbers = {match: itertools.count() for match in matches}
-        # A mark for each call: a backward pass has calls in another order, and some of them.
+        # Each call gets marks of its own, since a backward pass may have the calls in another
+        # order, or only some of them.
         return behind_each(
             graph, matches, marking, wanted=wanted, depends_on=lambda match: match
         ).graph
@@ -81,12 +85,12 @@ class Marks:
         return f"{name}({self._where!r})"
 
     def trace(self, trace: Callable[[], Graph]) -> Graph:
-        """The graph of a function, with marks in what it differentiates."""
+        """Calls `trace` with this rule in force; returns a graph with marks."""
         with in_force(Force([self])):
             return trace()
 
     def shown(self, program: Graph) -> list[tuple[str, list[Shown]]]:
-        """What is marked in a program, in order: the name of each match, and what leaves it.
+        """Returns the name of each match, and the values that leave it, once for each call.
 
         Raises GraphError for a match whose gradient the program does not compute.
         """
@@ -105,26 +109,28 @@ class Marks:
                     for what, is_zero in kinds
                 ]
                 ways.append(next(filter(None, here), []))
-                # Of some that leave one match (statistics beside activations) it may be constant.
+                # Some values of a match (statistics beside activations) may be constant. It is an
+                # error only if all of them are.
                 is_computed |= not here[-1] or ways[-1] is not here[-1]
             if self._gradients and not is_computed:
                 raise GraphError(_not_computed(self, text))
-            # Not one if what was traced has become no part of the program; many if it is called.
+            # No item if the program does not contain the match; several if it is called repeatedly.
             for all_of_one in zip(*ways, strict=False):
                 answer.append((name, list(all_of_one)))
         return answer
 
 
 def _found(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
-    """Where each mark is in a program, in order of execution."""
+    """Finds the operations of each mark in a program, in order of execution."""
     found: dict[tuple[str, int, int], list[Occurrence]] = {}
     for occurrence in program.walk():
         if occurrence.node.primitive is _MARK:
             what, place, index = (occurrence.node.params[k] for k in ("what", "place", "index"))
-            if what == _CONSTANT and occurrence.path and occurrence.path[-1][0].op == _RULE:
-                # Still inside of the rule that was not needed, which nothing leaves but results.
+            if what == _CONSTANT and occurrence.path and occurrence.path[-1][0].op == _CUSTOM_VJP:
+                # The mark is inside of a custom_vjp call that was not differentiated. Only results
+                # of the call can be read, so use the call itself.
                 occurrence = Occurrence(occurrence.path[:-1], occurrence.path[-1][0])
-            # What is computed again for the backward pass is what it was.
+            # Skip a value that is recomputed in the backward pass: the first one is the same.
             is_again = any(map(scopes.is_backward, occurrence.steps))
             if what == _COTANGENT or not is_again:
                 found.setdefault((what, place, index), []).append(occurrence)
@@ -133,9 +139,9 @@ def _found(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
 
 def _not_computed(rule: object, match: str) -> str:
     return (
-        f"{rule!r}: the function differentiates with respect to nothing that {match} depends on, "
-        "so that the gradient which would arrive there is not computed. Leave it out of the "
-        "selector, or ask for the intermediate_gradients of the loss itself"
+        f"{rule!r}: {match} does not depend on anything that the function differentiates with "
+        "respect to, so its gradient is not computed. Exclude the match from the selector, or "
+        "request the intermediate_gradients of the loss itself"
     )
 
 

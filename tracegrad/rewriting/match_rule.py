@@ -1,4 +1,4 @@
-"""What a rule of `tracegrad.rules` is: a name, a selector, and what is done at its matches."""
+"""`MatchRule`, the class of the rules of `tracegrad.rules`: a name, a selector, and an edit."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from tracegrad.ir.wording import brief, name_of, shortened
 from tracegrad.rewriting.edits import check_selector, matches_of, parameters_of
 
 Edit = Callable[[Graph, Sequence[Occurrence]], Graph]
-# identity(place): a function that hands on a value, with another tangent; `place`: a name for it.
+# identity(place): an identity function with another tangent; `place`: the name of the place where
+# it is put.
 Identity = Callable[[str], Callable[[Any], Any]]
 P = ParamSpec("P")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MatchRule:
-    """A rule: what it is called, the selector that says where, and what is done at the matches.
+    """A rule: its name, the selector that finds its matches, and the edit at the matches.
 
-    `edit` gives another graph, edited at some occurrences in one; `identity` is what parameters
-    are sent through, for a rule that takes `match.param`.
+    ``edit(graph, matches)`` returns the edited graph. For parameters (`match.param`),
+    ``identity(path)`` returns the function that a parameter is passed through.
 
-    Raises, when it is applied:
+    A call of the rule raises:
       NoMatchError: nothing matches (unless `missing_ok`).
-      GraphError: a match lies in code that JAX has differentiated already, or inside of a custom
-        gradient, where an edit would do nothing; or its nodes cannot be taken together.
+      GraphError: a match is in code that JAX has already differentiated or inside of a custom
+        gradient, where an edit would do nothing; or its nodes cannot be grouped.
     """
 
     name: str
     where: Selector | Parameters
     edit: Edit
     missing_ok: bool = False
-    text: str | None = None  # of the arguments, where they are more than the selector
+    text: str | None = None  # the arguments in the repr; None: the selector alone
     identity: Identity | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +55,7 @@ class MatchRule:
         return isinstance(self.where, Parameters)
 
     def parameters_in(self, graph: Graph) -> dict[Value, str]:
-        """The parameters of a graph at which it acts; none for a rule at operations."""
+        """Returns the parameters of a graph at which the rule acts; {} for a rule on operations."""
         if not isinstance(self.where, Parameters):
             return {}
         return parameters_of(self.where, graph, True, self)
@@ -73,8 +74,10 @@ class MatchRule:
 
 
 def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
-    """Has each rule that a function makes show what the function was called with: the selector by
-    position, the other arguments by name."""
+    """Decorates a function that makes rules: the repr of a rule shows the function's arguments.
+
+    The selector is shown by position, the other arguments by name.
+    """
     where, *_ = parameters = inspect.signature(make).parameters
 
     @functools.wraps(make)
@@ -89,7 +92,7 @@ def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
 
 def _shown(argument: object) -> str:
     if isinstance(argument, Selector):
-        # Two selectors that are combined stand in parentheses, as those of the call.
+        # The repr of combined selectors has parentheses; the call's parentheses replace them.
         return repr(argument)[1:-1] if repr(argument).startswith("(") else repr(argument)
     if isinstance(argument, jax.Array | np.ndarray):
         return brief(argument)
@@ -97,11 +100,9 @@ def _shown(argument: object) -> str:
 
 
 def of_arrays(edit: Edit) -> Edit:
-    """An edit of the arrays that cross the border of a match.
-
-    It raises GraphError if a match makes a Ref for others, or writes to one: what flows back by
-    that would pass the edit by.
-    """
+    """Wraps an edit of arrays, so that it raises GraphError if a match has effects on a Ref. It
+    raises if a match makes a Ref that other operations use, or writes to one: gradients that flow
+    through the Ref would bypass the edit."""
 
     def of_matches(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
         for match in matches:
@@ -115,13 +116,15 @@ def around(
     function: Callable[..., Any],
     depends_on: Callable[[Occurrence], Hashable] = lambda match: None,
 ) -> Edit:
-    """What writes ``function(op, *operands)`` in the place of each match; see `around_each`."""
+    """Returns an edit that replaces each match with ``function(op, *operands)``: `around_each`."""
     return lambda graph, matches: around_each(graph, matches, function, depends_on=depends_on).graph
 
 
 def behind(function: Callable[[Any], Any]) -> Edit:
-    """What sends each float value that leaves a match through a function that returns it as it is;
-    see `behind_each`."""
+    """Returns an edit that passes each float value that leaves a match through an identity.
+
+    See `behind_each`.
+    """
     return lambda graph, matches: (
         behind_each(graph, matches, lambda match: function, wanted=has_gradient).graph
     )

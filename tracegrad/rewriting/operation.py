@@ -1,7 +1,7 @@
-"""What a gradient function `grad(op, *dys)` is given, and the check of what it returns.
+"""The argument `op` of a gradient function `grad(op, *dys)`, and the check of its results.
 
-One form for every place that takes such a function: an overridden gradient, a registered one, that
-of a NumPy function.
+All gradient functions have this form: of overridden gradients, of registered ones, and of NumPy
+functions.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tracegrad.ir.wording import brief, counted, described
 
 @runtime_checkable
 class StandsForArray(Protocol):
-    """What a gradient function may return in the place of an array: `tracegrad.IndexedSlices`."""
+    """An object that a gradient function may return instead of an array: `IndexedSlices`."""
 
     def dense_as(self, aval: Any) -> Any:
-        """The array, as a gradient of an array of this type."""
+        """Returns the array, as the gradient of an array of the type `aval`."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientOperation:
-    """The operation whose gradient is asked for.
+    """The operation whose gradient a gradient function computes.
 
-    `inputs` and `outputs` are its arrays, `params` the parameters that it has besides them, `name`
-    what it is called. As ``tf.Operation`` in a gradient function of TensorFlow's.
+    `inputs` and `outputs` are its arrays, `params` its other parameters, `name` its name. It
+    corresponds to ``tf.Operation`` in a gradient function of TensorFlow.
     """
 
     inputs: tuple[Any, ...]
@@ -60,12 +60,13 @@ def checked_cotangents(
     where: object = None,
     grad: Callable[..., Any] | None = None,
 ) -> tuple[Any, ...]:
-    """What a gradient function returned, as one cotangent or None per input of its operation.
+    """Checks the result of a gradient function; returns one cotangent or None per input.
 
     Args:
-      answer: a sequence of one array (or number, or None) per input; with one input also just it.
-        What stands for an input that has no gradient, such as an integer, does not matter.
-      op: what the function was given.
+      answer: the result: a sequence of one array (or number, or None) per input; for a single input
+        also the array alone. The entry for an input that has no gradient, such as an integer, is
+        ignored.
+      op: the operation that the function got.
       where: the place of the operation, for messages: an `Origin`, or words.
       grad: the gradient function, for messages.
 
@@ -73,8 +74,8 @@ def checked_cotangents(
       For each input an array of its shape and dtype, or None.
 
     Raises:
-      ValueError: a wrong number of gradients, or one of a wrong shape.
-      TypeError: one of a wrong dtype, or something that is no array.
+      ValueError: the number of gradients or the shape of a gradient is wrong.
+      TypeError: the dtype of a gradient is wrong, or it is not an array.
     """
     given = list(answer) if isinstance(answer, tuple | list) else [answer]
 
@@ -99,13 +100,16 @@ def checked_cotangents(
 def checked_cotangent(
     gradient: Any, expected: Any, function: Callable[[], str], name: Callable[[], str]
 ) -> Any:
-    """A gradient as an array of the type of its input; None if there is none.
+    """Returns a gradient as an array of the type of its input; None if there is none.
 
     Args:
-      gradient: what a gradient function returned for one input.
+      gradient: the result of a gradient function for one input.
       expected: the type of that input.
-      function: says for messages whose gradient function it is: ``" 'grad' (a.py:1) of mod"``.
-      name: says for messages what the user calls the input.
+      function: returns the gradient function and its owner, for messages:
+        ``" 'grad' (a.py:1) of mod"``.
+      name: returns the user's name for the input, for messages.
+
+    Raises ValueError or TypeError as `checked_cotangents`.
     """
     if gradient is None or not _jax.has_gradient(expected):
         return None  # an integer input has no gradient, whatever was returned for it
@@ -133,7 +137,7 @@ def checked_cotangent(
     if got.dtype == expected.dtype:
         return array
     complex_for_real = jnp.iscomplexobj(array) and jnp.issubdtype(expected.dtype, np.floating)
-    if got.weak_type and not complex_for_real:  # a Python number takes the type of what it meets
+    if got.weak_type and not complex_for_real:  # a Python number takes the dtype of its input
         return array.astype(expected.dtype)
     raise TypeError(
         problem(

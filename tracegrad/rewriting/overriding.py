@@ -1,4 +1,4 @@
-"""Nodes and functions with another derivative, by what gives their cotangents or tangents."""
+"""Gives nodes and functions another derivative: a function of cotangents, or of tangents."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ GradientFunction = Callable[..., Any]
 
 
 def require_gradient_function(grad: GradientFunction) -> None:
-    """Raises TypeError for what cannot be called as ``grad(op, dy)``."""
+    """Raises TypeError if `grad` cannot be called as ``grad(op, dy)``."""
     require_takes(grad, 2, "gradient function grad(op, *dys)")
 
 
 def overriding(grad: GradientFunction, name: str | None = None) -> Callable[..., list[Any]]:
-    """What gives a match another gradient, as ``function(op, *operands)``; `name`: what the
-    function with the rule is called, default: as the match."""
+    """Returns ``function(op, *operands)``, which gives a match another gradient.
+
+    `name`: the name of the function with the custom gradient; default: the name of the match.
+    """
 
     def overridden(op: Op, *operands: Any) -> list[Any]:
         def primal(*operands: Any) -> list[Any]:
@@ -47,14 +49,21 @@ def with_gradient(
     where: object,
     is_told: bool = False,
 ) -> Callable[..., list[Any]]:
-    """A function of arrays with the gradient that ``grad(op, *dys)`` gives it; if it `is_told`
-    which inputs are differentiated, ``grad(op, *dys, active=positions)``."""
+    """Returns `primal` with the gradient function ``grad(op, *dys)``.
+
+    Args:
+      primal: a function from arrays to a list of arrays.
+      params, name: attributes of `op`.
+      where: the place of the operation, for messages.
+      is_told: whether to call ``grad(op, *dys, active=positions)``, where `positions` are those of
+        the inputs that are differentiated.
+    """
 
     def gradient(
         inputs: Any, outputs: Any, dys: Sequence[Any], **told: Sequence[int]
     ) -> tuple[Any, ...]:
         op = GradientOperation(inputs, outputs, params, name)
-        with without_rules():  # or a derivative that `grad` takes would go by this very rule
+        with without_rules():  # else this rule would apply to derivatives that `grad` takes
             answer = grad(op, *dys, **told)
         return checked_cotangents(answer, op, where, grad)
 
@@ -79,8 +88,9 @@ def with_gradient(
 def with_tangents(
     primal: Callable[..., list[Any]], name: str, differentiated: Callable[..., Any]
 ) -> Callable[..., list[Any]]:
-    """A function of arrays with a JVP: ``differentiated(primals, active, tangents)`` gives the
-    results, and their tangents from those of the operands at the positions `active`."""
+    """Returns `primal`, a function from arrays to a list of arrays, with a JVP.
+    ``differentiated(primals, active, tangents)`` returns the results and their tangents; `tangents`
+    are those of the operands at the positions `active`."""
     primal.__name__ = primal.__qualname__ = name
     rule: Any = jax.custom_jvp(primal)
 

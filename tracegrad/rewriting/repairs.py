@@ -1,7 +1,7 @@
-"""Rules that cure what `explain` finds: they leave values as they are, and mend gradients.
+"""Rules that repair the problems that `explain` finds: they change gradients, but no values.
 
-`strong_zero` and `finite_derivative` change what is NaN or Inf and nothing else; `straight_through`
-and `own_derivative` change finite gradients too.
+`strong_zero` and `finite_derivative` change only NaN and Inf; `straight_through` and
+`own_derivative` change finite gradients too.
 """
 
 from __future__ import annotations
@@ -41,35 +41,37 @@ from tracegrad.rewriting.overriding import with_gradient
 
 @shows_arguments
 def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> MatchRule:
-    """Keeps zeros zero on their way back: 0 * inf is 0 in the gradient, and so is 0 * nan.
+    """Keeps zero cotangents zero in the backward pass: 0 * inf gives 0, and so does 0 * nan.
 
-    `jnp.where` takes one side, and gives the other a cotangent of zero. If the derivative is
-    infinite there, JAX makes NaN of that zero, and the whole gradient is lost. With this rule zero
-    leaves an operation element by element where zero comes in, whatever its derivative is.
+    `jnp.where` selects one of two values, and gives the other a cotangent of zero. If the
+    derivative of the other value is infinite, zero times infinity is NaN, and the whole gradient is
+    lost. With this rule, an elementwise operation maps a zero cotangent to zero, whatever its
+    derivative is.
 
     Args:
-      where: a selector; what lies in its matches and may have a derivative that is not finite is
-        concerned. None: the whole program.
-      missing_ok: whether nothing of that kind may be there; always with None.
+      where: a selector; the rule changes the operations in its matches whose derivative may not be
+        finite. None: the whole program.
+      missing_ok: whether there may be no such operation; always true for None.
 
     Returns:
-      A rule. Values stay as they are. Each product of a cotangent and a factor in the backward pass
-      is followed by a selection: where the cotangent is zero, the product is zero, and where it is
-      not, the product is what it was. (The last bits of a compiled program may differ, where XLA
-      fuses it another way.) Rules of kind JVP (`jax.custom_jvp`: `jax.nn.softmax`,
-      `jnp.logaddexp`) are looked into, those of kind VJP are left alone. It holds for second
-      derivatives too. Of several rules let it be the last: what it has replaced is a custom
-      gradient to those behind it.
+      A rule. Values do not change. A select follows each product of a cotangent and a factor in the
+      backward pass: where the cotangent is zero, the product becomes zero, and elsewhere it does
+      not change. (The last bits of a compiled program may differ, since XLA may fuse it in another
+      way.) The rule also changes the derivatives of rules of kind JVP (`jax.custom_jvp`:
+      `jax.nn.softmax`, `jnp.logaddexp`), but not of kind VJP. It holds for second derivatives too.
+      Make it the last of several rules: the rules after it would find its replacements, which are
+      custom gradients, and not the original operations.
 
-    What it replaces has a backward of its own. So forward mode is `tracegrad.jvp`, `tracegrad.hvp`
-    and `tracegrad.hessian`; `jax.jvp` and `jax.hessian` refuse, as for any `jax.custom_vjp`.
+    Its replacements have a custom backward pass. So use `tracegrad.jvp`, `tracegrad.hvp` and
+    `tracegrad.hessian` for forward mode; `jax.jvp` and `jax.hessian` raise an error, as for any
+    `jax.custom_vjp`.
 
-    A product of matrices adds up many products, and a NaN in one operand is in the sum whatever the
-    cotangent of its row is: no zero is kept there. Choose before the product, by `jnp.where` of
-    the operand.
+    A matrix product is a sum of products, and a NaN in an operand makes the sum NaN, whatever the
+    cotangent of its row is: the rule does not change that. Apply `jnp.where` to the operand before
+    the product.
 
-    The gradient at a place where the function itself is on the side that counts, and has no finite
-    derivative, is not finite as before; see `finite_derivative`.
+    If the selected value itself has a derivative that is not finite, the gradient is not finite
+    either; see `finite_derivative`.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def entropy(p):
@@ -80,7 +82,7 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
     >>> print(jax.grad(tg.rewrite(entropy, tg.rules.strong_zero()))(p))
     [-0.30685282 -0.30685282  0.        ]
 
-    The name is Enzyme's; the way round without it is to choose twice (jax.numpy's FAQ).
+    The name is Enzyme's. Without the rule, apply `jnp.where` to the operand, too (JAX's FAQ).
     """
     concerned = match.where(may_make_nan)
     edit = around(keeping_zeros(every=False))
@@ -92,22 +94,22 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
 
 @shows_arguments
 def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
-    """Puts zero in the place of a gradient that is NaN or Inf, where a derivative is not finite.
+    """Replaces gradients that are NaN or Inf with zero, where a derivative is not finite.
 
-    At the kink of a norm, at the end of the domain of `arccos`, at 0 / 0: there is no derivative,
-    and zero is the usual choice (of a norm at zero it is a subgradient: that of a safe norm).
+    There is no derivative at the kink of a norm, at the ends of the domain of `arccos`, or at
+    0 / 0. Zero is the usual choice (for a norm at zero it is a subgradient).
 
     Args:
-      where: a selector; what lies in its matches and may have such a derivative is concerned:
-        operations element by element, rules of kind JVP, and calls of functions with a rule of kind
-        VJP (`jax.custom_vjp`, `tracegrad.custom_gradient`), of which as a whole.
-      missing_ok: whether nothing of that kind may be there.
+      where: a selector; the rule changes the operations in its matches whose derivative may not be
+        finite: elementwise operations, rules of kind JVP, and calls of functions with a rule of
+        kind VJP (`jax.custom_vjp`, `tracegrad.custom_gradient`), each call as one operation.
+      missing_ok: whether there may be no such operation.
 
     Returns:
-      A rule. Nothing is changed but NaN and Inf that come of finite cotangents; values and forward
-      mode (`tracegrad.jvp`; `jax.jvp` refuses, as with `strong_zero`) stay as they are, with an
-      infinite tangent there. What is infinite by rights is hidden as well: so there is no default
-      for `where`, as `strong_zero` has it.
+      A rule. It changes only NaN and Inf that result from finite cotangents. Values do not change,
+      nor does forward mode, where such a tangent stays infinite (`tracegrad.jvp`; `jax.jvp` raises
+      an error, as with `strong_zero`). The rule also hides derivatives that are rightly infinite:
+      so `where` has no default, unlike that of `strong_zero`.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def distance(x):
@@ -129,7 +131,7 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
         if node.effects:
             raise GraphError(
                 f"rules.finite_derivative: {op.match} has effects, which would happen again where "
-                "its gradient is mended. Mend it in its own rule, by "
+                "its gradient is mended. Mend the gradient in its own rule, by "
                 "jnp.where(jnp.isfinite(...), ...)"
             )
         closed_over = node.closed_over
@@ -139,7 +141,8 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
             return op.results(*operands)
 
         primal.__name__ = primal.__qualname__ = node.name
-        asks = bool(node.params.get("symbolic_zeros"))  # it may refuse what does not vary
+        # Such a rule may raise for inputs that are not differentiated.
+        asks = bool(node.params.get("symbolic_zeros"))
         mended = with_gradient(primal, gradient, node.params, node.name, op.match.origin, asks)
         first = [not_differentiated(node, operand) for operand in operands[:closed_over]]
         return mended(*first, *operands[closed_over:])
@@ -149,8 +152,9 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
 
 
 class _Within(Selector):
-    """The single nodes in the matches of a selector that are concerned, one by one: of a scope in
-    which every node is, ``&`` would give the scope."""
+    """Selects the single nodes in a selector's matches for which `is_concerned` is true. ``where &
+    match.where(is_concerned)`` would do so too, but for a scope with only such nodes it gives the
+    scope as one match."""
 
     def __init__(self, where: Selector, is_concerned: Callable[[Occurrence], bool]):
         super().__init__(*where.patterns)
@@ -173,8 +177,9 @@ def _is_vjp_rule(found: Occurrence) -> bool:
 
 
 def _finite_gradient(node: Node, closed_over: int) -> Any:
-    """What the rule of a node gives, with zeros for what is NaN or Inf though all that came in was
-    finite; for the first operands, which the function closes over, it gives nothing."""
+    """Returns the gradient function of a node's rule, with zeros instead of NaN and Inf. It
+    replaces them only if all cotangents of the results are finite. The first `closed_over` operands
+    get no gradient."""
 
     def gradient(op: Any, *dys: Any, active: Sequence[int] | None = None) -> list[Any]:
         places = range(closed_over, len(op.inputs)) if active is None else active
@@ -196,32 +201,34 @@ def _zeros_for_bad(cotangent: Any, came_in: Any) -> Any:
     return jnp.where(came_in | jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
 
 
-# Its tangent is that of the identity: forward mode is the transpose of the rule, and stays what it
-# was.
+# Its tangent is that of the identity, so forward mode, the transpose of the rule, does not change.
 _finite = _jax.with_tangent(_zeros_for_bad, lambda primals, tangents: tangents[0], "_finite")
-"""A cotangent, in which what is NaN or Inf is zero, but where such `came_in`."""
+"""Replaces NaN and Inf in a cotangent with zero, unless `came_in`: an incoming one was not finite.
+"""
 
 
-# ------------------------------------------------------------ what changes finite gradients too
+# ------------------------------------------------------ rules that change finite gradients too
 
 
 @shows_arguments
 def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
-    """Hands the gradient past what matches, as if that were the identity.
+    """Differentiates each match as if it were the identity.
 
-    For what has a derivative of zero, or none: a rounding, a sign, a bound that cuts everything
-    off, a rectifier that is never active, a `stop_gradient` in somebody else's code.
+    Use it for operations whose derivative is zero or does not exist: a rounding, a sign, a clamp
+    that bounds every element, a rectifier that is never active, a `stop_gradient` in somebody
+    else's code.
 
     Args:
-      where: a selector; each match is one function, of which one input has the type of its one
-        result. Of several it is the first that depends on an argument of the program, and that the
-        function does not close over; of `lax.clamp` what it bounds.
-      missing_ok: whether it may match nothing.
+      where: a selector; each match is one function with one result, which gets the gradient of the
+        identity with respect to an input of the same type. If several inputs have that type, it is
+        the first one that depends on an argument of the program and that the function does not
+        close over; for `lax.clamp` the operand that is bounded.
+      missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. It gives up the true derivative of what matches, finite or not. Tangents of forward
-      mode go the same way, and other inputs get no gradient. It raises GraphError, when it is
-      applied, for a match without such an input.
+      A rule. It replaces the true derivative, finite or not, in forward mode too. Other inputs get
+      no gradient. Applied to a program, the rule raises GraphError for a match without such an
+      input.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(w):
@@ -247,7 +254,7 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
                 raise GraphError(
                     f"rules.straight_through: {found} has no float input of the type of its one "
                     "result, to which a gradient could be handed on. Match the function around "
-                    "it, or write one by rules.override_gradient"
+                    "it, or write a gradient function for rules.override_gradient"
                 )
             positions[found] = position
 
@@ -274,13 +281,14 @@ def position_past(
     varying: Mapping[Value, int] | None = None,
     node: Node | None = None,
 ) -> int | None:
-    """The position of the operand to which `straight_through` hands the gradient of the one result
-    of a match; None if there is none.
+    """Returns the position of the operand that gets the gradient of a match by `straight_through`.
+
+    Returns None if no operand has the type of the match's one result.
 
     Args:
-      operands, results: of the match.
-      varying: those of the values that depend on an argument of the program, if that is known. A
-        bound or a threshold that is a constant would take the gradient, and nobody would see it.
+      operands, results: those of the match.
+      varying: a mask for each value that depends on an argument of the program, if known. Without
+        it, a constant bound or threshold could get the gradient, which would be lost.
       node: the match, if it is one node.
     """
     if len(results) != 1 or not has_gradient(results[0]):
@@ -290,7 +298,7 @@ def position_past(
         for i, value in enumerate(operands)
         if isinstance(value, Value) and same_type(value.aval, results[0].aval)
     ]
-    if node is not None and node.op == "clamp" and 1 in fitting:  # between its bounds
+    if node is not None and node.op == "clamp" and 1 in fitting:  # (lower, operand, upper)
         return 1
     flowing = [i for i in fitting if varying is None or mask_of(operands[i], varying)]
     given = [i for i in flowing if node is None or not _is_closed_over(node, i)]
@@ -298,8 +306,10 @@ def position_past(
 
 
 def _is_closed_over(node: Node, position: int) -> bool:
-    """Whether an operand is one that a function closes over: JAX puts these before its own, and
-    knows no names of theirs."""
+    """Whether an operand is a value that a function closes over.
+
+    JAX puts these operands before the arguments, and has no names for them.
+    """
     if isinstance(node, CustomGradient):
         return position < node.closed_over
     hints = node.regions["jaxpr"].hints if node.primitive is _jax.JIT else ()
@@ -308,15 +318,16 @@ def _is_closed_over(node: Node, position: int) -> bool:
 
 @shows_arguments
 def own_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
-    """Gives functions with a custom gradient the derivative of what they compute.
+    """Removes custom gradients: differentiates the functions' own operations instead.
 
     Args:
       where: a selector of calls of such functions: ``match.call("square")``.
-      missing_ok: whether it may match nothing.
+      missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. It takes the rule of each match away, of `jax.custom_vjp`, `jax.custom_jvp` and
-      `tracegrad.custom_gradient`. It raises GraphError, when it is applied, for what has none.
+      A rule. It removes the custom gradient of each match, made by `jax.custom_vjp`,
+      `jax.custom_jvp` or `tracegrad.custom_gradient`. Applied to a program, the rule raises
+      GraphError for a match without a custom gradient.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> @tg.custom_gradient

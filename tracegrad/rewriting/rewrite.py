@@ -19,9 +19,9 @@ from tracegrad.tracing.user_errors import explain, explain_rule
 
 
 class RewrittenFunction:
-    """A function whose program is rewritten wherever it is called; made by `rewrite`.
+    """A function whose program is rewritten by rules in each call; made by `rewrite`.
 
-    Call it as the original, under every JAX transformation. Beside that:
+    Call it like the original function, under any JAX transformation. Further attributes:
 
       graph(*args, **kwargs): its `Graph` for these arguments, after the rules.
       __wrapped__: the original function.
@@ -41,7 +41,7 @@ class RewrittenFunction:
         self._static = resolve(fun, static_argnums, static_argnames)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
-        """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
+        """Returns the graph for arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
         return self._traced(TakingApart(self._static)(args, kwargs))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -77,20 +77,20 @@ def rewrite(
 
     Args:
       fun: any function that `jax.jit` takes.
-      rules: functions ``Graph -> Graph``, applied in order, or one alone: those of
-        `tracegrad.rules`, or your own. They reach what `jax.grad` and the like differentiate inside
-        of `fun`, as in `trace`.
+      rules: one rule, or a list of rules that are applied in order. A rule is a function
+        ``Graph -> Graph``: one of `tracegrad.rules`, or your own. Rules also apply to functions
+        that `fun` differentiates by `jax.grad` and the like, as in `trace`.
       static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
 
     Returns:
-      A function of the same arguments. Each call of it traces `fun`, applies the rules and runs
-      the result, in whatever transformation it is called (`jit`, `grad`, `vmap`, `scan`, ...). It
-      compiles nothing itself: put `jax.jit` or `tracegrad.trace` around what is called often.
+      A function of the same arguments. Each call traces `fun`, applies the rules and runs the
+      result, under any transformation (`jit`, `grad`, `vmap`, `scan`, ...). The function compiles
+      nothing itself: if you call it often, put `jax.jit` or `tracegrad.trace` around it.
 
     Raises:
-      TypeError: `fun` or a rule is not callable, rules are not in a list, or a rule returns no
-        `Graph`.
-      NoMatchError, GraphError: when it is called, as the rules do.
+      TypeError: `fun` or a rule is not callable, rules are not in a list, or a rule does not return
+        a `Graph`.
+      NoMatchError, GraphError: raised by the rules when the function is called.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(x):
@@ -111,21 +111,21 @@ def rewrite(
 
 @shows_arguments
 def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = False) -> MatchRule:
-    """Writes code of your own in the place of each match.
+    """Replaces each match with code of your own.
 
     Args:
       where: a selector.
-      function: ``function(op, *operands)``, in ``jax.numpy`` and the like; ``op(*operands)`` is
-        what stood there before, and may be left out, or called several times. ``op.match``,
-        ``op.name`` and ``op.params`` say what it is. It returns the result, or a list of as many
-        as the match has, of their shapes and dtypes. The operands are those of
-        `rules.override_gradient`.
-      missing_ok: whether it may match nothing.
+      function: ``function(op, *operands)``, in ``jax.numpy`` and the like. ``op(*operands)``
+        computes the original operation, and may be called any number of times, or not at all;
+        ``op.match``, ``op.name`` and ``op.params`` describe it. The function returns the result,
+        or a list of results if the match has several, of the same shapes and dtypes. The operands
+        are those of `rules.override_gradient`.
+      missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. The code is traced for its place and takes part in everything as if it had stood
-      there, values and gradients; the rules of `tracegrad.rules` are written in the same way. It
-      raises GraphError, when it is applied, for another number, shape or dtype of results.
+      A rule. The code is traced into the program and is evaluated and differentiated like any
+      other code in it; the rules of `tracegrad.rules` are written in the same way. Applied to a
+      program, the rule raises GraphError if the number, shapes or dtypes of the results differ.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def model(x):
@@ -134,7 +134,7 @@ def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = Fa
     >>> print(half(jnp.array([-2.0, 3.0])), jax.grad(half)(jnp.array([-2.0, 3.0])))
     4.5 [0. 3.]
 
-    As interception in qwix and in penzai, of a program that is traced already.
+    It corresponds to interception in qwix and in penzai, but edits a traced program.
     """
     require_takes(function, 1, "function(op, *operands)")
     return MatchRule("edit", where, of_arrays(around(function, lambda match: match)), missing_ok)

@@ -1,9 +1,9 @@
-"""Rules that change how gradients flow through a program that nobody touched.
+"""Rules that change the gradients of a program without changing its source code.
 
 Each function here makes a rule: a function ``Graph -> Graph``, for `tracegrad.rewrite`,
-``tracegrad.trace(rules=...)``, or to call on a graph. All of them act at the matches of a selector
-(see `tracegrad.match`), some on parameters (`match.param`), and leave the values of the program as
-they are, bit by bit. What was not matched keeps its program. A rule of your own is any function
+``tracegrad.trace(rules=...)``, or to call on a graph. All rules act at the matches of a selector
+(see `tracegrad.match`), some also on parameters (`match.param`). They do not change the values of
+the program, bit by bit, nor the operations that do not match. A rule of your own is any function
 from graph to graph.
 
 >>> import jax, jax.numpy as jnp, tracegrad as tg
@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:  # what is offered behind the dot
+def __dir__() -> list[str]:  # for completion after `rules.`
     return __all__
 
 
@@ -77,28 +77,28 @@ def __dir__() -> list[str]:  # what is offered behind the dot
 def override_gradient(
     where: Selector, grad: GradientFunction, *, missing_ok: bool = False
 ) -> MatchRule:
-    """Gives what matches a gradient of its own.
+    """Gives each match a gradient function.
 
     Args:
-      where: a selector; each match is one operation to `grad`.
-      grad: ``grad(op, *dys)``, with ``op.inputs`` and ``op.outputs`` (tuples of arrays),
-        ``op.params`` (a primitive's parameters) and ``op.name``, and one cotangent for each output,
-        of its shape and dtype. It returns one cotangent or None for each input; with one input
-        just it. The inputs of a single operation are its operands, scalars written into the
-        program among them; those of an inlined call or a scope the arrays that come in from
-        outside of it, in the order in which it uses them. What `grad` computes is differentiated
-        in its turn.
-      missing_ok: whether it may match nothing.
+      where: a selector; each match is one operation for `grad`.
+      grad: ``grad(op, *dys)``. `op` has ``op.inputs`` and ``op.outputs`` (tuples of arrays),
+        ``op.params`` (a primitive's parameters) and ``op.name``; `dys` are one cotangent for each
+        output, of its shape and dtype. `grad` returns one cotangent or None for each input; for a
+        single input also the cotangent alone. The inputs of a single operation are its operands,
+        with scalars written into the program; the inputs of an inlined call or a scope are the
+        arrays that enter it, in the order of their first use. Higher derivatives differentiate the
+        operations in `grad`.
+      missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. Where one match lies inside of another, by this rule or by one before, the outer one
-      is taken: its gradient stands for all that is in it.
+      A rule. If a match is inside of another match, of this rule or of an earlier one, the outer
+      match is taken: its gradient replaces the derivative of all operations in it.
 
-    Raises, when the gradient is taken, ValueError or TypeError for a wrong number, shape or dtype
-    of cotangents; naming the operation and its source line.
+    When a gradient is computed, the result of `grad` is checked: ValueError or TypeError for a
+    wrong number, shape or dtype of cotangents, with the operation and its source line.
 
-    As TensorFlow 1's ``gradient_override_map``, and module hooks in PyTorch. Guided
-    backpropagation (Springenberg et al., 2015):
+    It corresponds to TensorFlow 1's ``gradient_override_map``, and to module hooks in PyTorch.
+    Guided backpropagation (Springenberg et al., 2015):
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def guided(op, dy):
@@ -116,9 +116,6 @@ def override_gradient(
 _name = operator.attrgetter("name")
 
 
-# ------------------------------------------------------------------------------ an edit of your own
-
-
 # ------------------------------------------------------------------------------- stop, recompute
 
 
@@ -129,16 +126,16 @@ def stop_gradient(
     *,
     missing_ok: bool = False,
 ) -> MatchRule:
-    """Lets no gradient through what matches.
+    """Stops the gradient at each match.
 
     Args:
       where: a selector; or `match.param`, which freezes those parameters.
-      inputs: the positions of the inputs through which none flows (see `override_gradient` for
-        what its inputs are); None: all.
-      missing_ok: whether it may match nothing.
+      inputs: the positions of the inputs that get no gradient (see `override_gradient` for the
+        inputs of a match); None: all.
+      missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. It raises IndexError, when it is applied, for a match without such an input.
+      A rule. Applied to a program, it raises IndexError for a match without such an input.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> f = tg.rewrite(lambda w, x: jnp.sum(x @ w),
@@ -153,16 +150,16 @@ def stop_gradient(
 def recompute(
     where: Selector, policy: Callable[..., Any] | None = None, *, missing_ok: bool = False
 ) -> MatchRule:
-    """Computes what matches again in the backward pass, instead of keeping its intermediates.
+    """Recomputes the intermediates of each match in the backward pass, instead of saving them.
 
     Args:
       where: a selector; each match is recomputed by itself.
-      policy: which intermediates are kept all the same (`jax.checkpoint_policies`); None: none.
-      missing_ok: whether it may match nothing.
+      policy: which intermediates are saved nevertheless (`jax.checkpoint_policies`); None: none.
+      missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. It raises GraphError, when it is applied, where the nodes of a match have effects, or
-      something between them depends on one and leads to another.
+      A rule. Applied to a program, it raises GraphError if nodes of a match have effects, or if an
+      operation outside of a match depends on one of its nodes and leads to another.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def model(x):
@@ -175,7 +172,7 @@ def recompute(
     model(x: ~f32[]) -> ~f32[]
     ...
 
-    As ``jax.checkpoint`` and ``tf.recompute_grad``, around parts of an unmodified model.
+    It is ``jax.checkpoint`` (or ``tf.recompute_grad``) around parts of an unmodified model.
     """
 
     if policy is not None:
@@ -191,7 +188,7 @@ def recompute(
     return MatchRule("recompute", where, of_arrays(around(recomputed, _name)), missing_ok)
 
 
-# --------------------------------------------------------------- the cotangents of what comes out
+# ------------------------------------------------------------------- the cotangents of the outputs
 
 
 @shows_arguments
@@ -202,24 +199,25 @@ def clip_gradient(
     *,
     missing_ok: bool = False,
 ) -> MatchRule:
-    """Clips the gradient that arrives at the outputs of what matches, from outside of it.
+    """Clips the cotangents of a match's outputs: the gradients that arrive from outside of it.
 
     Args:
       where: a selector; or `match.param`, for the gradients of parameters.
-      max_norm: the largest Euclidean norm that the cotangent of an output may have; a larger one
-        is scaled down to it. Where what has the rule is mapped by `jax.vmap`, that is the norm of
-        each example's; what the program itself maps is one array in it. Where entries are infinite
-        the finite ones become zero: the direction is that of the infinite ones alone. A cotangent
-        with a NaN has no norm, and is left as it is.
+      max_norm: the largest Euclidean norm of the cotangent of an output; a cotangent with a larger
+        norm is scaled down. If the function with the rule is mapped by `jax.vmap`, each example has
+        its own norm; an array that the program itself maps has one norm. If entries are infinite,
+        the finite entries become zero: only the infinite ones give the direction. A cotangent with
+        a NaN is not changed.
       max_value: the largest absolute value of an element, applied first, as by ``jnp.clip``: an
-        infinite one becomes the limit, and NaN stays NaN. Complex ones keep their phase.
-      missing_ok: whether it may match nothing.
+        infinite element becomes the limit, and NaN stays NaN. Complex elements keep their phase.
+      missing_ok: whether `where` may match nothing.
 
     Returns:
       A rule. Both limits hold for any cotangents, up to rounding: nothing in between overflows or
-      underflows, in half precision neither. They hold for what arrives in a first derivative;
-      what that computes is differentiated as it is, as of a `jax.custom_vjp` whose forward function
-      returns its value. `override_gradient` acts on what arrives in the further ones, too.
+      underflows, not even in half precision. They apply to the cotangents of a first derivative.
+      Higher derivatives differentiate the clipped first derivative, and do not clip again, as with
+      a `jax.custom_vjp` whose forward function returns its value; `override_gradient` acts on the
+      cotangents of higher derivatives too.
 
     Raises ValueError if neither limit is given, or one is not positive.
 
@@ -229,8 +227,8 @@ def clip_gradient(
     >>> print(jax.grad(f)(0.0))
     1.0
 
-    The gradient that arrives at a module's output is one thing, that of its parameters another.
-    Here 3 arrives at the output of ``dense``, and 3 · (3, 4) at its parameter:
+    Clipping at a module's output differs from clipping the gradients of its parameters. Here 3
+    arrives at the output of ``dense``, and 3 · (3, 4) at its parameter:
 
     >>> def loss(params, x):
     ...     with jax.named_scope("dense"):
@@ -270,19 +268,19 @@ def scale_gradient(
     *,
     missing_ok: bool = False,
 ) -> MatchRule:
-    """Multiplies the gradient that arrives at the outputs of what matches, or leaves its inputs.
+    """Multiplies the gradient that arrives at a match's outputs, or that leaves its inputs.
 
     Args:
       where: a selector; or `match.param`, for the gradients of parameters.
       factor: a number or a scalar array, which may be a traced value. Negative: gradient reversal
         (Ganin and Lempitsky, 2015, for domain-adversarial training).
-      inputs: the positions of inputs (see `override_gradient`): what flows back through these is
-        multiplied, and what it holds of weights keeps its gradient. None: at the outputs.
-      missing_ok: whether it may match nothing.
+      inputs: positions of inputs (see `override_gradient`): the gradient of these inputs is
+        multiplied, and other inputs, such as weights, keep theirs. None: multiply at the outputs.
+      missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. Tangents of forward mode are multiplied as well. It raises IndexError, when it is
-      applied, for a match without such an input.
+      A rule. Tangents of forward mode are multiplied as well. Applied to a program, the rule raises
+      IndexError for a match without such an input.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> f = tg.rewrite(lambda x: jnp.sin(x), tg.rules.scale_gradient(tg.match.op("sin"), -0.5))
@@ -300,16 +298,16 @@ def scale_gradient(
 def tap_gradient(
     where: Selector | Parameters, callback: Callable[[str, Any], Any], *, missing_ok: bool = False
 ) -> MatchRule:
-    """Shows the gradients that arrive at the outputs of what matches, from outside of it.
+    """Calls a function with the gradients that arrive at a match's outputs from outside of it.
 
-    `tracegrad.intermediate_gradients` gives them as values.
+    `tracegrad.intermediate_gradients` returns them as values.
 
     Args:
       where: a selector; or `match.param`, for the gradients of parameters, by their paths.
-      callback: ``callback(place, cotangent)``, called on the host with the scope and name of the
-        place and a NumPy array, each time a gradient arrives there in a first derivative; in no
-        order (`jax.debug.callback`).
-      missing_ok: whether it may match nothing.
+      callback: ``callback(place, cotangent)``, called on the host each time a gradient arrives in
+        a first derivative, in any order (`jax.debug.callback`). `place` is the scope and name of
+        the match (or the path of the parameter), `cotangent` a NumPy array.
+      missing_ok: whether `where` may match nothing.
 
     Returns:
       A rule.

@@ -1,7 +1,7 @@
-"""Gradient functions that are traced where they were written.
+"""Traces gradient functions when they are defined, if they close over values of a trace.
 
-What such a function closes over of an enclosing trace becomes operands of its rule: as operands
-these values are differentiated with the rule, and do not outlive the trace that they belong to.
+The values of an enclosing trace that a gradient function closes over become operands of its custom
+gradient. As operands they are differentiated, and do not outlive their trace.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from tracegrad import _jax
 
 @dataclass(frozen=True)
 class Program:
-    """A traced function, in which values of the enclosing traces and arrays that it closes over
-    have become arguments. (A tape takes a program of each array for another function.)"""
+    """A traced function whose closed-over tracers and arrays have become arguments.
+
+    (To a tape, programs that close over different arrays would be different functions.)
+    """
 
     program: Any
-    captured: tuple[int, ...]  # their positions among its constants
+    captured: tuple[int, ...]  # the positions of these arguments among the program's constants
 
     @classmethod
     def of(cls, program: Any) -> tuple[Program, list[Any]]:
-        """The program without those values, since it outlives their traces; and the values."""
+        """Splits a program into a `Program` without those values, and the values.
+
+        The `Program` may outlive the traces of the values.
+        """
         constants = list(_jax.constants_of(program))
         captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c))
         values = [constants[i] for i in captured]
@@ -47,7 +52,7 @@ class Program:
 
 
 def _can_be_argument(constant: object) -> bool:
-    """Whether a value that a program closes over is an array; Refs stay."""
+    """Whether a closed-over value is an array, and not a Ref, which stays in the program."""
     is_array = isinstance(constant, jax.Array | np.ndarray)
     return is_array and isinstance(jax.typeof(constant), jax.core.ShapedArray)
 
@@ -66,12 +71,14 @@ _tracing = _Tracing()
 def trace_gradient(
     gradient: Gradient, inputs: Sequence[Any], results: Sequence[Any]
 ) -> tuple[Callable[..., Sequence[Any]], list[Any]]:
-    """The traced gradient function, as one of what it closes over and of its arguments; and the
-    values that it closes over.
+    """Traces a gradient function.
 
-    A gradient function that asks for values, or that a gradient function calls while that is
-    being traced (it may call itself, without end), is run as it is. What it raises is raised when
-    a gradient is asked for.
+    Returns a function ``run(captured, inputs, results, cotangents)``, and the values `captured`
+    that the gradient function closes over.
+
+    The gradient function is not traced if it needs concrete values, or if another one is being
+    traced (a gradient function may call itself without end). If it raises an error, `run` raises
+    that error, when a gradient is computed.
     """
 
     def untraced(captured: Any, *given: Any) -> Sequence[Any]:
@@ -117,14 +124,14 @@ def with_traced_gradient(
     known_by: Callable[..., Any],
     count: int | None = None,
 ) -> list[Any]:
-    """``run(*operands)``, with the gradient that ``gradient(inputs, results, cotangents)`` gives.
+    """Calls ``run(*operands)``, with ``gradient(inputs, results, cotangents)`` as its gradient.
 
     Args:
-      gradient: the function, which is traced.
+      gradient: the gradient function, which is traced.
       results: arrays of the types of the results.
-      known_by: the function whose mark (`ir.frames`) the rule has.
-      count: how many of the operands, the first ones, are inputs of `gradient`; default: all. The
-        others have no gradient.
+      known_by: the function whose mark (`ir.frames`) the rule gets.
+      count: the number of operands, from the first on, that are inputs of `gradient`; default: all.
+        The others have no gradient.
     """
     pullback, captured = trace_gradient(gradient, operands[:count], results)
 
@@ -146,7 +153,7 @@ def with_traced_gradient(
 
 
 def dense(cotangents: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Cotangents of results as arrays of their types: zeros for those that have none."""
+    """Returns cotangents of results as arrays of their types, symbolic zeros as arrays of zeros."""
     return [
         ct if _jax.has_gradient(out) and not isinstance(ct, SymbolicZero) else jnp.zeros_like(out)
         for ct, out in zip(cotangents, results, strict=True)
