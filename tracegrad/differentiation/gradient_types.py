@@ -31,8 +31,8 @@ def no_gradient(leaf: Any) -> None:
 def zero_block(shape: tuple[int, ...], leaf: Any) -> Any:
     """Returns the zero Jacobian of an output with respect to a leaf that is not differentiated.
 
-    `shape` is that of the output. The result is None for a leaf without zeros (see `zeros_for`), and
-    the zero of the leaf's own type for a scalar output and a Python number.
+    `shape` is that of the output. The result is None if `zeros_for` of the leaf is None. For a
+    scalar output and a Python number, it is the zero of the number's type.
     """
     zeros = zeros_for(leaf)
     if zeros is None or (shape == () and not isinstance(zeros, jax.Array)):
