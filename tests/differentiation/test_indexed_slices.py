@@ -506,9 +506,9 @@ def test_what_does_not_fit_raises():
     unknown = IndexedSlices(jnp.ones((1, 2)), jnp.array([0]))
     with pytest.raises(ValueError, match="has no dense shape"):
         unknown.to_dense()
-    with pytest.raises(ValueError, match="another shape"):
+    with pytest.raises(ValueError, match="their shapes differ"):
         SLICES + IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (5, 2))
-    with pytest.raises(TypeError, match="another dtype"):
+    with pytest.raises(TypeError, match="their dtypes differ"):
         SLICES + IndexedSlices(jnp.ones((1, 2), "float16"), jnp.array([0]), (4, 2))
     with pytest.raises(ValueError, match=r"an array \[2\]"):
         SLICES + jnp.ones(2)

@@ -68,8 +68,8 @@ def integers(rows: Any) -> Any:
             return rows
         raise TypeError(
             f"an array of {rows.dtype} stands in the place of row ids of IndexedSlices: these "
-            "slices were made by mapping over the leaves of slices, and are not valid. Before such a map, "
-            "use to_dense(), deduplicated() or apply_rows"
+            "slices were made by mapping over the leaves of slices, and are not valid. Before "
+            "such a map, use to_dense(), deduplicated() or apply_rows"
         )
     if isinstance(rows, jax.ShapeDtypeStruct):
         return jax.eval_shape(integers, rows)

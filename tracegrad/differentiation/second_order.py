@@ -175,8 +175,8 @@ def _direction(leaf: Any, entry: Any, path: str) -> Any:
         given = jnp.asarray(as_inexact(entry, expected.dtype))
     except (TypeError, ValueError):
         raise ValueError(
-            f"v has {brief(entry)} for {path}, which is {expected.shape}. v must have the structure "
-            "of the gradient that `grad` returns for wrt, which is the first argument by default"
+            f"v has {brief(entry)} for {path}, which is {expected.shape}. v must have the "
+            "structure that `grad` returns for wrt, which is the first argument by default"
         ) from None
     if given.shape != expected.shape:
         raise ValueError(f"v has the shape {given.shape} for {path}, which is {expected.shape}")
