@@ -88,10 +88,8 @@ def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
 def flattened(
     fun: Callable[..., Any], result: Any, has_aux: bool, shape_of_result: list[Any]
 ) -> tuple[list[Any], Any]:
-    """Returns the leaves of a function's outputs, and `aux`.
-
-    The call writes the structure of the outputs and the shapes of the leaves to `shape_of_result`.
-    """
+    """Returns the leaves of a function's outputs, and `aux`. The call writes the structure of the
+    outputs and the shapes of the leaves to `shape_of_result`."""
     outputs, aux = pair(fun, result) if has_aux else (result, None)
     leaves, structure = jax.tree.flatten(outputs)
     if not leaves:

@@ -92,10 +92,8 @@ class Walk:
     """
 
     def rule(self, node: Node, ins: Masks) -> Masks:
-        """Returns a mask for each result, of the graph's inputs that are connected to it.
-
-        `ins`: such a mask for each operand. A value that is not connectable has an empty mask.
-        """
+        """Returns a mask for each result, of the graph's inputs that are connected to it. `ins`:
+        such a mask for each operand. A value that is not connectable has an empty mask."""
         if isinstance(node, StopGradient) or not any(ins):
             return [0] * len(node.outputs)
         if any(is_reference(v) for v in (*node.inputs, *node.outputs)):
@@ -125,10 +123,8 @@ class Walk:
         return self.rule(node, of_each(i in active for i in range(len(node.inputs))))
 
     def vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
-        """Returns, for every result of a node, a mask of operands.
-
-        It holds the reached operands whose cotangents depend on the result's cotangent.
-        """
+        """Returns, for every result of a node, a mask of operands. It holds the reached operands
+        whose cotangents depend on the result's cotangent."""
         if node.op in CONNECTING:
             return tuple(_all_to_all(node, of_each(reached)))
         if isinstance(node, Apply):
@@ -188,9 +184,7 @@ def _types(node: Node) -> tuple[Types, Types]:
 
 def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
     """Returns, for every result of a custom gradient, the operands that its rule gives a gradient.
-
-    None if JAX cannot differentiate the custom gradient.
-    """
+    None if JAX cannot differentiate the custom gradient."""
     if node.kind == "vjp":
         return _returned_rows(node, reached)
     if loses_derivative(node, reached):

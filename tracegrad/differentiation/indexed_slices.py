@@ -155,10 +155,8 @@ class IndexedSlices:
         return self._added_to(jnp.zeros(self._known_shape(), self.dtype))
 
     def dense_as(self, aval: Any) -> Any:
-        """Returns the dense array as the gradient of an array of type `aval`.
-
-        Slices without a dense shape get the shape of `aval`. Does not warn of a large array.
-        """
+        """Returns the dense array as the gradient of an array of type `aval`. Slices without a
+        dense shape get the shape of `aval`. Does not warn of a large array."""
         return self.shaped_as(aval)._dense()
 
     def shaped_as(self, aval: Any) -> IndexedSlices:

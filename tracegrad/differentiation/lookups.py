@@ -171,10 +171,8 @@ class _Scatter:
 
 
 def _scatters(program: Inlined, value: Atom) -> list[_Scatter] | None:
-    """Returns the scatters that a value is the sum of, in the order of the lookups.
-
-    None if the value is not a sum of scatters into zeros.
-    """
+    """Returns the scatters that a value is the sum of, in the order of the lookups. None if the
+    value is not a sum of scatters into zeros."""
     found: list[_Scatter] = []
     pending: list[Ref] = [((), value)]
     while pending:

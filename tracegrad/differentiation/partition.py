@@ -81,11 +81,8 @@ class Argument(Parted):
         return self.counted != before.counted and (self.one_by_one or not has_floats)
 
     def answer(self, results: Iterator[Any], absent: Callable[[Any], Any]) -> Any:
-        """Returns a tree like the argument, with a result for each leaf that counts.
-
-        A leaf that is not selected gets ``absent(leaf)``; a selected leaf that does not count gets
-        None.
-        """
+        """Returns a tree like the argument, with a result for each leaf that counts. A leaf that is
+        not selected gets ``absent(leaf)``; a selected leaf that does not count gets None."""
 
         def entry(i: int) -> Any:
             if self.counted[i]:
@@ -297,10 +294,8 @@ class Partition:
     # ------------------------------------------------------------------------------- the answer
 
     def answer(self, results: Iterable[Any], absent: Callable[[Any], Any] = zeros_for) -> Any:
-        """Puts one result for each leaf that counts into the structure that `wrt` asks for.
-
-        A leaf that is not selected gets ``absent(leaf)``.
-        """
+        """Puts one result for each leaf that counts into the structure that `wrt` asks for. A leaf
+        that is not selected gets ``absent(leaf)``."""
         rest = iter(results)
         trees = {i: self.arguments[i].answer(rest, absent) for i in sorted(self.wanted)}
         found = tuple(trees[i] for i in self.wanted)

@@ -231,9 +231,7 @@ def _jax_vjp(
 
 def explain_node(error: Exception, node: Node, program: Callable[[], Graph]) -> None:
     """Adds notes to JAX's error at the derivative of a node: the node, its line, and the cure.
-
-    `program`: returns the node as a graph.
-    """
+    `program`: returns the node as a graph."""
     explain_loop(error, users_line(node))
     explain_rule(error, program)
     # Only the innermost node is named: the note may exist already.

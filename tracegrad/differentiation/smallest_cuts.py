@@ -145,9 +145,7 @@ class _Search:
     @once_for_each
     def of(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Way]:
         """Returns the lightest path from each value of a graph to one of the target outputs.
-
-        `reached`: for each input, 1 if a gradient at the input would reach a source.
-        """
+        `reached`: for each input, 1 if a gradient at the input would reach a source."""
         masks: dict[Value, int] = {}
         spread(graph, reached, self.walk.rule, masks)
         outputs = (graph.outputs[k] for k in targets)

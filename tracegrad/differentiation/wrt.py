@@ -236,10 +236,8 @@ def _described(fun: Callable[..., Any]) -> str:
 
 
 def _is_path(wrt: str, fun: Callable[..., Any], arguments: Sequence[Argument]) -> bool:
-    """Whether a text that is not the name of an argument of the call is a glob for paths.
-
-    A text that could be the name of a parameter must match a path of the first argument.
-    """
+    """Whether a text that is not the name of an argument of the call is a glob for paths. A text
+    that could be the name of a parameter must match a path of the first argument."""
     if not wrt.isidentifier():
         return True
     if not arguments or wrt in [parameter.name for parameter in parameters_of(fun)]:

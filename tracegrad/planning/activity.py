@@ -12,10 +12,8 @@ from tracegrad.ir.dependence import Masks, back_around, enter, spread
 
 
 def active_values(graph: Graph) -> set[Value]:
-    """Returns the values on the paths from the differentiated inputs to the outputs; maybe none.
-
-    If the differentiated inputs are not known, all inputs and all traced constants count.
-    """
+    """Returns the values on the paths from the differentiated inputs to the outputs; maybe none. If
+    the differentiated inputs are not known, all inputs and all traced constants count."""
     known = graph.differentiated
     others = len(graph.inputs) - len(known)  # the taps that rules have added after the inputs
     chosen = [*known, *[True] * others]

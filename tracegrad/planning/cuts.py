@@ -79,10 +79,8 @@ class Network:
         self._flops = np.array([flops[v] for v in self.values], float)
 
     def capacities(self, price: float) -> np.ndarray:
-        """Returns the capacities of the arcs.
-
-        `price`: FLOPs per byte; if it is infinite, only values that cannot be recomputed are saved.
-        """
+        """Returns the capacities of the arcs. `price`: FLOPs per byte; if it is infinite, only
+        values that cannot be recomputed are saved."""
         found = np.full(len(self.arcs), _INFINITE, np.int64)
         # Saving a value never pays if it costs more than recomputing everything.
         can_run = self._flops < math.inf
@@ -150,10 +148,8 @@ def _area(a: Cut, b: Cut) -> float:
 
 
 def minimum_cuts(asked: Sequence[tuple[Network, float]]) -> list[Cut]:
-    """Returns the cheapest choice of each network for its price.
-
-    Several networks are joined into one at their sources and sinks, and solved together.
-    """
+    """Returns the cheapest choice of each network for its price. Several networks are joined into
+    one at their sources and sinks, and solved together."""
     cuts, begin = list[Cut](), 0
     while begin < len(asked):
         end, arcs = begin, 0

@@ -123,10 +123,8 @@ def _of_nodes(count: int, steps: Mapping[int, set[int]], live: Sequence[int]) ->
 def _inlined(
     graph: Graph, written: Collection[int], inside: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Returns the nodes that are views of arguments, and all inlined nodes.
-
-    Inlined are views, and nodes that occur inside of other nodes but are not written.
-    """
+    """Returns the nodes that are views of arguments, and all inlined nodes. Inlined are views, and
+    nodes that occur inside of other nodes but are not written."""
     results = {graph.producers.get(value) for value in graph.results}
     # If XLA writes a view of an argument, it is alive during the whole program, as the argument.
     of_arguments, given, found = {*graph.inputs, *graph.constants}, set[int](), set[int]()

@@ -27,10 +27,8 @@ Message = dict[int, list[Any]]  # maps a field to its values: numbers, or bytes
 
 
 class Type(NamedTuple):
-    """The type of an array (``f32[64,512]``), or of a tuple, which has `parts`.
-
-    `memory`: the number of the device's memory that holds the value; 0 is the main memory.
-    """
+    """The type of an array (``f32[64,512]``), or of a tuple, which has `parts`. `memory`: the
+    number of the device's memory that holds the value; 0 is the main memory."""
 
     kind: str
     shape: tuple[int, ...]
@@ -137,10 +135,8 @@ _before: list[dict[str, Any]] = []  # the earlier settings, for each open block
 
 @contextmanager
 def lines_kept() -> Iterator[None]:
-    """A context manager for compiling: instructions keep the Python frames that traced them.
-
-    Inside of it, JAX's disk cache does not return another program with the same instructions.
-    """
+    """A context manager for compiling: instructions keep the Python frames that traced them. Inside
+    of it, JAX's disk cache does not return another program with the same instructions."""
     with _lock:
         _before.append({name: getattr(_jax.config, name) for name in _LINES})
         for name, value in _LINES.items():

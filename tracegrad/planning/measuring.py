@@ -85,11 +85,8 @@ class Gradient:
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
 
     def held(self, program: Graph) -> int:
-        """Returns the peak of XLA's temporary memory for the gradient.
-
-        Arguments and results do not count. Raises NotMeasuredError if the gradient cannot be
-        compiled by itself.
-        """
+        """Returns the peak of XLA's temporary memory for the gradient. Arguments and results do not
+        count. Raises NotMeasuredError if the gradient cannot be compiled by itself."""
         return self._compiled(program, run_graph)[0]
 
     def held_and_fusion(self, program: Graph) -> tuple[int, Fusion]:
@@ -99,10 +96,8 @@ class Gradient:
         return held, fusion
 
     def _compiled(self, program: Graph, run: Callable[..., Any]) -> tuple[int, Fusion | None]:
-        """Returns the bytes that XLA holds for the gradient and, with scopes, its fusion.
-
-        `run`: runs a graph on its inputs: `run_graph` or `evaluate_in_scopes`.
-        """
+        """Returns the bytes that XLA holds for the gradient and, with scopes, its fusion. `run`:
+        runs a graph on its inputs: `run_graph` or `evaluate_in_scopes`."""
         options = _options(program, self._device)
         with saying_why_not():
             traced = traced_constants(program)
@@ -132,10 +127,8 @@ class Gradient:
 def _with_operands(
     program: Graph, constants: Sequence[Value], run: Callable[..., Any] = run_graph
 ) -> Callable[[Sequence[Any]], Any]:
-    """Returns a program as a function of its inputs, followed by some of its constants.
-
-    `run`: runs a graph on its inputs.
-    """
+    """Returns a program as a function of its inputs, followed by some of its constants. `run`: runs
+    a graph on its inputs."""
     count = len(program.inputs)
 
     def with_constants(operands: Sequence[Any]) -> Any:
@@ -153,9 +146,7 @@ def _gradient_of(
     run: Callable[..., Any] = run_graph,
 ) -> Callable[[list[Any], list[Any]], Any]:
     """Returns a function that computes the gradients of `_with_operands` for the `active` operands.
-
-    The cotangents may be left out for a scalar loss, as in `jax.grad`.
-    """
+    The cotangents may be left out for a scalar loss, as in `jax.grad`."""
     flowing = [i for i, value in enumerate(program.outputs) if has_gradient(value)]
 
     def gradient(operands: list[Any], given: list[Any]) -> Any:

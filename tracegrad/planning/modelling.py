@@ -170,9 +170,7 @@ class _Modelling:
 
     def work(self, node: Node) -> int:
         """Returns the bytes that the backward pass of a loop or a recomputed region needs inside.
-
-        They are the bytes of one iteration with everything kept.
-        """
+        They are the bytes of one iteration with everything kept."""
         if isinstance(node, CustomGradient) or not node.regions:
             return 0
         if node in self.scans:
@@ -200,9 +198,7 @@ class _Modelling:
 
 def cotangents_around(node: Node, region: Graph, active: Collection[Value]) -> int:
     """Returns the bytes of cotangents that are counted both inside a region and around its node.
-
-    For a scan, they are the cotangents of the carry, which it updates in place.
-    """
+    For a scan, they are the cotangents of the carry, which it updates in place."""
     pairs = list(zip(region.outputs, node.outputs, strict=False))
     if node.primitive is _jax.SCAN:
         pairs = pairs[: _jax.scan_split(node.params)[1]]

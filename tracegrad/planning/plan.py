@@ -200,10 +200,8 @@ class RecomputePlan:
         return folding.of_text(str(self))
 
     def timeline(self) -> tuple[list[int], list[int]]:
-        """Returns the bytes alive at each operation of the forward and then the backward pass.
-
-        The first list is for everything kept, the second for the plan.
-        """
+        """Returns the bytes alive at each operation of the forward and then the backward pass. The
+        first list is for everything kept, the second for the plan."""
         before, after = self._search.kept, self._simulation
         return [*before.forward, *before.backward], [*after.forward, *after.backward]
 

@@ -140,10 +140,8 @@ def recompute_to_fit(memory_budget: MemoryBudget, *, measure: Measure = True) ->
 
 
 def fit_function_to_budget(memory_budget: MemoryBudget, fun: object = None) -> FitToBudget:
-    """Returns the rule of `recompute_to_fit` for a traced function.
-
-    All traces of `fun` with the same budget share one rule, and the rule's plans.
-    """
+    """Returns the rule of `recompute_to_fit` for a traced function. All traces of `fun` with the
+    same budget share one rule, and the rule's plans."""
     shared = recompute_to_fit(memory_budget)
     try:
         known: dict[FitToBudget, FitToBudget] = facts_of(fun).setdefault(FitToBudget, {})
@@ -172,10 +170,8 @@ class _Planned(threading.local):
 
 @dataclass(eq=False)
 class FitToBudget:
-    """The rule of `recompute_to_fit`; `plans`: the maximum number of plans to compile.
-
-    `latest`: the plan of the function that was traced last.
-    """
+    """The rule of `recompute_to_fit`; `plans`: the maximum number of plans to compile. `latest`:
+    the plan of the function that was traced last."""
 
     memory_budget: MemoryBudget
     plans: int
@@ -231,11 +227,8 @@ class FitToBudget:
     def plan(
         self, graph: Graph, shardings: Sequence[Any] | None = None, examples: int = 1
     ) -> RecomputePlan:
-        """Plans a graph, as `plan_recompute` does for a function.
-
-        `shardings`: the shardings of the inputs, if known. `examples`: as in `Gradient`; the budget
-        is for all examples together.
-        """
+        """Plans a graph, as `plan_recompute` does for a function. `shardings`: the shardings of the
+        inputs, if known. `examples`: as in `Gradient`; the budget is for all examples together."""
         with progress("plan_recompute", 1 + self.plans) as begin:
             program, why_not = flatten(graph), "measure=False"
             if self.plans:

@@ -171,10 +171,8 @@ class Planner:
         return tuple(sorted({0, stop, *chosen, *scans, *(i + 1 for i in scans)}))
 
     def _ways(self, parts: Sequence[tuple[int, int]]) -> list[_Ways]:
-        """Returns, for each part, the undominated ways to run it as one segment.
-
-        Equal parts are solved once.
-        """
+        """Returns, for each part, the undominated ways to run it as one segment. Equal parts are
+        solved once."""
         keys = [tuple(self._tokens[start:stop]) for start, stop in parts]
         alike = dict(zip(keys, parts, strict=True))
         pieces = [Piece(self.model, start, stop) for start, stop in alike.values()]
@@ -261,10 +259,8 @@ def _tokens(model: MemoryModel) -> list[int]:
 
 
 def pareto(table: np.ndarray) -> list[int]:
-    """Returns the undominated rows: no other row is as small in every column.
-
-    They are sorted by the columns, the first column first; of equal rows, the first is returned.
-    """
+    """Returns the undominated rows: no other row is as small in every column. They are sorted by
+    the columns, the first column first; of equal rows, the first is returned."""
     order = np.lexsort(table.T[::-1])
     chosen: list[int] = []
     kept = np.empty((0, table.shape[1]))
@@ -276,10 +272,8 @@ def pareto(table: np.ndarray) -> list[int]:
 
 
 def frontier(flops: np.ndarray, size: np.ndarray, most: int) -> list[int]:
-    """Returns at most `most` rows of fewer and fewer bytes for more and more FLOPs.
-
-    If there are more such rows, the returned ones are spread evenly over the bytes.
-    """
+    """Returns at most `most` rows of fewer and fewer bytes for more and more FLOPs. If there are
+    more such rows, the returned ones are spread evenly over the bytes."""
     order = np.lexsort((size, flops))
     smallest = np.minimum.accumulate(size[order])
     is_new = smallest < np.concatenate([[np.inf], smallest])[:-1]

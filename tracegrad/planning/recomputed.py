@@ -51,9 +51,7 @@ class Stretch:
 
 def in_stretches(graph: Graph, stretches: Sequence[Stretch], copied: Collection[Node]) -> Graph:
     """Returns the graph, run as the stretches say. Each node of the graph is in one stretch.
-
-    `copied`: nodes that a region copies, instead of taking their results as operands.
-    """
+    `copied`: nodes that a region copies, instead of taking their results as operands."""
     steps = _plan_steps(graph, stretches, copied)
 
     def run(*args: Any) -> list[Any]:

@@ -36,8 +36,7 @@ class Residuals:
 
 
 class NodeResiduals:
-    """Returns the residuals of nodes; asks JAX once for nodes that differ in their operands
-    only."""
+    """Returns the residuals of nodes; asks JAX once for nodes with equal types and parameters."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Residuals] = {}
@@ -94,11 +93,8 @@ def _ask(node: Node, active: Sequence[int]) -> Residuals:
 def residuals_of(
     run: Callable[[Sequence[Any]], Sequence[Any]], types: Sequence[Any], active: Sequence[int]
 ) -> Residuals:
-    """Returns the values that the backward pass of a program reads.
-
-    `run`: the program; `types`: the types of its operands; `active`: the positions of the operands
-    that get a cotangent.
-    """
+    """Returns the values that the backward pass of a program reads. `run`: the program; `types`:
+    the types of its operands; `active`: the positions of the operands that get a cotangent."""
 
     def forward(*args: Any) -> Any:
         results, vjp = _jax.vjp_of_some(run, args, active)

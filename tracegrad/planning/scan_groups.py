@@ -31,9 +31,7 @@ def group_size(length: int) -> int:
 
 def in_groups(node: Node, body: Graph, size: int) -> Callable[..., list[Any]]:
     """Returns the scan with this body, in groups of `size` iterations; a size of 1 makes no groups.
-
-    The backward pass recomputes each group from its first carry.
-    """
+    The backward pass recomputes each group from its first carry."""
     one = _step(node, body)
     if size == 1:
         return _around(node, one, size)
@@ -51,10 +49,8 @@ def in_groups(node: Node, body: Graph, size: int) -> Callable[..., list[Any]]:
 
 
 def in_turn(node: Node, bodies: Sequence[Graph]) -> Callable[..., list[Any]]:
-    """Returns the scan with its iterations run by these bodies in turn, over and over.
-
-    `part_of` makes the bodies; the scan's length is a multiple of their number.
-    """
+    """Returns the scan with its iterations run by these bodies in turn, over and over. `part_of`
+    makes the bodies; the scan's length is a multiple of their number."""
     steps = [_step(node, body) for body in bodies]
 
     def group(

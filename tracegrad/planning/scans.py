@@ -167,10 +167,8 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
 def _turns(
     runs: Sequence[tuple[Segment, Local]], length: int
 ) -> Iterator[list[tuple[Segment, Local]]]:
-    """Yields each way for all iterations, and mixtures of each two neighbouring ways.
-
-    Without mixtures, the kept bytes could only change in all iterations at once.
-    """
+    """Yields each way for all iterations, and mixtures of each two neighbouring ways. Without
+    mixtures, the kept bytes could only change in all iterations at once."""
     yield from ([run] for run in runs)
     here = [run for run in runs if run[0].recompute]
     for (more, less), count in itertools.product(itertools.pairwise(here), TUNING.in_turn):

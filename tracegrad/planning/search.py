@@ -122,10 +122,8 @@ class Search:
 
 
 def _cannot_be_split(node: Node) -> bool:
-    """Whether no plan can split a node: it has regions and is not a scan.
-
-    Examples are a branch, a custom gradient and a `jax.checkpoint`.
-    """
+    """Whether no plan can split a node: it has regions and is not a scan. Examples are a branch, a
+    custom gradient and a `jax.checkpoint`."""
     return bool(node.regions) and node.primitive is not _jax.SCAN
 
 
@@ -155,11 +153,8 @@ def _describe_unsplittable(graph: Graph) -> str:
 
 
 def _bytes_computed(node: Node, known: dict[Graph, int]) -> int:
-    """The bytes of all values that a node and the nodes in its regions compute.
-
-    A loop body counts as one iteration. `known` caches the bytes of regions, since nodes may
-    share a region.
-    """
+    """The bytes of all values that a node and the nodes in its regions compute. A loop body counts
+    as one iteration. `known` caches the bytes of regions, since nodes may share a region."""
     for region in node.regions.values():
         if region not in known:
             known[region] = sum(_bytes_computed(inner, known) for inner in region.nodes)

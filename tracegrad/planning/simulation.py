@@ -69,10 +69,8 @@ class Local:
 
 
 class Piece:
-    """The operations of a segment, numbered from its start.
-
-    `args` and `needs` leave out values that are computed before the segment.
-    """
+    """The operations of a segment, numbered from its start. `args` and `needs` leave out values
+    that are computed before the segment."""
 
     def __init__(self, model: MemoryModel, start: int, stop: int):
         within = range(start, stop)
