@@ -367,7 +367,7 @@ def test_wrong_positions_and_names_are_told_the_parameters():
     with pytest.raises(ValueError, match=f"wrt='parms' is no parameter of {signature}; did you"):
         grad(loss, wrt="parms")(params, x)
     for name in ("rest", "more"):
-        with pytest.raises(ValueError, match=rf"wrt='{name}'.*any number of these.*argnums="):
+        with pytest.raises(ValueError, match=rf"wrt='{name}'.*any number of arguments.*argnums="):
             grad(loss, wrt=name)(params, x)
     with pytest.raises(ValueError, match="same argument twice: 'x'"):
         grad(loss, wrt=(1, "x"))(params, x)

@@ -627,13 +627,13 @@ def test_apply_rows_takes_variables():
 def test_apply_rows_says_what_does_not_fit():
     with pytest.raises(ValueError, match=r"a table of 4 rows.*\[10, 4\]"):
         apply_rows(TABLE, SLICES, lambda r, g: r)
-    with pytest.raises(ValueError, match=r"returned \[2\] for rows of the shape \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"returned \[2\] for rows of shape \[3, 2\]"):
         apply_rows(jnp.ones((4, 2)), SLICES, lambda r, g: r[0])
 
 
 def test_a_dense_gradient_has_no_rows_to_apply():
     table = jnp.ones((4, 2))
-    with pytest.raises(TypeError, match="sparse=True gives; it was given an array float32"):
+    with pytest.raises(TypeError, match="sparse=True returns; it got an array float32"):
         tg.apply_rows(table, table, lambda rows, gradients: rows - gradients)
 
 

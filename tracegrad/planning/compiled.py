@@ -49,7 +49,7 @@ class Written(NamedTuple):
     """A buffer that an instruction writes to memory; buffers are numbered in the order of writing.
 
     Attributes:
-      size: bytes.
+      size: the bytes of the buffer.
       scopes: the named scopes (``jit(f)/jvp(block)/mul``) of the operations whose results the
         buffer holds. If XLA has fused several operations, these are the last ones.
       inside: the scopes of the other fused operations, whose results are not in memory.

@@ -191,7 +191,7 @@ class _Modelling:
                 active = active_in_body(node, body, self.active) if is_scan else None
                 inside = model(body, active=active, residuals=self.residuals)
                 self.peaks_known[region] = keep_all(inside).peak
-            except ValueError:  # it has no gradient by itself
+            except ValueError:  # the region has no gradient by itself
                 self.peaks_known[region] = 0
         return self.peaks_known[region]
 

@@ -40,7 +40,7 @@ class PlanSummary:
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
+        """The plan in one line of text."""
         held, without, whose = self.held, self.held_without, "XLA holds"
         if held is None:
             held, without, whose = self.peak, self.peak_without, "the model has"
@@ -71,7 +71,7 @@ class StepPlan:
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
+        """The plan in one line of text."""
         whole = [] if self.held is None else [f"{in_units(self.held)} as a whole"]
         return "; ".join([each.line for each in self.gradients] + whole)
 

@@ -34,7 +34,7 @@ class Stretch:
     """Nodes of a graph that run one after the other, and how they run.
 
     Attributes:
-      nodes: in the order of execution.
+      nodes: the nodes, in the order of execution.
       instead: maps a node to the graph that runs in place of the node.
       recompute: whether the nodes are a region, which is recomputed in the backward pass.
       saved: maps a node whose results are saved to whether its derivative reads the results.
@@ -70,7 +70,7 @@ def in_stretches(graph: Graph, stretches: Sequence[Stretch], copied: Collection[
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A node, and how it is run."""
+    """A node, and the way that it runs."""
 
     node: Node
     instead: Graph | None = None

@@ -140,7 +140,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         for turn in _turns(runs, length if is_on_one else 1):
             first, _ = turn[0]
             if not (step or first.recompute):
-                continue  # the scan as it is
+                continue  # this way is the unchanged scan
             times = length // len(turn)
             kept = [local.staying + carry for _, local in turn]
             flops = sum(local.flops for _, local in turn)

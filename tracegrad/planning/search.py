@@ -88,7 +88,7 @@ class Search:
         The peak is that of the model. Raises BudgetTooSmall, with the lowest peak of all plans, if
         no plan has such a peak.
         """
-        if self.kept.peak <= target:  # then there is nothing to plan
+        if self.kept.peak <= target:  # nothing must be recomputed
             return RecomputePlan(self, self.kept, (*plan_to_keep(self.whole),), target, target)
         found = self._planner.find(target)
         if found is None:
