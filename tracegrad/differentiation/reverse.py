@@ -60,7 +60,7 @@ def grad(
           A glob that begins with the name of another argument selects leaves of that argument. The
           answer has the structure of the argument. Leaves that are not selected need not be
           differentiable. They get zeros: an array zeros of its shape and dtype, a Python number the
-          zero of its type; a leaf that is not a number (a function, string, random key) gets None.
+          zero of its type; a leaf that is not a number (a function, a random key) gets None.
           Zeros do not freeze a weight under weight decay: see `select`.
       has_aux: whether `fun` returns ``(value, aux)``; ``aux`` is returned unchanged.
       unconnected: the gradient of a selected leaf that no gradient reaches, whatever the values:
@@ -283,9 +283,8 @@ def _marked(
     Raises UnconnectedError instead for ``unconnected="raise"``.
     """
     program = _traced(call, fun)
-    linked = connections(program)[
-        : program.result_count
-    ]  # the assigned values come after the results
+    # The values that are assigned in modules come after the results.
+    linked = connections(program)[: program.result_count]
     if unconnected == "raise":
         _require_connected(call, program, linked)
     return [
