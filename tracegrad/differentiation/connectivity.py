@@ -137,9 +137,7 @@ class Walk:
             rows = self._region_rows(node, reached)
         if rows is not None:
             return rows
-        if isinstance(
-            node, CustomGradient
-        ):  # the rule may use operands that the function does not use
+        if isinstance(node, CustomGradient):  # the rule may use more operands than the function
             return tuple(_all_to_all(node, of_each(reached)))
         pairs = zip(node_dependence(node), node.outputs, strict=True)
         return tuple(row if is_connectable(v) else 0 for row, v in pairs)

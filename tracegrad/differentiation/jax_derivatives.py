@@ -113,11 +113,8 @@ def _parted_anew(edited: Callable[..., Any]) -> Callable[..., Any]:
     return parted
 
 
-_AT_ONCE = (
-    _jax.vjp,
-    _jax.jvp,
-    _jax.linearize,
-)  # return results; the other functions return a function
+# These return results; the other functions return a function.
+_AT_ONCE = (_jax.vjp, _jax.jvp, _jax.linearize)
 _PLACES = tuple(
     (jax, name, functools.partial(_by_rules, forward=f)) for name, f in _FORWARD_FIRST.items()
 )

@@ -46,9 +46,7 @@ def fitted(
         fit = _planned(search, target)
         most = min([search.kept.peak, *(f.peak for f in tried if _held(f) > budget)])
         while fit.segments in [f.segments for f in tried] and fit.peak <= target < most:
-            target = int(
-                target / TUNING.careful**0.5
-            )  # this plan was tried: take the next larger one
+            target = int(target / TUNING.careful**0.5)  # tried already: take the next larger plan
             fit = _planned(search, min(target, most - 1))
         is_known = fit.segments in [f.segments for f in tried]
         if is_known or not _spares_enough(fit.flops, tried, budget):

@@ -120,9 +120,7 @@ class _Numbers:
         return number
 
     def _name(self, operand: Atom) -> Hashable:
-        if isinstance(
-            operand, Literal
-        ):  # by its bits: different ones print alike, and 0.0 equals -0.0
+        if isinstance(operand, Literal):  # by its bits: many print alike, and 0.0 equals -0.0
             return np.asarray(operand.val).tobytes(), operand.aval
         return self._known.get(operand, operand)
 
