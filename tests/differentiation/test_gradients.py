@@ -72,7 +72,7 @@ def test_argnums_beside_wrt_and_argnums_that_are_names_are_refused():
     for derivative in (tg.grad, tg.value_and_grad, tg.jacobian, tg.hessian):
         with pytest.raises(TypeError, match="wrt=0 and argnums=1 say the same: give one"):
             derivative(loss, wrt=0, argnums=1)
-        with pytest.raises(TypeError, match=r"argnums is a position .*; got 'x'. Names and"):
+        with pytest.raises(TypeError, match=r"argnums is a position .*; got 'x'. Pass names"):
             derivative(loss, argnums="x")
 
 
