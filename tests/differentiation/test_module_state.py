@@ -120,5 +120,5 @@ def test_a_change_of_structure_raises():
         model.eval()
         return loss(model, x)
 
-    with pytest.raises(TypeError, match=r"changes the structure .* before \(model.eval"):
+    with pytest.raises(TypeError, match=r"changes the structure .* before the call \(model.eval"):
         tg.grad(in_evaluation)(Noisy(), X)

@@ -180,7 +180,7 @@ def test_a_plan_says_what_it_was_measured_on():
 
 
 def test_a_budget_that_xla_keeps_with_no_plan_says_what_it_held():
-    with pytest.raises(BudgetTooSmall, match="as XLA held it") as error:
+    with pytest.raises(BudgetTooSmall, match=r"measured in XLA \(") as error:
         planned(1000)
     assert error.value.measured_on == f"cpu, JAX {jax.__version__}"
     again = planned(error.value.lowest)
@@ -309,7 +309,7 @@ def test_where_plans_come_in_steps_the_next_larger_one_is_compiled():
 
 @pytest.mark.parametrize("held", [(1.1,), (2.0, 2.0), (1.1, 1.05, 1.02)])
 def test_where_xla_holds_more_of_each_plan_there_is_none(held: tuple[float, ...]):
-    with pytest.raises(BudgetTooSmall, match="as XLA held it"):
+    with pytest.raises(BudgetTooSmall, match=r"measured in XLA \("):
         fitted_where(*held)
 
 
@@ -574,7 +574,7 @@ def test_a_predicate_says_which_parameters_of_a_model_are_trained():
     assert temporary_bytes(tracegrad.trace(step), model, x) == pytest.approx(plan.held, rel=0.01)
 
 
-def test_an_error_says_what_no_plan_opens():
+def test_an_error_says_what_no_plan_can_split():
     fun, shapes = small()
 
     def either(weights: Any, x: jax.Array, is_on: Any) -> jax.Array:
@@ -582,6 +582,6 @@ def test_an_error_says_what_no_plan_opens():
 
     shapes = (*shapes, jax.ShapeDtypeStruct((), "bool"))
     with pytest.raises(
-        BudgetTooSmall, match=r"gradient of either: .* held there of .* \(cond as a whole\)"
+        BudgetTooSmall, match=r"gradient of either: .* lines hold the most: .* \(cond as a whole\)"
     ):
         plan_recompute(either, *shapes, memory_budget="50%", measure=False)

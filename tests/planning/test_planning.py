@@ -590,7 +590,7 @@ def test_a_budget_below_what_is_possible_names_the_lines_that_hold_most():
 
     lines, first = inspect.getsourcelines(loss)
     marked = [first + i for i, line in enumerate(lines) if "# the" in line]
-    with pytest.raises(BudgetTooSmall, match=r"Most is held there of test_planning\.py:") as error:
+    with pytest.raises(BudgetTooSmall, match=r"hold the most: test_planning\.py:") as error:
         plan_recompute(loss, f32(64, 8), memory_budget=100, measure=False)
     (second, size), *others = error.value.held_most
     assert second.startswith(f"test_planning.py:{marked[1]} ")

@@ -1,1 +1,1 @@
-"""Derivatives of functions: gradients, Jacobians, Hessians, and what is connected to what."""
+"""Derivatives of functions: gradients, Jacobians, Hessians, and connections to inputs."""

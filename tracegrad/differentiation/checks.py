@@ -1,4 +1,4 @@
-"""What the derivative functions check: what they are given, and what the function returns."""
+"""Checks the arguments of the derivative functions, and the results of the user's function."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from tracegrad.ir.wording import with_article
 from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.trees import without_variables
 
-Unconnected = Literal["zero", "none", "raise"]  # what a leaf gets that nothing connects
+Unconnected = Literal["zero", "none", "raise"]  # the gradient of a leaf that no output depends on
 
 
 def check(fun: Callable[..., Any], wrt: Any, unconnected: Unconnected = "zero") -> None:
+    """Raises TypeError or ValueError if an argument of a derivative function is not allowed."""
     if not callable(fun):
         raise TypeError(f"expected a function to differentiate, got {fun!r}")
     check_wrt(wrt)
     if unconnected not in (known := get_args(Unconnected)):
-        raise ValueError(f"unconnected is one of {', '.join(known)}; got {unconnected!r}")
+        raise ValueError(f"unconnected must be one of {', '.join(known)}; got {unconnected!r}")
 
 
 def wrt_or_argnums(wrt: Any, argnums: Any) -> Any:
-    """What is differentiated: said by `wrt`, or by its name in JAX, which takes positions alone."""
+    """Returns `wrt`, or `argnums`, which is JAX's name for it and takes positions only."""
     if argnums is None:
         return 0 if wrt is None else wrt
     if wrt is not None:
@@ -34,8 +35,8 @@ def wrt_or_argnums(wrt: Any, argnums: Any) -> Any:
     positions = argnums if isinstance(argnums, Sequence) else [argnums]
     if isinstance(argnums, str) or not all(hasattr(i, "__index__") for i in positions):
         raise TypeError(
-            f"argnums is a position or several of them, as in jax.grad; got {argnums!r}. Names and "
-            "predicates are given as wrt="
+            f"argnums is a position or several positions, as in jax.grad; got {argnums!r}. Pass "
+            "names and predicates as wrt="
         )
     return argnums
 
@@ -43,7 +44,7 @@ def wrt_or_argnums(wrt: Any, argnums: Any) -> Any:
 def named_after(
     fun: Callable[..., Any], what: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a derivative the name and signature of its function."""
+    """Returns a decorator that gives a derivative the name and signature of its function."""
 
     def decorate(derivative: Callable[..., Any]) -> Callable[..., Any]:
         wrapped = functools.wraps(fun, updated=())(derivative)
@@ -54,7 +55,7 @@ def named_after(
 
 
 def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -> tuple[Any, Any]:
-    """The function's result, checked: a scalar, and what it returns beside it."""
+    """Checks that the function's result is a scalar; returns the scalar and `aux`."""
     value, aux = pair(fun, result) if has_aux else (result, None)
     value = without_variables(value)
     leaves = jax.tree.leaves(value)
@@ -62,7 +63,7 @@ def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -
         raise TypeError(
             f"a gradient is that of one scalar; {function_name(fun)} returns a "
             f"{type(value).__name__}. Return one scalar"
-            + ("" if has_aux else ", with has_aux=True beside other results")
+            + ("" if has_aux else ", and other results with has_aux=True")
             + ", or take `jacobian`"
         )
     if jnp.shape(value) != ():
@@ -74,9 +75,10 @@ def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -
 
 
 def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
+    """Returns the result of a function with `has_aux`, or raises TypeError if it is not a pair."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
-            f"has_aux=True: {function_name(fun)} is to return a pair (value, aux); it returns "
+            f"has_aux=True: {function_name(fun)} must return a pair (value, aux); it returns "
             + with_article(type(result).__name__)
             + (f" of length {len(result)}" if isinstance(result, tuple) else "")
         )
@@ -86,15 +88,15 @@ def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
 def flattened(
     fun: Callable[..., Any], result: Any, has_aux: bool, shape_of_result: list[Any]
 ) -> tuple[list[Any], Any]:
-    """The leaves of a function's outputs, and what it returns beside them. `shape_of_result` gets
-    the structure of the outputs and the shapes of the leaves."""
+    """Returns the leaves of a function's outputs, and `aux`. The call writes the structure of the
+    outputs and the shapes of the leaves to `shape_of_result`."""
     outputs, aux = pair(fun, result) if has_aux else (result, None)
     leaves, structure = jax.tree.flatten(outputs)
     if not leaves:
         raise TypeError(
-            f"a derivative is that of arrays; {function_name(fun)} returns "
+            f"only arrays have derivatives; {function_name(fun)} returns "
             + with_article(type(outputs).__name__)
-            + " without one. Is its `return` missing?"
+            + " without an array. Is its `return` missing?"
         )
     shape_of_result[:] = structure, list(map(jnp.shape, leaves))
     return leaves, aux

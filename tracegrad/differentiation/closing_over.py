@@ -1,8 +1,9 @@
-"""Refuses, while a function is being differentiated, what a custom derivative would lose.
+"""Raises an error if differentiation would lose the gradient of a value that a custom rule ignores.
 
-JAX asks the rule of a `jax.custom_jvp` for the derivative with respect to the arguments, and takes
-zero for what the function closes over, in silence. A graph is lowered with a check of that (see
-`tracegrad.ir.running`); what is differentiated as it runs is checked as it runs.
+JAX asks the rule of a `jax.custom_jvp` for the derivative with respect to the arguments only. For
+the values that the function closes over it silently takes zero. A graph is lowered with a check
+for such values (see `tracegrad.ir.running`). A function that is differentiated without a graph is
+checked here, while it runs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from tracegrad.variables.overriding import ForwardingTrace
 
 
 def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function. Differentiated by JAX, it raises ValueError where a `jax.custom_jvp` in it
-    closes over a value that is differentiated, and its result depends on that value."""
+    """Returns the function with a check for the time that JAX differentiates it.
+
+    The check raises ValueError if a `jax.custom_jvp` in the function closes over a differentiated
+    value and the result of the `jax.custom_jvp` depends on the value.
+    """
 
     @functools.wraps(fun, updated=())
     def checked(*args: Any) -> Any:
@@ -35,7 +39,7 @@ def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Checking(ForwardingTrace):
-    """Looks at the operations that have such a rule."""
+    """A trace that checks each operation with a custom rule, and hands on all operations."""
 
     def __init__(self, parent: Any):
         super().__init__(parent)
@@ -58,7 +62,7 @@ class _Checking(ForwardingTrace):
 
         function = subfuns[0]
         with _jax.set_current_trace(self.parent_trace):
-            # Of a custom_vjp JAX refuses it itself.
+            # JAX itself refuses a custom_vjp that closes over a differentiated value.
             is_jvp = primitive is _jax.CUSTOM_JVP
             if is_jvp and may_hold_tracers(_jax.rule_functions(subfuns)[0][0]):
                 _refuse(bound, args)
@@ -67,12 +71,12 @@ class _Checking(ForwardingTrace):
 
 
 def _refuse(bound: Callable[..., list[Any]], args: Sequence[Any]) -> None:
-    """Raises if a call of a function with a rule loses a derivative."""
+    """Raises ValueError if a call of a function with a custom JVP loses a derivative."""
     here = _jax.current_source_info()
     try:
-        # Anew for each call: what it closes over may be another value each time.
+        # Trace again at each call: the closed-over values may differ.
         program = jax.make_jaxpr(lambda *args: bound(*args))(*args)
-    except Exception:  # it cannot be traced by itself, where it asks for values
+    except Exception:  # it needs concrete values, and cannot be traced alone
         return
     open_form, constants = _jax.parts_of(program)
     values = dict(zip(open_form.constvars, constants, strict=True))

@@ -1,13 +1,13 @@
-"""Which inputs of a program get a gradient from its outputs.
+"""Finds the inputs of a program that get a gradient from its outputs.
 
 An input is *connected* to an output if there is a path of data flow between them on which the VJP
-of every node depends on its cotangent, or is a rule that returned a gradient. That is decided on
-the program, never on values: a gradient that happens to be zero is connected. Whether a VJP depends
-on its cotangent JAX is asked, node by node: the VJP is traced, imported, and looked through.
-``round``, ``floor`` and ``sign`` cut because JAX's derivative of them is zero by structure.
+of every node depends on its cotangent, or is a custom rule that returned a gradient. The program
+decides, never the values: a gradient that happens to be zero is connected. To learn whether a VJP
+depends on its cotangent, the VJP of each node is traced by JAX, imported, and analysed. ``round``,
+``floor`` and ``sign`` cut because their derivative in JAX is zero by structure.
 
-A custom gradient cuts where its rule returns None. What it does return is a gradient, though it be
-zeros, or the same whatever the cotangent is: an auxiliary loss is added to a model by such a rule.
+A custom gradient cuts if its rule returns None. Anything else that it returns is a gradient, even
+zeros, or an array that does not depend on the cotangent: such a rule adds an auxiliary loss.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from tracegrad.ir.importer import import_program
 from tracegrad.ir.operations import CONNECTING
 from tracegrad.ir.running import run_node
 
-# The VJPs of operations without regions that are remembered: all of a big model has some hundreds.
-# Without them a gradient that may not be unconnected takes half as long again to trace.
+# The number of cached VJPs of operations without regions; a big model has some hundreds. Without
+# the cache, a gradient with unconnected="raise" takes 1.5 times as long to trace.
 _REMEMBERED = 4096
 
 
 class UnconnectedError(ValueError):
-    """A gradient was asked for that does not exist.
+    """No gradient reaches a selected leaf.
 
-    The message names each leaf that gets none, and what cuts it off at which of the user's lines.
+    The message names each leaf without a gradient, and the operation and line that cut it off.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> try:
@@ -66,7 +66,8 @@ class UnconnectedError(ValueError):
 
 
 def connections(graph: Graph) -> list[frozenset[int]]:
-    """For every output of a graph, the inputs (by position) that are connected to it."""
+    """Returns, for every output of a graph, the positions of the inputs that are connected to
+    it."""
     inputs = graph.inputs
     sources = of_each(map(is_connectable, inputs))
     return [
@@ -76,7 +77,7 @@ def connections(graph: Graph) -> list[frozenset[int]]:
 
 
 def is_connectable(value: Value | Literal) -> bool:
-    """Whether a gradient can arrive at a value (or at what is written to a Ref)."""
+    """Whether a gradient can arrive at a value, or at the values that are written to a Ref."""
     return is_reference(value) or has_gradient(value)
 
 
@@ -84,17 +85,20 @@ def is_connectable(value: Value | Literal) -> bool:
 
 
 class Walk:
-    """One walk over a graph: shared regions and custom rules are looked at once, and so is what a
-    node connects, which `reached_from` asks first and `node_vjp` after it."""
+    """Finds connections in a graph, and caches them.
+
+    Shared regions and custom rules are analysed once. The links of a node are cached as well, since
+    `reached_from` and then `node_vjp` ask for them.
+    """
 
     def rule(self, node: Node, ins: Masks) -> Masks:
-        """Masks of the inputs connected to each result, given those connected to each operand.
-
-        What is not connectable has none, of the results if it is so of the operands."""
+        """Returns a mask for each result, of the graph's inputs that are connected to it. `ins`:
+        such a mask for each operand. A value that is not connectable has an empty mask."""
         if isinstance(node, StopGradient) or not any(ins):
             return [0] * len(node.outputs)
         if any(is_reference(v) for v in (*node.inputs, *node.outputs)):
-            # What is written to a Ref may be read anywhere; JAX differentiates it as a whole.
+            # A value that is written to a Ref may be read anywhere; JAX differentiates the Ref as a
+            # whole.
             return [joined(ins) if is_connectable(v) else 0 for v in node.outputs]
         if node.op in CONNECTING:
             return _all_to_all(node, ins)
@@ -103,7 +107,7 @@ class Walk:
         return _carried(self.vjp_rows(node, tuple(mask != 0 for mask in ins)), ins)
 
     def enter(self, node: Node, ins: Masks) -> tuple[Masks, dict[str, Masks]] | None:
-        """As `dependence.enter`; None for a node that is differentiated as a whole, too."""
+        """As `dependence.enter`, but None also for a node that is differentiated as a whole."""
         # The operations inside a shard_map can be differentiated only inside their mesh.
         if isinstance(node, CustomGradient) or node.op == "shard_map":
             return None
@@ -115,11 +119,12 @@ class Walk:
 
     @once_for_each
     def links(self, node: Node, active: Sequence[int]) -> Masks:
-        """For every result of a node, which of its active operands are connected to it."""
+        """Returns, for every result of a node, a mask of the active operands connected to it."""
         return self.rule(node, of_each(i in active for i in range(len(node.inputs))))
 
     def vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
-        """For every result of a node, the operands whose cotangents depend on its cotangent."""
+        """Returns, for every result of a node, a mask of operands. It holds the reached operands
+        whose cotangents depend on the result's cotangent."""
         if node.op in CONNECTING:
             return tuple(_all_to_all(node, of_each(reached)))
         if isinstance(node, Apply):
@@ -132,7 +137,7 @@ class Walk:
             rows = self._region_rows(node, reached)
         if rows is not None:
             return rows
-        if isinstance(node, CustomGradient):  # its rule may use what its primal does not
+        if isinstance(node, CustomGradient):  # the rule may use more operands than the function
             return tuple(_all_to_all(node, of_each(reached)))
         pairs = zip(node_dependence(node), node.outputs, strict=True)
         return tuple(row if is_connectable(v) else 0 for row, v in pairs)
@@ -145,14 +150,14 @@ class Walk:
 
 
 def _all_to_all(node: Node, ins: Masks) -> Masks:
-    """Masks of results of which each that has a cotangent is connected to every such operand."""
+    """Returns masks that connect every differentiable result to every differentiable operand."""
     masks = [mask for mask, v in zip(ins, node.inputs, strict=True) if has_gradient(v)]
     everything = functools.reduce(operator.or_, masks, 0)
     return [everything if has_gradient(v) else 0 for v in node.outputs]
 
 
 def _carried(rows: Sequence[int], ins: Masks) -> Masks:
-    """The masks of results, of each of which a row tells the operands that it is connected to."""
+    """Returns the mask of each result: the union of the masks of the operands in its row."""
     return [
         functools.reduce(operator.or_, (m for i, m in enumerate(ins) if row >> i & 1), 0)
         for row in rows
@@ -169,16 +174,15 @@ Types = tuple[Any, ...]
 
 
 def _types(node: Node) -> tuple[Types, Types]:
-    """Of the operands, and of the cotangents of the results: None for one that has none."""
+    """Returns the types of the operands, and of the cotangents of the results (None: no
+    cotangent)."""
     cotangents = tuple([v.aval if is_connectable(v) else None for v in node.outputs])
     return tuple([v.aval for v in node.inputs]), cotangents
 
 
 def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
-    """For every result of a custom gradient the operands for which its rule returned a gradient.
-
-    None where JAX cannot differentiate it.
-    """
+    """Returns, for every result of a custom gradient, the operands that its rule gives a gradient.
+    None if JAX cannot differentiate the custom gradient."""
     if node.kind == "vjp":
         return _returned_rows(node, reached)
     if loses_derivative(node, reached):
@@ -186,8 +190,9 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
     rows = _call_rows(node, reached)
     if rows is None or all(row for row, v in zip(rows, node.outputs) if has_gradient(v)):
         return rows
-    # A rule of tangents gives one to each result: to an operand of which that is independent it
-    # gives nothing, unless it is what the rule has written for all of them.
+    # A JVP rule returns a tangent for each result. If the tangent is independent of an operand, the
+    # operand is unconnected. But if it is independent of all operands, and the rule has written
+    # the tangent (not a symbolic zero), all operands are connected.
     first = node.closed_over
     given = [i >= first and has_gradient(v) for i, v in enumerate(node.inputs)]
     try:
@@ -204,7 +209,7 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
 
 
 def _call_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
-    """As `_rows`, of a node with regions."""
+    """As `_rows`, for a node with regions."""
     rows = _rows(_binding(node), *_types(node), reached)
     if rows is None or isinstance(node, CustomGradient) or not _has_rules(node):
         return rows
@@ -222,10 +227,10 @@ def _has_rules(node: Node) -> bool:
 
 
 def _returned_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
-    """For every result the operands that JAX gives a cotangent that is no symbolic zero."""
+    """Returns, for every result, the operands whose cotangents are not symbolic zeros in JAX."""
     active = [i for i, is_reached in enumerate(reached) if is_reached]
     flowing = [j for j, v in enumerate(node.outputs) if has_gradient(v)]
-    # Only a rule that is told of symbolic zeros can tell the cotangents of its results apart.
+    # Without symbolic zeros a rule cannot tell which results have a cotangent: ask for all at once.
     alike = isinstance(node, CustomGradient) and not node.params.get("symbolic_zeros")
     rows = [0] * len(node.outputs)
     try:
@@ -239,7 +244,7 @@ def _returned_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
 
 
 def _binding(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
-    """A node as it is now: its parameters hold regions and rules as they were before any edit."""
+    """Returns a function that runs the node with its edits, which its parameters do not have."""
     return lambda operands: run_node(node, operands)
 
 
@@ -262,10 +267,10 @@ def _rows(
     cotangents: Types,
     reached: tuple[bool, ...],
 ) -> Rows:
-    """For every result the operands whose cotangents depend on it, among those that are reached.
+    """Returns, for every result, the reached operands whose cotangents depend on its cotangent.
 
-    None where JAX cannot differentiate the node in reverse: then it counts as connected, and the
-    gradient itself raises JAX's own error.
+    None if JAX cannot differentiate the node in reverse mode: then the node counts as connected,
+    and computing the gradient raises JAX's own error.
     """
     active = [i for i, is_reached in enumerate(reached) if is_reached]
     flowing = [j for j, aval in enumerate(cotangents) if aval is not None]

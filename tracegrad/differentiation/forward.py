@@ -1,4 +1,4 @@
-"""Forward mode, also through custom gradients."""
+"""`jvp`: forward mode, also through custom gradients."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ def jvp(
     tangents: Sequence[Any],
     has_aux: bool = False,
 ) -> Any:
-    """The value of a function, and its derivative along a direction, in one pass forward.
+    """Returns the value of a function and its derivative along a direction, in one forward pass.
 
-    As `jax.jvp`, save that a custom gradient (`jax.custom_vjp`, `tracegrad.custom_gradient`), which
-    `jax.jvp` refuses, gets the transpose of its backward: so forward and reverse mode agree.
+    It works as `jax.jvp`, but it also accepts custom gradients (`jax.custom_vjp`,
+    `tracegrad.custom_gradient`), which `jax.jvp` refuses. The derivative of a custom gradient is
+    the transpose of its backward function, so forward and reverse mode agree.
 
     Args:
-      fun: a traced or plain function of pytrees of arrays; takes what `jax.jit` takes.
-      primals: a tuple of its arguments.
-      tangents: a tuple of directions, of the structure, shapes and dtypes of `primals` (``float0``
-        for integers). None stands for zeros, and for the direction of what is no array, as in
-        `equinox.filter_jvp`.
-      has_aux: whether `fun` returns ``(outputs, aux)``, where ``aux`` is handed on.
+      fun: a traced or plain function of pytrees of arrays, of any arguments that `jax.jit` takes.
+      primals: a tuple of the arguments of `fun`.
+      tangents: a tuple of directions, with the structure, shapes and dtypes of `primals`
+        (``float0`` for integers). None means zeros; the tangent of a leaf that is not an array
+        must be None, as in `equinox.filter_jvp`.
+      has_aux: whether `fun` returns ``(outputs, aux)``; ``aux`` is returned unchanged.
 
     Returns:
-      ``(outputs, output_tangents)``, or ``(outputs, output_tangents, aux)``; the tangent of what
-      is no array in the outputs is None. It can itself be differentiated, batched and compiled. It
-      traces `fun` at every call: put `tracegrad.trace` or `jax.jit` around what is called often.
-      Complex tangents follow JAX's convention.
+      ``(outputs, output_tangents)``, or ``(outputs, output_tangents, aux)``. The tangent of an
+      output leaf that is not an array is None. A call of `jvp` can be differentiated, batched and
+      compiled. Each call traces `fun`: wrap a function that calls `jvp` often in `tracegrad.trace`
+      or `jax.jit`. Complex tangents follow JAX's convention.
 
     Raises:
-      TypeError, ValueError: as `jax.jvp`, for tangents that do not fit.
-      ValueError: the backward of a custom gradient on the way is not linear in its cotangent (it
-        clips it, or takes its sign), and so has no transpose; the message names it and its line.
+      TypeError, ValueError: the tangents do not fit the primals, as in `jax.jvp`.
+      ValueError: the backward of a custom gradient in `fun` is not linear in its cotangent (it
+        clips the cotangent, or takes its sign), and so has no transpose. The message names the
+        custom gradient and its line.
 
-    The idea is that of TensorFlow's ``tf.autodiff.ForwardAccumulator``.
+    The model is TensorFlow's ``tf.autodiff.ForwardAccumulator``.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> from tracegrad import jvp
@@ -71,7 +73,7 @@ def jvp(
     values, structure = jax.tree.flatten(primals, is_leaf=is_none)
     directions, given = jax.tree.flatten(tangents, is_leaf=is_none)
     if structure != given:
-        return _jax.jvp(run, primals, tangents, has_aux=has_aux)  # says what is wrong
+        return _jax.jvp(run, primals, tangents, has_aux=has_aux)  # raises JAX's error
     parts = Parted(values, structure, [direction is not None for direction in directions])
     traced = are_traced(values, structure)
     for i, is_moving in enumerate(parts.counted):
@@ -89,7 +91,7 @@ def jvp(
     starts, steps = parts.chosen, parts.of_chosen(directions)
     with differentiating():
         outputs, out_tangents, aux = _jax.jvp(along, (starts,), (steps,), has_aux=True)
-    leaves, tree = jax.tree.flatten(out_tangents)  # what is no array stands in both
+    leaves, tree = jax.tree.flatten(out_tangents)  # leaves that are not arrays are in both results
     kept = zip(leaves, are_traced(leaves, tree), strict=True)
     out_tangents = jax.tree.unflatten(tree, [leaf if is_kept else None for leaf, is_kept in kept])
     return (outputs, out_tangents, aux) if has_aux else (outputs, out_tangents)

@@ -1,4 +1,4 @@
-"""Which leaves have a gradient, by their types, and what zeros stand for those that have none."""
+"""Decides by type which leaves have a gradient, and makes zeros for the other leaves."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tracegrad.variables.nnx_objects import refuse_hijax
 
 
 def zeros_for(leaf: Any) -> Any:
-    """The gradient of a leaf that was not selected.
+    """Returns zeros in place of the gradient of a leaf that is not differentiated.
 
-    Zeros of its shape and dtype for an array of numbers or booleans, the zero of its own type for
-    a Python number, None for anything else (functions, strings, random keys; and for the numbers
-    of an `equinox.Module`, as it has it).
+    For an array of numbers or booleans, the result is zeros of its shape and dtype. For a Python
+    number, it is the zero of its type. For anything else (a function, a string, a random key), it
+    is None.
     """
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)(0)
@@ -25,11 +25,15 @@ def zeros_for(leaf: Any) -> Any:
 
 
 def no_gradient(leaf: Any) -> None:
-    """What stands for a leaf that was not selected, for who tells "no gradient" from zero."""
+    """Returns None for a leaf that is not differentiated, to tell "no gradient" from zero."""
 
 
 def zero_block(shape: tuple[int, ...], leaf: Any) -> Any:
-    """The derivative of an output of this shape by a leaf that was not selected; see `grad`."""
+    """Returns the zero Jacobian of an output with respect to a leaf that is not differentiated.
+
+    `shape` is that of the output. The result is None if `zeros_for` of the leaf is None. For a
+    scalar output and a Python number, it is the zero of the number's type.
+    """
     zeros = zeros_for(leaf)
     if zeros is None or (shape == () and not isinstance(zeros, jax.Array)):
         return zeros
@@ -37,26 +41,29 @@ def zero_block(shape: tuple[int, ...], leaf: Any) -> Any:
 
 
 def as_inexact(given: Any, dtype: Any) -> Any:
-    """A cotangent or tangent as it was given; of numbers an array of the dtype that it is to have.
+    """Converts a Python number or NumPy integers, as a cotangent or tangent, to `dtype`.
 
-    A Python number, which has no dtype of its own, and integers of NumPy take it, if it is one of
-    floats, or of complex numbers.
+    It does so only if `dtype` is a float or complex dtype, and for a complex number only if
+    `dtype` is complex. Otherwise, and for any other value, it returns `given` unchanged.
     """
     is_number = isinstance(given, int | float | complex | np.integer)
     is_integers = isinstance(given, np.ndarray) and given.dtype.kind in "iu"
-    kinds = np.complexfloating if isinstance(given, complex) else np.inexact
-    takes_it = (is_number or is_integers) and jnp.issubdtype(dtype, kinds)
-    return jnp.asarray(given, dtype) if takes_it else given
+    required = np.complexfloating if isinstance(given, complex) else np.inexact
+    is_converted = (is_number or is_integers) and jnp.issubdtype(dtype, required)
+    return jnp.asarray(given, dtype) if is_converted else given
 
 
-# What a gradient by a leaf is: of a float or complex array, or such a number, an array like it; of
-# integers and booleans ("exact") and of random keys ("key") zeros, if anybody wants those; of a
-# number that is part of what an equinox module computes ("setting"), and of all else, none.
+# The kind of a leaf, which decides what its gradient is:
+#   "inexact": a float or complex array or number. The gradient is an array like the leaf.
+#   "exact": integers or booleans. The gradient is zeros, if requested.
+#   "key": random keys. The gradient is zeros, if requested.
+#   "setting": a number that configures an equinox module. There is no gradient.
+#   "other": anything else. There is no gradient.
 Kind = Literal["inexact", "exact", "key", "setting", "other"]
 
 
 def kind_of(leaf: Any) -> Kind:
-    """What a gradient by a leaf is, whatever holds the leaf: never "setting"."""
+    """Returns the kind of a leaf by its type alone; never "setting"."""
     aval = type_of(leaf)
     if not isinstance(aval, _jax.ARRAY):
         return "other"
@@ -66,11 +73,11 @@ def kind_of(leaf: Any) -> Kind:
 
 
 def is_numeric(leaf: Any) -> bool:
-    """Whether a leaf is an array of numbers or booleans, or such a number."""
+    """Whether a leaf is a number, a boolean, or an array of these."""
     return kind_of(leaf) in ("inexact", "exact")
 
 
 def type_of(leaf: Any) -> Any:
-    """The JAX type of a leaf; None if it has none."""
+    """Returns the JAX type of a leaf; None if it has none. Refuses hijax objects."""
     refuse_hijax(leaf)
     return _jax.type_of(leaf)

@@ -1,4 +1,4 @@
-"""`IndexedSlices`: the gradient of a table of which a program looked up some rows."""
+"""`IndexedSlices`: the gradient of a table, if a program looked up some of its rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.row_ids import are_of_a_fill, are_opaque, integers, opaque
 
-LARGE = 100_000_000  # elements: from here on turning slices dense warns, as in TensorFlow
+LARGE = 100_000_000  # elements from which on `to_dense` warns, as in TensorFlow
 
 
 class _OfSlices(type):
@@ -30,33 +30,35 @@ class _OfSlices(type):
 class IndexedSlices(metaclass=_OfSlices):
     """Some rows of an array whose other rows are zero: one slice for each lookup.
 
-    Row ``indices[i]`` of the array that it stands for has ``values[i]`` in it. An index may come
-    several times: the slices are added up. An index that is no row (the gradient of a lookup out
-    of range has ``dense_shape[0]``) counts for nothing. Made by ``sparse=True`` of the gradient
-    functions, where it takes memory in proportion to the lookups, not to the table.
+    The slices stand for a dense array, to which ``values[i]`` adds at row ``indices[i]``. If an
+    index occurs several times, its slices are added up. An index that is not a row counts for
+    nothing (a lookup out of range has the index ``dense_shape[0]`` in its gradient). The gradient
+    functions return slices for ``sparse=True``; their memory is proportional to the number of
+    lookups, not to the size of the table.
 
-    ``table - 0.1 * slices`` is a step of gradient descent that touches the looked-up rows alone
-    (in place where `table` is donated); for optimisers with a state see `apply_rows`.
+    ``table - 0.1 * slices`` is a step of gradient descent that changes the looked-up rows only (in
+    place if `table` is donated); for optimisers with a state see `apply_rows`.
 
-    A pytree, to go through `jax.jit`, loops and meshes. Its leaves alone are no gradient: whatever
-    computes with them (``jax.tree.map``, an optimiser, a norm) would take the slices of one row for
-    several rows. So the ids in it are of a type that can be moved and not computed with, and JAX
-    raises rather than give another number. (What it fills with a number, as `jax.numpy.ones_like`,
-    has NaN for its array.) What slices shall be is said before: arrays, or slices as a whole, by
-    ``is_leaf`` (see below). A norm is that of ``slices.deduplicated().values``.
+    `IndexedSlices` are a pytree, to go through `jax.jit`, loops and meshes. But the leaves alone
+    are not a gradient: a function that computes with the leaves (``jax.tree.map``, an optimiser, a
+    norm) would treat several slices of one row as several rows. So the row ids are of a type that
+    can be moved but not computed with, and JAX raises an error instead of returning a wrong number.
+    (If JAX fills the leaves with a number, as `jax.numpy.ones_like` does, their array has NaN.)
+    Before you map over a tree, convert the slices to arrays, or treat them as one leaf by
+    ``is_leaf`` (see below). For a norm, use ``slices.deduplicated().values``.
 
     Args:
       values: ``[n, ...]``, of any dtype.
-      indices: ``int[n]``; of a type that counts to less than 2³¹ they become ``int32``.
-      dense_shape: of the array that it stands for: ``[rows, ...]``; None if it is not known, and so
-        an array that is being traced. What is returned as the gradient of an input, or given as
-        that of a target, has the shape of this.
+      indices: ``int[n]``; integers of a smaller type become ``int32``.
+      dense_shape: the shape ``[rows, ...]`` of the dense array; None if it is not known. A traced
+        array counts as None. Slices that are returned as the gradient of an input, or passed as
+        the gradient of a target, get the shape of the input or target.
 
     Raises:
       ValueError: the shapes do not fit each other.
-      TypeError: `indices` are no integers.
+      TypeError: `indices` are not integers.
 
-    As ``tf.IndexedSlices``.
+    The model is ``tf.IndexedSlices``.
 
     >>> import jax.numpy as jnp
     >>> slices = IndexedSlices(jnp.ones((3, 2)), jnp.array([0, 2, 0]), dense_shape=(4, 2))
@@ -68,7 +70,7 @@ class IndexedSlices(metaclass=_OfSlices):
      [2. 2.]
      [0. 0.]]
 
-    Dense gradients for whoever knows of arrays alone, and updates for ``optax.apply_updates``:
+    Make dense gradients for code that takes arrays only, and updates for ``optax.apply_updates``:
 
     >>> import jax
     >>> gradients = {"table": slices, "bias": jnp.ones(2)}
@@ -85,21 +87,21 @@ class IndexedSlices(metaclass=_OfSlices):
     __slots__ = ("_rows", "dense_shape", "values")
 
     values: Any
-    _rows: Any  # the ids as they stand in the tree: see `row_ids`
+    _rows: Any  # the opaque row ids: see `row_ids`
     dense_shape: tuple[int, ...] | None
 
-    # NumPy's operators leave the operation to ours.
+    # NumPy's operators then call the operators of this class.
     __array_ufunc__ = None
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None):
         self.values = jnp.asarray(values)
         indices = jnp.asarray(indices)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise TypeError(f"indices are integers; these are {indices.dtype}")
+            raise TypeError(f"indices must be integers, not {indices.dtype}")
         self.dense_shape = _static_shape(dense_shape)
         if indices.ndim != 1 or self.values.shape[:1] != indices.shape:
             raise ValueError(
-                f"there is one index for each slice: values of shape [n, ...] and indices [n]; got "
+                "expected one index for each slice: values of shape [n, ...] and indices [n]; got "
                 f"{list(self.values.shape)} and {list(indices.shape)}"
             )
         self._rows = opaque(row_indices(indices, (self.dense_shape or (0,))[0]))
@@ -122,7 +124,7 @@ class IndexedSlices(metaclass=_OfSlices):
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of the array that it stands for, `dense_shape`."""
+        """The shape of the dense array, `dense_shape`."""
         return self.dense_shape
 
     def __repr__(self) -> str:
@@ -133,14 +135,14 @@ class IndexedSlices(metaclass=_OfSlices):
     # ------------------------------------------------------------------------------------- dense
 
     def to_dense(self, dtype: Any = None) -> Any:
-        """The array that it stands for.
+        """Returns the dense array that the slices stand for.
 
         Args:
-          dtype: the dtype that is expected; default: that of the values.
+          dtype: the expected dtype; the default is the dtype of the values.
 
         Raises:
           ValueError: the dense shape is not known.
-          TypeError: the values are of another dtype than `dtype`.
+          TypeError: the values have another dtype than `dtype`.
 
         Warns:
           UserWarning: the array has 100 million elements or more.
@@ -158,18 +160,18 @@ class IndexedSlices(metaclass=_OfSlices):
     def _dense(self, dtype: Any = None) -> Any:
         if dtype is not None and jnp.dtype(dtype) != self.dtype:
             raise TypeError(
-                f"the slices are {self.dtype}, an array of {jnp.dtype(dtype)} is expected: convert "
-                "their values"
+                f"the slices are {self.dtype}, but an array of {jnp.dtype(dtype)} is expected: "
+                "convert the values of the slices"
             )
         return self._added_to(jnp.zeros(self._known_shape(), self.dtype))
 
     def dense_as(self, aval: Any) -> Any:
-        """The array that it stands for where it is the gradient of an array of this type, the shape
-        of which it takes if it knows none; does not warn of a large one."""
+        """Returns the dense array as the gradient of an array of type `aval`. Slices without a
+        dense shape get the shape of `aval`. Does not warn of a large array."""
         return self.shaped_as(aval)._dense()
 
     def shaped_as(self, aval: Any) -> IndexedSlices:
-        """The same slices, of the shape of an array of this type if they know none and fit."""
+        """Returns the slices, with the shape of `aval` if they have no dense shape and fit it."""
         known = self.dense_shape is not None or self.values.shape[1:] != aval.shape[1:]
         return self if known else _make(self.values, self._rows, tuple(aval.shape))
 
@@ -180,27 +182,26 @@ class IndexedSlices(metaclass=_OfSlices):
     def _known_shape(self) -> tuple[int, ...]:
         if self.dense_shape is None:
             raise ValueError(
-                f"{self!r} does not know the shape of the array that it stands for, "
-                "[rows, ...]: give it as IndexedSlices(slices.values, slices.indices, "
-                "dense_shape=table.shape)"
+                f"{self!r} has no dense shape, [rows, ...]: pass it as "
+                "IndexedSlices(slices.values, slices.indices, dense_shape=table.shape)"
             )
         return self.dense_shape
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if _jax.is_tracer(self.values) or _jax.is_tracer(self._rows):
             raise TypeError(
-                f"{self!r} is traced, and an array of NumPy has its values: write .to_dense() for "
-                "an array of JAX"
+                f"{self!r} is traced, and NumPy needs values: use .to_dense() for an array of JAX"
             )
         return np.asarray(self.to_dense(), dtype)
 
     # --------------------------------------------------------------------------------- arithmetic
 
     def deduplicated(self) -> IndexedSlices:
-        """The same with the slices of each row added up.
+        """Returns slices in which each row occurs once, with the sum of its slices.
 
-        There are as many slices as before, so that it works in compiled functions: first one for
-        each row in ascending order, then zeros with the index ``dense_shape[0]``, which is no row.
+        The number of slices stays the same, so that this works in compiled functions: the rows
+        come first, in ascending order, then zeros with the index ``dense_shape[0]``, which is not
+        a row.
 
         >>> import jax.numpy as jnp
         >>> slices = IndexedSlices(jnp.array([1.0, 2.0, 3.0]), jnp.array([2, 0, 2]), (5,))
@@ -224,15 +225,15 @@ class IndexedSlices(metaclass=_OfSlices):
         )
 
     def __add__(self, other: Any) -> Any:
-        """With other slices: slices of both, one after the other; with an array: an array."""
+        """Adds other slices, by concatenation, or an array, which gives a dense array."""
         if isinstance(other, IndexedSlices):
             if (
                 other.dense_shape != self.dense_shape
                 or other.values.shape[1:] != (self.values.shape[1:])
             ):
-                raise ValueError(f"cannot add {self!r} and {other!r}: of another shape")
+                raise ValueError(f"cannot add {self!r} and {other!r}: their shapes differ")
             if other.dtype != self.dtype:
-                raise TypeError(f"cannot add {self!r} and {other!r}: of another dtype")
+                raise TypeError(f"cannot add {self!r} and {other!r}: their dtypes differ")
             indices = jnp.concatenate([self.indices, other.indices])
             values = jnp.concatenate([self.values, other.values])
             return _make(values, opaque(indices), self.dense_shape)
@@ -258,7 +259,7 @@ class IndexedSlices(metaclass=_OfSlices):
         return _make(-self.values, self._rows, self.dense_shape)
 
     def __mul__(self, number: Any) -> IndexedSlices:
-        """Scaled by a number, or by an array of shape ``[]``."""
+        """Multiplies the slices by a number, or by an array of shape ``[]``."""
         if not _is_number(number):
             return NotImplemented
         return _make(self.values * number, self._rows, self.dense_shape)
@@ -272,7 +273,7 @@ class IndexedSlices(metaclass=_OfSlices):
 
 
 def _make(values: Any, rows: Any, dense_shape: tuple[int, ...] | None) -> IndexedSlices:
-    """Slices of what is known to fit, or of whatever JAX puts in the place of arrays."""
+    """Makes slices without checks: the parts fit, or JAX has put other objects in their place."""
     new = object.__new__(IndexedSlices)
     new.values, new._rows, new.dense_shape = values, rows, dense_shape
     return new
@@ -280,10 +281,10 @@ def _make(values: Any, rows: Any, dense_shape: tuple[int, ...] | None) -> Indexe
 
 @jax.jit
 def _placed(values: Any, rows: Any) -> tuple[Any, Any]:
-    """The slices and their rows, to be computed with.
+    """Returns the values and the integer row ids, for computing with them.
 
-    Where somebody has filled the arrays of a gradient with a number (see `row_ids`) there are no
-    rows. Zeros count for nothing then. What else would, is put into the first row as NaN.
+    If the arrays of a gradient were filled with a number (see `row_ids`), the ids are not valid.
+    Then zeros count for nothing, and any other value becomes NaN in the first row.
     """
     indices = integers(rows)
     is_none = are_of_a_fill(indices)
@@ -315,10 +316,10 @@ def is_slices(value: object) -> bool:
 
 
 def row_indices(indices: Any, rows: Any) -> Any:
-    """The same rows of a table in a type in which the number of its rows is one as well.
+    """Converts row indices to ``int32`` or ``int64``, which can also hold the number of rows.
 
-    That number stands for an index that is no row. What the new type cannot count to becomes the
-    last number that it has, which is none either.
+    The number of rows stands for an index that is not a row. An index that the new type cannot hold
+    becomes the largest number of that type, which is not a row either.
 
     Args:
       indices: integers of any type and shape.
@@ -337,7 +338,7 @@ def _static_shape(shape: Any) -> tuple[int, ...] | None:
     """A shape as a tuple; None if it is not known."""
     if shape is None or _jax.is_tracer(shape) or any(map(_jax.is_tracer, shape)):
         return None
-    # A dimension may be symbolic, which is no integer.
+    # A dimension may be symbolic, and then is not an integer.
     return tuple(int(d) if isinstance(d, np.generic | jax.Array) else d for d in shape)
 
 
@@ -359,5 +360,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _like_rows(flags: Any, values: Any) -> Any:
-    """Flags ``[n]`` as ``[n, 1, ...]``, to go with values ``[n, ...]``."""
+    """Reshapes flags ``[n]`` to ``[n, 1, ...]``, to broadcast with values ``[n, ...]``."""
     return flags.reshape(flags.shape + (1,) * (values.ndim - 1))

@@ -1,13 +1,13 @@
-"""JAX's own derivatives, which go by the rules in force while a function is traced under some.
+"""Makes `jax.grad` and the like apply the rules in force while a function is traced under rules.
 
 A train step calls `jax.grad`, or `nnx.value_and_grad` and `equinox.filter_grad`, which call it.
-While rules are in force on a thread, `jax.grad` and the like are functions that, on that thread,
-apply the rules to what they are given, and then do as JAX does. Nothing is replaced while no thread
-has rules.
+While rules are in force on a thread, `jax.grad` and the like are replaced. On that thread a
+replacement applies the rules to the function that it differentiates, and then calls JAX's function.
+On other threads it only calls JAX's function. While no thread has rules, JAX is unchanged.
 
-What was imported by name before (``from jax import grad``) is JAX's own, and so is a derivative
-that was made before the trace began: code that they have differentiated is refused by the rules
-that match in it (see `rewriting.edits`).
+A name that was imported before (``from jax import grad``) is still JAX's function, and so is a
+derivative that was made before the trace began. They differentiate without the rules; a rule that
+matches an operation in the code that they differentiated raises an error (see `rewriting.edits`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import in_force, to_callable
 from tracegrad.tracing.graphs import function_name
 
-# By the name under which each stands in `jax`, whether the function given is differentiated in
-# forward mode first, where a custom gradient has to be transposed.
+# Maps the name of a function of `jax` to whether it differentiates in forward mode first: then a
+# custom gradient needs a JVP, which is the transpose of its backward.
 _FORWARD_FIRST = {
     "grad": False,
     "value_and_grad": False,
@@ -41,14 +41,15 @@ _FORWARD_FIRST = {
 
 
 def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]:
-    """JAX's function, given what the rules in force make of the function that it is given."""
+    """Wraps a function of JAX: applies the rules in force to `fun`, then differentiates it."""
     lower = (lambda graph: to_callable(with_forward_mode(graph))) if forward else to_callable
 
     def by_rules(take: Callable[[Any], Any], fun: Callable[..., Any]) -> Any:
         if not in_force.rules_in_force():
             return take(fun)
         edited = in_force.under_rules(fun, function_name(fun), lower, forward=forward)
-        if getattr(fun, "__qualname__", None) == "filter_jvp.<locals>._fn":  # of equinox
+        # The function that `equinox.filter_jvp` differentiates.
+        if getattr(fun, "__qualname__", None) == "filter_jvp.<locals>._fn":
             edited = _parted_anew(edited)
         with in_force.differentiating():
             return take(functools.wraps(fun, updated=())(edited))
@@ -61,7 +62,8 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
             found = by_rules(lambda fun: original(fun, *args, **kwargs), fun)
             return (found[0], _Pullback(found[1]), *found[2:]) if original is _jax.vjp else found
 
-        # Made here too: for its name, and since it says at once what is wrong with the arguments.
+        # JAX's derivative is made here too: it has the name for `called`, and JAX checks the
+        # arguments now, and not only when `called` is called.
         @functools.wraps(original(fun, *args, **kwargs))
         def called(*of: Any, **named: Any) -> Any:
             return by_rules(lambda fun: original(fun, *args, **kwargs)(*of, **named), fun)
@@ -73,7 +75,7 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
 
 @jax.tree_util.register_pytree_node_class
 class _Pullback:
-    """What `jax.vjp` returns, which runs rules of derivatives when it is called."""
+    """Wraps the pullback that `jax.vjp` returns, and calls it under `in_force.differentiating`."""
 
     def __init__(self, pullback: Any):
         self.pullback = pullback
@@ -94,8 +96,11 @@ class _Pullback:
 
 
 def _parted_anew(edited: Callable[..., Any]) -> Callable[..., Any]:
-    """What `equinox.filter_jvp` differentiates: a function that itself says which of its results
-    have tangents, those that are tracers of the derivative. While its graph is made none is."""
+    """Separates again the results that have tangents from those that have none.
+
+    The function that `equinox.filter_jvp` differentiates has to separate them itself: results with
+    tangents are tracers of the JVP. While the graph of `edited` is made, no result is one of them.
+    """
 
     def is_moving(result: Any) -> bool:
         return _jax.is_tracer(result) and _jax.trace_of(result) is _jax.current_trace(None)
@@ -108,7 +113,8 @@ def _parted_anew(edited: Callable[..., Any]) -> Callable[..., Any]:
     return parted
 
 
-_AT_ONCE = (_jax.vjp, _jax.jvp, _jax.linearize)  # the others return functions
+# These return results; the other functions return a function.
+_AT_ONCE = (_jax.vjp, _jax.jvp, _jax.linearize)
 _PLACES = tuple(
     (jax, name, functools.partial(_by_rules, forward=f)) for name, f in _FORWARD_FIRST.items()
 )

@@ -1,9 +1,9 @@
-"""Gradients of tables by the rows that a program looked up, never as a whole table of zeros.
+"""Returns the gradient of a table as the rows that a program looked up, without a dense array.
 
-JAX's derivative of a lookup adds the cotangents of the rows up in an array of zeros of the table's
-shape. In a backward program, as it was traced, such an array can be told from any other: it is a
-sum of scatters into zeros. Then the scattered rows and their indices are the gradient, and what
-only served to scatter them is not run.
+JAX's derivative of a lookup adds the cotangents of the rows to an array of zeros of the table's
+shape. In a traced backward program such an array can be recognised: it is a sum of scatters into
+zeros. Then the scattered rows and their indices are the gradient, and the operations that only
+serve the scatter are not run.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from tracegrad.variables.reading import ReadsOutside
 
 
 def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]]:
-    """The function that a backward program computes, with slices in place of tables of them.
+    """Returns a function that runs a backward program, and returns slices instead of dense tables.
 
     Args:
       program: a ``ClosedJaxpr`` that returns gradients.
-      sparse: for each of its results, whether it may be `IndexedSlices`.
+      sparse: for each result of the program, whether it may be `IndexedSlices`.
 
     Returns:
-      A function ``(*args) -> results``. A result is `IndexedSlices` where the whole of it comes
-      from lookups by axis 0 (``table[ids]``, `jax.numpy.take`), also in jitted functions: one
-      slice for each lookup, the lookup that ran first in front. What meets a dense gradient, and
-      what was looked up in the body of a loop, of a branch or of a recomputed function, or in a
-      table on a mesh with explicit axes, is an array. Results that nobody needs any more are not
-      computed; effects are kept.
+      A function ``(*args) -> results``. A result is `IndexedSlices` if all of it comes from
+      lookups along axis 0 (``table[ids]``, `jax.numpy.take`), also in jitted functions: one slice
+      for each lookup, in the order in which the lookups ran. A result is an array if it includes a
+      dense gradient or a lookup in the body of a loop, of a branch or of a recomputed function, or
+      in a table on a mesh with explicit axes. Unused results are not computed; effects are kept.
     """
     graph = import_program(program)
     written_out = Inlined(graph)
@@ -50,7 +49,7 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
         for value, flag in zip(graph.outputs, sparse, strict=True)
     ]
     found = [scatter for each in scatters for scatter in each or ()]
-    # Calls are opened on the way to what is read inside of them, and no others.
+    # Only the calls that contain a scatter, at any depth, are inlined.
     opened = {each.path[:depth] for each in found for depth in range(1, len(each.path) + 1)}
     main = Inlined(graph, lambda path, node: (*path, (node, "jaxpr")) in opened)
     results = list(zip(graph.outputs, scatters, strict=True))
@@ -71,16 +70,17 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
 def call_with_slices(
     fun: Callable[[list[Any]], tuple[Any, list[Any]]], leaves: Sequence[Any]
 ) -> tuple[Any, list[Any]]:
-    """Calls a function that returns ``(values, gradients)``; the gradients may be slices then.
+    """Calls a function that returns ``(values, gradients)``; the gradients may become slices.
 
-    It is traced, and so takes what `jax.jit` takes. It may read Variables as if it were not, and
-    what is not computed from the leaves may be anything among the values, which is handed on.
+    The function is traced, so it takes leaves that `jax.jit` takes. It may read Variables as
+    without a trace. A value that is not computed from the leaves may be any object, and is returned
+    unchanged.
     """
     leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
     variables = ReadsOutside()
     returned: Any = None
 
-    # Under a new identity: JAX remembers traces by that of the function.
+    # A new function at each call: JAX caches traces by the identity of the function.
     def listened(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
         nonlocal returned
         with variables.around():
@@ -97,16 +97,16 @@ def call_with_slices(
     return values, flat[count:]
 
 
-_COMPUTED = object()  # what the program gives, in a tree of what the function returned
+_COMPUTED = object()  # marks a value that the program computes
 
 
-# ------------------------------------------------------------------------------ what is computed
+# ------------------------------------------------------------------------- running the operations
 
 _Values = dict[Ref, Any]
 
 
 def _needed(main: Inlined, wanted: Iterable[Ref]) -> list[Occurrence]:
-    """The operations that what is wanted depends on, and those with effects."""
+    """Returns the operations that the wanted values depend on, and the operations with effects."""
     needed, chosen = set(wanted), []
     for step in reversed(main.steps):
         if step.node.effects or any((step.path, v) in needed for v in step.node.outputs):
@@ -116,7 +116,7 @@ def _needed(main: Inlined, wanted: Iterable[Ref]) -> list[Occurrence]:
 
 
 def _run(main: Inlined, steps: Sequence[Occurrence], args: Sequence[Any]) -> _Values:
-    """Runs these operations; returns what their results are, and the inputs."""
+    """Runs the operations; returns the values of their results and of the inputs."""
     values: _Values = {((), v): arg for v, arg in zip(main.graph.inputs, args, strict=True)}
     for path, node in ((step.path, step.node) for step in steps):
         operands = [_read(values, main, path, v) for v in node.inputs]
@@ -137,13 +137,13 @@ def _read(values: _Values, main: Inlined, path: Path, atom: Atom) -> Any:
     return constants[atom] if atom in constants else values[path, atom]
 
 
-# ---------------------------------------------------------------------------------- what is zeros
+# --------------------------------------------------------------------------------- finding zeros
 
 _KEEPS_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze"})
 
 
 def _is_zeros(program: Inlined, path: Path, value: Atom) -> bool:
-    """Whether a value is zeros by the program itself."""
+    """Whether the program itself says that a value is zeros, whatever its inputs are."""
     while True:
         path, value = program.origin(path, value)
         if isinstance(value, Literal):
@@ -156,13 +156,13 @@ def _is_zeros(program: Inlined, path: Path, value: Atom) -> bool:
 
 # --------------------------------------------------------------------------------------- scatters
 
-# Updates and indices as they are in the program -> slices [n, ...] and the row [n] of each.
+# Converts the updates and indices of the program to slices [n, ...] and their rows [n].
 _Rows = Callable[..., tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class _Scatter:
-    """Rows written into zeros: what is written, to where, and how to read that."""
+    """Rows written into zeros: the updates, their indices, and how to convert both to slices."""
 
     path: Path
     updates: Atom
@@ -171,7 +171,8 @@ class _Scatter:
 
 
 def _scatters(program: Inlined, value: Atom) -> list[_Scatter] | None:
-    """The scatters of which a value is the sum, in the order of the lookups; None if it is not."""
+    """Returns the scatters that a value is the sum of, in the order of the lookups. None if the
+    value is not a sum of scatters into zeros."""
     found: list[_Scatter] = []
     pending: list[Ref] = [((), value)]
     while pending:
@@ -194,11 +195,11 @@ def _scatters(program: Inlined, value: Atom) -> list[_Scatter] | None:
         found.append(scatter)
         if node.op == "scatter-add":
             pending.append((path, node.inputs[0]))
-    return found[::-1]  # the reverse pass comes to the last lookup first
+    return found[::-1]  # the backward pass meets the last lookup first
 
 
 def _scatter_add(program: Inlined, path: Path, node: Node) -> _Scatter | None:
-    """The transpose of a gather."""
+    """Recognises the transpose of a gather."""
     numbers, mode = node.params["dimension_numbers"], node.params["mode"]
     table = tuple(node.outputs[0].aval.shape)
     _, indices, updates = node.inputs
@@ -221,7 +222,7 @@ def _scatter_add(program: Inlined, path: Path, node: Node) -> _Scatter | None:
         slices = jnp.transpose(updates, (*batch, *window)).reshape(-1, *sizes)
         starts = indices.reshape(-1, len(columns))
         others = np.array([i for i, d in enumerate(columns) if d != 0], int)
-        # A window as wide as the table begins at its edge, or reaches out of it.
+        # A window as wide as the table begins at the table's edge; otherwise it is out of range.
         inside = jnp.all(starts[:, others] == 0, axis=1) if others.size else True
         return _within(
             slices, starts[:, columns.index(0)], inside, table[0], mode is GatherScatterMode.CLIP
@@ -231,7 +232,7 @@ def _scatter_add(program: Inlined, path: Path, node: Node) -> _Scatter | None:
 
 
 def _update_slice(program: Inlined, path: Path, node: Node) -> _Scatter | None:
-    """The transpose of ``table[i]``, whose index is one number."""
+    """Recognises the transpose of ``table[i]`` with a single traced index."""
     table, updates, *starts = node.inputs
     if updates.aval.shape[1:] != table.aval.shape[1:] or not _is_zeros(program, path, table):
         return None
@@ -244,7 +245,7 @@ def _update_slice(program: Inlined, path: Path, node: Node) -> _Scatter | None:
 
 
 def _pad(program: Inlined, path: Path, node: Node) -> _Scatter | None:
-    """The transpose of ``table[3]``, whose index is written in the program."""
+    """Recognises the transpose of ``table[3]`` with a constant index."""
     updates, padding = node.inputs
     (row, *first), *others = [tuple(map(int, config)) for config in node.params["padding_config"]]
     is_row = updates.aval.shape[0] == 1 and row >= 0 and first[0] >= 0 and not any(map(any, others))
@@ -266,9 +267,10 @@ _MODES = (
 
 
 def _within(windows: Any, starts: Any, inside: Any, count: int, clips: bool) -> tuple[Any, Any]:
-    """Windows ``[n, k, ...]`` of k rows each, from the row where each starts, as single rows.
+    """Splits windows ``[n, k, ...]`` of k rows each into single rows; `starts`: their first rows.
 
-    What is out of range moves in if `clips`; else it is zeros for the row `count`, which is none.
+    A window out of range is moved into the table if `clips`; otherwise its rows become zeros with
+    the index `count`, which is not a row.
     """
     size = windows.shape[1]
     starts = row_indices(starts, count)

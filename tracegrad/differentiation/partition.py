@@ -1,11 +1,12 @@
-"""The leaves of a call by which a function is differentiated, and the rest of the call.
+"""Parts a call into the leaves that JAX differentiates with respect to, and the rest.
 
-JAX differentiates a function of the leaves that count alone, so that the rest need not be arrays at
-all; the two parts are put together where the user's function is called.
+The leaves that JAX differentiates with respect to *count*. JAX gets a function of these leaves
+only, so the other leaves need not be arrays. The two parts are combined to call the user's
+function.
 
-A function may assign what modules of flax.nnx hold that it is given (statistics, counts of random
-numbers). It is called with copies of these modules, made of the values that are differentiated, and
-what it has assigned in the copies is put into the modules themselves, as by `nnx.grad`.
+The user's function may assign Variables in modules of flax.nnx that are its arguments (statistics,
+counts of random numbers). It is called with copies of these modules that hold the differentiated
+values; afterwards the assigned values are written to the modules themselves, as `nnx.grad` does.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ from tracegrad.variables.nnx_objects import is_module, is_variable_of_nnx, nnx, 
 from tracegrad.variables.parted import Parted
 from tracegrad.variables.statics import are_traced, settings
 
-# What a function has assigned in modules, by place: see `Partition.call`.
+# Maps the position of a leaf to the value that the function assigned: see `Partition.call`.
 Assigned = dict[int, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Argument(Parted):
-    """One argument of a call, of which those leaves count that JAX is to differentiate by.
+    """One argument of a call, with flags for the leaves that count.
 
     Attributes:
-      key: its position among the positional arguments, or its keyword.
-      tree: itself.
-      selected: of each leaf whether the caller selects it: all that count, and maybe others.
+      key: the argument's position among the positional arguments, or its keyword.
+      tree: the argument.
+      selected: for each leaf, whether the caller selects it. All leaves that count are selected; a
+        selected leaf does not count if JAX cannot differentiate with respect to it.
       one_by_one: whether a predicate has selected the leaves, so that each is meant to count.
     """
 
@@ -53,31 +55,34 @@ class Argument(Parted):
 
     @functools.cached_property
     def kinds(self) -> list[Kind]:
-        """What a gradient by each leaf is."""
+        """The kind of each leaf; see `Kind`."""
         fixed = settings([type(leaf) for leaf in self.leaves], self.structure)
         return ["setting" if i in fixed else kind_of(leaf) for i, leaf in enumerate(self.leaves)]
 
     @functools.cached_property
     def named(self) -> list[Leaf]:
-        """Each leaf by its path in the argument, and what it is to a model."""
+        """The `Leaf` of each leaf, with its path in the argument."""
         return leaves_of(self.tree)
 
     def of_kinds(self, kinds: Collection[Kind]) -> Argument:
-        """The same, of which only those leaves count that have a gradient of these kinds."""
+        """Returns the argument, in which only leaves of these kinds still count."""
         if not any(self.counted):
             return self
         pairs = zip(self.counted, self.kinds, strict=True)
         return replace(self, counted=[counts and kind in kinds for counts, kind in pairs])
 
     def is_lacking(self, before: Argument) -> bool:
-        """Whether a leaf counts no longer that was meant to. In a whole argument that holds floats
-        beside others (a model has functions, counters, flags) the others are not meant to."""
+        """Whether a leaf that was meant to count counts no longer.
+
+        If a whole argument is selected and holds floats and other leaves (a model has functions,
+        counters, flags), the other leaves are not meant to count.
+        """
         has_floats = "inexact" in self.of_chosen(self.kinds) if any(self.counted) else False
         return self.counted != before.counted and (self.one_by_one or not has_floats)
 
     def answer(self, results: Iterator[Any], absent: Callable[[Any], Any]) -> Any:
-        """A tree like the argument: a result for each leaf that counts, and ``absent(leaf)`` for
-        what is not selected. A selected leaf that does not count has no gradient: None."""
+        """Returns a tree like the argument, with a result for each leaf that counts. A leaf that is
+        not selected gets ``absent(leaf)``; a selected leaf that does not count gets None."""
 
         def entry(i: int) -> Any:
             if self.counted[i]:
@@ -95,7 +100,7 @@ class Argument(Parted):
 
     @functools.cached_property
     def variables_of_nnx(self) -> dict[int, Any]:
-        """The nnx.Variables in it, by identity."""
+        """The nnx.Variables in the argument, by identity."""
         nodes = jax.tree.leaves(self.tree, is_leaf=is_variable_of_nnx)
         return {id(node): node for node in nodes if is_variable_of_nnx(node)}
 
@@ -106,8 +111,8 @@ class Partition:
 
     Attributes:
       fun: the function.
-      arguments: those of the call, in the order in which JAX flattens them.
-      wanted: which of them the answer has trees of, in the order in which the caller names them.
+      arguments: the arguments of the call, in the order in which JAX flattens them.
+      wanted: the indices of the arguments that the answer has trees for, in the caller's order.
       is_single: whether the answer is the tree of one argument rather than a tuple.
     """
 
@@ -125,13 +130,14 @@ class Partition:
 
     @property
     def kinds(self) -> list[Kind]:
-        """What a gradient by each leaf that counts is."""
+        """The kind of each leaf that counts; see `Kind`."""
         chosen = [each for each in self.arguments if any(each.counted)]
         return [kind for each in chosen for kind in each.of_chosen(each.kinds)]
 
     @property
     def named(self) -> list[Leaf]:
-        """The leaves that count by the argument's name and the path in it: ``params.0.kernel``."""
+        """The `Leaf` of each leaf that counts; its path begins with the argument:
+        ``params.0.kernel``."""
         return _where(self.all_named, [c for each in self.arguments for c in each.counted])
 
     @property
@@ -141,20 +147,20 @@ class Partition:
 
     @functools.cached_property
     def all_named(self) -> list[Leaf]:
-        """As `named`, of all leaves of the call."""
+        """As `named`, but for all leaves of the call."""
         args = [each.tree for each in self.arguments if isinstance(each.key, int)]
         kwargs = {each.key: each.tree for each in self.arguments if isinstance(each.key, str)}
         return leaves_of_call(self.fun, args, kwargs)
 
     @property
     def all_leaves(self) -> list[tuple[str, Any]]:
-        """All leaves of the call, by their paths."""
+        """The path and the value of each leaf of the call."""
         leaves = [leaf for each in self.arguments for leaf in each.leaves]
         return [(named.name, leaf) for named, leaf in zip(self.all_named, leaves, strict=True)]
 
     @property
     def of_inputs(self) -> tuple[bool, ...]:
-        """Of each array of the call, as a program takes them, whether it counts."""
+        """For each array of the call, in the order of a program's inputs, whether it counts."""
         return tuple(
             c
             for each in self.arguments
@@ -164,14 +170,14 @@ class Partition:
     def differentiable(
         self, unconnected: str = "zero", allowed: Collection[Kind] = ()
     ) -> Partition:
-        """The same, of which only those leaves count that JAX is to differentiate.
+        """Returns the call, in which only the leaves count that JAX can differentiate.
 
-        The others get None for an answer. Raises TypeError for one that is meant to have a
-        gradient (see `Argument.is_lacking`), unless the caller takes None for that, too.
+        The other selected leaves get None in the answer. Raises TypeError for a leaf that is meant
+        to have a gradient (see `Argument.is_lacking`), unless the caller accepts None for it.
 
         Args:
-          unconnected: "none" for a caller that takes None.
-          allowed: the kinds of other leaves that count, too, for zeros.
+          unconnected: "none" if the caller accepts None.
+          allowed: the kinds of further leaves that count, and get zeros.
         """
         takes_none = unconnected == "none"
         kept: list[Kind] = ["inexact", *(() if takes_none else allowed)]
@@ -182,7 +188,7 @@ class Partition:
         return replace(self, arguments=arguments)
 
     def _no_gradient(self, place: int, argument: Argument, allowed: Collection[Kind]) -> str:
-        """Why the first leaf that was selected in an argument does not count."""
+        """Returns the message for the first selected leaf of an argument that does not count."""
         first = sum(len(each.leaves) for each in self.arguments[:place])
         pairs = zip(argument.selected, argument.counted, strict=True)
         i = next(i for i, (is_selected, counts) in enumerate(pairs) if is_selected and not counts)
@@ -195,10 +201,10 @@ class Partition:
     def combine(
         self, values: Iterable[Any], leaves: Sequence[Any] | None = None
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of the call with these in the places of the leaves that count.
+        """Returns the arguments of the call, in which `values` replace the leaves that count.
 
-        `leaves`: others in the places of all leaves. An argument that stays as it is is the
-        caller's own object.
+        `leaves`: replace all leaves first. An argument without a replaced leaf is the caller's own
+        object.
         """
         rest, others = iter(values), None if leaves is None else iter(leaves)
         args: list[Any] = []
@@ -215,8 +221,10 @@ class Partition:
         return args, kwargs
 
     def call(self, values: Iterable[Any]) -> tuple[Any, Assigned]:
-        """Calls the function with these in the places of the leaves that count; returns its result,
-        and what it has assigned in modules, for `settle`."""
+        """Calls the function, with `values` in place of the leaves that count.
+
+        Returns the result, and the values that the function assigned in modules, for `settle`.
+        """
         args, kwargs = self.combine(values)
         if not any(each.has_modules for each in self.arguments):
             return self.fun(*args, **kwargs), {}
@@ -232,17 +240,18 @@ class Partition:
         if structure != changed_structure:
             raise TypeError(
                 "a function that is differentiated changes the structure of a module of flax.nnx "
-                "that it is given: its attributes, or what there is of variables. Change it "
-                "before (model.eval(), a Variable with an initial value)"
+                "that it is given: its attributes, or its set of Variables. Change the structure "
+                "before the call (model.eval(), a Variable with an initial value)"
             )
         pairs = enumerate(zip(before, after, strict=True))
         return result, {i: new for i, (old, new) in pairs if old is not new}
 
     def of_leaves(self, parted: Callable[[Any], tuple[Any, Any]]) -> Callable[[list[Any]], Any]:
-        """The function of the leaves that count, with the rules in force.
+        """Returns a function of the leaves that count, which applies the rules in force.
 
-        It returns what `parted` makes of the result to be differentiated, and, for `settle`, what
-        stands beside that.
+        `parted` splits the result of the user's function into the outputs to differentiate and
+        `aux`. The returned function returns these outputs, and a pair for `settle`: `aux` and the
+        values that were assigned in modules.
         """
 
         def result(leaves: list[Any]) -> Any:
@@ -253,8 +262,7 @@ class Partition:
         return refusing(under_rules(result, function_name(self.fun), paths=lambda: self.names))
 
     def settle(self, beside: tuple[Any, Assigned]) -> Any:
-        """Puts what the function has assigned into the modules themselves; returns what `parted`
-        has put beside the result."""
+        """Writes the values that the function assigned to the caller's modules; returns `aux`."""
         aux, assigned = beside
         if assigned:
             trees = [each.tree for each in self._holding]
@@ -266,9 +274,12 @@ class Partition:
 
     @functools.cached_property
     def _copied(self) -> frozenset[int | str]:
-        """The keys of those arguments with modules of which nothing counts, and that share no
-        nnx.Variable: a copy of what another argument holds too would not be one with that, and
-        flax refuses then that it is changed."""
+        """The keys of arguments with modules that share no nnx.Variable with other arguments.
+
+        The function gets copies of these arguments even if none of their leaves counts. A shared
+        Variable must not be copied: the copy would be another object than the Variable in the other
+        argument, and flax refuses to change it.
+        """
         modules = [each for each in self.arguments if each.has_modules]
         uses = Counter(variable for each in modules for variable in each.variables_of_nnx)
         return frozenset(
@@ -277,23 +288,23 @@ class Partition:
 
     @property
     def _holding(self) -> list[Argument]:
-        """The arguments of which the function gets a copy."""
+        """The arguments that the function gets copies of."""
         return [each for each in self.arguments if any(each.counted) or each.key in self._copied]
 
     # ------------------------------------------------------------------------------- the answer
 
     def answer(self, results: Iterable[Any], absent: Callable[[Any], Any] = zeros_for) -> Any:
-        """One result for each leaf that counts, in the structure that the caller gave to `wrt`;
-        ``absent(leaf)`` for the leaves that are not selected."""
+        """Puts one result for each leaf that counts into the structure that `wrt` asks for. A leaf
+        that is not selected gets ``absent(leaf)``."""
         rest = iter(results)
         trees = {i: self.arguments[i].answer(rest, absent) for i in sorted(self.wanted)}
         found = tuple(trees[i] for i in self.wanted)
         return found[0] if self.is_single else found
 
     def entries(self, answer: Any) -> list[Any]:
-        """The entries for the leaves that count of a tree like an answer.
+        """Returns the entries of a tree like an answer that belong to the leaves that count.
 
-        Raises ValueError if the structure is another one. None may stand for what is not selected.
+        Raises ValueError if the structure differs. None may stand for a leaf that is not selected.
         """
         trees = (answer,) if self.is_single else tuple(answer)
         if len(trees) != len(self.wanted):
@@ -308,8 +319,8 @@ class Partition:
             except ValueError as error:
                 raise ValueError(
                     f"expected a tree like argument {argument.key!r}, of type "
-                    f"{type(argument.tree).__name__}, as grad returns it for wrt; "
-                    f"got one of another structure, of type {type(tree).__name__}"
+                    f"{type(argument.tree).__name__}, as grad returns for this wrt; "
+                    f"got a tree of another structure, of type {type(tree).__name__}"
                 ) from error
             entries += argument.of_chosen(flat)
         return entries
@@ -320,16 +331,18 @@ def _where(items: Iterable[Any], flags: Iterable[bool]) -> list[Any]:
 
 
 def _assign(variable: Any, leaf: int, value: Any) -> None:
-    """Puts an array into a leaf of what is to be an nnx.Variable."""
+    """Writes an array to a leaf of an nnx.Variable; raises TypeError for any other object."""
     if not is_variable_of_nnx(variable):
         raise TypeError(
             f"a function that is differentiated assigns {with_article(type(variable).__name__)} in "
-            "a module of flax.nnx that it is given, which would be lost. Make it an nnx.Variable"
+            "a module of flax.nnx that it is given. The assigned value would be lost: make it an "
+            "nnx.Variable"
         )
     set_leaf(variable, leaf, value)
 
 
 def _no_gradient(path: str, leaf: Any, kind: Kind, allowed: Collection[Kind]) -> str:
+    """Returns the message for a selected leaf that cannot be differentiated."""
     if kind == "setting":
         return (
             f"wrt selects {path}, the number {leaf!r} of an equinox module, where numbers are "
@@ -339,7 +352,7 @@ def _no_gradient(path: str, leaf: Any, kind: Kind, allowed: Collection[Kind]) ->
     name = type(leaf).__name__ if aval is None else str(aval.dtype)
     return (
         f"wrt selects {path}, of type {name}: only float and complex arrays "
-        "have gradients. Select others, by a predicate `wrt=lambda path, leaf: ...`; or "
-        'take None for it, with `unconnected="none"`'
+        "have gradients. Select other leaves, by a predicate `wrt=lambda path, leaf: ...`; or "
+        'accept None for this leaf, with `unconnected="none"`'
         + ("; or float0, with `allow_int=True`" if kind in ("exact", "key") and not allowed else "")
     )

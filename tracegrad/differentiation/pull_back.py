@@ -1,8 +1,7 @@
 """The reverse pass: cotangents of a graph's outputs → cotangents of any of its values.
 
-It asks JAX for each node's VJP, at the values that the node had, and has no derivative formula of
-its own. Nothing is computed forward again but what a node's VJP itself needs, and that XLA drops
-where it is not used.
+It asks JAX for each node's VJP, at the values of the node's operands, and has no derivative formula
+of its own. A node's forward pass runs again inside its VJP; XLA drops the parts that are not used.
 """
 
 from __future__ import annotations
@@ -39,20 +38,21 @@ from tracegrad.ir.operations import CONNECTING
 from tracegrad.ir.running import read, run_node
 from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
-# Adds up the cotangents that reach one value on several ways; given at least one.
+# Adds up the cotangents of one value, at least one, that come from its different uses.
 Aggregation = Callable[[Sequence[Any]], Any]
-# The cotangents of some inputs of a node (by position), from what its values were and the
-# cotangents of its results; None for an input or a result that has none.
+# Takes a node, the values of the graph, the cotangents of the node's results, and the positions of
+# some inputs; returns the cotangents of these inputs. None stands for no cotangent.
 NodeVJP = Callable[[Node, Mapping[Value, Any], Sequence[Any], Sequence[int]], list[Any]]
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
-    """One term after the other."""
+    """Adds one term after the other."""
     return functools.reduce(jnp.add, terms)
 
 
 def tree_sum(terms: Sequence[Any]) -> Any:
-    """Pairwise: terms are freed early, and rounding grows with the logarithm of their number."""
+    """Adds terms pairwise: terms are freed early, and the rounding error grows with the logarithm
+    of their number."""
     while len(terms) > 1:
         pairs = [running_sum(terms[i : i + 2]) for i in range(0, len(terms), 2)]
         terms = pairs
@@ -60,7 +60,7 @@ def tree_sum(terms: Sequence[Any]) -> Any:
 
 
 def sum_of_known(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> Any:
-    """The sum of the cotangents that are there, some of which may be slices; None if none is."""
+    """Returns the sum of the terms that are not None (arrays or slices); None if all are None."""
     known = [term for term in terms if term is not None]
     if len(known) == 1:
         return known[0]
@@ -84,20 +84,19 @@ def pull_back(
     """Pulls cotangents back through a graph.
 
     Args:
-      graph: its nodes are taken in reverse order, each once.
-      values: what each value of the graph was; the results of nodes may be left out where no VJP
-        needs them.
-      cotangents: of any values of the graph, each of its value's shape and dtype; those of one
-        value are added up.
-      wanted: the values whose cotangents are asked for.
-      reached: the values on the ways to these, from `reached_from`.
-      through: how cotangents are pulled back through one node: `node_vjp`, or by way of it.
-      stopped: values that count as constants: what they were computed from gets nothing by them.
-      aggregate: how the cotangents of one value are added up.
-      gated: release the cotangents of a node's inputs together, when all of them are there.
+      graph: the graph; each node is pulled back once, in reverse order.
+      values: the array of each value of the graph; results that no VJP needs may be left out.
+      cotangents: for any values of the graph, cotangents of the value's shape and dtype; several
+        cotangents of one value are added up.
+      wanted: the values whose cotangents are returned.
+      reached: the values on the paths to the wanted values, from `reached_from`.
+      through: pulls cotangents back through one node: `node_vjp`, or a function that calls it.
+      stopped: values that count as constants: no cotangent passes through them.
+      aggregate: adds up the cotangents of one value.
+      gated: whether the cotangents of a node's inputs are released together, by a barrier.
 
     Returns:
-      For each wanted value its cotangent, or None if nothing connects it to a value that has one.
+      The cotangent of each wanted value, or None if no value with a cotangent depends on it.
     """
     found = {value: list(terms) for value, terms in cotangents.items()}
     for node in reversed(graph.nodes):
@@ -113,12 +112,12 @@ def pull_back(
             assert isinstance(value, Value)
             if ct is not None:
                 found.setdefault(value, []).append(ct)
-    # What has arrived at a value in the middle stays there, though its producer took it too.
+    # The cotangent of an intermediate value stays in `found` after its producer has used it.
     return [_total(found, value, aggregate) for value in wanted]
 
 
 def _total(found: dict[Value, list[Any]], value: Value, aggregate: Aggregation) -> Any:
-    """The cotangent of a value whose users are all done; None if it has none."""
+    """Returns the cotangent of a value whose readers are all pulled back; None if it has none."""
     terms = found.get(value)
     if not terms:
         return None
@@ -134,13 +133,14 @@ def reached_from(
     stopped: AbstractSet[Value] = frozenset(),
     deciding: Mapping[Node, int] = MappingProxyType({}),
 ) -> AbstractSet[Value]:
-    """The values through which a gradient may come back to a wanted one.
+    """Returns the values through which a gradient may come back to a wanted value.
 
-    Of a node's results those alone that are connected to a reached operand: JAX fails at some
-    operations (a linear solve) where only the others vary, though nothing arrives by these.
+    A node's result is included only if it is connected to a reached operand. JAX fails at some
+    operations (a linear solve) if only the unconnected results vary, although no gradient arrives
+    through them.
 
-    `deciding`: of how many of its first results a node says itself to what they are connected, when
-    cotangents are pulled back through it.
+    `deciding`: maps a node to the number of its first results that are always included: the node
+    itself decides what they are connected to, when cotangents are pulled back through it.
     """
     start = {value for value in wanted if has_gradient(value)}
 
@@ -158,8 +158,8 @@ def reached_from(
 
 
 def active_inputs(node: Node, reached: Collection[Value]) -> list[int]:
-    """The inputs of a node that get a cotangent from it."""
-    # What a custom rule closes over comes first, and gets nothing from the rule.
+    """Returns the positions of the inputs of a node that get a cotangent from it."""
+    # The closed-over values of a custom rule come first, and get no cotangent from the rule.
     first = node.closed_over if isinstance(node, CustomGradient) else 0
     inputs = list(enumerate(node.inputs))[first:]
     return [i for i, v in inputs if isinstance(v, Value) and v in reached]
@@ -172,15 +172,15 @@ def node_vjp(
     cotangents: Sequence[Any],
     active: Sequence[int],
 ) -> list[Any]:
-    """The cotangents of the active inputs of a node, as JAX's VJP of it has them.
+    """Returns the cotangents of the active inputs of a node, from JAX's VJP of the node.
 
-    None for one that is zero whatever the cotangents are (``floor``): carried on as an array of
-    zeros it would become NaN at the first infinite derivative on its way, where there is nothing.
+    A cotangent that is zero whatever the cotangents of the results are (``floor``) is None: an
+    array of zeros would become NaN at the first infinite derivative on its way.
     """
     linked = linked_inputs(walk, node, cotangents, active)
     if not any(linked):
         return [None] * len(active)
-    # A rule may look at what varies beside the operands that get something from it.
+    # A custom rule may ask which operands vary, and so needs all of them to be active.
     is_all = all(linked) or _asks_what_varies(node)
     chosen = active if is_all else list(itertools.compress(active, linked))
     found = dict(zip(chosen, _jax_vjp(node, values, cotangents, chosen), strict=True))
@@ -197,7 +197,7 @@ def _asks_what_varies(node: Node) -> bool:
 def linked_inputs(
     walk: Walk, node: Node, cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[bool]:
-    """Whether the cotangents of the active inputs of a node depend on one that is given."""
+    """For each active input, whether its cotangent depends on a cotangent that is not None."""
     if _is_whole(node):
         return [True] * len(active)
     rows = zip(walk.links(node, active), cotangents, strict=True)
@@ -206,17 +206,17 @@ def linked_inputs(
 
 
 def _is_whole(node: Node) -> bool:
-    """Whether each result of a node is connected to each operand without a look at the two."""
-    # TensorFlow differentiates a recomputed function as a whole: an argument that it does not use
-    # has a gradient of zero, not none.
+    """Whether each result of a node counts as connected to each operand, without asking JAX."""
+    # TensorFlow differentiates a recomputed function as a whole: an unused argument has a gradient
+    # of zero, and not None.
     return node.op in CONNECTING or isinstance(node, Recompute)
 
 
 def _jax_vjp(
     node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[Any]:
-    # Results without a cotangent are left out, not given zeros: a rule on the way to such a result
-    # alone is then not called. It may return a gradient whatever its cotangent is.
+    # Results without a cotangent are left out, instead of getting zeros. Then a custom rule that
+    # only such results depend on is not called; it could return a gradient even for zeros.
     given = [i for i, ct in enumerate(cotangents) if ct is not None]
     run = functools.partial(run_node, node)
     try:
@@ -230,17 +230,16 @@ def _jax_vjp(
 
 
 def explain_node(error: Exception, node: Node, program: Callable[[], Graph]) -> None:
-    """Adds to JAX's error at the derivative of a node what the node is, and the cure.
-
-    `program`: gives the node as a graph.
-    """
+    """Adds notes to JAX's error at the derivative of a node: the node, its line, and the cure.
+    `program`: returns the node as a graph."""
     explain_loop(error, users_line(node))
     explain_rule(error, program)
-    # The innermost node only, and once: the one that runs names itself as well.
+    # Only the innermost node is named: the note may exist already.
     if not any(note.startswith("while ") for note in getattr(error, "__notes__", ())):
         add_note(error, f"while differentiating {Occurrence((), node)}")
 
 
 def _released_together(cotangents: Sequence[Any]) -> list[Any]:
+    """Returns the cotangents behind a barrier, which waits until all of them are computed."""
     barrier: Callable[[list[Any]], list[Any]] = jax.lax.optimization_barrier
     return barrier(list(cotangents))

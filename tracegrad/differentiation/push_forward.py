@@ -1,8 +1,8 @@
 """The forward pass: tangents of a graph's inputs → tangents of its outputs, as a program.
 
-It asks JAX for each node's JVP and has no derivative formula of its own; a custom gradient's is the
-transpose of its backward. The graph ran before, so that what it did besides computing values (its
-prints) is left out: effects happen once.
+It asks JAX for each node's JVP and has no derivative formula of its own; the JVP of a custom
+gradient is the transpose of its backward. The graph has already run, so its effects (prints) are
+left out of the forward pass: effects happen once.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from tracegrad.rewriting.host_calls import would_run_again
 
 
 class PushForward(NamedTuple):
-    """How tangents go through a graph: a function to be compiled, and what each depends on."""
+    """The forward pass through a graph: a function to compile, and the dependences of tangents."""
 
     run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-    """From all inputs' values and a tangent for each active one: the tangents of those outputs
-    that depend on one."""
+    """Takes the values of all inputs and a tangent for each active input; returns the tangents of
+    the outputs that depend on a tangent."""
     linked: tuple[int, ...]
-    """For every output of the graph the mask of the active inputs on whose tangents its own one
-    depends, bit i for the i-th of them."""
+    """For every output, a mask of the active inputs whose tangents its tangent depends on; bit i
+    stands for the i-th active input."""
 
 
 def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
-    """The forward pass through a graph, with respect to some of its inputs.
+    """Returns the forward pass through a graph, with respect to some of its inputs.
 
     Args:
-      graph: its inputs and outputs are of any types.
-      active: which inputs have tangents, by position; of a float or complex dtype.
+      graph: a graph with inputs and outputs of any types.
+      active: the positions of the inputs that have tangents; they are of a float or complex dtype.
 
     Raises:
-      ValueError: a custom gradient on the way has no transpose.
+      ValueError: a custom gradient in the graph has no transpose.
       NotImplementedError: an operation inside a region asks the host for a value.
       Exception: whatever JAX raises for an operation that cannot be differentiated forward.
     """
@@ -57,7 +57,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     types = [value.aval for value in graph.inputs]
     program = jax.make_jaxpr(pushed)(types, [types[i] for i in active])
     imported = import_program(program)
-    # An output is connected if its tangent depends on one: by the program, never by values.
+    # An output is connected if, in the program, its tangent depends on a tangent of an input.
     linked = [mask >> len(types) for mask in dependence(imported)]
     run = jax.extend.core.jaxpr_as_fun(program)
     if imported.effects:
@@ -79,15 +79,15 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
 
 
 def _without_past_effects(graph: Graph, values: int) -> Graph:
-    """The graph without the nodes that are there for an effect of the values alone.
+    """Returns the graph without the nodes whose effects depend on values only, not on tangents.
 
-    They had it when the values were computed. What prints a tangent (in the rule of a
-    `jax.custom_jvp`) has not run yet, and stays. Raises NotImplementedError for a node that has
-    had an effect and gave results.
+    These effects happened when the values were computed. A node that prints a tangent (in the rule
+    of a `jax.custom_jvp`) has not run yet, and stays. Raises NotImplementedError if a node whose
+    effect has happened has results, too.
 
     Args:
-      graph: of ``(*values, *tangents)``.
-      values: how many of its inputs are values.
+      graph: a graph of the inputs ``(*values, *tangents)``.
+      values: the number of inputs that are values.
     """
     flows = spread_below(graph, [int(i >= values) for i in range(len(graph.inputs))])
     tangents = {value for value, mask in flows.items() if mask}
@@ -96,6 +96,7 @@ def _without_past_effects(graph: Graph, values: int) -> Graph:
 
 
 def _past(graph: Graph, path: Path, tangents: set[Value]) -> Iterator[Occurrence]:
+    """Yields the nodes whose effects have already happened, at every depth."""
     for node in graph.nodes:
         found = Occurrence(path, node)
         if not node.effects or isinstance(node, CustomGradient):

@@ -1,8 +1,8 @@
-"""Gradients and Jacobians of functions, traced or plain, with respect to what the caller selects.
+"""Gradients and Jacobians of traced or plain functions, with respect to the selected leaves.
 
-`jax.value_and_grad` and `jax.jacrev` do the work, on the selected leaves alone. Where the answer
-must tell "no gradient" from "a gradient of zero", the function is traced to a `Graph` as well,
-which knows (see `connectivity`).
+`jax.value_and_grad` and `jax.jacrev` do the work, on the selected leaves alone. If the answer must
+tell "no gradient" from "a gradient of zero", the function is also traced to a `Graph`, which says
+which leaves are connected to the result (see `connectivity`).
 """
 
 from __future__ import annotations
@@ -45,53 +45,55 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """The gradient of a scalar function, with respect to what `wrt` selects.
+    """Returns a function that computes the gradient of `fun` with respect to what `wrt` selects.
 
     Args:
       fun: a traced or plain function that returns one float scalar (shape ``[]``).
-      wrt: what to differentiate with respect to; the first argument unless it is said:
+      wrt: what to differentiate with respect to. The default is the first argument. It is one of:
 
-        - a position, or an argument's name, however the argument is passed: all its leaves. Those
-          of a model that are no float or complex arrays (functions, counters) get None;
-        - several of these: the answer is a tuple;
-        - leaves of the first argument: a glob for their paths (``"layers.*.kernel"``; see
-          `match.param`, which takes several), a tree of bools (`select`), a filter of flax.nnx
-          (``nnx.Param``), or a predicate ``(path, leaf) -> bool``, which is given the path in the
-          argument, without the argument's name. A glob that begins with another
-          argument's name is for that one. The answer has the structure of the argument; leaves that
-          are not selected get zeros of their shape and dtype, Python numbers the zero of their
-          type, and what is no number (functions, strings, random keys) gets None. They need not be
-          differentiable. Zeros do not freeze a weight under weight decay: see `select`.
-      has_aux: whether `fun` returns ``(value, aux)``, where ``aux`` is handed on.
-      unconnected: what a selected leaf gets through which no gradient flows, whatever the values:
-        ``"zero"``: zeros, as of `jax.grad`; ``"none"``: None, and so do leaves that are
-        not selected; ``"raise"``: an
-        `UnconnectedError` that names the leaf and the line that cuts it off. The last two
-        trace `fun` once more, and so take what `jax.jit` takes; put `tracegrad.trace` or
-        `jax.jit` around what is called often. stop_gradient, integers and booleans, round, floor,
-        ceil, sign and comparisons cut, and so does a custom gradient that returns None.
-      sparse: whether a leaf that is only used through lookups by axis 0 (``table[ids]``,
+        - a position, or an argument's name, however the argument is passed: selects all leaves of
+          the argument. Leaves that are not float or complex arrays (functions, counters) get None;
+        - a sequence of positions and names: the answer is a tuple;
+        - a selection of leaves of the first argument: a glob for their paths
+          (``"layers.*.kernel"``; see `match.param`, which takes several globs), a tree of bools
+          (`select`), a filter of flax.nnx (``nnx.Param``), or a predicate ``(path, leaf) -> bool``,
+          which is given the path in the argument, without the argument's name.
+          A glob that begins with the name of another argument selects leaves of that argument. The
+          answer has the structure of the argument. Leaves that are not selected need not be
+          differentiable. They get zeros: an array zeros of its shape and dtype, a Python number the
+          zero of its type; a leaf that is not a number (a function, a random key) gets None.
+          Zeros do not freeze a weight under weight decay: see `select`.
+      has_aux: whether `fun` returns ``(value, aux)``; ``aux`` is returned unchanged.
+      unconnected: the gradient of a selected leaf that no gradient reaches, whatever the values:
+        ``"zero"``: zeros, as of `jax.grad`; ``"none"``: None, also for leaves that are
+        not selected; ``"raise"``: raises an `UnconnectedError` that names the leaf and the line
+        that cuts it off. ``"none"`` and ``"raise"`` trace `fun` once more, so `fun` must take
+        arguments that `jax.jit` takes; put `tracegrad.trace` or `jax.jit` around a gradient that
+        is called often. These cut: stop_gradient, integers and booleans, round, floor, ceil, sign,
+        comparisons, and a custom gradient that returns None.
+      sparse: whether a leaf that is only used through lookups along axis 0 (``table[ids]``,
         `jax.numpy.take`, embeddings of flax and equinox), also in jitted functions, gets
-        `IndexedSlices`: one slice for each lookup, and no array of the table's size is ever made.
-        Then `fun` is traced, and takes what `jax.jit` takes. What is used in another way too, was
-        computed, or is looked up in the body of a loop, a branch or a recomputed function, or on
-        a mesh with explicit axes, gets an array.
-      argnums: what JAX calls a `wrt` of positions; give one of the two.
+        `IndexedSlices`: one slice for each lookup. Then no array of the table's size is made, and
+        `fun` is traced, so it must take arguments that `jax.jit` takes. A leaf gets an array if it
+        is also used in another way, was computed, lies on a mesh with explicit axes, or is looked
+        up in the body of a loop, a branch or a recomputed function.
+      argnums: JAX's name for a `wrt` of positions; pass one of the two.
       holomorphic: whether `fun` is complex-differentiable, as in `jax.grad`.
       allow_int: whether integer leaves and random keys may be selected; their gradients have
         dtype ``float0``.
 
     Returns:
-      A function of the same arguments. It returns the gradient, or ``(gradient, aux)``, in the
-      structure of the selected argument(s); each leaf has the shape and dtype of its own.
-      Complex numbers follow JAX's convention: for ``f(x + iy)`` the gradient of a real ``f``
-      is ``∂f/∂x - i ∂f/∂y``, the conjugate of TensorFlow's.
+      A function of the same arguments. It returns the gradient, or ``(gradient, aux)``. The
+      gradient has the structure of the selected argument(s), and each leaf has the shape and dtype
+      of the leaf that it belongs to. Complex numbers follow JAX's convention: for ``f(x + iy)`` the
+      gradient of a real ``f`` is ``∂f/∂x - i ∂f/∂y``, the conjugate of TensorFlow's.
 
     Raises:
-      TypeError: `wrt` is of no such kind, or `argnums` is given as well; a selected leaf is no
-        float or complex array (but with ``unconnected="none"`` it gets None); the result is no
-        scalar.
-      ValueError: another `unconnected`; `wrt` selects nothing, or what the call does not have.
+      TypeError: `wrt` is of another kind, or `argnums` is given as well; a selected leaf is not a
+        float or complex array (with ``unconnected="none"`` the leaf gets None instead); the result
+        is not a scalar.
+      ValueError: `unconnected` has another value; `wrt` selects nothing, or an argument that the
+        call does not have.
       UnconnectedError: see `unconnected`.
 
     >>> import jax.numpy as jnp
@@ -153,14 +155,14 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """The value of a scalar function together with its gradient; arguments as of `grad`.
+    """Returns a function that computes the value of `fun` and its gradient; see `grad`.
 
     Returns:
       A function of the same arguments that returns ``(value, gradient)``, or
       ``((value, aux), gradient)``. Complex numbers follow JAX's convention, as in `grad`.
 
     Raises:
-      as `grad`.
+      TypeError, ValueError, UnconnectedError: as `grad`.
 
     >>> import jax.numpy as jnp
     >>> from tracegrad import value_and_grad
@@ -202,24 +204,26 @@ def jacobian(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """The Jacobian of a function, by reverse mode: one pass backward, batched over the outputs.
+    """Returns a function that computes the Jacobian of `fun` by reverse mode.
+
+    One backward pass, batched over the outputs, computes all rows.
 
     Args:
       fun: a traced or plain function that returns a pytree of float arrays, or of complex arrays
-        if what is selected is real.
-      wrt, argnums, holomorphic, allow_int: as in `grad`, but for random keys.
+        if the selected leaves are real.
+      wrt, argnums, holomorphic, allow_int: as in `grad`; random keys cannot be selected.
       has_aux: whether `fun` returns ``(outputs, aux)``.
-      unconnected: as in `grad`, for each pair of an output leaf and a selected leaf by itself.
+      unconnected: as in `grad`, for each pair of an output leaf and a selected leaf.
 
     Returns:
       A function of the same arguments. It returns a tree like `fun`'s result, in which each leaf
-      is a tree like the selected argument(s); of an output ``f32[m]`` and a leaf ``f32[n]`` it
-      holds ``f32[m, n]``: the shape of the output followed by that of the leaf. With `has_aux`
-      ``(jacobian, aux)``. Complex numbers follow JAX's convention, as in `jax.jacrev`; the Jacobian
-      of a complex output by a real leaf is complex, as in `jax.jacfwd`.
+      is a tree like the selected argument(s). For an output ``f32[m]`` and a leaf ``f32[n]`` it
+      holds ``f32[m, n]``: the shape of the output followed by the shape of the leaf. With `has_aux`
+      it returns ``(jacobian, aux)``. Complex numbers follow JAX's convention, as in `jax.jacrev`;
+      the Jacobian of a complex output with respect to a real leaf is complex, as in `jax.jacfwd`.
 
     Raises:
-      as `grad`, save that the result need be no scalar.
+      TypeError, ValueError, UnconnectedError: as `grad`, but the result need not be a scalar.
 
     >>> import jax.numpy as jnp
     >>> from tracegrad import jacobian
@@ -249,7 +253,7 @@ def jacobian(
                 rows, beside = _jax.jacobian_rows(
                     flat, leaves, holomorphic=holomorphic, allow_int=allow_int
                 )
-        else:  # which `jax.jacrev` does not take
+        else:  # `jax.jacrev` does not accept an empty list
             outputs, beside = flat([])
             rows = [[] for _ in outputs]
         if unconnected != "zero":
@@ -275,12 +279,13 @@ def _marked(
     unconnected: Unconnected,
     rows: list[list[Any]],
 ) -> list[list[Any]]:
-    """Derivatives (one row per output leaf), with None for those that nothing connects.
+    """Returns the derivatives (one row per output leaf), with None for each unconnected pair.
 
-    Raises UnconnectedError instead if the caller wants that.
+    Raises UnconnectedError instead for ``unconnected="raise"``.
     """
     program = _traced(call, fun)
-    linked = connections(program)[: program.result_count]  # behind them is what is assigned
+    # The values that are assigned in modules come after the results.
+    linked = connections(program)[: program.result_count]
     if unconnected == "raise":
         _require_connected(call, program, linked)
     return [

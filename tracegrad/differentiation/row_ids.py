@@ -1,15 +1,16 @@
-"""Row ids as the leaf of a tree that no arithmetic takes.
+"""Row ids as arrays of an opaque dtype, which can be moved but not computed with.
 
-`IndexedSlices` are a tree, so that they go into and out of compiled functions. Whoever maps over
-trees would find integers in them, and scale them, clip them, or count them into a norm: a gradient
-of other rows, without an error. So what stands in the tree is an array of an opaque element type.
-JAX has them for random keys, in every transformation, and lets others be made: all that moves
-elements takes them (indexing, concatenating, selecting, loops, meshes), all that computes with them
-raises. In compiled programs they are integers.
+`IndexedSlices` are a pytree, so that they go into and out of compiled functions. If the row ids in
+the tree were integers, a function that maps over trees could scale them, clip them, or count them
+into a norm, and would silently return a gradient of other rows. So the tree holds arrays of an
+opaque element type. JAX has such types for random keys, supports them in every transformation, and
+lets a library define more of them. Operations that move elements (indexing, concatenating,
+selecting, loops, meshes) accept them; operations that compute with elements raise. In compiled
+programs the ids are integers.
 
-One thing JAX does to them as to any array: it makes others of their type, filled with a number
-(``jnp.ones_like``). Those would be ids. So the sign of an id is flipped in the integer that stands
-for it, by which a small number stands for an id that no table has.
+JAX can still make an array of this type that is filled with a number (``jnp.ones_like``). The fill
+must not be a valid id. So an id is stored as an integer with its sign bit flipped: then a small
+number stands for an id that no table has.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from jax.extend.random import define_prng_impl
 
 
 def _refuse(*args: Any) -> NoReturn:
-    raise TypeError("the row ids of IndexedSlices are no random keys")
+    raise TypeError("the row ids of IndexedSlices are not random keys")
 
 
-# By which JAX's errors call the type: "multiply does not accept dtypes float32, key<row ids ...>".
+# The name of the type in JAX's errors: "multiply does not accept dtypes float32, key<row ids ...>".
 _TAG = "row ids of IndexedSlices: use to_dense(), deduplicated() or apply_rows, or sparse_adam"
-# By the words of 32 bits that an id has.
+# Maps the number of 32-bit words of an id to its type.
 _KINDS = {
     words: define_prng_impl(
         key_shape=(words,),
@@ -44,7 +45,7 @@ _KINDS = {
 
 
 def opaque(ids: Any) -> Any:
-    """Row ids ``int32[...]`` or ``int64[...]`` as an array of the same shape that only moves."""
+    """Returns row ids ``int32[...]`` or ``int64[...]`` as an opaque array of the same shape."""
     words = ids.dtype.itemsize // 4
     bits = jax.lax.bitcast_convert_type(_flipped(ids), jnp.uint32).reshape(*ids.shape, words)
     return jax.random.wrap_key_data(bits, impl=_KINDS[words])
@@ -57,18 +58,18 @@ def are_opaque(rows: Any) -> bool:
 
 
 def integers(rows: Any) -> Any:
-    """The row ids of an opaque array, and of its type their type.
+    """Returns the row ids of an opaque array as integers; for the type of an array, their type.
 
-    Anything that is no array is returned as it is, since a tree may hold anything in the places of
-    arrays. Raises TypeError for an array of another type, which has been put into the place of ids.
+    A value that is not an array is returned unchanged, since JAX may put any object in the place of
+    an array of a tree. Raises TypeError for an array that is not opaque: it is not an array of ids.
     """
     if not are_opaque(rows):
         if not hasattr(rows, "dtype"):
             return rows
         raise TypeError(
-            f"an array of {rows.dtype} stands in the place of row ids of IndexedSlices: these were "
-            "made by mapping over the leaves of slices, and are none. Before that, use to_dense(), "
-            "deduplicated() or apply_rows"
+            f"an array of {rows.dtype} stands in the place of row ids of IndexedSlices: these "
+            "slices were made by mapping over the leaves of slices, and are not valid. Before "
+            "such a map, use to_dense(), deduplicated() or apply_rows"
         )
     if isinstance(rows, jax.ShapeDtypeStruct):
         return jax.eval_shape(integers, rows)
@@ -83,6 +84,6 @@ def _flipped(ids: Any) -> Any:
 
 
 def are_of_a_fill(ids: Any) -> Any:
-    """For each id whether it is none, but a number with which an opaque array has been filled."""
+    """For each id, whether it comes from an opaque array that was filled with a number."""
     kind = np.iinfo(ids.dtype)
     return ids < kind.min + (1 << kind.bits - 16)

@@ -1,4 +1,4 @@
-"""How an optimiser updates the rows of a table that have a gradient, and no others."""
+"""`apply_rows`: updates only the rows of a table that have a gradient."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from tracegrad.ir.wording import brief
 
 
 def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any]) -> Any:
-    """Updates the rows of a table for which there is a gradient, and leaves the others alone.
+    """Updates the rows of a table that have a gradient, and leaves the other rows unchanged.
 
-    This is how an optimiser with a state treats sparse gradients: no other row of the table or of
-    the state is read or written, so that a step costs in proportion to the lookups (where the
-    table is donated to the compiled function, or it would be copied).
+    An optimiser with a state uses it for sparse gradients: no other row of the table or of the
+    state is read or written. So the cost of a step is proportional to the number of lookups,
+    provided that the table is donated to the compiled function; otherwise the table is copied.
 
     Args:
-      table: an array ``[rows, ...]``, or a tree of arrays with as many rows each: the table and
-        what the optimiser keeps for its rows.
+      table: an array ``[rows, ...]``, or a tree of arrays with the same number of rows: the table
+        and the optimiser's state for its rows.
       slices: the gradient. Slices of the same row are added up first.
-      fn: ``(rows, gradients) -> new rows``. `rows` is a tree like `table` of the rows with a
-        gradient, each ``[n, ...]``, `gradients` is ``[n, ...]``; it returns a tree like `rows`.
-        There may be some rows more than needed in it, of which the result is not used.
+      fn: ``(rows, gradients) -> new rows``. `rows` is a tree like `table` that holds the rows with
+        a gradient, ``[n, ...]`` for each array; `gradients` is ``[n, ...]``. `fn` returns a tree
+        like `rows`. `rows` may contain more rows than needed; their results are discarded.
 
     Returns:
       A tree like `table`.
 
     Raises:
-      TypeError: the slices are none.
-      ValueError: an array has another number of rows than the slices are of, or `fn` returned
-        another shape.
+      TypeError: `slices` are not `IndexedSlices`.
+      ValueError: the number of rows of an array differs from the dense shape of the slices, or
+        `fn` returned arrays of another shape.
 
     Row-wise adagrad, which keeps one number for each row:
 
@@ -49,16 +49,16 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
     """
     if not isinstance(slices, IndexedSlices):
         raise TypeError(
-            f"apply_rows takes IndexedSlices, which a derivative with sparse=True gives; it was "
-            f"given {brief(slices)}"
+            f"apply_rows takes IndexedSlices, which a derivative with sparse=True returns; it got "
+            f"{brief(slices)}"
         )
     count = slices._known_shape()[0]
-    table = jax.tree.map(jnp.asarray, table)  # arrays in place of Variables, which are trees
+    table = jax.tree.map(jnp.asarray, table)  # replaces Variables, which are trees, by arrays
     for leaf in jax.tree.leaves(table):
         if jnp.shape(leaf)[:1] != (count,):
             raise ValueError(
-                f"the gradient is that of a table of {count} rows; one of the arrays to update is "
-                f"{list(jnp.shape(leaf))}"
+                f"the gradient belongs to a table of {count} rows; one of the arrays to update has "
+                f"the shape {list(jnp.shape(leaf))}"
             )
     unique = slices.deduplicated()
     rows = read_rows(table, unique)
@@ -66,19 +66,19 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
 
 
 def read_rows(table: Any, unique: IndexedSlices) -> Any:
-    """The rows of the arrays of a tree for which there are slices, one for each row."""
+    """Returns the rows of the arrays of `table` that `unique` has slices for."""
     return jax.tree.map(lambda leaf: leaf.at[unique.indices].get(mode="clip"), table)
 
 
 def write_rows(table: Any, unique: IndexedSlices, rows: Any) -> Any:
-    """The arrays of a tree with others in the places of those rows."""
+    """Returns the arrays of `table`, with `rows` in place of the rows that `unique` has."""
 
     def written(leaf: Any, new: Any) -> Any:
         old = (*unique.indices.shape, *jnp.shape(leaf)[1:])
         if jnp.shape(new) != old:
             raise ValueError(
-                f"the function of apply_rows returned {list(jnp.shape(new))} for rows of the shape "
-                f"{list(old)}"
+                f"the function given to apply_rows returned {list(jnp.shape(new))} for rows "
+                f"of shape {list(old)}"
             )
         return leaf.at[unique.indices].set(new, mode="drop")
 

@@ -36,20 +36,23 @@ def hessian(
     argnums: int | Sequence[int] | None = None,
     holomorphic: bool = False,
 ) -> Callable[..., Any]:
-    """The matrix of second derivatives of a function: forward mode over reverse mode.
+    """Returns a function that computes the matrix of second derivatives of `fun`.
+
+    It uses forward mode over reverse mode.
 
     Args:
-      fun: a traced or plain function of what `jax.jit` takes, that returns a float scalar (or a
-        pytree of float arrays: then one Hessian for each element of each).
+      fun: a traced or plain function, of any arguments that `jax.jit` takes, that returns a float
+        scalar (or a pytree of float arrays: then each element of each array has a Hessian).
       wrt, argnums: as in `grad`.
       has_aux: whether `fun` returns ``(outputs, aux)``.
       holomorphic: as in `grad`.
 
     Returns:
-      A function of the same arguments. It returns, as `jax.hessian`, a tree like the selected
-      argument(s) in which each leaf is again such a tree; for leaves ``f32[m]`` and ``f32[n]`` of a
-      scalar function it holds ``f32[m, n]``. Entries of leaves that are not selected are as
-      in `grad`. With `has_aux` ``(hessian, aux)``. Complex numbers follow JAX's convention.
+      A function of the same arguments. As `jax.hessian` does, it returns a tree like the
+      selected argument(s) in which each leaf is again such a tree. For leaves ``f32[m]`` and
+      ``f32[n]`` of a scalar function it holds ``f32[m, n]``. Leaves that are not selected get the
+      entries that they get in `grad`. With `has_aux` it returns ``(hessian, aux)``. Complex numbers
+      follow JAX's convention.
 
     Raises:
       TypeError, ValueError: as `grad`.
@@ -94,7 +97,7 @@ def hessian(
 def _rows_and_columns(
     call: Partition, blocks: Sequence[Sequence[Any]], shape: tuple[int, ...]
 ) -> Any:
-    """The Hessian of one output leaf, from one block per pair of differentiable leaves."""
+    """Returns the Hessian of one output leaf, from one block per pair of differentiable leaves."""
     leaves = call.leaves
     rows = [
         call.answer(row, functools.partial(zero_block, (*shape, *jnp.shape(leaf))))
@@ -117,21 +120,24 @@ def hvp(
     v: Any,
     wrt: Wrt = 0,
 ) -> Any:
-    """A Hessian times a vector, at about twice the cost of a gradient: forward over reverse.
+    """Returns a Hessian times a vector, at about twice the cost of a gradient.
+
+    It uses forward mode over reverse mode.
 
     Args:
-      fun: a traced or plain function of what `jax.jit` takes, that returns a float scalar.
-      primals: a tuple of its arguments.
-      v: the vector, of the structure that `grad` would return for `wrt`, and its shapes; entries
-        for leaves that are not selected are not looked at.
-      wrt: as in `grad`: the block of the Hessian that belongs to what is selected.
+      fun: a traced or plain function, of any arguments that `jax.jit` takes, that returns a float
+        scalar.
+      primals: a tuple of the arguments of `fun`.
+      v: the vector, with the structure and shapes of the gradient that `grad` returns for `wrt`;
+        entries for leaves that are not selected are ignored.
+      wrt: as in `grad`; selects the block of the Hessian.
 
     Returns:
-      The product, of the structure of `v`. It can itself be differentiated, batched and compiled.
-      Complex numbers follow JAX's convention.
+      The product, with the structure of `v`. A call of `hvp` can be differentiated, batched and
+      compiled. Complex numbers follow JAX's convention.
 
     Raises:
-      TypeError, ValueError: as `grad`; ValueError if `v` does not fit what is selected.
+      TypeError, ValueError: as `grad`; ValueError if `v` does not fit the selected leaves.
 
     >>> import jax.numpy as jnp
     >>> from tracegrad import hvp
@@ -163,14 +169,14 @@ def hvp(
 
 
 def _direction(leaf: Any, entry: Any, path: str) -> Any:
-    """The entry of `v` for one leaf, checked; a number takes the leaf's dtype."""
+    """Checks the entry of `v` for one leaf; a number gets the leaf's dtype."""
     expected = jax.typeof(leaf)
     try:
         given = jnp.asarray(as_inexact(entry, expected.dtype))
     except (TypeError, ValueError):
         raise ValueError(
-            f"v has {brief(entry)} for {path}, which is {expected.shape}. It has the structure of "
-            "what `grad` returns for wrt, which is 0, the first argument, unless another is given"
+            f"v has {brief(entry)} for {path}, which is {expected.shape}. v must have the "
+            "structure that `grad` returns for wrt, which is the first argument by default"
         ) from None
     if given.shape != expected.shape:
         raise ValueError(f"v has the shape {given.shape} for {path}, which is {expected.shape}")

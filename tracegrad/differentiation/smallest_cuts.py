@@ -1,14 +1,14 @@
-"""What cuts an input of a program off: the fewest cuts without which a gradient would arrive.
+"""Explains why an input gets no gradient: the fewest cuts on a path from the input to an output.
 
-Every program that computes something has nodes that pass no gradient on: the maximum that softmax
-subtracts is stopped, masks come of comparisons. Such a node is the cause only where nothing but it
-stands in the way. So each way of the data from the input to an output is weighed by the nodes on it
-that pass nothing on, and the lightest way is told; of equally light ones the one whose cuts the
-user has written.
+Most programs have nodes that pass no gradient on: softmax stops the gradient of the maximum that it
+subtracts, and comparisons make masks. Such a node is the cause only if no path goes around it. So
+each path of the data from the input to an output is weighted by the number of nodes on it that pass
+no gradient on, its *cuts*. The lightest path is reported; of equally light paths, the one whose
+cuts are in the user's code.
 
-The search runs backward from the outputs, and knows of every value the lightest way from there on.
-A region is searched once for each of its outputs: written out, a program of functions that call
-others twice would have no end.
+The search runs backward from the outputs, and keeps the lightest path from each value to an output.
+A region is searched once for each of its outputs. If calls were inlined instead, a program whose
+functions each call another function twice would grow exponentially.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ from tracegrad.rewriting.forward_mode import place_of
 
 @dataclass(frozen=True)
 class Cut:
-    """A node at which the gradient on its way to an input ends."""
+    """A node that passes no gradient on to an input."""
 
     occurrence: Occurrence
-    result: Value  # whose cotangent goes no further
+    result: Value  # the result of the node whose cotangent ends there
 
     @property
     def rank(self) -> int:
-        """How unlikely it is to be a mistake: a library's is not; a mask is often meant as that."""
+        """How unlikely the cut is to be a mistake: highest in a library's code, higher for a
+        mask."""
         node = self.occurrence.node
         is_mask = not is_connectable(self.result) and node.op != "convert_element_type"
         return 100 * (whose(Occurrence((), node)) != "yours") + is_mask
 
     def within(self, call: Node, name: str) -> Cut:
-        """It in the graph that the region of a call stands in."""
+        """Returns the cut as seen from the graph that contains the call of the cut's region."""
         here = self.occurrence
         return Cut(Occurrence(((call, name), *here.path), here.node), self.result)
 
@@ -72,13 +73,15 @@ class Cut:
         return f"{node.name}{place}, whose result is {dtype}"
 
 
-# The cuts on a way from an input to an output, in the order in which the data meet them.
+# The cuts on a path from an input to an output, in the order of execution.
 CutsOnWay = tuple[Cut, ...]
 
 
 def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[CutsOnWay | None]:
-    """For every input of a graph, the fewest cuts without which it were connected to a target: none
-    if it is connected; None if nothing that leads to a target uses the input.
+    """Returns, for every input of a graph, the fewest cuts on a path to a target.
+
+    The cuts are ``()`` if the input is connected, and None if no target depends on the input.
+    `targets`: the positions of outputs.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> program = tg.graph(lambda x: jnp.sum(x * jax.lax.stop_gradient(jnp.round(x))), jnp.ones(3))
@@ -97,7 +100,7 @@ def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[CutsOnWay | None
 
 
 def explain_unconnected(graph: Graph, source: int, cuts: CutsOnWay | None) -> str:
-    """Why an input gets no gradient, in words; `cuts`: its `smallest_cuts`."""
+    """Explains in words why an input gets no gradient; `cuts`: the input's `smallest_cuts`."""
     value = graph.inputs[source]
     if not is_connectable(value):
         return f"it is {dtype_of(value)}, which has no gradient"
@@ -111,13 +114,13 @@ def explain_unconnected(graph: Graph, source: int, cuts: CutsOnWay | None) -> st
 
 @dataclass(frozen=True)
 class _Way:
-    """The lightest way from one value to another, by its cuts."""
+    """The lightest path from one value to another, by its cuts."""
 
     cuts: CutsOnWay = ()
     weight: tuple[int, int] = (0, 0)  # how many cuts, and the sum of their ranks
 
     def then(self, onward: _Way) -> _Way:
-        """This way, and from its end on that one."""
+        """Returns this path followed by `onward`."""
         (count, rank), (more, further) = self.weight, onward.weight
         cuts = (*self.cuts, *(cut for cut in onward.cuts if cut not in self.cuts))
         return _Way(cuts, (count + more, rank + further))
@@ -141,10 +144,8 @@ class _Search:
 
     @once_for_each
     def of(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Way]:
-        """The way from each value of a graph to the nearest of some outputs.
-
-        `reached`: for each input, 1 if a gradient there would go on to a source.
-        """
+        """Returns the lightest path from each value of a graph to one of the target outputs.
+        `reached`: for each input, 1 if a gradient at the input would reach a source."""
         masks: dict[Value, int] = {}
         spread(graph, reached, self.walk.rule, masks)
         outputs = (graph.outputs[k] for k in targets)
@@ -160,9 +161,9 @@ class _Search:
         return ways
 
     def _into(self, node: Node, ins: Masks, ways: dict[Value, _Way]) -> list[tuple[int, _Way]]:
-        """The ways from the operands of a node, given those from its results."""
+        """Returns the paths from the operands of a node, from the paths of its results (`ways`)."""
         references = [v for v in node.operands if is_reference(v)]
-        if references:  # what is written there may be read anywhere
+        if references:  # a value that is written to a Ref may be read anywhere
             onward = [ways[v] for v in (*node.outputs, *references) if v in ways]
             return [(i, found) for i in range(len(node.inputs)) for found in onward]
         return [
@@ -173,7 +174,7 @@ class _Search:
         ]
 
     def _through(self, node: Node, ins: Masks, k: int) -> Iterator[tuple[int, _Way]]:
-        """The ways from the operands of a node to one of its results."""
+        """Yields the paths from the operands of a node to one of its results."""
         entered = self.walk.enter(node, ins)
         if entered is not None:
             yield from self._through_regions(node, entered[1], k)
@@ -186,7 +187,7 @@ class _Search:
         for i, value in enumerate(node.inputs):
             if not self._flow(node)[k] >> i & 1 or not isinstance(value, Value):
                 continue
-            # Among integers nothing is cut: that was where they came from.
+            # Integers cut nothing: the cut is the node that made integers of floats.
             if not is_connectable(value) or self._is_connected(node, ins, i, k):
                 yield i, _FREE
             else:
@@ -195,7 +196,7 @@ class _Search:
     @once_for_each
     def _flow(self, node: Node) -> Masks:
         if isinstance(node, CustomGradient) and node.kind == "vjp":
-            # Its rule may use what its function does not.
+            # The rule may use operands that the function does not use.
             return [(1 << len(node.inputs)) - 1] * len(node.outputs)
         return node_dependence(node)
 
@@ -204,7 +205,7 @@ class _Search:
             return False
         if ins[i]:
             reached = tuple(mask != 0 for mask in ins)
-        else:  # behind a cut: as if there was none
+        else:  # no gradient gets past an earlier cut: ask as if there were no cut
             reached = tuple(is_connectable(value) for value in node.inputs)
         return bool(self.walk.vjp_rows(node, reached)[k] >> i & 1)
 
@@ -215,7 +216,7 @@ class _Search:
         if is_loop(node):
             yield from self._through_loop(node, calls, masks, k)
             return
-        if node.primitive is _jax.COND:  # which branch is taken
+        if node.primitive is _jax.COND:  # the operand that selects the branch
             yield 0, _FREE
         for call in calls:
             for i, found in self._inside(node, call, masks, k).items():
@@ -235,7 +236,7 @@ class _Search:
             return ways
 
         onward: list[_Way | None] = [None] * len(body.results)
-        for call in condition:  # on what it depends when the loop ends, on that depend all results
+        for call in condition:  # all results depend on when the loop ends
             for i, found in self._inside(node, call, masks, 0).items():
                 j = call.fed_back_from[i]
                 if j is None:
@@ -246,7 +247,7 @@ class _Search:
         onward = back_around(node, onward, back, _lighter)
         for i, way in enumerate(back(onward)):
             j = body.fed_back_from[i]
-            if j is not None and may_take_no_step(node):  # what went in comes out
+            if j is not None and may_take_no_step(node):  # the initial value is the result
                 way = onward[j]
             if way is not None:
                 yield body.operands[i], way
@@ -254,7 +255,8 @@ class _Search:
     def _inside(
         self, node: Node, call: RegionCall, masks: dict[str, Masks], k: int
     ) -> dict[int, _Way]:
-        """The ways from the inputs of a region of a node to one of its outputs."""
+        """Returns the paths from the inputs of a region of a node to one of the region's
+        outputs."""
         region = node.regions[call.name]
         ways = self.of(region, [int(mask != 0) for mask in masks[call.name]], (k,))
         return {

@@ -1,10 +1,10 @@
-"""Optimisers for trees in which some gradients are `IndexedSlices`: they move the rows that were
-looked up, and no others.
+"""Optimisers for trees in which some gradients are `IndexedSlices`: they update only the rows that
+were looked up.
 
-They are optax's `GradientTransformation`s (a pair of functions, `init` and `update`), so
-`optax.chain`, `optax.apply_updates` and `flax.nnx.Optimizer` take them. The moments of a table are
-tables; of those, too, the looked-up rows alone are read and written, so that a step costs in
-proportion to the lookups (where the state is donated, or it is copied).
+They have the form of optax's `GradientTransformation` (a pair of functions, `init` and `update`),
+so `optax.chain`, `optax.apply_updates` and `flax.nnx.Optimizer` accept them. The moments of a table
+are tables as well, and only their looked-up rows are read and written. So the cost of a step is
+proportional to the number of lookups, provided that the state is donated; otherwise it is copied.
 
 A gradient that is an array is treated as if all of its rows had been looked up.
 """
@@ -21,21 +21,21 @@ from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.differentiation.row_updates import read_rows, write_rows
 
 LearningRate = float | Callable[[Any], Any]
-# Of the number of the step, from 1, a gradient and the moments of the same rows: the direction down
-# the learning rate, and the new moments.
+# Takes the number of the step (from 1), a gradient, and the moments of the same rows. Returns the
+# direction, which is multiplied by minus the learning rate, and the new moments.
 Rule = Callable[..., tuple[Any, ...]]
 
 
 class GradientTransformation(NamedTuple):
-    """What optax calls so: ``init(params) -> state``, and ``update(gradients, state, params=None)
-    -> (updates, state)``."""
+    """The same pair as in optax: ``init(params) -> state``, and ``update(gradients, state,
+    params=None) -> (updates, state)``."""
 
     init: Callable[[Any], SparseState]
     update: Callable[..., tuple[Any, SparseState]]
 
 
 class SparseState(NamedTuple):
-    """`count`: the steps that were taken, ``int32[]``; `moments`: trees like the parameters."""
+    """`count`: the number of steps so far, ``int32[]``; `moments`: trees like the parameters."""
 
     count: Any
     moments: tuple[Any, ...]
@@ -44,12 +44,13 @@ class SparseState(NamedTuple):
 def sparse_sgd(
     learning_rate: LearningRate, momentum: float | None = None
 ) -> GradientTransformation:
-    """Stochastic gradient descent, with a momentum of the rows that are looked up.
+    """Stochastic gradient descent, with momentum for the rows that are looked up.
 
     Args:
-      learning_rate: a number, or a function of the number of steps before.
-      momentum: what stays of a row's momentum when the row is looked up again; None for none. A row
-        that is not looked up keeps its momentum and is not moved by it, as in TensorFlow.
+      learning_rate: a number, or a function of the number of previous steps.
+      momentum: the factor of a row's momentum when the row is looked up again; None for no
+        momentum. A row that is not looked up keeps its momentum and does not move, as in
+        TensorFlow.
 
     Returns:
       An optax transformation; see `sparse_adam`.
@@ -77,12 +78,12 @@ def sparse_adagrad(
     initial_accumulator_value: float = 0.1,
     eps: float = 1e-7,
 ) -> GradientTransformation:
-    """Adagrad (Duchi et al. 2011), of the rows that are looked up.
+    """Adagrad (Duchi et al. 2011) for the rows that are looked up.
 
     Args:
-      learning_rate: a number, or a function of the number of steps before.
-      initial_accumulator_value: what the sums of squares start from.
-      eps: is added to their root.
+      learning_rate: a number, or a function of the number of previous steps.
+      initial_accumulator_value: the initial value of the sums of squares.
+      eps: a number that is added to the square root of the sums.
 
     Returns:
       An optax transformation; see `sparse_adam`.
@@ -105,16 +106,16 @@ def sparse_adagrad(
 def sparse_adam(
     learning_rate: LearningRate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> GradientTransformation:
-    """Adam (Kingma and Ba 2015) whose moments of a row change when the row is looked up.
+    """Adam (Kingma and Ba 2015) that changes the moments of a row only when the row is looked up.
 
-    As ``torch.optim.SparseAdam``: the row's moments are as old as its last lookup, and the
-    correction of their bias counts all steps. ``tf.keras``' Adam has all rows move, and their
-    moments decay, in each step.
+    As in ``torch.optim.SparseAdam``, the moments of a row do not decay between lookups, and the
+    bias correction counts all steps. In contrast, Adam of ``tf.keras`` moves all rows and decays
+    their moments in each step.
 
     Args:
-      learning_rate: a number, or a function of the number of steps before.
-      b1, b2: what stays of the first and the second moment.
-      eps: is added to the root of the second moment, before its bias is corrected.
+      learning_rate: a number, or a function of the number of previous steps.
+      b1, b2: the decay factors of the first and the second moment.
+      eps: a number that is added to the square root of the second moment, before bias correction.
 
     Returns:
       An optax transformation of trees of arrays and `IndexedSlices`. The updates of a table are
@@ -146,10 +147,10 @@ def sparse_adam(
 
 
 def global_norm(tree: Any) -> Any:
-    """The norm of all numbers of a tree of arrays and `IndexedSlices`, ``float[]``.
+    """Returns the norm of all numbers in a tree of arrays and `IndexedSlices`, ``float[]``.
 
-    Slices of the same row are added up first, as in the array that they stand for. As
-    `optax.global_norm`, which does not take slices.
+    Slices of the same row are added up first, as in the dense array. It is `optax.global_norm`,
+    which does not take slices.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> slices = tg.IndexedSlices(jnp.array([1.0, 2.0]), jnp.array([4, 4]), (9,))
@@ -166,7 +167,7 @@ def global_norm(tree: Any) -> Any:
 def _by_rows(
     rule: Rule, learning_rate: LearningRate, beginnings: tuple[float, ...]
 ) -> GradientTransformation:
-    """A rule as a transformation; `beginnings`: what each moment is at first."""
+    """Makes a transformation of a rule; `beginnings`: the initial value of each moment."""
 
     def init(params: Any) -> SparseState:
         def begun(value: float) -> Any:

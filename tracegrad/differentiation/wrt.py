@@ -1,4 +1,4 @@
-"""Which leaves of a call ``wrt=`` selects: by argument, by path, by a mask, or one by one."""
+"""Finds the leaves that ``wrt=`` selects: by argument, path, mask, filter or predicate."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Wrt = int | str | Sequence[int | str] | Parameters | Predicate | Any
 
 
 def select(tree: Any, wrt: Any) -> Any:
-    """A mask of a tree: True where a leaf is selected, as the gradient functions' ``wrt`` does it.
+    """Returns a mask of a tree: True for each leaf that ``wrt`` selects in the gradient functions.
 
-    Gradients of zero do not freeze a weight under an optimiser that changes weights by themselves,
-    as weight decay does. The mask is what optimisers take to leave them alone. The gradient
-    functions take it for ``wrt``, too.
+    A gradient of zero does not freeze a weight if the optimiser changes weights without a gradient,
+    as weight decay does. Pass the mask to the optimiser, which then leaves the other weights
+    unchanged. The gradient functions accept the mask as ``wrt``, too.
 
     Args:
       tree: a pytree.
-      wrt: a glob for paths (``"layers.*.kernel"``), `tracegrad.match.param` of several, a filter of
-        flax.nnx (``nnx.Param``), or a predicate ``(path, leaf) -> bool``. A path is what messages
-        call the leaf, ``"layers.0.kernel"`` in every library's models.
+      wrt: a glob for paths (``"layers.*.kernel"``), `tracegrad.match.param` of several globs, a
+        filter of flax.nnx (``nnx.Param``), or a predicate ``(path, leaf) -> bool``. A path is the
+        name of a leaf in messages: ``"layers.0.kernel"``, for models of any library.
 
     Returns:
       A tree of Python bools with the structure of `tree`.
@@ -52,7 +52,7 @@ def select(tree: Any, wrt: Any) -> Any:
     >>> select(params, "bias")
     {'bias': True, 'kernel': False}
 
-    Zeros alone do not freeze the kernel, since the decay shrinks it all the same; the mask does:
+    Zeros alone do not freeze the kernel, since the weight decay still shrinks it; the mask does:
 
     >>> from tracegrad import grad, select
     >>> biases = select(params, "bias")
@@ -73,10 +73,11 @@ def select(tree: Any, wrt: Any) -> Any:
 def partition(
     fun: Callable[..., Any], wrt: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Partition:
-    """A call of `fun`, parted into the leaves that `wrt` selects and the rest.
+    """Parts a call of `fun` into the leaves that `wrt` selects and the rest.
 
-    Raises ValueError for an argument that the call does not have, listing the function's
-    parameters; for one that is selected twice; and for what selects nothing, with near paths.
+    Raises ValueError if the call does not have the selected argument (the message lists the
+    function's parameters), if an argument is selected twice, or if nothing is selected (the
+    message lists similar paths).
     """
     arguments = [*map(_argument, range(len(args)), args)]
     arguments += [_argument(key, kwargs[key]) for key in sorted(kwargs)]
@@ -102,14 +103,14 @@ def _as_one(several: Sequence[int | str]) -> str:
 
 
 def check_wrt(wrt: Any) -> None:
-    """Raises TypeError for what is no way to select, ValueError for an empty one."""
+    """Raises TypeError if `wrt` is not of a supported kind, and ValueError if it is empty."""
     if _is_key(wrt) or isinstance(wrt, Parameters) or _is_mask(wrt) or _is_filter(wrt):
         return
     if callable(wrt):
         return require_takes(wrt, 2, "predicate (path, leaf) -> bool")
     if not _is_several(wrt):
         raise TypeError(
-            "wrt is a position, an argument name, a glob for paths, several of these, a tree of "
+            "wrt is a position, an argument name, a glob for paths, a sequence of these, a tree of "
             "bools like the first argument (tracegrad.select), a filter of flax.nnx, or a "
             f"predicate (path, leaf) -> bool over the first argument's leaves; got {wrt!r}"
         )
@@ -126,7 +127,7 @@ def _is_several(wrt: Any) -> bool:
 
 
 def _is_mask(wrt: Any) -> bool:
-    """Whether it is a tree of bools; one bool is none."""
+    """Whether `wrt` is a tree of bools; a single bool is not."""
     if isinstance(wrt, bool):
         return False
     leaves = jax.tree.leaves(wrt)
@@ -145,7 +146,7 @@ def _argument(key: int | str, tree: Any) -> Argument:
 def _selected(
     fun: Callable[..., Any], wrt: Any, arguments: Sequence[Argument]
 ) -> tuple[int, Sequence[bool]]:
-    """The place of the argument that `wrt` is about, and which of its leaves are selected."""
+    """Returns the index of the argument that `wrt` selects, and a mask of its leaves."""
     if _is_key(wrt) and not isinstance(wrt, str):
         return _whole(arguments, _at_position(fun, operator.index(wrt), arguments))
     names = _names(fun, arguments)
@@ -177,13 +178,13 @@ def _whole(arguments: Sequence[Argument], place: int) -> tuple[int, Sequence[boo
 
 
 def _names(fun: Callable[..., Any], arguments: Sequence[Argument]) -> list[str]:
-    """What the function calls each argument of the call."""
+    """Returns the function's name for each argument of the call."""
     names = argument_names(fun, sum(isinstance(each.key, int) for each in arguments))
     return [names[k] if isinstance(k, int) else k for k in (each.key for each in arguments)]
 
 
 def _first(fun: Callable[..., Any], names: Sequence[str], arguments: Sequence[Argument]) -> int:
-    """The place of the first argument."""
+    """Returns the index of the function's first argument."""
     if arguments and arguments[0].key == 0:
         return 0
     called = [p.name for p in parameters_of(fun) if p.name in names]
@@ -195,7 +196,7 @@ def _first(fun: Callable[..., Any], names: Sequence[str], arguments: Sequence[Ar
 
 
 def _at_position(fun: Callable[..., Any], position: int, arguments: Sequence[Argument]) -> int:
-    """The place of the argument at a position in the function's signature."""
+    """Returns the index of the argument at a position in the function's signature."""
     count = sum(isinstance(each.key, int) for each in arguments)
     if -count <= position < count:
         return position % count
@@ -210,12 +211,14 @@ def _at_position(fun: Callable[..., Any], position: int, arguments: Sequence[Arg
 
 
 def _no_argument(fun: Callable[..., Any], name: str, names: Sequence[str]) -> str:
-    """Why a call has no argument of a name."""
+    """Returns the message for a name that no argument of the call has."""
     for parameter in parameters_of(fun):
         if parameter.name == name:
             why = _not_passed(parameter, "it")
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                why = "has any number of these; say which by position, argnums=, or by its name"
+                why = (
+                    "stands for any number of arguments; select one by position (argnums=) or name"
+                )
             return f"wrt={name!r}: {_described(fun)} {why}"
     parameters = [p.name for p in positional(parameters_of(fun))]
     near = difflib.get_close_matches(name, [*parameters, *names], 1)
@@ -230,7 +233,7 @@ def _not_passed(parameter: inspect.Parameter, name: str) -> str:
 
 
 def _described(fun: Callable[..., Any]) -> str:
-    """A function with its parameters: ``loss(params, x, y)``."""
+    """Returns the text of a function with its parameters: ``loss(params, x, y)``."""
     marks: dict[Any, str] = {
         inspect.Parameter.VAR_POSITIONAL: "*",
         inspect.Parameter.VAR_KEYWORD: "**",
@@ -240,8 +243,8 @@ def _described(fun: Callable[..., Any]) -> str:
 
 
 def _is_path(wrt: str, fun: Callable[..., Any], arguments: Sequence[Argument]) -> bool:
-    """Whether a text is a glob for paths, where it is the name of no argument of the call: one that
-    could be a parameter's name must fit a path of the first argument."""
+    """Whether a text that is not the name of an argument of the call is a glob for paths. A text
+    that could be the name of a parameter must match a path of the first argument."""
     if not wrt.isidentifier():
         return True
     if not arguments or wrt in [parameter.name for parameter in parameters_of(fun)]:
@@ -251,7 +254,7 @@ def _is_path(wrt: str, fun: Callable[..., Any], arguments: Sequence[Argument]) -
 
 
 def _is_filter(wrt: Any) -> bool:
-    """Whether it is a filter of flax.nnx: the class of a variable, or what its functions make."""
+    """Whether `wrt` is a filter of flax.nnx: a class of variables, or an object of its filters."""
     flax = nnx()
     if flax is None:
         return False
@@ -261,14 +264,14 @@ def _is_filter(wrt: Any) -> bool:
 
 
 def _passes(wrt: Any, leaf: Leaf, value: Any) -> bool:
-    """Whether a filter of flax.nnx takes a leaf."""
+    """Whether a filter of flax.nnx selects a leaf."""
     path = tuple(int(key) if key.isdigit() else key for key in leaf.name.split("."))
     held = value if leaf.holder is None else leaf.holder
     return bool(nnx().filterlib.to_predicate(wrt)(path, held))
 
 
 def _mask(wrt: Any, named: Sequence[Leaf], leaves: Sequence[Any], argument: str = "") -> list[bool]:
-    """Which leaves of one tree are selected. Raises ValueError if none is."""
+    """Returns a mask of the selected leaves of one tree. Raises ValueError if none is selected."""
     if isinstance(wrt, str):
         wrt = Parameters("", (wrt,))
     paths = [leaf.name for leaf in named]

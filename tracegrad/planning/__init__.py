@@ -1,4 +1,4 @@
-"""What to keep and what to compute again, so that a program fits a memory budget."""
+"""Plans which values a gradient keeps and which it recomputes, to fit a memory budget."""
 
 from tracegrad.planning.plan import PlanSummary as PlanSummary
 from tracegrad.planning.plan import RecomputePlan as RecomputePlan

@@ -1,5 +1,5 @@
-"""Which values get a cotangent: those that are computed from what is differentiated and that lead
-to a result which is."""
+"""Finds the *active* values, which get a cotangent: they are computed from an input that the
+program is differentiated with respect to, and a differentiated output depends on them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from tracegrad.ir.dependence import Masks, back_around, enter, spread
 
 
 def active_values(graph: Graph) -> set[Value]:
-    """The values between what a graph is differentiated with respect to and its outputs; empty if
-    no way leads from the one to the other. Where that is not known, it is all inputs, and what
-    another trace has of it."""
+    """Returns the values on the paths from the differentiated inputs to the outputs; maybe none. If
+    the differentiated inputs are not known, all inputs and all traced constants count."""
     known = graph.differentiated
-    others = len(graph.inputs) - len(known)  # what rules have put behind them: taps
+    others = len(graph.inputs) - len(known)  # the taps that rules have added after the inputs
     chosen = [*known, *[True] * others]
     given = [int(c and has_gradient(v)) for c, v in zip(chosen, graph.inputs, strict=True)]
     constants = [v for v in traced_constants(graph) if has_gradient(v) and not known]
@@ -24,17 +23,17 @@ def active_values(graph: Graph) -> set[Value]:
 
 
 def traced_constants(graph: Graph) -> list[Value]:
-    """The constants that another trace has, by which a gradient may go on."""
+    """Returns the constants that are tracers of another trace, which a gradient may flow into."""
     return [value for value, array in graph.constants.items() if _jax.is_tracer(array)]
 
 
 def active_in_body(scan: Node, body: Graph, active: Collection[Value]) -> set[Value]:
-    """The values of a scan's body that get a cotangent in some iteration.
+    """Returns the values of a scan's body that get a cotangent in some iteration.
 
     Args:
       scan: the node.
-      body: its body, or a graph that computes the same.
-      active: what gets a cotangent around the node.
+      body: the body of the scan, or a graph that computes the same.
+      active: the active values of the graph that contains the scan.
     """
     given = [int(isinstance(v, Value) and v in active) for v in scan.inputs]
     entered = enter(scan, given, _run)
@@ -49,7 +48,7 @@ def active_in_body(scan: Node, body: Graph, active: Collection[Value]) -> set[Va
 
 
 def _reached(graph: Graph, inputs: Masks, constants: Sequence[Value] = ()) -> set[Value]:
-    """The chosen inputs and constants, and what is computed from them."""
+    """Returns the chosen inputs and constants, and the values that are computed from them."""
     masks = dict.fromkeys(constants, 1)
     spread(graph, inputs, _rule, masks)
     return {value for value, mask in masks.items() if mask}
@@ -69,7 +68,7 @@ def _rule(node: Node, ins: Masks) -> Masks:
 
 
 def _live(graph: Graph, wanted: Sequence[bool], reached: Collection[Value]) -> set[Value]:
-    """Of what is reached the wanted outputs, and what leads to them."""
+    """Returns the reached values that are wanted outputs, or that a wanted output depends on."""
     ends = [v for v, is_end in zip(graph.outputs, wanted, strict=True) if is_end]
     live = {v for v in ends if isinstance(v, Value) and v in reached}
     for node in reversed(graph.nodes):

@@ -1,9 +1,9 @@
-"""Names for the results of a node (`jax.ad_checkpoint.checkpoint_name`), for a policy to save.
+"""Names the results of a node (`jax.ad_checkpoint.checkpoint_name`), for a policy to save them.
 
-A name is an operation behind the node, and what the policy saves is what that returns. It spares
-the node only if nothing reads the node itself any more; but JAX's derivative of ``tanh`` reads what
-``tanh`` has returned. So a node whose derivative reads its own results becomes a function with the
-very derivative that JAX has for it, in which they have their names, too.
+A name is an operation that comes after the node, and the policy saves the result of this operation.
+The node is not recomputed only if no other operation reads the node's own result. But JAX's
+derivative of ``tanh`` reads the result of ``tanh``. So a node whose derivative reads the node's
+results becomes a function with JAX's derivative of the node, in which the results are named, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tracegrad.rewriting.overriding import with_tangents
 def named_results(
     node: Node, operands: Sequence[Any], names: Sequence[str], reads_results: bool
 ) -> list[Any]:
-    """The results of a node, with names; `reads_results`: whether its derivative reads them."""
-    # Run backwards, loops and calls read what is inside them.
+    """Runs a node and names its results; `reads_results`: whether the derivative reads them."""
+    # The derivatives of loops and calls read values inside of them, and not their results.
     is_open = not node.regions or (isinstance(node, CustomGradient) and node.kind == "jvp")
     if reads_results and is_open:
         return _with_names(node, names)(*operands)
@@ -36,8 +36,8 @@ def named_results(
 
 
 def _with_name(value: Any, name: str) -> Any:
-    """A value that a policy may save by its name."""
-    if jnp.iscomplexobj(value):  # which JAX cannot save, as it rounds what it does
+    """Returns the value with a name, by which a policy may save it."""
+    if jnp.iscomplexobj(value):  # JAX rounds saved values, and cannot round complex ones
         return jax.lax.complex(_with_name(jnp.real(value), name), _with_name(jnp.imag(value), name))
     return checkpoint_name(value, name)  # type: ignore[no-untyped-call]
 
@@ -47,7 +47,8 @@ def _named(values: Sequence[Any], names: Sequence[str]) -> list[Any]:
 
 
 def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
-    """The function of a node with names for its results, wherever they are read."""
+    """Returns a function that runs a node, and in which all readers of its results read named
+    ones."""
 
     def run(*args: Any) -> list[Any]:
         return run_node(node, args)
@@ -58,7 +59,7 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
     def differentiated(
         primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        # Derived of the results with their names, wherever these are read.
+        # The JVP of the node, in which the results are replaced by named results.
         graph = trace_jvp(run, [atom.aval for atom in node.inputs], active)
         by_name = {
             value: name

@@ -1,4 +1,4 @@
-"""What XLA has made of a program: the bytes that it holds, and what it writes, in order."""
+"""Reads a compiled program: the bytes that XLA holds, and the buffers that it writes, in order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 from tracegrad import _jax
 from tracegrad.planning.hlo import Computation, Instruction, Module
 
-# Nothing is written for them.
+# Operations of HLO that write no buffer.
 _VIEWS = ("bitcast", "tuple", "get-tuple-element", "parameter", "constant", "opt-barrier")
-# The elements that were there, maybe in another order or precision (CPUs compute bfloat16 in
+# Operations that keep the elements, maybe in another order or precision (CPUs compute bfloat16 in
 # float32).
 COPIES = ("bitcast", "copy", "reshape", "transpose", "convert")
 
@@ -20,13 +20,13 @@ _T = TypeVar("_T")
 
 
 class NotMeasuredError(Exception):
-    """A program could not be compiled here, by itself."""
+    """A program cannot be compiled on this machine, or cannot be compiled by itself."""
 
 
 def account_of(compiled: Any, device: Any) -> Any:
-    """XLA's account of the memory of a program compiled for a device, on each such device.
+    """Returns XLA's memory analysis of a compiled program, in bytes per device.
 
-    Raises NotMeasuredError if the backend does not say.
+    Raises NotMeasuredError if the backend has no such analysis.
     """
     analysis = compiled.memory_analysis()
     if analysis is None:
@@ -36,8 +36,7 @@ def account_of(compiled: Any, device: Any) -> Any:
 
 @contextmanager
 def saying_why_not() -> Iterator[None]:
-    """A block that compiles: whatever JAX or XLA cannot do with a part of a program is a
-    NotMeasuredError in their words."""
+    """A context manager for compiling: turns any error of JAX or XLA into a NotMeasuredError."""
     try:
         yield
     except NotMeasuredError:
@@ -47,17 +46,18 @@ def saying_why_not() -> Iterator[None]:
 
 
 class Written(NamedTuple):
-    """What an instruction writes to memory.
+    """A buffer that an instruction writes to memory; buffers are numbered in the order of writing.
 
     Attributes:
-      size: bytes.
-      scopes: the named scopes under which the operations were traced whose results it holds,
-        ``jit(f)/jvp(block)/mul``: of several that run as one, the last.
-      inside: those of the others, whose results are nowhere in memory.
-      reads: what it reads of what was written before, by its place; not arguments.
-      until: the place of the last that reads it for what nothing before has computed of it, or of
-        which only a part was written; its own if nothing does. What XLA computes anew inside of a
-        later one is no other reason to keep it: where a barrier comes between, that is written.
+      size: the bytes of the buffer.
+      scopes: the named scopes (``jit(f)/jvp(block)/mul``) of the operations whose results the
+        buffer holds. If XLA has fused several operations, these are the last ones.
+      inside: the scopes of the other fused operations, whose results are not in memory.
+      reads: the numbers of the earlier buffers that the instruction reads; not arguments.
+      until: the number of the last buffer that keeps this one alive; its own if none does. A reader
+        keeps it alive if it computes something of it that no earlier reader has computed, or that
+        was written in part only. A reader that recomputes the same inside a fusion does not: if a
+        barrier comes between, the result is written instead.
     """
 
     size: int
@@ -68,11 +68,11 @@ class Written(NamedTuple):
 
 
 def written_by(module: Module) -> list[Written]:
-    """What a program writes to memory, in order; what a loop writes inside is left out."""
+    """Returns the buffers that a program writes, in order, without those inside of loops."""
     found: list[Written] = []
     until: dict[int, int] = {}
     computed = set[tuple[int, Hashable]]()
-    places: dict[int, tuple[int, ...]] = {}  # of what an instruction is, or is a view of
+    places: dict[int, tuple[int, ...]] = {}  # the buffers that an instruction is, or is a view of
     for key, each in module.entry.instructions.items():
         reads = _once(k for operand in each.operands for k in places.get(operand, ()))
         if each.op in _VIEWS:
@@ -81,7 +81,7 @@ def written_by(module: Module) -> list[Written]:
         inner = module.computations[each.called[0]] if each.op == "fusion" else None
         last = list(_last(inner.instructions, inner.root)) if inner else [each]
         scopes = [scope for end in last if end.op != "parameter" for scope in end.scopes]
-        if not scopes:  # it copies what it reads
+        if not scopes:  # it copies its operands
             copied = [each.operands[end.number] for end in last if end.op == "parameter"]
             if each.op in COPIES:
                 copied += each.operands
@@ -102,7 +102,8 @@ def written_by(module: Module) -> list[Written]:
 
 
 def _uses(body: Mapping[int, Instruction], number: int) -> Iterator[Hashable]:
-    """What a computation computes of its parameter of a number."""
+    """Yields the uses of a computation's parameter; copies of the parameter count as the
+    parameter."""
     same = {each.key for each in body.values() if (each.op, each.number) == ("parameter", number)}
     for each in body.values():
         if not same.isdisjoint(each.operands):
@@ -113,12 +114,12 @@ def _uses(body: Mapping[int, Instruction], number: int) -> Iterator[Hashable]:
 
 
 def _use(each: Instruction) -> Hashable:
-    """What an instruction computes of its operands: equal for copies of one instruction."""
+    """Returns a key for what an instruction computes; copies of one instruction have equal keys."""
     return (*each.scopes, each.slices) if each.scopes else each.key
 
 
 def _all_of(body: Computation, others: Mapping[int, Computation]) -> Iterator[Instruction]:
-    """The instructions of a computation, and of those that they run as one (on TPUs)."""
+    """Yields the instructions of a computation, and of fusions inside of it (on TPUs)."""
     for each in body.instructions.values():
         yield each
         if each.op == "fusion":
@@ -126,7 +127,7 @@ def _all_of(body: Computation, others: Mapping[int, Computation]) -> Iterator[In
 
 
 def _last(body: Mapping[int, Instruction], now: Instruction) -> Iterator[Instruction]:
-    """The instructions that compute what one of a computation is, or is a copy of."""
+    """Yields the instructions that compute the value of `now`, which may be a copy or a tuple."""
     if now.op == "tuple" or (now.op in COPIES and not now.scopes):
         for operand in now.operands:
             yield from _last(body, body[operand])
@@ -135,4 +136,5 @@ def _last(body: Mapping[int, Instruction], now: Instruction) -> Iterator[Instruc
 
 
 def _once(found: Iterable[_T]) -> tuple[_T, ...]:
+    """Returns the items without repetitions, in order."""
     return tuple(dict.fromkeys(found))

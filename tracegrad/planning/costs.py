@@ -1,10 +1,10 @@
-"""What a node costs: the floating point operations that it takes, by the formula of its primitive,
-and the bytes of what it returns.
+"""Computes the cost of a node: its floating point operations (FLOPs), by a formula for its
+primitive, and the bytes of its results.
 
-A multiply-add counts as two operations. What is not listed takes one for each element of its
-largest operand or result, which is right for element-wise operations and for reductions. Of complex
-numbers those of their parts are counted: 6 for a product, 8 for a multiply-add, 2 for a sum. Random
-bits take those of the rounds of their generator, on integers.
+A multiply-add counts as two operations. A primitive that is not listed takes one operation for each
+element of its largest operand or result, which is right for element-wise operations and reductions.
+An operation on complex numbers counts as operations on their parts: 6 for a product, 8 for a
+multiply-add, 2 for a sum. Random bits count the integer operations of their generator.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from tracegrad.ir.nodes import CustomGradient, Node
 
 
 def node_flops(node: Node, known: dict[Graph, int]) -> int:
-    """FLOPs of one run of a node; `known` remembers those of regions.
+    """Returns the FLOPs of one run of a node; `known` caches the FLOPs of regions.
 
-    A scan takes its length times its body, a while loop counts as one iteration (how many there
-    are is not known), a branch as the most costly one. A symbolic size counts as one.
+    A scan costs its length times its body. A while loop counts as one iteration, since the number
+    of iterations is not known. A `cond` costs its most expensive branch. A symbolic size counts
+    as 1.
     """
     if node.regions:
         costs = [_graph_flops(region, known) for region in node.regions.values()]
@@ -38,29 +39,28 @@ def node_flops(node: Node, known: dict[Graph, int]) -> int:
 
 
 def size_of(dimension: Any) -> int:
-    """An array dimension as a number; one that is symbolic counts as 1."""
+    """Returns an array dimension as a number; a symbolic dimension counts as 1."""
     return dimension if isinstance(dimension, int) else 1
 
 
 def elements(aval: Any) -> int:
-    """How many elements a value of a type has."""
+    """Returns the number of elements of a type."""
     return math.prod(map(size_of, getattr(aval, "shape", ())))
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of a value of a type, on each device; 0 for what is not an array of numbers, or waits
-    in the host's memory."""
+    """Returns the bytes of a type on each device; 0 if it is not an array, or is on the host."""
     return 0 if _jax.is_on_host(aval) else nbytes_anywhere(aval)
 
 
 def nbytes_anywhere(aval: Any) -> int:
-    """`nbytes`, in whose memory it may be."""
+    """As `nbytes`, but also counts arrays in the host's memory."""
     dtype = getattr(aval, "dtype", None)
     return math.prod(map(size_of, _jax.local_shape(aval))) * int(getattr(dtype, "itemsize", 0) or 0)
 
 
 def is_by_element(node: Node) -> bool:
-    """Whether it is a view, or computes each element of its results of one of each operand."""
+    """Whether a node is a view, or element-wise."""
     if isinstance(node, CustomGradient) or node.primitive is _jax.JIT:
         nodes = [inner for region in node.regions.values() for inner in region.nodes]
         return all(map(is_by_element, nodes))
@@ -76,13 +76,13 @@ def _graph_flops(graph: Graph, known: dict[Graph, int]) -> int:
 def _runs_of_region(node: Node) -> float:
     if node.primitive is _jax.SCAN:
         return size_of(node.params["length"])
-    if node.op == "reduce":  # its operands are arrays and, behind them, a start for each
+    if node.op == "reduce":  # its operands are arrays, followed by an initial value for each
         return elements(node.inputs[0].aval)
     return _windows(node) if node.op == "reduce_window" else 1
 
 
 def _operations_on_parts(node: Node) -> int:
-    """How many operations on real numbers stand for one of a node."""
+    """Returns the number of operations on real numbers for one operation of a node."""
     dtypes = [getattr(atom.aval, "dtype", None) for atom in (*node.inputs, *node.outputs)]
     if not any(d is not None and jnp.issubdtype(d, jnp.complexfloating) for d in dtypes):
         return 1
@@ -110,7 +110,7 @@ def _dot_general(node: Node) -> float:
 def _convolution(node: Node) -> float:
     kernel = _shape(node, 1)
     _, features_in, *window = node.params["dimension_numbers"].rhs_spec
-    # The kernel's input features are those of one group.
+    # The kernel has the input features of one group only.
     taps = int(math.prod(kernel[i] for i in (features_in, *window)))
     return 2.0 * elements(node.outputs[0].aval) * taps
 
@@ -119,7 +119,7 @@ def _ragged_dot(node: Node) -> float:
     ((contracted, _), _) = node.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     lhs, groups = _shape(node), 1
     if set(node.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions) & set(contracted):
-        groups = _shape(node, 2)[-1]  # each has its part of the sum, and a result of its own
+        groups = _shape(node, 2)[-1]  # each group sums its part, and has its own result
     length = int(math.prod(lhs[i] for i in contracted))
     return 2.0 * elements(node.outputs[0].aval) * length / max(1, groups)
 
@@ -132,7 +132,7 @@ def _fft(node: Node) -> float:
 
 
 def _windows(node: Node) -> float:
-    """The elements that all windows have together."""
+    """Returns the number of elements of all windows together."""
     window = math.prod(map(size_of, node.params["window_dimensions"]))
     return float(elements(node.outputs[0].aval) * window)
 
@@ -156,12 +156,12 @@ def _sort(node: Node) -> float:
 
 
 def _square_matrices(factor: float) -> Callable[[Node], float]:
-    """Per matrix ``factor * n ** 3``."""
+    """Returns the formula ``factor * n ** 3`` per ``n × n`` matrix."""
     return lambda node: factor * elements(node.inputs[0].aval) * _shape(node)[-1]
 
 
 def _rectangular_matrices(factor: float) -> Callable[[Node], float]:
-    """Per ``m × n`` matrix ``factor * m * n * min(m, n)``."""
+    """Returns the formula ``factor * m * n * min(m, n)`` per ``m × n`` matrix."""
     return lambda node: factor * elements(node.inputs[0].aval) * min(_shape(node)[-2:])
 
 
@@ -173,7 +173,8 @@ def _triangular_solve(node: Node) -> float:
 # and an exclusive or, and adds keys and a counter after every fourth (Salmon et al. 2011).
 _RANDOM_WORD = (20 * 5 + 5 * 3 + 2) / 2
 
-# Golub and Van Loan, Matrix Computations; constants of the standard dense algorithms.
+# The constants are those of the standard dense algorithms (Golub and Van Loan, Matrix
+# Computations).
 _FORMULAS: dict[str, Callable[[Node], float]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
@@ -205,7 +206,7 @@ _FORMULAS: dict[str, Callable[[Node], float]] = {
     _nothing,
 )
 
-# Those whose formula is that of complex numbers already, or of no numbers.
+# Operations whose formula already counts the parts of complex numbers, or that compute nothing.
 _COUNTS_PARTS = {"fft", "real", "imag"}
-# Of one complex operation, those of the parts; 2 for what is not listed.
+# The real operations of one complex operation; 2 (or 4 with a formula) if it is not listed.
 _ON_PARTS = dict.fromkeys(("mul", "integer_pow", "square"), 6) | {"div": 11}

@@ -1,11 +1,11 @@
-"""Minimum cuts: which values to save so that the rest is recomputed at the least price.
+"""Finds by minimum cuts which values to save, so that saving and recomputing cost the least.
 
-Every value that the backward pass reads must be saved, at a price for each byte, or run again, for
-its FLOPs, and then what it is computed from must be there in its turn. A value that is there but
-not run pays for its bytes, one that is run pays for its FLOPs: both are arcs of a network, and the
-cheapest choice is its minimum cut (the project selection problem; for tensors, as in PyTorch's
-min-cut partitioner of functorch). The save sets of all prices are the lower convex hull of (bytes,
-FLOPs) over all save sets.
+Every value that the backward pass reads must be available: it is either saved, at a price for each
+byte, or recomputed, at the cost of its FLOPs; then its operands must be available as well. A value
+that is available and not recomputed pays for its bytes; a recomputed value pays for its FLOPs. Both
+costs are arcs of a network, and the cheapest choice is the minimum cut of the network (the project
+selection problem; for tensors, PyTorch's min-cut partitioner of functorch does the same). The save
+sets for all prices are the lower convex hull of (bytes, FLOPs) over all save sets.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from scipy.sparse.csgraph import (  # type: ignore[import-untyped]
     maximum_flow,
 )
 
-# Capacities are whole numbers: fractions of this. Sums of 2 ** 17 of them fit 64 bits.
+# Capacities are integers, in units of 1 / _SCALE. Sums of 2 ** 17 of them fit 64 bits.
 _BITS = 44
 _SCALE = 1 << _BITS
 _INFINITE = 2 * _SCALE
-_ARCS = 8_000  # of networks that are solved at once, which spares most of what SciPy does around
+_ARCS = 8_000  # of networks that are solved together, to call SciPy less often
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The cheapest choice for a price: `saved`, its bytes that cost something, the FLOPs of what is
-    run again."""
+    """The cheapest choice for a price: the `saved` operations, their bytes, and the FLOPs of the
+    recomputed operations."""
 
     saved: frozenset[int]
     bytes: int
@@ -40,13 +40,13 @@ class Cut:
 
 
 class Network:
-    """The choice for a program, or a piece of it.
+    """The network for the choice in a program, or in a piece of a program.
 
     Args:
-      sizes, flops, args: of each operation the bytes, the FLOPs (infinite for what cannot be run
-        again) and the operations that it reads.
-      needed: what the backward pass reads.
-      must_run: what is run again in any case.
+      sizes, flops, args: the bytes, the FLOPs (infinite if it cannot be recomputed) and the
+        operands of each operation.
+      needed: the operations whose results the backward pass reads.
+      must_run: the operations that are recomputed in any case.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class Network:
                 number[v] = len(number)
                 pending += args[v]
         self.values = list(number)
-        # A value has two nodes behind the source, 0, and the sink, 1: it is there, and it is run.
+        # Node 0 is the source, node 1 the sink. Each value has two nodes: "available" and
+        # "recomputed".
         there = {v: 2 + 2 * k for v, k in number.items()}
         arcs = [(there[v], there[v] + 1) for v in self.values]
         arcs += [(there[v] + 1, 1) for v in self.values]
@@ -78,9 +79,10 @@ class Network:
         self._flops = np.array([flops[v] for v in self.values], float)
 
     def capacities(self, price: float) -> np.ndarray:
-        """Those of the arcs; `price`: FLOPs for a byte, infinite to save only what must be."""
+        """Returns the capacities of the arcs. `price`: FLOPs per byte; if it is infinite, only
+        values that cannot be recomputed are saved."""
         found = np.full(len(self.arcs), _INFINITE, np.int64)
-        # Saving a value never pays if it costs more than running everything.
+        # Saving a value never pays if it costs more than recomputing everything.
         can_run = self._flops < math.inf
         scale = _SCALE / max(1.0, 2.0 * self._flops[can_run].sum())
         count = len(self.values)
@@ -92,7 +94,8 @@ class Network:
         return found
 
     def cut(self, is_beyond: np.ndarray) -> Cut:
-        """The choice of a minimum cut; `is_beyond`: which nodes are on the sink's side."""
+        """Returns the choice of a minimum cut; `is_beyond`: for each node, if it is on the sink's
+        side."""
         is_run = ~is_beyond[3::2]
         is_saved = is_beyond[3::2] & ~is_beyond[2::2]
         saved = frozenset(itertools.compress(self.values, is_saved))
@@ -100,8 +103,11 @@ class Network:
 
 
 def hulls(networks: Sequence[Network], most: int) -> list[list[Cut]]:
-    """For each network save sets from the cheapest to compute to the smallest, on the convex hull
-    of both. At most `most` of them: the widest gaps are looked into first."""
+    """Returns save sets of each network on the convex hull of bytes and FLOPs.
+
+    They go from the fewest FLOPs to the fewest bytes, at most `most` of them; the widest gaps are
+    searched first.
+    """
     found: dict[int, list[Cut]] = {}
     searches = {k: _hull(most) for k in range(len(networks))}
     prices = {k: next(search) for k, search in searches.items()}
@@ -117,7 +123,8 @@ def hulls(networks: Sequence[Network], most: int) -> list[list[Cut]]:
 
 
 def _hull(most: int) -> Generator[float, Cut, list[Cut]]:
-    """Yields prices, takes the cheapest choice for each."""
+    """A generator that yields prices, is sent the cheapest choice for each, and returns the
+    hull."""
     first = yield 0.0
     last = yield math.inf
     cuts, gaps = [first], [(first, last)]
@@ -141,8 +148,8 @@ def _area(a: Cut, b: Cut) -> float:
 
 
 def minimum_cuts(asked: Sequence[tuple[Network, float]]) -> list[Cut]:
-    """The cheapest choice of each network for its price. Several are one network with the same
-    source and sink."""
+    """Returns the cheapest choice of each network for its price. Several networks are joined into
+    one at their sources and sinks, and solved together."""
     cuts, begin = list[Cut](), 0
     while begin < len(asked):
         end, arcs = begin, 0
@@ -165,13 +172,15 @@ def minimum_cuts(asked: Sequence[tuple[Network, float]]) -> list[Cut]:
 
 
 def _beyond(arcs: np.ndarray, capacities: np.ndarray, nodes: int) -> np.ndarray:
-    """The sink's side of the minimum cut: of several, that with the fewest nodes, from which more
-    could flow to the sink.
+    """Returns for each node whether it is on the sink's side of the minimum cut.
 
-    SciPy has 32 bits, and drops the others in silence. So the flow is made in rounds, of the high
-    bits first (capacity scaling), and is exact. After a round less than a unit of it fits through
-    each arc of some cut, so that the flow of the next round is below `most`, and larger capacities
-    are as good as that.
+    Of several minimum cuts, it is the one with the fewest nodes on the sink's side: those from
+    which more could flow to the sink.
+
+    SciPy uses 32-bit capacities, and silently drops the higher bits. So the flow is computed in
+    rounds, high bits first (capacity scaling), and is exact. After a round, less than one unit of
+    that round fits through each arc of some cut. So the flow of the next round is below `most`, and
+    capacities can be limited to `most`.
     """
     most = 1 << 30
     bits = 29 - len(arcs).bit_length()

@@ -1,8 +1,8 @@
-"""The cheapest plan that XLA was seen to hold within a budget.
+"""Finds the cheapest plan that XLA, as measured, holds within a budget.
 
-The model says which plan is good; how much of it XLA keeps, and what it needs beside, depends on
-the backend. So gradients are compiled, and what XLA holds corrects the bytes that the model plans
-for. Two are enough: what they have to find is little more than one ratio.
+The model ranks plans, but the bytes that XLA holds for a plan depend on the backend. So gradients
+are compiled, and the bytes that XLA holds correct the *target*, the peak that the model plans for.
+Two compilations are usually enough: they have to find little more than one ratio.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ def fitted(
     plans: int,
     measured_on: str,
 ) -> RecomputePlan:
-    """The cheapest plan found that XLA holds within a budget.
+    """Returns the cheapest plan found that XLA holds within a budget.
 
     Args:
-      held_by: compiles the gradient of a program and tells the bytes.
-      held_without: those with nothing recomputed. If they are within the budget, that stays.
-      plans: how many are compiled at most.
+      held_by: compiles the gradient of a program and returns the bytes that XLA holds.
+      held_without: the bytes that XLA holds with nothing recomputed. If they are within the
+        budget, nothing is recomputed.
+      plans: the maximum number of plans to compile.
 
-    Raises BudgetTooSmall if XLA held more for each plan that was compiled.
+    Raises BudgetTooSmall if XLA holds more than the budget for each compiled plan.
     """
     done = functools.partial(
         replace, budget=budget, held_without=held_without, measured_on=measured_on
@@ -45,7 +46,7 @@ def fitted(
         fit = _planned(search, target)
         most = min([search.kept.peak, *(f.peak for f in tried if _held(f) > budget)])
         while fit.segments in [f.segments for f in tried] and fit.peak <= target < most:
-            target = int(target / TUNING.careful**0.5)  # plans come in steps: the next larger one
+            target = int(target / TUNING.careful**0.5)  # tried already: take the next larger plan
             fit = _planned(search, min(target, most - 1))
         is_known = fit.segments in [f.segments for f in tried]
         if is_known or not _spares_enough(fit.flops, tried, budget):
@@ -62,7 +63,7 @@ def fitted(
 
 
 def _spares_enough(flops: int, tried: Sequence[RecomputePlan], budget: int) -> bool:
-    """Whether a plan of so many FLOPs is worth compiling beside those that were compiled."""
+    """Whether a plan with these FLOPs saves enough, compared to the tried plans, to compile it."""
     within = (fit for fit in tried if _held(fit) <= budget)
     best = min(within, key=lambda fit: fit.flops, default=None)
     if best is None:
@@ -72,7 +73,7 @@ def _spares_enough(flops: int, tried: Sequence[RecomputePlan], budget: int) -> b
 
 
 def _planned(search: Search, target: int) -> RecomputePlan:
-    """The model's plan for a target, or that of its lowest peak."""
+    """Returns the model's plan for a target; if there is none, the plan with the lowest peak."""
     try:
         return search.best(target)
     except BudgetTooSmall:
@@ -82,13 +83,20 @@ def _planned(search: Search, target: int) -> RecomputePlan:
 def _next(
     search: Search, tried: Sequence[RecomputePlan], budget: int, held_without: int, is_last: bool
 ) -> int:
-    """What to plan for next: halfway between the largest plan that was within the budget and the
-    next larger one that was not. Before there are both, most of the way to as many bytes more as
-    XLA held less of the last plan; or, where that was too much, somewhat fewer than by as many
-    bytes, for the last plan three times as many or somewhat fewer again. Where XLA's bytes fell so
-    little from the next larger plan to this one, or rose, that not even those are few enough,
-    somewhat fewer than that asks for; but, unless that is none at all, not the very fewest that
-    there is a plan for, which costs the most by far, and of which XLA often holds no less."""
+    """Returns the next target, in bytes of the model; `tried[-1]` is the last plan.
+
+    1. If some plan fits the budget and a larger one does not, the target is halfway between the
+       largest that fits and the next larger one that does not.
+    2. Otherwise, if the last plan fits, the target goes `TUNING.ahead` of the way from its peak to
+       ``peak * budget / held`` (at most the peak with nothing recomputed).
+    3. Otherwise it is ``peak * budget / held`` times `TUNING.careful`. For the last compilation it
+       is also multiplied by ``(budget / held) ** 2``, or by `careful` if that is larger.
+    4. `less` is the peak at which XLA would hold the budget, extrapolated from the last plan and
+       the next larger one. If `less` is below the target of 3, because XLA's bytes fell little or
+       rose, the target is `less` times `careful`, but at least `TUNING.fewest` times the lowest
+       peak, unless `less` is not positive: the plan with the lowest peak costs the most by far, and
+       XLA often holds no less for it.
+    """
     peak, last = search.kept.peak, tried[-1]
     here, held = last.peak, max(1, _held(last))
     fits = max((fit.peak for fit in tried if _held(fit) <= budget), default=0)

@@ -1,5 +1,5 @@
-"""The same program as XLA takes it: with its jitted calls written out, so that a plan can cut
-inside them, and what it computes twice computed once."""
+"""Rewrites a program as XLA treats it: jitted calls are inlined, so that a plan can cut inside of
+them, and equal cheap operations are merged."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tracegrad.ir import Apply, Atom, Graph, Literal, Node, Value, operations
 from tracegrad.ir.nodes import renamed
 from tracegrad.ir.occurrence import written_out
 
-# Barriers are there lest it be done, and whoever computes anything larger twice means it.
+# Barriers exist to prevent merging. A user who computes a larger operation twice means to do so.
 _MERGED = (operations.VIEWS | operations.BY_ELEMENT | operations.REDUCTIONS) - {
     "optimization_barrier"
 }
 
 
 def flatten(graph: Graph) -> Graph:
-    """A copy of a graph whose calls of jitted functions are their nodes, at every depth, and in
-    which nothing by element and no reduction is computed twice, such as a mean by itself and for
-    the variance.
+    """Returns a copy of a graph in which jitted calls are inlined, at every depth of calls, and no
+    element-wise operation or reduction is computed twice (such as a mean that a variance computes
+    again).
 
-    Calls with settings of their own (shardings, layouts, donated operands) stay as they are, and
-    so do loops, branches, custom gradients and what is recomputed already.
+    Calls with their own settings (shardings, layouts, donated operands) are not inlined. Loops,
+    branches, custom gradients and `jax.checkpoint` regions are not changed.
     """
     return _merged(_written_out(graph))
 
@@ -37,7 +37,7 @@ def _is_plain_call(node: Node) -> bool:
 
 
 def _written_out(graph: Graph) -> Graph:
-    """The graph with the nodes of jitted functions in the places of their calls."""
+    """Returns the graph with the calls of jitted functions replaced by the functions' nodes."""
     names: dict[Value, Atom] = {}
     constants = dict(graph.constants)
     nodes = []
@@ -69,7 +69,7 @@ def _written_out(graph: Graph) -> Graph:
 
 
 def _merged(graph: Graph) -> Graph:
-    """The graph without nodes that compute what an earlier one does."""
+    """Returns the graph without the nodes that compute the same as an earlier node."""
     numbers = _Numbers()
     first: dict[Hashable, Value] = {}
     names: dict[Value, Atom] = {}
@@ -87,16 +87,17 @@ def _merged(graph: Graph) -> Graph:
 
 
 class _Numbers:
-    """A number for each result, equal for those that are computed alike (value numbering).
+    """Numbers the results; results that are computed in the same way have equal numbers.
 
-    What is by element of broadcasts is the broadcast of that: a mean is divided before it is
-    broadcast, and with ``keepdims`` behind it.
+    (The technique is value numbering.) An element-wise operation on broadcasts gets the number of
+    the broadcast of the operation: a mean may be divided before it is broadcast or, with
+    ``keepdims``, after it.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._known: dict[Value, int] = {}
-        self._broadcasts: dict[Hashable, tuple[Hashable, Hashable]] = {}  # how, and of what
+        self._broadcasts: dict[Hashable, tuple[Hashable, Hashable]] = {}  # parameters, and operand
 
     def of(self, node: Node) -> int:
         operands = [self._name(v) for v in node.inputs]

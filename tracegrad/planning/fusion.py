@@ -1,8 +1,10 @@
-"""Which results of a graph XLA writes to memory, and which it computes inside of what reads them.
+"""Finds which results of a graph XLA writes to memory, and which it fuses into their readers.
 
-What runs as one is for the backend to decide, so it is looked up in what it made of the gradient
-with nothing recomputed: each node is traced in a scope of its own, which XLA keeps with what it
-makes of it. Where nothing was compiled, all results but views are taken to be written.
+The backend decides what to fuse, so it is read from the compiled gradient with nothing recomputed:
+each node is traced in its own named scope, and XLA keeps the scopes of the operations that it
+compiles. If nothing was compiled, all results except views are assumed to be written.
+
+A result that is computed inside of its readers only, and not written, is called *inlined* here.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ _IN_SCOPE = re.compile(rf"([^/]*?){re.escape(_SCOPE)}(\d+)\b")
 
 
 class Fate(NamedTuple):
-    """What becomes of the results of a node.
+    """What XLA does with the results of a node.
 
     Attributes:
-      inlined: they are computed inside of all that reads them, and written nowhere.
-      repeated: they are written, and something in the backward pass computes them all the same.
-      beside: bytes of what else of the node is written in the forward pass and read in the backward
-        pass, such as a derivative.
-      cotangents: bytes of what the backward pass has made and reads, during the node's step of it;
-        None where that was not seen: on several devices, and beside loops, whose results are one.
+      inlined: whether all readers compute the results themselves, and no buffer holds them.
+      repeated: whether the results are written, but the backward pass computes them again anyway.
+      beside: bytes of other values of the node, such as a derivative, that the forward pass writes
+        and the backward pass reads.
+      cotangents: bytes alive that the backward pass has computed, during the node's backward step;
+        None if unknown: on several devices, or in a program with loops or branches.
     """
 
     inlined: bool = False
@@ -47,12 +49,12 @@ Fusion = tuple[Fate, ...]  # one for each node of a graph, in order
 
 
 def without_compiling(graph: Graph) -> Fusion:
-    """Views are inlined, and nothing else."""
+    """Returns the fates without compiling: views are inlined, and all other results are written."""
     return tuple(Fate(inlined=node.op in operations.VIEWS) for node in graph.nodes)
 
 
 def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
-    """`run_graph`, each node in a scope of its own, by which `seen` knows it."""
+    """As `run_graph`, with each node in its own named scope, by which `seen` recognises it."""
 
     def in_scope(number: int, node: Node) -> Callable[[list[Any]], Sequence[Any]]:
         def run(operands: list[Any]) -> Sequence[Any]:
@@ -66,15 +68,15 @@ def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
 
 
 def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) -> Fusion:
-    """What the gradient of a program, compiled of `evaluate_in_scopes`, does with its results.
+    """Returns the fate of each node, from the compiled gradient of `evaluate_in_scopes`.
 
-    `examples`: how many are computed at once, in a `jax.vmap` around; `devices`: over how many
-    results may be split.
+    `examples`: the number of examples that the enclosing `jax.vmap`s compute together; `devices`:
+    the number of devices that results may be split over.
     """
     writes = written_by(compiled)
     own = [[nbytes(v.aval) for v in node.outputs] for node in graph.nodes]
-    holds: list[set[int]] = []  # of each that is written, the nodes whose results it holds
-    is_back: list[bool] = []  # and whether it is of the backward pass
+    holds: list[set[int]] = []  # for each buffer, the nodes whose results it holds
+    is_back: list[bool] = []  # for each buffer, whether the backward pass writes it
     made = [_nodes(each.scopes) for each in writes]
     on_the_way = [_nodes(each.inside)[0] for each in writes]
     for each, (forward, backward) in zip(writes, made, strict=True):
@@ -88,14 +90,15 @@ def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) ->
     for i in back:
         again |= on_the_way[i].difference(made[i][1], *(holds[k] for k in writes[i].reads))
     read_back = set[int]().union(*(holds[k] for k in kept))
-    sizes: dict[int, list[int]] = {}  # of what is kept of each node
+    sizes: dict[int, list[int]] = {}  # of each node, the bytes of its kept buffers
     for k in kept:
         if of := made[k][0]:
             sizes.setdefault(max(of), []).append(writes[k].size // examples)
     beside = {i: max(0, sum(s) - sum(own[i]) * (i in read_back)) for i, s in sizes.items()}
     given, inlined = _inlined(graph, set().union(*holds), set().union(*on_the_way))
     again -= inlined
-    # Behind what the forward pass writes of its last node; gradients of arguments come at any time.
+    # Backward steps come after the buffer of the last forward node; gradients of arguments may come
+    # at any time.
     ends = [(max(made[k][0]), k) for k, b in enumerate(is_back) if not b and made[k][0]]
     _, end = max(ends, default=(0, -1))
     steps = {k: made[k][1] - given for k in back if k > end and writes[k].reads}
@@ -108,22 +111,22 @@ def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) ->
 
 
 def _of_nodes(count: int, steps: Mapping[int, set[int]], live: Sequence[int]) -> list[int | None]:
-    """Bytes alive in the step of each of so many nodes; `steps`: of moments, those back then."""
+    """Returns the bytes alive in the backward step of each node; `steps` maps a moment to nodes."""
     most, now = dict[int, int](), count - 1
     for k, nodes in steps.items():
         now = min(now, max(nodes, default=now))
         most[now] = max(live[k], most.get(now, 0))
-    there = most.get(now)  # what has no step of its own runs inside of one that follows
+    there = most.get(now)  # a node without a step runs inside of a later one
     return [there := most.get(i, there) for i in range(count)]
 
 
 def _inlined(
     graph: Graph, written: Collection[int], inside: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """The nodes that are views of arguments; and these, those that were seen inside of others and
-    nowhere else, and other views."""
+    """Returns the nodes that are views of arguments, and all inlined nodes. Inlined are views, and
+    nodes that occur inside of other nodes but are not written."""
     results = {graph.producers.get(value) for value in graph.results}
-    # A view of an argument is there from the beginning to the end, as that is, if XLA writes it.
+    # If XLA writes a view of an argument, it is alive during the whole program, as the argument.
     of_arguments, given, found = {*graph.inputs, *graph.constants}, set[int](), set[int]()
     for i, node in enumerate(graph.nodes):
         if node.op in operations.VIEWS and of_arguments.issuperset(node.operands):
@@ -137,7 +140,7 @@ def _inlined(
 
 
 def _nodes(scopes: Iterable[str]) -> tuple[set[int], set[int]]:
-    """The nodes of which these are, in the forward and in the backward pass."""
+    """Returns the nodes that the scopes belong to, in the forward and in the backward pass."""
     sides: tuple[set[int], set[int]] = set(), set()
     for found in filter(None, map(_IN_SCOPE.search, scopes)):
         sides["transpose(" in found[1]].add(int(found[2]))

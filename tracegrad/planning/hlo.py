@@ -1,8 +1,8 @@
-"""A program as XLA has compiled it: its instructions, in the order in which they run.
+"""Decodes a program that XLA has compiled: its instructions, in the order in which they run.
 
-That is read from the messages in which XLA writes down a module (`HloModuleProto` of
-``xla/service/hlo.proto``), which `jax.stages.Compiled` hands out for every backend, and which say
-what its text does not: which buffer is whose. Only what is asked of them is decoded.
+The source is the serialized module (`HloModuleProto` of ``xla/service/hlo.proto``), which
+`jax.stages.Compiled` returns for every backend. Unlike the text of a module, it says which buffer
+belongs to which instruction. Only the fields that are used are decoded.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _KINDS = """
     f8e8m0fnu buffer f6e3m2fn f6e2m3fn
     """.split()  # noqa: SIM905
 
-Message = dict[int, list[Any]]  # by field: numbers, and bytes of what is longer
+Message = dict[int, list[Any]]  # maps a field to its values: numbers, or bytes
 
 
 class Type(NamedTuple):
-    """Of an array, ``f32[64,512]``; of a tuple, `parts`. `memory`: which of a device's memories it
-    is in, by number; 0 is the one that is meant by that word."""
+    """The type of an array (``f32[64,512]``), or of a tuple, which has `parts`. `memory`: the
+    number of the device's memory that holds the value; 0 is the main memory."""
 
     kind: str
     shape: tuple[int, ...]
@@ -37,14 +37,14 @@ class Type(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays in it. What has no bits in its name, as ``pred``, is a byte each."""
+        """The bytes of all arrays in it. A kind without bits in its name (``pred``) has 8 bits."""
         if self.kind == "tuple":
             return sum(part.nbytes for part in self.parts)
         bits = re.search(r"\d+", self.kind)
         return -(-math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8)
 
     def at(self, index: tuple[int, ...]) -> Type:
-        """That of a part of a part of a tuple."""
+        """Returns the type of a nested part of a tuple; `index` has a position for each level."""
         return self.parts[index[0]].at(index[1:]) if index else self
 
     def __str__(self) -> str:
@@ -55,16 +55,16 @@ class Instruction(NamedTuple):
     """An instruction of a computation.
 
     Attributes:
-      key: by which others mean it.
-      op: what it does, ``dot``.
-      type: of its result.
-      operands: the keys of what it reads.
+      key: identifies the instruction.
+      op: the operation, for example ``dot``.
+      type: the type of the result.
+      operands: the keys of the operands.
       called: the keys of the computations that it runs.
-      scopes: the named scopes under which what it computes was traced, ``jit(f)/jvp(block)/mul``;
-        several where it came of several operations. Of a parameter its name, ``params['w']``.
-      frame: the innermost of the Python frames that traced it, for `Module.frames`; 0 for none.
-      number: of a parameter, or of the part that is taken of a tuple.
-      slices: the parts of each axis that a slice takes, in XLA's words.
+      scopes: the named scopes under which it was traced (``jit(f)/jvp(block)/mul``); several if it
+        was made of several operations. For a parameter, its name (``params['w']``).
+      frame: the innermost Python frame that traced it, for `Module.frames`; 0 for none.
+      number: the number of a parameter, or the index of a tuple's part (``get-tuple-element``).
+      slices: the slice of each axis that a slice takes, as encoded by XLA.
     """
 
     key: int
@@ -79,7 +79,7 @@ class Instruction(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """Instructions by their keys, in the order in which they run; `root` is what it returns."""
+    """Instructions by their keys, in the order in which they run; `root` computes the result."""
 
     key: int
     root: Instruction
@@ -87,7 +87,7 @@ class Computation(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A Python frame, told as JAX tells those of its equations."""
+    """A Python frame, with the attribute names that JAX uses for the frames of equations."""
 
     file_name: str
     line_num: int
@@ -95,7 +95,7 @@ class Frame(NamedTuple):
 
 
 class Module:
-    """A compiled program: the computation that is run, and those that it calls, by key."""
+    """A compiled program: `entry`, the computation that runs first, and all computations by key."""
 
     def __init__(self, message: bytes):
         module = decoded(message)
@@ -110,7 +110,7 @@ class Module:
         self.entry = self.computations[first(module, 6)]
 
     def frames(self, frame: int) -> Iterator[Frame]:
-        """The Python frames of an instruction, innermost first."""
+        """Yields the Python frames of an instruction, innermost first."""
         while frame:
             here = decoded(self._frames[4][frame - 1])
             place = decoded(self._frames[3][first(here, 1) - 1])
@@ -120,7 +120,7 @@ class Module:
 
 
 def module_of(compiled: Any) -> Module:
-    """The module of a `jax.stages.Compiled`."""
+    """Returns the module of a `jax.stages.Compiled`."""
     module, *_ = compiled.runtime_executable().hlo_modules()
     return Module(module.as_serialized_hlo_module_proto())
 
@@ -130,13 +130,13 @@ _LINES = {
     "jax_compilation_cache_include_metadata_in_key": True,
 }
 _lock = threading.Lock()
-_before: list[dict[str, Any]] = []  # how settings were, for each block that is open
+_before: list[dict[str, Any]] = []  # the earlier settings, for each open block
 
 
 @contextmanager
 def lines_kept() -> Iterator[None]:
-    """A block that compiles, in which what is traced keeps the Python frames that traced it, and no
-    other program of the same instructions is taken from JAX's cache on the disk."""
+    """A context manager for compiling: instructions keep the Python frames that traced them. Inside
+    of it, JAX's disk cache does not return another program with the same instructions."""
     with _lock:
         _before.append({name: getattr(_jax.config, name) for name in _LINES})
         for name, value in _LINES.items():
@@ -185,7 +185,7 @@ def _type(message: Message) -> Type:
 
 
 def decoded(message: bytes) -> Message:
-    """A message of Protocol Buffers, by field; the encoding is described at
+    """Decodes a message of Protocol Buffers; the encoding is described at
     https://protobuf.dev/programming-guides/encoding."""
     found: Message = {}
     at, end = 0, len(message)
@@ -204,14 +204,14 @@ def decoded(message: bytes) -> Message:
             case 5:
                 size = 4
             case width:
-                raise ValueError(f"a field of wire type {width} is in what XLA says of a program")
+                raise ValueError(f"XLA's module has a field of the unknown wire type {width}")
         field.append(message[at : at + size])
         at += size
     return found
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """A number, and where the next field begins."""
+    """Decodes a number; returns it and the position after it."""
     byte = message[at]
     number, shift, at = byte & 127, 7, at + 1
     while byte > 127:
@@ -221,12 +221,12 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def first(message: Message, field: int, default: Any = 0) -> Any:
-    """A field that there is one of."""
+    """Returns the value of a field that occurs at most once."""
     return message.get(field, (default,))[0]
 
 
 def numbers(message: Message, field: int) -> list[int]:
-    """A field of numbers, which are packed into bytes or not."""
+    """Returns the values of a repeated field of numbers, which may be packed into bytes."""
     found = []
     for each in message.get(field, ()):
         if isinstance(each, int):

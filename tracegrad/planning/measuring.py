@@ -1,7 +1,7 @@
-"""What XLA holds for the gradient of a program: it is compiled, and nobody runs it.
+"""Measures the bytes that XLA holds for the gradient of a program, by compiling it.
 
-What was compiled is not what the user's first call runs: that has a gradient with respect to other
-arguments, the value beside it, or an optimizer behind it, and is compiled as a whole.
+The compiled gradient is never run. The user's first call compiles another program, which also
+returns the value, differentiates with respect to other arguments, or applies an optimizer.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
 from tracegrad.planning.hlo import module_of
 from tracegrad.variables.statics import are_traced
 
-# Bytes that XLA holds, by the program's text and what it is compiled for. Saves seconds: a function
-# that is traced again, or planned for another budget, is compiled again as it is with nothing
-# recomputed, and often as it was planned.
+# Caches the bytes that XLA holds, by the program's text and the compiler's target and options. The
+# cache saves seconds: if a function is traced again, or planned for another budget, its gradient
+# with nothing recomputed is the same, and often that of a plan is.
 _FOUND: Cache[Any, Any] = Cache(512)
 
 
 def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """How the arguments of a program lie on devices, by its inputs; None for those on one."""
+    """Returns the sharding of each input of a program; None for an input on one device."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     found = [*map(_jax.sharding_of, itertools.compress(leaves, are_traced(leaves, structure)))]
-    others = len(program.inputs) - len(found)  # Variables
+    others = len(program.inputs) - len(found)  # inputs that are Variables
     return [*found, *[None] * others] if others >= 0 else [None] * len(program.inputs)
 
 
 def held_by_program(program: Graph) -> int:
-    """Bytes that XLA needs at once for a program as it is, beside arguments and results.
+    """Returns the peak of XLA's temporary memory for a program, without arguments and results.
 
-    Raises NotMeasuredError if it cannot be compiled by itself.
+    Raises NotMeasuredError if the program cannot be compiled by itself.
     """
     device = _jax.device_of(())
     with saying_why_not():
@@ -55,7 +55,7 @@ def held_by_program(program: Graph) -> int:
 
 
 def _options(program: Graph, device: Any) -> dict[str, Any]:
-    """What XLA is to compile with, where only sizes are wanted."""
+    """Returns compiler options for a compilation that only measures memory."""
     options: dict[str, Any] = _jax.quick_options(device.platform, same_buffers=True)
     if program.recomputes:
         options.update(_jax.keep_recompute_options(device.platform) or {})
@@ -63,13 +63,13 @@ def _options(program: Graph, device: Any) -> dict[str, Any]:
 
 
 class Gradient:
-    """The gradients of a program and of others that compute the same, as XLA holds them.
+    """Measures the gradients of a program, and of programs that compute the same.
 
-    `measured_on`: what for, and by which JAX.
+    `measured_on`: the backend and the JAX version that compile the gradients.
 
     Args:
-      examples: of how many they are at once, in a `jax.vmap` around.
-      shardings: of its inputs, where known: then bytes are those of one device.
+      examples: the number of examples that the enclosing `jax.vmap`s compute together.
+      shardings: the shardings of the inputs, if known; then bytes are for one device.
     """
 
     def __init__(self, program: Graph, shardings: Sequence[Any] | None = None, examples: int = 1):
@@ -85,21 +85,19 @@ class Gradient:
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
 
     def held(self, program: Graph) -> int:
-        """Bytes that XLA needs at once for the gradient, beside arguments and results.
-
-        Raises NotMeasuredError if it cannot be compiled by itself.
-        """
+        """Returns the peak of XLA's temporary memory for the gradient. Arguments and results do not
+        count. Raises NotMeasuredError if the gradient cannot be compiled by itself."""
         return self._compiled(program, run_graph)[0]
 
     def held_and_fusion(self, program: Graph) -> tuple[int, Fusion]:
-        """The same of a program with nothing recomputed, and what becomes of its results."""
+        """As `held`, for a program with nothing recomputed; also returns what XLA fuses."""
         held, fusion = self._compiled(program, evaluate_in_scopes)
         assert fusion is not None
         return held, fusion
 
     def _compiled(self, program: Graph, run: Callable[..., Any]) -> tuple[int, Fusion | None]:
-        """Bytes that XLA holds for the gradient, and what is seen in it, where `run`, which runs a
-        graph on its inputs, does so in scopes."""
+        """Returns the bytes that XLA holds for the gradient and, with scopes, its fusion. `run`:
+        runs a graph on its inputs: `run_graph` or `evaluate_in_scopes`."""
         options = _options(program, self._device)
         with saying_why_not():
             traced = traced_constants(program)
@@ -129,10 +127,8 @@ class Gradient:
 def _with_operands(
     program: Graph, constants: Sequence[Value], run: Callable[..., Any] = run_graph
 ) -> Callable[[Sequence[Any]], Any]:
-    """A program as a function of its inputs, and of some of its constants behind them.
-
-    `run`: what runs a graph on its inputs.
-    """
+    """Returns a program as a function of its inputs, followed by some of its constants. `run`: runs
+    a graph on its inputs."""
     count = len(program.inputs)
 
     def with_constants(operands: Sequence[Any]) -> Any:
@@ -149,8 +145,8 @@ def _gradient_of(
     active: Sequence[int],
     run: Callable[..., Any] = run_graph,
 ) -> Callable[[list[Any], list[Any]], Any]:
-    """The gradients with respect to the operands of `_with_operands` at some positions; of a loss
-    without a cotangent, as in `jax.grad`."""
+    """Returns a function that computes the gradients of `_with_operands` for the `active` operands.
+    The cotangents may be left out for a scalar loss, as in `jax.grad`."""
     flowing = [i for i, value in enumerate(program.outputs) if has_gradient(value)]
 
     def gradient(operands: list[Any], given: list[Any]) -> Any:
@@ -159,7 +155,7 @@ def _gradient_of(
         return pull(given or [jnp.ones((), dtype_of(program.outputs[i])) for i in flowing])
 
     name = program.name
-    if run is not run_graph:  # JAX caches what is compiled, and we do, by all but its scopes
+    if run is not run_graph:  # the caches of JAX and of this module ignore scopes
         operations = " ".join(node.op for node in program.nodes)
         name = f"{name}_in_scopes_{hashlib.sha256(operations.encode()).hexdigest()[:16]}"
     gradient.__name__ = gradient.__qualname__ = name

@@ -1,5 +1,5 @@
-"""What a planner has to know of a program: for every buffer its bytes, what it costs to compute,
-what reads it in the forward and in the backward pass."""
+"""The planner's model of a program: for every buffer its bytes, the FLOPs to compute it, and its
+readers in the forward and in the backward pass."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tracegrad.planning.residuals import NodeResiduals, Residuals
 
 @dataclass(frozen=True, eq=False)
 class ScanWay:
-    """A way to run a scan that keeps less of it.
+    """A way to run a scan so that it keeps less for its backward pass.
 
     Attributes:
-      program: what computes the same of the same operands.
-      read: what its backward pass reads.
-      working: bytes that this needs inside.
-      flops: those that it runs again, in all.
-      name: what is done, in words.
+      program: a graph that computes the same as the scan, from the same operands.
+      read: the residuals of the program.
+      working: bytes that the backward pass needs inside of the program.
+      flops: the FLOPs that all iterations together recompute.
+      name: a description.
     """
 
     program: Graph
@@ -32,30 +32,31 @@ class ScanWay:
 
 @dataclass
 class MemoryModel:
-    """Operations in the order of execution, each with one buffer; operands are positions in it.
+    """Operations in the order of execution. Each writes one buffer; an index means both.
 
-    Attributes:
+    Attributes (lists have an entry for each operation):
       sizes: bytes of the buffer.
-      flops: FLOPs of computing it from the buffers that it reads.
-      args: the buffers that it reads.
-      needs: the buffers that its step of the backward pass reads (its own may be one).
-      behind: those that it reads as well where its segment is kept, if they are of the segment or
-        came into it: XLA computes there again, inside what reads it, what is written as well.
-      cotangents: bytes of cotangents alive during its step of the backward pass, whatever the plan.
-      extra: bytes that its own backward pass reads beside buffers; they are made again whenever
-        the operation is recomputed, and kept only where nothing around it is.
-      beside: bytes of what XLA makes of the buffers for its step before the backward pass begins,
-        and keeps until then; where its segment is recomputed, before that one's begins.
-      fixed: whether an operation, or one behind it that writes no buffer, has effects, which must
-        not happen twice: a segment with it is not recomputed.
+      flops: FLOPs to compute the buffer from the buffers in `args`.
+      args: the buffers that the operation reads.
+      needs: the buffers that its backward step reads (its own may be one).
+      behind: further buffers that the backward step reads if the segment is not recomputed: XLA
+        then recomputes written results of the segment inside of their readers, from these buffers.
+      cotangents: bytes of cotangents alive during the backward step, whatever the plan is.
+      extra: bytes of residuals that are not buffers. They are computed again whenever the operation
+        is recomputed, and are kept only if its segment is not recomputed.
+      beside: bytes that XLA computes from the buffers for the backward step in advance: before the
+        backward pass begins or, in a recomputed segment, before the segment's backward pass.
+      fixed: whether the operation, or one that follows it and writes no buffer, has effects. Its
+        segment is not recomputed, since effects must not happen twice.
       nodes: the node that writes the buffer; empty for a model that was made by hand.
-      graph: what was modelled, with its calls written out.
+      graph: the modelled graph, in which calls are inlined.
       active: the values of the graph that get a cotangent.
-      fusion: what becomes of its results, where that was seen.
-      residuals: what is known of its nodes, for models of much the same nodes.
-      again: FLOPs that its own backward pass runs again inside, whatever the plan.
-      scans: how scans are run that are not as they were.
-      steps: the model itself, and of the same operations those in which scans keep ever less.
+      fusion: what XLA does with the results, if the gradient was compiled.
+      residuals: the cached residuals of nodes, to share with other models of the same nodes.
+      again: FLOPs that the backward step recomputes inside of the operation, whatever the plan is.
+      scans: maps each scan that runs in another way to this way.
+      steps: the model itself, followed by models of the same operations in which scans keep less
+        and less.
     """
 
     sizes: list[int]
@@ -83,7 +84,7 @@ class MemoryModel:
         self.fixed = self.fixed or [False] * count
         self.again = self.again or [0] * count
         self.steps = [self]
-        # For each buffer the operations that read it, in either pass, in order.
+        # For each buffer, the operations that read it in either pass, in order.
         self.uses: list[list[int]] = [[] for _ in self.sizes]
         for i, (args, needs) in enumerate(zip(self.args, self.needs, strict=True)):
             for v in {*args, *needs}:

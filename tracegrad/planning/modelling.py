@@ -1,10 +1,10 @@
-"""A graph → what its operations read, write and cost, as XLA runs them.
+"""Makes the memory model of a graph: what its operations read, write and cost, as XLA runs them.
 
-A buffer is what XLA writes to memory. Views are not: reading one is reading what it is a view of.
-Nor is a result that XLA was seen to compute inside each of its readers (see `fusion`): the backward
-pass does the same with it, whether or not anything is recomputed, and so it is what such a result
-is computed from that is kept. Arguments of the program and constants are alive anyway and count as
-nothing, and so do gradients of arguments, which are results.
+A buffer is an array that XLA writes to memory. A view is not a buffer: reading a view is reading
+the buffer that it is a view of. A result that XLA computes inside of each of its readers (see
+`fusion`) is not a buffer either: the backward pass computes it again in any case, so the operands
+of such a result are kept. Arguments of the program and constants are always alive and count as
+zero bytes, and so do gradients of arguments, which are results.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def model(
     residuals: NodeResiduals | None = None,
     scans: Mapping[Node, ScanWay] | None = None,
 ) -> MemoryModel:
-    """The model of a graph without plain calls (see `flatten`).
+    """Returns the model of a graph without plain calls (see `flatten`).
 
     Args:
       graph: the forward program.
-      active: the values that get a cotangent; without it those between any input and any output.
-      fusion: what becomes of the results; without it all but views are taken to be written, as
-        JAX's own residuals are before XLA has a part in it.
-      residuals: what is known already, of `MemoryModel.residuals` of a program with such nodes.
-      scans: those of `MemoryModel`.
+      fusion: what XLA does with the results; by default all results except views are written, as
+        JAX's residuals are before XLA optimizes them.
+      active: the values that get a cotangent; the default is `active_values` of the graph.
+      residuals: the `MemoryModel.residuals` of a program with the same nodes, as a cache.
+      scans: as in `MemoryModel`.
 
     Raises ValueError for a program without a gradient.
     """
@@ -57,7 +57,7 @@ def model(
 
 
 class _Modelling:
-    """One graph: what each node reads, then buffer by buffer."""
+    """Models one graph: first what each node reads, then (`assemble`) the lists of the model."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class _Modelling:
         self.ops: list[Node] = []
         self.flops: list[int] = []
         nothing, given = frozenset[int](), (*graph.inputs, *graph.constants)
-        # Of every value the buffers that are read for it, those where all is computed that can be,
-        # and the FLOPs of what is inlined.
+        # For every value: the buffers that reading it reads (`roots`); these if repeated results
+        # are computed again (`behind`); the FLOPs of inlined operations (`inside`).
         self.roots: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
         self.behind: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
         self.inside: dict[Value, int] = dict.fromkeys(given, 0)
-        self.read: dict[Node, Residuals] = {}  # by the backward pass of a node, if it has one
+        self.read: dict[Node, Residuals] = {}  # the residuals of each node with a backward step
         for node in graph.nodes:
             values = set(node.operands)
             roots = nothing.union(*(self.roots[v] for v in values))
@@ -104,14 +104,14 @@ class _Modelling:
         behind: list[set[int]] = [set() for _ in ops]
         extra, beside, peaks = [0] * len(ops), [0] * len(ops), [0] * len(ops)
         fixed = [False] * len(ops)
-        step = -1  # the last buffer at a node or before
+        step = -1  # the last buffer that was written so far
         for node, size in zip(self.graph.nodes, cotangents, strict=True) if ops else ():
             fate = self.fate[node]
-            # XLA makes some inside of others, and waits with others for what no plan changes.
+            # XLA fuses some cotangents, and computes others later: use the observed bytes.
             size = size if fate.cotangents is None else min(size, fate.cotangents)
             step += not fate.inlined
-            # What is inlined and works by element goes back with what it is computed of; anything
-            # else that is inlined has a step of its own, with what it is in, which follows.
+            # An inlined element-wise node is pulled back with its operands. Any other inlined node
+            # is pulled back with the node that it is inlined into, which follows.
             is_in_next = fate.inlined and not is_by_element(node)
             at = min(max(step + is_in_next, 0), len(ops) - 1)
             fixed[at] |= bool(node.effects)
@@ -144,10 +144,12 @@ class _Modelling:
         )
 
     def _cotangent_bytes(self) -> list[int]:
-        """Bytes alive while each node is pulled back, of cotangents: of a value from the first step
-        back that adds to it, which is that of its last reader, to that of its producer. Not of
-        arguments, by any shape: their terms wait for each other whatever the plan is, and what is
-        seen of that in a compiled program corrects the plan."""
+        """Returns the bytes of cotangents that are alive while each node is pulled back.
+
+        The cotangent of a value is alive from the backward step of its last reader, which is the
+        first that adds to it, to that of its producer. Cotangents of arguments, and of reshaped
+        arguments, do not count: they are alive whatever the plan is.
+        """
         given = {*self.graph.inputs, *self.graph.constants}
         for node in self.graph.nodes:
             if node.op in operations.RESHAPES and given.issuperset(node.operands):
@@ -167,8 +169,8 @@ class _Modelling:
         ]
 
     def work(self, node: Node) -> int:
-        """Bytes that the backward pass of a loop or a recomputed region needs inside: those of one
-        iteration with everything kept."""
+        """Returns the bytes that the backward pass of a loop or a recomputed region needs inside.
+        They are the bytes of one iteration with everything kept."""
         if isinstance(node, CustomGradient) or not node.regions:
             return 0
         if node in self.scans:
@@ -181,6 +183,7 @@ class _Modelling:
         return max(inside, 0) + (handed_bytes(node) if is_scan else 0)
 
     def _region_peak(self, node: Node, region: Graph) -> int:
+        """Returns the peak of a region's gradient with nothing recomputed."""
         if region not in self.peaks_known:
             try:
                 body = flatten(region)
@@ -188,14 +191,14 @@ class _Modelling:
                 active = active_in_body(node, body, self.active) if is_scan else None
                 inside = model(body, active=active, residuals=self.residuals)
                 self.peaks_known[region] = keep_all(inside).peak
-            except ValueError:  # it has no gradient by itself
+            except ValueError:  # the region has no gradient by itself
                 self.peaks_known[region] = 0
         return self.peaks_known[region]
 
 
 def cotangents_around(node: Node, region: Graph, active: Collection[Value]) -> int:
-    """Bytes of cotangents that are counted inside a region as well as around the node; a loop has
-    those of its carry where they were before it."""
+    """Returns the bytes of cotangents that are counted both inside a region and around its node.
+    For a scan, they are the cotangents of the carry, which it updates in place."""
     pairs = list(zip(region.outputs, node.outputs, strict=False))
     if node.primitive is _jax.SCAN:
         pairs = pairs[: _jax.scan_split(node.params)[1]]
@@ -204,9 +207,11 @@ def cotangents_around(node: Node, region: Graph, active: Collection[Value]) -> i
 
 
 def handed_bytes(scan: Node) -> int:
-    """Bytes of what an iteration has of its own of what comes into it: the slices that are cut out
-    for it and, of slices and constants, the gradients that it writes before they are put in their
-    places or added up."""
+    """Returns the bytes of an iteration's own copies of its inputs and of their gradients.
+
+    They are the slices for the iteration, and the gradients of slices and constants before these
+    are stacked or added up.
+    """
     body = scan.regions["jaxpr"]
     constants, carried = _jax.scan_split(scan.params)
     read, cut = body.inputs[:constants], body.inputs[constants + carried :]

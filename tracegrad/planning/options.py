@@ -1,4 +1,4 @@
-"""What users write → numbers: a memory budget, and how many plans to compile."""
+"""Converts the options of users to numbers: a memory budget, and how many plans to compile."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _EXPECTED = (
 
 
 def budget_bytes(budget: MemoryBudget, whole: int) -> int:
-    """The bytes that a budget stands for; `whole`: what a share is a share of.
+    """Returns the bytes of a budget; a share is a share of `whole` bytes.
 
-    Raises TypeError for one of another type, ValueError for one that is not above 0, or cannot be
-    read.
+    Raises TypeError for a budget of another type, and ValueError for one that is not above 0 or
+    cannot be parsed.
 
     >>> budget_bytes("2GiB", 0), budget_bytes("1.5 MB", 0), budget_bytes("40%", 1000)
     (2147483648, 1500000, 400)
@@ -54,7 +54,7 @@ def budget_bytes(budget: MemoryBudget, whole: int) -> int:
     if not number > 0 or not math.isfinite(size):
         wrong = "which is not above zero"
     elif unit == "%" and number > 1:
-        wrong = "more than there is"
+        wrong = "more than the whole peak"
         wrong += f". For bytes pass int({budget!r})" if not isinstance(budget, str) else ""
     elif unit != "%" and size < 1:
         wrong = f"less than a byte; {size:.0%} is a share"
@@ -64,9 +64,9 @@ def budget_bytes(budget: MemoryBudget, whole: int) -> int:
 
 
 def plans_to_compile(measure: Measure) -> int:
-    """How many plans may be compiled: as many as `measure` says, two for True, none for False.
+    """Returns how many plans may be compiled: the number `measure`, two for True, none for False.
 
-    Raises TypeError, ValueError for what is no number of plans.
+    Raises TypeError or ValueError if `measure` is not a number of plans.
     """
     if isinstance(measure, bool):
         return TUNING.plans if measure else 0

@@ -1,4 +1,4 @@
-"""A plan: what a program keeps and what it computes again, as text and as a picture."""
+"""A plan: what a program keeps and what it recomputes; printed as text or drawn as a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """What is told of a `RecomputePlan`, with the same attributes, and without the program."""
+    """The numbers and the text of a `RecomputePlan`, without the program."""
 
     name: str
     budget: int
@@ -40,7 +40,7 @@ class PlanSummary:
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
+        """The plan in one line of text."""
         held, without, whose = self.held, self.held_without, "XLA holds"
         if held is None:
             held, without, whose = self.peak, self.peak_without, "the model has"
@@ -54,14 +54,15 @@ class PlanSummary:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a traced function with a memory budget computes again; from `TracedFunction.plan`.
+    """What a traced function with a memory budget recomputes; see `TracedFunction.plan`.
 
     Attributes:
-      name: of the function.
-      gradients: the plan of each gradient that is taken inside of it, in the order of the trace; of
-        a function that takes none its own, for who differentiates it.
-      held: bytes that XLA holds for all of the function beside arguments and results, where more
-        than one gradient may be there at once and the budget is bytes; else None.
+      name: the name of the function.
+      gradients: the plans of the gradients that the function computes, in the order of the trace.
+        If it computes none, the plan of the function's own gradient, for a caller that
+        differentiates it.
+      held: bytes that XLA holds for the whole function, without arguments and results, if several
+        gradients may be alive at once and the budget is in bytes; otherwise None.
     """
 
     name: str
@@ -70,7 +71,7 @@ class StepPlan:
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
+        """The plan in one line of text."""
         whole = [] if self.held is None else [f"{in_units(self.held)} as a whole"]
         return "; ".join([each.line for each in self.gradients] + whole)
 
@@ -88,24 +89,27 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """What a program keeps, what it computes again, and what that costs; from `plan_recompute`.
+    """What a program keeps, what it recomputes, and the cost; from `plan_recompute`.
 
-    Sizes are bytes that are alive at once in the gradient, beside arguments and results. Those of
-    the planner's model are of activations, cotangents and gradients in the making, a portable
-    account of what any XLA holds; `held` is what XLA itself says of the compiled gradient.
+    Sizes are bytes that are alive at once in the gradient, without arguments and results. The sizes
+    of the planner's model count activations, cotangents and unfinished gradients; they estimate
+    what XLA holds on any backend. `held` is what XLA reports for the compiled gradient.
 
     Attributes:
-      graph: the program that was planned, its jitted calls written out.
-      budget: bytes.
-      held: what XLA holds with the plan, which is within the budget; None if nothing was measured.
-      held_without: the same with nothing recomputed.
-      measured_on: the backend and the JAX that compiled it; why not, if nothing was measured.
-      peak, peak_without: the highest point in the model, with the plan and with nothing recomputed.
-      residual, residual_without: what is kept from the forward to the backward pass, in the model.
-      flops: extra FLOPs.
-      forward_flops: those of the forward pass.
-      target: bytes that the plan was made for in the model.
-      segments: the parts of the program, in order, each kept or recomputed but for a save set.
+      graph: the planned program, in which jitted calls are inlined.
+      budget: the memory budget in bytes.
+      held: bytes that XLA holds with the plan, within the budget; None if nothing was measured.
+      held_without: bytes that XLA holds with nothing recomputed.
+      measured_on: the backend and the JAX version that compiled the gradient or, if nothing was
+        measured, the reason.
+      peak, peak_without: the peak in the model, with the plan and with nothing recomputed.
+      residual, residual_without: bytes kept from the forward to the backward pass, in the model,
+        with the plan and with nothing recomputed.
+      flops: the FLOPs of recomputation.
+      forward_flops: the FLOPs of the forward pass.
+      target: the peak in the model that the planner aimed at, in bytes.
+      segments: the parts of the program, in order; each is kept, or recomputed except for the
+        values that it saves.
     """
 
     _search: Search = field(repr=False, compare=False)
@@ -132,7 +136,7 @@ class RecomputePlan:
 
     @functools.cached_property
     def scans(self) -> str:
-        """What was done to the bodies of scans; "" for nothing."""
+        """Describes how the bodies of scans are run; "" if they are not changed."""
         whole = self._search.whole
         ways = ((s, whole.steps[s.step].scans) for s in self.segments)
         names = [w[n].name for s, w in ways for n in whole.nodes[s.start : s.stop] if n in w]
@@ -145,21 +149,21 @@ class RecomputePlan:
 
     @property
     def summary(self) -> PlanSummary:
-        """What is told of it, without the program."""
+        """The numbers and the text of the plan, without the program."""
         own = (each.name for each in fields(PlanSummary) if each.name not in ("name", "text"))
         known = {name: getattr(self, name) for name in own}
         return PlanSummary(name=self.graph.name, text=str(self), **known)
 
     def rewritten(self) -> Graph:
-        """The program with a `Recompute` for every segment that is recomputed."""
+        """Returns the program with a `Recompute` node for every recomputed segment."""
         return with_regions(self._search.whole, self.segments)
 
     def apply(self) -> Callable[..., Any]:
-        """The planned function: of the same arguments and results as the original.
+        """Returns the planned function, with the arguments and results of the original function.
 
-        Differentiate it and compile that with `tracegrad.trace`, which sees to it that XLA
-        recomputes, or with `jax.jit`. It takes arguments of the types that were planned for;
-        with others it raises TypeError.
+        Differentiate it, and compile the gradient with `tracegrad.trace`, which makes sure that
+        XLA recomputes, or with `jax.jit`. The function takes arguments of the planned types only,
+        and raises TypeError for others.
         """
         return to_callable(self.rewritten())
 
@@ -199,14 +203,15 @@ class RecomputePlan:
         return folding.of_text(str(self))
 
     def timeline(self) -> tuple[list[int], list[int]]:
-        """Bytes alive at each operation, of the forward and then of the backward pass: with
-        everything kept, and with the plan."""
+        """Returns the bytes alive at each operation of the forward and then the backward pass. The
+        first list is for everything kept, the second for the plan."""
         before, after = self._search.kept, self._simulation
         return [*before.forward, *before.backward], [*after.forward, *after.backward]
 
     def plot(self) -> Any:
-        """A picture as a matplotlib Figure: bytes alive over the forward and the backward pass,
-        with and without the plan.
+        """Draws the bytes alive over the forward and the backward pass, with and without the plan.
+
+        Returns a matplotlib Figure.
 
         Raises ImportError without matplotlib.
         """
@@ -215,7 +220,7 @@ class RecomputePlan:
         figure = figures.Figure(figsize=(6, 4), layout="constrained")
         axis = figure.subplots()
         for label, sizes in zip(("everything kept", "planned"), self.timeline(), strict=True):
-            # The forward pass is the first half of either, however many operations it has.
+            # The forward pass takes the first half of the axis, whatever its number of operations.
             axis.plot(np.linspace(0, 1, len(sizes)), np.divide(sizes, 2**20), label=label)
         axis.axhline(self.target / 2**20, linestyle=":", color="grey", label="planned for")
         axis.axvline(0.5, linewidth=0.5, color="grey")

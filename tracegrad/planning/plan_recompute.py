@@ -1,5 +1,5 @@
-"""What to keep and what to recompute so that a program fits its memory budget: as a plan, which is
-`plan_recompute`, and as a rule for graphs that will be compiled, which is `recompute_to_fit`."""
+"""Plans what a program recomputes to fit a memory budget: `plan_recompute` returns a plan, and
+`recompute_to_fit` returns a rule that rewrites graphs before they are compiled."""
 
 from __future__ import annotations
 
@@ -50,41 +50,41 @@ def plan_recompute(
     measure: Measure = True,
     **kwargs: Any,
 ) -> RecomputePlan:
-    """Plans what the backward pass of a function computes again, so that memory stays in a budget.
+    """Plans what the backward pass of a function recomputes, so that memory stays within a budget.
 
-    Chooses, of all the values that the gradient of ``fun`` would keep, those to compute again at
-    the least extra FLOPs so that what XLA needs at once for the gradient, beside arguments and
-    results, is within the budget. Plans are made in a model of residuals and live ranges; the
-    gradient is compiled, and what XLA says that it holds corrects what is planned for. On a mesh
-    bytes are those of one device.
+    Of the values that the gradient of ``fun`` would keep, it chooses values to recompute, so that
+    the memory that XLA needs at once for the gradient, without arguments and results, is within the
+    budget, and the extra FLOPs are the fewest. Plans are made with a model of residuals and live
+    ranges. Then the gradient is compiled, and the bytes that XLA reports correct the plan. On a
+    mesh, bytes are for one device.
 
     Args:
       fun: a function of arrays and pytrees of arrays, differentiable with respect to its float
-        arguments. What it recomputes already stays as it is.
-      *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
-      memory_budget: bytes as an int or a string (``"2GiB"``), or a share of what is held without
-        recompute as a float (``0.3``) or a string (``"30%"``).
+        arguments. Parts under `jax.checkpoint` are not changed.
+      *args, **kwargs: the arguments of `fun`: arrays, or `jax.ShapeDtypeStruct`s.
+      memory_budget: bytes as an int or a string (``"2GiB"``), or a share of the memory without
+        recomputation as a float (``0.3``) or a string (``"30%"``).
       wrt, argnums: what the gradient is with respect to, as in `tracegrad.grad` and `jax.grad`;
-        without them all float arguments. Other gradients hold more or less than the plan says: one
-        of the data is a result, whose bytes XLA has for other things until it is there.
-      measure: how many plans are compiled at most, beside the program with nothing recomputed; two
-        if True. XLA holds some per cent more or less of a plan than of those beside it, so that a
-        third and further ones, each halfway between one that was too large and one that was not,
-        may find one of fewer FLOPs. One that would spare little (a hundredth of the forward pass,
-        a thirtieth of what is computed again) is not compiled. False to plan by the model alone,
-        without compiling. What XLA holds may be more or less then, and the plan says that it was
-        not measured.
+        the default is all float arguments. The gradient with respect to other arguments may hold
+        more or less than the plan says.
+      measure: the maximum number of plans to compile, besides the program with nothing recomputed;
+        two if True. The bytes of similar plans differ by some per cent in XLA. So a third or
+        further plan, each halfway between one that was too large and one that was not, may need
+        fewer FLOPs. A plan that would save little (less than a hundredth of the forward pass, or a
+        thirtieth of the recomputation) is not compiled. False plans by the model alone, without
+        compiling: XLA may then hold more or less, and the plan says that it was not measured.
 
     Returns:
-      A `RecomputePlan`; nothing is computed. Equal arguments give equal plans. It is for the
-      devices that arguments lie on, which need not be here: a `jax.ShapeDtypeStruct` may have the
-      ``sharding`` of a device of `jax.experimental.topologies`. A program that cannot be compiled
-      by itself, such as one of symbolic sizes, is planned by the model, and the plan says why.
+      A `RecomputePlan`; `fun` is not run. Equal arguments give equal plans. The plan is for the
+      devices of the arguments. These devices need not exist here: a `jax.ShapeDtypeStruct` may have
+      the ``sharding`` of a device of `jax.experimental.topologies`. A program that cannot be
+      compiled by itself, for example with symbolic sizes, is planned by the model, and the plan
+      says why.
 
     Raises:
-      TypeError, ValueError: for a budget or a number of plans that is none, for `wrt` as
-        `tracegrad.grad`, for a program without a gradient, and `BudgetTooSmall`, with the least
-        that was held, where there is no plan within the budget.
+      TypeError, ValueError: `memory_budget`, `measure` or `wrt` (see `tracegrad.grad`) are not
+        valid, or the program has no gradient.
+      BudgetTooSmall: no plan is within the budget. The error has the lowest peak that was found.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(weights, x):
@@ -98,12 +98,13 @@ def plan_recompute(
     (True, True)
     >>> planned = jax.grad(plan.apply())
 
-    On a CPU, XLA makes what loops stack when the program begins, so that memory may not fall where
-    one of several scans is recomputed; compiled with ``trace(..., compiler_options={
-    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})`` it does.
+    On a CPU, XLA allocates the stacked results of loops when the program begins, so memory may not
+    fall if one of several scans is recomputed. It falls if the program is compiled with
+    ``trace(..., compiler_options={
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})``.
 
-    The idea of cutting at the cheapest save sets is that of PyTorch's min-cut partitioner; that of
-    segments goes back to Chen et al. 2016 (arXiv:1604.06174).
+    The cheapest save sets are minimum cuts, as in PyTorch's min-cut partitioner; segments go back
+    to Chen et al. 2016 (arXiv:1604.06174).
     """
     require_function(fun, "plan for")
     chosen = None if wrt is None and argnums is None else wrt_or_argnums(wrt, argnums)
@@ -116,41 +117,41 @@ def plan_recompute(
 
 
 def recompute_to_fit(memory_budget: MemoryBudget, *, measure: Measure = True) -> FitToBudget:
-    """The rule that makes a graph recompute what it must to stay within a memory budget.
+    """Returns a rule that rewrites a graph, so that its gradient fits a memory budget.
 
     Args:
       memory_budget, measure: as for `plan_recompute`.
 
     Returns:
-      A function ``Graph -> Graph``. A graph that fits is returned as it is, and so is one that
-      holds a loss to which the rule was applied where `tracegrad.grad` differentiated it. In any
-      other, operations by element and reductions that are computed alike are one: rules that edit
-      gradients stand before it, as `trace` has it with ``memory_budget=``.
+      A function ``Graph -> Graph``. A graph that fits is returned unchanged, and so is a step whose
+      loss the rule has already rewritten when `tracegrad.grad` differentiated the loss. In any
+      other graph, equal element-wise operations and reductions are merged. So put rules that edit
+      gradients before this one, as `trace` does with ``memory_budget=``.
 
     Raises:
-      TypeError, ValueError: as `plan_recompute`, for a budget or a number of plans that is none.
-      ValueError: for bytes on a mesh with automatic axes, where XLA decides what a device holds,
-        if all devices together hold more.
-      GraphError: when it is applied to a program in which JAX has differentiated something, where
-        recompute would save nothing any more.
+      TypeError, ValueError: `memory_budget` or `measure` is not valid, as in `plan_recompute`.
+      ValueError: the budget is in bytes, the mesh has automatic axes, so that XLA decides what a
+        device holds, and all devices together hold more than the budget.
+      GraphError: the rule is applied to a program that contains a gradient made by JAX. There,
+        recomputation would save nothing.
     """
-    budget_bytes(memory_budget, 1 << 40)  # one that is none is refused here
+    budget_bytes(memory_budget, 1 << 40)  # raises if the budget is not valid
     return _rule(memory_budget, plans_to_compile(measure))
 
 
 def fit_function_to_budget(memory_budget: MemoryBudget, fun: object = None) -> FitToBudget:
-    """`recompute_to_fit` for a function of `trace`: all that trace it with this budget share one
-    rule, and what that has planned."""
+    """Returns the rule of `recompute_to_fit` for a traced function. All traces of `fun` with the
+    same budget share one rule, and the rule's plans."""
     shared = recompute_to_fit(memory_budget)
     try:
         known: dict[FitToBudget, FitToBudget] = facts_of(fun).setdefault(FitToBudget, {})
-    except TypeError:  # None has no facts, nor has what cannot be held weakly
+    except TypeError:  # no cache for None, and for objects without weak references
         return shared
     return known.setdefault(shared, FitToBudget(memory_budget, shared.plans))
 
 
 class _Planned(threading.local):
-    """Plans for gradients of functions that are being traced, each with the traces around it."""
+    """Plans of gradients inside functions that are being traced, each with the enclosing traces."""
 
     def __init__(self) -> None:
         self._found: list[tuple[PlanSummary, list[weakref.ref[Any]]]] = []
@@ -160,7 +161,8 @@ class _Planned(threading.local):
         self._found.append((plan, [weakref.ref(trace) for trace in around]))
 
     def take(self) -> tuple[PlanSummary, ...]:
-        """Those of the trace that ends here; others are of traces that have failed."""
+        """Removes all plans; returns those of the current trace (others belong to failed
+        traces)."""
         here, found = _jax.current_trace(None), self._found
         self._found = []
         return tuple([plan for plan, around in found if any(ref() is here for ref in around)])
@@ -168,10 +170,8 @@ class _Planned(threading.local):
 
 @dataclass(eq=False)
 class FitToBudget:
-    """What is asked for, and the rule for it; see `plans_to_compile`.
-
-    `latest`: the plan of the function that was traced last.
-    """
+    """The rule of `recompute_to_fit`; `plans`: the maximum number of plans to compile. `latest`:
+    the plan of the function that was traced last."""
 
     memory_budget: MemoryBudget
     plans: int
@@ -187,7 +187,7 @@ class FitToBudget:
         return FitToBudget, (self.memory_budget, self.plans)
 
     def __call__(self, graph: Graph) -> Graph:
-        # What holds the gradient of a loss is a train step, unless somebody takes its own gradient.
+        # A graph that contains the gradient of a loss is a train step, unless it is differentiated.
         places = [] if graph.differentiated else list(graph.walk())
         if any(map(is_under_rules, places)):
             held = None
@@ -206,13 +206,14 @@ class FitToBudget:
                 raise
         if is_of_all and (plan is None or plan.is_needed):
             raise ValueError(
-                f"{self!r} is bytes of one device, and all of them together hold more for the "
-                f"gradient of {graph.name}, on a mesh with automatic axes: what each holds XLA "
-                "decides after planning. Give a share, as '50%'; a mesh with explicit axes; or the "
-                "loss to plan_recompute(loss, *args, memory_budget=...), arguments as they lie"
+                f"{self!r} is bytes of one device, but all devices together hold more for the "
+                f"gradient of {graph.name}, and on a mesh with automatic axes XLA decides only "
+                "after planning what each device holds. Give a share, as '50%'; use a mesh with "
+                "explicit axes; or call plan_recompute(loss, *args, memory_budget=...) with "
+                "sharded arguments"
             )
         assert plan is not None
-        if graph.differentiated:  # by a step, which this is applied to later
+        if graph.differentiated:  # the loss of a step, which the rule is applied to later
             self._planned.add(plan.summary)
         else:
             self.latest = StepPlan(graph.name, (plan.summary,))
@@ -220,14 +221,14 @@ class FitToBudget:
 
     @property
     def _is_share(self) -> bool:
-        """Whether the budget is a share of what is held without recompute, and no bytes."""
+        """Whether the budget is a share of the memory without recomputation, and not bytes."""
         return budget_bytes(self.memory_budget, 1 << 40) != budget_bytes(self.memory_budget, 1)
 
     def plan(
         self, graph: Graph, shardings: Sequence[Any] | None = None, examples: int = 1
     ) -> RecomputePlan:
-        """`plan_recompute` of a graph; `shardings`: of its inputs, where they are known;
-        `examples`: as of `Gradient`, for all of which the budget is."""
+        """Plans a graph, as `plan_recompute` does for a function. `shardings`: the shardings of the
+        inputs, if known. `examples`: as in `Gradient`; the budget is for all examples together."""
         with progress("plan_recompute", 1 + self.plans) as begin:
             program, why_not = flatten(graph), "measure=False"
             if self.plans:
@@ -252,7 +253,7 @@ class FitToBudget:
         examples: int,
         begin: Callable[[str], None],
     ) -> RecomputePlan:
-        """The plan that XLA was seen to hold within the budget."""
+        """Returns the cheapest plan that XLA, as measured, holds within the budget."""
         without, fusion = gradient.held_and_fusion(program)
         budget, numbers = budget_bytes(self.memory_budget, without), itertools.count(1)
 
@@ -265,7 +266,8 @@ class FitToBudget:
         return fitted(search, budget, held_by, without, self.plans, gradient.measured_on)
 
 
-# Functions traced with one rule share their programs. Of budgets 1 is a byte, and 1.0 is all.
+# Cached, since functions that are traced with the same rule share their programs. The cache tells
+# the budget 1 (a byte) from 1.0 (the whole peak).
 _rule = cached(512)(FitToBudget)
 
 engine.fit_to_budget = fit_function_to_budget

@@ -1,10 +1,13 @@
-"""The plan within a budget that computes the least again.
+"""Finds the plan within a budget that recomputes the least.
 
-1. Places to cut a program are where few bytes go from one side to the other.
-2. For the segment between any two of them, save sets by minimum cuts at all prices of a byte
-   (`cuts.Network.hull`); segments that are alike are solved once.
-3. Dynamic programming from the first to the last cut chooses among all of these. A label is what
-   one way to a cut costs, and what it leaves in memory for the rest: a row of numbers.
+1. A program may be cut at places where few bytes cross from one side to the other. A *part* is the
+   operations between two cuts.
+2. A *way* is one choice for a part, as one segment: keep it, or recompute it with a save set. The
+   save sets come from minimum cuts at all prices of a byte (`cuts.hulls`). Equal parts are solved
+   once.
+3. Dynamic programming from the first to the last cut chooses one way for each part. A *label* is a
+   row of numbers for one sequence of ways up to a cut: its cost, and the bytes that it leaves in
+   memory for the rest.
 
 Everything is deterministic.
 """
@@ -30,11 +33,12 @@ from tracegrad.planning.tuning import TUNING
 
 @dataclass(frozen=True)
 class _Ways:
-    """The ways to run parts of a program that are alike, one row of the table for each.
+    """The ways to run a part (or equal parts) of a program; each has a row in `table`.
 
-    A way is one segment, counted from the part's start. The columns of `table` are the extra FLOPs,
-    the bytes of the forward and of the backward peak, and those that stay for the part's backward
-    pass. `leaves[k]` has the values that others read and the way does not keep for itself.
+    The segments count positions from the start of the part. The columns of `table` are the extra
+    FLOPs, the bytes of the forward peak and of the backward peak, and the bytes that are kept for
+    the part's backward pass. `leaves[k]` has the values that later parts read and that way `k`
+    does not keep for its own backward pass.
     """
 
     segments: list[Segment]
@@ -42,28 +46,30 @@ class _Ways:
     leaves: list[tuple[int, ...]]
 
 
-# The columns of a label: the FLOPs, the bytes that are kept during the forward pass, and where it
-# came from: a cut, the row there, and the way for the part between; then the bytes by which its
-# recomputed segments come near to the budget, together; and, for each cut, the bytes that are kept
-# during the backward pass of a part from here to that cut.
+# The columns of a label: the FLOPs; the bytes that are kept during the forward pass; the label that
+# it extends (the cut, the row at that cut, and the way for the part between); the bytes by which
+# its recomputed segments exceed `careful` ** 2 of the budget, summed; and, for each later cut, the
+# bytes that are kept during the backward pass of a part that ends at that cut.
 _FLOPS, _KEPT, _FROM, _NEAR, _HELD = 0, 1, slice(2, 5), 5, 6
 
 
 class Planner:
-    """Plans for one program, for any number of budgets."""
+    """Finds plans of one program for any number of budgets."""
 
     def __init__(self, model: MemoryModel):
         self.model = model
         self._tokens = _tokens(model)
 
     def find(self, budget: int) -> list[Segment] | None:
-        """The plan with the least extra FLOPs whose peak is within `budget` bytes, None if none is
-        found; of equal ones that which keeps least, then that with the fewest recomputed segments
-        near to the budget, since XLA may hold more of any of them."""
+        """Returns the plan with the least extra FLOPs whose peak is within `budget` bytes, or None.
+
+        Of plans with equal FLOPs, it is the one that keeps least, then the one whose recomputed
+        segments come least near to the budget, since XLA may hold more for any of them.
+        """
         at = self._labels(budget)
         if not len(at[-1]):
             return None
-        segments, i, row = list[Segment](), len(self._cuts) - 1, 0  # the first costs the least
+        segments, i, row = list[Segment](), len(self._cuts) - 1, 0  # row 0 costs the least
         while i > 0:
             before, row, chosen = at[i][row, _FROM].astype(int).tolist()
             way = self._parts[before, i][0].segments[chosen]
@@ -72,21 +78,24 @@ class Planner:
         return segments
 
     def lowest_peak(self) -> int:
-        """The lowest budget, in bytes, for which `find` has a plan, to a five thousandth: what XLA
-        holds of the lowest plan may be less by some per cent."""
+        """Returns the lowest budget, in bytes, for which `find` has a plan.
+
+        It is exact to 1/5000 of the peak with everything kept, which is enough: XLA's bytes differ
+        by some per cent anyway.
+        """
         peak = keep_all(self.model).peak
         budgets = range(0, peak, max(1, peak // 5000))
         lowest = bisect.bisect_left(budgets, True, key=lambda size: len(self._labels(size)[-1]) > 0)
         return budgets[lowest] if lowest < len(budgets) else peak
 
     def _labels(self, budget: int) -> list[np.ndarray]:
-        """The labels of every cut, one row for each way to it that is within `budget` bytes."""
+        """Returns the labels of every cut: the undominated ones within `budget` bytes."""
         count = len(self._cuts)
         found = [[np.zeros((int(not i), _HELD + count))] for i in range(count)]
         at: list[np.ndarray] = []
         for i in range(count):
             here = np.concatenate(found[i])
-            order = np.argsort(here[:, _NEAR], kind="stable")  # the first of equals stays
+            order = np.argsort(here[:, _NEAR], kind="stable")  # the first of equal labels stays
             flops, kept = here[order, _FLOPS], here[order, _KEPT]
             here = here[order[frontier(flops, kept, TUNING.labels)]]
             at.append(here)
@@ -116,10 +125,13 @@ class Planner:
 
     @functools.cached_property
     def _parts(self) -> dict[tuple[int, int], tuple[_Ways, np.ndarray]]:
-        """The ways to run the part between two cuts, for all parts that may be a segment; and for
-        each way the bytes that it leaves for the backward pass of a part that ends at each of the
-        cuts (read by nobody before it, a value is not there any more), and last what it leaves in
-        the forward pass."""
+        """Maps the two cuts of each part that may be a segment to its ways and a table of bytes.
+
+        The table has a row for each way. Entry ``j`` is the bytes that the way leaves in memory
+        during the backward pass of a part that ends at cut ``j``; a value that no operation before
+        cut ``j`` reads is not in memory then. The last entry is the bytes that the way leaves in
+        the forward pass.
+        """
         ends = [
             (i, j)
             for i, j in itertools.combinations(range(len(self._cuts)), 2)
@@ -138,12 +150,12 @@ class Planner:
 
     @functools.cached_property
     def _cuts(self) -> tuple[int, ...]:
-        """The operations before which a segment may begin, and the end."""
+        """The operations that a segment may begin at, and the end of the program."""
         stop = len(self.model)
         if stop <= TUNING.cuts + 1:
             return tuple(range(stop + 1))
-        # The longest piece, by bytes, is cut where the fewest go across, near the middle if many
-        # places are alike: in a program of layers, first between these, then inside them.
+        # The longest piece, by bytes, is cut where the fewest bytes cross, and near the middle if
+        # many places are equal: a program of layers is first cut between layers, then inside them.
         crossing, before = crossing_bytes(self.model), [0, *itertools.accumulate(self.model.sizes)]
         chosen, pieces = {0, stop}, [(-before[stop], 0, stop)]
         while pieces and len(chosen) < TUNING.cuts + 2:
@@ -159,8 +171,8 @@ class Planner:
         return tuple(sorted({0, stop, *chosen, *scans, *(i + 1 for i in scans)}))
 
     def _ways(self, parts: Sequence[tuple[int, int]]) -> list[_Ways]:
-        """For each part the ways to run it as one segment, none of which another is as good as in
-        every respect. Parts that are alike are looked at once."""
+        """Returns, for each part, the undominated ways to run it as one segment. Equal parts are
+        solved once."""
         keys = [tuple(self._tokens[start:stop]) for start, stop in parts]
         alike = dict(zip(keys, parts, strict=True))
         pieces = [Piece(self.model, start, stop) for start, stop in alike.values()]
@@ -187,23 +199,23 @@ class Planner:
         )
 
     def _steps(self, start: int, stop: int) -> range:
-        """Those of the model's steps in which a part may be run but for the first."""
+        """Returns the indices of the model's `steps` that a part may run in, except the first."""
         count, scans = len(self.model.steps), self.model.steps[-1].scans
         has_scans = any(node in scans for node in self.model.nodes[start:stop])
         return range(1, count if has_scans else 1)
 
 
 def _costs(local: Local) -> list[int]:
-    """A row of `_Ways.table`."""
+    """Returns a row of `_Ways.table`."""
     backward, staying = max(local.backward) - local.unread, local.staying - local.unread
     return [local.flops, max(local.forward), backward, staying]
 
 
 def network_of(piece: Piece) -> Network:
-    """The choice of what a piece saves, if it is recomputed."""
+    """Returns the network for the choice of the values that a recomputed piece saves."""
     count = len(piece.sizes)
     must_run = [i for i, size in enumerate(piece.extra) if size]
-    # What came into it and is read again only where something else is run again is kept for that.
+    # An input of the piece that only recomputed operations read must be kept for them.
     args = [*map(list, piece.args), *([] for _ in piece.given)]
     for k, (_, readers) in enumerate(piece.given):
         for i in readers:
@@ -214,21 +226,22 @@ def network_of(piece: Piece) -> Network:
 
 
 def recomputing(piece: Piece, cuts: Iterable[Cut]) -> list[Segment]:
-    """The ways to recompute a piece, with save sets."""
+    """Returns the ways to recompute a piece, one for each save set."""
     count = len(piece.sizes)
     saved = ([v for v in cut.saved if v < count] for cut in cuts)
     return [Segment(0, count, True, frozenset(values)) for values in saved]
 
 
 def crossing_bytes(model: MemoryModel) -> list[int]:
-    """For each operation the bytes of earlier buffers that it or a later one reads."""
+    """Returns, for each operation, the bytes of earlier buffers that it or a later one reads."""
     ends = [uses[-1] if uses else v for v, uses in enumerate(model.uses)]
     spans = zip(range(1, len(model) + 1), ends, model.sizes, strict=True)
     return alive((span for span in spans if span[1] >= span[0]), len(model))
 
 
 def _tokens(model: MemoryModel) -> list[int]:
-    """Equal numbers for operations that do the same to their surroundings."""
+    """Numbers the operations; operations with equal costs, operands and readers have equal
+    numbers."""
     seen: dict[Hashable, int] = {}
     tokens = []
     columns = model.sizes, model.flops, model.extra, model.beside, model.cotangents, model.fixed
@@ -246,8 +259,8 @@ def _tokens(model: MemoryModel) -> list[int]:
 
 
 def pareto(table: np.ndarray) -> list[int]:
-    """The rows than which no other is as small in every column, in the order of the first; of equal
-    rows the first."""
+    """Returns the undominated rows: no other row is as small in every column. They are sorted by
+    the columns, the first column first; of equal rows, the first is returned."""
     order = np.lexsort(table.T[::-1])
     chosen: list[int] = []
     kept = np.empty((0, table.shape[1]))
@@ -259,7 +272,8 @@ def pareto(table: np.ndarray) -> list[int]:
 
 
 def frontier(flops: np.ndarray, size: np.ndarray, most: int) -> list[int]:
-    """Rows of ever fewer bytes for ever more FLOPs, at most so many, spread over the bytes."""
+    """Returns at most `most` rows of fewer and fewer bytes for more and more FLOPs. If there are
+    more such rows, the returned ones are spread evenly over the bytes."""
     order = np.lexsort((size, flops))
     smallest = np.minimum.accumulate(size[order])
     is_new = smallest < np.concatenate([[np.inf], smallest])[:-1]
@@ -267,7 +281,7 @@ def frontier(flops: np.ndarray, size: np.ndarray, most: int) -> list[int]:
     if len(chosen) > most:
         low, high = size[chosen].min(), size[chosen].max()
         bucket = np.floor((size[chosen] - low) / (high - low) * (most - 1e-9)).astype(int)
-        # The least FLOPs of each bucket, which come first, and the fewest bytes of all.
+        # The row with the least FLOPs of each bucket, and the row with the fewest bytes.
         _, firsts = np.unique(bucket, return_index=True)
         chosen = chosen[sorted({*firsts.tolist(), len(chosen) - 1})]
     return [int(k) for k in chosen]

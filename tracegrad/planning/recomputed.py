@@ -1,14 +1,15 @@
-"""Regions that keep nothing but what is chosen, as XLA holds them.
+"""Builds `jax.checkpoint` regions in which XLA, too, keeps the chosen results and nothing else.
 
-What is to be kept gets a name (see `checkpoint_names`), and the policy of the region saves these
-names and nothing else. What comes into it is kept anyway.
+Each result to save gets a name (see `checkpoint_names`), and the policy of the region saves the
+results with these names only. The operands of a region are always saved.
 
-So that nothing else is kept, what XLA computes inside of what reads it goes over no border: the
-region has copies of it. And there is a barrier in front of the region and behind it, over which XLA
-does not compute again in one place what was written in another.
+XLA fuses some operations into their readers. If the result of such an operation were an operand or
+an output of a region, XLA would have to keep it. So each region that reads it has a copy of the
+operation. An optimization barrier stands before and after a region, so that XLA does not recompute
+on one side of the barrier what it has computed on the other side.
 
-All of a region is run again when its cotangents arrive. What may wait for those of one operation
-inside is in a region with that, in there.
+A whole region is recomputed when the cotangents of its outputs arrive. Nodes that are needed only
+when the cotangents of one inner operation arrive form an inner region with that operation.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from tracegrad.planning.checkpoint_names import named_results
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """A stretch of a graph's nodes, and how it is to be run.
+    """Nodes of a graph that run one after the other, and how they run.
 
     Attributes:
-      nodes: in the order of execution.
-      instead: what is run in the place of some of the nodes.
-      recompute: whether it is a region that is run again in the backward pass.
-      saved: those of its nodes whose results are kept, and whether their derivatives read them.
-      late: nodes that are run again when the cotangents of another arrive, and that other, which
-        alone reads them, or what else waits for it.
+      nodes: the nodes, in the order of execution.
+      instead: maps a node to the graph that runs in place of the node.
+      recompute: whether the nodes are a region, which is recomputed in the backward pass.
+      saved: maps a node whose results are saved to whether its derivative reads the results.
+      late: maps a node A to a node B: A is recomputed when the cotangents of B arrive. Only B, or
+        other nodes that wait for B, read the results of A.
     """
 
     nodes: Sequence[Node]
@@ -49,11 +50,9 @@ class Stretch:
 
 
 def in_stretches(graph: Graph, stretches: Sequence[Stretch], copied: Collection[Node]) -> Graph:
-    """A graph that runs its nodes as the stretches say, which together are all of them.
-
-    `copied`: nodes of which regions have copies instead of taking their results.
-    """
-    steps = _planned(graph, stretches, copied)
+    """Returns the graph, run as the stretches say. Each node of the graph is in one stretch.
+    `copied`: nodes that a region copies, instead of taking their results as operands."""
+    steps = _plan_steps(graph, stretches, copied)
 
     def run(*args: Any) -> list[Any]:
         values: dict[Value, Any] = {**graph.constants}
@@ -66,17 +65,17 @@ def in_stretches(graph: Graph, stretches: Sequence[Stretch], copied: Collection[
     return replace(graph, program=new.program, nodes=new.nodes)
 
 
-# ------------------------------------------------------------------------------------ what is where
+# ------------------------------------------------------------------------------- planning the steps
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A node, and how it is run."""
+    """A node, and the way that it runs."""
 
     node: Node
     instead: Graph | None = None
-    names: Sequence[str] = ()  # of its results, if they are kept
-    reads_results: bool = False  # whether its derivative does
+    names: Sequence[str] = ()  # names for the policy, if the results are saved
+    reads_results: bool = False  # whether the derivative of the node reads its results
 
     @property
     def key(self) -> Any:
@@ -97,16 +96,16 @@ class _Step:
 
 @dataclass(frozen=True, eq=False)
 class _Region:
-    """Steps that are run again together.
+    """Steps that are recomputed together.
 
-    `steps` come in order, copies before the others.
-    `left`: what is read past the region by others than regions, behind a barrier.
+    `steps` are in the order of execution; copies of nodes outside of the region come first.
+    `left`: the outputs that nodes outside of all regions read. They pass through a barrier.
     """
 
     steps: Sequence[_Step | _Region]
     operands: Sequence[Value]
     outputs: Sequence[Value]
-    waits: bool = False  # for all that comes in, before anything of it is run
+    waits: bool = False  # whether a barrier delays the region until all operands are computed
     policy: Callable[..., Any] | None = None
     left: Sequence[Value] = ()
 
@@ -125,7 +124,7 @@ class _Region:
 
 
 class _Readers:
-    """Who reads a value, of what stands in the graph by now: steps, regions, or the results."""
+    """The nodes and regions that read each value, updated while nodes are moved into regions."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -134,28 +133,28 @@ class _Readers:
     def of(self, value: Value) -> set[Any]:
         return self._found.get(value, set())
 
-    def gone(self, nodes: Sequence[Any], values: Sequence[Value]) -> None:
-        """Nodes have become part of a region."""
+    def remove(self, nodes: Sequence[Any], values: Sequence[Value]) -> None:
+        """Removes nodes, which are now in a region, from the readers of the values."""
         for value in values:
             self._found.get(value, set()).difference_update(nodes)
 
-    def reads(self, region: _Region) -> None:
+    def add(self, region: _Region) -> None:
         for value in region.operands:
             self._found.setdefault(value, set()).add(region)
 
 
-def _planned(
+def _plan_steps(
     graph: Graph, stretches: Sequence[Stretch], copied: Collection[Node]
 ) -> list[_Step | _Region]:
     names = (f"planned_{k}" for k in itertools.count())
     readers, steps = _Readers(graph), list[_Step | _Region]()
-    for stretch in reversed(stretches):  # what is read behind it is known then
+    for stretch in reversed(stretches):  # so that the later readers of its results are known
         own = [_step(node, stretch, names) for node in stretch.nodes]
         if stretch.recompute:
             steps[:0] = _in_region(own, stretch, readers, copied)
         else:
             steps[:0] = own
-    unread = set[Node]()  # copies alone of these are read
+    unread = set[Node]()  # nodes whose copies are read, and not the nodes themselves
     for step in reversed(steps):
         if isinstance(step, _Step) and step.node in copied and _is_unread(step, unread, readers):
             unread.add(step.node)
@@ -169,6 +168,7 @@ def _step(node: Node, stretch: Stretch, names: Iterator[str]) -> _Step:
 
 
 def _is_unread(step: _Step, unread: Collection[Node], readers: _Readers) -> bool:
+    """Whether only unread nodes read the results of a step."""
     return all(
         value not in readers.graph.results and readers.of(value) <= set(unread)
         for value in step.outputs
@@ -181,43 +181,43 @@ def _in_region(
     readers: _Readers,
     copied: Collection[Node],
 ) -> list[_Step | _Region]:
-    """The steps of a stretch as a region, and before it those of which only copies are read."""
+    """Returns a stretch as a region, preceded by the steps of which only the copies are read."""
     kept = [name for step in steps for name in step.names]
     inside: list[_Step | _Region] = list(steps)
     for reader in dict.fromkeys(stretch.late.values()):
         late = [node for node, other in stretch.late.items() if other is reader]
-        waiting = _between(reader, late, readers.graph)
-        if waiting.issubset(stretch.nodes):  # or there is a view of it outside
-            inside = _grouped(inside, waiting, readers, copied)
-    region, outside = _region(inside, readers, copied)
+        waiting = _dependents_up_to(reader, late, readers.graph)
+        if waiting.issubset(stretch.nodes):  # not so if a view of a result is outside
+            inside = _group(inside, waiting, readers, copied)
+    region, outside = _make_region(inside, readers, copied)
     left = [v for v in region.outputs if any(not isinstance(r, _Region) for r in readers.of(v))]
     policies: Any = jax.checkpoint_policies
     policy = policies.save_only_these_names(*kept) if kept else None
     whole = replace(region, policy=policy, left=left)
-    readers.gone([region], region.operands)
-    readers.reads(whole)
+    readers.remove([region], region.operands)
+    readers.add(whole)
     return [*outside, whole]
 
 
-def _grouped(
+def _group(
     steps: Sequence[_Step | _Region],
     nodes: Collection[Node],
     readers: _Readers,
     copied: Collection[Node],
 ) -> list[_Step | _Region]:
-    """The steps with some nodes of theirs as a region, where these stand."""
+    """Returns the steps, with those of `nodes` made one region at the position of the first."""
     chosen = {node.key for node in nodes}
     members = [step for step in steps if step.key in chosen]
-    ordered: list[Any] = gathered(steps, chosen, "what waits")
-    region, outside = _region(members, readers, copied)
+    ordered: list[Any] = gathered(steps, chosen, "a group of recomputed operations")
+    region, outside = _make_region(members, readers, copied)
     at = ordered.index(members[0])
     return [*ordered[:at], *outside, region, *ordered[at + len(members) :]]
 
 
-def _region(
+def _make_region(
     steps: Sequence[_Step | _Region], readers: _Readers, copied: Collection[Node]
 ) -> tuple[_Region, list[_Step | _Region]]:
-    """Steps as a region, with a barrier in front; and those of which only copies are read."""
+    """Returns the steps as a region, and apart from it the steps of which only copies are read."""
     unread = set[Node]()
     for step in reversed(steps):
         if isinstance(step, _Step) and step.node in copied and _is_unread(step, unread, readers):
@@ -237,18 +237,19 @@ def _region(
     inside = {s.node if isinstance(s, _Step) else s for s in members}
     made = [value for step in members for value in step.outputs]
     results = [v for v in made if v in readers.graph.results or not readers.of(v) <= inside]
-    # XLA may run what depends on arguments alone (an RNN's products with its inputs) for all
-    # regions ahead, and holds it until their turn comes. And in a loop JAX keeps what has a name
-    # once more for each region inside of this one that takes it, if nothing else is in between.
+    # Without a barrier, XLA may compute the parts of all regions that depend on arguments alone
+    # (an RNN's products with its inputs) in advance, and hold the results until the regions run.
+    # Also, in a loop JAX saves a named result again for each inner region that takes it as an
+    # operand, unless another operation, such as the barrier, stands between them.
     region = _Region(whole, came, results, waits=any(value in producers for value in came))
     for step in members:
-        readers.gone(list(inside), step.operands)
-    readers.reads(region)
+        readers.remove(list(inside), step.operands)
+    readers.add(region)
     return region, outside
 
 
-def _between(reader: Node, nodes: Sequence[Node], graph: Graph) -> set[Node]:
-    """Some nodes, all that reads them, and so on up to a reader."""
+def _dependents_up_to(reader: Node, nodes: Sequence[Node], graph: Graph) -> set[Node]:
+    """Returns the nodes and all that depends on them, up to and including `reader`."""
     found, pending = {reader}, [*nodes]
     while pending:
         if (node := pending.pop()) not in found:
@@ -293,7 +294,7 @@ def _run_region(region: _Region, operands: Sequence[Any]) -> list[Any]:
 
 
 def _barrier() -> Callable[..., list[Any]]:
-    """What gives nothing of what it is given before all of it is there."""
+    """Returns a barrier: a function that returns its arguments once all of them are computed."""
     barrier: Callable[..., Sequence[Any]] = jax.lax.optimization_barrier
 
     @jax.custom_jvp
@@ -301,7 +302,8 @@ def _barrier() -> Callable[..., list[Any]]:
         return list(barrier(values))
 
     def derivative(values: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        # Cotangents do not wait for each other: those of an argument's slices would be padded.
+        # Cotangents get no barrier. If they waited for each other, the cotangents of an argument's
+        # slices would each be padded to the size of the argument.
         return together(*values), list(tangents)
 
     together.defjvp(derivative, symbolic_zeros=True)

@@ -1,5 +1,5 @@
-"""A plan, written into its graph: every segment that is recomputed becomes a `Recompute`, and scans
-run in the ways of their segment's step."""
+"""Rewrites a graph by a plan: every recomputed segment becomes a `Recompute` node, and scans run as
+the `step` of their segment says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tracegrad.planning.tuning import TUNING
 
 
 def with_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:
-    """The graph of a model, rewritten; the model's own stays as it is."""
+    """Returns the graph of a model, rewritten by a plan; the model's graph is not changed."""
     assert model.graph is not None
     stretches = [_stretch(model, segment) for segment in plan]
     return in_stretches(model.graph, stretches, set(_copied(model)))
@@ -39,10 +39,13 @@ def _stretch(model: MemoryModel, segment: Segment) -> Stretch:
 
 
 def _copied(model: MemoryModel) -> Iterator[Node]:
-    """The nodes that XLA computes inside of what reads them and of which regions have copies: those
-    not much smaller than all that has to be there for it, so that a sum of many, such as a residual
-    stream, goes over the border itself; and as large as each that they take, since the cotangent of
-    a part is as large as the whole, for each region that reads it."""
+    """Yields the inlined nodes that regions copy, instead of taking their results as operands.
+
+    A node is copied if the buffers that it is computed from are at most `TUNING.terms` times as
+    large as its result; so a sum of many terms, such as a residual stream, is an operand. And no
+    operand of the node may be larger than its result: each region with a copy of a slice would have
+    a cotangent as large as the whole operand.
+    """
     assert model.graph is not None
     fusion = model.fusion or without_compiling(model.graph)
     there: dict[Value, frozenset[Value]] = {}
@@ -59,8 +62,11 @@ def _copied(model: MemoryModel) -> Iterator[Node]:
 
 
 def nodes_of(model: MemoryModel, start: int, stop: int) -> Sequence[Node]:
-    """The nodes from one operation up to another, each with those behind it that write no buffer,
-    as XLA has written it there."""
+    """Returns the nodes of the operations from `start` to `stop` (exclusive).
+
+    Nodes that write no buffer belong to the next operation that writes one; at the end of the
+    program, to the last operation.
+    """
     assert model.graph is not None
     nodes = model.graph.nodes
     first = nodes.index(model.nodes[start - 1]) + 1 if start else 0

@@ -1,8 +1,8 @@
-"""What the backward pass of a node reads, asked of JAX.
+"""Finds the values that the backward pass of a node reads, by asking JAX.
 
-JAX traces the node's own VJP; its residuals are traced back, through operations that the backward
-pass can do again for next to nothing, to the node's operands and results. What comes of a costly
-operation inside the rule (the stacks of a scan, the factors of a decomposition) is memory of its
+JAX traces the node's own VJP. Its residuals are followed back to the node's operands and results,
+through cheap operations, which the backward pass can repeat. The result of a costly operation
+inside the rule (the stacked results of a scan, the factors of a decomposition) needs memory of its
 own.
 """
 
@@ -23,11 +23,11 @@ from tracegrad.planning.costs import nbytes
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """What the backward pass of a node reads.
+    """The values that the backward pass of a node reads.
 
     Attributes:
-      operands, results: the positions of those that it reads.
-      extra: bytes of what it reads beside them; at least one, if that is all on the host.
+      operands, results: the positions of the operands and results that it reads.
+      extra: bytes of the other values that it reads; at least 1 if these are on the host.
     """
 
     operands: tuple[int, ...]
@@ -36,16 +36,17 @@ class Residuals:
 
 
 class NodeResiduals:
-    """Answers for nodes; asks JAX once for those that differ in their operands' values alone."""
+    """Returns the residuals of nodes; asks JAX once for nodes with equal types and parameters."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Residuals] = {}
-        self._keep_alive: list[Any] = []  # what is known by its identity
+        self._keep_alive: list[Any] = []  # parameters in keys by their identity
 
     def of(self, node: Node, active: Sequence[int]) -> Residuals:
-        """`active`: the positions of the operands that get a cotangent.
+        """Returns the residuals of a node; `active`: positions of operands that get a cotangent.
 
-        Raises ValueError, naming the node and its line, if it has no reverse-mode derivative.
+        Raises ValueError if the node has no reverse-mode derivative; the message names the node
+        and its line.
         """
         key = (self._key(node), tuple(active))
         if key not in self._known:
@@ -54,9 +55,10 @@ class NodeResiduals:
             except Exception as error:
                 raise ValueError(
                     "cannot plan what to recompute for a program without a gradient: "
-                    f"{Occurrence((), node)} has no reverse-mode derivative ({error}). If none is "
-                    "needed through it, give it jax.lax.stop_gradient of what it takes; or give "
-                    "the budget to a train step, which takes the gradient by what it needs alone"
+                    f"{Occurrence((), node)} has no reverse-mode derivative ({error}). If no "
+                    "gradient is needed through it, apply jax.lax.stop_gradient to its operands; "
+                    "or give the budget to a train step, which computes only the gradients that "
+                    "it needs"
                 ) from error
         return self._known[key]
 
@@ -77,7 +79,7 @@ class NodeResiduals:
 def _ask(node: Node, active: Sequence[int]) -> Residuals:
     run, types = functools.partial(run_node, node), [v.aval for v in node.inputs]
     found = residuals_of(run, types, active)
-    if node.regions:  # a loop shows only now that it cannot be run backwards
+    if node.regions:  # some loops raise only when the VJP is called
         flowing = [i for i, v in enumerate(node.outputs) if has_gradient(v)]
         cotangents = [node.outputs[i].aval for i in flowing]
         jax.eval_shape(
@@ -91,8 +93,8 @@ def _ask(node: Node, active: Sequence[int]) -> Residuals:
 def residuals_of(
     run: Callable[[Sequence[Any]], Sequence[Any]], types: Sequence[Any], active: Sequence[int]
 ) -> Residuals:
-    """What the backward pass of a program reads; `run`: of operands of these types, of which those
-    at the positions `active` get a cotangent."""
+    """Returns the values that the backward pass of a program reads. `run`: the program; `types`:
+    the types of its operands; `active`: the positions of the operands that get a cotangent."""
 
     def forward(*args: Any) -> Any:
         results, vjp = _jax.vjp_of_some(run, args, active)
@@ -108,7 +110,7 @@ def residuals_of(
             result.setdefault(var, i)
             if var not in producer or producer[var].primitive.name not in operations.RESHAPES:
                 break
-            (var,) = producer[var].invars  # written as it is
+            (var,) = producer[var].invars  # a reshaped result is the same buffer
     reads: set[Any] = set()
     extra = 0
     pending = [v for v in program.outvars[count:] if not hasattr(v, "val")]
@@ -120,7 +122,7 @@ def residuals_of(
         if var in producer and var not in result:
             equation = producer[var]
             if _jax.is_on_host(var.aval):
-                # Takes nothing of the device, but has to be made, which bytes stand for.
+                # It needs no device memory, but must be recomputed; `extra` > 0 says so.
                 extra = max(extra, 1)
                 continue
             if equation.primitive.name in operations.KERNELS or _has_costly(equation):
@@ -135,7 +137,7 @@ def residuals_of(
 
 
 def _has_costly(equation: Any) -> bool:
-    """Whether a call inside a rule does something costly."""
+    """Whether an equation calls a program with a costly operation, at any depth."""
     for value in equation.params.values():
         if isinstance(value, _jax.PROGRAM_TYPES):
             inner = _jax.opened(value).eqns

@@ -1,8 +1,9 @@
-"""A scan in groups of iterations: each group is one iteration of a scan around.
+"""Rewrites a scan into groups of iterations: each group is one iteration of an outer scan.
 
-Where a group is run again when its turn comes in the backward pass, only its first carry is kept:
-Griewank's checkpointing at two levels, for which the square root of the length is best. Where the
-iterations of a group have bodies of their own, some may keep what others compute again.
+If the backward pass recomputes a whole group, only the first carry of the group is kept. This is
+Griewank's checkpointing at two levels, and the square root of the length is the best group size.
+If each iteration of a group has its own body, some iterations may keep values that others
+recompute.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _Step = Callable[[Sequence[Any], list[Any], list[Any]], tuple[list[Any], list[An
 
 
 def group_size(length: int) -> int:
-    """The divisor of a length that is nearest to its square root, in proportion; 1 for a prime."""
+    """Returns the divisor of a length that is nearest to its square root; 1 for a prime."""
     divisors = [d for d in range(2, length) if length % d == 0]
     return min(divisors, key=lambda d: (d + length // d, d), default=1)
 
 
 def in_groups(node: Node, body: Graph, size: int) -> Callable[..., list[Any]]:
-    """The same scan with this body, in groups of so many iterations, of which only the first carry
-    is kept; in groups of 1 each iteration by itself."""
+    """Returns the scan with this body, in groups of `size` iterations; a size of 1 makes no groups.
+    The backward pass recomputes each group from its first carry."""
     one = _step(node, body)
     if size == 1:
         return _around(node, one, size)
@@ -48,10 +49,8 @@ def in_groups(node: Node, body: Graph, size: int) -> Callable[..., list[Any]]:
 
 
 def in_turn(node: Node, bodies: Sequence[Graph]) -> Callable[..., list[Any]]:
-    """The same scan with these bodies, one after the other, over and over.
-
-    Each is as `part_of` makes it, of which the scan's length is a multiple.
-    """
+    """Returns the scan with its iterations run by these bodies in turn, over and over. `part_of`
+    makes the bodies; the scan's length is a multiple of their number."""
     steps = [_step(node, body) for body in bodies]
 
     def group(
@@ -67,9 +66,10 @@ def in_turn(node: Node, bodies: Sequence[Graph]) -> Callable[..., list[Any]]:
 
 
 def part_of(node: Node, body: Graph, place: int, count: int) -> Graph:
-    """A body of a scan that takes slices for so many iterations, and is that at one place of these.
+    """Returns a body of a scan for iteration `place` of a group of `count` iterations.
 
-    What is cut out of them is cut inside, so that where it is run again they are all that is kept.
+    It takes the slices of the whole group, and selects its own slice inside. So if the body is
+    recomputed, only the slices of the group are kept.
     """
     first, run = sum(_jax.scan_split(node.params)), to_callable(body)
 
@@ -95,7 +95,7 @@ def _step(node: Node, body: Graph) -> _Step:
 
 
 def _around(node: Node, group: _Step, size: int) -> Callable[..., list[Any]]:
-    """The scan of a node, over groups of so many iterations; of 1, each iteration by itself."""
+    """Returns a scan that runs `group` for each `size` iterations of the node's scan."""
     constants, carried = _jax.scan_split(node.params)
     groups = node.params["length"] // size
 

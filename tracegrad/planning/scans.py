@@ -1,9 +1,9 @@
-"""A scan that keeps less of its body: planned from inside, in turn one way and another, or grouped.
+"""Finds ways to run a scan so that it keeps less for its backward pass.
 
-What a scan keeps for its backward pass is kept once for each iteration. So its body is recomputed
-whole, but for a save set, in every iteration or in some of them; and beyond that the iterations go
-in groups of which only the first carry is kept, each group being run again when its turn comes.
-All of that for each way to run the scans that are inside the body.
+A scan keeps residuals for each iteration. To keep less, the body is recomputed except for a save
+set, in every iteration or in some of them. To keep even less, the iterations are grouped: only the
+first carry of a group is kept, and the backward pass recomputes one group at a time. Each of these
+ways is combined with each way to run the scans inside the body.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from tracegrad.tracing.graphs import graph as trace_graph
 
 
 def in_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
-    """Gives a model its `steps`, in which the scans that keep something beside their operands and
-    results run ever more again to keep ever less; `times`: how often the program is run, in scans
-    around."""
+    """Fills the `steps` of a model, and returns the model.
+
+    From step to step, the scans that keep more than their operands and results recompute more to
+    keep less. `times`: how often enclosing scans run the program.
+    """
     assert whole.graph is not None
     if len(whole.steps) > 1:
         return whole
@@ -60,8 +62,11 @@ def in_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
 
 
 def _ways(scan: Node, around: MemoryModel, count: int) -> list[ScanWay]:
-    """Those that no other spares both bytes and FLOPs to, if so many such scans are run: the
-    backward pass of one works while the others still keep what they do."""
+    """Returns the undominated ways to run a scan: no other way has fewer bytes and fewer FLOPs.
+
+    `count`: the number of such scans. The bytes are those that all of them keep, and those that
+    the backward pass of one scan needs.
+    """
     found = list(_options(scan, around))
     flops = np.array([option.flops for option in found], float)
     size = np.array([count * option.kept + option.working for option in found], float)
@@ -76,8 +81,11 @@ def _ways(scan: Node, around: MemoryModel, count: int) -> list[ScanWay]:
 
 
 class _Option(NamedTuple):
-    """A way to run a scan: what makes the program, the FLOPs that it runs again in all, and about
-    how many bytes it keeps for its backward pass and needs for that beside them."""
+    """A way to run a scan, with estimates of its cost.
+
+    `made` returns the program; `flops` are all recomputed FLOPs; `kept` are the bytes that the scan
+    keeps for its backward pass, and `working` are the further bytes that this pass needs.
+    """
 
     made: Callable[[], Graph]
     flops: int
@@ -87,8 +95,11 @@ class _Option(NamedTuple):
 
 
 def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
-    """With less kept in the scans inside its body, with each iteration recomputed but for a save
-    set, some iterations one way and some another, and in groups."""
+    """Yields the ways to run a scan.
+
+    The scans inside the body keep less; each iteration is recomputed except for a save set; some
+    iterations have one save set and some another; or iterations are grouped.
+    """
     length = scan.params["length"]
     constants, carried = _jax.scan_split(scan.params)
 
@@ -101,14 +112,14 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
     assert body.graph is not None
 
     def put(ways: Sequence[Segment], size: int = 1) -> Graph:
-        """The scan with its body run in these ways, in turn, or in groups of a size."""
+        """Returns the scan with its body run in these ways in turn, or in groups of `size`."""
         first, *others = ways
         if others:
             inside = with_regions(body, [Segment(0, len(body), step=first.step)])
             bodies = []
             for k, way in enumerate(ways):
                 part = modelled(flatten(part_of(scan, inside, k, len(ways))))
-                assert len(part) == len(body), "what is around is views"
+                assert len(part) == len(body), "a part adds only views to the body"
                 bodies.append(with_regions(part, [replace(way, step=0)]))
             run = in_turn(scan, bodies)
         else:
@@ -129,7 +140,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         for turn in _turns(runs, length if is_on_one else 1):
             first, _ = turn[0]
             if not (step or first.recompute):
-                continue  # the scan as it is
+                continue  # this way is the unchanged scan
             times = length // len(turn)
             kept = [local.staying + carry for _, local in turn]
             flops = sum(local.flops for _, local in turn)
@@ -139,7 +150,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
                 times * flops,
                 times * sum(kept),
                 max(0, working - around_it) + len(turn) * handed,
-                f"{_told([way for way, _ in turn])}{deeper}",
+                f"{_described([way for way, _ in turn])}{deeper}",
             )
         if (size := group_size(length)) > 1:
             again = Segment(0, len(body), recompute=True, step=step)
@@ -156,8 +167,8 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
 def _turns(
     runs: Sequence[tuple[Segment, Local]], length: int
 ) -> Iterator[list[tuple[Segment, Local]]]:
-    """Each way for all iterations, and of each two that are next to each other some of the one and
-    some of the other: what is kept comes in steps of a whole body otherwise."""
+    """Yields each way for all iterations, and mixtures of each two neighbouring ways. Without
+    mixtures, the kept bytes could only change in all iterations at once."""
     yield from ([run] for run in runs)
     here = [run for run in runs if run[0].recompute]
     for (more, less), count in itertools.product(itertools.pairwise(here), TUNING.in_turn):
@@ -166,7 +177,8 @@ def _turns(
                 yield [more] * part + [less] * (count - part)
 
 
-def _told(turn: Sequence[Segment]) -> str:
+def _described(turn: Sequence[Segment]) -> str:
+    """Describes the ways that the iterations of a scan run in."""
     counts = Counter(
         f"recomputed but for {len(way.saved)} values" if way.recompute else "kept" for way in turn
     )

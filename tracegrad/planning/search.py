@@ -1,4 +1,4 @@
-"""Plans of a program for any number of budgets, and the error where there is none."""
+"""Finds recomputation plans of a program within memory budgets; the error if no plan fits."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ class BudgetTooSmall(ValueError):
     """No plan was found within the budget.
 
     Attributes:
-      lowest: bytes, the lowest peak that a plan was found for: as XLA held it, if it was measured.
-      measured_on: the backend and the JAX that `lowest` was measured on; "" for the model's.
-      held_most: lines of the user's, and the bytes that are held of them where its peak is.
-      in_the_way: what computes most of the program and no plan opens, with its line; "" if nothing.
+      lowest: the lowest peak of any plan found, in bytes: measured in XLA, or by the model.
+      measured_on: the backend and the JAX version that measured `lowest`; "" if the model did.
+      held_most: the user's lines that hold the most bytes at that peak, and these bytes, by the
+        model, for one example.
+      in_the_way: describes an operation that computes more than half of the program's bytes and
+        that no plan can split, with its line; "" if there is none.
     """
 
     def __init__(
@@ -39,18 +41,18 @@ class BudgetTooSmall(ValueError):
     ):
         self._arguments = budget, lowest, measured_on, held_most, of, in_the_way
         gradient = f" for the gradient of {of}" if of else ""
-        text = f"a memory budget of {budget:,} bytes is too small{gradient}: the lowest peak that "
-        text += f"was found is {lowest:,} bytes"
-        text += f" as XLA held it ({measured_on})" if measured_on else ""
+        text = f"a memory budget of {budget:,} bytes is too small{gradient}: the lowest peak "
+        text += f"found is {lowest:,} bytes"
+        text += f", measured in XLA ({measured_on})" if measured_on else ""
         if held_most:
             lines = (f"{line} ({in_units(size)})" for line, size in held_most)
-            text += f". Most is held there of {', '.join(lines)}"
+            text += f". At that peak, these lines hold the most: {', '.join(lines)}"
         if in_the_way:
             text += f". Most of the program is {in_the_way}"
         elif measured_on:
             text += (
-                ". With a larger measure=, of plan_recompute or, in trace(..., rules=[...]), of "
-                "tracegrad.planning.recompute_to_fit, more plans are tried"
+                ". To try more plans, pass a larger measure= to plan_recompute, or to "
+                "tracegrad.planning.recompute_to_fit in trace(..., rules=[...])"
             )
         super().__init__(text)
         self.lowest, self.measured_on = lowest, measured_on
@@ -61,8 +63,11 @@ class BudgetTooSmall(ValueError):
 
 
 class Search:
-    """Plans for one program, for any number of budgets; errors tell the bytes of so many `examples`
-    as are computed at once, in a `jax.vmap` around, and all else is of one."""
+    """Finds plans of one program for any number of budgets.
+
+    Bytes are for one example. Only the budget and the lowest peak in an error are for all
+    `examples`, the number of examples that the enclosing `jax.vmap`s compute together.
+    """
 
     def __init__(self, whole: MemoryModel, examples: int = 1):
         assert whole.graph is not None
@@ -70,7 +75,7 @@ class Search:
 
     @functools.cached_property
     def kept(self) -> Simulation:
-        """With nothing recomputed."""
+        """The simulation of the program with nothing recomputed."""
         return keep_all(self.whole)
 
     @functools.cached_property
@@ -78,11 +83,12 @@ class Search:
         return Planner(in_steps(self.whole))
 
     def best(self, target: int) -> RecomputePlan:
-        """The plan within so many bytes of the model that computes the least again.
+        """Returns the plan that recomputes least, of those with a peak of at most `target` bytes.
 
-        Raises BudgetTooSmall, with the lowest peak of all, if there is none.
+        The peak is that of the model. Raises BudgetTooSmall, with the lowest peak of all plans, if
+        no plan has such a peak.
         """
-        if self.kept.peak <= target:  # then there is nothing to plan
+        if self.kept.peak <= target:  # nothing must be recomputed
             return RecomputePlan(self, self.kept, (*plan_to_keep(self.whole),), target, target)
         found = self._planner.find(target)
         if found is None:
@@ -90,66 +96,68 @@ class Search:
         return self.plan(found, target)
 
     def plan(self, segments: Sequence[Segment], target: int) -> RecomputePlan:
-        """The plan of these segments."""
+        """Makes the plan that has these segments."""
         if any(segment.step for segment in segments):
-            in_steps(self.whole)
+            in_steps(self.whole)  # fills `whole.steps`, which the segments refer to
         found = simulate(self.whole, segments)
         return RecomputePlan(self, found, tuple(segments), target, target)
 
     def too_small(
         self, budget: int, lowest: RecomputePlan, measured_on: str = ""
     ) -> BudgetTooSmall:
-        """The error for a budget, of the plan that keeps least of those that were found."""
+        """Returns the error for `budget`. `lowest` is the plan with the lowest peak found."""
         return BudgetTooSmall(
             budget,
             self.examples * self.lowest_peak if lowest.held is None else lowest.held,
             measured_on,
             _held_most(self.whole, lowest.segments, self.examples),
             self.graph.name,
-            _in_the_way(self.graph),
+            _describe_unsplittable(self.graph),
         )
 
     @functools.cached_property
     def lowest_peak(self) -> int:
-        """The lowest budget that there is a plan for, in the model."""
+        """The lowest peak of any plan, in bytes for one example, by the model."""
         return self._planner.lowest_peak()
 
 
-def _is_closed(node: Node) -> bool:
-    """Whether no plan opens it: a branch, a custom gradient, a `jax.checkpoint`."""
+def _cannot_be_split(node: Node) -> bool:
+    """Whether no plan can split a node: it has regions and is not a scan. Examples are a branch, a
+    custom gradient and a `jax.checkpoint`."""
     return bool(node.regions) and node.primitive is not _jax.SCAN
 
 
 def _line(node: Node) -> str:
-    """Whose line it is, and what no plan opens."""
+    """The user's line of a node, or its operation; says if no plan can split the node."""
     line = str(Occurrence((), node).origin or node.op)
-    return f"{line} ({node.op} as a whole)" if _is_closed(node) else line
+    return f"{line} ({node.op} as a whole)" if _cannot_be_split(node) else line
 
 
-def _in_the_way(graph: Graph) -> str:
-    """The node that no plan opens, if more than half of the program's bytes are computed in it."""
+def _describe_unsplittable(graph: Graph) -> str:
+    """Describes the largest node that no plan can split, if it computes more than half of the
+    program's bytes; otherwise returns ""."""
     known: dict[Graph, int] = {}
-    made = {node: _bytes_made(node, known) for node in graph.nodes}
-    closed = [node for node in made if _is_closed(node)]
-    node = max(closed, key=made.__getitem__, default=None)
-    if node is None or 2 * made[node] <= sum(made.values()):
+    computed = {node: _bytes_computed(node, known) for node in graph.nodes}
+    unsplittable = [node for node in computed if _cannot_be_split(node)]
+    node = max(unsplittable, key=computed.__getitem__, default=None)
+    if node is None or 2 * computed[node] <= sum(computed.values()):
         return ""
-    kind, cure = node.op, "give the budget to the function inside of it"
+    kind, cure = node.op, "set the budget on the function inside it"
     if isinstance(node, Recompute):
-        kind, cure = "jax.checkpoint", "leave it out, and the plan says what is computed again"
+        kind, cure = "jax.checkpoint", "remove it, and the plan decides what to recompute"
     elif isinstance(node, CustomGradient):
         kind = "custom gradient"
     origin = Occurrence((), node).origin
     where = f" at {origin}" if origin else ""
-    return f"inside of the {kind} of {node.name}{where}, which no plan opens: {cure}"
+    return f"inside the {kind} of {node.name}{where}, which no plan can split: {cure}"
 
 
-def _bytes_made(node: Node, known: dict[Graph, int]) -> int:
-    """Bytes of all that a node computes, with what its regions do, once each; `known` remembers
-    those of regions, which may be shared."""
+def _bytes_computed(node: Node, known: dict[Graph, int]) -> int:
+    """The bytes of all values that a node and the nodes in its regions compute. A loop body counts
+    as one iteration. `known` caches the bytes of regions, since nodes may share a region."""
     for region in node.regions.values():
         if region not in known:
-            known[region] = sum(_bytes_made(inner, known) for inner in region.nodes)
+            known[region] = sum(_bytes_computed(inner, known) for inner in region.nodes)
     inside = sum(known[region] for region in node.regions.values())
     return inside + sum(nbytes(value.aval) for value in node.outputs)
 
@@ -157,8 +165,12 @@ def _bytes_made(node: Node, known: dict[Graph, int]) -> int:
 def _held_most(
     whole: MemoryModel, segments: Sequence[Segment], examples: int
 ) -> list[tuple[str, int]]:
-    """The lines of which most is held, and the bytes, as the backward pass of the segment with the
-    peak begins, in the model: what earlier segments and this one keep, and what is run again."""
+    """The (at most three) lines that hold the most bytes at the peak, and these bytes.
+
+    The model counts the values that are alive when the backward pass of the segment with the peak
+    begins: those that this segment and earlier ones keep, and those that this segment recomputes
+    then. The bytes are those of all examples.
+    """
     found, sizes = simulate(whole, segments), Counter[str]()
     for segment, local, peak in zip(segments, found.locals, found.peaks, strict=True):
         model, is_peak = whole.steps[segment.step], peak == found.peak

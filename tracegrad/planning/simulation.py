@@ -1,11 +1,14 @@
-"""How many bytes a plan keeps alive at each moment, and what it computes again.
+"""Simulates a plan: the bytes alive at each operation, and the operations that are recomputed.
 
-A plan cuts a program into segments. What a segment's own backward pass reads is either kept, or
-computed again when the backward pass arrives at the segment, or at what alone reads it, from what
-the plan saves inside it and from what came into it. A value that leaves a segment is kept until the
-backward pass of the first later segment that reads it is over; but if one segment alone reads it,
-and only in its forward pass, it goes with that one. Within a segment memory is freed as soon as
-nothing in it reads it any more.
+A plan cuts a program into segments. A value that a segment's backward pass reads is either kept
+or recomputed, from the segment's inputs and the values that the plan saves in the segment. It is
+recomputed when the backward pass reaches the segment or, if a single operation reads the value,
+when the backward pass reaches that operation. A value that leaves a segment is kept until the
+end of the backward pass of the first later segment that reads it. If a single segment reads the
+value, and only in its forward pass, the value is freed at the end of that forward pass. Within a
+segment, a value is freed after the segment's last read of it.
+
+Buffers and their costs (`needs`, `behind`, `extra`, `beside`, `uses`) are those of `MemoryModel`.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from tracegrad.planning.model import MemoryModel
 
 @dataclass(frozen=True)
 class Segment:
-    """The operations from `start` up to `stop`.
+    """The operations from `start` to `stop` (exclusive).
 
-    `recompute`: whether its backward pass computes again what it reads, but for `saved`; else all
-    of that is kept. `step`: that of the model's `steps` as which its scans are run.
+    `recompute`: whether the backward pass recomputes the values that it reads, except those in
+    `saved`; otherwise the segment keeps these values. `step`: the index in the model's `steps` of
+    the model that the segment uses; it says how scans are run.
     """
 
     start: int
@@ -32,24 +36,26 @@ class Segment:
     step: int = 0
 
     def shifted(self, by: int) -> Segment:
-        """The same, so many operations later."""
+        """Returns the segment with all its positions moved by `by`, which may be negative."""
         saved = frozenset([v + by for v in self.saved])
         return replace(self, start=self.start + by, stop=self.stop + by, saved=saved)
 
 
 @dataclass(frozen=True)
 class Local:
-    """What a segment does by itself; positions count from its start.
+    """The costs of one segment; positions count from the segment's start.
 
     Attributes:
-      flops: extra FLOPs.
-      recomputed: the operations that are run again, in order.
-      late: those of them that wait for the step back of one operation, and that.
-      stored: what is kept from its forward to its backward pass.
-      staying: bytes of that, and of what is kept beside buffers.
-      unread: bytes that came into it and go with its forward pass.
-      forward: bytes of its own buffers alive at each operation.
-      backward: bytes of its own buffers and of cotangents alive at each step, the last one first.
+      flops: the FLOPs of recomputation.
+      recomputed: the operations that are recomputed, in order.
+      late: maps a recomputed operation that is postponed to the operation whose backward step it
+        waits for.
+      stored: the values that are kept from the forward to the backward pass.
+      staying: bytes of `stored`; without recomputation, also those of `extra` and `beside`.
+      unread: bytes of inputs of the segment that are freed at the end of its forward pass.
+      forward: bytes of the segment's own buffers alive at each operation of its forward pass.
+      backward: bytes of the segment's own buffers and of cotangents alive at each backward step;
+        the step of the last operation comes first.
     """
 
     flops: int
@@ -63,7 +69,8 @@ class Local:
 
 
 class Piece:
-    """The operations of a segment, numbered from its start; what came into it is left out."""
+    """The operations of a segment, numbered from its start. `args` and `needs` leave out values
+    that are computed before the segment."""
 
     def __init__(self, model: MemoryModel, start: int, stop: int):
         within = range(start, stop)
@@ -84,25 +91,26 @@ class Piece:
         alone = [v for v, first, last in uses if start <= first and last < stop]
         given = [v for v in alone if v not in read_back]
         self.given = [(model.sizes[v], tuple([u - start for u in model.uses[v]])) for v in given]
-        # If it is kept: what its steps read, and the bytes that go with its forward pass.
+        # Without recomputation: the values that each backward step reads, and the bytes of inputs
+        # that are freed at the end of the forward pass.
         behind = [model.behind[i] for i in within]
         pairs = zip(self.needs, behind, strict=True)
         self.needs_kept = [[*found, *[v - start for v in b if v >= start]] for found, b in pairs]
         come_back = {v for more in behind for v in more}
         self.unread_kept = sum([model.sizes[v] for v in given if v not in come_back])
-        # In the forward pass: where each value is read last.
+        # The last operation in the segment that reads each value; the value's own if none does.
         self._last = list(range(stop - start))
         for i, found in enumerate(self.args):
             for v in found:
                 self._last[v] = i
 
     def left(self, stored: AbstractSet[int]) -> list[int]:
-        """What others read and the segment does not keep for itself."""
+        """The values that later segments read and that are not in `stored`."""
         return [v for v, leaves in enumerate(self.leaves) if leaves and v not in stored]
 
     def run(self, way: Segment) -> Local:
-        """Simulates it; positions in the segment count from its start."""
-        # Those that keep something beside buffers are run again in any case.
+        """Simulates these operations as `way` says; its positions count from the first of them."""
+        # Recomputation includes every operation with `extra` bytes, so saving it is useless.
         saved = {v for v in way.saved if not self.extra[v]}
         ran = self._recomputed(saved) if way.recompute else set()
         again = tuple(sorted(ran))
@@ -132,8 +140,8 @@ class Piece:
         )
 
     def _recomputed(self, saved: AbstractSet[int]) -> set[int]:
-        """The operations that must run again so that everything is there that the backward pass
-        reads, but what is saved."""
+        """The operations to recompute: those with `extra` bytes, and those that the values need
+        which the backward pass reads and which are not in `saved`."""
         again: set[int] = set()
         pending = [v for v in self.needed if v not in saved]
         pending += [i for i, extra in enumerate(self.extra) if extra]
@@ -145,8 +153,13 @@ class Piece:
         return again
 
     def _late(self, ran: AbstractSet[int]) -> dict[int, int]:
-        """Of what is run again that which one operation alone reads that is not, or what waits for
-        that one reads: it need not be there before that one's step back, if another comes first."""
+        """Maps each recomputed operation that can wait to the operation that it waits for.
+
+        An operation can wait for the backward step of its reader if it has a single reader and
+        this reader is not recomputed. A reader that waits itself counts as the operation that it
+        waits for. Another backward step must come first, the reader's backward step must not read
+        the reader's result, and the operation must have no `extra` bytes.
+        """
         late: dict[int, int] = {}
         first = max((i for i, needs in enumerate(self.needs) if needs), default=0)
         for v in sorted(ran, reverse=True):
@@ -164,13 +177,17 @@ class Piece:
         reads: list[int],
         live: int,
     ) -> tuple[int, ...]:
-        """Bytes alive at each step; `live`: before the first. What is run again is so when the
-        cotangents arrive, since it has a barrier in common with them, and XLA does not put off what
-        it could compute; but what is `late`, when those of its reader do."""
+        """The peak bytes alive at each backward step. `live`: bytes alive before the first step.
+
+        Operations are recomputed when the segment's cotangents arrive: a barrier makes them wait
+        for the cotangents, and XLA does not postpone operations that it can run. An operation in
+        `late` is recomputed when the cotangents of its reader arrive.
+        """
         sizes, extra = self.sizes, self.extra
         order = [(-late.get(i, len(sizes)), False, i) for i in again]
         order += [(-i, True, i) for i in range(len(sizes))]
-        # An operation, whether its step is taken or it is run again, and what is read for that.
+        # Each event: an operation, True for its backward step or False for its recomputation, and
+        # the values that the event reads.
         events = [(i, back, (needs if back else self.args)[i]) for _, back, i in sorted(order)]
         peak, peaks = 0, []
         for i, is_back, operands in events:
@@ -187,7 +204,7 @@ class Piece:
                 peaks.append(peak + self.cotangents[i])
                 peak = 0
             else:
-                live -= 0 if reads[i] else sizes[i]  # run for its extra bytes alone
+                live -= 0 if reads[i] else sizes[i]  # unread: it ran for its `extra` bytes
         return tuple(peaks)
 
     def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
@@ -207,7 +224,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a plan costs. `forward` and `backward` are bytes alive, in the order of execution."""
+    """The costs of a plan. `residual` is the bytes that are kept after the forward pass; `forward`
+    and `backward` are the bytes alive at each operation, in the order of execution."""
 
     peak: int
     residual: int
@@ -215,15 +233,15 @@ class Simulation:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     locals: tuple[Local, ...]
-    peaks: tuple[int, ...]  # of each segment
+    peaks: tuple[int, ...]  # the peak of each segment
 
 
 def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
-    """Runs a plan: its segments are in order and cover the program."""
-    kept = 0  # bytes of all that earlier segments leave behind, for the forward pass
-    staying = 0  # and of that what is there in a segment's backward pass
-    # What they leave and do not keep for themselves: what reads it first, after whose segment it
-    # goes, and the bytes.
+    """Simulates a plan. Its segments must be in order and cover the program."""
+    kept = 0  # bytes of earlier segments that are alive in a segment's forward pass
+    staying = 0  # bytes of earlier segments that are alive in a segment's backward pass
+    # For each value that leaves an earlier segment and is not in its `stored`: the first operation
+    # that reads it, and its bytes. It is freed after the backward pass of that operation's segment.
     waiting: list[tuple[int, int]] = []
     forward: list[int] = []
     backward: list[list[int]] = []
@@ -258,10 +276,10 @@ def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
 
 
 def plan_to_keep(model: MemoryModel) -> list[Segment]:
-    """The plan that recomputes nothing; a program that writes no buffer has no segment."""
+    """The plan that recomputes nothing: one segment, or none if the model has no operations."""
     return [Segment(0, len(model))] if len(model) else []
 
 
 def keep_all(model: MemoryModel) -> Simulation:
-    """The program with nothing recomputed."""
+    """Simulates the program with nothing recomputed."""
     return simulate(model, plan_to_keep(model))

@@ -1,4 +1,4 @@
-"""Sums over time of what has a beginning and an end."""
+"""Sums the sizes of live ranges at each moment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 
 def alive(spans: Iterable[tuple[int, int, int]], moments: int) -> list[int]:
-    """Bytes alive at each of so many moments, of what has a first one, a last one and a size."""
+    """Returns the bytes alive at each moment; a span is its first and last moment, and its
+    bytes."""
     changes = [0] * (moments + 1)
     for first, last, size in spans:
         changes[first] += size

@@ -1,4 +1,4 @@
-"""How hard a plan is looked for: the numbers that no theory gives."""
+"""The empirical constants of the planner, which decide how much it tries."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is tried for a plan. More takes longer, and finds plans of somewhat fewer FLOPs.
+    """The limits of the search for a plan. Larger limits take longer, and find better plans.
+
+    The effects below were measured; a *point* is 1 % of the forward pass, in extra FLOPs.
 
     Attributes:
-      cuts: places where a program may be cut. Half of them cost up to 3 points of extra FLOPs.
-      sideways: bytes across that a cut may have more for a byte nearer to the middle. With none up
-        to 4 points are lost, with a quarter of it 2.5, before fusion.
-      longest: cuts that one segment may span. Half of them cost 1 point on average, 31 at most;
-        twice as many spare 1 in one program and take twice the time.
-      save_sets: for each segment, and for the body of a scan, on the hull of bytes and FLOPs. With
-        3 up to 4 points are lost, with 14 nothing is won.
-      labels: ways to a cut that are followed further. Half of them cost up to 0.6 points, twice as
-        many spare 0.2.
-      scan_options: ways to run a scan. Half of them lose up to 13 points, twice as many win none.
-      in_turn: of how many iterations some may keep more than others, where they divide the length.
-      plans: compiled if nobody says how many, beside the program with nothing recomputed.
-      careful: the share of the budget that is planned for first, and of what is planned for where
-        XLA held more, and its square that above which a segment is near to the budget, without
-        which 0.3 points are lost. XLA's bytes of like plans differ by a twentieth.
-      spared, spared_of_it: the share of the forward pass, and of the cheapest plan that was within
-        the budget, that a further plan must spare to be compiled.
-      ahead: the share of the bytes that seem to be left of the budget by which the next plan is
-        larger. With all of them one in four was too large, and with .6 up to 4 points are lost.
-      fewest: how many times the fewest bytes that there is a plan for are planned for instead of
-        those. With 1 a program had no plan of which XLA held less of the next, with 1.08 another.
-      terms: how many times the bytes of what is copied into regions may have to be there for it.
-        With 1 a program has no plan at 45 %, and without a bound sums of a chain keep all terms.
+      cuts: the number of places where a program may be cut. Half as many cost up to 3 points.
+      sideways: the bytes that a cut may have crossing it in addition, for each byte that it is
+        nearer to the middle. 0 costs up to 4 points, a quarter of the value 2.5 (before fusion).
+      longest: the number of cuts that one segment may span. Half as many cost 1 point on average,
+        and 31 at most; twice as many save 1 in one program, and take twice the time.
+      save_sets: the number of save sets for each segment, and for the body of a scan, on the hull
+        of bytes and FLOPs. 3 cost up to 4 points, 14 save nothing.
+      labels: the number of labels at a cut that are extended. Half as many cost up to 0.6 points,
+        twice as many save 0.2.
+      scan_options: the number of ways to run a scan. Half as many cost up to 13 points, twice as
+        many save none.
+      in_turn: the group sizes in which some iterations of a scan may keep more than others, if the
+        size divides the length.
+      plans: the default number of compiled plans, besides the program with nothing recomputed.
+      careful: the share of the budget that the first target is; the factor of the next target if
+        XLA held more than the budget. A segment is near to the budget above the square of it;
+        without this rule 0.3 points are lost. XLA's bytes of similar plans differ by 5 %.
+      spared, spared_of_it: the share of the forward pass, and of the cheapest plan within the
+        budget, that a further plan must save to be compiled.
+      ahead: the share of the unused budget by which the next plan is larger. With 1, one plan in
+        four was too large; 0.6 costs up to 4 points.
+      fewest: the lowest target, as a multiple of the model's lowest peak. With 1, no plan was found
+        for one program; with 1.08, none for another.
+      terms: the limit for copying an inlined node into regions: the bytes that it is computed from,
+        as a multiple of the bytes of its result. With 1, one program has no plan at 45 %; without a
+        limit, a chain of sums keeps all its terms.
     """
 
     cuts: int = 64

@@ -1,9 +1,9 @@
-"""A memory budget beside what the whole step holds.
+"""Compares a memory budget with the memory of a whole step, and warns if the step holds more.
 
-A plan is for one gradient. A step with two gradients holds what one leaves behind while the other
-runs. A second derivative keeps more values. So does a gradient that was made outside of the step:
-no plan has seen it. Such a step is compiled as it will be run, and what
-XLA says that it holds is told if it is more than the budget.
+A plan is for one gradient. In a step with two gradients, the values that the first one leaves
+behind are alive while the second runs. A second derivative keeps more values. A gradient that was
+made outside of the step has no plan. Such a step is compiled as a whole; if XLA then reports more
+bytes than the budget, the user gets a warning.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from tracegrad.planning.measuring import held_by_program
 
 
 class BudgetWarning(UserWarning):
-    """A step holds more than its memory budget, which each of its gradients keeps by itself."""
+    """A step holds more than its memory budget, although each of its gradients fits the budget."""
 
 
 def warn_if_larger(
     step: Graph, places: Iterable[Occurrence], budget: int, asked: object
 ) -> int | None:
-    """The bytes that a step of several gradients holds, if it was compiled for them. Warns, at the
-    user's line, if they are more than a budget.
+    """Returns the bytes that XLA holds for a step, if the plan of one gradient does not say it.
 
-    `places`: of the step, from `walk`; `asked`: what the user has asked for."""
+    Returns None without compiling if the plan says it. Warns, at the user's line, if the bytes are
+    more than the budget, or are not known.
+
+    `places`: the nodes of the step, from `walk`; `asked`: the user's request, for the message.
+    """
     why = _why_the_plan_falls_short(places)
     if not why:
         return None
@@ -35,7 +38,7 @@ def warn_if_larger(
     try:
         held = held_by_program(step)
     except NotMeasuredError as error:
-        warn_where_called(f"{text}: what it holds as a whole is not known ({error})", BudgetWarning)
+        warn_where_called(f"{text}: its bytes as a whole are not known ({error})", BudgetWarning)
         return None
     if held > budget:
         text += f": as a whole it holds {held:,} bytes ({in_units(held)}) beside arguments and "
@@ -45,8 +48,8 @@ def warn_if_larger(
 
 
 def _why_the_plan_falls_short(places: Iterable[Occurrence]) -> str:
-    """Why a step holds more than the plan of its gradient says; "" if it does not."""
-    is_backward = False  # at the place before
+    """Returns the reason why a step may hold more than the plan of its gradient says, or ""."""
+    is_backward = False  # whether the previous node belongs to a backward pass
     for place in places:
         stacks = [scopes.transformations(scopes.around(node)) for node in place.steps]
         stack = [name for names in stacks for name in names]
