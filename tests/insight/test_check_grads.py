@@ -296,7 +296,7 @@ def test_what_is_stopped_on_purpose_is_held_as_it_is():
     assert [c.status for c in report.leaves] == ["right", "right"]
     (stopped,) = report.deliberate  # that of softmax, which changes nothing, is JAX's
     assert str(stopped).startswith(f"stop_gradient at test_check_grads.py:{line} ")
-    assert str(stopped).endswith(": held as it is")
+    assert str(stopped).endswith(": held constant")
 
 
 def test_in_a_loop_what_is_stopped_cannot_be_held():
@@ -306,7 +306,7 @@ def test_in_a_loop_what_is_stopped_cannot_be_held():
 
         return jnp.sum(jax.lax.scan(step, x, None, length=3)[0])
 
-    with pytest.raises(GradientError, match="holds it as it is, but in loops"):
+    with pytest.raises(GradientError, match="holds them constant, except in loops"):
         check_grads(loss, (X,), order=1, deliberate="stop_gradient")
 
 
