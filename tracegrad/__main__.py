@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(path: str, show: Callable[[Found], str]) -> int:
+    """Prints what is in a file, or why it cannot be read; returns the exit status."""
     try:
         # Imported here, as it needs the packages of tracegrad[save], and --version does not.
         inspection = importlib.import_module("tracegrad.saving.inspection")

@@ -586,7 +586,7 @@ def test_a_function_that_does_not_run_in_double_precision_is_checked_in_single()
     report = check_grads(loss, (X, X), order=2)
     assert report.wrong == ()
     assert {check.status for check in report.leaves} == {"right"}
-    assert "right (traced in single precision, since in double: scan body" in str(report)
+    assert "right (traced in single precision, as double precision failed: scan body" in str(report)
     with pytest.raises(GradientError, match=r"half_wrong, input 0 at .*expected .*, got "):
         check_grads(lambda w, x: loss(w, x, half_wrong), (X, X), order=1)
     with pytest.raises(ValueError, match="neither"):

@@ -101,10 +101,10 @@ def check_grads(
         `rules.clip_gradient` and `rules.scale_gradient` are always deliberate, and so are samples
         with an implicit derivative (`jax.random.gamma`, `beta`, `dirichlet`), which are constants
         in the check. With ``"stop_gradient"``, stopped values outside of loops are constants, with
-        their values at `args`; otherwise differences see them vary.
-      rtol: the largest relative difference of the two numbers. Default: 1e-5, or more if a part of
-        the function cannot run in double precision (a callback that returns float32).
-      atol: the largest absolute difference. Default: 0.
+        their values at `args`; otherwise they vary in differences, but not in derivatives.
+      rtol: the largest allowed difference, relative to the larger number. Default: 1e-5, or more if
+        a part of the function cannot run in double precision (a callback that returns float32).
+      atol: the largest allowed absolute difference, added to the relative one. Default: 0.
       seed: the seed of the random numbers.
 
     Returns:
@@ -117,10 +117,10 @@ def check_grads(
 
     If there is doubt, there is no verdict: a derivative is not judged if the function has a kink or
     a jump nearby, or if rounding leaves too few digits of a number; but a derivative of NaN is
-    wrong if the differences are finite. The first line of a report says how many comparisons were
-    not judged. A derivative that does not exist (a `while` loop in reverse mode) is not judged
-    either. A rule is checked for what the program differentiates: the inputs of the rule that vary
-    with a leaf, and the results of the rule that lead to a result of the function.
+    wrong if the differences are finite. If nothing is wrong, the first line of the report says how
+    many derivatives were not judged. A derivative that does not exist (a `while` loop in reverse
+    mode) is not judged either. A rule is checked for what the program differentiates: the inputs of
+    the rule that vary with a leaf, and the results that lead to a result of the function.
 
     >>> import jax, jax.numpy as jnp
     >>> from tracegrad import check_grads
@@ -164,7 +164,7 @@ def check_grads(
         except Exception:
             single = None
         if single and not any(c.note for c in single.wrong):
-            note = "traced in single precision, since in double: " + said
+            note = "traced in single precision, as double precision failed: " + said
             report, hint = dataclasses.replace(single, note=note), single_hint
     if report is None:
         assert refused is not None

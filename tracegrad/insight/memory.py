@@ -292,6 +292,7 @@ def _without_statics(
 
 
 def _lines(buffers: Sequence[Buffer]) -> list[Line]:
+    """Groups buffers by line, scope and kind: the largest first, those without a line last."""
     groups: dict[tuple[str, str, Kind], list[Buffer]] = {}
     for each in buffers:
         if each.size:
@@ -321,6 +322,7 @@ def _types(held: Sequence[Buffer]) -> str:
 
 
 def _sparkline(sizes: Sequence[int]) -> str:
+    """Draws the bytes over the program as a row of bars."""
     highest = max(sizes, default=0)
     count = min(_WIDTH, len(sizes))
     edges = [k * len(sizes) // max(1, count) for k in range(count + 1)]

@@ -71,6 +71,7 @@ def _calls(nodes: Sequence[Occurrence], passes: Sequence[Part]) -> list[Part]:
 
 
 def _functions_called(lines: Sequence[Origin]) -> Part:
+    """Returns the calls ``Block (model.py:12)`` that lead to an operation, the outermost first."""
     shown = [
         line
         for line in lines

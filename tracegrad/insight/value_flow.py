@@ -19,7 +19,7 @@ Part = tuple[int, Index]  # the key of an instruction, and the index of a part o
 
 # Their result is their operand under another name.
 _RENAMES = ("bitcast", "opt-barrier", "copy-done", "async-done")
-# They run computations whose instructions have buffers of their own, and whose have none.
+# In a computation that these run, instructions have buffers; in a fusion, only the result has one.
 _RUNS = ("while", "call", "conditional")
 _RUNS_AS_ONE = ("fusion", "async-start")
 # A scan writes each iteration's result into the stacked array, and reads its slice from another.

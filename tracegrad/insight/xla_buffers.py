@@ -203,7 +203,7 @@ def _buffer(
         line=line,
         origin=origin,
         scopes=scopes,
-        kept_for="what is returned" if kind == "result" else lines.told(reader),
+        kept_for="the result" if kind == "result" else lines.told(reader),
         alive=(
             0.0 if kind == "argument" else value.first / end,
             1.0 if lasting else (value.last + 1) / end,
@@ -212,6 +212,7 @@ def _buffer(
 
 
 def _allocation(message: Message) -> _Allocation:
+    """Reads an allocation; the numbers are those of the fields of `BufferAllocationProto`."""
     kind = "temporary"
     if first(message, 8) == _HOST or first(message, 3):
         kind = "elsewhere"
