@@ -22,7 +22,7 @@ from tracegrad.variables import as_variables as as_variables
 from tracegrad.variables import assign_values as assign_values
 from tracegrad.variables import values_of as values_of
 
-if _TYPE_CHECKING:  # from their files: some of these have the name of one
+if _TYPE_CHECKING:  # some names are also names of files, so import each from its file
     from tracegrad.annotations.custom_gradient import custom_gradient as custom_gradient
     from tracegrad.annotations.host_function import numpy_function as numpy_function
     from tracegrad.annotations.pass_through import grad_pass_through as grad_pass_through
@@ -71,9 +71,9 @@ if _TYPE_CHECKING:  # from their files: some of these have the name of one
     from tracegrad.tape.gradients import hessians as hessians
     from tracegrad.tape.leaves import UnconnectedGradients as UnconnectedGradients
 
-# What tracing a function needs is imported at once: it makes contexts of JAX, and each new one has
-# JAX compile anew all that it has compiled. The other rooms make none, and each file of them is
-# imported when one of its names is first asked for: together they take several times as long.
+# The modules that tracing needs are imported at once: they create user contexts of JAX, and after
+# each new one JAX compiles everything again. The other modules create none. Each is imported when
+# one of its names is first used, as importing all of them would take several times as long.
 _LATER = {
     "annotations.custom_gradient": "custom_gradient",
     "annotations.host_function": "numpy_function",
@@ -109,7 +109,7 @@ _LATER = {
     "tape.leaves": "UnconnectedGradients",
 }
 _ROOMS = {file.partition(".")[0] for file in _LATER}
-_MODULES = [*_ROOMS, "rewriting.rules"]  # under their names
+_MODULES = [*_ROOMS, "rewriting.rules"]  # modules that are public under their own names
 _PLACES = {name: f"{file}:{name}" for file, names in _LATER.items() for name in names.split()}
 _PLACES |= {module.rpartition(".")[2]: f"{module}:" for module in _MODULES}
 

@@ -18,24 +18,25 @@ from tracegrad.saving.errors import ArtefactError, printable
 SOUND, REFUSED, NOT_READ = 0, 1, 2
 
 Row = Sequence[str]
-Found = Mapping[str, Any]  # what `inspect` returns
+Found = Mapping[str, Any]  # the result of `inspect`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Runs the command that the arguments name.
 
     Args:
-        arguments: those of the command line, without the program's name. Default: of the process.
+        arguments: the arguments of the command line, without the program's name. Default: those of
+            the process.
 
     Returns:
-        The exit status: 0, or 1 if a file is refused, or 2 if one cannot be read at all.
+        The exit status: 0; 1 if a file is refused; 2 if a file cannot be read at all.
 
     Raises:
-        SystemExit: the arguments are none that it knows, or ask for help.
+        SystemExit: the arguments are wrong, or ask for help or the version.
     """
     parser = argparse.ArgumentParser(
         prog="python -m tracegrad",
-        description="Looks into files that tracegrad.save wrote.",
+        description="Inspects files that tracegrad.save has written.",
         epilog="Exit status: 0; 1 if a file is refused; 2 if one cannot be read, or on wrong use",
     )
     running = ", ".join(f"{name} {version}" for name, version in versions().items())
@@ -44,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser(
         "inspect",
-        help="show what is in a file",
-        description="Shows the functions, Variables, custom calls and sizes of files. Programs and "
-        "values are not read.",
+        help="show the contents of a file",
+        description="Shows the functions, Variables, custom calls and sizes of files, without "
+        "reading programs and values.",
     )
-    command.add_argument("--json", action="store_true", help="as JSON, one document for each file")
+    command.add_argument("--json", action="store_true", help="print one JSON document per file")
     command.add_argument("files", metavar="FILE", nargs="+")
     given = parser.parse_args(arguments)
     show = _as_json if given.json else _as_tables
@@ -56,15 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(path: str, show: Callable[[Found], str]) -> int:
+    """Prints what is in a file, or why it cannot be read; returns the exit status."""
     try:
-        # Not above: it needs the packages of tracegrad[save], and --version none of these.
+        # Imported here, as it needs the packages of tracegrad[save], and --version does not.
         inspection = importlib.import_module("tracegrad.saving.inspection")
         sys.stdout.write(f"{show(inspection.inspect(path))}\n")
         sys.stdout.flush()
     except ArtefactError as error:
         sys.stderr.write(f"{error}\n")
         return REFUSED
-    except BrokenPipeError:  # nobody reads on, as after `| head`
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ImportError as error:
         sys.stderr.write(f"{error}\n")

@@ -119,7 +119,7 @@ def test_the_line_that_makes_the_peak_is_named_first(name: str):
 
 def test_what_xla_cannot_compile_is_refused_in_its_words():
     (rows,) = jax.export.symbolic_shape("rows")
-    with pytest.raises(ValueError, match=r"XLA does not compile <lambda> by itself: .*shapes"):
+    with pytest.raises(ValueError, match=r"XLA does not compile <lambda> on its own: .*shapes"):
         tg.memory(lambda x: jnp.tanh(x) @ x.T, f32(rows, 4))
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the gradient, for people: views of a graph, and what explains them."""
+"""Tools that report on a gradient: views of a graph, checks, explanations and memory."""
 
 from tracegrad.insight.check_grads import GradientError as GradientError
 from tracegrad.insight.check_grads import check_grads as check_grads

@@ -1,7 +1,7 @@
-"""A node with functions in the place of its regions, bound by JAX's public functions.
+"""Runs a node with functions in the place of its regions, by JAX's public functions.
 
-The functions need not be of the types that the regions are of: so a program can be run in another
-precision than it was traced in.
+The functions may have other types than the regions: so a program can run in another precision than
+it was traced in.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Function = Callable[..., list[Any]]
 def bind_functions(
     node: Node, args: Sequence[Any], function_of: Callable[[str], Function]
 ) -> list[Any] | None:
-    """The results of a node with functions in the place of its regions, and of the faces of its
-    rule, by their names. None if JAX has no public function for that."""
+    """Returns the results of a node that runs with functions in the place of its regions and of its
+    rule's faces; `function_of` returns the function for the name of a region or a face. Returns
+    None if JAX has no public function for such a node."""
     if isinstance(node, CustomGradient):
         return list(rule_of_faces(node, function_of)(*args))
     if node.op == "shard_map":

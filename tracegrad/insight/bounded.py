@@ -1,7 +1,8 @@
-"""A function to be computed beside a place where it ends: its loops end there, too.
+"""Bounds the loops of a function, so that they end at points near one where they end.
 
-Where a loop ends when a number is met, or its condition and its body are given one array as two
-operands of which one is moved, it may run for ever beside a place where it runs three times.
+A loop that runs three times at one point may run for ever at a nearby point: if it waits for a
+number to be met exactly, or if its condition and its body take one array as two operands, and only
+one of these is moved.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Function = Callable[[Sequence[Any]], list[Any]]
 
 
 def bounded(fun: Function, at: Sequence[Any]) -> Function:
-    """A compiled function of arrays, of which NaN comes out where one of its `while` loops runs far
-    longer than the longest does at `at`."""
+    """Compiles a function of arrays; the result returns NaN if a `while` loop runs far longer than
+    the longest loop runs at `at`."""
     program = jax.make_jaxpr(fun)(list(at))
     if _jax.program_facts(program).primitives.isdisjoint(_jax.WHILES):
         return jax.jit(fun)
@@ -44,14 +45,14 @@ def bounded(fun: Function, at: Sequence[Any]) -> Function:
 
 
 class _CountingPass(MeasuredPass):
-    """A forward pass that counts how often each `while` loop runs, and ends it at a limit."""
+    """A forward pass that counts the iterations of each `while` loop, and stops at a limit."""
 
     def __init__(self, program: Graph):
         super().__init__(program, close=False)
         self._limit: Any = jnp.inf
 
     def counted(self, leaves: Sequence[Any], limit: Any) -> tuple[list[Any], Any]:
-        """The results, and how often the loop ran that did so most often."""
+        """Returns the results, and the iterations of the loop that had the most."""
         self._limit = limit
         return self._run(self.graph, leaves, ())
 
@@ -82,7 +83,7 @@ class _CountingPass(MeasuredPass):
             inside = [*operands[split:start], *carry]
             outs, inner = self._run(body, inside, here.into("body_jaxpr"))
             outs = list(map(strong, outs))
-            if condition.out_avals[0].shape:  # under vmap what has ended stays as it is
+            if condition.out_avals[0].shape:  # under vmap, ended examples keep their carry
                 outs = _where(runs_on(carry), outs, carry)
             return steps + 1.0, jnp.maximum(longest, inner), outs
 
@@ -96,13 +97,13 @@ class _CountingPass(MeasuredPass):
         with self.collecting() as found:
             outs, _ = self.forward(graph, args, path)
         longest = jnp.zeros((), float)
-        for steps in found.values():  # NaN: of a branch that was not taken
+        for steps in found.values():  # NaN: the loop is in a branch that was not taken
             longest = jnp.maximum(longest, jnp.nanmax(steps, initial=0.0))
         return outs, longest
 
 
 def _where(more: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """The new ones where `more`, which has their first axes, says so."""
+    """Selects the new arrays where `more` holds, else the old ones; `more` has their first axes."""
 
     def choose(new: Any, old: Any) -> Any:
         axes = tuple(range(more.ndim, jnp.ndim(new)))

@@ -1,4 +1,4 @@
-"""`check_grads`: derivatives against finite differences, and every custom rule on its own."""
+"""`check_grads`: compares derivatives, and every custom rule, with finite differences."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Declared = str | Collection[str] | Callable[[str], Any]
 
 
 class GradientError(AssertionError):
-    """A derivative is not what finite differences give; `report` is the whole `GradCheck`."""
+    """A derivative differs from finite differences; `report` is the whole `GradCheck`."""
 
     def __init__(self, report: GradCheck, hint: str = ""):
         self.report = report
@@ -57,7 +57,7 @@ class GradientError(AssertionError):
         super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}{hint}")
         self._hint = hint
 
-    def __reduce__(self) -> tuple[Any, ...]:  # for pickle: the arguments, not the message
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle needs the arguments, not the message
         return type(self), (self.report, self._hint), self.__dict__
 
 
@@ -74,54 +74,53 @@ def check_grads(
 ) -> GradCheck:
     """Checks the derivatives of a function against finite differences, in double precision.
 
-    What the function computes in another dtype is computed in double precision, too, so that the
-    verdict is on the mathematics and not on how bfloat16 rounds. A function that cannot be traced
-    with arguments in double precision, since it makes arrays of a dtype of its own (the first state
-    of flax's recurrent layers), is traced in single precision, and the report says so.
+    All operations run in double precision, also those that the function computes in another dtype:
+    the verdict is on the mathematics, not on how bfloat16 rounds. Some functions cannot be traced
+    with arguments in double precision, because they make arrays of a fixed dtype (the first state
+    of flax's recurrent layers). They are traced in single precision, and the report says so.
 
-    First each custom rule in it (`jax.custom_vjp`, `jax.custom_jvp`, `tracegrad.custom_gradient`;
-    JAX's own are left out) by itself, at the values that flow there, inside of loops at the first
-    and the last step: a wrong rule is named with its line, the input, what was expected and what
-    it gave. Then the whole function, leaf by leaf, up to the given order. All along a random
-    direction in the leaf, with the results weighed by random numbers, so that an error in any
-    element shows.
+    First, each custom rule of the function (`jax.custom_vjp`, `jax.custom_jvp`,
+    `tracegrad.custom_gradient`; not JAX's own) is checked on its own, at the operands that the
+    program gives it; inside of a loop, at the first and the last step. A wrong rule is reported
+    with its line, the input, the expected number and the rule's number. Then the whole function is
+    checked, leaf by leaf, up to the given order. Each check takes a random direction in the leaf
+    and weights the results by random numbers, so that an error in any element shows.
 
     Args:
-      fun: a function of pytrees whose floating leaves are differentiated.
-      args: a tuple of its arguments. They are made float64 (complex128) inside a local x64 scope,
-        or float32 (complex64).
-      order: 1, 2, ...: the derivatives of derivatives too. For a model of some layers the first
-        takes seconds and the second minutes: each sequence of modes is compiled, and differences
-        of gradients are taken along each leaf.
-      modes: ``"fwd"``, ``"rev"``, or both; of a higher order every sequence of them.
-      deliberate: rules that are meant to differ from the derivative (straight-through, clipping):
-        a name, several, or a predicate on the name of the function with the rule. They are listed
-        and not failed, and the whole function is checked with the derivatives of their functions.
-        Those of `tracegrad.grad_pass_through` and of rules for graphs (`rules.clip_gradient`,
-        `rules.scale_gradient`) are, and samples with an implicit derivative (`jax.random.gamma`,
-        `beta`, `dirichlet`), which are held as they are.
-        With ``"stop_gradient"`` what the function stops is held as it is at `args`, but in loops:
-        differences go through it else.
-      rtol: how far the numbers may be apart, as a part of the larger one; default: 1e-5, or more
-        where a part of the function cannot be computed in double precision (a callback that
-        returns float32).
-      atol: the same as a number; default: 0.
-      seed: of the random numbers.
+      fun: a function of pytrees; their floating leaves are differentiated.
+      args: a tuple of the arguments. Their floating leaves are converted to float64 (complex128)
+        in a local x64 scope, or to float32 (complex64) if `fun` cannot be traced in float64.
+      order: the highest derivative to check: 1, 2, ... For a model of some layers the first
+        derivative takes seconds and the second takes minutes: each sequence of modes is compiled,
+        and differences of gradients are taken along each leaf.
+      modes: ``"fwd"``, ``"rev"``, or both; above the first order, every sequence of these modes.
+      deliberate: rules that differ from the derivative on purpose (straight-through, clipping): a
+        name, several names, or a predicate on the name of the function that has the rule. The
+        report lists these rules, but they do not fail; the check of the whole function uses the
+        derivatives of their functions. The rules of `tracegrad.grad_pass_through`,
+        `rules.clip_gradient` and `rules.scale_gradient` are always deliberate, and so are samples
+        with an implicit derivative (`jax.random.gamma`, `beta`, `dirichlet`), which are constants
+        in the check. With ``"stop_gradient"``, stopped values outside of loops are constants, with
+        their values at `args`; otherwise they vary in differences, but not in derivatives.
+      rtol: the largest allowed difference, relative to the larger number. Default: 1e-5, or more if
+        a part of the function cannot run in double precision (a callback that returns float32).
+      atol: the largest allowed absolute difference, added to the relative one. Default: 0.
+      seed: the seed of the random numbers.
 
     Returns:
       A `GradCheck`; print it.
 
     Raises:
-      GradientError: an `AssertionError`, if something is wrong.
-      ValueError: another mode or an order below 1; no floating leaf in the arguments, or in what
-        the function returns.
+      GradientError: a derivative is wrong. It is an `AssertionError`.
+      ValueError: an unknown mode, or an order below 1; no floating leaf in the arguments, or none
+        in the results of `fun`.
 
-    A verdict is right, or there is none: where a function has a kink or a jump nearby, or rounding
-    leaves too little of a number, a derivative is not judged, unless it is NaN where differences
-    are finite. A report with nothing wrong may have such lines; its first line says so. Nor is a
-    derivative judged that does not exist, as that of a `while` loop in reverse mode. Of a rule that
-    counts which the program differentiates: the inputs that vary with a leaf, and the results that
-    lead to one of the function's.
+    If there is doubt, there is no verdict: a derivative is not judged if the function has a kink or
+    a jump nearby, or if rounding leaves too few digits of a number; but a derivative of NaN is
+    wrong if the differences are finite. If nothing is wrong, the first line of the report says how
+    many derivatives were not judged. A derivative that does not exist (a `while` loop in reverse
+    mode) is not judged either. A rule is checked for what the program differentiates: the inputs of
+    the rule that vary with a leaf, and the results that lead to a result of the function.
 
     >>> import jax, jax.numpy as jnp
     >>> from tracegrad import check_grads
@@ -159,13 +158,13 @@ def check_grads(
         said = next((c.note for c in report.wrong if c.note), "")
     except Exception as error:
         refused, said = error, first_line(error) or type(error).__name__
-    if said:  # something does not run in double precision
+    if said:  # something cannot run in double precision
         try:
             single, single_hint = check(double=False)
         except Exception:
             single = None
         if single and not any(c.note for c in single.wrong):
-            note = "traced in single precision, since in double: " + said
+            note = "traced in single precision, as double precision failed: " + said
             report, hint = dataclasses.replace(single, note=note), single_hint
     if report is None:
         assert refused is not None
@@ -185,8 +184,11 @@ def _check(
     seed: int,
     double: bool,
 ) -> tuple[GradCheck, str]:
-    """The report on a function that is traced in double or in single precision; and what to do if
-    it says that the whole function is wrong. It is run in double precision anyhow."""
+    """Returns the report on a function, and a hint if the whole function is wrong.
+
+    `double` says whether to trace in double or in single precision. The trace runs in double
+    precision either way.
+    """
     random = np.random.default_rng(seed)
     program, leaves, paths = _traced(fun, args, double=double)
     if not any(_jax.has_gradient(out.aval) for out in program.outputs):
@@ -243,7 +245,8 @@ def _predicate(declared: Declared) -> Callable[[str], Any]:
 def _traced(
     fun: Callable[..., Any], args: Sequence[Any], *, double: bool
 ) -> tuple[Graph, list[Any], list[str]]:
-    """The function of its floating leaves alone, as a graph; those in a precision; their paths."""
+    """Returns the graph of `fun` as a function of its floating leaves alone; these leaves, in
+    double or single precision; and their paths."""
     every = tuple(range(len(args)))
     chosen = partition(fun, every, tuple(args), {}).differentiable("none") if args else None
     if not chosen or not chosen.leaves:
@@ -275,8 +278,12 @@ def _check_leaves(
     begin: Callable[[str], None],
     before: tuple[str, ...] = (),
 ) -> Iterator[Checked]:
-    """Compares the derivatives of a function with its differences, and so on with those of the
-    derivatives; `begin` is told of each step, `before` the modes by which it is one itself."""
+    """Compares the derivatives of a function with its differences, then does the same with each
+    derivative in turn, up to `order`.
+
+    `begin` reports each step as progress. `before`: the modes that gave `fun`, if `fun` is itself
+    a derivative.
+    """
     level = len(before) + 1
     avals = jax.eval_shape(fun, leaves)
     weights = random_like(random, avals)
@@ -328,7 +335,7 @@ def _check_leaves(
             yield Checked("all leaves", level, name, math.nan, math.nan, status, note=note)
             continue
         every = range(len(leaves))
-        # Forward along all leaves at once: one that is wrong is named by the reverse mode.
+        # Forward mode takes all leaves at once. Reverse mode names the leaf that is wrong.
         for what, of in [("all leaves", every)] if mode == "fwd" else zip(paths, zip(every)):
             wants, number = [expected[i] for i in of], got(mode, found, of)
             again = functools.partial(nearby, mode, derivative, of)
@@ -336,7 +343,7 @@ def _check_leaves(
             total = sum(want.value for want in wants)
             yield Checked(what, level, name, total, number.value, status)
         if level < order:
-            # A reverse pass need not be analytic where its function is.
+            # The reverse pass of an analytic function need not be analytic.
             inexact = dataclasses.replace(limits, is_analytic=False)
             higher = (mode, *before)
             yield from _check_leaves(
@@ -345,12 +352,13 @@ def _check_leaves(
 
 
 def _as_type_of(value: Any, numbers: Any) -> Any:
-    """Numbers as an array that is split over an explicit mesh as a value is."""
+    """Returns numbers as an array with the dtype of `value`, sharded over an explicit mesh as
+    `value` is."""
     return jnp.zeros_like(value) + jnp.asarray(numbers, value.dtype)
 
 
 def _without(program: Graph, rules: Sequence[Checked], declared: Callable[[str], Any]) -> Graph:
-    """The program with the deliberate rules replaced by their functions."""
+    """Replaces the deliberate rules of a program by their functions."""
     checked = {check.what.split(",")[0] for check in rules}
     names = {check.what.split(",")[0] for check in rules if check.status == "deliberate"}
     if not names:
@@ -359,7 +367,7 @@ def _without(program: Graph, rules: Sequence[Checked], declared: Callable[[str],
     def is_deliberate(node: CustomGradient) -> bool:
         if is_jaxs_rule(node):
             return False
-        # What one of them calls has not been checked.
+        # A rule that a deliberate rule calls has not been checked: ask the user's declaration.
         return node.name in names or (node.name not in checked and bool(declared(node.name)))
 
     return without_rules(program, is_deliberate)

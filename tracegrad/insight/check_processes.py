@@ -1,4 +1,4 @@
-"""`check_processes`: whether all processes are about to run the same program, before they do."""
+"""`check_processes`: compares the programs of all processes, before they run."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import jax
 from tracegrad._jax.processes import agree
 from tracegrad.tracing.graphs import function_name
 
-_MOST_COMPARED = 1 << 20  # bytes of a program, compressed; the service takes four times as many
+_MOST_COMPARED = 1 << 20  # bytes of a compressed program; the service accepts four times as many
 _MOST_SHOWN = 300  # characters of a line
 
 
 def check_processes(
     fun: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any
 ) -> None:
-    """Raises where the processes of a program would not run the same for these arguments.
+    """Raises ValueError if two processes would run different programs for these arguments.
 
-    Programs that differ wait for one another in their collectives, mostly for ever. This compares
-    what they would be compiled from (StableHLO, with rules and plans at work), and runs nothing.
-    Call it on all processes, before the first call; it traces the function, which that call then
-    need not do again. With one process it does nothing.
+    Processes with different programs wait for one another in their collectives, mostly for ever.
+    `check_processes` compares the StableHLO that each process would compile, with rules and plans
+    applied, and runs nothing. Call it on all processes, before the first call of `fun`. It traces
+    the function; the first call then uses that trace. With one process it does nothing.
 
     Arguments:
       fun: a traced, jitted or plain function.
-      args, kwargs: what it is going to be called with: arrays or `jax.ShapeDtypeStruct`s.
+      args, kwargs: the arguments of the coming call: arrays or `jax.ShapeDtypeStruct`s.
       timeout: how long to wait for the other processes, in seconds.
 
     Raises:
-      ValueError: two processes have different programs; the message shows the first line of each
-        that is another.
-      TimeoutError: some processes did not call this; it names them.
+      ValueError: two processes have different programs. The message shows the first line that
+        differs, of both programs.
+      TimeoutError: some processes did not call `check_processes`. The message names them.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> step = tg.trace(lambda w, x: w - 0.1 * x)
@@ -52,14 +52,15 @@ def check_processes(
         packed = base64.b64encode(zlib.compress(text.encode(), 9)[:_MOST_COMPARED]).decode()
         difference = agree(f"{topic}, where they differ", packed, timeout, _difference)
         raise ValueError(
-            f"{function_name(fun)} is not the same program on all processes, which would wait for "
-            f"one another: {difference}\nWhat it depends on has to be the same on all of them: "
-            "shapes, static values, Python's branches, rules, budgets, random seeds, versions"
+            f"{function_name(fun)} is not the same program on all processes, so they would wait "
+            f"for one another: {difference}\nAll processes need the same shapes, static values, "
+            "branches of Python code, rules, budgets, random seeds and versions"
         )
 
 
 def _difference(said: Sequence[str]) -> str:
-    """Where the program of process 0 and the first that is another begin to differ."""
+    """Returns, in words, the first line at which another process's program differs from that of
+    process 0."""
     process = next(k for k, packed in enumerate(said) if packed != said[0])
     here, there = (
         zlib.decompressobj().decompress(base64.b64decode(packed)).decode(errors="replace")

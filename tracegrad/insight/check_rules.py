@@ -1,4 +1,4 @@
-"""The custom rules of a program, each checked on its own at the values that flow to it."""
+"""Checks the custom rules of a program, each on its own, at the operands that it receives."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ from tracegrad.tracing.rule_errors import words_at
 
 
 def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
-    """What each custom rule and each `stop_gradient` that runs is given, and what each of
-    `operations.IMPLICIT` gives; in a scan stacked over the steps. JAX's own rules are left out.
+    """Returns the operands of each custom rule and each `stop_gradient` that runs, and the results
+    of each operation of `operations.IMPLICIT`; in a scan they are stacked over the steps. JAX's own
+    rules are left out.
 
     Args:
       program: a program in double precision.
-      leaves: the arrays of its inputs.
+      leaves: the arrays for the inputs of `program`.
     """
     return _Operands(program).given(leaves)
 
@@ -70,10 +71,11 @@ def check_rules(
     """Compares each rule's derivative with finite differences of its function.
 
     Args:
-      program, operands: of and as of `operands_in`.
-      declared: of the name of a rule's function, whether it is meant to differ.
-      limits: of a graph those for it alone, whatever the rest of the program is computed in.
-      random: of NumPy.
+      program: a program in double precision.
+      operands: the result of `operands_in` for the program.
+      declared: returns, for the name of a rule's function, whether the rule differs on purpose.
+      limits: returns the limits for a graph alone, whatever dtypes the rest of the program has.
+      random: a random generator of NumPy.
     """
     flow = gradient_flow(program)
     for rule, given in operands.items():
@@ -107,7 +109,7 @@ class _Operands(MeasuredPass):
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
         results = run_node(here.node, operands)
-        # One of the operands of a sample is a key, which is no array of numbers.
+        # An operand of a sample is a random key, which is no array of numbers.
         kept = results if here.node.op in operations.IMPLICIT else operands
         for i, value in enumerate(kept):
             self.note("operand", here, i, jnp.asarray, value)
@@ -115,7 +117,7 @@ class _Operands(MeasuredPass):
 
 
 def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
-    """Whether every branch on the way was taken (in a loop: at every step), and every loop ran."""
+    """Whether every branch on the path was taken (in a loop, at every step), and every loop ran."""
     for depth, (node, name) in enumerate(path):
         if node.primitive is _jax.SCAN and node.params["length"] == 0:
             return False
@@ -133,8 +135,8 @@ def _check_rule(
     limits: Limits,
     random: Any,
 ) -> Iterator[Checked]:
-    """By the operands, and of the results, that the program differentiates: a rule may refuse what
-    is a constant there, and give zeros for what nothing comes back from."""
+    """Checks a rule by those operands, and for those results, that the program differentiates. A
+    rule may refuse other operands, and may ignore cotangents of other results."""
     node = rule.node
     assert isinstance(node, CustomGradient)
     around = flow.along(rule.path)
@@ -168,8 +170,8 @@ def _check_rule(
             if status == "wrong" and (declared(node.name) or _is_meant(node)):
                 status = "deliberate"
             if status == "wrong" and error is None:
-                # What the function stops on the way is as little a matter of the rule as what the
-                # rules inside of it give.
+                # The function may hold `stop_gradient`s and rules of its own, for which the outer
+                # rule is not to blame: JAX's derivative of the function is right, too.
                 own = _own_derivative(node, args, i, *along)
                 if judge([own], number, limits) == "right":
                     want, status = own, "right"
@@ -189,17 +191,17 @@ def _check_rule(
 def _function_of(
     node: CustomGradient, region: Graph, active: list[int], arithmetic: AsItIs
 ) -> tuple[list[int], Callable[[Sequence[Any]], list[Any]]]:
-    """What a rule is the derivative of, as a function of all of its operands, and by which of those
-    that have a gradient."""
+    """Returns the operands by which to check a rule, and the function that the rule is the
+    derivative of, as a function of all operands."""
     if code_of_rule(node) not in OF_HOST_CALL:
         return active, lambda given: arithmetic.run_graph(node.primal, given)
-    # Its operands are those of the call, the results, and what the gradient closes over.
+    # The operands are those of the host call, its results, and what the gradient closes over.
     for count in range(1, len(node.inputs)):
         results = node.inputs[count : count + len(node.outputs)]
         call = region.producers.get(results[0]) if isinstance(results[0], Value) else None
         if call and call.op in operations.CALLBACKS and list(results) == list(call.outputs):
             break
-    else:  # a mapped call is in a loop of its own; then there is the check of the whole function
+    else:  # a mapped call is in a loop of its own: only the whole function is checked
         return [], lambda given: []
     return [i for i in active if i < count], lambda given: arithmetic.run_node(call, given[:count])
 
@@ -213,8 +215,10 @@ def _rule_along(
     weights: Sequence[Any],
     arithmetic: AsItIs,
 ) -> tuple[Weighed, Exception | None]:
-    """What a rule gives for the derivative along an input, while all that can vary does, as a rule
-    may be told; and why, if it gives none."""
+    """Returns the derivative along an input as the rule computes it, and the error if it fails.
+
+    All active inputs are differentiated at once, as in the program: a rule may be told which are.
+    """
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
     operands = [args[j] for j in active]
     run = _jax.of_some(functools.partial(arithmetic.run_node, node), args, active, flowing)
@@ -244,7 +248,7 @@ def _beside(
     limits: Limits,
     random: Any,
 ) -> Numbers:
-    """What differences and a rule give along an input, beside these operands."""
+    """Returns the derivatives by differences and by the rule, a few roundings away from `args`."""
     there = beside(args, limits, random)
     want = difference(compiled, there, i, along[0], along[1], limits)
     return [want], _rule_along(node, there, active, i, *along)[0]
@@ -258,7 +262,7 @@ def _own_derivative(
     weights: Sequence[Any],
     arithmetic: AsItIs,
 ) -> Estimate:
-    """What JAX has for the derivative of a rule's function along an input; none is NaN."""
+    """Returns JAX's own derivative of a rule's function along an input; NaN if there is none."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
     own = without_rules(node.primal, lambda inner: inner.kind == "vjp")
 
@@ -276,7 +280,7 @@ def _own_derivative(
 
 
 def without_rules(program: Graph, chosen: Callable[[CustomGradient], bool]) -> Graph:
-    """A program with chosen rules replaced by their functions."""
+    """Replaces the chosen rules of a program by their functions."""
 
     def is_chosen(found: Occurrence) -> bool:
         return isinstance(found.node, CustomGradient) and chosen(found.node)
@@ -295,13 +299,13 @@ def _primal(op: Op, *operands: Any) -> list[Any]:
 
 
 def _is_meant(node: CustomGradient) -> bool:
-    """Whether this package has put a rule in to change a gradient."""
+    """Whether this package inserted a rule in order to change a gradient."""
     codes = _jax.frame_positions(node.source.info)[0]
     ours = itertools.takewhile(lambda code: is_own_file(code.co_filename), codes)
     return any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))
 
 
 def _definition(node: CustomGradient) -> str:
-    """Where the function with the rule is: ``model.py:12``."""
+    """Returns where the function with the rule is defined: ``model.py:12``."""
     function = origin_of_function(node.primal.function_source)
     return function.place if function else ""

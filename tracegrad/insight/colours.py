@@ -1,4 +1,4 @@
-"""The colours of a gradient's flow, and how a terminal shows text in colours, if its user does."""
+"""The colours of a gradient's flow, for pages, pictures and terminals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from tracegrad.insight.gradient_flow import Flow
 
-# What a legend says of the flow at an operation, in its order.
+# The entries of a legend, in its order.
 WORDS = {
     Flow.FLOWS: "the gradient flows",
     Flow.CHANGED: "a custom rule changes it",
@@ -15,7 +15,8 @@ WORDS = {
     Flow.UNREACHED: "none arrives",
     Flow.NONE: "nothing to differentiate",
 }
-# Of a line on a page, light or dark; behind the text of a picture; of text in a terminal.
+# HUES: lines beside the rows of a page, light or dark. FILLS: backgrounds of the text in a picture.
+# STYLES: text in a terminal (SGR codes).
 HUES = {
     Flow.FLOWS: "#2da44e",
     Flow.CHANGED: "#8250df",
@@ -42,12 +43,12 @@ STYLES = {
 
 
 def painted(style: str, text: str) -> str:
-    """A text in a style: SGR codes, the numbers between ``ESC [`` and ``m``; "" is plain."""
+    """Returns text in a style: the SGR codes between ``ESC [`` and ``m``, or "" for plain text."""
     return f"\033[{style}m{text}\033[0m" if style and text else text
 
 
 def has_colours() -> bool:
-    """Whether what is printed goes to a terminal whose user has not asked for plain text
+    """Whether output goes to a terminal whose user has not asked for plain text
     (`NO_COLOR <https://no-color.org>`_)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False

@@ -1,4 +1,4 @@
-"""What `check_grads` answers: one line for each comparison."""
+"""The report of `check_grads`: one `Checked` for each comparison."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from tracegrad.ir.occurrence import at
 
 @dataclass(frozen=True)
 class Checked:
-    """One comparison: a derivative along a direction, and what finite differences give for it.
+    """One comparison: a derivative along a direction, and the same number by finite differences.
 
-    `what` names the leaf (``params.w``) or the rule and its input (``clip, input 0``), `order` and
-    `mode` the derivative (``"rev"``, ``"fwd"``, ``"fwd of rev"``), `expected` is the number by
-    finite differences and `got` the derivative's; both are of the results, weighed by random
-    numbers. `status` is ``"right"``, ``"wrong"``, ``"not smooth"`` (a kink or a jump is so near
-    that differences say nothing, or a loop does not end beside the arguments), ``"not judged"``
-    (rounding leaves too little of one of the numbers, as where something cancels), ``"none"``
-    (there is no such derivative, or none that differences give; `got` is NaN) or
-    ``"deliberate"``; `note` says why there is none. Of a `stop_gradient` that was declared nothing
-    is compared, and `mode` is empty. `origin` is the user's line of a rule's call, `defined` where
-    the rule is.
+    Attributes:
+      what: the leaf (``params.w``), or the rule and its input (``clip, input 0``).
+      order, mode: which derivative: ``"rev"``, ``"fwd"``, ``"fwd of rev"``. `mode` is empty for a
+        declared `stop_gradient`, of which nothing is compared.
+      expected: the derivative of the randomly weighted results, by finite differences.
+      got: the same derivative, as JAX or the rule computes it; NaN if there is none.
+      status: ``"right"``, ``"wrong"``, ``"not smooth"`` (a kink or a jump is so near that
+        differences say nothing, or a loop does not end at nearby arguments), ``"not judged"``
+        (rounding leaves too few digits of a number, for example after a cancellation), ``"none"``
+        (the derivative does not exist, or differences cannot give it) or ``"deliberate"``.
+      origin: the user's line that calls the rule.
+      defined: the place where the rule is defined.
+      note: why there is no derivative.
     """
 
     what: str
@@ -43,8 +46,9 @@ class Checked:
 
 @dataclass(frozen=True, repr=False)
 class GradCheck:
-    """What `check_grads` compared: `rules` each on its own, then the whole function's `leaves`;
-    `note` says why it was not traced in double precision."""
+    """The report of `check_grads`: the comparisons of the custom `rules`, each on its own, then
+    those of the whole function, by `leaves`. `note` says why the function was not traced in double
+    precision."""
 
     function: str
     rules: tuple[Checked, ...]
@@ -53,12 +57,12 @@ class GradCheck:
 
     @property
     def wrong(self) -> tuple[Checked, ...]:
-        """What failed, rules first: a wrong rule is why a leaf is wrong."""
+        """The failed comparisons. Rules come first, as a wrong rule makes leaves wrong."""
         return tuple(c for c in (*self.rules, *self.leaves) if c.status == "wrong")
 
     @property
     def deliberate(self) -> tuple[Checked, ...]:
-        """The rules that differ from the derivative and were declared to."""
+        """The rules that differ from the derivative and were declared as deliberate."""
         return tuple(c for c in self.rules if c.status == "deliberate")
 
     @property

@@ -1,4 +1,4 @@
-"""The text of a graph as one SVG picture, with the colour of the gradient behind each operation."""
+"""Draws the text of a graph as an SVG picture; background colours tell the gradient's flow."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tracegrad.ir import Node
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.text import format_graph
 
-_WIDTH, _HEIGHT = 6.7, 18  # of a letter and of a line, in pixels
+_WIDTH, _HEIGHT = 6.7, 18  # the width of a letter and the height of a line, in pixels
 _STYLE = 'font-family="ui-monospace,Menlo,Consolas,monospace" font-size="11"'
 
 
 def to_svg(flow: RegionFlow) -> str:
-    """An SVG document: one line for each line of the graph's text, and a legend."""
+    """Returns an SVG document: one line for each line of the graph's text, and a legend."""
     used: set[Flow] = set()
 
     def marked(path: Path, node: Node, left: str, types: str, place: str) -> str:
@@ -23,7 +23,7 @@ def to_svg(flow: RegionFlow) -> str:
         used.add(kind)
         return f"\0{kind.value}\0{left}  {types}  {place}"
 
-    lines: list[tuple[str, str | None]] = []  # with the colour behind each
+    lines: list[tuple[str, str | None]] = []  # text and background colour
     for line in format_graph(flow.graph, marked).splitlines():
         before, *marks = line.split("\0")
         fill = FILLS.get(Flow(marks[0])) if marks else None

@@ -1,17 +1,18 @@
-"""Derivatives by finite differences, and the verdict on another number: right, wrong or none.
+"""Computes derivatives by finite differences, and judges other derivatives by them.
 
-A verdict compares two numbers of one direction, each with a bound on its error. Differences are
-taken at ever smaller steps, each a quarter of the last; two neighbours give an extrapolated
-estimate (Richardson), and the change from one estimate to the next, plus what rounding does at that
-step, bounds the error. A bend that does not shrink with the step is a kink. The derivative's own
-error is that of rounding the terms it is a sum of, and the constants of narrow dtypes in it, which
-its function may have rounded otherwise. All limits are relative to these numbers:
+A verdict compares two numbers: the derivative along a direction, and the same by finite
+differences, each with a bound on its error. Differences are taken at ever smaller steps, each a
+quarter of the last. Two successive differences give an extrapolated estimate (Richardson). The
+change from one estimate to the next, plus the rounding error at that step, bounds the error. A bend
+that does not shrink with the step is a kink. The derivative has two errors of its own: rounding of
+the terms of its sum, and of constants in narrow dtypes, which its function may have rounded
+differently. All limits are relative to the numbers:
 
-- *right*: the numbers differ by no more than ``rtol`` and the errors, and the errors are so small
-  that another number would have been seen;
-- *wrong*: they differ by ten times the errors, and by as much at a point that is beside this one by
-  a few roundings: what cancels to nothing is another number there;
-- else it is not judged.
+- *right*: the numbers differ by no more than ``rtol`` plus the errors, and the errors are small
+  enough to tell a wrong number from a right one;
+- *wrong*: the numbers differ by ten times the errors, and by nearly the same amount at points a few
+  roundings away. (If the numbers are left over from a cancellation, the amount is another there.)
+- otherwise the derivative is not judged.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from tracegrad.ir import Graph, Occurrence, has_gradient, operations
 
 Function = Callable[[Sequence[Any]], list[Any]]
 
-_STEPS = 9  # down to where rounding is most of a difference of float64
-_RESOLUTION = 0.03  # of a derivative: with larger errors it is not judged
-_ZERO = 1600 * EPS ** (4 / 5)  # of result / argument: a derivative that rounding makes of none
+_STEPS = 9  # at the last step, a difference in float64 is mostly rounding
+_RESOLUTION = 0.03  # a derivative with a larger relative error is not judged
+_ZERO = 1600 * EPS ** (4 / 5)  # times result / argument: rounding alone can give this derivative
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far apart two numbers may be that are computed in some arithmetic."""
+    """How far two derivatives may differ that are computed in a given arithmetic."""
 
-    arithmetic: AsItIs  # its `eps` may still grow, while more is traced
-    wanted: float | None  # the caller's relative limit
+    arithmetic: AsItIs  # its `eps` may grow while more is traced
+    wanted: float | None  # the caller's `rtol`
     atol: float
-    is_analytic: bool  # every operation, so that a complex step is exact
+    is_analytic: bool  # whether all operations are, so that a complex step is exact
 
     @property
     def eps(self) -> float:
@@ -57,8 +58,8 @@ class Limits:
 
 
 def limits_of(program: Graph, arithmetic: AsItIs, rtol: float | None, atol: float | None) -> Limits:
-    """The limits for a program that is run in an arithmetic."""
-    is_raised = isinstance(arithmetic, Raised)  # to real numbers
+    """Returns the limits for a program that runs in an arithmetic."""
+    is_raised = isinstance(arithmetic, Raised)  # `Raised` converts to real numbers
     is_analytic = not is_raised and all(map(_is_analytic, program.walk()))
     return Limits(arithmetic, rtol, atol or 0.0, is_analytic)
 
@@ -72,17 +73,25 @@ def _is_analytic(found: Occurrence) -> bool:
 
 
 class Weighed(NamedTuple):
-    """A sum of weighed numbers, and the sum of the magnitudes that rounding is relative to."""
+    """A sum of weighted numbers.
+
+    Attributes:
+      value: the sum.
+      size: the sum of the magnitudes, which scales the rounding error of `value`.
+      norm: the Euclidean norm of the numbers. It scales the error of `value` if each number has a
+        relative error of its own.
+    """
 
     value: float
     size: float
-    norm: float = 0.0  # of the numbers: what it comes to if each is off by a part of itself
+    norm: float = 0.0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The derivative of the weighed results along a direction, by differences: its value, how far
-    it may be off, whether the function is smooth there, and below what it may as well be zero."""
+    """The derivative of the weighted results along a direction, by differences: its value, a bound
+    on its error, whether the function is smooth there, and the size that rounding alone can give
+    (`zero`)."""
 
     direction: Any
     value: float
@@ -94,7 +103,7 @@ class Estimate:
 def difference(
     fun: Function, at: Sequence[Any], which: int, direction: Any, weights: Any, limits: Limits
 ) -> Estimate:
-    """The derivative of the weighed results along a direction in one leaf."""
+    """Estimates the derivative of the weighted results along a direction in the leaf `which`."""
     here = in_numpy(at[which])
     here = here[np.isfinite(here)]
     spread = (float(np.sqrt(np.mean(np.abs(here) ** 2))) if here.size else 0.0) or 1.0
@@ -141,10 +150,10 @@ def along_smooth(
     limits: Limits,
     random: Any,
 ) -> Estimate:
-    """The same along a direction in which the function is smooth.
+    """Estimates the same as `difference`, along a direction in which the function is smooth.
 
-    Where it is not, some element is at a kink (a rectifier at zero): then half of the elements
-    that move stay where they are, a few times.
+    If it is not smooth, some element is at a kink (a rectifier at zero). Then a random half of the
+    direction's elements becomes zero, up to four times.
     """
     found = difference(fun, at, which, direction, weights, limits)
     for _ in range(4):
@@ -161,8 +170,11 @@ def along_smooth(
 def _complex_step(
     fun: Function, at: Sequence[Any], which: int, direction: Any, weights: Any
 ) -> Weighed | None:
-    """The same by one evaluation at an imaginary distance, without cancellation; None where the
-    function does not take complex numbers, or leaves the real ones (a logarithm of -1)."""
+    """Computes the same by one evaluation at an imaginary distance, without cancellation.
+
+    Returns None if the function does not take complex numbers, or if its results are complex for
+    real arguments (the logarithm of -1).
+    """
     moved = [jnp.asarray(leaf, jnp.complex128) for leaf in at]
     moved[which] = moved[which] + 1e-30j * direction
     try:
@@ -178,7 +190,7 @@ def _complex_step(
 
 
 def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Weighed:
-    """The real part of the sum of the floating results, each element by its weight."""
+    """Returns the real part of the weighted sum of all elements of the floating results."""
     terms = [
         np.ravel(np.real(in_numpy(out) * weight))
         for out, weight in zip(outs, weights, strict=True)
@@ -193,8 +205,8 @@ def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Weighed:
 def _change(
     before: Sequence[Any], outs: Sequence[Any], weights: Sequence[Any]
 ) -> tuple[float, float]:
-    """The same of how the results differ from those before, and what rounding is relative to. An
-    element that is what it was adds nothing to either, however large it is, or infinite."""
+    """Returns the weighted sum of the changes of the results, and the size that scales its rounding
+    error. Elements that did not change add nothing to either, even if they are infinite."""
     value = size = 0.0
     for was, out, weight in zip(before, outs, weights, strict=True):
         if weight is None:
@@ -208,7 +220,7 @@ def _change(
 
 
 def random_like(random: Any, avals: Sequence[Any]) -> list[Any]:
-    """Random numbers of each floating type, in double precision; None for the others."""
+    """Returns random numbers in double precision for each floating type; None for other types."""
     found: list[Any] = []
     for aval in avals:
         if not _jax.has_gradient(aval):
@@ -222,7 +234,7 @@ def random_like(random: Any, avals: Sequence[Any]) -> list[Any]:
 
 
 def beside(at: Sequence[Any], limits: Limits, random: Any) -> list[Any]:
-    """A point that is some roundings beside another one."""
+    """Returns a point that is some roundings away from another point."""
     return [
         leaf * (1 + 64 * limits.eps * random.choice([-1.0, 1.0], size=np.shape(leaf)))
         if _jax.has_gradient(leaf)
@@ -240,23 +252,23 @@ def judge(
     limits: Limits,
     beside: Callable[[], Numbers] | None = None,
 ) -> str:
-    """The verdict on a derivative; see the head of this file.
+    """Returns the verdict on a derivative, by the rules at the top of this file.
 
     Args:
-      expected: by differences; what is compared is the sum.
+      expected: estimates by differences; their sum is compared with the derivative.
       got: the derivative.
-      limits: for both.
-      beside: computes both at another point that is `beside` this one.
+      limits: how far the two may differ.
+      beside: computes both at another point, a few roundings away.
     """
     want = sum(e.value for e in expected)
     if math.isnan(got.value) and math.isfinite(want):
-        return "wrong"  # at a kink too, where any slope between would do
+        return "wrong"  # also at a kink, where any slope between the two sides is right
     if not all(estimate.smooth for estimate in expected):
         return "not smooth"
     if math.isinf(got.value):
         return "wrong"
     difference, size = want - got.value, max(abs(want), abs(got.value))
-    # All directions are random: what each term is off by adds up as a norm does.
+    # The directions are random, so the errors of the terms add up like a norm.
     constants = limits.arithmetic.constant_eps * got.norm
     error = sum(e.error for e in expected) + 16 * limits.eps * got.size + constants
     near = limits.rtol * size + limits.atol
@@ -274,7 +286,7 @@ def judge(
     return "wrong"
 
 
-# What JAX says, mostly in a ValueError, of what has no derivative; `jvp` of this package as well.
+# The messages of JAX, and of `tracegrad.jvp`, on operations that have no derivative.
 _NO_DERIVATIVE = re.compile(
     "no forward-mode derivative|forward-mode autodiff|does not work for lax.while_loop|"
     "does not support reverse-mode|transpose_solve required|callbacks do not support JVP|"
@@ -283,7 +295,7 @@ _NO_DERIVATIVE = re.compile(
 
 
 def status_of(error: Exception) -> str:
-    """The verdict on a derivative that could not be computed: ``"none"`` where there is none, and
-    ``"wrong"`` where a rule failed."""
+    """Returns the verdict on a derivative that could not be computed: ``"none"`` if it does not
+    exist, and ``"wrong"`` if a rule failed."""
     is_none = isinstance(error, NotImplementedError) or _NO_DERIVATIVE.search(str(error))
     return "none" if is_none else "wrong"

@@ -1,8 +1,9 @@
-"""Where the gradient goes in a program: for every node at any depth, whether it passes.
+"""Tells for every node of a program, at any depth, whether the gradient passes through it.
 
-Three sets of values decide it, all of the program and none of numbers: values that vary with a
-float input, values at which a gradient of a float output arrives, and values whose data lead to an
-output. A gradient passes a node where a result of the node varies and gets a gradient.
+Three sets of values decide this: values that vary with a float input, values at which a gradient of
+a float output arrives, and values whose data lead to an output. The sets follow from the program
+alone, not from numbers. A gradient passes through a node if a result of the node varies and gets a
+gradient.
 """
 
 from __future__ import annotations
@@ -44,26 +45,26 @@ Bools = Sequence[bool]
 class Flow(enum.Enum):
     """What happens to the gradient at a node."""
 
-    FLOWS = "flows"  # it passes, as JAX differentiates the operation
-    CHANGED = "changed"  # it passes, as a custom rule says
-    CUT = "cut"  # data go on to an output, the gradient does not come back through here
+    FLOWS = "flows"  # the gradient passes, as JAX differentiates the operation
+    CHANGED = "changed"  # the gradient passes, as a custom rule defines it
+    CUT = "cut"  # data go on to an output, but no gradient comes back through here
     UNREACHED = "unreached"  # a float input leads here, but no gradient arrives from an output
     NONE = "none"  # no float input leads here
-    REPLACED = "replaced"  # inside what a custom rule stands for: not run when differentiated
-    UNKNOWN = "unknown"  # inside a call of which only JAX knows how it is differentiated
+    REPLACED = "replaced"  # inside a function whose custom rule is used instead of it
+    UNKNOWN = "unknown"  # inside a call that JAX differentiates as a whole
 
 
 @dataclass(eq=False)
 class RegionFlow:
-    """The flow through a graph, as one place enters it.
+    """The flow through a graph that is entered from one place.
 
     Attributes:
       graph: the graph.
-      recomputed: whether it is run again in the backward pass.
+      recomputed: whether the graph runs again in the backward pass.
       varying: the values that vary with a float input.
       arrived: the values at which a gradient arrives from an output.
-      flows: what happens at each node.
-      regions: the flow through the regions of each node that has some, by name.
+      flows: what happens to the gradient at each node.
+      regions: for each node with regions, the flow through them, by the region's name.
     """
 
     graph: Graph
@@ -75,11 +76,12 @@ class RegionFlow:
 
     @property
     def reached(self) -> list[bool]:
-        """For each input, whether a gradient arrives there that goes on to a source."""
+        """For each input, whether a gradient arrives there, and goes on to a float input of the
+        program."""
         return [v in self.arrived and v in self.varying for v in self.graph.inputs]
 
     def along(self, path: Path) -> RegionFlow:
-        """The flow through a region inside, by the calls that lead there."""
+        """Returns the flow through an inner region; `path`: the calls that lead there."""
         flow = self
         for node, name in path:
             flow = flow.regions[node][name]
@@ -87,9 +89,10 @@ class RegionFlow:
 
 
 def gradient_flow(graph: Graph) -> RegionFlow:
-    """The flow of gradients from the float outputs of a graph to its float inputs.
+    """Returns the flow of gradients from the float outputs of a graph to its float inputs.
 
-    Where a region is entered from several places in the same way, they share one `RegionFlow`.
+    Places that enter a region with the same `carrying`, `arriving` and `wanted` share a
+    `RegionFlow`.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> def f(x):
@@ -106,7 +109,7 @@ def gradient_flow(graph: Graph) -> RegionFlow:
 
 
 class _Flows:
-    """Looks at shared regions once for each way to enter them."""
+    """Computes the flow through a shared region once for each set of arguments of `of`."""
 
     def __init__(self) -> None:
         self._walk = Walk()
@@ -122,14 +125,14 @@ class _Flows:
         recomputed: bool,
         every: Flow | None = None,
     ) -> RegionFlow:
-        """The flow through a graph.
+        """Returns the flow through a graph.
 
         Args:
-          carrying: for each input, whether a gradient there would go on to a source.
+          carrying: for each input, whether a gradient there would go on to an input of the program.
           arriving: for each output, whether a gradient arrives there.
-          wanted: for each output, whether its data go on to a target.
+          wanted: for each output, whether its data go on to a float output of the program.
           recomputed: whether the graph is inside of a `Recompute`.
-          every: what happens at every node, if JAX differentiates a call around them as a whole.
+          every: the flow at every node, if JAX differentiates an enclosing call as a whole.
         """
         masks: dict[Value, int] = {}
         spread(graph, [int(c) for c in carrying], self._walk.rule, masks)
@@ -146,7 +149,7 @@ class _Flows:
         return flow
 
     def _rule(self, varying: AbstractSet[Value]) -> Rule:
-        """Of each result of a node: the varying operands that it gives a gradient to."""
+        """Returns a rule: to which varying operands each result of a node passes a gradient."""
 
         def rule(node: Node, _: Masks) -> Masks:
             return self._walk.rule(node, of_each(is_among(v, varying) for v in node.inputs))
@@ -161,7 +164,7 @@ class _Flows:
         live: AbstractSet[Value],
         every: Flow | None,
     ) -> RegionFlow:
-        """The flow through one region of a node."""
+        """Returns the flow through one region of a node."""
         region, recomputed = node.regions[name], flow.recomputed or isinstance(node, Recompute)
         varying = [int(is_among(v, flow.varying)) for v in node.inputs]
         entered = self._walk.enter(node, varying)
@@ -185,30 +188,28 @@ class _Flows:
 
 
 def is_among(atom: Atom, values: AbstractSet[Value]) -> bool:
-    """Whether an operand is one of some values; a literal is none."""
+    """Whether an operand is among some values; a literal never is."""
     return isinstance(atom, Value) and atom in values
 
 
 def _flow_at(node: Node, flow: RegionFlow, live: AbstractSet[Value]) -> Flow:
-    """What happens at a node; `live`: the values whose data lead to an output."""
+    """Returns the flow at a node; `live`: the values whose data lead to an output."""
     varying = [is_among(v, flow.varying) for v in node.inputs]
     if not any(varying):
         return Flow.NONE
-    ends = [
-        *node.outputs,
-        *filter(is_reference, node.operands),
-    ]  # what is written is read elsewhere
+    # Other nodes read what a node writes to a reference.
+    ends = [*node.outputs, *filter(is_reference, node.operands)]
     if any(v in flow.varying and v in flow.arrived for v in ends):
         return Flow.CHANGED if isinstance(node, CustomGradient) else Flow.FLOWS
     results = [(v, mask) for v, mask in zip(node.outputs, node_dependence(node)) if v in live]
     is_needed = any(mask & joined(of_each(varying)) for _, mask in results)
-    # Where a result still varies, something further on cut the gradient.
+    # If a result still varies, a later node has cut the gradient.
     is_cut_here = is_needed and not any(v in flow.varying for v, _ in results)
     return Flow.CUT if is_cut_here else Flow.UNREACHED
 
 
 def _flow_in(node: Node, kind: Flow) -> Flow:
-    """What happens at every node inside of one that JAX differentiates as a whole."""
+    """Returns the flow at every node inside of a node that JAX differentiates as a whole."""
     if isinstance(node, CustomGradient) and kind is not Flow.NONE:
         return Flow.REPLACED
     return Flow.UNKNOWN if kind in (Flow.FLOWS, Flow.CUT) else kind

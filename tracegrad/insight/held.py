@@ -1,4 +1,4 @@
-"""What `check_grads` holds as it is: differences go through it, and the derivative does not."""
+"""Makes samples and stopped values constants for `check_grads`, as derivatives treat them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import listed
 
-STOP = "stop_gradient"  # as `deliberate` names it
-_IMPLICIT = "its derivative is that of the distribution, not of how it was drawn"
+STOP = "stop_gradient"  # its name in the argument `deliberate`
+_IMPLICIT = "its derivative is that of the distribution, not of the algorithm that draws it"
 
 
 def hold(program: Graph, stops: dict[Occurrence, Any]) -> tuple[Graph, tuple[Checked, ...]]:
-    """The program with what it stops, or samples, as it is now; where that is. What is left is in
-    loops."""
+    """Replaces stopped values, or samples, by constants with their values in `stops`.
+
+    Returns the program, and a deliberate `Checked` for each place. Removes them from `stops`; those
+    that are left are in loops.
+    """
     values = {}
     held = dict[str, Checked]()
     for found, value in list(stops.items()):
-        if np.shape(value) == found.node.outputs[0].aval.shape:  # in a scan there is one a step
+        if np.shape(value) == found.node.outputs[0].aval.shape:  # in a scan: one for each step
             values[found], nan = value, math.nan
             why = f", since {_IMPLICIT}" if is_sample(found) else ""
-            said = "deliberate", found.origin, "", f"held as it is{why}"
+            said = "deliberate", found.origin, "", f"held constant{why}"
             held.setdefault(_stop(found), Checked(_name(found), 1, "", nan, nan, *said))
             del stops[found]
 
@@ -42,15 +45,15 @@ def hold(program: Graph, stops: dict[Occurrence, Any]) -> tuple[Graph, tuple[Che
 
 
 def is_sample(found: Occurrence) -> bool:
-    """Whether a node draws a number that has an implicit derivative."""
+    """Whether a node draws a sample that has an implicit derivative."""
     return found.node.op in operations.IMPLICIT
 
 
 def without_verdict(check: Checked, sample: Occurrence) -> Checked:
-    """A comparison that may be wrong for a sample that is not held."""
+    """Withdraws the verdict "wrong" from a comparison that may depend on a sample in a loop."""
     if check.status != "wrong" or check.note:
         return check
-    note = f"it may go through {_stop(sample)}, and {_IMPLICIT}"
+    note = f"it may depend on {_stop(sample)}: {_IMPLICIT}"
     return dataclasses.replace(check, status="none", got=math.nan, note=note)
 
 
@@ -66,11 +69,11 @@ def _stop(found: Occurrence) -> str:
 
 
 def hint_of(stops: Collection[Occurrence]) -> str:
-    """What to do about what differences go through, and derivatives do not."""
+    """Returns advice on stopped values, which vary in differences but not in derivatives."""
     if not stops:
         return ""
     return (
-        "\nDifferences go through what is stopped, derivatives do not: "
-        f"{listed(list(dict.fromkeys(map(_stop, stops))), most=4)}. If that is meant, "
-        f'deliberate="{STOP}" holds it as it is, but in loops.'
+        "\nStopped values vary in finite differences, but are constants in derivatives: "
+        f"{listed(list(dict.fromkeys(map(_stop, stops))), most=4)}. If that is intended, "
+        f'deliberate="{STOP}" holds them constant, except in loops.'
     )

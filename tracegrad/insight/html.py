@@ -1,8 +1,8 @@
-"""A graph as HTML that folds by region and by scope: no script, nothing loaded from elsewhere.
+"""Writes a graph as HTML that folds by region and by scope, without scripts or external files.
 
-A region stands below the first node that enters it; further calls that enter it in the same way
-link to that place, so that a page grows with what differs and not with the number of calls. The
-search of a browser finds what is folded, and unfolds it.
+A region is written below the first node that enters it. Other nodes that enter the region with the
+same flow of the gradient link to it, so the size of the page does not grow with the number of
+calls. The search of a browser also finds folded text, and unfolds it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tracegrad.ir.text import header, operands_text, statement, types_text
 from tracegrad.ir.walking import shared_regions
 from tracegrad.ir.wording import counted, listed
 
-_OPEN = 40  # operations: a graph with no more is unfolded
-_CHUNK = 200  # rows that a browser lays out together
-_MOST_RULES = 200  # each is traced for the page
+_OPEN = 40  # a graph with at most so many operations is unfolded
+_CHUNK = 200  # rows that a browser lays out at once
+_MOST_RULES = 200  # custom rules on a page, as each has to be traced
 _STYLE = """
 .tracegrad-graph { font: 12.5px/1.6 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto }
 .tracegrad-graph summary { cursor: pointer }
@@ -39,16 +39,16 @@ _STYLE = """
     f".tracegrad-graph .{kind.value} {{ border-left-color: {hue} }}\n" for kind, hue in HUES.items()
 )
 
-Counts = Counter[Flow | None]  # of operations, by what happens there; None: of all
+Counts = Counter[Flow | None]  # numbers of operations, by flow; None: all operations
 
 
 def fragment(flow: RegionFlow) -> str:
-    """What a notebook shows."""
+    """Returns the HTML that a notebook shows."""
     return f'<div class="tracegrad-graph"><style>{_STYLE}</style>{_Writer(flow).whole()}</div>'
 
 
 def page(flow: RegionFlow) -> str:
-    """A page of its own, for a browser."""
+    """Returns a whole HTML page for a browser."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
@@ -59,19 +59,20 @@ def page(flow: RegionFlow) -> str:
 
 
 class _Writer:
-    """Writes each body of a graph once."""
+    """Writes the HTML of a graph: each body (the graph, a region or a face of a rule) once."""
 
     def __init__(self, flow: RegionFlow):
         self._flow = flow
         self._shared = shared_regions(flow.graph)
         self._counts: dict[RegionFlow, Counts] = {}
         self._is_open = self._count(flow)[None] <= _OPEN
-        self._links: dict[RegionFlow | str, str] = {}  # to bodies, by their flow and by their HTML
+        self._links: dict[RegionFlow | str, str] = {}  # links to bodies, by flow and by HTML
         self._cuts: dict[str, None] = {}
         self._rules: dict[CustomGradient, Graph | None] = {}
 
     def whole(self) -> str:
-        """The graph, below a legend that counts every occurrence and lists the cuts."""
+        """Returns a legend, which counts operations and lists those that cut the gradient, and the
+        graph below it."""
         graph, counts = self._flow.graph, self._count(self._flow)
         body, _ = self._body(graph, (), self._flow)
         pairs = zip(graph.inputs, self._flow.reached, strict=True)
@@ -88,7 +89,7 @@ class _Writer:
         return f"{''.join(legend)}{body}"
 
     def _count(self, flow: RegionFlow) -> Counts:
-        """What a body holds, with all that is below it, each occurrence counted."""
+        """Counts the operations of a body and of all regions below it, once for each occurrence."""
         if flow not in self._counts:
             self._counts[flow] = Counter()
             for node in flow.flows:
@@ -97,7 +98,7 @@ class _Writer:
 
     def _count_node(self, node: Node, flow: RegionFlow | None) -> Counts:
         counts: Counts = Counter({None: 1})
-        if flow is None:  # of a rule, which is no part of the program
+        if flow is None:  # an operation of a rule is no part of the program
             return counts
         for region in flow.regions.get(node, {}).values():
             counts.update(self._count(region))
@@ -106,17 +107,17 @@ class _Writer:
         return counts
 
     def _ends_inside(self, node: Node, flow: RegionFlow) -> bool:
-        """Whether a call cuts the gradient because of what is in it."""
+        """Whether a call cuts the gradient because an operation inside of it does."""
         regions = flow.regions.get(node, {}).values()
         return flow.flows[node] is Flow.CUT and any(self._count(r)[Flow.CUT] for r in regions)
 
     def _body(self, graph: Graph, path: Path, flow: RegionFlow | None) -> tuple[str, bool]:
-        """A body, or a link to where it stands already; and whether it is a link.
+        """Returns a body, or a link to it if it is on the page already; and whether it is a link.
 
         Args:
-          graph: the body.
-          path: the calls that lead to it.
-          flow: the flow through it; None for a part of a rule.
+          graph: the graph of the body.
+          path: the calls that lead to the body.
+          flow: the flow through the body; None for a body inside of a rule.
         """
         key = str(graph) if flow is None else flow  # a rule is traced anew for each call
         if key in self._links:
@@ -139,7 +140,7 @@ class _Writer:
         return f'<div class="{kind}" id="{place}">{text}</div>', False
 
     def _row(self, graph: Graph, node: Node, path: Path, flow: RegionFlow | None) -> str:
-        """A node, with its regions below it."""
+        """Returns the line of a node, and below it the bodies of its regions."""
         origin = Occurrence(path, node).origin
         if path and origin is not None and graph in self._shared:
             call = Occurrence(path[:-1], path[-1][0])
@@ -160,7 +161,8 @@ class _Writer:
         return _fold(kind, line, [text for text, _ in inside], self._is_open, title)
 
     def _inside(self, node: Node, path: Path, flow: RegionFlow | None) -> list[tuple[str, bool]]:
-        """The bodies of a node's regions, and that of the rule by which it is differentiated."""
+        """Returns the bodies of a node's regions, and of the backward or JVP face of its rule, each
+        with whether it is a link."""
         found = []
         for name, region in node.regions.items():
             inner = None if flow is None else flow.regions[node][name]
@@ -168,7 +170,7 @@ class _Writer:
             title = "" if name in ("jaxpr", "call_jaxpr") else f"<div>{html.escape(name)}:</div>"
             found.append((text if is_link else title + text, is_link))
         if isinstance(node, CustomGradient) and flow is not None:
-            name = node.face_names[-1]  # the forward says little more than the primal
+            name = node.face_names[-1]  # the forward face adds little to the primal
             rule = self._rule(node, name)
             if rule is not None:
                 text, is_link = self._body(rule, (*path, (node, name)), None)
@@ -179,14 +181,14 @@ class _Writer:
         if node not in self._rules and len(self._rules) < _MOST_RULES:
             try:
                 self._rules[node] = node.face(name)
-            except Exception:  # a rule that does not fit its function: told where it is used
+            except Exception:  # the rule does not fit its function; using it raises the error
                 self._rules[node] = None
         return self._rules.get(node)
 
     def _grouped(
         self, rows: Sequence[tuple[Part, str, Counts]], depth: int, are_scopes: bool
     ) -> list[str]:
-        """Rows of which neighbours fold that have a part in common."""
+        """Folds neighbouring rows that lie in the same part; returns the lines."""
         found: list[str] = []
         for name, group in itertools.groupby(rows, lambda row: next(iter(row[0][depth:]), None)):
             members = list(group)
@@ -215,7 +217,7 @@ def _fold(
 
 
 def _in_chunks(lines: Sequence[str]) -> str:
-    """Lines; of many a browser lays out those that are in sight."""
+    """Joins lines. Many lines are split in chunks, so that a browser lays out only visible ones."""
     if len(lines) <= _CHUNK:
         return "".join(lines)
     chunks = (lines[k : k + _CHUNK] for k in range(0, len(lines), _CHUNK))

@@ -1,4 +1,4 @@
-"""`memory`: what a program holds at its peak, by line and by scope, and what would free some."""
+"""`memory`: reports what a program holds at its peak, by line and scope, and what frees memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tracegrad.tracing import TracedFunction, trace
 from tracegrad.tracing.graphs import graph_of_call, require_function
 from tracegrad.tracing.tools import tool
 
-_FEW = 0.01  # of what is held: constants that are not worth a word
-_ROWS = 12  # of the table in a terminal
+_FEW = 0.01  # constants below this share of the total are not reported
+_ROWS = 12  # rows of the table in a terminal
 _COLUMNS = ("bytes", "share", "line", "scope", "what", "values", "kept for", "alive")
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 60
@@ -33,16 +33,16 @@ _WIDTH = 60
 
 @dataclass(frozen=True)
 class Line:
-    """What one line of the user's, in one scope, holds at the peak.
+    """The bytes that one line of the user's code, in one scope, holds at the peak.
 
     Attributes:
       size: bytes.
       line: ``model.py:12 (Block.__call__)``; "" for arguments and constants.
-      scope: the named scopes around it, ``encoder/block_0``.
+      scope: the named scopes around the line, ``encoder/block_0``.
       kind: ``argument``, ``result``, ``residual``, ``gradient`` or ``activation``.
-      values: their types, ``6 × f32[512,64]``.
-      kept_for: what reads the largest next.
-      alive: from when to when, as shares of the program.
+      values: the types of the values, ``6 × f32[512,64]``.
+      kept_for: the operation that reads the largest value next.
+      alive: when the first value begins and the last one ends, as shares of the program.
     """
 
     size: int
@@ -56,24 +56,26 @@ class Line:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What a program holds at its peak; from `memory`. Prints as a table, folds in a notebook.
+    """The memory that a program holds at its peak, as `memory` returns it. The report prints as a
+    table, and folds in a notebook.
 
-    Lines are of XLA's own buffers. XLA says which there are for CPUs, and for GPUs that are here;
-    for other devices there are the totals, and no lines.
+    The lines add up XLA's own buffers. XLA lists its buffers for CPUs and for the GPUs of this
+    machine; for other devices the report has the totals, but no lines.
 
     Attributes:
       function: the name of the function.
-      total: bytes that the program needs at once: temporary ones, arguments and results.
-      temporary: of these the ones beside arguments and results.
-      measured_on: the backend and the JAX whose XLA says so, and how many devices there are, of
-        each of which bytes are.
-      lines: what is alive at the peak, what holds most first; what has no line, as arguments, last.
-      listed: bytes that they add up to.
-      constants: bytes of arrays that are written into the program, as those that a function closes
-        over, beside `total`; where XLA says so.
-      at: the operation at which the peak is.
-      advice: the cheapest things to do, by FLOPs for each byte that they free;
-        none but with ``measure_advice=True``.
+      total: bytes that the program needs at once: arguments, results and temporary buffers.
+      temporary: bytes of the temporary buffers alone.
+      measured_on: the backend, the version of JAX, and the number of devices. All bytes are bytes
+        for each device.
+      lines: the values that are alive at the peak, by line of code, the largest first; arguments
+        and constants, which have no line, come last.
+      listed: the sum of the bytes of `lines`.
+      constants: bytes of arrays that are part of the program (arrays that a function closes over),
+        if XLA reports them. They are not in `total`.
+      at: the operation that runs at the peak.
+      advice: the cheapest ways to free memory, by FLOPs per freed byte; empty without
+        ``measure_advice=True``.
       timeline: bytes alive at each operation.
     """
 
@@ -90,7 +92,7 @@ class MemoryReport:
 
     @property
     def scopes(self) -> dict[str, int]:
-        """Bytes by scope, what holds most first."""
+        """Bytes by scope, the largest first."""
         found: Counter[str] = Counter()
         for line in self.lines:
             found[line.scope] += line.size
@@ -124,15 +126,15 @@ class MemoryReport:
         return ", ".join(filter(None, ("at the peak", self.at)))
 
     def _beside(self) -> list[str]:
-        """What the lines do not tell."""
+        """Returns sentences on the bytes that the lines do not list."""
         found = []
         if not self.lines:
-            found.append("XLA does not say for this device which buffers there are")
+            found.append("XLA does not list its buffers for this device")
         elif self.total > self.listed:
             beside = in_units(self.total - self.listed)
-            found.append(f"XLA holds {beside} beside these, as in gaps between buffers")
+            found.append(f"XLA holds {beside} more, for example in gaps between buffers")
         if self.constants > _FEW * self.total:
-            found.append(f"arrays of {in_units(self.constants)} are in the program, beside these")
+            found.append(f"constant arrays in the program hold {in_units(self.constants)} more")
         return found
 
     def _cells(self, line: Line) -> tuple[str, ...]:
@@ -142,7 +144,7 @@ class MemoryReport:
         return size, share, line.line, line.scope, line.kind, line.values, line.kept_for, alive
 
     def _repr_html_(self) -> str:
-        """A bar for each scope, which folds its lines."""
+        """Returns HTML with a bar for each scope, which unfolds to the lines of the scope."""
         sections = []
         for scope, size in self.scopes.items():
             rows = [_COLUMNS, *(self._cells(line) for line in self.lines if line.scope == scope)]
@@ -166,26 +168,28 @@ _BAR = "display:inline-block;height:.7em"
 def memory(
     fun: Callable[..., Any], /, *args: Any, measure_advice: bool = False, **kwargs: Any
 ) -> MemoryReport:
-    """Tells what holds memory: what is alive at the peak of a program, by line and by scope.
+    """Reports which lines and scopes hold the memory of a program at its peak.
 
-    The program is compiled, for XLA's own account of its bytes, and not run: for the devices that
-    its arguments lie on, which may be of `jax.experimental.topologies` and not here.
+    `memory` compiles the program, as XLA itself counts the bytes, but does not run it. The program
+    is compiled for the devices of its arguments; these may be devices of
+    `jax.experimental.topologies`, which this machine does not have.
 
     Args:
-      fun: any function of arrays and pytrees of arrays, with a gradient inside or without. One of
-        `tracegrad.trace` is seen with its rules, and one of `jax.jit` takes its static arguments.
-      *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
-      measure_advice: whether to look for what frees memory. The program is compiled once for each
-        thing that may: donated arguments, budgets, and parts to recompute, seven at most. What
-        frees nothing is left out; what is told frees what XLA says.
+      fun: any function of arrays and pytrees of arrays, with or without a gradient inside. For a
+        function of `tracegrad.trace`, its rules are applied. A function of `tracegrad.trace` or
+        `jax.jit` may have static arguments.
+      *args, **kwargs: the arguments of `fun`: arrays, or `jax.ShapeDtypeStruct`s instead of them.
+      measure_advice: whether to look for ways to free memory. The program is compiled once for
+        each candidate: donated arguments, budgets, and parts to recompute, seven at most. The
+        advice lists the cheapest candidates that free memory, with the bytes that XLA counts.
 
     Returns:
       A `MemoryReport`: print it.
 
     Raises:
       TypeError: `fun` is not callable, or an argument is neither an array nor static.
-      ValueError: XLA cannot compile the program by itself (its shapes are symbolic, it names an
-        axis of a `vmap` around it), or does not say what it holds.
+      ValueError: XLA cannot compile the program on its own (its shapes are symbolic, or it names
+        an axis of an enclosing `vmap`), or XLA does not report its memory.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(w, x):
@@ -212,12 +216,12 @@ def memory(
     def compiled_by_xla(lower: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with saying_why_not():
             compiled = lower(*args, **kwargs).compile()
-            return getattr(compiled, "compiled", compiled)  # of equinox.filter_jit
+            return getattr(compiled, "compiled", compiled)  # equinox.filter_jit wraps it
 
     def compiled_with(options: Mapping[str, Any]) -> Cost | None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what could not be donated
+                warnings.simplefilter("ignore")  # warnings on arguments that cannot be donated
                 other = trace(of_arrays, **options)
                 compiled = compiled_by_xla(other.lower, *arrays, **named)
                 return cost_of(compiled, device, other.graph(*arrays, **named))
@@ -234,11 +238,12 @@ def memory(
                 stats = account_of(compiled, device)
     except NotMeasuredError as error:
         raise ValueError(
-            f"memory tells what XLA holds, and XLA does not compile {name_of(fun)} by itself: "
-            f"{error}. Give it the function that is compiled, with shapes that are numbers"
+            f"memory reports what XLA holds, but XLA does not compile {name_of(fun)} on its own: "
+            f"{error}. Pass the function that is compiled, with shapes that are numbers"
         ) from error
     given = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
-    given = [each for each in given if hasattr(each, "device_set")]  # a tree may change leaves
+    # Unflattening a user's pytree may have replaced shardings by other objects.
+    given = [each for each in given if hasattr(each, "device_set")]
     account = account_of_buffers(module, stats, ProgramLines(program))
     lines = _lines(account.buffers)
     advice = []
@@ -261,8 +266,9 @@ def memory(
 def _without_statics(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The function, with what `jax.jit` or `trace` may take as static written into it: all that is
-    no array. None stands in the place of that."""
+    """Returns a function of arrays alone, and its arguments. For a function of `jax.jit` or
+    `trace`, all leaves that are not arrays become part of the function, with None in their place in
+    the arguments, as they may be static."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = [leaf if hasattr(leaf, "dtype") else None for leaf in leaves]
     is_jit = isinstance(fun, TracedFunction | type(jax.jit(lambda: None)))
@@ -286,6 +292,7 @@ def _without_statics(
 
 
 def _lines(buffers: Sequence[Buffer]) -> list[Line]:
+    """Groups buffers by line, scope and kind: the largest first, those without a line last."""
     groups: dict[tuple[str, str, Kind], list[Buffer]] = {}
     for each in buffers:
         if each.size:
@@ -315,6 +322,7 @@ def _types(held: Sequence[Buffer]) -> str:
 
 
 def _sparkline(sizes: Sequence[int]) -> str:
+    """Draws the bytes over the program as a row of bars."""
     highest = max(sizes, default=0)
     count = min(_WIDTH, len(sizes))
     edges = [k * len(sizes) // max(1, count) for k in range(count + 1)]

@@ -1,4 +1,4 @@
-"""What frees memory, and what that costs: each thing is compiled, and XLA says it."""
+"""Finds what frees memory, and its cost: compiles each candidate, and compares XLA's bytes."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from tracegrad.planning.compiled import account_of
 from tracegrad.planning.costs import node_flops
 from tracegrad.rewriting.rules import recompute
 
-_MOST = 3
-_MOST_RULES = 4  # that are compiled: of the scopes or lines that hold most
+_MOST = 3  # pieces of advice
+_MOST_RULES = 4  # compiled rules that recompute: of the scopes or lines that hold most
 _BUDGETS = ("70%", "30%")
-_LEAST = 0.01  # of what is held: what frees less is not worth to be said
+_LEAST = 0.01  # advice that frees less than this share of the total is left out
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that frees memory.
+    """A way to free memory.
 
     Attributes:
-      what: how it is written.
-      frees: bytes that XLA holds less with it.
-      flops: FLOPs that the program computes more with it.
-      options: what `tracegrad.trace` takes for it: ``trace(fun, **advice.options)``.
+      what: the advice as code.
+      frees: how many bytes less XLA holds.
+      flops: how many FLOPs more the program computes.
+      options: the options of `tracegrad.trace` that apply the advice:
+        ``trace(fun, **advice.options)``.
     """
 
     what: str
@@ -50,8 +51,8 @@ class Advice:
 
 
 class Cost(NamedTuple):
-    """What a compiled program holds at once, in bytes; what its graph computes, in FLOPs (XLA would
-    count the body of a loop once); and whether results are written in the place of arguments."""
+    """The bytes that a compiled program holds at once; the FLOPs of its graph (XLA would count the
+    body of a loop only once); and whether results share the buffers of arguments."""
 
     total: int
     flops: int
@@ -59,7 +60,7 @@ class Cost(NamedTuple):
 
 
 def cost_of(compiled: Any, device: Any, program: Graph) -> Cost:
-    """What XLA says of what was compiled of a graph. Raises NotMeasuredError where it does not."""
+    """Returns the cost of a compiled program. Raises NotMeasuredError if XLA does not report it."""
     stats = account_of(compiled, device)
     ends = stats.argument_size_in_bytes + stats.output_size_in_bytes
     total = stats.temp_size_in_bytes + ends - stats.alias_size_in_bytes
@@ -75,15 +76,15 @@ def advice_for(
     now: Cost,
     compiled_with: Any,
 ) -> list[Advice]:
-    """The cheapest things to do, by FLOPs for each byte that they free.
+    """Returns the cheapest advice, by FLOPs per freed byte.
 
     Args:
       buffers: what is in use at the peak.
       program: the graph that was compiled.
-      args: the positional arguments; None for what is no array.
-      now: of the program as it is.
-      compiled_with: compiles the program with some options of `trace`: the cost, or None if that
-        cannot be done.
+      args: the positional arguments, with None in the place of leaves that are not arrays.
+      now: the cost of the program as it is.
+      compiled_with: compiles the program with options of `trace`, and returns the cost, or None if
+        the program cannot be compiled with these options.
     """
     residuals = [each for each in buffers if each.kind == "residual"]
     candidates = [*_recomputes(residuals), *(_budgets() if residuals else [])]
@@ -98,7 +99,7 @@ def advice_for(
                 found.append(Advice(what, freed, more, options))
     known = {
         (each.frees, *each.options): each for each in reversed(found)
-    }  # one rule for one effect
+    }  # of candidates with the same option and the same bytes, only the first
     return sorted(known.values(), key=lambda a: (a.flops / a.frees, -a.frees))[:_MOST]
 
 
@@ -106,7 +107,7 @@ _Candidate = tuple[str, Mapping[str, Any]]
 
 
 def _recomputes(residuals: Sequence[Buffer]) -> Iterator[_Candidate]:
-    """Recomputing what lies in scopes of a like name; where none is named, what a line computes."""
+    """Yields rules that recompute all scopes with a similar name, or a line that has no scope."""
     held: Counter[str] = Counter()
     selectors: dict[str, Selector] = {}
     for each in residuals:
@@ -124,7 +125,8 @@ def _budgets() -> Iterator[_Candidate]:
 
 
 def _selectors(held: Buffer) -> dict[str, Selector]:
-    """The selectors of what is like the operation that makes a buffer, as they are written."""
+    """Returns selectors of the operations in similar scopes (or in the same line) as the operation
+    that computes a buffer, by their text as code."""
     names = dict.fromkeys(re.sub(r"[0-9]+", "*", name) for name in held.scopes)
     if names:
         return {f'match.scope("{like}")': match.scope(like) for like in names}
@@ -135,8 +137,8 @@ def _selectors(held: Buffer) -> dict[str, Selector]:
 
 
 def _donations(program: Graph, args: tuple[Any, ...]) -> list[_Candidate]:
-    """Arguments in the place of which their successors may be written: most of their leaves have
-    the type of a result that depends on them, as parameters in a train step."""
+    """Returns the arguments that could be donated: results have the types of most of their bytes,
+    as with the parameters of a train step."""
     leaves = [jax.tree.leaves(arg) for arg in args]
     counts = [len(of_one) for of_one in leaves]
     if sum(counts) > len(program.inputs):

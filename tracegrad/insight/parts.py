@@ -1,7 +1,7 @@
-"""The parts of a program that a reader knows: its named scopes or, where few are named, calls.
+"""Groups the nodes of a graph by named scopes or, if few nodes have a scope, by function calls.
 
-Plain functions have no scopes; the lines that their operations come from tell the same: in which
-function, called where.
+Plain functions have no scopes. The source lines of their operations tell which function the
+operations belong to, and where it was called.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Part = tuple[str, ...]  # the names of the parts around a node, from the outside
 
 
 def parts_of(graph: Graph) -> tuple[list[Part], bool]:
-    """For each node of a graph the parts that the node lies in, within the graph.
+    """Returns the parts of a graph that each node lies in, and whether these are named scopes.
 
-    Returns the parts, and whether they are named scopes. They are if at least half of the nodes
-    have a scope. Else they are calls, ``Block (model.py:12)``, around what scopes there are. The
-    pass of a derivative is the outermost part, where a graph has several.
+    The parts are named scopes if at least half of the nodes have a scope. Otherwise they are calls,
+    ``Block (model.py:12)``, and inside of the calls any scopes. If a graph holds several passes of
+    a derivative, the pass is the outermost part.
     """
     stacks = [scopes.around(node) for node in graph.nodes]
     names = [scopes.scopes(stack) for stack in stacks]
@@ -35,26 +35,25 @@ def parts_of(graph: Graph) -> tuple[list[Part], bool]:
 
 
 def _pass(transformations: Part) -> Part:
-    """The pass of a derivative that is told by what an operation came through."""
+    """Returns the pass of a derivative that an operation belongs to, by its transformations."""
     if "transpose" in transformations:
         return ("transpose(jvp())",)
     return ("jvp()",) if "jvp" in transformations else ()
 
 
 def _calls(nodes: Sequence[Occurrence], passes: Sequence[Part]) -> list[Part]:
-    """For each node of a graph its pass, the functions that were called on the way to the node, and
-    where from.
+    """Returns for each node its pass, then the function calls that lead to the node.
 
-    The functions are the user's own and, of libraries, layers (what is called ``__call__``),
-    without those that all nodes have in common. The calls of a loop have the same lines: where a
-    node has the lines of the first node in a call, another call of that function begins.
+    The functions are the user's own and the layers of libraries (functions named ``__call__``),
+    without those that all nodes have in common. Calls in a Python loop have the same lines: if a
+    node has the lines of the first node in a call, another call of the same function begins.
     """
     stacks = [_functions_called(node.lines) for node in nodes]
     every = zip(*stacks, strict=False)
     shared = len(list(itertools.takewhile(lambda names: len(set(names)) == 1, every)))
     found: list[Part] = []
-    open_calls: list[tuple[str, str, object]] = []  # name, its number, and the first node
-    counts: list[Counter[str]] = [Counter()]  # by depth: how often each was opened there
+    open_calls: list[tuple[str, str, object]] = []  # name, numbered name, first node
+    counts: list[Counter[str]] = [Counter()]  # by depth: the number of calls with each name
     for node, way, stack in zip(nodes, passes, stacks, strict=True):
         names, first = (*way, *stack[shared:]), (node.node.op, node.lines)
         pairs = zip(open_calls, names, strict=False)
@@ -72,6 +71,7 @@ def _calls(nodes: Sequence[Occurrence], passes: Sequence[Part]) -> list[Part]:
 
 
 def _functions_called(lines: Sequence[Origin]) -> Part:
+    """Returns the calls ``Block (model.py:12)`` that lead to an operation, the outermost first."""
     shown = [
         line
         for line in lines

@@ -1,7 +1,7 @@
-"""Where in the user's program an instruction of XLA's comes from: its line and its named scopes.
+"""The line of the user's code and the named scopes that an instruction of XLA comes from.
 
-XLA keeps of an operation the Python frames that traced it, and the names around it as one text. The
-graph of the program knows which of the names are scopes.
+XLA keeps two things for each operation: the Python frames that traced it, and the names around it
+as one text. The graph of the program tells which of these names are scopes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ProgramLines:
 
     def __init__(self, program: Graph):
         self._lines: set[tuple[str, int]] = set()
-        self._scopes: dict[tuple[str, ...], list[str]] = {}  # and the words in their names
+        self._scopes: dict[tuple[str, ...], list[str]] = {}  # scopes: the words of their names
         for found in program.walk():
             scopes = found.scopes
             self._scopes[scopes] = [word for name in scopes for word in _words(name)]
@@ -27,20 +27,23 @@ class ProgramLines:
                 self._lines.add((origin.file, origin.line))
 
     def origin(self, made: Operation) -> Origin | None:
-        """The line of an operation. A function that JAX has traced for another program has the
-        frames of that program inside of the frames of this one."""
+        """Returns the user's line of an operation.
+
+        If JAX had traced a function before, for another program, the innermost frames are those of
+        the other program. So frames of this program come first.
+        """
         here = (frame for frame in made.frames if (frame.file_name, frame.line_num) in self._lines)
         return origin_in(here)[0] or origin_in(made.frames)[0]
 
     def scopes(self, made: Operation) -> tuple[str, ...]:
-        """The scopes of the program that the names around an operation tell of: the most that
-        fit."""
+        """Returns the longest sequence of this program's scopes whose words all occur, in order, in
+        the names around an operation."""
         words = _words(made.path)
         among = (scopes for scopes, own in self._scopes.items() if _is_among(own, words))
         return max(among, key=len, default=())
 
     def told(self, made: Operation | None) -> str:
-        """An operation, for people."""
+        """Describes an operation: ``the backward pass of sin at model.py:12``."""
         if made is None:
             return ""
         origin, of = self.origin(made), "the backward pass of " if made.is_backward else ""
@@ -48,11 +51,11 @@ class ProgramLines:
 
 
 def _words(path: str) -> list[str]:
-    """What stands between the slashes and the brackets of a path."""
+    """Splits a path at slashes and brackets."""
     return [word for word in re.split(r"[/()]", path) if word]
 
 
 def _is_among(words: Iterable[str], all_words: Sequence[str]) -> bool:
-    """Whether words are among others, in their order."""
+    """Whether `all_words` contains `words` in their order, maybe with others between."""
     rest = iter(all_words)
     return all(word in rest for word in words)

@@ -1,10 +1,10 @@
-"""A program's function in double precision, whatever dtypes the program computes in.
+"""Raises a program to double precision, whatever dtypes it computes in.
 
-Each operation is bound again on float64 (complex128) operands, and with these dtypes in the place
-of narrower ones among its parameters: a conversion to bfloat16 then changes nothing. An operation
-that has no such form (a callback, a kernel, a reading of bits) runs in its own dtype, on operands
-that are converted to that dtype. Rules are raised by their faces, so that a rule's arithmetic is
-checked, and not how its dtype rounds.
+Each operation runs on float64 (complex128) operands, and these dtypes replace narrower ones among
+its parameters: a conversion to bfloat16 then changes nothing. An operation that cannot run in
+double precision (a callback, a kernel, a bitcast) runs in its own dtype, on operands that are
+converted to that dtype. Of a custom rule, the faces (its parts as graphs) are raised: so the
+arithmetic of the rule is checked, and not the rounding of its dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tracegrad.ir.nodes import has_gradient
 from tracegrad.ir.running import read, run_graph, run_node, run_nodes
 
 EPS = float(np.finfo(np.float64).eps)
-# Their programs are of one dtype. JAX writes new ones if it is asked through these functions.
+# Scatters hold programs that have one dtype. These functions of JAX write them for another dtype.
 _SCATTERS: dict[str, Callable[..., Any]] = {
     "scatter": lax.scatter,
     "scatter-add": lax.scatter_add,
@@ -38,10 +38,14 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
 
 
 class AsItIs:
-    """Runs graphs in the dtypes that they are in, which are of double precision.
+    """Runs graphs that are in double precision already, with the dtypes that they have.
 
-    `eps`: of the least precise dtype in which an operation had to run so far; `constant_eps`: of
-    that in which numbers stand in the program, but round ones. Tracing is enough for both.
+    Attributes:
+      eps: the machine epsilon of the least precise dtype in which an operation had to run so far.
+      constant_eps: the machine epsilon of the least precise dtype of a literal so far, not counting
+        literals that no dtype rounds.
+
+    Tracing a run is enough to update both.
     """
 
     def __init__(self) -> None:
@@ -49,11 +53,11 @@ class AsItIs:
         self.constant_eps = 0.0
 
     def run_graph(self, graph: Graph, args: Sequence[Any]) -> list[Any]:
-        """The flat results of a graph."""
+        """Returns the flat results of a graph."""
         return run_graph(graph, args)
 
     def run_node(self, node: Node, args: Sequence[Any]) -> list[Any]:
-        """The results of one node."""
+        """Returns the results of one node."""
         return run_node(node, args)
 
 
@@ -79,23 +83,25 @@ class Raised(AsItIs):
         if node.op == "reduce_precision":
             return operands
         function = _in_double(node)
-        if function is None or not _gives(function, operands, node):
+        if function is None or not _runs_in_double(function, operands, node):
             return self._as_it_is(node, operands)
         return function(operands)
 
     def _run_regions(self, node: RegionNode, operands: list[Any]) -> list[Any]:
+        """Runs a node whose regions are raised, too."""
+
         def function_of(name: str) -> Callable[..., list[Any]]:
             return lambda *args: self.run_graph(node.region(name), args)
 
         if node.primitive is _jax.JIT:
             return function_of("jaxpr")(*operands)
-        if isinstance(node, CustomGradient) and not trace_faces(node):
+        if isinstance(node, CustomGradient) and not can_trace_faces(node):
             return self._as_it_is(node, operands)
         results = bind_functions(node, operands, function_of)
         return self._as_it_is(node, operands) if results is None else results
 
     def _as_it_is(self, node: Node, args: Sequence[Any]) -> list[Any]:
-        """The results of a node that runs in its own dtypes, converted."""
+        """Runs a node in its own dtypes, and converts its results to double precision."""
         given = [_converted(x, v.aval) for x, v in zip(args, node.inputs, strict=True)]
         if any(map(has_gradient, node.operands)):
             values = [*node.outputs, *node.operands]
@@ -108,8 +114,11 @@ class Raised(AsItIs):
 
 
 def arithmetic_for(graph: Graph) -> type[AsItIs]:
-    """In what to run a graph for double precision. Where it has to be raised, the faces of its
-    rules are traced, in the precision that holds where this is called: the one of its trace."""
+    """Returns the class that runs a graph in double precision.
+
+    If the graph has to be raised, this traces the faces of its rules. So call it under the x64
+    setting under which the graph was traced.
+    """
 
     def is_other_than_jaxs(node: CustomGradient) -> bool:
         return not is_jaxs_rule(node)
@@ -122,13 +131,13 @@ def arithmetic_for(graph: Graph) -> type[AsItIs]:
 
 
 def in_double(arrays: Iterable[Any]) -> list[Any]:
-    """The arrays, those of floats in double precision."""
+    """Converts the float and complex arrays to double precision."""
     return [_raised(array, jax.typeof(array)) for array in arrays]
 
 
-def trace_faces(node: CustomGradient) -> bool:
-    """Whether the rule is there as graphs. One that refuses to be traced on all of its inputs (as
-    those of equinox may) is not."""
+def can_trace_faces(node: CustomGradient) -> bool:
+    """Whether all faces of a rule can be traced; this traces them. A rule may refuse to be traced
+    on all of its inputs (rules of equinox may)."""
     try:
         for name in node.face_names:
             node.face(name)
@@ -140,8 +149,10 @@ def trace_faces(node: CustomGradient) -> bool:
 def _values_below(
     graph: Graph, with_faces: Callable[[CustomGradient], bool] = lambda node: False
 ) -> Iterator[Value]:
-    """The values of a graph and of its regions, and of the faces of some rules in them; but not of
-    rules in faces: the forward face of most rules has the rule itself."""
+    """Yields the values of a graph, of its regions, and of the faces of some rules in them.
+
+    Rules inside of faces are not entered: the forward face of most rules contains the rule itself.
+    """
     pending, seen = [(graph, True)], {graph}
     while pending:
         here, is_program = pending.pop()
@@ -151,14 +162,14 @@ def _values_below(
             yield from node.outputs
             below = [(region, is_program) for region in node.regions.values()]
             if is_program and isinstance(node, CustomGradient) and with_faces(node):
-                names = node.face_names if trace_faces(node) else ()
+                names = node.face_names if can_trace_faces(node) else ()
                 below += [(node.face(name), False) for name in names]
             pending += [pair for pair in below if pair[0] not in seen]
             seen.update(region for region, _ in below)
 
 
 def _is_round(value: Any) -> bool:
-    """Whether a number has no more than four bits, as 1, 0.5 and 10 do: no dtype rounds these."""
+    """Whether numbers have at most four bits, as 1, 0.5 and 10 do, so that no dtype rounds them."""
     number = np.asarray(value).astype(float)
     mantissa, _ = np.frexp(np.where(np.isfinite(number), number, 0.0))
     return bool(np.all((mantissa * 16) % 1 == 0))
@@ -170,17 +181,17 @@ def _eps(value: Value | Literal) -> float:
     return float(finfo(dtype).eps) if _jax.is_inexact(dtype) else 0.0
 
 
-# -------------------------------------------------------------------------------- of one operation
+# ---------------------------------------------------------------------------------- one operation
 
 
 def _double(dtype: Any) -> Any:
-    """The dtype of double precision in the place of another."""
+    """Returns the dtype of double precision that replaces a dtype."""
     wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
     return np.dtype(wide) if _jax.is_inexact(dtype) else dtype
 
 
 def _raised(value: Any, aval: Any) -> Any:
-    """An operand in double precision; one that is no float as it is in the program."""
+    """Returns an operand in double precision; integers and others keep the program's dtype."""
     dtype = getattr(aval, "dtype", None)
     if _jax.is_inexact(dtype):
         return jnp.asarray(value, _double(dtype))
@@ -193,8 +204,8 @@ def _converted(value: Any, aval: Any) -> Any:
 
 
 def _in_double(node: Node) -> Callable[[list[Any]], list[Any]] | None:
-    """A node's operation with dtypes of double precision among its parameters; None if its programs
-    are of one dtype."""
+    """Returns a node's operation with dtypes of double precision among its parameters; None if its
+    parameters hold programs, whose dtypes are fixed."""
     if node.op in _SCATTERS:
         return functools.partial(_scatter, node)
     if _jax.sub_programs(node.params):
@@ -204,7 +215,7 @@ def _in_double(node: Node) -> Callable[[list[Any]], list[Any]] | None:
         if isinstance(value, np.dtype | type) and _jax.is_inexact(np.dtype(value)):
             params[key] = _double(value)
         elif isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
-            params[key] = None  # how a product is computed from numbers of fewer bits
+            params[key] = None  # an algorithm for products of narrower dtypes
     return functools.partial(run_node, node.having(node.equation.replace(params=params)))
 
 
@@ -214,11 +225,13 @@ def _scatter(node: Node, operands: list[Any]) -> list[Any]:
     return [_SCATTERS[node.op](*operands, node.params["dimension_numbers"], **options)]
 
 
-def _gives(function: Callable[[list[Any]], list[Any]], operands: list[Any], node: Node) -> bool:
-    """Whether the operation, in double precision, has the node's results in double precision."""
+def _runs_in_double(
+    function: Callable[[list[Any]], list[Any]], operands: list[Any], node: Node
+) -> bool:
+    """Whether `function` on these operands returns the node's results, all in double precision."""
     try:
         outs = jax.eval_shape(function, operands)
-    except Exception:  # it has no such form
+    except Exception:  # it cannot run in double precision
         return False
     return [(out.shape, out.dtype) for out in outs] == [
         (v.aval.shape, _double(v.aval.dtype)) for v in node.outputs

@@ -1,4 +1,4 @@
-"""`show`: a graph for people, in a terminal, a notebook, a page or a picture."""
+"""`show`: displays a graph in a terminal, a notebook, an HTML page or an SVG picture."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
 
 @tool
 def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> GraphView:
-    """Shows the graph of a function, and what becomes of the gradient at each of its operations.
+    """Shows the graph of a function, and what happens to the gradient at each operation.
 
-    In a notebook it folds by region and by named scope (where few are named, by the functions
-    and layers that are called), counts and lists where the gradient ends, and tells an operation's
-    line of code when the mouse rests on it. In a terminal it is the text of the graph, in colour
-    (`NO_COLOR <https://no-color.org>`_ in the environment leaves it plain). Nothing is computed.
+    A notebook shows the graph folded by region and by named scope (if few operations have a scope,
+    by the functions and layers that are called). It counts and lists the operations where the
+    gradient ends, and shows an operation's line of code when the mouse rests on the operation. A
+    terminal shows the text of the graph in colour, or plain if `NO_COLOR <https://no-color.org>`_
+    is set in the environment. Nothing is computed.
 
-    Operations that the gradient passes on its way from the float outputs to the float inputs are
-    told from those where a custom rule changes it, from those where it ends (the data go on, no
-    gradient comes back), from those where none arrives because it ended further on, and from those
-    that no float input leads to. That is decided on the program, not on values.
+    Five kinds of operations differ in colour: the gradient passes through the operation on its way
+    from the float outputs to the float inputs; a custom rule changes the gradient; the gradient
+    ends there (the data go on, but no gradient comes back); no gradient arrives, because it ended
+    further on; no float input leads there. The program decides this, not the values.
 
     Args:
-      fun: a function of arrays and pytrees of arrays; a traced function, shown after its rules (so
-        ``show(tg.trace(fun, static_argnames="n"), x, n=3)`` takes static arguments); or a graph.
-      *args, **kwargs: the arguments of `fun`, or `jax.ShapeDtypeStruct`s in their place. None for a
-        graph.
+      fun: a function of arrays and pytrees of arrays; a traced function, whose graph is shown with
+        its rules applied (``show(tg.trace(fun, static_argnames="n"), x, n=3)`` takes static
+        arguments); or a graph.
+      *args, **kwargs: the arguments of `fun`, or `jax.ShapeDtypeStruct`s instead of arrays. A graph
+        takes no arguments.
 
     Returns:
-      A `GraphView`, which displays itself, and writes itself as a page or as a picture.
+      A `GraphView`, which displays itself; `to_html` and `to_svg` return a page and a picture.
 
     Raises:
       TypeError: `fun` is neither a function nor a graph, or a graph comes with arguments.
 
-    The folding by scope is TensorBoard's and Model Explorer's.
+    TensorBoard and Model Explorer fold graphs by scope in the same way.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(w, x):
@@ -99,15 +101,13 @@ class GraphView:
         return html.fragment(self._flow)
 
     def to_html(self) -> str:
-        """A page that shows what a notebook does: write it to a file and open that in a browser.
-
-        It is whole: nothing is loaded from elsewhere.
-        """
+        """Returns an HTML page that shows the same as a notebook: write it to a file, and open the
+        file in a browser. The page loads nothing from elsewhere."""
         return html.page(self._flow)
 
     def to_svg(self) -> str:
-        """A picture for documents: the text of the graph, with the colour of the gradient behind
-        each operation."""
+        """Returns an SVG picture for documents: the text of the graph, where the background of each
+        operation has the colour of what happens to the gradient there."""
         return drawing.to_svg(self._flow)
 
     def _paint(self, path: Path, node: Node, left: str, types: str, place: str) -> str:

@@ -1,7 +1,8 @@
-"""Which operation computes a value of a compiled program, and which operations read the value.
+"""Finds which operation computes a value of a compiled program, and which operations read it.
 
-A value is a part of what an instruction computes. Tuples, loops, branches and calls give the value
-other names, and the operation that computes it may be in the middle of a fusion.
+A value is the result of an instruction, or a part of a tuple that an instruction returns. Tuples,
+loops, branches and calls give the value other names, and the operation that computes it may be in
+the middle of a fusion.
 """
 
 from __future__ import annotations
@@ -13,31 +14,32 @@ from typing import NamedTuple
 from tracegrad.planning.compiled import COPIES
 from tracegrad.planning.hlo import Computation, Frame, Instruction, Module
 
-Index = tuple[int, ...]  # of a part of a tuple
-Part = tuple[int, Index]  # the key of an instruction, and of what it is the part
+Index = tuple[int, ...]  # the position of a part in nested tuples; () for all of the result
+Part = tuple[int, Index]  # the key of an instruction, and the index of a part of its result
 
-# The same value under another name.
+# Their result is their operand under another name.
 _RENAMES = ("bitcast", "opt-barrier", "copy-done", "async-done")
-# Runs a computation that has buffers of its own; and one that has none.
+# In a computation that these run, instructions have buffers; in a fusion, only the result has one.
 _RUNS = ("while", "call", "conditional")
 _RUNS_AS_ONE = ("fusion", "async-start")
-# A loop stacks what its body computes: that is the body's line, and not the loop's.
+# A scan writes each iteration's result into the stacked array, and reads its slice from another.
+# The stacked value belongs to the line in the body that computes it, not to the line of the scan.
 _STACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_update_slice$")
 _UNSTACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_slice$")
 _IN_PLACE = ("dynamic-update-slice", "scatter")
-_FILLS = ("broadcast", "constant")  # what a loop is given to be filled
-_NAMES = {"dot": "dot_general", "convolution": "conv_general_dilated"}  # as JAX has them
+_FILLS = ("broadcast", "constant")  # they make the empty array that a loop fills
+_NAMES = {"dot": "dot_general", "convolution": "conv_general_dilated"}  # the names in JAX
 
 
 class Operation(NamedTuple):
-    """What an instruction computes, as it was traced.
+    """The traced operation that an instruction computes.
 
     Attributes:
-      name: what it does, ``dot_general``; of an argument ``""``.
-      path: the named scopes and transformations around it, ``jit(f)/jvp(block)``; of an argument
-        its name; ``""`` of what XLA has put in.
+      name: the name of the primitive, ``dot_general``; ``""`` for an argument.
+      path: the named scopes and transformations around it, ``jit(f)/jvp(block)``; for an argument,
+        its name; ``""`` for an instruction that XLA has inserted.
       frames: the Python frames that traced it, innermost first.
-      is_backward: whether it is of a backward pass.
+      is_backward: whether it belongs to a backward pass.
     """
 
     name: str
@@ -47,13 +49,14 @@ class Operation(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What reads a value.
+    """One read of a value.
 
     Attributes:
-      reader: the instruction.
-      operand: as which operand; None where it only returns the value.
-      part: which part of the operand it is.
-      until: the number of the instruction at which the reading is over.
+      reader: the instruction that reads the value.
+      operand: the position of the operand that holds the value; None if `reader` computes the
+        value itself, and the value is only returned.
+      part: the index of the value in the operand.
+      until: the number of the instruction at which the read is over.
     """
 
     reader: Instruction
@@ -63,13 +66,13 @@ class Read(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A value, its place, and from which instruction to which it is in use.
+    """A value, its place in a buffer, and the instructions between which it is in use.
 
     Attributes:
       each: the instruction that computes the value.
-      part: which part of the instruction's result the value is.
-      slot: the number of its buffer, and offset and size in it.
-      first, last: the numbers of instructions.
+      part: the index of the value in the instruction's result.
+      slot: the number of its buffer, its offset in the buffer, and its size.
+      first, last: the numbers of the first and the last instruction that it is in use at.
     """
 
     each: Instruction
@@ -80,28 +83,29 @@ class Value(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return self.slot[2]
 
 
-# The values of each buffer, in the order in which they are computed, by what that is: ``argument``,
-# ``result`` or ``temporary``.
+# The values of each buffer, in the order of their computation, by the kind of the buffer:
+# ``argument``, ``result`` or ``temporary``.
 Buffers = dict[str, list[list[Value]]]
 
 
 class Flow:
-    """The ways of values in a program.
+    """The flow of values through a program: who computes them, and who reads them.
 
     Attributes:
-      order: of each instruction that is run by itself, when it begins.
-      over: when it and all that it runs are over.
+      order: the number of each instruction that runs by itself (not inside of a fusion), in the
+        order of execution.
+      over: the number of the last instruction that runs as a part of it, or its own.
     """
 
     def __init__(self, module: Module):
         self._module = module
         self._home: dict[int, Computation] = {}
-        self._caller: dict[int, Instruction] = {}  # of a computation
-        self._users: dict[int, list[tuple[Instruction, int]]] = {}  # and as which operand
+        self._caller: dict[int, Instruction] = {}  # by the key of a computation
+        self._users: dict[int, list[tuple[Instruction, int]]] = {}  # with the operand's position
         self._first_reads: dict[int, Operation | None] = {}
         for computation in module.computations.values():
             for each in computation.instructions.values():
@@ -122,24 +126,25 @@ class Flow:
             self.over[key] = len(self.order) - 1
 
     def instruction(self, key: int) -> Instruction:
-        """That of a key."""
+        """Returns the instruction with a key."""
         return self._home[key].instructions[key]
 
     def operand(self, each: Instruction, k: int) -> Instruction:
-        """One that an instruction reads."""
+        """Returns the instruction that computes an operand."""
         return self.instruction(each.operands[k])
 
     def called(self, each: Instruction) -> list[Computation]:
-        """What an instruction runs."""
+        """Returns the computations that an instruction runs."""
         return [self._module.computations[key] for key in each.called]
 
     def is_carried(self, parameter: Instruction) -> bool:
-        """Whether it is what a loop carries."""
+        """Whether a parameter is the carry of a loop."""
         caller = self.caller_of(parameter)
         return caller is not None and caller.op == "while"
 
     def named(self, each: Instruction, index: Index) -> Part:
-        """A value under the name of what computes it, or of what a loop carries."""
+        """Returns the original name of a value: a part of the instruction that computes it, or of
+        the carry of a loop."""
         while True:
             if each.op == "tuple" and index:
                 each, index = self.operand(each, index[0]), index[1:]
@@ -163,10 +168,10 @@ class Flow:
             else:
                 return each.key, index
 
-    # ------------------------------------------------------------------------------ what is in it
+    # --------------------------------------------------------------------- what computes a value
 
     def content(self, each: Instruction, index: Index) -> Operation | None:
-        """The operation whose result a value is; for an empty array that a loop fills, the
+        """Returns the operation that computes a value; for an empty array that a loop fills, the
         operation in the loop that fills it."""
         maker = self._maker(each, index)
         if maker is not None and maker.op in _FILLS:
@@ -179,8 +184,9 @@ class Flow:
     def _maker(
         self, each: Instruction, index: Index = (), seen: set[Part] | None = None
     ) -> Instruction | None:
-        """The instruction that computes a part of an instruction's result, past copies, calls and
-        loops; None for what a loop only hands on to itself."""
+        """Returns the instruction that computes a part of an instruction's result, looking through
+        copies, calls and loops; None for a value that a loop only passes from iteration to
+        iteration."""
         seen = set() if seen is None else seen
         while (part := self.named(each, index)) not in seen:
             seen.add(part)
@@ -201,10 +207,10 @@ class Flow:
             elif each.op == "fusion":
                 each = self.called(each)[0].root
             elif each.op == "while" or (caller is not None and caller.op == "while"):
-                # What its body makes of it; if that hands it on, what the loop is given.
+                # The body computes the carry; if the body only passes it on, the loop's operand.
                 loop = each if caller is None else caller
                 root = self.body(loop).root
-                if (root.key, index) in seen:  # the body is being looked at
+                if (root.key, index) in seen:  # the search is in this body already
                     return None
                 seen.add((root.key, index))
                 if (made := self._maker(root, index, seen)) is not None:
@@ -220,11 +226,12 @@ class Flow:
         return each.op == "dynamic-update-slice" and any(map(_STACKS.search, each.scopes))
 
     def _inside(self, renames: Instruction) -> Index:
-        """Where what is renamed is in the operand: of what runs aside in its second part."""
+        """The index of the renamed value in the operand: an asynchronous operation returns a tuple
+        with the result as its second part."""
         return (1,) if renames.op == "async-done" else ()
 
     def body(self, loop: Instruction) -> Computation:
-        """What a loop runs in each turn."""
+        """Returns the body of a loop: its condition has another type."""
         return next(each for each in self.called(loop) if each.root.type == loop.type)
 
     def _parameter(self, computation: Computation, number: int) -> Instruction:
@@ -232,31 +239,34 @@ class Flow:
         return next(v for v in inside if v.op == "parameter" and v.number == number)
 
     def caller_of(self, parameter: Instruction) -> Instruction | None:
-        """What runs the computation of a parameter; None for the program."""
+        """Returns the instruction that runs the computation of a parameter; None for the entry
+        computation."""
         return self._caller.get(self._home[parameter.key].key)
 
     def _given(self, caller: Instruction, parameter: Instruction) -> Instruction:
-        """What a computation is run on."""
+        """Returns the instruction whose result the caller passes as a parameter."""
         number = parameter.number
         if caller.op == "while":
             number = 0
-        elif caller.op == "conditional":  # what is asked stands first, then one for each branch
+        elif caller.op == "conditional":  # the predicate, then one operand for each branch
             number = 1 + caller.called.index(self._home[parameter.key].key)
         return self.instruction(caller.operands[number])
 
-    # ------------------------------------------------------------------------------- who reads it
+    # ----------------------------------------------------------------------- what reads a value
 
     def last_read(self, each: Instruction, index: Index, values: Collection[Part]) -> int:
-        """When a value is read last; what a loop makes of it may be another one of the `values`."""
+        """Returns the number of the instruction at which the last read of a value is over; for
+        `values` see `readers`."""
         reads = self.readers(each, index, values)
         return max((read.until for read in reads), default=self.over[each.key])
 
     def readers(
         self, each: Instruction, index: Index, values: Collection[Part] | None = None
     ) -> Iterator[Read]:
-        """What reads a value, under whatever name.
+        """Yields the reads of a value, under all its names.
 
-        `values`: where a name in a loop is another one of these, it is left to that.
+        `values`: if a loop's carry is one of these values, the reads in the loop count as reads of
+        the carry, and are not yielded.
         """
         seen: set[Part] = set()
         ways = [(each, index)]
@@ -280,7 +290,8 @@ class Flow:
     def _used(
         self, user: Instruction, k: int, part: Index, values: Collection[Part] | None
     ) -> tuple[Read | None, list[tuple[Instruction, Index]]]:
-        """Whether an instruction reads a part of its operand, and the names that it gives it."""
+        """Returns how an instruction reads a part of its operand, if it does, and the further names
+        that the instruction gives to this part."""
         if user.op == "tuple":
             return None, [(user, (k, *part))]
         if user.op == "get-tuple-element":
@@ -304,7 +315,8 @@ class Flow:
         return Read(user, k, part, until), names
 
     def updated(self, each: Instruction, index: Index = ()) -> tuple[Instruction, int] | None:
-        """Which operand an instruction updates in place, and what does that inside of it."""
+        """Returns the instruction that updates an operand in place (`each`, or one inside of it),
+        and the position of this operand in `each`; None if no operand is updated in place."""
         if each.op in _IN_PLACE:
             return each, 0
         if each.op not in _RUNS_AS_ONE:
@@ -319,14 +331,17 @@ class Flow:
         return (found[0], given.number) if given.op == "parameter" else None
 
     def _is_stacked_on(self, user: Instruction, k: int) -> bool:
-        """Whether an instruction is an operand of its in which a loop has put something."""
+        """Whether the result is operand `k` with the results of one more iteration written in."""
         found = self.updated(user) if user.op != "async-start" else None
         return found is not None and found[1] == k and self._stacks(found[0])
 
     def reading(self, read: Read) -> Operation | None:
-        """The operation that reads: of several that run as one, the first that takes it, unless
-        they end in the backward pass and that is of the forward pass; of a loop that takes it apart
-        and of what XLA has put in, the one that reads that. None for what only hands it on."""
+        """Returns the operation that performs a read; None for a reader that only passes it on.
+
+        In a fusion, this is the first operation that reads the value; but if only the fusion's
+        result belongs to the backward pass, the operation of the result. If a loop takes a slice,
+        or XLA has inserted the reader, it is the operation that reads their result.
+        """
         reader, operand = read.reader, read.operand
         if operand is None or reader.op == "while" or self._is_stacked_on(reader, operand):
             return None
@@ -349,14 +364,14 @@ class Flow:
 
     def _first_reading(self, each: Instruction) -> Operation | None:
         if each.key not in self._first_reads:
-            self._first_reads[each.key] = None  # while it is looked for
+            self._first_reads[each.key] = None  # ends the search if it comes back here
             reads = map(self.reading, self.readers(each, ()))
             found = next((read for read in reads if read is not None and read.path), None)
             self._first_reads[each.key] = found
         return self._first_reads[each.key]
 
     def operation(self, key: int) -> Operation | None:
-        """What an instruction computes; of several that run as one, the last."""
+        """Returns the operation that an instruction computes; for a fusion, the last one in it."""
         return self._operation(self._maker(self.instruction(key)))
 
     def _operation(self, each: Instruction | None) -> Operation | None:
@@ -365,7 +380,7 @@ class Flow:
         if each.op == "parameter":
             return Operation("", "".join(each.scopes), (), False)
         path, _, name = (each.scopes[-1] if each.scopes else each.op).rpartition("/")
-        if "(" in name or each.op in _NAMES:  # a transformation; of a product maybe a transpose
+        if "(" in name or each.op in _NAMES:  # a transformation, or a product's transpose
             name = _NAMES.get(each.op, each.op)
         is_backward = any("transpose(" in scope for scope in each.scopes)
         return Operation(name, path, tuple(self._module.frames(each.frame)), is_backward)

@@ -1,9 +1,9 @@
-"""What a compiled program holds at its peak, buffer by buffer.
+"""Lists the buffers that a compiled program holds at its peak.
 
-XLA says which values are in which buffers (`BufferAssignmentProto` of
-``xla/service/buffer_assignment.proto``), on CPUs and, by its source, on GPUs that are here. How
-long a value is there, what it is and who reads it is followed through the instructions of the
-program (`value_flow`).
+XLA reports which values are in which buffers (`BufferAssignmentProto` of
+``xla/service/buffer_assignment.proto``) on CPUs and, by its source, on the GPUs of this machine.
+The instructions of the program tell how long a value is in use, what it is, and which operations
+read it (`value_flow`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.planning.hlo import Message, Module, decoded, first, numbers
 from tracegrad.planning.spans import alive
 
-_HOST = 5  # the number of the host's memory
+_HOST = 5  # the number of the host's memory space
 
 Kind = Literal["argument", "result", "residual", "gradient", "activation"]
-_AROUND = (UNDER_RULES, "checkpoint", "rematted_computation")
+_AROUND = (UNDER_RULES, "checkpoint", "rematted_computation")  # scopes that no user wrote
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,16 @@ class Buffer:
 
     Attributes:
       size: bytes.
-      kind: ``argument``, ``result``, ``residual`` (of the forward pass, for the backward pass),
-        ``gradient`` (of the backward pass) or ``activation``.
-      type: the type of the value in it, ``f32[64,512]``.
-      line: where the value is computed, ``model.py:12 (Block.__call__)``; "" for an argument.
-      origin: that line, where it is known.
-      scopes: the names of the scopes around it.
+      kind: ``argument``, ``result``, ``residual`` (computed in the forward pass, and read in the
+        backward pass), ``gradient`` (computed in the backward pass) or ``activation``.
+      type: the type of the value in the buffer, ``f32[64,512]``.
+      line: the line that computes the value, ``model.py:12 (Block.__call__)``; "" for an argument.
+      origin: the same line as an `Origin`, if it is known.
+      scopes: the names of the scopes around the operation that computes the value.
       kept_for: the operation that reads the value next, at the peak or after it (in a loop, maybe
-        in the next turn); for a value of the forward pass, the next operation of the backward pass.
-      alive: from when to when, as shares of the program.
+        in the next iteration); for a value of the forward pass, the next operation of the backward
+        pass that reads it.
+      alive: when the value begins and ends to be in use, as shares of the program.
     """
 
     size: int
@@ -54,13 +55,13 @@ class Buffer:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether it is in a part that the program recomputes already."""
+        """Whether the value belongs to a part that the program already recomputes."""
         return not {"checkpoint", "rematted_computation"}.isdisjoint(self.scopes)
 
     @property
     def scope(self) -> str:
-        """The scopes, for people: without those that rules add, and without those that JAX repeats
-        around a recomputed part."""
+        """The scopes as text, without those that rules add and those that JAX repeats around a
+        recomputed part."""
         own = [name for name in self.scopes if name not in _AROUND]
         if len(own) < len(self.scopes):
             own = own[max((k for k, name in enumerate(own) if name == own[0]), default=0) :]
@@ -68,13 +69,13 @@ class Buffer:
 
 
 class Account(NamedTuple):
-    """What is in use at the peak.
+    """The buffers in use at the peak.
 
     Attributes:
-      at: the operation that is there.
-      buffers: what is in use.
-      timeline: bytes at each instruction.
-      constants: bytes of arrays that are written into the program.
+      at: the last operation with a line of code that began before or at the peak.
+      buffers: the buffers in use at the peak.
+      timeline: bytes in use at each instruction.
+      constants: bytes of arrays that are part of the program.
     """
 
     at: str
@@ -84,12 +85,12 @@ class Account(NamedTuple):
 
 
 def account_of_buffers(module: Module, analysis: Any, lines: ProgramLines) -> Account:
-    """The account of a compiled program, empty where XLA does not say which buffers there are.
+    """Returns the account of a compiled program, which is empty if XLA does not list its buffers.
 
     Args:
       module: the program.
-      analysis: of `jax.stages.Compiled.memory_analysis`.
-      lines: of the graph that was compiled.
+      analysis: the result of `jax.stages.Compiled.memory_analysis`.
+      lines: the lines of the graph that was compiled.
     """
     message = getattr(analysis, "serialized_buffer_assignment_proto", b"")
     if not message:
@@ -98,7 +99,7 @@ def account_of_buffers(module: Module, analysis: Any, lines: ProgramLines) -> Ac
     assignment = Assignment(flow, decoded(message))
     values = assignment.buffers()
     temporary = [value for of_one in values["temporary"] for value in of_one]
-    # An argument is there at first, and a result at last.
+    # The first value in an argument's buffer is the argument; the last in a result's, the result.
     lasting: list[tuple[Kind, Value, Sequence[Value]]] = []
     lasting += [("argument", of_one[0], of_one) for of_one in values["argument"]]
     lasting += [("result", of_one[-1], of_one) for of_one in values["result"]]
@@ -108,7 +109,7 @@ def account_of_buffers(module: Module, analysis: Any, lines: ProgramLines) -> Ac
     slots = {v.slot: v for v in temporary if v.first <= moment <= v.last}
     look = functools.partial(_buffer, flow, lines, moment)
     buffers = [look(value, None, value.size) for value in slots.values()]
-    for kind, value, of_one in lasting:  # in which something else may be at the peak
+    for kind, value, of_one in lasting:  # its buffer may hold another value at the peak
         there = [v for v in of_one if v.first <= moment <= v.last]
         now = value if value in there else max(there, key=lambda v: v.size, default=value)
         now = value if 2 * now.size < value.size else now
@@ -123,20 +124,20 @@ class _Allocation(NamedTuple):
     number: int
     size: int
     kind: str
-    assigned: tuple[tuple[int, int, int], ...]  # the number of a value, its offset, its size
+    assigned: tuple[tuple[int, int, int], ...]  # a value's number, offset and size
 
 
 class Assignment:
-    """What XLA says of the buffers of a program.
+    """The assignment of values to buffers, as XLA reports it for a program.
 
     Attributes:
-      constants: bytes of those that are written into the program.
+      constants: bytes of arrays that are part of the program.
     """
 
     def __init__(self, flow: Flow, message: Message):
         self._flow = flow
         self._allocations = [_allocation(decoded(a)) for a in message.get(3, ())]
-        self._places: dict[int, Part] = {}  # of each value
+        self._places: dict[int, Part] = {}  # by the value's number
         for value in map(decoded, message.get(1, ())):
             place = decoded(first(value, 3, b""))
             self._places[first(value, 1)] = first(place, 4), tuple(numbers(place, 3))
@@ -144,7 +145,7 @@ class Assignment:
         self.constants = sum(a.size for a in self._allocations if a.kind == "constant")
 
     def buffers(self) -> Buffers:
-        """The values of each, in the order in which they are computed, by what it is."""
+        """Returns the values of each buffer, in the order of their computation, by buffer kind."""
         found: Buffers = {"argument": [], "result": [], "temporary": []}
         for allocation in self._allocations:
             values = self._values(allocation)
@@ -157,13 +158,13 @@ class Assignment:
         for number, offset, size in allocation.assigned:
             key, part = self._places.get(number, (None, ()))
             if key is None or key not in self._flow.order:
-                continue  # of a part that is never run
+                continue  # computed by a part that never runs by itself
             each = self._flow.instruction(key)
             if each.type.at(part).kind == "tuple":
-                continue  # nothing but addresses
+                continue  # a tuple's buffer has only addresses
             slot = allocation.number, offset, size
             last = self._flow.last_read(each, part, self._parts)
-            # The result of a loop is there when that is over.
+            # The result of a loop exists from the end of the loop on.
             found.append(Value(each, part, slot, self._flow.over[key], last))
         return sorted(found, key=lambda value: value.first)
 
@@ -171,16 +172,17 @@ class Assignment:
 def _buffer(
     flow: Flow, lines: ProgramLines, moment: int, value: Value, lasting: Kind | None, size: int
 ) -> Buffer:
-    """What is in a buffer at a moment; `lasting`: the kind of an argument or a result."""
+    """Describes a buffer that holds `value` at the instruction `moment`; `lasting`: the kind of the
+    buffer of an argument or a result."""
     reads = sorted(flow.readers(value.each, value.part), key=lambda r: flow.order[r.reader.key])
     told = [(flow.order[read.reader.key], flow.reading(read)) for read in reads]
     known = [(order, reader) for order, reader in told if reader is not None]
     later = [reader for order, reader in known if order >= moment]
-    if lasting is None:  # what is read in the next turn of a loop
+    if lasting is None:  # the next iteration of a loop may read it
         later = later or [reader for _, reader in known]
     back = [reader for reader in later if reader.is_backward]
     made = flow.content(value.each, value.part)
-    if made is None or (made.name and not made.path):  # XLA's own: for what reads it
+    if made is None or (made.name and not made.path):  # XLA put it in: take what reads it
         own = made or Operation(value.each.op, "", (), False)
         made = next((reader for reader in later if reader.path), own)
     reader = next(iter(later if made.is_backward else back or later), None)
@@ -201,7 +203,7 @@ def _buffer(
         line=line,
         origin=origin,
         scopes=scopes,
-        kept_for="what is returned" if kind == "result" else lines.told(reader),
+        kept_for="the result" if kind == "result" else lines.told(reader),
         alive=(
             0.0 if kind == "argument" else value.first / end,
             1.0 if lasting else (value.last + 1) / end,
@@ -210,6 +212,7 @@ def _buffer(
 
 
 def _allocation(message: Message) -> _Allocation:
+    """Reads an allocation; the numbers are those of the fields of `BufferAllocationProto`."""
     kind = "temporary"
     if first(message, 8) == _HOST or first(message, 3):
         kind = "elsewhere"
@@ -225,11 +228,12 @@ def _allocation(message: Message) -> _Allocation:
 
 
 def bytes_in_use(always: int, values: Iterable[Value], count: int) -> tuple[int, ...]:
-    """Bytes at each instruction: `always`, and each slot as long as anything is in it."""
+    """Returns the bytes in use at each instruction: `always`, plus each slot while it holds a
+    value."""
     spans: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for value in values:
         spans.setdefault(value.slot, []).append((value.first, value.last))
-    apart = []  # those of a slot one behind the other
+    apart = []  # spans that do not overlap within a slot
     for (_, _, size), of_slot in spans.items():
         until = -1
         for start, last in sorted(of_slot):
