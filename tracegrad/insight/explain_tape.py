@@ -29,22 +29,24 @@ from tracegrad.variables.variable import Variable
 def explain_tape(
     tape: GradientTape, target: Any, sources: Any, output_gradients: Any = None
 ) -> Explanation:
-    """Why the gradients that a tape would give are what they are.
+    """Explains why the gradients that a tape would return are what they are.
 
-    As `explain`, with what only a tape has: an array that is another object than the one that was
-    watched, a `Variable` that was not read inside the block, a target that was computed outside.
+    It finds what `explain` finds, and the mistakes that only a tape allows: an array that is not
+    the object that was watched, a `Variable` that was not read inside the block, a target that was
+    computed outside of the block.
 
     Args:
-      tape: after its block, before `GradientTape.gradient` has used it up (or a persistent one).
-      target, sources, output_gradients: as of `GradientTape.gradient`.
+      tape: a tape after its block; if it is not persistent, before `GradientTape.gradient` has used
+        it up.
+      target, sources, output_gradients: as for `GradientTape.gradient`.
 
     Returns:
-      An `Explanation`; the paths of its sources are those in the tree `sources`, the name of a
+      An `Explanation`. The path of a source is its path in the tree `sources`, the name of a
       `Variable`, or ``source``.
 
     Raises:
       RuntimeError: the tape has been used up.
-      ValueError, TypeError: as of `GradientTape.gradient`, for the output gradients.
+      ValueError, TypeError: the output gradients do not fit, as for `GradientTape.gradient`.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> from tracegrad.insight import explain_tape
@@ -59,7 +61,7 @@ def explain_tape(
     record = tape._record
     targets = jax.tree.leaves(values_of(target))
     seeds = [
-        jnp.ones_like(target) if seed is None else seed  # as the tape has it
+        jnp.ones_like(target) if seed is None else seed  # the tape's default
         for target, seed in zip(targets, seeds_for(targets, output_gradients), strict=True)
     ]
     made = {slot for entry in record.entries for slot in entry.results}
@@ -98,7 +100,8 @@ def explain_tape(
 
 
 def _named(sources: Any) -> list[tuple[Leaf, Any]]:
-    """The sources by name; what else a model has is none."""
+    """Returns the sources with their names, without what a model has besides (functions,
+    strings)."""
     named = []
     arrays = jax.tree.leaves(sources, is_leaf=is_variable)
     for leaf, array in zip(leaves_of(sources), arrays, strict=True):
@@ -110,7 +113,7 @@ def _named(sources: Any) -> list[tuple[Leaf, Any]]:
 
 
 def _name_of(variable: Variable, path: str) -> str:
-    """The path of a Variable, and its name, where that says more."""
+    """Returns the path of a Variable, extended or replaced by its name if the name says more."""
     name = str(variable.name)
     if not path or name == path or name.endswith(f".{path}"):
         return name
@@ -118,6 +121,7 @@ def _name_of(variable: Variable, path: str) -> str:
 
 
 def _none(path: str, leaf: Any, reason: Finding) -> SourceReport:
+    """Returns the report on a source that the tape does not follow."""
     array = leaf.value if isinstance(leaf, Variable) else leaf
     type_text = _jax.type_text(jax.typeof(array)) if isinstance(array, jax.Array) else ""
     return SourceReport(path, type_text, False, size=np.size(array), reason=reason.short)
@@ -127,7 +131,7 @@ def _none(path: str, leaf: Any, reason: Finding) -> SourceReport:
 
 
 def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
-    """Why a tape does not follow a source at all; None if it does."""
+    """Returns the reason why a tape does not follow a source; None if it does."""
     if isinstance(leaf, Variable):
         return _not_read(record, path, leaf)
     if not isinstance(leaf, jax.Array) or not _jax.has_gradient(leaf):
@@ -138,8 +142,8 @@ def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
     if _has_twin(record, leaf):
         return Finding(
             "another object",
-            "a tape follows array objects, not values: one of the same numbers was watched, which "
-            "is another object than this",
+            "a tape follows array objects, not values: an array of the same numbers was watched, "
+            "but it is another object than this",
             (path,),
             cure="ask for the gradient of the very array that was watched and used",
         )
@@ -153,6 +157,7 @@ def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
 
 
 def _not_read(record: Record, path: str, variable: Variable) -> Finding | None:
+    """Returns the reason why a tape did not follow a Variable; None if it did."""
     if record.reads.get(variable):
         return None
     if variable in record.reads or variable.trainable:
@@ -172,7 +177,7 @@ def _not_read(record: Record, path: str, variable: Variable) -> Finding | None:
 
 
 def _has_twin(record: Record, leaf: jax.Array) -> bool:
-    """Whether a tape follows another array of the same numbers."""
+    """Whether a tape follows an array of the same numbers that is another object."""
     return any(
         id(array) in record.tracked
         and array.shape == leaf.shape
@@ -193,6 +198,7 @@ def _explain(
     seeds: Sequence[Any],
     untrained: Collection[str],
 ) -> Explanation:
+    """Explains the gradients of the program that leads from some sources to the targets."""
     slots = {path: record.slot(array) for path, array in sources.items()}
     arrays = record.arrays
     entries = following(record.entries, slots.values())
