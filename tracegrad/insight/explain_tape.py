@@ -79,7 +79,7 @@ def explain_tape(
             reason = reason and state_of_model(path)
         if reason is not None:
             findings.append(reason)
-            reports[path] = _none(path, leaf, reason)
+            reports[path] = _report_on_unfollowed(path, leaf, reason)
             continue
         for i, array in enumerate(record.reads_of(leaf)):
             name = path if i == 0 else f"{path} (read {i + 1})"
@@ -120,7 +120,7 @@ def _name_of(variable: Variable, path: str) -> str:
     return path if name == "Variable" else f"{path}.{name}"
 
 
-def _none(path: str, leaf: Any, reason: Finding) -> SourceReport:
+def _report_on_unfollowed(path: str, leaf: Any, reason: Finding) -> SourceReport:
     """Returns the report on a source that the tape does not follow."""
     array = leaf.value if isinstance(leaf, Variable) else leaf
     type_text = _jax.type_text(jax.typeof(array)) if isinstance(array, jax.Array) else ""

@@ -19,7 +19,7 @@ _PAST = (
 )
 
 
-def _here(found: Occurrence) -> Selector | None:
+def _selector_of(found: Occurrence) -> Selector | None:
     """Returns a selector of a node by its line and operation; None if the line is not known, or if
     the node is inside of a custom rule."""
     origin, node = found.origin, found.node
@@ -58,7 +58,7 @@ def not_finite(found: Occurrence, given: float, is_all: bool) -> ByRule:
     if given == 0 and not is_vjp:
         # The node then passes zero on to the operations before it, often on the same line.
         return ByRule(rules.strong_zero(match.source(around.origin.place)))
-    where = _here(around)
+    where = _selector_of(around)
     if where is None or around.node.op in operations.FACTORS:
         return NOTHING  # the cure is to mend the operation that made the other factor infinite
     return ByRule(rules.finite_derivative(where))
@@ -76,7 +76,7 @@ def no_gradient(cause: str, found: Occurrence) -> ByRule:
 
 def straight_through(found: Occurrence) -> ByRule:
     """Returns the rule for a node with a zero derivative."""
-    where, node = _here(found), found.node
+    where, node = _selector_of(found), found.node
     if where is None or position_past(node.inputs, node.outputs) is None:
         return NOTHING
     return ByRule(rules.straight_through(where), _PAST.format(name=node.name))
@@ -84,7 +84,7 @@ def straight_through(found: Occurrence) -> ByRule:
 
 def own_derivative(found: Occurrence) -> ByRule:
     """Returns the rule for a custom gradient that is not the derivative of its function."""
-    where = _here(found)
+    where = _selector_of(found)
     if where is None:
         return NOTHING
     return ByRule(
@@ -95,7 +95,7 @@ def own_derivative(found: Occurrence) -> ByRule:
 
 def refused(found: Occurrence) -> ByRule:
     """Returns the rule for a node that JAX cannot differentiate: only for a `lax.while_loop`."""
-    where = _here(found)
+    where = _selector_of(found)
     has_effects = bool(found.node.effects)  # a checkpointed loop would repeat them
     if found.node.op != "while" or has_effects or where is None:
         return NOTHING
