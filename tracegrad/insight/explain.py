@@ -27,7 +27,7 @@ from tracegrad.tracing.graphs import function_name, graph, require_function
 from tracegrad.tracing.tools import tool
 from tracegrad.variables.statics import Static, is_none
 
-_TYPES = 4  # that a message lists
+_TYPES = 4  # a message lists at most so many types
 
 
 @tool

@@ -65,7 +65,8 @@ def explain_tape(
         for target, seed in zip(targets, seeds_for(targets, output_gradients), strict=True)
     ]
     made = {slot for entry in record.entries for slot in entry.results}
-    # Arrays that the tape did not compute are explained together, the others one by one.
+    # Arrays that the tape did not compute are explained together; an array that it computed is
+    # explained alone, since the gradient of another source may flow through it.
     together: dict[str, Any] = {}
     single: list[dict[str, Any]] = []
     findings: list[Finding] = []

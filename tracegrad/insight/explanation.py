@@ -19,7 +19,7 @@ from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted, notebook_cell, some, table
 from tracegrad.tracing.graphs import Rule
 
-# The worst first.
+# Causes from the worst on; all others come after these.
 _ORDER = (
     "NaN in an input",
     "Inf in an input",
@@ -291,7 +291,7 @@ class Explanation:
         if ax is None:
             pyplot = require("matplotlib.pyplot", missing)
             size = 8, max(2.0, 0.25 * len(points) + 1)
-            _, ax = pyplot.subplots(figsize=size, layout="constrained")  # keeps long names
+            _, ax = pyplot.subplots(figsize=size, layout="constrained")  # shows long names whole
         norms = [norm if norm > 0 and math.isfinite(norm) else math.nan for _, norm in points]
         ax.plot(norms, range(len(points)), "o-")
         ax.set_yticks(range(len(points)), [name for name, _ in points])

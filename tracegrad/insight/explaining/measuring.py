@@ -287,7 +287,8 @@ class MeasuredPass:
         """Applies and measures the VJP of a node that is one operation; None for a cotangent that
         JAX refuses to compute."""
         node = visit.here.node
-        if self.refused.get(visit.here, "").endswith(CLOSES_OVER):  # over values of another trace
+        # A rule that closes over values of another trace cannot run here.
+        if self.refused.get(visit.here, "").endswith(CLOSES_OVER):
             return [None] * len(visit.active)
         try:
             results = node_vjp(self.walk, node, visit.kept.values, visit.given, visit.active)

@@ -33,8 +33,8 @@ _FEWEST_LAYERS = 4
 _FEWEST_STEPS = 8
 _LAYER_LIMIT = 1e-4
 _STEP_LIMIT = 1e-8
-# A line is blamed if it changes the norm by this factor; the finding names the layers that together
-# make this share of the change.
+# A line is blamed if it changes the norm by a factor of 100. The finding counts the fewest layers
+# that together make the share `_MOST` of the change.
 _BLAMED = math.log(100.0)
 _MOST = 0.8
 
@@ -206,7 +206,7 @@ class _Fall:
     """How one line changes the norm along a slope."""
 
     slope: _Slope
-    links: tuple[Link, ...]  # that make most of the change, from the input's side to the output's
+    links: tuple[Link, ...]  # those with most of the change, from the input's side to the output's
     size: float  # the logarithm of the change
 
     @property
@@ -254,7 +254,7 @@ def _through_layers(slope: _Slope, ways: Iterable[Sequence[Link]]) -> Sequence[L
 
 def _changes_by_line(links: Sequence[Link], sign: int) -> dict[Any, list[tuple[float, Link]]]:
     """Returns how much each operation of a stream changes the norm for good, by its line."""
-    lasting = _lasting([sign * link.change for link in links[::-1]])  # as the gradient goes
+    lasting = _lasting([sign * link.change for link in links[::-1]])  # from output to input
     found: dict[Any, list[tuple[float, Link]]] = defaultdict(list)
     for link, change in zip(links, lasting[::-1], strict=True):
         found[link.origin].append((change, link))

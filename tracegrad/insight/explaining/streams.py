@@ -59,7 +59,7 @@ class Streams:
         return any(kind == "edge" for kind, *_ in self.observed.stats)
 
     def to(self, value: Value, path: Path = ()) -> list[Link]:
-        """Returns the stream to a value of a region, from the value to the start of the gradient."""
+        """Returns the stream to a value of a region, from the value to the stream's start."""
         found = []
         while (link := self.next(path, value)) is not None:
             found.append(link)
