@@ -150,7 +150,7 @@ def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
         )
     return Finding(
         "not watched",
-        "the tape was not told to watch it, and did not see it computed of anything watched",
+        "the tape was not told to watch it, and did not see it computed from anything watched",
         (path,),
         cure="`tape.watch(x)` inside the block, before it is used; compute inside the block what "
         "is to be differentiated",
@@ -164,14 +164,14 @@ def _not_read(record: Record, path: str, variable: Variable) -> Finding | None:
     if variable in record.reads or variable.trainable:
         return Finding(
             "read outside",
-            "the Variable was not read inside the block: what was computed there had its "
-            "value from before, or did without",
+            "the Variable was not read inside the block, which used a value that was read before, "
+            "or did not use the Variable",
             (path,),
             cure="read it (`v.value`, `v * x`) inside of `with GradientTape() as tape:`",
         )
     return Finding(
         "not watched",
-        "the Variable is not trainable, so that a tape does not watch it by itself",
+        "the Variable is not trainable: a tape watches it only if told to",
         (path,),
         cure="`tape.watch(v)` before it is read",
     )
@@ -235,8 +235,8 @@ def _explain(
 
 
 _UNSEEN = (
-    "the target was not computed of it inside the block, as far as the tape has seen. It does not "
-    "see what is computed before the block, in NumPy (`np.asarray(x)`, `float(x)`), in other "
+    "the target was not computed from it inside the block, as far as the tape has seen. A tape does "
+    "not see what is computed before the block, in NumPy (`np.asarray(x)`, `float(x)`), in other "
     "threads and in functions compiled ahead of time"
 )
 
