@@ -235,9 +235,9 @@ def _explain(
 
 
 _UNSEEN = (
-    "the target was not computed from it inside the block, as far as the tape has seen. A tape does "
-    "not see what is computed before the block, in NumPy (`np.asarray(x)`, `float(x)`), in other "
-    "threads and in functions compiled ahead of time"
+    "the target was not computed from it inside the block, as far as the tape has seen. A tape "
+    "does not see what is computed before the block, in NumPy (`np.asarray(x)`, `float(x)`), in "
+    "other threads and in functions compiled ahead of time"
 )
 
 

@@ -50,7 +50,7 @@ def backward_culprit(observed: Observed) -> Culprit | None:
 
 
 def _search(observed: Observed, graph: Graph, path: Path, steps: tuple[int, ...]) -> Culprit | None:
-    """The same within a graph at a path, at the given steps of the scans around it."""
+    """Finds the first such VJP in the region at a path, at some steps of the scans around it."""
     for node in reversed(graph.nodes):
         place = Place(Occurrence(path, node), steps)
         if is_entered(node):

@@ -59,8 +59,8 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
 def refuse_closed_over(
     refused: dict[Occurrence, str], graph: Graph, reached: AbstractSet[Value], path: Path
 ) -> None:
-    """Notes the rules of a graph that close over differentiated values. No rule returns a cotangent
-    for such a value, so that the pass itself would not fail."""
+    """Notes the rules of a graph that close over differentiated values. The pass asks no rule for
+    the cotangent of such a value, and so would not notice that JAX refuses the rule."""
     for node in graph.nodes:
         if not isinstance(node, CustomGradient) or node.kind != "vjp":
             continue
