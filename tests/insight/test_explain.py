@@ -655,7 +655,7 @@ def test_it_plots(broken):
 
 
 def test_an_unknown_source_is_named(broken):
-    with pytest.raises(KeyError, match="they are"):
+    with pytest.raises(KeyError, match="the sources are"):
         broken["w"]
 
 

@@ -27,7 +27,7 @@ from tracegrad.tracing.graphs import function_name, graph, require_function
 from tracegrad.tracing.tools import tool
 from tracegrad.variables.statics import Static, is_none
 
-_TYPES = 4  # that a message lists
+_TYPES = 4  # a message lists at most so many types
 
 
 @tool
@@ -40,37 +40,43 @@ def explain(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Explanation:
-    """Why the gradients of a function are what they are, leaf by leaf, at the user's lines.
+    """Explains why the gradients of a function are what they are, with the lines responsible.
 
-    Of each leaf that `wrt` selects: whether anything connects it with the result, and if not, what
-    cut it off and where; its norm and its zeros; where a gradient that is all zeros died; for NaN
-    or Inf the first operation that made it, in the forward or in the reverse pass, what its
-    operands were there, and the known cure. Besides: rectifiers that no example activates, norms
-    that vanish or explode along the layers or the steps of a scan, and rules (`jax.custom_vjp`,
-    `tracegrad.custom_gradient`) that give something else than the derivative.
+    For each leaf that `wrt` selects, the explanation says whether anything connects the leaf with
+    the result; if not, which operation cut it off; and the gradient's norm and share of zeros. For
+    a gradient of zeros, it names the operation where the gradient became zero. For a NaN or Inf, it
+    names the operation that made the first one, in the forward or reverse pass, the values of the
+    operands, and the known cure. It also lists rectifiers that no example activates, norms that
+    vanish or explode along layers or along the steps of a scan, and rules (`jax.custom_vjp`,
+    `tracegrad.custom_gradient`) whose gradient is not the derivative of their function.
 
     Args:
-      fun: a function, traced or plain, that returns one float scalar, or anything with a cotangent.
-      *args, **kwargs: what it is called with.
+      fun: a function, traced or plain. It returns one float scalar, or anything if `cotangent` is
+        given.
+      *args, **kwargs: the arguments of the call.
       wrt: what to differentiate with respect to, as for `tracegrad.grad`.
-      cotangent: a tree like the result of cotangents, each of its leaf's shape; needed unless the
-        result is one scalar.
+      cotangent: a tree like the result, with a cotangent of the same shape for each leaf; needed
+        unless the result is one scalar.
       has_aux: whether `fun` returns ``(value, aux)``.
 
     Returns:
-      An `Explanation`: print it. `findings` has what was found, the worst first, `problems` only
-      what wants repair.
+      An `Explanation`, to be printed. Its `findings` start with the worst; its `problems` are the
+      findings that need repair.
 
     Raises:
-      TypeError: `wrt` is no way to select; the result is no scalar and `cotangent` is not given.
-      ValueError: `wrt` selects what the call does not have; an array has been donated.
+      TypeError: `wrt` is not a selection; an argument has no numbers (a tracer or a shape); the
+        result is not a scalar and `cotangent` is not given.
+      ValueError: `wrt` selects something that the call does not have; an array has been donated;
+        `cotangent` does not fit the result.
+      NotImplementedError: the function makes a `jax.Ref`.
       Whatever the function itself raises when it is traced.
 
-    The first call costs about what compiling the gradient does, the next several times what running
-    it does: runs of operations are compiled, alike ones once, and return all that flows in them.
-    Where something is not finite, or a gradient is zero, the program is measured once more, at all
-    its values. What a program prints it prints then, too; a function with a rule that calls the
-    host calls it for its derivative once more. A note says what has run again.
+    The first call takes about as long as compiling the gradient. Later calls take several times as
+    long as running it, because the program is compiled in runs of operations that also return the
+    measurements. If something is not finite, or a gradient is zero, vanishes or explodes, `explain`
+    may run the program once more to measure every value. Effects then happen again: the program
+    prints again, and a custom rule that calls the host calls it once more. A note lists the
+    operations with effects that ran more than once.
 
     >>> import jax.numpy as jnp
     >>> from tracegrad import explain
@@ -94,7 +100,7 @@ def explain(
         name: Static(leaf) if kind == "setting" else leaf
         for name, leaf, kind in zip(selection.names, selection.leaves, selection.kinds, strict=True)
     }
-    # A model's functions and strings are no sources, unless it is one of them that is asked about.
+    # A model's functions and strings are not sources, unless `wrt` selects nothing else.
     sources = {
         name: i
         for name, i in call.sources.items()
@@ -114,12 +120,12 @@ def explain(
 
 
 def _updated(call: _Call) -> frozenset[str]:
-    """The sources of which something of their type is computed that the function returns beside
-    its value, or assigns: statistics, averages of weights."""
+    """Returns the sources that the function seems to update (statistics, averages of weights): it
+    computes something of their type from them, and returns it as aux or assigns it."""
     program = call.program
     if len(program.outputs) == call.count:
         return frozenset()
-    of_type: dict[str, int] = defaultdict(int)  # the inputs that the outputs of a type depend on
+    of_type: dict[str, int] = defaultdict(int)  # by type: mask of inputs its outputs depend on
     masks = zip(program.outputs, dependence(program), strict=True)
     for out, mask in itertools.islice(masks, call.count, None):
         of_type[_jax.type_text(out.aval)] |= mask
@@ -134,18 +140,20 @@ def _updated(call: _Call) -> frozenset[str]:
 
 
 def _check_sources(fun: Callable[..., Any], wrt: Any) -> None:
+    """Raises TypeError if `wrt` is an array, or is not a selection."""
     leaves = [] if callable(wrt) else jax.tree.leaves(wrt)
     if any(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in leaves):
         raise TypeError(
             "a source is an argument of the function, and wrt says which: by position, by name, by "
             "a glob for paths or by a predicate (path, leaf) -> bool. An array was given. If "
-            f"{function_name(fun)} closes over it, make it an argument; of arrays that were "
-            "watched, ask a tape"
+            f"{function_name(fun)} closes over it, make it an argument; if a tape watched it, call "
+            "`tape.explain`"
         )
     check_wrt(wrt)
 
 
 def _require_alive(selection: Partition) -> None:
+    """Raises unless every argument has numbers: no tracer, no shape, no donated array."""
     for name, leaf in selection.all_leaves:
         if _jax.is_tracer(leaf):
             raise TypeError(
@@ -163,22 +171,21 @@ def _require_alive(selection: Partition) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A traced call: the program and its inputs; by name which of them a selected leaf is, None
-    for what is of no differentiable type; the names of the other inputs; and how many outputs are
-    of the value that is differentiated, before all others."""
+    """A traced call: the program and the values of its inputs."""
 
     program: Graph
     inputs: list[Any]
-    sources: dict[str, int | None]
-    others: dict[int, str]
-    count: int
+    sources: dict[str, int | None]  # name of a selected leaf -> its input; None: has no gradient
+    others: dict[int, str]  # the names of the other inputs
+    count: int  # the first so many outputs are the value to be differentiated
 
 
 def _trace(selection: Partition, has_aux: bool) -> _Call:
-    """Traces the call that a selection is of.
+    """Traces the call of a selection.
 
-    The inputs are all arrays among the arguments; where the function needs the value of one that
-    is not selected (an `if` on a flag), the selected leaves alone, as under `jax.grad`.
+    The inputs of the program are all arrays among the arguments. If the function needs the value of
+    an array that is not selected (an `if` on a flag), they are only the selected leaves, as under
+    `jax.grad`.
     """
     part = selection.differentiable("none")
     chosen, others = part.leaves, [leaf for _, leaf in part.all_leaves]
@@ -186,7 +193,7 @@ def _trace(selection: Partition, has_aux: bool) -> _Call:
     count = 0
 
     def run(chosen: list[Any], more: Sequence[Any]) -> list[Any]:
-        """`more`: of the other arrays; without them these are constants."""
+        """Calls the function; `more`: the arrays not selected (if left out, they are constants)."""
         nonlocal count
         leaves = list(others)
         for i, leaf in zip(rest, more, strict=False):
@@ -226,6 +233,7 @@ def _refuse_references(program: Graph) -> None:
 
 
 def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) -> list[Any]:
+    """Returns a cotangent for each output of the program, None for those without one."""
     assigned: list[Any] = [None] * (len(program.outputs) - count)
     outs = program.outputs[:count]
     if cotangent is None:
@@ -239,8 +247,8 @@ def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) 
             raise TypeError(
                 f"{function_name(fun)} returns {some(types, _TYPES) or 'nothing'}; a gradient is "
                 "that of one float scalar. Explain the loss, not the train step. Return the sum or "
-                "mean, or say by `cotangent=` with what to weigh the results: a tree like the "
-                "result (`has_aux=True` leaves out all but the first of a pair)"
+                "mean, or pass the weights of the results as `cotangent=`, a tree like the result "
+                "(`has_aux=True` leaves out all but the first of a pair)"
             )
         return [jnp.ones((), dtype_of(outs[0])), *assigned]
     leaves = jax.tree.leaves(cotangent, is_leaf=is_none)
@@ -255,7 +263,7 @@ def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) 
         ):
             raise ValueError(
                 f"a cotangent of shape {jnp.shape(leaf)} was given for a result "
-                f"{_jax.type_text(out.aval)}; None stands for a result that is left out"
+                f"{_jax.type_text(out.aval)}; None leaves a result out"
             )
         seeds.append(None if leaf is None else jnp.asarray(leaf, dtype_of(out)))
     return [*seeds, *assigned]

@@ -29,22 +29,24 @@ from tracegrad.variables.variable import Variable
 def explain_tape(
     tape: GradientTape, target: Any, sources: Any, output_gradients: Any = None
 ) -> Explanation:
-    """Why the gradients that a tape would give are what they are.
+    """Explains why the gradients that a tape would return are what they are.
 
-    As `explain`, with what only a tape has: an array that is another object than the one that was
-    watched, a `Variable` that was not read inside the block, a target that was computed outside.
+    It finds what `explain` finds, and the mistakes that only a tape allows: an array that is not
+    the object that was watched, a `Variable` that was not read inside the block, a target that was
+    computed outside of the block.
 
     Args:
-      tape: after its block, before `GradientTape.gradient` has used it up (or a persistent one).
-      target, sources, output_gradients: as of `GradientTape.gradient`.
+      tape: a tape after its block; if it is not persistent, before `GradientTape.gradient` has used
+        it up.
+      target, sources, output_gradients: as for `GradientTape.gradient`.
 
     Returns:
-      An `Explanation`; the paths of its sources are those in the tree `sources`, the name of a
+      An `Explanation`. The path of a source is its path in the tree `sources`, the name of a
       `Variable`, or ``source``.
 
     Raises:
       RuntimeError: the tape has been used up.
-      ValueError, TypeError: as of `GradientTape.gradient`, for the output gradients.
+      ValueError, TypeError: the output gradients do not fit, as for `GradientTape.gradient`.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> from tracegrad.insight import explain_tape
@@ -59,11 +61,12 @@ def explain_tape(
     record = tape._record
     targets = jax.tree.leaves(values_of(target))
     seeds = [
-        jnp.ones_like(target) if seed is None else seed  # as the tape has it
+        jnp.ones_like(target) if seed is None else seed  # the tape's default
         for target, seed in zip(targets, seeds_for(targets, output_gradients), strict=True)
     ]
     made = {slot for entry in record.entries for slot in entry.results}
-    # Arrays that the tape did not compute are explained together, the others one by one.
+    # Arrays that the tape did not compute are explained together; an array that it computed is
+    # explained alone, since the gradient of another source may flow through it.
     together: dict[str, Any] = {}
     single: list[dict[str, Any]] = []
     findings: list[Finding] = []
@@ -77,7 +80,7 @@ def explain_tape(
             reason = reason and state_of_model(path)
         if reason is not None:
             findings.append(reason)
-            reports[path] = _none(path, leaf, reason)
+            reports[path] = _report_on_unfollowed(path, leaf, reason)
             continue
         for i, array in enumerate(record.reads_of(leaf)):
             name = path if i == 0 else f"{path} (read {i + 1})"
@@ -98,7 +101,8 @@ def explain_tape(
 
 
 def _named(sources: Any) -> list[tuple[Leaf, Any]]:
-    """The sources by name; what else a model has is none."""
+    """Returns the sources with their names, without what a model has besides (functions,
+    strings)."""
     named = []
     arrays = jax.tree.leaves(sources, is_leaf=is_variable)
     for leaf, array in zip(leaves_of(sources), arrays, strict=True):
@@ -110,14 +114,15 @@ def _named(sources: Any) -> list[tuple[Leaf, Any]]:
 
 
 def _name_of(variable: Variable, path: str) -> str:
-    """The path of a Variable, and its name, where that says more."""
+    """Returns the path of a Variable, extended or replaced by its name if the name says more."""
     name = str(variable.name)
     if not path or name == path or name.endswith(f".{path}"):
         return name
     return path if name == "Variable" else f"{path}.{name}"
 
 
-def _none(path: str, leaf: Any, reason: Finding) -> SourceReport:
+def _report_on_unfollowed(path: str, leaf: Any, reason: Finding) -> SourceReport:
+    """Returns the report on a source that the tape does not follow."""
     array = leaf.value if isinstance(leaf, Variable) else leaf
     type_text = _jax.type_text(jax.typeof(array)) if isinstance(array, jax.Array) else ""
     return SourceReport(path, type_text, False, size=np.size(array), reason=reason.short)
@@ -127,7 +132,7 @@ def _none(path: str, leaf: Any, reason: Finding) -> SourceReport:
 
 
 def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
-    """Why a tape does not follow a source at all; None if it does."""
+    """Returns the reason why a tape does not follow a source; None if it does."""
     if isinstance(leaf, Variable):
         return _not_read(record, path, leaf)
     if not isinstance(leaf, jax.Array) or not _jax.has_gradient(leaf):
@@ -138,14 +143,14 @@ def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
     if _has_twin(record, leaf):
         return Finding(
             "another object",
-            "a tape follows array objects, not values: one of the same numbers was watched, which "
-            "is another object than this",
+            "a tape follows array objects, not values: an array of the same numbers was watched, "
+            "but it is another object than this",
             (path,),
             cure="ask for the gradient of the very array that was watched and used",
         )
     return Finding(
         "not watched",
-        "the tape was not told to watch it, and did not see it computed of anything watched",
+        "the tape was not told to watch it, and did not see it computed from anything watched",
         (path,),
         cure="`tape.watch(x)` inside the block, before it is used; compute inside the block what "
         "is to be differentiated",
@@ -153,26 +158,27 @@ def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
 
 
 def _not_read(record: Record, path: str, variable: Variable) -> Finding | None:
+    """Returns the reason why a tape did not follow a Variable; None if it did."""
     if record.reads.get(variable):
         return None
     if variable in record.reads or variable.trainable:
         return Finding(
             "read outside",
-            "the Variable was not read inside the block: what was computed there had its "
-            "value from before, or did without",
+            "the Variable was not read inside the block, which used a value that was read before, "
+            "or did not use the Variable",
             (path,),
             cure="read it (`v.value`, `v * x`) inside of `with GradientTape() as tape:`",
         )
     return Finding(
         "not watched",
-        "the Variable is not trainable, so that a tape does not watch it by itself",
+        "the Variable is not trainable: a tape watches it only if told to",
         (path,),
         cure="`tape.watch(v)` before it is read",
     )
 
 
 def _has_twin(record: Record, leaf: jax.Array) -> bool:
-    """Whether a tape follows another array of the same numbers."""
+    """Whether a tape follows an array of the same numbers that is another object."""
     return any(
         id(array) in record.tracked
         and array.shape == leaf.shape
@@ -193,6 +199,7 @@ def _explain(
     seeds: Sequence[Any],
     untrained: Collection[str],
 ) -> Explanation:
+    """Explains the gradients of the program that leads from some sources to the targets."""
     slots = {path: record.slot(array) for path, array in sources.items()}
     arrays = record.arrays
     entries = following(record.entries, slots.values())
@@ -228,9 +235,9 @@ def _explain(
 
 
 _UNSEEN = (
-    "the target was not computed of it inside the block, as far as the tape has seen. It does not "
-    "see what is computed before the block, in NumPy (`np.asarray(x)`, `float(x)`), in other "
-    "threads and in functions compiled ahead of time"
+    "the target was not computed from it inside the block, as far as the tape has seen. A tape "
+    "does not see what is computed before the block, in NumPy (`np.asarray(x)`, `float(x)`), in "
+    "other threads and in functions compiled ahead of time"
 )
 
 

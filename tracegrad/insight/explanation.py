@@ -1,4 +1,4 @@
-"""What `explain` answers: findings with a cause, a line and a cure, and one row for each source."""
+"""The answer of `explain`: findings with a cause, a line and a cure, and a row for each source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted, notebook_cell, some, table
 from tracegrad.tracing.graphs import Rule
 
-# The worst first.
+# Causes from the worst on; all others come after these.
 _ORDER = (
     "NaN in an input",
     "Inf in an input",
@@ -38,7 +38,8 @@ _COLUMNS = ("source", "type", "gradient's norm", "zeros", "")
 
 @dataclass(frozen=True)
 class ByRule:
-    """A rule that cures a finding, and which finite gradients it changes; ""; none."""
+    """A rule that cures a finding (None: no rule does), and which finite gradients the rule changes
+    ("": none)."""
 
     rule: Rule | None = None
     changes: str = ""
@@ -48,15 +49,16 @@ class ByRule:
 class Finding:
     """One thing about a gradient that its user should know.
 
-    `cause` is its class (``"stop_gradient"``, ``"NaN in the reverse pass"``, ...), `what` says it
-    in words, `sources` are the paths of the leaves that it concerns, `origin` is the user's line,
-    `whose` who wrote what is there (``"yours"`` or a library), `step` that of a scan, `operation`
-    what stands there, `operands` what it was given where a NaN or Inf stands first, `cure` what is
-    known to help, as an edit, `scope` the named scopes around it. `problem` is False for what may
-    well be meant.
+    `cause` is the class of the finding (``"stop_gradient"``, ``"NaN in the reverse pass"``, ...),
+    `what` describes it in words, and `sources` are the paths of the leaves that it concerns.
+    `operation` is the name of the operation, `origin` its line, `whose` the author of that line
+    (``"yours"`` or a library), `scope` the named scopes around it, and `step` the step of the
+    outermost scan around it. `operands` are the values of its operands at the first NaN or Inf.
+    `cure` is an edit that is known to help. `problem` is False if the finding may be intended.
 
-    `rule` does it without an edit, at just that place, if a rule of `tracegrad.rules` can; None if
-    none can. `changes` says which finite gradients the rule changes; "" if it changes none.
+    `rule` is a rule of `tracegrad.rules` that cures the finding without an edit, at just that
+    place; None if there is none. `changes` says which finite gradients the rule changes; "" if it
+    changes none.
     """
 
     cause: str
@@ -76,7 +78,7 @@ class Finding:
     def of(
         cls, found: Occurrence, cause: str, what: str, sources: tuple[str, ...] = (), **more: Any
     ) -> Finding:
-        """One about an operation, with the operation's line, author, scope and name."""
+        """Returns a finding about an operation, with the operation's line, author, scope, name."""
         known = {"origin": found.origin, "whose": whose(found), "operation": found.node.name}
         return cls(cause, what, sources, **{**known, "scope": scope_of(found), **more})
 
@@ -90,7 +92,7 @@ class Finding:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """Sorts the worst first; of what is as bad, what concerns more sources."""
+        """The sort key: the worst finding first; if equally bad, the one with more sources."""
         known = _ORDER.index(self.cause) if self.cause in _ORDER else len(_ORDER)
         return not self.problem, known, -len(self.sources)
 
@@ -101,7 +103,7 @@ class Finding:
 
     @property
     def heading(self) -> str:
-        """The same, and the named scopes around the place."""
+        """The cause, the place and the named scopes around the place."""
         return self.short + (f", in {self.scope}" if self.scope else "")
 
     def __str__(self) -> str:
@@ -114,8 +116,9 @@ class Finding:
 class SourceReport:
     """One source and its gradient.
 
-    `norm` is the 2-norm, `zeros` the share of elements that are zero, `nans` and `infs` their
-    numbers, `size` that of all elements; `reason` says in short why an unconnected one is that.
+    `norm` is the 2-norm of the gradient, `zeros` the share of its elements that are zero, `nans`
+    and `infs` the numbers of NaNs and Infs, `size` the number of elements. If the source is not
+    connected with the result, `reason` says in short why.
     """
 
     path: str
@@ -134,7 +137,7 @@ class SourceReport:
 
     @property
     def gradient(self) -> str:
-        """In a word: ``None``, ``NaN``, ``0``, or the norm."""
+        """The gradient in a word: ``None``, ``NaN``, ``Inf``, ``0``, or the norm."""
         if not self.connected:
             return "None"
         if self.nans:
@@ -147,7 +150,7 @@ class SourceReport:
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool, float]:
-        """Sorts the worst first, then by the norm, and what is not trained last."""
+        """The sort key: the worst source first, then by the norm; state of the model last."""
         is_state = self.reason == "state"
         return is_state, self.is_finite, self.connected, self.zeros < 1, self.norm
 
@@ -157,8 +160,10 @@ class Explanation:
     """Why gradients are what they are. `print` it, or leave it as the last line of a notebook's
     cell; `plot` draws the norms.
 
-    `findings` come with the worst first; `scopes` are named scopes in the order of execution with
-    the norm of the gradient at their end, `sources` the leaves in the order of the arguments.
+    `function` is the function's name and `value` its result as text (if known and a single number).
+    `findings` start with the worst. `sources` are the reports on the leaves, in the order of the
+    arguments. `scopes` are the named scopes in the order of execution, each with the norm of the
+    cotangent of its last result.
     """
 
     function: str
@@ -169,24 +174,24 @@ class Explanation:
 
     @property
     def problems(self) -> tuple[Finding, ...]:
-        """The findings that want repair."""
+        """The findings that need repair."""
         return tuple(f for f in self.findings if f.problem)
 
     @property
     def notes(self) -> tuple[Finding, ...]:
-        """The findings that may well be meant."""
+        """The findings that may be intended."""
         return tuple(f for f in self.findings if not f.problem)
 
     def cures(self, *, changing: bool = False) -> tuple[Rule, ...]:
-        """The rules that cure the problems which were found, for `tracegrad.rewrite`.
+        """Returns the rules that cure the problems found, for `tracegrad.rewrite`.
 
         Args:
-          changing: whether those are wanted too that change gradients which are finite: each says
-            what it changes (`Finding.changes`). Else only NaN, Inf and refusals are mended.
+          changing: whether to include rules that change finite gradients; `Finding.changes` says
+            what each one changes. Without them only NaN, Inf and refusals are cured.
 
         Returns:
-          The rules, each once. What is not among them takes an edit (`Finding.cure`). A problem may
-          hide another one: explain what comes out again.
+          The rules, each once. A problem without a rule needs an edit (`Finding.cure`). One problem
+          may hide another: explain the rewritten function again.
 
         >>> import jax, jax.numpy as jnp, tracegrad as tg
         >>> def loss(x):
@@ -206,11 +211,12 @@ class Explanation:
         return tuple(found.values())
 
     def __getitem__(self, path: str) -> SourceReport:
-        """The report on one source, by its path. Raises KeyError for another."""
+        """Returns the report on the source with a path. Raises KeyError if no source has it."""
         for report in self.sources:
             if report.path == path:
                 return report
-        raise KeyError(f"{path!r} is no source; they are {[r.path for r in self.sources]}")
+        paths = [r.path for r in self.sources]
+        raise KeyError(f"{path!r} is no source; the sources are {paths}")
 
     # ----------------------------------------------------------------------------------- text
 
@@ -221,8 +227,8 @@ class Explanation:
         return self.text(colour=False)
 
     def text(self, colour: bool = False) -> str:
-        """The findings and a table of the sources, the worst first, then by the norm. Where these
-        are many, those whose paths differ in numbers alone share a row."""
+        """Returns the findings and a table of the sources, the worst first, then by the norm. If
+        there are many sources, those whose paths differ only in numbers share a row."""
         bold, red, yellow, green = ("1", "31", "33", "32") if colour else ("",) * 4
         lines = [painted(bold, self._headline())]
         for finding in self.findings:
@@ -252,7 +258,7 @@ class Explanation:
             line if group[0].is_finite and group[0].connected else painted(style_of_bad, line)
             for group, line in zip(groups, rows, strict=True)
         ]
-        if len(lines) > _ROWS + 1:  # both ends are worth a look
+        if len(lines) > _ROWS + 1:  # show the smallest and the largest norms
             half = _ROWS // 2
             left_out = sum(map(len, groups[half:-half]))
             lines[half:-half] = [f"... {counted(left_out, 'source')} with norms between these ..."]
@@ -261,7 +267,7 @@ class Explanation:
     # -------------------------------------------------------------------------------- notebook
 
     def _repr_html_(self) -> str:
-        """One foldable section for each finding, and one with the table."""
+        """Returns HTML: a foldable section for each finding, and one with the table."""
         sections = [_section(f, is_open=f is self.findings[0]) for f in self.findings]
         ordered = sorted(self.sources, key=lambda r: r.rank)
         rows = folding.table([_COLUMNS, *map(_cells, ordered)])
@@ -271,13 +277,13 @@ class Explanation:
     # ------------------------------------------------------------------------------------ plot
 
     def plot(self, ax: Any = None) -> Any:
-        """Draws the norms of the gradient along the named scopes (where there are none: of the
-        sources), on a logarithmic axis.
+        """Draws the norms of the gradient along the named scopes, on a logarithmic axis; if there
+        are no scopes, the norms of the sources.
 
         Args:
           ax: a matplotlib ``Axes``; default: a new one.
 
-        Returns the ``Axes``. Raises ImportError without matplotlib.
+        Returns the ``Axes``. Raises ImportError if matplotlib is not installed.
         """
         missing = "plotting needs matplotlib: pip install matplotlib"
         require("matplotlib", missing)
@@ -285,7 +291,7 @@ class Explanation:
         if ax is None:
             pyplot = require("matplotlib.pyplot", missing)
             size = 8, max(2.0, 0.25 * len(points) + 1)
-            _, ax = pyplot.subplots(figsize=size, layout="constrained")  # keeps long names
+            _, ax = pyplot.subplots(figsize=size, layout="constrained")  # shows long names whole
         norms = [norm if norm > 0 and math.isfinite(norm) else math.nan for _, norm in points]
         ax.plot(norms, range(len(points)), "o-")
         ax.set_yticks(range(len(points)), [name for name, _ in points])
@@ -298,13 +304,13 @@ class Explanation:
 
 
 def _cells(report: SourceReport) -> tuple[str, ...]:
-    """A row of the table."""
+    """Returns one source's row of the table."""
     zeros = f"{report.zeros:.0%}" if report.connected else ""
     return report.path, report.type, report.gradient, zeros, report.reason
 
 
 def _alike(ordered: Sequence[SourceReport]) -> list[list[SourceReport]]:
-    """Groups sources of which the paths differ in numbers alone, and that are in the same state."""
+    """Groups sources that have the same state and paths that differ only in numbers."""
     groups: dict[Any, list[SourceReport]] = {}
     for report in ordered:
         has_norm = report.connected and report.is_finite and report.zeros < 1
@@ -314,7 +320,7 @@ def _alike(ordered: Sequence[SourceReport]) -> list[list[SourceReport]]:
 
 
 def _cells_of(group: Sequence[SourceReport]) -> tuple[str, ...]:
-    """A row of the table: of several sources between which numbers theirs are."""
+    """Returns a group's row of the table; for several sources it shows the range of numbers."""
     first, last = _cells(group[0]), _cells(group[-1])
     if len(group) == 1:
         return first
@@ -329,10 +335,10 @@ def _cells_of(group: Sequence[SourceReport]) -> tuple[str, ...]:
 
 
 def _section(finding: Finding, is_open: bool) -> str:
-    """A finding that folds."""
+    """Returns a finding as a foldable section of HTML."""
     hue, sign = ("#d1493e", "✗") if finding.problem else ("#b7791f", "·")
     body = [html.escape(finding.what + _in_step(finding))]
-    if finding.origin and not notebook_cell(finding.origin.file):  # whose files say nothing
+    if finding.origin and not notebook_cell(finding.origin.file):  # a cell's file name is no help
         place = f"{finding.origin.file}:{finding.origin.line}"
         body.append(f"<code>{html.escape(place)}</code>")
     if finding.sources:
@@ -358,18 +364,18 @@ def _in_step(finding: Finding) -> str:
 
 
 def scope_of(found: Occurrence) -> str:
-    """The named scopes around an operation, without the formulas by which `jnp.einsum` names
-    some."""
+    """Returns the named scopes around an operation, without the scopes that `jnp.einsum` names by
+    its formula."""
     return "/".join(name for name in found.scopes if "->" not in name)
 
 
 def shared_scope(scopes: Iterable[str]) -> str:
-    """The scopes that several places have in common: ``model`` of ``model/a`` and ``model/b``."""
+    """Returns the scopes that several places share: ``model`` for ``model/a`` and ``model/b``."""
     split = [scope.split("/") for scope in scopes]
     together = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*split, strict=False))
     return "/".join(name for name, *_ in together)
 
 
 def number_text(x: float) -> str:
-    """A number as findings write it."""
+    """Formats a number for a finding."""
     return f"{x:.4g}"

@@ -1,1 +1,1 @@
-"""Why the gradients of a graph are what they are: what is measured in it, and what that means."""
+"""Explains the gradients of a graph: measures its values and cotangents, and draws conclusions."""

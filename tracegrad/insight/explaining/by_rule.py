@@ -1,7 +1,6 @@
-"""Which rule of `tracegrad.rules` cures a finding, at just its place; and what it changes.
+"""Chooses the rule of `tracegrad.rules` that cures a finding at its place; says what it changes.
 
-What changes no gradient that is finite is offered to whoever asks for cures; the rest to whoever
-asks for that.
+`Explanation.cures()` has the rules that change no finite gradient; `cures(changing=True)` has all.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ _PAST = (
 )
 
 
-def _here(found: Occurrence) -> Selector | None:
-    """Selects a node by its line and its name; None where that cannot be told."""
+def _selector_of(found: Occurrence) -> Selector | None:
+    """Returns a selector of a node by its line and operation; None if the line is not known, or if
+    the node is inside of a custom rule."""
     origin, node = found.origin, found.node
     if origin is None or any(isinstance(step, CustomGradient) for step, _ in found.path):
         return None
     line = match.source(origin.place)
-    if isinstance(node, CustomGradient):  # a jitted function around it may have its name
+    if isinstance(node, CustomGradient):  # match op too: a jitted function may have the same name
         return line & match.call(node.name) & match.op(node.op)
     return line & match.op(node.op)
 
 
 def rule_around(found: Occurrence) -> Occurrence:
-    """The call of the custom gradient that a node is inside of, or the node."""
+    """Returns the outermost call of a custom rule around a node, or the node if there is none."""
     for depth, (node, _) in enumerate(found.path):
         if isinstance(node, CustomGradient):
             return Occurrence(found.path[:depth], node)
@@ -40,32 +40,33 @@ def rule_around(found: Occurrence) -> Occurrence:
 
 
 def not_finite(found: Occurrence, given: float, is_all: bool) -> ByRule:
-    """The rule for a node whose VJP makes NaN or Inf of a cotangent.
+    """Returns the rule for a node whose VJP turns a finite cotangent into NaN or Inf.
 
     Args:
       found: the node.
-      given: the cotangent; NaN: not known.
+      given: the cotangent; NaN if it is not known.
       is_all: see `culprits.is_all_of_its_rule`.
     """
     around = rule_around(found)
     is_vjp = isinstance(around.node, CustomGradient) and around.node.kind == "vjp"
-    # The backward would be run again, with its effects; zero in the place of what it returns would
-    # discard whatever else it had added up.
+    # The cure would run the backward again, with its effects; and zeros in place of its results
+    # would discard finite terms that the backward had added.
     if is_vjp and (around.node.effects or not is_all):
         return NOTHING
     if around.origin is None or not (is_vjp or may_make_nan(around)):
         return NOTHING
     if given == 0 and not is_vjp:
-        # Zero leaves it then, and arrives at what stands before it, often on the same line.
+        # The node then passes zero on to the operations before it, often on the same line.
         return ByRule(rules.strong_zero(match.source(around.origin.place)))
-    where = _here(around)
+    where = _selector_of(around)
     if where is None or around.node.op in operations.FACTORS:
-        return NOTHING  # what makes the other factor infinite is to be mended
+        return NOTHING  # the cure is to mend the operation that made the other factor infinite
     return ByRule(rules.finite_derivative(where))
 
 
 def no_gradient(cause: str, found: Occurrence) -> ByRule:
-    """Of a node that passes no gradient on, or zeros alone, by the class of why."""
+    """Returns the rule for a node that passes on no gradient or only zeros; `cause`: the finding's
+    class."""
     if cause == "custom rule":
         return own_derivative(found)
     if cause in ("rounding", "stop_gradient", "dead units", "clipped"):
@@ -74,16 +75,16 @@ def no_gradient(cause: str, found: Occurrence) -> ByRule:
 
 
 def straight_through(found: Occurrence) -> ByRule:
-    """Of a node with a zero derivative."""
-    where, node = _here(found), found.node
+    """Returns the rule for a node with a zero derivative."""
+    where, node = _selector_of(found), found.node
     if where is None or position_past(node.inputs, node.outputs) is None:
         return NOTHING
     return ByRule(rules.straight_through(where), _PAST.format(name=node.name))
 
 
 def own_derivative(found: Occurrence) -> ByRule:
-    """Of a custom gradient that is not the derivative."""
-    where = _here(found)
+    """Returns the rule for a custom gradient that is not the derivative of its function."""
+    where = _selector_of(found)
     if where is None:
         return NOTHING
     return ByRule(
@@ -93,9 +94,9 @@ def own_derivative(found: Occurrence) -> ByRule:
 
 
 def refused(found: Occurrence) -> ByRule:
-    """Of what JAX cannot differentiate, as a `lax.while_loop`, which has no reverse mode."""
-    where = _here(found)
-    has_effects = bool(found.node.effects)  # which would happen again
+    """Returns the rule for a node that JAX cannot differentiate: only for a `lax.while_loop`."""
+    where = _selector_of(found)
+    has_effects = bool(found.node.effects)  # a checkpointed loop would repeat them
     if found.node.op != "while" or has_effects or where is None:
         return NOTHING
     return ByRule(rules.checkpointed_loop(where))

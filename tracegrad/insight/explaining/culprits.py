@@ -1,4 +1,4 @@
-"""Which operation made a NaN or Inf of finite numbers, in the reverse or in the forward pass."""
+"""Finds the operation that made a NaN or Inf of finite numbers, in the reverse or forward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Node, Occurrence,
 from tracegrad.ir.inlined import inside, inside_result, onward, outside
 from tracegrad.ir.occurrence import Path
 
-# Each element of the result comes from one element, to which nothing is added.
+# Operations that sum nothing: an element of the result depends on one element of each operand.
 _ONE_FOR_ONE = (operations.BY_ELEMENT | operations.VIEWS) - operations.ADDITIVE.keys()
 
 
@@ -37,19 +37,20 @@ class Culprit:
 
     place: Place
     kind: str  # "NaN" or "Inf"
-    operands: tuple[float, ...] = ()  # there, where the first one stands; NaN: not known
-    given: float = math.nan  # the cotangent there
+    operands: tuple[float, ...] = ()  # their values at the first NaN or Inf; NaN: not known
+    given: float = math.nan  # the cotangent that came in there; NaN: not known
 
 
 # --------------------------------------------------------------------------------- the reverse pass
 
 
 def backward_culprit(observed: Observed) -> Culprit | None:
-    """The first VJP of the reverse pass that makes NaN or Inf of finite cotangents."""
+    """Finds the first VJP of the reverse pass that makes NaN or Inf of finite cotangents."""
     return _search(observed, observed.graph, (), ())
 
 
 def _search(observed: Observed, graph: Graph, path: Path, steps: tuple[int, ...]) -> Culprit | None:
+    """Finds the first such VJP in the region at a path, at some steps of the scans around it."""
     for node in reversed(graph.nodes):
         place = Place(Occurrence(path, node), steps)
         if is_entered(node):
@@ -69,6 +70,7 @@ def _search(observed: Observed, graph: Graph, path: Path, steps: tuple[int, ...]
 
 
 def _bad_edge(observed: Observed, place: Place) -> Culprit | None:
+    """Returns a culprit if the VJP of a node makes NaN or Inf of finite cotangents."""
     node = place.node
     given = [observed.get("ct", place, k) for k in range(len(node.outputs))]
     if any(ct is not None and not _is_finite(ct) for ct in given):
@@ -77,7 +79,7 @@ def _bad_edge(observed: Observed, place: Place) -> Culprit | None:
         edge = observed.get("edge", place, i)
         if edge is not None and edge[EDGE_NAN] + edge[EDGE_INF] > 0:
             kind = "NaN" if edge[EDGE_NAN] else "Inf"
-            if node.op in operations.CONTRACTIONS:  # whose elements are of many
+            if node.op in operations.CONTRACTIONS:  # an element is a sum: no operand to show
                 return Culprit(place, kind)
             operands = tuple(map(float, edge[EDGE_OPERANDS:][: len(node.inputs)]))
             return Culprit(place, kind, operands, float(edge[EDGE_GIVEN]))
@@ -85,6 +87,7 @@ def _bad_edge(observed: Observed, place: Place) -> Culprit | None:
 
 
 def _inside_of_rule(observed: Observed, place: Place) -> Culprit | None:
+    """Finds the culprit inside of a custom rule that returned NaN or Inf; None if not known."""
     node = place.node
     if not isinstance(node, CustomGradient):
         return None
@@ -104,10 +107,10 @@ def _inside_of_rule(observed: Observed, place: Place) -> Culprit | None:
 
 
 def is_all_of_its_rule(observed: Observed, place: Place) -> bool:
-    """Whether nothing finite is added to the NaNs and Infs that the backward of a rule makes.
+    """Whether the backward of a rule adds nothing finite to the NaNs and Infs that it makes.
 
-    A backward that recomputes its function adds up what comes from several uses of a value: then a
-    result that is not finite has finite parts, which a cure of the whole rule would discard.
+    A backward that recomputes its function sums the contributions of several uses of a value. A
+    result that is not finite then has finite terms, which a cure of the whole rule would discard.
     """
     rule = by_rule.rule_around(place.occurrence)
     path = rule.into("backward")
@@ -136,6 +139,7 @@ def _lies_in(occurrence: Occurrence, path: Path) -> bool:
 def _first_bad_step(
     observed: Observed, path: Path, steps: tuple[int, ...], last_first: bool
 ) -> int | None:
+    """Returns the first step of the reverse pass over a scan at which a VJP returns NaN or Inf."""
     bad: Any = None
     for occurrence, _, stat in observed.of("edge"):
         if _lies_in(occurrence, path):
@@ -158,12 +162,12 @@ def _is_finite(stat: np.ndarray[Any, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Given:
-    """A NaN or Inf that nothing made: it is in an input of the graph, or in an array that the graph
-    closes over."""
+    """A NaN or Inf that no operation made: it is in an input of the graph, or in an array that the
+    graph closes over."""
 
-    index: int | None  # of the input
-    array: Any = None  # that the graph closes over
-    user: Node | None = None  # of the array
+    index: int | None  # the index of the input
+    array: Any = None  # the array that the graph closes over
+    user: Node | None = None  # a node that uses the array
 
 
 def forward_culprit(
@@ -171,7 +175,7 @@ def forward_culprit(
 ) -> Culprit | Given | None:
     """Follows a NaN (or Inf) from a value back to the node that made it.
 
-    None if the value has none.
+    Returns None if the value has no NaN (or Inf). `which`: `NAN` or `INF`.
     """
     maker = _maker(observed, path, steps, value, which)
     if not _is_bad(observed, maker, which):
@@ -190,11 +194,14 @@ def forward_culprit(
 
 @dataclass(frozen=True)
 class _Made:
+    """The result number `k` of a node."""
+
     place: Place
     k: int
 
 
 def _is_bad(observed: Observed, maker: _Made | Given, which: int) -> bool:
+    """Whether a value has a NaN (or Inf)."""
     if isinstance(maker, _Made):
         made = observed.get("value", maker.place, maker.k)
         return made is not None and bool(made.reshape(-1, made.shape[-1])[0, which] > 0)
@@ -209,16 +216,18 @@ def _is_bad(observed: Observed, maker: _Made | Given, which: int) -> bool:
 
 
 def _makers(observed: Observed, place: Place, which: int = NAN) -> list[_Made | Given]:
-    """What made the operands of a node."""
+    """Returns the origin of each operand of a node."""
     return [_maker(observed, place.path, place.steps, v, which) for v in place.node.inputs]
 
 
 def _maker(
     observed: Observed, path: Path, steps: tuple[int, ...], value: Atom, which: int
 ) -> _Made | Given:
-    """The operation that made a value, through the borders of regions.
+    """Returns the operation that computed a value (followed into and out of regions), or the input
+    or constant that the value is.
 
-    `steps`: of the scans around the value; if it has fewer, those of no step in particular.
+    `steps`: the steps of the scans around the value. If there are fewer steps than scans, the
+    result is for no particular step.
     """
     gone_round: set[Path] = set()
     while True:
@@ -238,7 +247,7 @@ def _maker(
                 return _Made(place, k)
             if is_scan and node.params["length"] == 0:
                 first, count = _jax.scan_split(node.params)
-                if k >= count:  # it stacks nothing
+                if k >= count:  # a stacked result is empty
                     return _Made(place, k)
                 value = node.inputs[first + k]
                 continue
@@ -268,7 +277,8 @@ def _maker(
 def _bad_value_step(
     observed: Observed, path: Path, steps: tuple[int, ...], value: Atom, which: int
 ) -> int:
-    """The first step of a scan at which a value of its body is bad; the last one if none is."""
+    """Returns the first step of a scan at which a value of its body has a NaN (or Inf); the last
+    step if there is none."""
     scan = path[-1][0]
     order = list(range(int(scan.params["length"])))
     if scan.params["reverse"]:
@@ -281,11 +291,11 @@ def _bad_value_step(
     return order[-1] if order else 0
 
 
-# ---------------------------------------------------------------------------------------- beside it
+# ----------------------------------------------------------------------------------- the neighbours
 
 
 def operand_ranges(observed: Observed, place: Place) -> str:
-    """Between which numbers each operand of a node is: ``-2 to 3 and 0``."""
+    """Returns the range of each operand of a node as text: ``-2 to 3 and 0``."""
     ranges = []
     for value in place.node.inputs:
         if isinstance(value, Literal):
@@ -297,7 +307,7 @@ def operand_ranges(observed: Observed, place: Place) -> str:
 
 
 def _value_statistic(observed: Observed, place: Place, value: Value) -> np.ndarray[Any, Any] | None:
-    """The exact statistic of an operand of a node."""
+    """Returns the `exact` statistic of an operand of a node; None if it was not measured."""
     maker = _maker(observed, place.path, place.steps, value, NAN)
     if isinstance(maker, _Made):
         found = observed.get("value", maker.place, maker.k)
@@ -306,19 +316,19 @@ def _value_statistic(observed: Observed, place: Place, value: Value) -> np.ndarr
 
 
 def made_by(observed: Observed, place: Place, operand: Atom) -> Place | None:
-    """The operation that made an operand of a node; None where it was there from the start."""
+    """Returns the operation that made an operand of a node; None for an input or a constant."""
     maker = _maker(observed, place.path, place.steps, operand, NAN)
     return maker.place if isinstance(maker, _Made) else None
 
 
 def makers(observed: Observed, place: Place) -> list[str]:
-    """The operations that made the operands of a node."""
+    """Returns the names of the operations that made the operands of a node ("": none did)."""
     found = _makers(observed, place)
     return [maker.place.node.op if isinstance(maker, _Made) else "" for maker in found]
 
 
 def users(observed: Observed, place: Place) -> list[str]:
-    """The operations that use the results of a node, near first."""
+    """Returns the names of operations that use the results of a node, the nearest first."""
     names: list[str] = []
     values = [(place.path, v) for v in place.node.outputs]
     for _ in range(8):

@@ -1,8 +1,8 @@
-"""What is known to help where a derivative or a value is not finite, by the operation that made it.
+"""The known cure for an operation that makes NaN or Inf, by the operation's name.
 
-The ways round are the field's: the double ``where`` (jax.numpy's FAQ, "gradients contain NaN where
-using where"), a norm that is safe at zero, functions that stay finite where their written-out form
-does not.
+The cures are common practice: the double ``where`` (JAX's FAQ, "gradients contain NaN where using
+where"), a norm that is safe at zero, library functions that stay finite where the written-out
+formula does not.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OUT_OF_REACH = (
 def backward_cure(
     op: str, operands: Sequence[float], given: float, makers: Sequence[str], users: Sequence[str]
 ) -> str:
-    """The cure for an operation whose VJP is not finite.
+    """Returns the cure for an operation whose VJP is not finite; "" if none is known.
 
     Args:
       op: the operation's name.
-      operands: what they were where the first NaN or Inf is (NaN: not known).
+      operands: the values of its operands at the first NaN or Inf (NaN: not known).
       given: the cotangent that came in there.
       makers: the operations that made the operands.
       users: the operations that use the result.
@@ -65,13 +65,13 @@ def backward_cure(
 
 
 def forward_cure(op: str, users: Sequence[str]) -> str:
-    """The cure for an operation that made a NaN or Inf of finite numbers, by its name; `users`: the
-    operations that use its result."""
+    """Returns the cure for an operation that made a NaN or Inf of finite numbers; "" if none is
+    known. `users`: the operations that use its result."""
     return _overflow(users) if op in operations.EXPONENTIALS else _FORWARD.get(op, "").format(op=op)
 
 
 def _by_name(cures: Mapping[str, str]) -> dict[str, str]:
-    """For each operation of several that are named together their cure."""
+    """Splits keys that name several operations: each operation gets the cure."""
     return {op: cure for ops, cure in cures.items() for op in ops.split()}
 
 
@@ -111,6 +111,7 @@ _FORWARD = _by_name(
 
 
 def _overflow(users: Sequence[str]) -> str:
+    """Returns the cure for an exponential that overflows."""
     if {"add", "log1p", *operations.LOGARITHMS} & set(users[:1]):
         return (
             "exp overflows: `jax.nn.softplus(x)` for log(1 + exp(x)), "

@@ -1,6 +1,6 @@
-"""Which custom rules give something else than the derivative of their function, and by how much.
+"""Compares the gradients of custom rules with the derivatives of their functions.
 
-Beside that, what such a rule computes is measured: a NaN may begin there.
+It also measures the operations inside of a rule, since a NaN may begin there.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 def changed_rules(observed: Observed) -> Iterator[Finding]:
-    """The user's rules that give something else than the derivative of their function."""
+    """Returns a finding for each rule of the user's that is not the derivative of its function."""
     for found, i, stat in observed.of("rule"):
         norms = np.asarray(stat, np.float64).reshape(-1, 4)
         norms = norms[~np.isnan(norms).any(axis=1)]
         given, own, apart, incoming = map(float, np.sqrt(np.sum(norms**2, axis=0)))
-        # What cancels leaves rounding errors, in proportion to what came in.
+        # Terms that cancel leave rounding errors in proportion to the cotangent that came in.
         limit = 1e-3 * max(given, own) + 1e-5 * incoming
         if not all(map(math.isfinite, (given, own, apart))) or apart <= limit:
             continue
@@ -59,8 +59,8 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
 def refuse_closed_over(
     refused: dict[Occurrence, str], graph: Graph, reached: AbstractSet[Value], path: Path
 ) -> None:
-    """Notes which rules of a graph close over what is differentiated; to these a pass asks for no
-    cotangent, so that nothing else would say it."""
+    """Notes the rules of a graph that close over differentiated values. The pass asks no rule for
+    the cotangent of such a value, and so would not notice that JAX refuses the rule."""
     for node in graph.nodes:
         if not isinstance(node, CustomGradient) or node.kind != "vjp":
             continue
@@ -69,7 +69,8 @@ def refuse_closed_over(
 
 
 def of_right_dtypes(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> list[Any]:
-    """What a rule gives; in a loop, where JAX takes no other dtype than the input's, in that."""
+    """Returns a rule's cotangents; inside a scan, where JAX requires the dtype of the input, casts
+    those of another dtype and notes that JAX refuses them."""
     node, found = visit.here.node, list(results)
     if any(around.primitive is _jax.SCAN for around, _ in visit.here.path):
         for k, (i, ct) in enumerate(zip(visit.active, results, strict=True)):
@@ -82,9 +83,9 @@ def of_right_dtypes(measured: MeasuredPass, visit: Visit, results: Sequence[Any]
 
 
 def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> None:
-    """What a rule gives beside what the derivative of its function would be."""
+    """Measures how a rule's cotangents differ from the derivative of its function."""
     assert isinstance(visit.here.node, CustomGradient)
-    # Nobody knows the derivative of a call of the host, and effects would happen once more.
+    # The derivative of a host call is unknown, and effects would happen once more.
     if visit.here.node.effects or code_of_rule(visit.here.node) in OF_HOST_CALL:
         return
     primal, operands = visit.here.node.primal, visit.operands
@@ -93,7 +94,7 @@ def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[
         with measured.mute():
             _, inside = measured.forward(primal, operands, ())
             own = measured.backward(primal, inside, visit.given, visit.wanted, ())
-    except Exception:  # it has a rule because it has no derivative
+    except Exception:  # the function has a rule because JAX cannot differentiate it
         return
     finally:
         is_refused, measured.refused = measured.refused != refused, refused
@@ -105,9 +106,10 @@ def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[
 
 
 def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
-    """Measures what a rule computes: of a VJP its backward, of a JVP the transpose.
+    """Measures the operations inside of a rule: the backward of a VJP, the transpose of a JVP.
 
-    Its faces are of all that may vary. A rule that asks what does may be another one then."""
+    A rule is traced as if every input were differentiated. A rule with `symbolic_zeros` may act
+    differently if fewer are; it is then left out."""
     node, operands = visit.here.node, visit.operands
     assert isinstance(node, CustomGradient)
     flowing = [
@@ -138,10 +140,10 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
 
 
 def _find_line(measured: MeasuredPass, visit: Visit) -> None:
-    """The line of a rule's backward that makes a NaN or Inf.
+    """Notes the line of a rule's backward that makes a NaN or Inf.
 
-    JAX gives all of a backward the line of the forward call, but a Python function that runs
-    has its frames: it is run once more, with JAX's own check after every operation.
+    In a trace all operations of a backward have the line of the forward call. So the Python
+    function is run once more without jit; JAX's own check after every operation raises at the line.
     """
     arrays = [x for x in (*visit.operands, *visit.given) if x is not None]
     if any(map(_jax.is_tracer, arrays)) or not all(_all_finite(x) for x in arrays):
@@ -153,7 +155,7 @@ def _find_line(measured: MeasuredPass, visit: Visit) -> None:
         line = line_of_error(error.__traceback__)
         if line is not None:
             measured.lines[visit.here] = line
-    except Exception:  # what runs compiled alone has no line, and needs none
+    except Exception:  # the rule runs only compiled, so that there is no line to find
         return
 
 

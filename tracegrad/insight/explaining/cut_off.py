@@ -1,4 +1,4 @@
-"""Where a source is cut off from the result, and by what."""
+"""Finds the operations that cut a source off from the result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _LOOP_CURE = (
 
 
 def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
-    """What cuts an input of a graph off; `cuts`: its `smallest_cuts`."""
+    """Returns a finding for each cut of an input; `path`: its name, `cuts`: its `smallest_cuts`."""
     for cut in cuts:
         cause, owner = _cause_of_cut(cut), whose(cut.occurrence)
         text = _words(cut)
@@ -70,25 +70,27 @@ def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
 
 
 def _integer_results(node: Node) -> str:
-    """The types of what a function with a rule returns, if nothing of it is a float."""
+    """Returns the types of the results of a function with a rule if none is a float, else ""."""
     if any(has_gradient(value) for value in node.outputs):
         return ""
     return listed([_jax.type_text(value.aval) for value in node.outputs], 3)
 
 
 def _words(cut: Cut) -> str:
-    """What cuts, without where."""
+    """Returns the description of a cut without its line."""
     text, origin = str(cut), cut.occurrence.origin
     return text.split(" at ")[0] if origin is not None and " at " in text else text
 
 
 def _place(cut: Cut) -> str:
+    """Returns a short description of a cut with its line."""
     origin = cut.occurrence.origin
     return _words(cut).split(",")[0] + at(origin and origin.place)
 
 
 def _also_needed(cut: Cut, cuts: CutsOnWay) -> str:
-    """The other cuts on the same way: what cuts at one place several times is one of them."""
+    """Returns words on the other cuts on the same path; cuts with the same line and words count
+    once."""
     others = list(dict.fromkeys(place for place in map(_place, cuts) if place != _place(cut)))
     if not others:
         return ""
@@ -97,7 +99,7 @@ def _also_needed(cut: Cut, cuts: CutsOnWay) -> str:
 
 
 def _cause_of_cut(cut: Cut) -> str:
-    """The class of what cuts: one word or two."""
+    """Returns the class of a cut, in one or two words."""
     node = cut.occurrence.node
     if isinstance(node, StopGradient):
         return "stop_gradient"
@@ -117,6 +119,7 @@ def _cause_of_cut(cut: Cut) -> str:
 
 
 def _called(node: Node, function: str) -> bool:
+    """Whether a function of JAX or of this package with some name made a node."""
     for frame in _jax.frames(node.source.info):
         if not is_own_file(frame.file_name):
             return False
@@ -133,11 +136,11 @@ def cut_off(
     cuts: CutsOnWay | None,
     why_unused: str | None,
 ) -> Iterator[Finding]:
-    """Why nothing connects a source with the results.
+    """Returns findings on why nothing connects a source with the results.
 
     Args:
-      program, inputs: the graph and its arrays.
-      path, i: the source and which input it is.
+      program, inputs: the graph and the arrays of its inputs.
+      path, i: the name of the source, and the index of its input.
       cuts: its `smallest_cuts` with respect to the outputs with cotangents.
       why_unused: see `explain_graph`.
     """
@@ -164,9 +167,9 @@ def cut_off(
 
 
 def _closed_over(program: Graph, array: Any) -> Occurrence | None:
-    """Where an array of the same shape and numbers is used that the program closes over."""
+    """Returns a use of a constant of the program with the shape and numbers of an array."""
     wanted = np.asarray(array)
-    # Zeros and ones are everywhere: of these only the very array.
+    # Arrays of one number (zeros, ones) are common: such a constant must be the same object.
     is_telling = wanted.size > 0 and bool(np.any(wanted != wanted.ravel()[0]))
 
     def fits(constant: Any) -> bool:
@@ -187,7 +190,7 @@ def _closed_over(program: Graph, array: Any) -> Occurrence | None:
 
 
 def refusals(observed: Observed) -> Iterator[Finding]:
-    """What JAX cannot differentiate, by its own words."""
+    """Returns a finding for each operation that JAX cannot differentiate, with JAX's message."""
     for found, words in observed.refused.items():
         op = found.node.op
         cause = "host conversion" if op in operations.CALLBACKS else "not differentiable"
@@ -205,6 +208,7 @@ def refusals(observed: Observed) -> Iterator[Finding]:
 
 
 def _closing_over(found: Occurrence) -> Finding:
+    """Returns the finding on a function with a rule that closes over a differentiated value."""
     name = found.node.name
     return Finding.of(
         found,
@@ -217,7 +221,7 @@ def _closing_over(found: Occurrence) -> Finding:
 
 
 def no_gradient(path: str, leaf: Any) -> Finding:
-    """Of a source whose type has none."""
+    """Returns the finding on a source whose type has no gradient."""
     aval = type_of(leaf)
     kind = type(leaf).__name__ if aval is None else str(aval.dtype)
     if isinstance(leaf, Static):
@@ -232,7 +236,7 @@ def no_gradient(path: str, leaf: Any) -> Finding:
 
 
 def state_of_model(path: str) -> Finding:
-    """Of a source that is updated, and not by its gradient."""
+    """Returns the finding on a source that is not updated by its gradient (statistics, counts)."""
     return Finding(
         "state",
         "it is no parameter to the model, or is updated beside the result: statistics, counts and "

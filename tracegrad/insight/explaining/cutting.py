@@ -1,4 +1,5 @@
-"""Cuts a list of operations into runs; the layers of a model, which are alike, are alike runs."""
+"""Cuts a list of operations into runs (of neighbouring operations), so that equal layers of a model
+become equal runs, which are compiled once."""
 
 from __future__ import annotations
 
@@ -11,20 +12,23 @@ from tracegrad.ir import CustomGradient, Node
 from tracegrad.ir.program_keys import params_key
 from tracegrad.planning.costs import nbytes_anywhere
 
-LIMIT = 100  # operations in a run
-_FEWEST = 8  # in a period
+LIMIT = 100  # the most operations in a run
+_FEWEST = 8  # the fewest operations in a period
 
 
 def runs_of(nodes: Sequence[Node]) -> list[Sequence[Node]]:
-    """Finds the longest stretch that repeats what stands one period before it, cuts it into its
-    periods where the fewest bytes cross, and does the same with what is left on either side."""
+    """Cuts operations into runs.
+
+    Finds the longest sequence that repeats itself with some period, and cuts it into its periods
+    where the fewest bytes cross. Then does the same with the operations before and after it."""
     numbers: dict[Hashable, int] = {}
     symbols = [numbers.setdefault(_symbol(node), len(numbers)) for node in nodes]
     return _by_repeats(nodes, np.array(symbols, int))
 
 
 def _symbol(node: Node) -> Hashable:
-    """Equal for operations with equal parameters and types; a guess for those with rules."""
+    """Returns a key that is equal for operations with equal parameters and types; for operations
+    with custom rules equality is only a guess."""
     is_rule = isinstance(node, CustomGradient)
     params = node.name if is_rule else params_key(node.params)
     types = [tuple(atom.aval for atom in atoms) for atoms in (node.inputs, node.outputs)]
@@ -35,12 +39,12 @@ def _by_repeats(nodes: Sequence[Node], symbols: Any) -> list[Sequence[Node]]:
     best = 0, 0, 0
     for period in range(_FEWEST, len(nodes) // 2 + 1):
         same = np.concatenate([[False], symbols[period:] == symbols[:-period], [False]])
-        edges = np.flatnonzero(same[1:] != same[:-1])  # where stretches begin and end, in turn
+        edges = np.flatnonzero(same[1:] != same[:-1])  # starts and ends of repeats, in turn
         lengths = edges[1::2] - edges[::2]
         if len(edges) and lengths.max() >= period:
             best = max(best, (int(lengths.max()), -period, -int(edges[2 * lengths.argmax()])))
     length, period, start = best[0], -best[1], -best[2]
-    if not length:  # nothing stands there twice
+    if not length:  # nothing repeats
         return _by_width(nodes)
     start += int(np.argmin(_crossing(nodes)[start : start + length % period + 1]))
     end = start + (length // period + 1) * period
@@ -51,7 +55,7 @@ def _by_repeats(nodes: Sequence[Node], symbols: Any) -> list[Sequence[Node]]:
 
 
 def _by_width(nodes: Sequence[Node]) -> list[Sequence[Node]]:
-    """Where the fewest bytes cross, every `LIMIT` operations or somewhat fewer."""
+    """Cuts into runs of at most `LIMIT` operations, where the fewest bytes cross."""
     found, i, crossing = [], 0, _crossing(nodes)
     while len(nodes) - i > LIMIT:
         j = i + LIMIT // 3
@@ -62,7 +66,8 @@ def _by_width(nodes: Sequence[Node]) -> list[Sequence[Node]]:
 
 
 def _crossing(nodes: Sequence[Node]) -> Any:
-    """For each place between operations, how many bytes are computed before it and read after."""
+    """Returns, for each position between operations, the bytes that are computed before it and read
+    after it."""
     made = {v: i for i, node in enumerate(nodes) for v in node.outputs}
     read = {v: i for i, node in enumerate(nodes) for v in node.operands if v in made}
     change = np.zeros(len(nodes) + 2)

@@ -1,4 +1,4 @@
-"""Explains a graph: measures what flows in it, and asks every question of what was measured."""
+"""Explains a graph: measures its values and cotangents, and derives all findings from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tracegrad.insight.explanation import (
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.wording import counted
 
-# Causes whose words have numbers in them, which differ from layer to layer.
+# Causes whose texts contain measured numbers, which differ from layer to layer.
 _MEASURED = ("dead units", "changed by a rule", "rows without variance")
 
 
@@ -56,12 +56,13 @@ def explain_graph(
     Args:
       program: the graph.
       inputs: the arrays of its inputs.
-      sources: by path which input a source is; None for what is of no differentiable type.
+      sources: maps the path of a source to the index of its input; to None if the type of the
+        source has no gradient.
       seeds: for each output of the graph a cotangent, or None.
-      name: of the function.
-      unselectable: the sources without an input.
-      why_unused: better words than the usual ones for a source that does not lead to the result.
-      others: the names of inputs that are no sources.
+      name: the name of the function.
+      unselectable: the values of the sources without an input, by their paths.
+      why_unused: the text for a source that does not lead to the result; default: a general one.
+      others: the names of inputs that are not sources.
       untrained: the sources that are not expected to get a gradient.
       updated: the sources whose new values the function returns beside its result.
       ends: outputs without a gradient: a source that leads only to such an output is cut off at
@@ -101,7 +102,7 @@ def explain_graph(
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(observed, close, reports, sources, inputs)
     findings += normalised_padding(observed, norms)
-    # A gradient that explodes there has been told by these findings.
+    # These findings already explain a gradient that explodes at their line.
     known = {
         (f.origin, f.scope)
         for f in findings
@@ -123,13 +124,14 @@ def explain_graph(
 
 
 def _connected(program: Graph, targets: Sequence[int]) -> frozenset[int]:
-    """The inputs that something connects with the targets."""
+    """Returns the inputs that are connected with a target."""
     linked = connections(program)
     return frozenset[int]().union(*(linked[t] for t in targets))
 
 
 def _cuts(program: Graph, targets: Sequence[int], ends: Sequence[int]) -> list[CutsOnWay | None]:
-    """For every input its smallest cuts on the way to a target; if none leads there, to an end."""
+    """Returns for every input its smallest cuts on the paths to the targets; if no path leads to a
+    target, those on the paths to the `ends`."""
     cuts = smallest_cuts(program, targets)
     if not ends:
         return cuts
@@ -138,8 +140,8 @@ def _cuts(program: Graph, targets: Sequence[int], ends: Sequence[int]) -> list[C
 
 
 def _run_again(observed: Observed, looked_twice: bool) -> Iterator[Finding]:
-    """The operations with effects that ran more than once: the forward of a rule runs again for the
-    reverse pass, and everything does for a close look."""
+    """Returns a finding for each operation with effects that ran more than once. The forward of a
+    rule runs again for the reverse pass; everything runs again if the close form was measured."""
     for found in observed.graph.walk():
         node = found.node
         if not node.effects or found.rule_around is not None:
@@ -170,6 +172,7 @@ def _looks_bad(observed: Observed) -> bool:
 def _reports(
     observed: Observed, sources: Mapping[str, int | None], findings: Sequence[Finding]
 ) -> list[SourceReport]:
+    """Returns a report on each source; an unconnected one gets its reason from the findings."""
     avals = observed.graph.in_avals
     reports = []
     for path, i in sources.items():
@@ -188,7 +191,8 @@ def _reports(
 
 
 def merged(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """One finding for all sources that one place concerns, and for all that is measured at it."""
+    """Merges findings with the same cause and place: one for all sources, and for all operations
+    there whose texts differ only in measured numbers."""
     groups: dict[Any, list[Finding]] = {}
     for finding in findings:
         what = finding.operation if finding.cause in _MEASURED else finding.what

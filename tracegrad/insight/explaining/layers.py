@@ -1,4 +1,4 @@
-"""Whether parameters are of layers, one behind the other, or stand side by side."""
+"""Whether parameters belong to layers in sequence, or work side by side (heads, terms of a sum)."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from tracegrad.insight.explaining.visits import is_called
 from tracegrad.ir import Graph, Node, operations
 from tracegrad.ir.dependence import Masks, joined, spread
 
-# What comes of one operand stays apart from what comes of another one.
+# Operations that join side-by-side branches: no operand is applied to another one.
 _SIDE_BY_SIDE = operations.ADDITIVE.keys() | {"select_n", "max", "min"}
 _NO_WORK = operations.VIEWS | _SIDE_BY_SIDE
 
 
 def are_layers(graph: Graph, inputs: Sequence[int]) -> bool:
-    """Whether the gradient of each input of several flows through the next one.
+    """Whether each of some inputs is a layer after the one before it.
 
-    An input is the next layer if what an earlier one makes is multiplied by it, or if it is added
-    itself (a bias) to what is made of that. Experts, heads, and the terms of a sum are added when
-    both have been worked on; the gates of one cell know each other from the step before alone.
+    Input b is a layer after input a if b multiplies (or otherwise enters an operation with) a value
+    that depends on a, or if b itself, as a bias, is added to a value computed from a. Experts,
+    heads and terms of a sum are not in sequence: values computed from both are added. The gates of
+    one cell depend on each other only through the step before.
     """
     count = len(inputs)
     every = (1 << count) - 1
     behind: set[tuple[int, int]] = set()
 
     def rule(node: Node, ins: Masks) -> Masks:
-        """Of a mask the low bits are inputs as they are, the high ones what is made of them."""
+        """In a mask, bit k means: holds input k itself (reshaped, or in a sum); bit ``count + k``:
+        computed from input k."""
         if not any(ins):
             return [0] * len(node.outputs)
         if is_called(node) or node.primitive is _jax.SCAN:
@@ -64,8 +66,8 @@ def are_layers(graph: Graph, inputs: Sequence[int]) -> bool:
 
 
 def scanned_layers(scan: Node) -> list[int]:
-    """The operands of a scan that are parameters of layers, each step of it being a layer: what a
-    step has of them multiplies, as a matrix, what the step before gave on."""
+    """Returns the operands of a scan that hold parameters of layers, one layer for each step: a
+    step contracts its slice of the operand with a value computed from the carry."""
     body, (first, count) = scan.regions["jaxpr"], _jax.scan_split(scan.params)
     last, found = first + count, set[int]()
     carry = 1 << len(body.inputs)

@@ -1,13 +1,13 @@
-"""A forward and a reverse pass over a graph that return a few numbers about all that flows in them.
+"""A forward and a reverse pass over a graph that return statistics of the values and cotangents.
 
-The reverse pass is `pull_back`, through every region: jitted functions and recomputed regions are
-entered, a scan is pulled back step by step, of a branch the one that was taken. The *close* form is
-for when something is not finite: it has the values, too, and the operands where a NaN or Inf first
-stands.
+The reverse pass is `pull_back` through every region: it enters jitted functions and recomputed
+regions, pulls a scan back step by step, and a cond along the branch taken. The *close* form also
+measures every value, what each VJP gives to each operand, and the operands at the first NaN or Inf.
 
-Rules and taps do not serve for it. JAX differentiates all or nothing: it would neither tell zeros
-from no gradient at all, nor go on past what it cannot differentiate; and for each step of a scan it
-would keep all that was computed there, where this keeps the carries and computes the rest again.
+Rules and taps inserted in the program could not measure this. JAX differentiates all or nothing: it
+neither tells zeros from no gradient, nor continues past an operation that it cannot differentiate.
+For each step of a scan it would keep all residuals; this pass keeps only the carries and recomputes
+the rest.
 """
 
 from __future__ import annotations
@@ -72,21 +72,21 @@ from tracegrad.tracing.rule_errors import CLOSES_OVER
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["args"], meta_fields=["measure"])
 @dataclass(frozen=True)
 class Deferred:
-    """A statistic that is still to be computed from some arrays."""
+    """A statistic to be computed later, from the arrays `args`."""
 
     measure: Callable[..., Any]
     args: Any
 
 
 class MeasuredPass:
-    """The instrumented passes over one graph.
+    """The measuring passes over one graph.
 
     Args:
       graph: a traced function.
-      close: whether to look at values, and at the results of every VJP.
+      close: whether to measure every value, and what each VJP gives to each operand.
 
-    `keys` lists what the statistics are of, in the order in which they were met; for `refused` and
-    `lines` see `Observed`.
+    `keys` lists the keys of the statistics, in the order of measuring; for `refused` and `lines`
+    see `Observed`.
     """
 
     def __init__(self, graph: Graph, close: bool):
@@ -108,8 +108,8 @@ class MeasuredPass:
 
     @contextmanager
     def collecting(self, *, defer: bool = False) -> Iterator[dict[int, Any]]:
-        """Gives the statistics that are measured inside, by the number of the key; with `defer` the
-        arrays instead, so that the statistics are computed outside of a compiled program."""
+        """Yields a dict that gets the statistics measured inside the block, by the number of their
+        key. With `defer` it gets `Deferred`, so that a compiled program returns only the arrays."""
         outer, self._found = self._found, {}
         before, self._is_deferring = self._is_deferring, defer
         try:
@@ -119,7 +119,7 @@ class MeasuredPass:
 
     @contextmanager
     def mute(self) -> Iterator[None]:
-        """A computation that is done once more for the reverse pass is not measured again."""
+        """Notes nothing inside the block: for values that the reverse pass recomputes."""
         before, self.is_muted = self.is_muted, True
         try:
             yield
@@ -129,13 +129,14 @@ class MeasuredPass:
     def note(
         self, kind: str, of: Occurrence | None, k: int, measure: Callable[..., Any], *args: Any
     ) -> None:
+        """Measures arrays and keeps the statistic under the key ``(kind, of, k)``."""
         if not self.is_muted:
             number = self._numbers.setdefault((kind, of, k), len(self._numbers))
             is_later = self._is_deferring
             self._found[number] = Deferred(measure, args) if is_later else measure(*args)
 
     def _note_each(self, kind: str, of: Occurrence | None, arrays: Sequence[Any]) -> None:
-        """Measures those arrays of a list that are there and may have a gradient."""
+        """Measures those arrays of a list that are not None and may have a gradient."""
         for k, array in enumerate(arrays):
             if array is not None and _jax.is_inexact(jax.typeof(array).dtype):
                 self.note(kind, of, k, exact, array)
@@ -143,13 +144,14 @@ class MeasuredPass:
     # ---------------------------------------------------------------------------------- forward
 
     def forward(self, graph: Graph, args: Sequence[Any], path: Path) -> tuple[list[Any], Kept]:
-        """Runs a graph node by node, through its regions."""
+        """Runs a graph node by node, through its regions; returns its outputs, and the values that
+        the reverse pass needs."""
         inner: dict[Node, Any] = {}
         instead: dict[Node, Callable[[list[Any]], list[Any]]] = {}
         for node in graph.nodes:
             here = Occurrence(path, node)
             if self.is_muted and node.effects and not node.outputs:
-                instead[node] = lambda operands: []  # its effect has happened
+                instead[node] = lambda operands: []  # its effect has already happened
             elif is_entered(node):
                 instead[node] = functools.partial(self._enter, here, inner)
             elif self.is_measured(node):
@@ -158,11 +160,11 @@ class MeasuredPass:
         return read(graph.outputs, values), Kept(values, inner)
 
     def is_measured(self, node: Node) -> bool:
-        """Whether the operands or results of a node that is not entered are looked at."""
+        """Whether the forward pass measures a node that is not entered."""
         return self.close or may_be_rectifier(node)
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
-        """The results of such a node."""
+        """Runs and measures a node that is not entered; returns its results."""
         node, results = here.node, run_node(here.node, operands)
         if self.close:
             self._note_each("value", here, results)
@@ -173,8 +175,8 @@ class MeasuredPass:
         return results
 
     def _enter(self, here: Occurrence, inner: dict[Node, Any], args: list[Any]) -> list[Any]:
-        """The results of a node by its regions; `inner` gets what the reverse pass needs of these,
-        which for most of them are the operands."""
+        """Runs a node through its regions; returns its results. Puts into `inner` what the reverse
+        pass needs of the regions: for most nodes the operands."""
         node = here.node
         inner[node] = args
         if node.primitive is _jax.SCAN:
@@ -219,9 +221,9 @@ class MeasuredPass:
         return self._switch(args[0], [branch(name) for name in here.node.regions], args[1:])
 
     def _switch(self, index: Any, branches: Sequence[Any], operands: Any) -> list[Any]:
-        """Runs a branch; statistics of the other branches are NaN, or 0 where there is no NaN."""
-        # Each is traced once: a branch of a branch would else be traced twice for each time that
-        # what is around it is.
+        """Runs a branch; statistics of the other branches are NaN, or 0 if the dtype has no NaN."""
+        # Trace each branch once. Tracing it here and again in `lax.switch` would double the traces
+        # at each level of nested branches.
         traced = [jax.make_jaxpr(branch, return_shape=True)(*operands) for branch in branches]
         shapes = {key: shape for _, (_, found) in traced for key, shape in found.items()}
 
@@ -254,7 +256,7 @@ class MeasuredPass:
         wanted: Sequence[bool],
         path: Path,
     ) -> list[Any]:
-        """The cotangents of the wanted inputs of a graph; None for those that get none."""
+        """Returns the cotangents of the wanted inputs of a graph; None for inputs without one."""
         seeds: dict[Value, list[Any]] = {}
         for value, ct in zip(graph.outputs, cotangents, strict=True):
             if ct is not None and isinstance(value, Value) and has_gradient(value):
@@ -282,8 +284,11 @@ class MeasuredPass:
         return [found.get(value) for value in graph.inputs]
 
     def _pull_back(self, visit: Visit) -> list[Any]:
+        """Applies and measures the VJP of a node that is one operation; None for a cotangent that
+        JAX refuses to compute."""
         node = visit.here.node
-        if self.refused.get(visit.here, "").endswith(CLOSES_OVER):  # of another trace
+        # A rule that closes over values of another trace cannot run here.
+        if self.refused.get(visit.here, "").endswith(CLOSES_OVER):
             return [None] * len(visit.active)
         try:
             results = node_vjp(self.walk, node, visit.kept.values, visit.given, visit.active)
@@ -306,7 +311,7 @@ class MeasuredPass:
         return results
 
     def _note_edges(self, visit: Visit, results: Sequence[Any]) -> None:
-        """Measures what a node gives to each of its operands."""
+        """Measures the cotangent that the VJP of a node gives to each operand."""
         if not self.close:
             return
         operands = visit.operands
@@ -377,7 +382,7 @@ class MeasuredPass:
         return [results[i] for i in active]
 
     def _perturbed(self, scan: Node, active: Sequence[int]) -> list[bool]:
-        """Which inputs of a scan's body have cotangents, once it has run round."""
+        """Returns for each input of a scan's body whether it gets a cotangent at some step."""
         entered = self.walk.enter(scan, [int(i in active) for i in range(len(scan.inputs))])
         assert entered is not None
         return [mask != 0 for mask in entered[1]["jaxpr"]]

@@ -1,4 +1,4 @@
-"""What is said of a NaN or Inf: where it began, of what numbers, and the known cure."""
+"""Makes the findings on a NaN or Inf: where it began, from what numbers, and the known cure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 
-_LARGE = 1e12  # of which no cotangent is that did not explode
+_LARGE = 1e12  # a cotangent with a norm above this has exploded
 
 
 def not_finite(
@@ -37,13 +37,13 @@ def not_finite(
     targets: Sequence[int],
     others: Mapping[int, str],
 ) -> list[Finding]:
-    """Where the NaNs and Infs began that a result or a gradient has.
+    """Returns findings on where the NaNs and Infs of a result or a gradient began.
 
     Args:
-      observed: by the close form of the pass.
-      sources: by path which input a source is.
+      observed: what the close form of the pass measured.
+      sources: maps the path of a source to the index of its input.
       targets: the outputs with cotangents.
-      others: the names of inputs that are no sources.
+      others: the names of inputs that are not sources.
     """
     stats = observed.stats
     names = {i: path for path, i in sources.items() if i is not None}
@@ -68,7 +68,7 @@ def not_finite(
         for i, path in names.items()
         if (stat := stats.get(("input", None, i))) is not None and stat[NAN] > 0
     ]
-    if not is_explained:  # nothing is wrong with the result: a NaN in an input is masked
+    if not is_explained:  # the result is finite: a NaN in an input is masked
         culprit_back = backward_culprit(observed)
         if culprit_back is not None:
             made = _maker_of_factor(observed, culprit_back)
@@ -89,6 +89,7 @@ def _given_finding(
     others: Mapping[int, str],
     touched: tuple[str, ...],
 ) -> Finding:
+    """Returns the finding on a NaN or Inf that was in an input or in a constant."""
     kind = "NaN" if which == NAN else "Inf"
     if given.index is None:
         origin = None if given.user is None else Occurrence((), given.user).origin
@@ -112,8 +113,10 @@ def _forward_finding(
     touched: tuple[str, ...],
     factor_of: Culprit | None = None,
 ) -> Finding:
-    """What made a value that is not finite; `factor_of`: the VJP that multiplies a cotangent by
-    it, if the result of the program does not have it."""
+    """Returns the finding on an operation of the forward pass that made a NaN or Inf.
+
+    `factor_of`: the VJP that multiplies a cotangent by it, if the program's result is finite.
+    """
     found = culprit.place.occurrence
     ranges = operand_ranges(observed, culprit.place)
     words = f"{found.node.name} makes {culprit.kind} in the forward pass"
@@ -121,7 +124,7 @@ def _forward_finding(
     made_inf = None
     if culprit.kind == "NaN":
         made_inf = _maker_of(observed, culprit.place, found.node.inputs, [INF])
-    if made_inf is not None:  # that is what to mend
+    if made_inf is not None:  # the operation that made the Inf is the one to mend
         first = made_inf.place.occurrence
         origin = found.origin or first.origin
         words = (
@@ -168,13 +171,13 @@ def _for_float16(node: Node, cure: str) -> str:
 
 
 def _operation(node: Node) -> str:
-    """The operation of a node; where a cure has put a custom gradient in its place, also that."""
+    """Returns the name of a node's operation, also if a cure replaced it by a custom gradient."""
     return node.name if isinstance(node, CustomGradient) and keeps_zeros(node) else node.op
 
 
 def _maker_of_factor(observed: Observed, culprit: Culprit) -> Culprit | None:
-    """What made the NaN that a product multiplies a cotangent by; of a product of matrices, which
-    nothing else is told of, also the Inf."""
+    """Returns what made the NaN by which a product multiplies a cotangent; for a product of
+    matrices, whose culprit has no operands to show, also what made an Inf."""
     node = culprit.place.node
     kinds = (NAN, INF) if node.op in operations.CONTRACTIONS else (NAN,) if node.op == "mul" else ()
     return _maker_of(observed, culprit.place, node.inputs, kinds)
@@ -183,7 +186,9 @@ def _maker_of_factor(observed: Observed, culprit: Culprit) -> Culprit | None:
 def _maker_of(
     observed: Observed, place: Place, operands: Iterable[Atom], kinds: Sequence[int]
 ) -> Culprit | None:
-    """What made the NaN or Inf that one of some operands of a node has, if one has."""
+    """Returns what made a NaN or Inf in one of some operands of a node; None if no operand has one.
+
+    `kinds`: `NAN` and `INF`, in the order in which they are looked for."""
     for which, value in itertools.product(kinds, operands):
         made = forward_culprit(observed, place.path, place.steps, value, which)
         if isinstance(made, Culprit):
@@ -196,6 +201,7 @@ def _backward_finding(
     culprit: Culprit,
     touched: tuple[str, ...],
 ) -> Finding:
+    """Returns the finding on a VJP that made NaN or Inf of finite cotangents."""
     place = culprit.place
     found = place.occurrence
     node, origin = found.node, found.origin
@@ -237,7 +243,7 @@ def _backward_finding(
 
 
 def _norm_before(observed: Observed, culprit: Culprit) -> float:
-    """The largest norm of a cotangent that comes into a product; 0 for another operation."""
+    """Returns the largest norm of a cotangent that comes into a product; 0 for other operations."""
     node = culprit.place.node
     if node.op not in operations.PRODUCTS:
         return 0.0
@@ -247,9 +253,9 @@ def _norm_before(observed: Observed, culprit: Culprit) -> float:
 
 
 def _made_before(observed: Observed, culprit: Culprit) -> str:
-    """Which operation of the forward pass made the Inf that an operand is."""
+    """Returns words on the operation of the forward pass that made an infinite operand, or ""."""
     pairs = zip(culprit.place.node.inputs, culprit.operands, strict=False)
-    infinite = [value for value, x in pairs if math.isinf(x)]  # a NaN: not known
+    infinite = [value for value, x in pairs if math.isinf(x)]  # (NaN: not known)
     made = _maker_of(observed, culprit.place, infinite, [INF])
     if made is None:
         return ""

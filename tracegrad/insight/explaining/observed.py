@@ -1,4 +1,4 @@
-"""A graph and what was measured in it."""
+"""A graph and the statistics measured in it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,26 @@ import numpy as np
 from tracegrad.ir import Graph, Node, Occurrence, Origin
 from tracegrad.ir.occurrence import Path
 
-# What a statistic describes: its kind, the node, and the number of the node's result or operand.
-# The inputs and outputs of the graph itself have no node.
+# Identifies a statistic: its kind, the node, and the index of the node's result or operand. Kinds:
+#   "value", "ct": a result of the node; the cotangent of a result
+#   "edge": the cotangent that the node's VJP gives to an operand (before other uses are added)
+#   "carry": the cotangent of a carry of a scan, step by step
+#   "branch": which branch of a cond ran
+#   "units": the units of a rectifier, and how many are active for no example
+#   "rule": a custom rule's gradient and the derivative of its function
+#   "amplified": the cotangent of an operand that a normalisation scales
+#   "input", "output", "source": an input or output of the graph, the gradient of an input (no node)
+# "value", "edge" and "input" are measured only in the close form.
 Key = tuple[str, Occurrence | None, int]
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A graph and what was measured in it.
+    """A graph and the statistics measured in it.
 
-    `stats` has the statistics, `refused` the nodes that JAX cannot differentiate, with JAX's words,
-    and `lines` the line that makes a NaN or Inf in the backward of a rule.
+    `stats` has the statistics, `refused` the nodes that JAX cannot differentiate, with JAX's
+    message, and `lines` the line that makes a NaN or Inf in the backward of a rule. Inside of scans
+    the first axes of a statistic are the steps, those of the outermost scan first.
     """
 
     graph: Graph
@@ -30,16 +39,17 @@ class Observed:
     lines: Mapping[Occurrence, Origin]
 
     def region(self, path: Path) -> Graph:
-        """The region that a path leads to."""
+        """Returns the region at the end of a path."""
         return path[-1][0].region(path[-1][1]) if path else self.graph
 
     def get(self, kind: str, place: Place, k: int = 0) -> np.ndarray[Any, Any] | None:
-        """A statistic at a place and, in a scan, at its step (all steps if it has none)."""
+        """Returns a statistic at a place; inside a scan, at the place's step (or all steps if the
+        place has none)."""
         stat = self.stats.get((kind, place.occurrence, k))
         return None if stat is None else stat[place.steps]
 
     def of(self, kind: str) -> list[tuple[Occurrence, int, np.ndarray[Any, Any]]]:
-        """The statistics of a kind, in the order in which they were met."""
+        """Returns the statistics of a kind, in the order of measuring."""
         return [
             (occurrence, k, stat)
             for (its, occurrence, k), stat in self.stats.items()
@@ -47,17 +57,17 @@ class Observed:
         ]
 
     def branches(self, cond: Place) -> list[str]:
-        """The branches of a cond that ran; inside a scan, at any of its steps."""
+        """Returns the branches of a cond that ran; inside a scan, at any of its steps."""
         index = self.get("branch", cond)
         assert index is not None
         names = list(cond.node.regions)
-        ran = np.unique(index[~np.isnan(index)])  # not at a step at which the cond itself did not
+        ran = np.unique(index[~np.isnan(index)])  # NaN: a step at which the cond did not run
         return list(dict.fromkeys(names[int(np.clip(i, 0, len(names) - 1))] for i in ran))
 
 
 @dataclass(frozen=True)
 class Place:
-    """A node where it is met, and the steps of the scans around it."""
+    """An occurrence of a node, and the steps of the scans around it."""
 
     occurrence: Occurrence
     steps: tuple[int, ...] = ()
@@ -72,5 +82,5 @@ class Place:
 
     @property
     def step(self) -> int | None:
-        """That of the outermost scan."""
+        """The step of the outermost scan."""
         return self.steps[0] if self.steps else None

@@ -1,4 +1,4 @@
-"""Rows without variance, as padding, of which a normalisation makes most of the gradient."""
+"""Finds rows without variance (padding, say) that get most of the gradient from a normalisation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import Atom, Graph, Node, Value, operations
 
-# So much further than the least one is the largest factor, and so much more gradient is of the rows
-# with such factors than of all others.
+# The largest factor must be at least `_FACTOR` times the smallest, and the gradient of the rows
+# with large factors more than `_SHARE` times the norm of the gradient of all other rows.
 _FACTOR, _SHARE = 100.0, 10.0
 _PAST = operations.VIEWS | {"broadcast_in_dim", "mul"}
-_DEPTH = 4  # operations between the root and the product
+_DEPTH = 4  # at most so many operations from the product back to the root
 
 
 def scale_of_normalisation(graph: Graph, node: Node) -> int | None:
-    """Which operand of a node is the reciprocal of a standard deviation, or a standard deviation
-    that it divides by; None if none is."""
+    """Returns the index of the operand that normalises the other one: the reciprocal of a standard
+    deviation in a product, or a divisor; None if the node is no normalisation."""
     if node.op == "mul":
         made = [_comes_of(graph, value, "rsqrt", _DEPTH) for value in node.inputs]
         is_scaled = sum(made) == 1 and _is_centred(graph, node.inputs[1 - made.index(True)])
@@ -34,12 +34,13 @@ def scale_of_normalisation(graph: Graph, node: Node) -> int | None:
 
 
 def _is_centred(graph: Graph, value: Atom) -> bool:
-    """Whether a value is a difference: of an array and its mean."""
+    """Whether a value is a difference (presumably of an array and its mean)."""
     made = graph.producers.get(value) if isinstance(value, Value) else None
     return made is not None and made.op == "sub"
 
 
 def _comes_of(graph: Graph, value: Atom, root: str, depth: int) -> bool:
+    """Whether a value is the root of an array after at most `depth` views, broadcasts, products."""
     made = graph.producers.get(value) if isinstance(value, Value) else None
     if made is None or depth == 0:
         return False
@@ -51,10 +52,11 @@ def _comes_of(graph: Graph, value: Atom, root: str, depth: int) -> bool:
 
 
 def normalised_padding(observed: Observed, norms: Mapping[str, float]) -> Iterator[Finding]:
-    """Where rows without variance have most of the gradient, and it arrives at a source.
+    """Returns findings on rows without variance that get most of a gradient, if so large a gradient
+    arrives at a source.
 
     Args:
-      norms: of the gradients of the sources, by their paths.
+      norms: the norms of the gradients of the sources, by their paths.
     """
     for found, _, stat in observed.of("amplified"):
         runs = np.asarray(stat, np.float64).reshape(-1, 3)
@@ -65,7 +67,7 @@ def normalised_padding(observed: Observed, norms: Mapping[str, float]) -> Iterat
         if ratio < _FACTOR or large <= _SHARE * rest or rest == 0:
             continue
         reached = tuple(path for path, norm in norms.items() if norm > large / _SHARE)
-        if not reached:  # what goes in there is zero, as padded embeddings are
+        if not reached:  # those rows are zeros, such as padded embeddings: they pass nothing on
             continue
         yield Finding.of(
             found,

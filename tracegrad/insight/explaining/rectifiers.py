@@ -1,4 +1,4 @@
-"""Which operations may be rectifiers, of whose units `explain` looks whether they are active."""
+"""Finds the operations that may be rectifiers; `explain` counts their units that are not active."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Node
 
 
 def may_be_rectifier(node: Node) -> bool:
-    """Whether a node is `relu` or a maximum of an array with two axes at least."""
+    """Whether a node is `relu` or a maximum, with at least two axes."""
     is_relu = isinstance(node, CustomGradient) and node.name == "relu"
     if not is_relu and node.op != "max":
         return False
@@ -20,7 +20,8 @@ def may_be_rectifier(node: Node) -> bool:
 
 
 def bounds_of(graph: Graph, node: Node, operands: Sequence[Any]) -> Sequence[Any]:
-    """What a maximum may be with: where a number is written there, that."""
+    """Returns the operands of a maximum that may be its lower bound: those that the program writes
+    as a number; if there are none, all operands."""
     pairs = zip(node.inputs, operands, strict=False)
     return [x for value, x in pairs if _is_written(graph, value)] or operands
 

@@ -1,8 +1,9 @@
-"""Measures a graph in runs of operations: alike runs share two programs, NumPy takes the numbers.
+"""Measures a graph in runs (of neighbouring operations); equal runs share compiled programs.
 
-One program of a run returns its values, the other one its cotangents, with all that is measured.
-XLA does not optimise them: each runs a few times, and compiling is what costs. The way out keeps
-what crosses the borders of runs. The way back computes the values of one run once more.
+A run has two programs: one returns its values, the other its cotangents. Both also return the
+arrays to be measured; NumPy computes the statistics. XLA does not optimise the programs: each runs
+only a few times, so that compiling costs most. The forward pass keeps the values that cross between
+runs. The reverse pass recomputes the values of one run at a time.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ def measure(
     *,
     close: bool,
 ) -> Observed:
-    """What is observed in a forward and a reverse pass.
+    """Measures a graph in a forward and a reverse pass.
 
     Args:
       graph: a traced function.
-      sources: which of its inputs get cotangents.
-      inputs: its arrays.
+      sources: for each input whether it gets a cotangent.
+      inputs: the arrays of the inputs.
       seeds: for each output its cotangent, or None.
-      close: whether to look at values, and at the results of every VJP.
+      close: whether to measure every value, and what each VJP gives to each operand.
     """
     found = _Measured(close)
-    # With JAX's own checks on it would raise where its work begins.
+    # JAX's own checks would raise at the NaN that is to be explained.
     with jax.debug_nans(False), jax.debug_infs(False):
         level = _Level(found, graph, ())
         outs = level.forward(list(inputs))
@@ -72,7 +73,7 @@ def measure(
 
 
 class _Measured:
-    """What has been measured so far; `close` as of `measure`."""
+    """The statistics measured so far; `close` as for `measure`."""
 
     def __init__(self, close: bool):
         self.close = close
@@ -82,15 +83,17 @@ class _Measured:
         self.lines: dict[Occurrence, Origin] = {}
 
     def note_each(self, kind: str, arrays: Sequence[Any]) -> None:
+        """Measures inputs or outputs of the graph."""
         for k, array in enumerate(arrays):
             if array is not None and _jax.is_inexact(jax.typeof(array).dtype):
                 self.stats[kind, None, k] = np.asarray(exact(array))
 
 
 class _Level:
-    """A graph at a path, which is measured item by item: runs, and calls with levels of their own.
+    """A graph at a path, measured item by item. An item is a run, or a large call with a level of
+    its own.
 
-    `values` are what crosses the borders of the items, while somebody reads it.
+    `values` holds the values that cross between items, until the reverse pass has used them.
     """
 
     def __init__(self, measured: _Measured, graph: Graph, path: Path):
@@ -110,13 +113,14 @@ class _Level:
                 self.items += [_Run(self, tuple(run), is_eager) for run in runs]
 
     def _is_eager(self, node: Node) -> bool:
-        """Whether a node runs by itself: the line of a NaN in a rule is found as Python runs it."""
+        """Whether a node runs by itself, uncompiled: only then the line of a NaN in a custom rule
+        can be found."""
         if not self.measured.close or not isinstance(node, CustomGradient):
             return False
         return node.kind == "vjp" and not keeps_zeros(node)
 
     def forward(self, args: Sequence[Any]) -> list[Any]:
-        """The outputs of the graph."""
+        """Returns the outputs of the graph."""
         self.values = {**self.graph.constants, **dict(zip(self.graph.inputs, args, strict=True))}
         for item in self.items:
             results = item.forward(_read(item.inputs, self.values))
@@ -124,7 +128,7 @@ class _Level:
         return _read(self.graph.outputs, self.values)
 
     def backward(self, cotangents: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-        """The cotangents of the wanted inputs of the graph; None for those that get none."""
+        """Returns the cotangents of the wanted inputs of the graph; None for inputs without one."""
         inputs = [v for v, chosen in zip(self.graph.inputs, wanted, strict=True) if chosen]
         reached = reached_from(self.graph, inputs, self.measured.walk)
         refuse_closed_over(self.measured.refused, self.graph, reached, self.path)
@@ -149,7 +153,7 @@ class _Level:
 
 
 class _Call:
-    """A node that runs one region, which has many operations."""
+    """A node that calls one region with many operations (`_is_large_call`)."""
 
     def __init__(self, level: _Level, node: Node):
         self.here = Occurrence(level.path, node)
@@ -173,7 +177,7 @@ class _Call:
 
 
 class _Run:
-    """Operations that stand next to each other."""
+    """Neighbouring operations that are compiled together."""
 
     def __init__(self, level: _Level, nodes: Sequence[Node], is_eager: bool):
         made = {v for node in nodes for v in node.outputs}
@@ -195,7 +199,7 @@ class _Run:
         )
         graph = Graph(program=program, nodes=tuple(nodes), name=level.graph.name)
         self.programs = _programs_of(graph, level.measured.close, is_eager)
-        # What has effects runs once.
+        # Effects must happen once, so that the values of such a run are not recomputed.
         self.is_kept = any(node.effects for node in nodes)
         self.kept: Any = None
 
@@ -214,9 +218,10 @@ class _Run:
         self.kept = None
         return list(self._take(self.programs.backward(kept, given, wanted)))
 
-    def _take(self, told: _Told) -> Any:
-        """The result of a program; what it has measured is of the nodes of this run."""
-        result, stats, refused, lines = told
+    def _take(self, answer: _Answer) -> Any:
+        """Returns the result of a program, and notes what it has measured, under the nodes of this
+        run (the program may have been traced from an equal run)."""
+        result, stats, refused, lines = answer
         place = _Places(self.programs.graph.nodes, self.nodes, self.path)
         for (kind, here, k), stat in stats.items():
             self.measured.stats[kind, here and place.of(here), k] = stat
@@ -227,7 +232,7 @@ class _Run:
 
 
 class _Places:
-    """Maps a node of one run to the same node of a run that is alike."""
+    """Maps a node of one run to the corresponding node of an equal run."""
 
     def __init__(self, nodes: Sequence[Node], others: Sequence[Node], path: Path):
         self._path = path
@@ -254,8 +259,8 @@ class _Places:
 
 # ---------------------------------------------------------------------------- the programs of a run
 
-# The result, and what was measured, refused and found in lines.
-_Told = tuple[
+# The result of a program, and its statistics, refused nodes and lines, as in `Observed`.
+_Answer = tuple[
     Any,
     Mapping[Key, np.ndarray[Any, Any]],
     Mapping[Occurrence, str],
@@ -264,28 +269,28 @@ _Told = tuple[
 
 
 class _Programs:
-    """The programs of runs that are alike."""
+    """The programs that equal runs share."""
 
     def __init__(self, graph: Graph, close: bool, is_eager: bool):
         self.graph = graph
         self._pass = MeasuredPass(graph, close)
         self._is_eager = is_eager
         self._jitted: dict[Any, Callable[..., Any]] = {}
-        # For each program the tree of its results, where each leaf is, and what was refused.
+        # For each program: the tree of its results, the index of each leaf, the refused nodes.
         self._layouts: dict[Any, Any] = {}
-        # The pass holds findings during a trace. (Traced code may call `explain`.)
+        # The pass has state during a trace. (Reentrant: traced code may call `explain`.)
         self._one_at_a_time = threading.RLock()
 
-    def forward(self, args: Sequence[Any]) -> _Told:
-        """The values that leave the run, and all that the reverse pass needs."""
+    def forward(self, args: Sequence[Any]) -> _Answer:
+        """Returns the outputs of the run, and the values that its reverse pass needs."""
 
         def run(args: Sequence[Any]) -> Any:
             return self._pass.forward(self.graph, args, ())
 
         return self._run("forward", run, list(args))
 
-    def backward(self, kept: Any, given: Sequence[Any], wanted: tuple[bool, ...]) -> _Told:
-        """The cotangents of the wanted inputs."""
+    def backward(self, kept: Any, given: Sequence[Any], wanted: tuple[bool, ...]) -> _Answer:
+        """Returns the cotangents of the wanted inputs."""
 
         def run(kept: Any, given: Sequence[Any]) -> Any:
             return self._pass.backward(self.graph, kept, given, wanted, ())
@@ -293,7 +298,8 @@ class _Programs:
         key = wanted, tuple(ct is not None for ct in given)
         return self._run(key, run, kept, list(given))
 
-    def _run(self, key: Any, run: Callable[..., Any], *args: Any) -> _Told:
+    def _run(self, key: Any, run: Callable[..., Any], *args: Any) -> _Answer:
+        """Runs a pass, compiled unless the run is eager, and computes its statistics."""
         measured = self._pass
 
         def observed(*args: Any) -> Any:
@@ -323,11 +329,11 @@ class _Programs:
                 result, found = jax.tree.unflatten(form, [leaves[k] for k in which])
                 lines = {}
             keys = measured.keys
-        stats = {keys[number]: _taken(found[number]) for number in sorted(found)}
+        stats = {keys[number]: _statistic(found[number]) for number in sorted(found)}
         return result, stats, refused, lines
 
 
-def _taken(found: Any) -> np.ndarray[Any, Any]:
+def _statistic(found: Any) -> np.ndarray[Any, Any]:
     return np.asarray(found.measure(*found.args) if isinstance(found, Deferred) else found)
 
 
@@ -340,10 +346,10 @@ def _programs_of(graph: Graph, close: bool, is_eager: bool) -> _Programs:
 
 
 def key_of(graph: Graph) -> Any:
-    """Equal for programs that compute the same with the same derivatives.
+    """Returns a key that is equal for programs with equal operations and equal derivatives.
 
-    JAX makes the functions of a custom rule anew whenever it traces a call, so that the functions
-    are never equal. The key has the programs that the rules trace to.
+    JAX makes new functions for a custom rule whenever it traces a call, so that the functions are
+    never equal. The key has the programs that the rules trace to.
     """
     nodes = (o.node for o in graph.walk() if isinstance(o.node, CustomGradient))
     return program_key(graph.program), tuple(map(_rule_key, dict.fromkeys(nodes)))
@@ -354,7 +360,7 @@ def _rule_key(node: CustomGradient) -> Any:
         return node.primal.function_source
     try:
         return rule_key(node, is_of_operation=keeps_zeros(node))
-    except Exception:  # it cannot be traced by itself: then it is like no other
+    except Exception:  # the rule cannot be traced by itself: it equals no other one
         return object()
 
 
@@ -366,7 +372,7 @@ def _is_large_call(node: Node) -> bool:
 
 
 def _count(node: Node, most: int) -> int:
-    """How many operations a node has; counted until there are more than `most`."""
+    """Counts the operations inside a node and the node itself, until there are more than `most`."""
     count, waiting = 0, [node]
     while waiting and count <= most:
         count += 1
@@ -382,7 +388,8 @@ def _read(atoms: Sequence[Atom], values: Mapping[Value, Any]) -> list[Any]:
 
 
 def _sum(one: Any, other: Any) -> Any:
-    """Of arrays that are here NumPy adds them: XLA would compile that for every shape."""
+    """Adds two arrays, by NumPy if this process has all of both: XLA would compile a program for
+    every shape."""
     if all(getattr(x, "is_fully_addressable", True) for x in (one, other)):
         return np.asarray(one) + np.asarray(other)
     return one + other

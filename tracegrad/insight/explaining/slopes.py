@@ -1,7 +1,8 @@
-"""Where the norm of the gradient falls or grows: along layers, the steps of a scan and the scopes.
+"""Finds where the norm of the gradient vanishes or explodes, along layers or the steps of a scan.
 
-That it does is seen in the norms of what is trained, layer by layer. Where it does is seen in the
-stream of the gradient to the first layer: the lines are blamed that change the norm for good.
+A *slope* (a change of the norm) shows in the gradients of the parameters, layer by layer. Its
+cause is sought along the *stream* of the gradient (`streams`) to the first layer: the lines that
+change the norm for good are blamed.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ _FEWEST_LAYERS = 4
 _FEWEST_STEPS = 8
 _LAYER_LIMIT = 1e-4
 _STEP_LIMIT = 1e-8
-# So far a line has to change the norm to be blamed, and so much of that most layers share.
+# A line is blamed if it changes the norm by a factor of 100. The finding counts the fewest layers
+# that together make the share `_MOST` of the change.
 _BLAMED = math.log(100.0)
 _MOST = 0.8
 
-# What may stand between a parameter and what is computed with it.
+# Operations that may prepare a parameter for its use.
 _PREPARING = operations.VIEWS | {"convert_element_type"}
 _SATURATING = frozenset({"tanh", "logistic", "erf", "exp", "exp2", "log1p"})
 _CURES = {
@@ -55,12 +57,12 @@ def slopes(
     norms: Mapping[str, float],
     sources: Mapping[str, int | None],
 ) -> Iterator[Finding]:
-    """Gradients that vanish or explode.
+    """Returns findings on gradients that vanish or explode.
 
     Args:
-      close: gives what the close form of the pass observes.
-      norms: of the sources, by their paths.
-      sources: by path which input of the graph a source is.
+      close: returns what the close form of the pass measures.
+      norms: the norms of the gradients of the sources, by their paths.
+      sources: maps the path of a source to the index of its input.
     """
     found: dict[Any, _Fall] = {}
     streams: Streams | None = None
@@ -80,7 +82,7 @@ def slopes(
         yield _finding_of_layers(fall, streams, norms, sources)
     names = {i: path for path in norms if (i := sources[path]) is not None}
     for scan, slope in _step_slopes(observed, names):
-        if slope.cause:  # in a loop a close look is dear, and many a recurrence forgets
+        if slope.cause:  # no close form: it is expensive in loops, and gradients often vanish there
             streams = streams or Streams(observed)
             yield _finding_of_steps(scan, slope, streams)
 
@@ -91,12 +93,12 @@ class _Slope:
 
     name: str  # ``layers/*/kernel``, or the carry of a scan
     norms: tuple[float, ...]  # from the input's side to the output's
-    limit: float  # of the first by the last
+    limit: float  # below it, first / last is vanishing; above 1 / limit, exploding
     members: tuple[str, ...] = ()  # the paths of the layers' parameters
 
     @property
     def cause(self) -> str:
-        """What a finding calls it; "" where it is no problem."""
+        """The cause of the finding; "" if the slope is no problem."""
         first, last = self.norms[0], self.norms[-1]
         if not (math.isfinite(first) and math.isfinite(last)) or last == 0:
             return ""
@@ -121,7 +123,8 @@ class _Slope:
 
 
 def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
-    """The norms of leaves whose paths differ in one number, in its order."""
+    """Returns the slopes along leaves whose paths differ in one number, in the order of the
+    numbers."""
     groups: dict[str, dict[int, str]] = defaultdict(dict)
     for path in norms:
         for match in re.finditer(r"\d+", path):
@@ -137,9 +140,11 @@ def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
 
 
 def _slope_of_stream(slope: _Slope, streams: Streams, values: Sequence[Value]) -> _Slope:
-    """How the norm changes of the cotangents of what is computed with the layers' parameters, if
-    that explodes: where values and cotangents grow from layer to layer, the gradients of the
-    parameters, which are products of the two, may all be alike."""
+    """Returns the slope of the cotangents of the results computed with the layers' parameters if it
+    explodes, else `slope`.
+
+    The gradient of a parameter is a product of a value and a cotangent. If values grow with the
+    layers and cotangents grow the other way, the gradients may all have the same norm."""
     along = []
     for value in values:
         path: Path = ()
@@ -154,10 +159,11 @@ def _slope_of_stream(slope: _Slope, streams: Streams, values: Sequence[Value]) -
 def _step_slopes(
     observed: Observed, names: Mapping[int, str]
 ) -> Iterator[tuple[tuple[Occurrence, int], _Slope]]:
-    """The norms of the carries of scans (outside of other scans), step by step.
+    """Returns the slopes of the cotangents of the carries of scans, step by step (of scans that are
+    not inside another scan).
 
-    `names`: of the inputs that have gradients. Where each step has parameters of its own, the steps
-    are layers.
+    `names`: the paths of the inputs that have gradients. If each step has parameters of its own,
+    the steps are layers.
     """
     for scan, j, stat in observed.of("carry"):
         if stat.ndim != 2 or len(stat) < _FEWEST_LAYERS:
@@ -175,7 +181,7 @@ def _step_slopes(
 
 
 def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
-    """The input of the graph that a value is, reshaped or cast."""
+    """Returns the input of the graph of which a value is a view or a cast; None if it is none."""
     while isinstance(value, Value):
         region = observed.region(path)
         node = region.producers.get(value)
@@ -192,15 +198,15 @@ def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
     return None
 
 
-# ----------------------------------------------------------------------------------- what is blamed
+# ----------------------------------------------------------------------------------- blaming lines
 
 
 @dataclass(frozen=True)
 class _Fall:
-    """What one line does to the norm along a slope."""
+    """How one line changes the norm along a slope."""
 
     slope: _Slope
-    links: tuple[Link, ...]  # where it does most of it, from the input's side to the output's
+    links: tuple[Link, ...]  # those with most of the change, from the input's side to the output's
     size: float  # the logarithm of the change
 
     @property
@@ -209,14 +215,14 @@ class _Fall:
 
 
 def _falls(slope: _Slope, links: Sequence[Link]) -> Iterator[_Fall]:
-    """The lines to blame for a slope.
+    """Returns the lines to blame for a slope.
 
     Args:
       links: the stream through its layers, from the input's side to the output's.
     """
     changes = _changes_by_line(links, slope.sign)
     sizes = {line: sum(change for change, _ in of_line) for line, of_line in changes.items()}
-    # Where several lines share a change that is none's alone, the first of them stands for all.
+    # If only several lines together reach the limit, those with the largest change are blamed.
     least = min(_BLAMED, max(sizes.values())) if sum(sizes.values()) >= _BLAMED else _BLAMED
     for line, of_line in changes.items():
         if (size := sizes[line]) < least:
@@ -231,9 +237,9 @@ def _falls(slope: _Slope, links: Sequence[Link]) -> Iterator[_Fall]:
 
 
 def _through_layers(slope: _Slope, ways: Iterable[Sequence[Link]]) -> Sequence[Link]:
-    """The stream to the first layer from where the last layer's comes into it to where the second
-    layer's does; and on to the parameter itself if most of the change is there: in an attention,
-    say, that leads out of the stack.
+    """Returns the part of the stream to the first layer that lies between the last layer and the
+    second one. If less than half of the change lies in this part, it extends to the first layer's
+    parameter: in an attention, say, whose gradient leaves the stack.
 
     Args:
       ways: the streams to the layers, from the input's side to the output's.
@@ -247,8 +253,8 @@ def _through_layers(slope: _Slope, ways: Iterable[Sequence[Link]]) -> Sequence[L
 
 
 def _changes_by_line(links: Sequence[Link], sign: int) -> dict[Any, list[tuple[float, Link]]]:
-    """How much each operation of a stream changes the norm for good, by the line."""
-    lasting = _lasting([sign * link.change for link in links[::-1]])  # as the gradient goes
+    """Returns how much each operation of a stream changes the norm for good, by its line."""
+    lasting = _lasting([sign * link.change for link in links[::-1]])  # from output to input
     found: dict[Any, list[tuple[float, Link]]] = defaultdict(list)
     for link, change in zip(links, lasting[::-1], strict=True):
         found[link.origin].append((change, link))
@@ -256,10 +262,11 @@ def _changes_by_line(links: Sequence[Link], sign: int) -> dict[Any, list[tuple[f
 
 
 def _lasting(changes: Sequence[float]) -> list[float]:
-    """How much each change adds that is not taken back, as a change of units is.
+    """Returns the part of each change that later changes do not undo.
 
-    What is taken back later is below the highest level so far, or above the lowest level that
-    follows: of these two the one that adds less is right.
+    (A change of units, for example, is undone.) A change counts if it raises the highest level so
+    far; or, in the other count, if it raises the lowest level still to come. The count with the
+    smaller total is returned.
     """
     levels = [0.0, *itertools.accumulate(changes)]
     highest = list(itertools.accumulate(levels, max))
@@ -271,6 +278,7 @@ def _lasting(changes: Sequence[float]) -> list[float]:
 def _finding_of_layers(
     fall: _Fall, streams: Streams, norms: Mapping[str, float], sources: Mapping[str, int | None]
 ) -> Finding:
+    """Returns the finding on a line that changes the norm along layers."""
     cause, links, found = fall.slope.cause, fall.links, fall.links[-1].occurrence
     before, after = number_text(links[-1].before), number_text(links[0].after)
     if 2 * len(links) > len(fall.slope.norms):
@@ -301,6 +309,7 @@ def _finding_of_layers(
 
 
 def _finding_of_steps(carry: tuple[Occurrence, int], slope: _Slope, streams: Streams) -> Finding:
+    """Returns the finding on a carry of a scan whose cotangent vanishes or explodes."""
     scan, j = carry
     body, path = scan.node.regions["jaxpr"], scan.into("jaxpr")
     first, _ = _jax.scan_split(scan.node.params)
@@ -320,11 +329,11 @@ def _finding_of_steps(carry: tuple[Occurrence, int], slope: _Slope, streams: Str
 
 
 def scope_norms(observed: Observed) -> list[tuple[str, float]]:
-    """For every named scope, in the order of execution, the norm of the cotangent of its last
-    result; over all steps of a scan."""
+    """Returns for every named scope, in the order of execution, the norm of the cotangent of its
+    last result; inside a scan, over all steps."""
     found: dict[str, float] = {}
     for last, _, stat in observed.of("ct"):
         scope = scope_of(last)
-        if scope and scope not in found:  # the reverse pass meets the last one first
+        if scope and scope not in found:  # the reverse pass measures the last result first
             found[scope] = total(stat[..., NORM])
     return list(reversed(found.items()))

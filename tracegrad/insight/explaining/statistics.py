@@ -1,8 +1,8 @@
-"""The few numbers that `explain` takes of an array; each statistic is a vector of floats.
+"""The statistics that `explain` computes of arrays; each is a vector of a few floats.
 
-Inside of a loop a statistic is part of the program. Elsewhere NumPy computes it, in double
-precision, since XLA would compile a program for each shape; but XLA does for arrays of which other
-processes have a part, and for large arrays on an accelerator.
+Inside of a loop a statistic is part of the compiled program. Elsewhere NumPy computes it, in double
+precision, since XLA would compile a program for each shape. XLA also computes it for arrays that
+are partly on other processes, and for large arrays on an accelerator.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import numpy as np
 
 from tracegrad.rewriting.norms import over_largest
 
-# Where a number stands: in `exact` (of which `norms` has the first two), in `edge` and in `units`.
+# The positions of the numbers in `exact` (`norms` has its first two), in `edge` and in `units`.
 NORM, ZEROS, NAN, INF, LEAST, GREATEST = range(6)
 EDGE_NAN, EDGE_INF, EDGE_NORM, EDGE_GIVEN, EDGE_OPERANDS = range(5)
 IDLE_UNITS, ALL_UNITS = range(2)
 
-OPERANDS = 4  # of so many an edge tells the value at its first NaN or Inf
-_BY_NUMPY = 1 << 20  # elements
+OPERANDS = 4  # `edge` has the values of at most so many operands
+_BY_NUMPY = 1 << 20  # elements; XLA measures larger arrays on an accelerator
 
 Measure = Callable[..., Any]
 
 
 def _by_place(measure: Measure) -> Measure:
-    """Makes a function of arrays of a `measure` that takes ``(xp, *arrays)``, where ``xp`` is NumPy
-    or `jax.numpy`."""
+    """Turns a `measure` that takes ``(xp, *arrays)`` into a function of arrays that chooses ``xp``:
+    NumPy or `jax.numpy`."""
     compiled = jax.jit(functools.partial(measure, jnp))  # traced once for each shape
-    # Without it XLA fuses into each statistic all that leads to its array, once more for each:
-    # the time to compile grew with the square of a program's length.
+    # Without the barrier XLA fuses into each statistic all operations that lead to its array: the
+    # time to compile grew with the square of a program's length.
     barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
 
     @functools.wraps(measure)
@@ -73,15 +73,15 @@ def _real(xp: Any, x: Any) -> Any:
 
 
 def _share_of_zeros(xp: Any, x: Any) -> Any:
-    """1 if all are zero, and less if one is not, however many there are."""
+    """Returns the share of zeros; below 1 even after rounding unless all elements are zero."""
     count = x.size - np.count_nonzero(x) if xp is np else xp.sum(x == 0)
     below = xp.minimum(count / max(1, x.size), 1 - 2.0**-20)
     return xp.where(count == x.size, 1.0, below) if x.size else xp.zeros(())
 
 
 def _norm(xp: Any, x: Any) -> Any:
-    """The Euclidean norm, of entries whose squares are out of range too."""
-    flat = x.reshape(-1)  # threads of BLAS would wait for those of XLA
+    """Returns the Euclidean norm, also of entries whose squares overflow or underflow."""
+    flat = x.reshape(-1)  # einsum, not dot: threads of BLAS would wait for those of XLA
     if xp is np and 1e-280 < (square := np.einsum("i,i->", flat, flat)) < 1e280:
         return np.sqrt(square)
     x, largest = over_largest(x, xp=xp)
@@ -95,21 +95,21 @@ def _vector(xp: Any, *values: Any) -> Any:
 
 @_by_place
 def index(xp: Any, x: Any) -> Any:
-    """Which branch is taken."""
+    """Returns the index of a branch as a statistic."""
     return _vector(xp, x)
 
 
 @_by_place
 def norms(xp: Any, x: Any) -> Any:
-    """The norm, and the share of zeros."""
+    """Returns the norm and the share of zeros."""
     x = _real(xp, x)
     return _vector(xp, _norm(xp, x), _share_of_zeros(xp, x))
 
 
 @_by_place
 def exact(xp: Any, x: Any) -> Any:
-    """The norm, the share of zeros, the numbers of NaNs and of Infs, the least and the greatest
-    element."""
+    """Returns the norm, the share of zeros, the numbers of NaNs and of Infs, the least and the
+    greatest element."""
     x = _real(xp, x)
     if x.size == 0:
         return xp.zeros(6, xp.float32)
@@ -127,13 +127,13 @@ def exact(xp: Any, x: Any) -> Any:
 
 @_by_place
 def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
-    """How many NaNs and Infs a VJP gave to an operand, and the norm of what it gave. Then, at the
-    place of the first NaN or Inf: the cotangent that came in, and the operands (NaN for those of
-    other shapes)."""
+    """Measures the cotangent that a VJP gives to an operand: the numbers of NaNs and Infs, and the
+    norm. Then, at the first NaN or Inf: the cotangent that came in, and the values of the operands
+    (NaN for operands of other shapes)."""
     flat = _real(xp, result).reshape(-1)
     if flat.size == 0:
         return xp.zeros(EDGE_OPERANDS + OPERANDS, xp.float32)
-    if xp.ndim(result) == 0 < xp.ndim(given):  # a scalar factor, of which the terms were added up
+    if xp.ndim(result) == 0 < xp.ndim(given):  # a scalar factor: its cotangent is a sum of terms
         shape, score = xp.shape(given), _bad_terms(xp, given, operands)
     else:
         shape, score = xp.shape(result), ~xp.isfinite(flat)
@@ -155,7 +155,7 @@ def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
 
 
 def _bad_terms(xp: Any, given: Any, operands: Sequence[Any]) -> Any:
-    """1 where a cotangent of zero is multiplied by a NaN or Inf, 2 where another one is, else 0."""
+    """Returns 1 where a zero cotangent meets a NaN or Inf, 2 where a nonzero one does, else 0."""
     score = xp.zeros(xp.size(given), xp.int32)
     for x in operands:
         if xp.shape(x) == xp.shape(given) and jnp.issubdtype(x.dtype, jnp.number):
@@ -166,8 +166,8 @@ def _bad_terms(xp: Any, given: Any, operands: Sequence[Any]) -> Any:
 
 @_by_place
 def difference(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
-    """Four norms: of what a rule gives, of the derivative, of the difference, and of the cotangent
-    that came in."""
+    """Returns four norms: of a rule's cotangent, of the derivative's, of their difference, and of
+    the cotangent that came in."""
     given, own, cotangent = (_real(xp, x) for x in (given, own, cotangent))
     terms = given, own, given - own, cotangent
     return _vector(xp, *(_norm(xp, x) for x in terms))
@@ -175,14 +175,15 @@ def difference(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
 
 @_by_place
 def multiplied(xp: Any, result: Any, factor: Any) -> Any:
-    """For a cotangent that was multiplied by a factor: the largest factor by the least, the norm of
-    the cotangent where the factor is near the largest, and its norm elsewhere."""
+    """Measures a cotangent that was multiplied by a factor: the largest factor divided by the
+    least, the norm of the cotangent where the factor is over a tenth of the largest, and its norm
+    elsewhere."""
     return _amplified(xp, result, factor)
 
 
 @_by_place
 def divided(xp: Any, result: Any, divisor: Any) -> Any:
-    """The same for a cotangent that was divided."""
+    """Measures a cotangent that was divided by a divisor, as `multiplied` does."""
     return _amplified(xp, result, 1 / _real(xp, divisor))
 
 
@@ -198,14 +199,14 @@ def _amplified(xp: Any, result: Any, factor: Any) -> Any:
 
 @_by_place
 def units(xp: Any, result: Any, operands: Sequence[Any], bounds: Sequence[Any]) -> Any:
-    """How many units along the last axis are never active, and how many units there are; no units
-    if this is a maximum with something else than zero.
+    """Returns how many units along the last axis are never active, and how many units there are
+    (none for a maximum with something else than zero).
 
-    `operands`: those of a maximum, and `bounds` those among them that may be the zero; both are
-    empty for a function that is a rectifier by its name.
+    `operands`: the operands of a maximum; `bounds`: those of them that may be the zero. Both are
+    empty for `relu`.
     """
     is_active = result != 0
-    if operands:  # of a maximum of equals half the gradient goes to each
+    if operands:  # at a tie each operand of a maximum gets half the gradient: active
         is_active = is_active | functools.reduce(xp.logical_and, [x == 0 for x in operands])
     active = xp.any(is_active, axis=tuple(range(result.ndim - 1)))
     rectifies = xp.asarray(not bounds)

@@ -1,7 +1,8 @@
-"""By which operations most of a gradient comes to a value, and what each does to its norm.
+"""The operations through which most of a gradient comes to a value, and how each changes the norm.
 
-Where a value is used twice, the stream goes by the use that gives it more: past a branch that adds
-little to a residual connection. So changes along a stream add up to the change from end to end.
+Such a sequence of operations is a *stream*. If a value has several uses, its stream follows the use
+that gives the value the largest cotangent (at a residual connection, not the branch that adds
+little). So the changes along a stream add up to the change from end to end.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from tracegrad.ir.occurrence import Path
 
 @dataclass(frozen=True)
 class Link:
-    """An operation on a stream: the norm of the cotangent of its result, and the norm of the
-    cotangent of the operand that the stream goes on to."""
+    """An operation on a stream: the norm of the cotangent of its result (`before`), and the norm of
+    the cotangent of the operand to which the stream leads (`after`)."""
 
     occurrence: Occurrence
     result: Value
@@ -36,7 +37,7 @@ class Link:
 
     @property
     def change(self) -> float:
-        """The logarithm of how the norm changes."""
+        """The logarithm of the factor by which the norm changes."""
         if not (0 < self.before < math.inf and 0 < self.after < math.inf):
             return 0.0
         return math.log(self.after) - math.log(self.before)
@@ -44,9 +45,9 @@ class Link:
 
 @dataclass
 class Streams:
-    """The streams in what a pass has observed.
+    """The streams in a measured graph.
 
-    The close form of the pass tells what each use gives to a value. Without it a use counts by the
+    In the close form, a use counts by the cotangent that it gives to the value; else by the
     cotangent that arrives at the use.
     """
 
@@ -58,7 +59,7 @@ class Streams:
         return any(kind == "edge" for kind, *_ in self.observed.stats)
 
     def to(self, value: Value, path: Path = ()) -> list[Link]:
-        """The stream to a value of a region, from the value on to where the gradient begins."""
+        """Returns the stream to a value of a region, from the value to the stream's start."""
         found = []
         while (link := self.next(path, value)) is not None:
             found.append(link)
@@ -66,7 +67,7 @@ class Streams:
         return found
 
     def next(self, path: Path, value: Value) -> Link | None:
-        """The operation from which most of the gradient of a value comes."""
+        """Returns the operation that gives a value the largest cotangent; None if none does."""
         if (path, value) not in self._known:
             self._known[path, value] = self._strongest(path, value)
         return self._known[path, value]
@@ -81,7 +82,8 @@ class Streams:
         return Link(here, here.node.outputs[k], here.origin, norms[k], after)
 
     def _uses(self, path: Path, value: Value) -> Iterator[tuple[float, Occurrence]]:
-        """The operations that use a value, in called regions too, and what each gives to it."""
+        """Returns the operations that use a value (also in called regions), each with the norm of
+        the cotangent that it gives to the value."""
         region = self.observed.region(path)
         for node in region.users.get(value, ()):
             here = Occurrence(path, node)
@@ -99,7 +101,7 @@ class Streams:
                 yield from self._uses(*each)
 
     def _of_value(self, path: Path, value: Value) -> float | None:
-        """The norm of the cotangent of a value; None where that is not known."""
+        """Returns the norm of the cotangent of a value; None if it is not known."""
         region = self.observed.region(path)
         node = region.producers.get(value)
         if node is not None:
@@ -112,7 +114,7 @@ class Streams:
         return self._of_value(around, outer) if isinstance(outer, Value) else None
 
     def _of_carry(self, path: Path, index: int) -> float | None:
-        """The same of a carry: of what the step before gave on."""
+        """Returns the norm of the cotangent of a carry, as an input of the steps."""
         call = Place(Occurrence(path[:-1], path[-1][0]))
         first, _ = _jax.scan_split(call.node.params)
         stat = self.observed.get("carry", call, index - first)
@@ -122,7 +124,7 @@ class Streams:
         return total(stat[..., others, NORM])
 
     def _norm(self, kind: str, here: Occurrence, k: int) -> float | None:
-        """A norm over all runs of an operation; Inf where it is not finite."""
+        """Returns a norm over all runs of an operation; Inf if it is not finite."""
         stat = self.observed.get(kind, Place(here), k)
         if stat is None:
             return None
@@ -130,7 +132,7 @@ class Streams:
 
 
 def total(norms: np.ndarray[Any, Any]) -> float:
-    """A norm over all runs, without those that did not happen."""
+    """Returns a norm over all runs, without those that did not happen (NaN)."""
     found = np.asarray(norms, np.float64)
     found = found[~np.isnan(found)]
     largest = np.max(found, initial=0.0)

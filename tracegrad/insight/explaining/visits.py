@@ -1,4 +1,4 @@
-"""What the measured passes go through: a node, what was kept of it, and the cotangents there."""
+"""The state of the measuring passes at a node: the values kept, and the cotangents there."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from tracegrad._jax.caches import of_program
 from tracegrad.ir import Graph, Node, Occurrence, Recompute, Value
 from tracegrad.ir.running import read
 
-# One program on the operands as they are: it is entered.
+# Operations that only call a region on their operands.
 _ENTERED = frozenset({"jit", "closed_call", "core_call"})
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What the forward pass over a graph leaves for the reverse pass: its values, and what it left
-    of the regions of each node."""
+    """What the forward pass over a graph keeps for the reverse pass."""
 
     values: Mapping[Value, Any]
-    inner: Mapping[Node, Any]
+    inner: Mapping[Node, Any]  # for each entered node: what its reverse pass needs
 
 
 jax.tree_util.register_pytree_node(
@@ -40,10 +39,10 @@ jax.tree_util.register_pytree_node(
 
 @dataclass(frozen=True)
 class Visit:
-    """A node that the reverse pass is at.
+    """A node in the reverse pass.
 
-    `given` are the cotangents of its results (None: zero by structure), `active` the operands whose
-    cotangents are wanted.
+    `given` are the cotangents of its results (None: zero by structure), `active` the indices of the
+    operands whose cotangents are wanted.
     """
 
     here: Occurrence
@@ -57,21 +56,21 @@ class Visit:
 
     @property
     def wanted(self) -> list[bool]:
-        """For each operand whether its cotangent is."""
+        """For each operand whether its cotangent is wanted."""
         return [i in self.active for i in range(len(self.here.node.inputs))]
 
     @property
     def inner(self) -> Any:
-        """What the forward pass left of its regions."""
+        """What the forward pass kept for the node's regions."""
         return self.kept.inner[self.here.node]
 
 
 def is_entered(node: Node) -> bool:
-    """Whether the passes go through the regions of a node rather than take it as one operation."""
+    """Whether the passes enter the regions of a node, and do not treat it as one operation."""
     loops = node.primitive is _jax.SCAN or node.primitive is _jax.COND
     if not node.regions or not (loops or is_called(node)):
         return False
-    # What is written to a Ref may be read anywhere; JAX differentiates the region as a whole.
+    # A value written to a Ref may be read anywhere; JAX differentiates such a region as a whole.
     return not (node.has_references or any(map(_has_references, node.regions.values())))
 
 
@@ -101,7 +100,7 @@ def first_of(given: Sequence[Any]) -> Any:
 
 
 def strong(x: Any) -> Any:
-    """Without a weak type, so that what goes round in a loop has one type."""
+    """Removes the weak type, so that the carry of a loop keeps its type."""
     aval = jax.typeof(x)
     if not isinstance(aval, jax.core.ShapedArray) or jnp.issubdtype(
         aval.dtype, jax.dtypes.extended

@@ -1,4 +1,4 @@
-"""Where a gradient that is connected becomes all zeros, and which units are never active."""
+"""Finds where the gradient of a connected source becomes all zeros, and units never active."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _ZERO_CURES = {
 }
 
 
-# At an extremum, say: that is no mistake.
+# Causes that are no mistake: the derivative may be zero at an extremum.
 _HEALTHY = ("zero derivative", "cancelled")
 
 
@@ -69,11 +69,11 @@ def zero_gradients(
     sources: dict[str, int | None],
     inputs: Sequence[Any],
 ) -> Iterator[Finding]:
-    """Where the gradients died that are all zeros, of sources that are connected.
+    """Returns findings on where the gradients of connected sources became all zeros.
 
     Args:
-      close: gives what the close form of the pass observes.
-      inputs: the arrays of those of the graph.
+      close: returns what the close form of the pass measures.
+      inputs: the arrays of the graph's inputs.
     """
     starting = {
         observed.graph.inputs[i]: r.path
@@ -117,17 +117,18 @@ def _starting_factors(
     value: Value,
     starting: Mapping[Value, str],
 ) -> list[str]:
-    """The sources that start at zero to which a gradient comes through what a node multiplies the
-    cotangent of an operand by: the second factor of a low-rank adapter, the last scale of a
-    block."""
+    """Returns the sources that are zero now but get a gradient, and from which a factor is computed
+    by which a node multiplies the cotangent of `value`: the second factor of a low-rank adapter,
+    the last scale of a block."""
 
     def operands_given_some(here: Occurrence) -> Iterator[Value]:
+        """Yields the operands to which the VJP of a node may give a nonzero cotangent."""
         region = observed.region(here.path)
         for v in here.node.inputs:
             if not isinstance(v, Value):
                 continue
             is_shared = len(region.users.get(v, ())) > 1 or v in region.results
-            # The cotangent of a value with other uses may come from these.
+            # If the value has other uses, its cotangent may come from them: ask the close form.
             if v not in region.producers or not is_shared or _gives_some(close(), here, v):
                 yield v
 
@@ -152,14 +153,14 @@ def _starting_factors(
 
 
 def _arrives(observed: Observed, here: Occurrence, k: int) -> bool:
-    """Whether a cotangent arrives at a result of a node that is not zero."""
+    """Whether a nonzero cotangent arrives at a result of a node."""
     ct = observed.get("ct", Place(here), k)
     return ct is not None and not _is_zero(ct)
 
 
 def _dead_factor(observed: Observed, found: Occurrence, value: Value) -> Occurrence | None:
-    """The rectifier without active units of which the factor comes that a node multiplies the
-    cotangent of an operand by."""
+    """Returns the rectifier without active units that made the factor by which a node multiplies
+    the cotangent of `value`; None if no such rectifier made it."""
     dead = {each for each, count, total in _counted_units(observed) if count == total}
     place = Place(found) if dead else None
     for factor in found.node.inputs if place else ():
@@ -174,17 +175,17 @@ def _dead_factor(observed: Observed, found: Occurrence, value: Value) -> Occurre
 
 
 def _is_all_zeros(array: Any) -> bool:
-    is_here = getattr(array, "is_fully_addressable", True)  # else XLA looks
+    is_here = getattr(array, "is_fully_addressable", True)  # if not, XLA computes `any`
     return not np.any(np.asarray(array) if is_here else array)
 
 
 def _killers(
     observed: Observed, source: int, close: Callable[[], Observed]
 ) -> dict[Occurrence, tuple[str, Value]]:
-    """The nodes at which the gradient of a source, connected but zero, becomes zero; why, and the
-    operand whose cotangent is zero."""
+    """Returns the nodes at which the gradient of a connected source becomes zero, each with the
+    cause and the operand whose cotangent is zero."""
     found: dict[Occurrence, tuple[str, Value]] = {}
-    # With each value whether its gradient may be a sum: of its uses, or of the steps of a scan.
+    # For each value: whether its gradient may be a sum, over its uses or over the steps of a scan.
     pending: list[tuple[Path, Value, bool]] = [((), observed.graph.inputs[source], False)]
     seen = set()
     while pending:
@@ -228,7 +229,7 @@ def _killers(
 
 
 def _gives_some(close: Observed, here: Occurrence, value: Value) -> bool:
-    """Whether the VJP of a node gives an operand something else than zeros."""
+    """Whether the VJP of a node gives an operand a cotangent that is not zero."""
     edges = [
         close.get("edge", Place(here), i) for i, v in enumerate(here.node.inputs) if v is value
     ]
@@ -246,12 +247,13 @@ def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
 
 
 def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
+    """Returns the cause why a node gives an operand a zero cotangent."""
     node = found.node
     if node.op in ("scatter", "dynamic_update_slice") and node.inputs[0] is value:
         return "overwritten"
     if isinstance(node, CustomGradient):
         if keeps_zeros(node):
-            return _CAUSES.get(node.name, "zero derivative")  # as the operation that it stands for
+            return _CAUSES.get(node.name, "zero derivative")  # named after the operation replaced
         return "dead units" if node.name == "relu" else "custom rule"
     if node.op == "convert_element_type":  # the VJP is a cast, too
         return "underflow"
@@ -262,10 +264,11 @@ def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
 
 
 def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Rectifiers most of whose units are active for no example, but those in `findings`."""
+    """Returns findings on rectifiers most of whose units are active for no example, without those
+    that are already in `findings`."""
     known = {f.origin for f in findings if f.cause == "dead units"}
     for found, dead, total in _counted_units(observed):
-        # Where no gradient arrives anyway, units are not what it ends at.
+        # If no gradient arrives at the rectifier, its units do not matter.
         arrives = found.rule_around is None and observed.get("ct", Place(found)) is not None
         if 2 * dead > total and arrives and found.origin not in known:
             yield Finding.of(
@@ -280,7 +283,7 @@ def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Find
 
 
 def _which(observed: Observed, found: Occurrence) -> str:
-    """Which of several rectifiers on one line a node is."""
+    """Returns words on which of several rectifiers on its line a node is, or ""."""
     alike = [o for o, _, _ in observed.of("units") if o.origin == found.origin]
     if len(alike) < 2 or found not in alike or found.origin is None:
         return ""
@@ -288,7 +291,8 @@ def _which(observed: Observed, found: Occurrence) -> str:
 
 
 def _counted_units(observed: Observed) -> Iterator[tuple[Occurrence, int, int]]:
-    """Rectifiers with units that were never active: where, how many, of how many."""
+    """Returns all measured rectifiers, each with the number of units that are never active and the
+    number of its units."""
     for found, _, stat in observed.of("units"):
         runs = stat.reshape(-1, 2)
         runs = runs[~np.isnan(runs).any(axis=1)]
