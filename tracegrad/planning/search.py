@@ -25,7 +25,7 @@ class BudgetTooSmall(ValueError):
       lowest: the lowest peak of any plan found, in bytes: measured in XLA, or by the model.
       measured_on: the backend and the JAX version that measured `lowest`; "" if the model did.
       held_most: the user's lines that hold the most bytes at that peak, and these bytes, by the
-        model, for one example.
+        model.
       in_the_way: describes an operation that computes more than half of the program's bytes and
         that no plan can split, with its line; "" if there is none.
     """
