@@ -120,7 +120,7 @@ class Body:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         pipeline, use = self._pipeline(), self.use
         assert pipeline is not None, "the traced function that is called holds it"
-        if _jax.config.jax_disable_jit:  # asked here, since warm calls do not come here
+        if _jax.config.jax_disable_jit:  # then `jax.jit` calls this; warm calls of jit do not
             raise Outgrown(self, None)
         values, args = args[: len(use.values)], args[len(use.values) :]
         call = self._taken_apart(pipeline, args, kwargs)

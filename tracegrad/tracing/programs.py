@@ -184,10 +184,10 @@ class Program:
             return new, result
 
     def _held(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of what calls the host, with nobody around."""
+        """Runs a call of a program that calls the host, at top level without listeners."""
         use = self.use
         assigned: list[Any] = [ref() for ref in use.assigned]
-        # The host may run what writes over them.
+        # `.value`, not the stored array: the host may run a program that overwrites that.
         constants = [ref().value for ref in use.read]  # type: ignore[union-attr]
         free(assigned)
         with dispatching:
