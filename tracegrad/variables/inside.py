@@ -90,7 +90,7 @@ class Inside:
                 if self.changes_structure:  # `Twins` in the result hold all new arrays
                     self.updates, updates = (), []
             values = [*self.variables.last_values(), *updates]
-            return (result, values) if values else result  # alone, its paths in messages are right
+            return (result, values) if values else result  # JAX's messages give the path in this
 
     def _updates(self, before: Contents, arguments: Any, gone: Sequence[Any]) -> list[Any]:
         if not before.objects:

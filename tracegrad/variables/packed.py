@@ -210,7 +210,7 @@ class _Layout:
         ]
         self.is_opaque = any(is_kind_of_module(kinds[i]) for i in self.others)
         self.known: dict[tuple[int, ...], tuple[Any, list[bool]]] = {}
-        # Then the same objects make the same structure.
+        # If no leaf can change, the same objects always make the same structure.
         others: list[Any] = [kinds[i] for i in self.others if i not in numbers]
         self._never_changes = all(
             kind.__eq__ is object.__eq__ or kind in _IMMUTABLE for kind in others

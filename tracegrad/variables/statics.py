@@ -188,7 +188,7 @@ def is_kind_of_array(kind: type) -> bool:
 
 
 def are_arrays(leaves: Sequence[Any]) -> bool:
-    """Whether all leaves are arrays in every tree, also in modules of equinox; true for most trees."""
+    """Whether all leaves are arrays in any tree (a number in a module of equinox is a setting)."""
     kinds = set(map(type, leaves))
     return all(map(is_kind_of_array, kinds)) and kinds.isdisjoint(_PLAIN_NUMBERS)
 
