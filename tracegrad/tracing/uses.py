@@ -71,7 +71,6 @@ class Use:
             [v for v in read if v not in assigned],
             [v for v in assigned if v not in read],
         )
-        # Of these the program takes the values,
         self.values: Sequence[weakref.ref[Any]] = (*self.updated, *self.read)
         self.assigned: Sequence[weakref.ref[Any]] = (*self.updated, *self.written)
         self.has_variables = bool(self.values or self.written)
