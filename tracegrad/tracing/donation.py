@@ -34,6 +34,6 @@ def refuse_sharing(fun: Callable[..., Any], call: Call, donated: StaticArguments
                 own = next(place for place in shared if place.startswith(f"`{name}"))
                 raise ValueError(
                     f"{function_name(fun)} donates {own}, and {' and '.join(shared)} are one "
-                    "array: after the call nobody would have it. Copy it first, as by "
-                    "`jax.tree.map(jnp.copy, nnx.state(model))`, or leave out the donation"
+                    "array, which would be deleted by the call. Copy it first, for example by "
+                    "`jax.tree.map(jnp.copy, nnx.state(model))`, or do not donate it"
                 )

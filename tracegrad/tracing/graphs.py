@@ -261,6 +261,7 @@ def _call(fun: Callable[..., Any], within: Within, /, *args: Any, **kwargs: Any)
 def _dynamic_signature(
     fun: Callable[..., Any], positions: set[int], names: frozenset[str]
 ) -> inspect.Signature | None:
+    """Returns the signature of `fun` without its static parameters; None if it has none."""
     try:
         signature = inspect.signature(fun)
     except (ValueError, TypeError):
@@ -272,7 +273,7 @@ def _dynamic_signature(
     ]
     try:
         return signature.replace(parameters=kept)
-    except ValueError:  # a parameter with a default now stands before one without
+    except ValueError:  # a parameter with a default now comes before one without
         return None
 
 

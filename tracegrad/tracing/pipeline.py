@@ -267,6 +267,7 @@ class Pipeline:
         )
 
     def _note(self, call: Call) -> None:
+        """Records the signature of a call that is being traced."""
         names = argument_names(self.fun, len(call.args))
         named = {**dict(zip(names, call.args, strict=True)), **call.kwargs}
         _, positions, static_kwargs = self.static.apart(call.args, call.kwargs)

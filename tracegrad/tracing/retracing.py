@@ -36,11 +36,11 @@ _CURES = {
     "dtype": "convert it before the call",
     "weak type": "pass an array of a fixed dtype, not a Python number at some calls",
     "static value": "pass it as an array, if the program need not be compiled for its value",
-    "static object": "make it once and pass the same, or give its class an __eq__ and a __hash__, "
-    "or, if it holds arrays, register it with jax.tree_util.register_dataclass",
+    "static object": "make it once and pass the same object, or give its class an __eq__ and a "
+    "__hash__, or, if it holds arrays, register it with jax.tree_util.register_dataclass",
     "Variable": "pass its `.value`, unless the function is to watch or to assign it",
     "tree": "pass the same structure every time",
-    "structure": "make it once, before the calls, and pass the same every time",
+    "structure": "make the module once, before the calls, and pass the same module every time",
 }
 
 

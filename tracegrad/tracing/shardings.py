@@ -54,7 +54,7 @@ def is_for_all(shardings: Any) -> bool:
 
 
 def shardings_of_result(shardings: Any, graph: Graph) -> Packed | None:
-    """Returns the shardings of a packed result if they contain an `nnx.StateSharding`; else None."""
+    """Returns the shardings of a packed result, if one is an `nnx.StateSharding`; else None."""
     if not maps(shardings):
         return None
     arrays = graph.out_avals[: graph.result_count]
@@ -142,8 +142,8 @@ def refuse_other_shardings(shardings: Any, args: Sequence[Any]) -> None:
             if shardings[first] != shardings[i]:
                 raise ValueError(
                     f"Inconsistent aliasing: an object of flax.nnx is in the arguments {first} and "
-                    f"{i}, and in_shardings says {shardings[first]} and {shardings[i]} of them. "
-                    "Say one for both, or give one of them a copy (nnx.clone)"
+                    f"{i}, for which in_shardings has {shardings[first]} and {shardings[i]}. "
+                    "Give both the same sharding, or pass a copy (nnx.clone) as one of them"
                 )
         owners += [i] * len(Contents(arg.argument()).objects)
 

@@ -73,15 +73,15 @@ _NO_ARRAY = (
 # Attributes of a `Variable` that arrays lack.
 _OF_VARIABLES = frozenset({"assign", "assign_add", "assign_sub", "read_value", "trainable"})
 _NO_VARIABLE = (
-    "This line takes an array for a `Variable`: JAX hands on the value of a Variable among the "
-    "arguments. Let the function close over the Variable, or return the new value and assign it "
+    "This line takes an array for a `Variable`: JAX replaces a Variable among the arguments by its "
+    "value. Let the function close over the Variable, or return the new value and assign it "
     "outside."
 )
 
 
 _STATIC_INSIDE = (
-    "A function that jax.jit has compiled takes as static an array that is traced here. Make it "
-    "static here too, `tracegrad.trace(f, static_argnums=1)`, or fill it in by functools.partial."
+    "A static argument of an inner jax.jit is a traced array here. Make it static here too, "
+    "`tracegrad.trace(f, static_argnums=1)`, or fill it in by functools.partial."
 )
 
 

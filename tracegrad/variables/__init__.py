@@ -1,4 +1,4 @@
-"""`Variable`s: their values, and how traces, tapes and explanations learn of reads and assignments."""
+"""`Variable`s: their values, and the listeners that learn of reads and assignments."""
 
 from tracegrad.variables.trees import as_variables as as_variables
 from tracegrad.variables.trees import assign_values as assign_values

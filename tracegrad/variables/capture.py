@@ -84,9 +84,9 @@ class Capture(Listener):
         warn_if_cut(variable)
         if _jax.staging_trace() is None:
             raise RuntimeError(
-                f"the Variable {variable.name!r} is read inside a traced function, where something "
-                "is computed at once and not as a part of its program: there it has no value yet. "
-                "Read it outside, or compute that in the program."
+                f"the Variable {variable.name!r} is read inside a traced function, by code that is "
+                "computed at once and is not a part of the function's program: there the Variable "
+                "has no value yet. Read it outside, or make that code a part of the program."
             )
         if variable not in self._readable:
             self._readable[variable] = self._read(variable)

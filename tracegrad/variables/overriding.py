@@ -49,8 +49,8 @@ class ForwardingTrace(jax.core.Trace):
     def __init__(self, parent: Any):
         super().__init__()  # type: ignore[no-untyped-call]
         self.parent_trace = parent
-        # JAX must not lower operations with derivative rules of their own (`jax.experimental.hijax`,
-        # in JAX 0.12 `jnp.ldexp`) first: the lowered operations have other derivatives.
+        # JAX must not first lower operations with derivative rules (`jax.experimental.hijax`, in
+        # JAX 0.12 `jnp.ldexp`): the lowered operations have other derivatives.
         self.requires_low = False
         self.is_installed = False
         self._as_current: AbstractContextManager[None] | None = None
@@ -139,8 +139,8 @@ class ForwardingTrace(jax.core.Trace):
     def process_shard_map(
         self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
     ) -> Any:
-        """Runs a `jax.shard_map` that is called directly, as the program of a jitted function: there
-        it is an ordinary operation, and the values that it closes over are operands."""
+        """Runs a `jax.shard_map` that is called directly, as the program of a jitted function: in
+        it, the shard_map is an operation, and the values that it closes over are operands."""
         if not self.sees(args):
             with _jax.set_current_trace(self.parent_trace):
                 return self.parent_trace.process_shard_map(primitive, fun, args, **params)

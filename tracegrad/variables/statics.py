@@ -138,10 +138,10 @@ def _hash_of(leaf: Any) -> int:
     except Exception as error:
         problem = error
     raise TypeError(
-        f"it is {leaf!r} of type {type(leaf).__name__}, which has no hash or no equality: what is "
-        "no array is static, and programs are kept by both. Give its class both, as by "
-        "`@dataclass(frozen=True)`, or neither; or register it with "
-        "jax.tree_util.register_dataclass, if it holds arrays"
+        f"it is {leaf!r} of type {type(leaf).__name__}, which has no hash or no equality. A leaf "
+        "that is not an array is static, and must have both. Define both in its class "
+        "(`@dataclass(frozen=True)`), or neither; if it holds arrays, register the class with "
+        "jax.tree_util.register_dataclass"
     ) from problem
 
 
@@ -163,8 +163,8 @@ def _static(leaf: Any, index: int, structure: Any, *, is_result: bool, where: st
     try:
         if is_result and isinstance(leaf, Iterator):
             raise TypeError(
-                f"it is {leaf!r}, which is no array and computes when it is asked, after the "
-                "function is over. Return a list"
+                f"it is {leaf!r}, an iterator, which would compute after the function is over. "
+                "Return a list"
             )
         return Static(leaf, is_result=is_result)
     except TypeError as error:

@@ -324,7 +324,7 @@ class Variable:
         if name in _OF_THE_VALUE:
             return getattr(self.value, name)
         raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}; its array, `.value`, may"
+            f"{type(self).__name__!r} object has no attribute {name!r}; its `.value` may have it"
         )
 
     # ------------------------------------------------------------------------------- operators
