@@ -28,7 +28,7 @@ from tracegrad.variables.variable import Variable
 READ = _jax.standing_in_primitive("read")
 
 
-class _Life:
+class _Running:
     """Whether the function of a capture is running; lives as long as the placeholders do."""
 
     runs = False
@@ -56,18 +56,18 @@ class Capture(Listener):
         self._current: dict[Variable, Any] = {}  # the value assigned last
         self._readable: dict[Variable, Any] = {}  # the object that readers get
         self._trace: Any = None
-        self._life = _Life()
+        self._running = _Running()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
         """A block inside the trace of the function's program, in which the function is called."""
         self._trace = _jax.current_trace(None)
-        self._life.runs = True
+        self._running.runs = True
         try:
             with kept_programs.while_tracing(), listening(self):
                 yield
         finally:
-            self._life.runs = False
+            self._running.runs = False
             # Their references lead to the function, and back to this capture: without this, the
             # cycle would keep all of them alive.
             self._trace = None
@@ -108,7 +108,7 @@ class Capture(Listener):
             return READ.bind(value, entry[0])
 
     def _value_at_entry(self, variable: Variable) -> _jax.Placeholder:
-        value = _jax.Placeholder(variable.aval, weakref.ref(variable), self._life.check)
+        value = _jax.Placeholder(variable.aval, weakref.ref(variable), self._running.check)
         self._entry.setdefault(variable, []).append(value)
         return value
 

@@ -43,7 +43,7 @@ class _Pass(threading.local):
 _pass = _Pass()
 
 
-class _Whose:
+class _FormerVariable:
     """The node data of a Variable that was flattened to its value. All are equal, so that trees
     with Variables in the same places have the same structure."""
 
@@ -53,10 +53,10 @@ class _Whose:
         self.variable = weakref.ref(variable)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Whose)
+        return isinstance(other, _FormerVariable)
 
     def __hash__(self) -> int:
-        return hash(_Whose)
+        return hash(_FormerVariable)
 
     def __repr__(self) -> str:
         return "value"
@@ -67,7 +67,7 @@ class _Whose:
 # leaf's buffer without a reference to the leaf, and a donation would delete them.
 def _flatten(variable: Variable) -> tuple[tuple[Any, ...], Any]:
     if _pass.found is None:
-        return (variable.value,), _Whose(variable)
+        return (variable.value,), _FormerVariable(variable)
     given = given_of(variable)
     _pass.found.append(given)
     return (), given
@@ -101,7 +101,9 @@ class _Unflattened(threading.local):
     trace: Any = None  # weakly
 
     def __init__(self) -> None:
-        self.values: dict[int, tuple[Any, _Whose]] = {}  # by id; the values are held weakly
+        self.values: dict[
+            int, tuple[Any, _FormerVariable]
+        ] = {}  # by id; the values are held weakly
 
 
 _unflattened = _Unflattened()
