@@ -307,7 +307,9 @@ def test_assignment_is_not_differentiated():
         v.assign(x * x)
         return v * x
 
-    with pytest.warns(UserWarning, match="read after it was assigned what is being differentiated"):
+    with pytest.warns(
+        UserWarning, match="read after it was assigned a value that is being differentiated"
+    ):
         assert jax.grad(f)(3.0) == 9.0
     assert float(v) == 9.0
 

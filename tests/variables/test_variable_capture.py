@@ -697,7 +697,9 @@ def test_the_gradient_of_a_traced_function_leaves_assignments_out_and_does_them(
         v.assign(x * x)
         return v * x
 
-    with pytest.warns(UserWarning, match="read after it was assigned what is being differentiated"):
+    with pytest.warns(
+        UserWarning, match="read after it was assigned a value that is being differentiated"
+    ):
         assert jax.grad(f)(3.0) == 9.0
     assert float(v) == 9.0
 
@@ -857,7 +859,9 @@ def test_functions_inside_a_traced_one_may_return_variables(around):
 
 def test_a_loss_may_be_a_variable():
     total = Variable(0.0)
-    with pytest.warns(UserWarning, match="read after it was assigned what is being differentiated"):
+    with pytest.warns(
+        UserWarning, match="read after it was assigned a value that is being differentiated"
+    ):
         assert tg.value_and_grad(lambda x: total.assign(x * x))(3.0) == (9.0, 0.0)
 
 

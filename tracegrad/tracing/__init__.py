@@ -1,4 +1,4 @@
-"""Python function → Graph, and the decorator that compiles by way of it."""
+"""Python function → Graph, and the decorator `trace`, which compiles a function by its graph."""
 
 from tracegrad.tracing.callable import to_callable as to_callable
 from tracegrad.tracing.graphs import Rule as Rule

@@ -1,4 +1,4 @@
-"""By which path an argument of the function that is being traced is known."""
+"""The paths of the traced arrays in the arguments of the functions that are being traced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _here = _Here()
 
 @contextmanager
 def known_by_path(arrays: Sequence[Any], paths: Sequence[str]) -> Iterator[None]:
-    """A block in which `argument_path` knows these arrays, which the caller holds."""
+    """A block in which `argument_path` returns the paths of these arrays; the caller keeps the
+    arrays alive."""
     before = _here.paths
     _here.paths = {**before, **dict(zip(map(id, arrays), paths, strict=True))}
     try:
@@ -29,8 +30,8 @@ def known_by_path(arrays: Sequence[Any], paths: Sequence[str]) -> Iterator[None]
 
 
 def argument_path(array: Any) -> str:
-    """``params.0.kernel``; "" for what is no argument of a function that is being traced, or such
-    an argument as a function around gets it that is being differentiated."""
+    """Returns the path of an array that is an argument of a function being traced, or a tracer of
+    a derivative whose primal is one: ``params.0.kernel``; "" for any other array."""
     while array is not None:
         if id(array) in _here.paths:
             return _here.paths[id(array)]

@@ -1,4 +1,8 @@
-"""The arguments of a call: which are static, and what a program takes of the others."""
+"""The arguments of a call: which are static, and how a program takes the others.
+
+To take arguments apart is to flatten each one into its arrays and a structure, which also holds
+whatever is not an array; see `variables.packed`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,12 @@ Names = str | Iterable[str] | None
 
 
 class StaticArguments(NamedTuple):
-    """Static arguments by position and by name: Python values that a program is made for.
+    """Which arguments are static (each value of them needs a program of its own), by position and
+    by name.
 
     Attributes:
-      others: what the function calls its positional arguments that are not static, for messages.
-      rest: what it calls all further ones.
+      others: the parameter names of the other positional arguments, for messages.
+      rest: the name of the parameter for all further ones, ``*args``.
     """
 
     positions: frozenset[int] = frozenset()
@@ -30,19 +35,19 @@ class StaticArguments(NamedTuple):
     rest: str = "args"
 
     def within(self, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """The static positions of a call with these positional arguments."""
+        """Returns the static positions of a call with these positional arguments."""
         count = len(args)
         return tuple(sorted({p % count for p in self.positions if -count <= p < count}))
 
     def named(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The static keyword arguments of a call."""
+        """Returns the static keyword arguments of a call."""
         return {name: value for name, value in sorted(kwargs.items()) if name in self.names}
 
     def apart(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[tuple[Any, ...], Mapping[str, Any]], tuple[int, ...], dict[str, Any]]:
-        """The arguments of a call that are not static, as (args, kwargs); the positions of those
-        that are; and those among the keyword arguments."""
+        """Splits the arguments of a call. Returns the dynamic arguments, as (args, kwargs); the
+        positions of the static arguments; and the static keyword arguments."""
         if not self.positions and not self.names:
             return (args, kwargs), (), {}
         positions, static = self.within(args), self.named(kwargs)
@@ -55,12 +60,13 @@ NONE_STATIC = StaticArguments()
 
 
 class Call(NamedTuple):
-    """A call taken apart.
+    """A call whose arguments are taken apart.
 
     Attributes:
-      args, kwargs: the arguments: arrays, `Packed` ones, and static ones as they are.
-      variables: the Variables among them, which are what a program is made for.
-      objects: the modules and nnx.Variables of flax among them, each once.
+      args, kwargs: the arguments: arrays as they are, trees as `Packed`, static arguments as they
+        are.
+      variables: the Variables in the arguments: the key of the call's program.
+      objects: the modules and nnx.Variables of flax in the arguments, each once.
     """
 
     args: tuple[Any, ...]
@@ -70,7 +76,7 @@ class Call(NamedTuple):
 
     @property
     def is_of_arrays(self) -> bool:
-        """Whether `jax.jit` takes its arguments as they are."""
+        """Whether `jax.jit` accepts the arguments as they are."""
         if self.variables or self.objects:
             return False
         return not any(
@@ -78,7 +84,7 @@ class Call(NamedTuple):
         )
 
     def of_trees(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, in their own trees where these are of arrays alone."""
+        """Returns (args, kwargs), where arguments that hold only arrays are not packed."""
 
         def of_tree(arg: Any) -> Any:
             return arg.argument() if type(arg) is Packed and not arg.has_parts else arg
@@ -90,7 +96,7 @@ class TakingApart:
     """Takes the arguments of the calls of one function apart.
 
     Attributes:
-      looks_for_modules: whether it looks for objects of flax.nnx, which costs a look at each node.
+      looks_for_modules: whether it looks for objects of flax.nnx, at the cost of a check per node.
     """
 
     def __init__(self, static: StaticArguments = NONE_STATIC, *, looks_for_modules: bool = True):
@@ -123,7 +129,7 @@ class TakingApart:
         return Call(positional, {name: packed[name] for name in kwargs}, tuple(found), objects)
 
     def _with_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The same of the other arguments; the Variables in static ones are parts of these."""
+        """Takes a call with static arguments apart; also collects the Variables in static ones."""
         (dynamic, named), positions, static = self._static.apart(args, kwargs)
         of_dynamic = self._call(dynamic, named)
         found = list(of_dynamic.variables)
@@ -138,7 +144,7 @@ class TakingApart:
 
 
 def _static(value: Any, found: list[Given]) -> Any:
-    """A static argument, without the Variables in it, which JAX's caches may not keep."""
+    """Returns a static argument in which no Variable is held strongly: JAX's caches keep it."""
     own: list[Given] = []
     leaves, structure = flattened(value, own)
     if not own:
@@ -148,14 +154,14 @@ def _static(value: Any, found: list[Given]) -> Any:
 
 
 def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> StaticArguments:
-    """Completes positions by names and names by positions, as `jax.jit` does: where only one of
-    them is given, the other follows from the signature."""
+    """Returns the static arguments. If only positions or only names are given, the other follows
+    from the signature, as in `jax.jit`."""
     positions = _tuple(argnums, int)
     names = _tuple(argnames, str)
     parameters = parameters_of(fun)
     ordered = positional(parameters)
     variadic = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
-    if not variadic:  # from the end only where the end is known
+    if not variadic:  # with ``*args``, a negative position depends on the call
         positions = tuple(p + len(ordered) if p < 0 else p for p in positions)
     if argnums is not None and argnames is None:
         chosen = (ordered[p] for p in positions if 0 <= p < len(ordered))
@@ -167,7 +173,7 @@ def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> Stati
 
 
 def donated_by(fun: Callable[..., Any], options: Mapping[str, Any]) -> StaticArguments:
-    """Which arguments the options of `jax.jit` give away."""
+    """Returns which arguments the options of `jax.jit` donate."""
     by_position, by_name = options.get("donate_argnums"), options.get("donate_argnames")
     if by_position is None and by_name is None:
         return NONE_STATIC

@@ -1,9 +1,9 @@
-"""Attempts at tracing a function: one that has to be traced otherwise is left, and begun anew.
+"""Attempts at tracing a function: an attempt can be abandoned, to trace in another context.
 
-Whether `tracegrad.gradients` asks for what a function has computed decides how the function is
-traced, and shows only while it is traced. So tracing is tried; `gradients` leaves the attempt, by
-the one exception that passes through the user's function, and says in which context the function is
-to be traced. Whoever made the attempt makes the next one in that.
+If `tracegrad.gradients` asks for values that a function has computed, the function must be traced
+in another context, but this shows only while it is traced. So tracing is an attempt: `gradients`
+leaves it, by the one exception that passes through the user's function, and names the context in
+which to trace the function. The caller of the attempt then makes the next attempt in that context.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 
 class Left(BaseException):
-    """Leaves an attempt.
+    """Raised to leave an attempt.
 
-    No Exception, so that it passes through the ``except Exception`` of the user's functions.
+    Not an `Exception`, so that it passes through ``except Exception`` in the user's functions.
     """
 
     def __init__(self) -> None:
@@ -23,14 +23,15 @@ class Left(BaseException):
 
 
 class Attempt:
-    """A block in which a function is traced. It is left, quietly, by `leave`; then `found` is set.
+    """A block in which a function is traced. `leave` ends the block without an error, and sets
+    `found`.
 
-    Not a function that is called, for the sake of the user's tracebacks; and what the next attempt
-    raises does not seem to come from the handling of an error.
+    It is a context manager, so that it adds no frame to the user's tracebacks, and errors of the
+    next attempt are not chained to the exception that ended this one.
 
     Attributes:
-      is_left: whether it was, also where the function has caught what leaves it (``except:``), and
-        returned or raised something else: what it traced then is nothing that it would compute.
+      is_left: whether `leave` was called, even if the function has caught the exception
+        (``except:``) and then returned or raised something else: that trace is discarded.
     """
 
     def __init__(self) -> None:
@@ -53,18 +54,20 @@ class Attempt:
 
 
 class _Here(threading.local):
-    attempts: tuple[Attempt, ...] = ()  # of this thread, the innermost first
+    attempts: tuple[Attempt, ...] = ()  # on this thread, innermost first
 
 
 _here = _Here()
 
 
 def tracing_depth() -> int:
-    """How many functions are being traced to graphs on this thread, one inside the other."""
+    """Returns how many functions are being traced to graphs on this thread, nested."""
     return len(_here.attempts)
 
 
 def trace_again(within: Any, depth: int) -> NoReturn:
-    """Has a function that is being traced to a graph traced from the start once more, inside a
-    context: what `within` returns. `depth`: the innermost's is `tracing_depth`."""
+    """Restarts the trace of a function inside the context that `within()` returns.
+
+    `depth`: 1 for the outermost function that is being traced, `tracing_depth()` for the innermost.
+    """
     _here.attempts[-depth].leave(within)

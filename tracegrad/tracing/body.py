@@ -1,4 +1,4 @@
-"""What `jax.jit` compiles in the place of the user's function, and what a call of it returns."""
+"""`Body`: the function that `jax.jit` compiles instead of the user's function."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Outgrown(BaseException):
-    """A call needs a larger program. `Body` raises it to the call of that program.
+    """Raised by `Body` if a call needs a larger program; caught by the pipeline.
 
     Attributes:
       of: the body.
-      graph: what was traced; None where that shows before the user's function is called.
+      graph: the trace of this call; None if the user's function was not called yet.
     """
 
     def __init__(self, of: Body, graph: Graph | None):
@@ -42,20 +42,22 @@ class Outgrown(BaseException):
 
 
 class _Traced(threading.local):
-    graph: Graph | None = None  # of the call that goes on with a larger program; for one use
+    # The trace of a call that continues with a larger program. The program's body takes it once,
+    # instead of tracing again.
+    graph: Graph | None = None
 
 
 traced = _Traced()
 
 
 class NewValues(list[Any]):
-    """The new values that a program returns before its result: of its Variables, in the order of
-    its use, then of arrays of modules.
+    """The new values that a program returns before its result: those of the Variables in
+    `Use.assigned`, then those of arrays in modules.
 
     Attributes:
       assigned: for each Variable, whether the program has assigned it.
-      updates: where in the modules of the call the values behind those go.
-      hands_out: whether modules of flax.nnx in the result are put in their places.
+      updates: where each new array of a module goes.
+      hands_out: whether the result contains modules of flax.nnx that must be put together.
     """
 
     def __init__(
@@ -78,15 +80,16 @@ _ONE_ARRAY = jax.tree.structure(0)
 
 
 class Body:
-    """What `jax.jit` sees in the place of the user's function: trace → rules → lower.
+    """The function that `jax.jit` gets instead of the user's function: trace → rules → lower.
 
-    Takes the values of the Variables that the use says, then the arguments. Returns `NewValues` and
-    the function's result; of a plain use the result alone. It holds the pipeline weakly, because
-    JAX's caches live as long as it does.
+    Takes the values of the Variables in `Use.values`, then the arguments. Returns `NewValues` and
+    the function's result; if the use is plain, the result alone. Holds the pipeline weakly: JAX's
+    caches hold the body, and must not keep the pipeline alive.
 
     Args:
-      packs: whether a result that is not all arrays is `Packed`, for whoever puts it together.
-      is_staged: whether it is for `lower` and the like: then a result with nothing new comes alone.
+      packs: whether a result is returned as `Packed`, if it is more than one array.
+      is_staged: whether the body serves `lower` and the like, which return the result alone if
+        there are no new values.
     """
 
     def __init__(self, pipeline: Pipeline, use: Use, *, packs: bool, is_staged: bool = False):
@@ -105,19 +108,19 @@ class Body:
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """Whose it is, while that is there."""
+        """The pipeline of this body; None after the pipeline is gone."""
         return self._pipeline()
 
     @property
     def __wrapped__(self) -> Callable[..., Any] | None:
-        """The user's function: signature, name and source line of messages come from it."""
+        """The user's function: JAX takes signature, name and source line from here."""
         pipeline = self._pipeline()
         return None if pipeline is None else pipeline.ref()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         pipeline, use = self._pipeline(), self.use
         assert pipeline is not None, "the traced function that is called holds it"
-        if _jax.config.jax_disable_jit:  # no warm call asks; nothing was called yet
+        if _jax.config.jax_disable_jit:  # then `jax.jit` calls this; warm calls of jit do not
             raise Outgrown(self, None)
         values, args = args[: len(use.values)], args[len(use.values) :]
         call = self._taken_apart(pipeline, args, kwargs)
@@ -150,7 +153,8 @@ class Body:
     def _taken_apart(
         self, pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call:
-        """The arguments, packed. Raises `Outgrown` where there is what nobody has looked for."""
+        """Returns the arguments, packed. Raises `Outgrown` if they contain Variables, modules or
+        other non-arrays that the pipeline did not look for when it was called."""
         call = TakingApart(pipeline.static)(args, kwargs)
         if not pipeline.takes_apart:
             found = call.variables or call.objects or has_modules((args, kwargs))
@@ -165,16 +169,16 @@ class Body:
         return call
 
     def warn_of_merging(self) -> None:
-        """See there."""
+        """Calls `Pipeline.warn_of_merging`."""
         pipeline = self._pipeline()
         if pipeline is not None:
             pipeline.warn_of_merging()
 
     def __repr__(self) -> str:
-        return self._text  # what JAX's messages name
+        return self._text  # JAX's messages print it
 
 
 def _is_of(graph: Graph, flat: Sequence[Any], tree: Any) -> bool:
-    """Whether a graph was traced for such arguments."""
+    """Whether a graph was traced for arguments of these types and this structure."""
     types = list(map(_jax.type_of, flat))
     return bool(graph.in_tree == tree and graph.in_avals[: len(types)] == types)

@@ -1,10 +1,10 @@
-"""Named scopes of models whose frameworks give none: where in its model each called module stands.
+"""Runs each call of a module of equinox or flax.nnx in a named scope, as flax.linen does itself.
 
-Modules of equinox and of flax.nnx are called without a word to JAX (only equinox's own layers have
-the names of their classes). While a function is traced here, the call of a module is a named scope:
-for one that is called by another, its path in that, ``blocks.0``; for any else its class, with a
-number if it is another one than the first: ``Linear``, ``Linear_1``. So a block is selected, shown
-and planned by ``Model/blocks.0/attention``, as in flax.linen.
+These frameworks tell JAX nothing about calls of modules (only equinox's own layers have scopes,
+named by their classes). While a function is traced here, each call of a module is a named scope. If
+another module calls it, the scope is its path in the caller: ``blocks.0``. Otherwise the scope is
+its class, numbered from the second module of the class on: ``Linear``, ``Linear_1``. So a block is
+selected, shown and planned by ``Model/blocks.0/attention``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import jax
 
 from tracegrad import _jax
 
-# What JAX keeps of inner functions is kept apart from what it keeps of them elsewhere.
+# Part of JAX's cache key, so that inner functions traced with scopes are not reused without.
 _key = _jax.user_context()
 
-# By the module that is imported, the class of modules there, and the parts of the framework whose
-# classes are called to transform functions.
+# By the name of the framework: its class of modules, and prefixes of the Python modules whose
+# classes only wrap functions that they transform (they get no scope).
 _FRAMEWORKS = {
     "equinox": ("Module", ("equinox._", "equinox.internal", "equinox.debug")),
     "flax.nnx": ("Module", ("flax.nnx.transforms", "flax.nnx.bridge")),
@@ -33,8 +33,8 @@ _FRAMEWORKS = {
 
 
 class _Call(NamedTuple):
-    """A call of a module that has begun: its path in the outermost module, and by the identities of
-    modules the paths of all in that."""
+    """A running call of a module: its path in the outermost module, and the paths of all modules
+    in the outermost module, by id."""
 
     module: Any
     path: str
@@ -42,9 +42,10 @@ class _Call(NamedTuple):
 
 
 class _Tracing(threading.local):
-    calls: list[_Call] | None = None  # the outermost first; None where nothing is being traced
-    paths: dict[int, tuple[Any, dict[int, str]]]  # of outermost modules, weakly, by identity
-    # Those of one class that are called in one place, weakly: in a module, in a transformation.
+    calls: list[_Call] | None = None  # outermost first; None if nothing is being traced
+    # By the id of an outermost module: a weak reference to it, and the paths of its modules.
+    paths: dict[int, tuple[Any, dict[int, str]]]
+    # By class, calling module and transformation: the modules called there, weakly.
     alike: dict[Any, list[Any]]
 
 
@@ -67,18 +68,19 @@ def call_scopes() -> Iterator[None]:
 
 
 def _bases() -> tuple[type, ...]:
-    """The classes of modules, of the frameworks that are imported."""
+    """Returns the classes of modules of the imported frameworks."""
     found = ((sys.modules.get(name), base) for name, (base, _) in _FRAMEWORKS.items())
     return tuple(getattr(module, base) for module, base in found if hasattr(module, base))
 
 
 def _scoped(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The `__call__` of a class, as a named scope where the thread is tracing."""
+    """Wraps the `__call__` of a class: it runs in a named scope if the thread is tracing."""
 
     @functools.wraps(call, updated=())
     def scoped(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         calls = _tracing.calls
-        if calls is None or (calls and calls[-1].module is self):  # or it is `super().__call__`
+        # The second condition: a call of `super().__call__` gets no scope of its own.
+        if calls is None or (calls and calls[-1].module is self):
             return call(self, *args, **kwargs)
         name, begun = _begin(calls, self)
         calls.append(begun)
@@ -92,7 +94,7 @@ def _scoped(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
-    """The name of a call's scope, and the call."""
+    """Returns the name of the scope for a call of a module, and the call."""
     for outer in reversed(calls):
         path = outer.paths.get(id(module))
         if path is not None:
@@ -106,7 +108,7 @@ def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
     known = _tracing.paths.get(id(module))
     if known is None or known[0]() is not module:
         known = _tracing.paths[id(module)] = ref, _paths_in(module)
-    # Transformations hand copies of modules to their functions, which are counted in each anew.
+    # Transformations pass copies of modules to their functions: each transformation counts anew.
     name, around = type(module).__name__, "/".join(call.path for call in calls)
     place = name, around, weakref.ref(_jax.current_trace(None))
     alike = _tracing.alike.setdefault(place, [])
@@ -117,8 +119,8 @@ def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
 
 
 def _paths_in_copy(called: Any) -> dict[int, str]:
-    """The paths in that copy of a called module in whose method the next one is called: what a
-    transformation of the method, as `nnx.remat`, hands to it in the place of the module."""
+    """Returns the paths in the copy of the calling module that a transformation of its method, such
+    as `nnx.remat`, passes to the method; {} if the caller is no such copy."""
     caller = sys._getframe(3)
     first = caller.f_code.co_varnames[: caller.f_code.co_argcount][:1]
     copy = caller.f_locals.get(*first) if first else None
@@ -133,7 +135,8 @@ def _paths_in(root: Any) -> dict[int, str]:
     return paths
 
 
-# No closure that calls itself: it would hold the modules until garbage is collected.
+# A recursive closure would be a reference cycle, which holds the modules until the garbage
+# collector runs.
 def _add_paths(
     module: Any, prefix: str, root: Any, bases: tuple[type, ...], paths: dict[int, str]
 ) -> None:
@@ -150,7 +153,7 @@ _calls = _jax.Replacement()
 
 
 def _places(bases: tuple[type, ...]) -> Iterator[tuple[type, str, Any]]:
-    """Where scoped calls go: into the classes of modules that define how they are called."""
+    """Yields what to replace: the `__call__` of each class of modules that defines one."""
     for kind in _kinds(bases):
         call = vars(kind).get("__call__")
         if callable(call) and not isinstance(call, staticmethod | classmethod):
@@ -158,7 +161,7 @@ def _places(bases: tuple[type, ...]) -> Iterator[tuple[type, str, Any]]:
 
 
 def _kinds(bases: tuple[type, ...]) -> Iterator[type]:
-    """All classes of modules, but for those by which a framework transforms functions."""
+    """Yields all classes of modules, except those with which a framework transforms functions."""
     apart = tuple(prefix for _, prefixes in _FRAMEWORKS.values() for prefix in prefixes)
     seen, waiting = set(bases), list(bases)
     while waiting:

@@ -1,4 +1,4 @@
-"""Graph → a function with the signature of the one that was traced."""
+"""Graph → a function with the signature of the traced function."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tracegrad.variables.inside import settled
 
 
 def to_callable(graph: Graph) -> Callable[..., Any]:
-    """The function that a graph computes.
+    """Returns the function that a graph computes.
 
     Args:
-      graph: from `tracegrad.graph` (called with the traced function's arguments), or a region
-        (called with flat arguments, returns a list).
+      graph: from `tracegrad.graph` (then the function takes the traced function's arguments), or a
+        region (then the function takes flat arguments and returns a list).
 
     Returns:
-      A function that runs under `jit`, `grad`, `vmap`, `jvp`, `scan`, `jax.export`, ... Called with
-      other shapes or dtypes than the graph has, or with another tree, it raises TypeError.
+      A function that runs under `jit`, `grad`, `vmap`, `jvp`, `scan`, `jax.export`, ... It raises
+      TypeError if the shapes, the dtypes or the tree of its arguments differ from the graph's.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
 
 
 def call_traced(graph: Graph, call: Call, static: StaticArguments) -> Any:
-    """Calls what a graph computes with the arguments that it was traced for."""
+    """Runs a graph with the arguments of the call that it was traced for."""
     dynamic, _, _ = static.apart(call.args, call.kwargs)
     return _run(graph, call, [*jax.tree.leaves(dynamic), *(v.value for v in graph.variables)])
 
@@ -65,8 +65,8 @@ def _run(graph: Graph, call: Call, values: list[Any]) -> Any:
 
 
 def settle_call(graph: Graph, call: Call, outs: Sequence[Any]) -> Any:
-    """Assigns what a graph's run has given, behind the results, for Variables and modules; returns
-    the result."""
+    """Returns the result of a graph's run; assigns the outputs after the results to Variables and
+    modules."""
     count = graph.result_count
     last = count + len(graph.assigned)
     for variable, value in zip(graph.assigned, outs[count:last], strict=True):

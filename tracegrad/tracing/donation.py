@@ -1,4 +1,4 @@
-"""Modules of flax.nnx whose arrays a call gives away."""
+"""Refuses calls that donate an array which several modules of flax.nnx share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tracegrad.variables.paths import path_name
 
 
 def refuse_sharing(fun: Callable[..., Any], call: Call, donated: StaticArguments) -> None:
-    """Raises ValueError for modules that share an array which is to be given away."""
+    """Raises ValueError if modules share an array that the call donates."""
     named = zip(argument_names(fun, len(call.args)), call.args, strict=True)
     packed = [(name, arg) for name, arg in (*named, *call.kwargs.items()) if type(arg) is Packed]
     arrays = [array for _, arg in packed for array in arg.arrays if isinstance(array, jax.Array)]
@@ -34,6 +34,6 @@ def refuse_sharing(fun: Callable[..., Any], call: Call, donated: StaticArguments
                 own = next(place for place in shared if place.startswith(f"`{name}"))
                 raise ValueError(
                     f"{function_name(fun)} donates {own}, and {' and '.join(shared)} are one "
-                    "array: after the call nobody would have it. Copy it first, as by "
-                    "`jax.tree.map(jnp.copy, nnx.state(model))`, or leave out the donation"
+                    "array, which would be deleted by the call. Copy it first, for example by "
+                    "`jax.tree.map(jnp.copy, nnx.state(model))`, or do not donate it"
                 )

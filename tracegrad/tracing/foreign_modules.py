@@ -1,7 +1,7 @@
-"""Whose it is what a function changes in a module of flax.nnx, where flax does not allow that.
+"""Names the module in flax's error about a change in a module of another trace.
 
-flax keeps a module from being changed in a trace other than the one that it belongs to, as one that
-a traced function closes over would be: the change could not come out. It does not say which module.
+flax refuses to change a module in another trace than its own, such as a module that a traced
+function closes over: the change could not leave the trace. flax's error does not name the module.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ CURE = (
     "nnx.clone(model)(x)"
 )
 
-# What flax's own transformations say of a module that they are given: a ValueError of no own kind.
+# The words of the plain ValueError that flax's transformations raise for such a module.
 _FROM_TRANSFORMATIONS = "graph node from different trace level"
 
 
 def advice(error: Exception) -> str | None:
-    """The path of what was changed, and what to do, where it is flax that refuses a change."""
+    """Returns the path of the changed module and the cure, if flax has refused a change; else
+    None."""
     kind = getattr(sys.modules.get("flax.errors"), "TraceContextError", None)
     if kind is None or not (isinstance(error, kind) or _FROM_TRANSFORMATIONS in str(error)):
         return None
@@ -43,7 +44,7 @@ def advice(error: Exception) -> str | None:
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    """Those below a frame of a traceback, from the outside in, but for our own."""
+    """Yields the frames of a traceback, outermost first, without frames of this package."""
     while traceback is not None:
         if not is_own_file(traceback.tb_frame.f_code.co_filename):
             yield traceback.tb_frame
@@ -51,12 +52,12 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
 
 
 def _paths_in(frame: FrameType, wanted: object) -> Iterator[str]:
-    """By which names the code of a frame gets to an object in a module: ``self.model.linear``."""
+    """Yields the paths from the names in a frame's code to an object: ``self.model.linear``."""
     code = frame.f_code
     globals_ = {k: frame.f_globals[k] for k in code.co_names if k in frame.f_globals}
     for name, value in {**globals_, **frame.f_locals}.items():
         for prefix, tree in _trees(name, value):
-            with suppress(TypeError, ValueError):  # JAX wants keys that it can sort
+            with suppress(TypeError, ValueError):  # dicts whose keys JAX cannot sort
                 leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module_or_variable)
                 for path, leaf in leaves:
                     inner = find(wanted, leaf) if is_module(leaf) else None
@@ -65,7 +66,8 @@ def _paths_in(frame: FrameType, wanted: object) -> Iterator[str]:
 
 
 def _trees(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A value, and if it is an object of the user's, its attributes."""
+    """Yields trees that may hold the module, by name: a container or module itself, or the modules
+    among the attributes of another object."""
     if isinstance(value, (dict, list, tuple)) or is_module(value):
         yield name, value
     elif isinstance(getattr(value, "__dict__", None), Mapping) and not isinstance(value, type):

@@ -34,7 +34,7 @@ from tracegrad.variables.inside import Inside
 from tracegrad.variables.states import Changes, States, is_passed_on
 
 Rule = Callable[[Graph], Graph]
-Within = Callable[[], AbstractContextManager[Any]]  # makes a block to trace a function in
+Within = Callable[[], AbstractContextManager[Any]]  # makes the context that a function is traced in
 
 
 @tool
@@ -49,14 +49,14 @@ def graph(
     """Traces a function to a `Graph` that can be read, searched, edited and run.
 
     Args:
-      fun: any function that `jax.jit` takes; a traced function is seen without its own rules.
-      *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
-      static_argnums, static_argnames: which of them are Python values, as in `jax.jit`.
+      fun: any function that `jax.jit` takes; for a traced function, its own rules do not apply.
+      *args, **kwargs: its arguments: arrays or `jax.ShapeDtypeStruct`s.
+      static_argnums, static_argnames: which arguments are static, as in `jax.jit`.
 
     Returns:
-      The graph. Nothing is computed. The `Variable`s that `fun` reads are further inputs, behind
-      its arguments, and their last assigned values further outputs; `Graph.to_callable` reads and
-      assigns them at each call, as `fun` does.
+      The graph. Nothing is computed. The `Variable`s that `fun` reads are inputs after its
+      arguments, and the last values that it assigns are outputs after its results;
+      `Graph.to_callable` reads and assigns the Variables at each call, as `fun` does.
 
     Raises:
       TypeError: `fun` is not callable, or an argument is neither an array nor static.
@@ -82,7 +82,7 @@ def graph_of_call(
     kwargs: dict[str, Any],
     static: StaticArguments | None = None,
 ) -> Graph:
-    """`graph` for arguments that somebody else was given, whose keywords are all the function's."""
+    """Returns the `graph` of a call whose keywords all belong to the function."""
     static = static or resolve(fun, None, None)
     try:
         return trace_to_graph(fun, TakingApart(static)(args, kwargs), static)
@@ -91,7 +91,8 @@ def graph_of_call(
 
 
 def as_rules(rules: Rule | Sequence[Rule]) -> tuple[Rule, ...]:
-    """The rules that somebody gives, who may give one alone. Raises TypeError for what is none."""
+    """Returns the rules as a tuple; `rules` may be one rule. Raises TypeError if one is not
+    callable."""
     several: Any = [rules] if callable(rules) else rules
     found = tuple(several) if isinstance(several, Iterable) else (several,)
     if not all(map(callable, found)):
@@ -100,8 +101,8 @@ def as_rules(rules: Rule | Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def require_function(fun: Callable[..., Any], purpose: str = "trace") -> None:
-    """Raises TypeError for what cannot be called, and for what is over before it has run;
-    `purpose`: what somebody wants to do with the function."""
+    """Raises TypeError for what cannot be called, and for async and generator functions, whose
+    calls return before the body has run. `purpose`: a verb for the message."""
     if not callable(fun):
         raise TypeError(
             f"expected a function to {purpose}, got {fun!r} of type {type(fun).__name__}"
@@ -126,8 +127,8 @@ def trace_to_graph(
 ) -> Graph:
     """Traces `fun` on the arguments of a call.
 
-    `in_tree` of the result is that of those that are not static. Of the arrays that are donated
-    those in modules are among the outputs, assigned or not.
+    `in_tree` of the graph is the structure of the arguments that are not static. If an array in a
+    module is donated, its value is an output, also if the function does not change it.
     """
     dynamic, positions, static_kwargs = static.apart(call.args, call.kwargs)
     for name, value in static_kwargs.items():
@@ -177,10 +178,11 @@ def _lost(
     call: Call,
     static: StaticArguments,
 ) -> tuple[str, ...]:
-    """The paths of those changes in an nnx.State that are changes of values too.
+    """Returns the paths of the changes in an nnx.State that change a value, not only its tracer.
 
-    A jitted function that is given one (`nnx.jit`) gives all of it back, as values of its own.
-    What they are shows in a program that returns them; it is traced for that alone.
+    A jitted function (`nnx.jit`) returns new tracers for a whole nnx.State that it is given, also
+    for the unchanged values. To tell them apart, this traces a program that returns the values
+    before and after.
     """
 
     @functools.wraps(fun, updated=())
@@ -198,7 +200,7 @@ def _lost(
 class _Entered(NamedTuple):
     """How the user's function is called in a trace.
 
-    Its own arguments stand behind those that a `functools.partial` has filled in.
+    The arguments of the call come after the arguments of a `functools.partial`, if `fun` is one.
     """
 
     call: Call
@@ -210,7 +212,7 @@ class _Entered(NamedTuple):
     paths: Sequence[str]  # of the traced arguments
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls it with packed arguments; returns what `Inside.run` does."""
+        """Calls the function with packed arguments; returns the result of `Inside.run`."""
 
         def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             filled_in = len(args) - len(self.call.args)
@@ -233,8 +235,8 @@ class _Entered(NamedTuple):
 
 
 def _fresh(fun: Callable[..., Any], entered: _Entered) -> Callable[..., Any]:
-    """The function under a new identity, by which JAX caches traces with whatever the function
-    closed over at that time: under a new one it sees the world as it is now."""
+    """Returns a new function that calls `fun`. JAX caches traces by the identity of a function,
+    with the values it closed over then; a new function is traced with the values of now."""
     if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
         return functools.partial(_fresh(fun.func, entered), *fun.args, **fun.keywords)
 
@@ -251,7 +253,7 @@ def _fresh(fun: Callable[..., Any], entered: _Entered) -> Callable[..., Any]:
 
 @CALLS_TRACED
 def _call(fun: Callable[..., Any], within: Within, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls the user's function: what is computed inside of this is its program."""
+    """Calls the user's function; marks in tracebacks where the user's program begins."""
     with within(), call_scopes():
         return fun(*args, **kwargs)
 
@@ -259,6 +261,7 @@ def _call(fun: Callable[..., Any], within: Within, /, *args: Any, **kwargs: Any)
 def _dynamic_signature(
     fun: Callable[..., Any], positions: set[int], names: frozenset[str]
 ) -> inspect.Signature | None:
+    """Returns the signature of `fun` without its static parameters; None if it has none."""
     try:
         signature = inspect.signature(fun)
     except (ValueError, TypeError):
@@ -270,12 +273,12 @@ def _dynamic_signature(
     ]
     try:
         return signature.replace(parameters=kept)
-    except ValueError:  # a parameter with a default now stands before one without
+    except ValueError:  # a parameter with a default now comes before one without
         return None
 
 
 def function_name(fun: Callable[..., Any]) -> str:
-    """The name that `jax.jit` gives to the program of a function."""
+    """Returns the name that `jax.jit` gives to the program of a function."""
     if isinstance(fun, functools.partial):
         return function_name(fun.func)
     return str(getattr(fun, "__name__", "<unnamed function>"))

@@ -1,12 +1,13 @@
-"""The rules in force: those of an enclosing trace, which act where differentiation happens.
+"""The rules in force: the rules of the enclosing traces, which act where differentiation happens.
 
-A train step that differentiates its loss holds, in its own program, only what is left of the loss:
-custom gradients are gone, and an edit of how gradients flow would do nothing. So while a function
-with rules is being traced, `tracegrad.grad` and its like, tapes and `gradients` inside it ask here
-for the rules, and apply them to what they are about to differentiate.
+The program of a train step that differentiates its loss holds only the differentiated loss: custom
+gradients are gone, and an edit of how gradients flow would do nothing. So while a function with
+rules is being traced, its rules are *in force*: `tracegrad.grad` and its like, tapes and
+`gradients` inside the function ask here for the rules, and apply them to the function that they
+are about to differentiate.
 
-JAX keeps the traces of jitted functions, of loops and of branches; what is in force is part of the
-key under which it does, so that a trace made under some rules is not found under others.
+JAX caches the traces of jitted functions, of loops and of branches. The rules in force are part of
+JAX's cache key, so that a trace made under some rules is not reused under others.
 """
 
 from __future__ import annotations
@@ -38,23 +39,27 @@ _numbers = itertools.count()
 
 
 class Force:
-    """Rules, and which of them have matched something since they were first in force.
+    """Rules, and how often each of them has matched since they came in force.
 
-    Each trace of a function has one of its own, so that whether a rule matches is decided for the
-    signature that is traced, and by nothing that was traced before or is on another thread: what
-    JAX keeps of inner functions is kept under its `key`.
+    Each trace of a function has a `Force` of its own. So whether a rule matches is decided for the
+    signature that is traced, whatever was traced before or is traced on another thread: JAX caches
+    the inner functions under the `key` of the force.
 
-    `everywhere`: they act on every traced function inside the block, not only on what is
-    differentiated there. Those of equal `key` (default: none other has it) are one to JAX's caches.
+    Args:
+      everywhere: whether the rules act on every function that is traced inside the block, not only
+        on functions that are differentiated there.
+      key: forces with equal keys share JAX's cached traces; default: a unique key.
     """
 
     def __init__(self, rules: Sequence[Rule], *, everywhere: bool = False, key: Any = None):
         self.rules = tuple(rules)
         self.everywhere = everywhere
         self.key = next(_numbers) if key is None else key
-        self._matches: Counter[int] = Counter()  # how often each matched, by place
-        self._missed: dict[int, NoMatchError] = {}  # why, by the rule's place
-        self._passed_by: dict[int, set[Any]] = {}  # the shapes of what was differentiated then
+        # By the index of the rule: how often it matched; the error of its latest miss; the shapes
+        # of the differentiated inputs of the programs in which it matched nothing.
+        self._matches: Counter[int] = Counter()
+        self._missed: dict[int, NoMatchError] = {}
+        self._passed_by: dict[int, set[Any]] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Force) and self.key == other.key
@@ -63,14 +68,16 @@ class Force:
         return hash(self.key)
 
     def matches(self) -> Counter[int]:
-        """How often each rule has matched, by place."""
+        """Returns how often each rule has matched, by its index."""
         return self._matches.copy()
 
     def apply(self, program: Graph, since: Counter[int] | None = None) -> Graph:
-        """Applies them to what is about to be differentiated: a rule may match nothing there.
+        """Applies the rules to a program that is about to be differentiated; a rule may match
+        nothing in it.
 
-        `since`: how often each had matched before the program was traced. A rule `of_parameters`
-        that has matched since then acts on gradients inside of the program, and not on its own.
+        `since`: how often each rule had matched before the program was traced. A rule with
+        `of_parameters` that has matched since then acts on gradients inside the program, and is not
+        applied to the program itself.
         """
         is_inner = _INNER in _in_force.forces
         for place, rule in enumerate(self.rules):
@@ -83,7 +90,7 @@ class Force:
                 with differentiating():
                     program = _applied(rule, program)
             except NoMatchError as error:
-                if not self.everywhere:  # else nobody asks
+                if not self.everywhere:  # rules that act everywhere are not required to match
                     self._missed[place] = error.with_traceback(None)
                     each = zip(program.inputs, program.differentiated, strict=False)
                     shapes = {_shape(value) for value, is_moved in each if is_moved}
@@ -93,20 +100,20 @@ class Force:
         return program
 
     def finish(self, program: Graph) -> Graph:
-        """Applies them to the traced function itself. A rule that matches nothing there must have
-        matched before."""
+        """Applies the rules to the traced function itself. Raises NoMatchError for a rule that has
+        matched neither here nor in a function that was differentiated inside."""
         before, self._missed = self._missed, {}
         for place in set(before) - set(self._matches):
-            # A parameter that was differentiated inside under no path of its own (from a list of
-            # leaves, after a computation, as a part of one flat array): here a rule would do
-            # nothing, and nobody would know.
+            # The rule is about a parameter that was differentiated inside without its path (from a
+            # list of leaves, after a computation, as a part of one flat array). The rule would
+            # match it here, silently without effect on the gradient.
             found: Any = getattr(self.rules[place], "parameters_in", lambda _: {})(program)
             shapes = {*map(_shape, found), *map(_shape, flat_forms(program, found))}
             if not self._passed_by[place].isdisjoint(shapes):
                 raise before[place].with_text()
         program = self.apply(program, Counter())
-        # What was differentiated is what a rule was meant for. (They hold graphs, and keys of
-        # programs hold this.)
+        # The errors of differentiated functions say more. (Errors hold graphs, and cache keys hold
+        # this force: so none is kept.)
         missed, self._missed = self._missed | before, {}
         for place in range(len(self.rules)):
             if not self._matches[place]:
@@ -117,8 +124,8 @@ class Force:
         return program
 
 
-# In force, beside others, where a function is traced of which somebody takes the gradient: that of
-# gradients inside. It has no rules, and is part of the keys of what is traced there.
+# A marker without rules. It is in force while a function is traced of which the gradient is taken,
+# so that `apply` knows gradients inside that function; there it is part of JAX's cache key.
 _INNER = Force((), key="inside of a gradient")
 
 
@@ -127,7 +134,7 @@ def _shape(value: Any) -> Any:
 
 
 def _applied(rule: Rule, program: Graph) -> Graph:
-    """What a rule makes of a program. Raises TypeError, naming the rule, if that is no `Graph`."""
+    """Returns the result of a rule. Raises TypeError, naming the rule, if it is not a `Graph`."""
     result = rule(program)
     if not isinstance(result, Graph):
         raise TypeError(
@@ -139,7 +146,7 @@ def _applied(rule: Rule, program: Graph) -> Graph:
 
 class _InForce(threading.local):
     forces: tuple[Force, ...] = ()  # the innermost first
-    since: Any = None  # the trace around the innermost
+    since: Any = None  # JAX's trace that was current when the innermost came in force
 
 
 _in_force = _InForce()
@@ -147,7 +154,7 @@ _in_force = _InForce()
 
 @contextmanager
 def in_force(force: Force) -> Iterator[None]:
-    """A block in which these rules are in force, before those that are already."""
+    """A block in which the rules of `force` are in force, and apply before the outer ones."""
     if not force.rules:
         yield
         return
@@ -155,7 +162,7 @@ def in_force(force: Force) -> Iterator[None]:
         with _only((force, *_in_force.forces)), engine.derivatives_by_rules():
             yield
     except BaseException:
-        force._missed.clear()  # nobody will ask
+        force._missed.clear()  # `finish` will not run
         raise
 
 
@@ -171,7 +178,7 @@ def _only(forces: tuple[Force, ...], *, same_key: bool = False) -> Iterator[None
 
 
 def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph]) -> Graph:
-    """The graph of a function that is traced while rules are in force, after these."""
+    """Traces a function with rules in force, then applies the rules to its graph."""
     force = Force(rules)
     with in_force(force):
         traced = trace()
@@ -187,25 +194,26 @@ def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph]) -> Graph:
 
 
 def without_rules() -> AbstractContextManager[None]:
-    """A block in which none is in force: a gradient that somebody wrote is theirs as it is."""
+    """A block without rules in force, for gradient functions of the user, which are not edited."""
     return _only(())
 
 
 def differentiating() -> AbstractContextManager[None]:
-    """A block in which JAX differentiates what was edited: what its rules, and those of libraries
-    for their operations, differentiate in their turn is theirs as it is.
+    """A block without rules in force, in which JAX differentiates an edited program: if a
+    derivative rule of JAX or of a library differentiates something itself, that is not edited.
 
-    JAX's caches are those of the rules: a rule of `jax.custom_jvp` is to return what the function
-    has returned, in whose tree libraries have programs that JAX traced.
+    JAX's cache key stays that of the rules: a rule of `jax.custom_jvp` must return the same tree as
+    its function, and the trees of some libraries contain programs that JAX traced.
     """
     return _only((), same_key=True)
 
 
 def rules_in_force() -> tuple[Force, ...]:
-    """What is in force, the innermost first: a part of every key that depends on it.
+    """Returns the forces of this thread, innermost first; caches use them as part of their keys.
 
-    Nothing is in a function that has a rule of derivatives: JAX runs that rule instead, in which
-    nothing is either, and which is to return the same (see `differentiating`).
+    Inside a function with a derivative rule of its own, no rules are in force: JAX may run the
+    derivative rule instead, with no rules in force, and both must return the same (see
+    `differentiating`).
     """
     forces = _in_force.forces
     within = _jax.outward(_jax.current_trace(None), _in_force.since) if forces else ()
@@ -213,8 +221,8 @@ def rules_in_force() -> tuple[Force, ...]:
 
 
 def rules_for_recorded() -> tuple[Force, ...]:
-    """Those in force that act on what was recorded, the innermost first: not those whose block has
-    given every operation in it another gradient when that was computed, and none before."""
+    """Returns the forces that act on a recorded program, innermost first. Leaves out those of a
+    block that applies its rules to each operation at the moment the operation runs."""
     forces = rules_in_force()
     for trace in _jax.outward(_jax.current_trace(None)) if forces else ():
         if not isinstance(trace, ForwardingTrace):
@@ -224,14 +232,14 @@ def rules_for_recorded() -> tuple[Force, ...]:
 
 
 def apply_in_force(program: Graph, forces: Sequence[Force] | None = None) -> Graph:
-    """A program with the rules in force applied, or these of them; they may match nothing in it."""
+    """Returns a program after the rules in force, or after `forces`; a rule may match nothing."""
     for force in rules_in_force() if forces is None else forces:
         program = force.apply(program)
     return program
 
 
 def traced_in_force(trace: Callable[[], Graph]) -> Graph:
-    """What `trace` returns, with the rules in force applied."""
+    """Returns the graph that `trace` makes, after the rules in force."""
     before = [(force, force.matches()) for force in rules_in_force()]
     program = trace()
     for force, since in before:
@@ -247,28 +255,27 @@ def under_rules(
     forward: bool = False,
     paths: Callable[[], Sequence[str]] | None = None,
 ) -> Callable[..., Any]:
-    """A function as it is to be `differentiating`: with the rules in force applied to it.
+    """Returns a function with the rules in force applied, to differentiate instead of `fun`.
 
-    A rule that is `for_the_outermost` is applied to no function of which the gradient is taken
-    inside of another such.
+    A rule with `for_the_outermost` is not applied if the gradient of `fun` is taken inside another
+    function whose gradient is taken.
 
     Args:
-      fun: takes and returns trees, of which what is traced is differentiated.
-      name: what the program is called in messages.
-      lower: how the edited program becomes a function again.
-      forward: whether it is differentiated forward, so that nobody takes its gradient here.
-      paths: gives those of the leaves of its arguments; default: as the function calls them.
+      fun: takes and returns trees; their traced leaves are differentiated.
+      name: the name of the program in messages.
+      lower: makes a function of the edited program.
+      forward: whether `fun` is differentiated in forward mode, so that no gradient is taken here.
+      paths: returns the paths of the leaves of the arguments; default: by parameter names.
     """
     forces = rules_in_force()
     if not forces:
         return fun
 
     def edited(*args: Any, **kwargs: Any) -> Any:
-        # What is not traced is left to be the Python value or the constant that it is, as in
-        # `jax.grad`.
+        # As in `jax.grad`, leaves that are not traced stay Python values or constants.
         arguments = Parted.of((args, kwargs), _jax.is_tracer)
         given, rest = arguments.chosen, arguments.rest
-        others: list[Parted] = []  # what in the result is not traced
+        others: list[Parted] = []  # the leaves of the result that are not traced
         names = paths() if paths else [x.name for x in leaves_of_call(fun, args, kwargs)]
         own = arguments.of_chosen(names)
         known = [argument_path(x) or name for x, name in zip(given, own, strict=True)]
@@ -301,13 +308,13 @@ def under_rules(
 
 
 def _differentiated(program: Graph, given: Sequence[Any]) -> tuple[bool, ...]:
-    """Which inputs of a program the transformation moves in which it is called; () if none: then
-    that is done further out."""
+    """Returns, for each input of a program, whether the current transformation differentiates it;
+    () if it differentiates none, since a transformation further out does."""
     here = _jax.current_trace_outside_of(ForwardingTrace)
     moved = [_jax.trace_of(leaf) is here for leaf in jax.tree.leaves(given)]
     return (*moved, *[False] * (len(program.inputs) - len(moved))) if any(moved) else ()
 
 
 def under_rules_already(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function to which the rules in force were applied, and so are not applied again."""
+    """Marks a function to which the rules in force were applied, so that they are not again."""
     return jax.named_call(fun, name=UNDER_RULES) if rules_in_force() else fun

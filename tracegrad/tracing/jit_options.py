@@ -29,7 +29,7 @@ class JitOptions(TypedDict, total=False):
     keep_unused: bool
     device: jax.Device | None
     backend: str | None
-    inline: Any  # a bool, or of JAX from 0.12 on an `Inline`
+    inline: Any  # a bool, or from JAX 0.12 on an `Inline`
     compiler_options: dict[str, Any] | None
 
 
@@ -39,7 +39,8 @@ def options_behind(
     static: StaticArguments,
     refs: Sequence[weakref.ref[Variable]],
 ) -> dict[str, Any]:
-    """The user's options, with shardings for the values too where the user gave some."""
+    """Returns the user's options for a program that takes the values of `refs` first; if the user
+    gave shardings, the values get shardings too."""
     options = _moved(fun, options, static, len(refs))
     given = options.get("in_shardings")
     if given is not None:
@@ -54,8 +55,8 @@ def options_behind(
 def options_behind_module(
     module: Callable[..., Any], options: dict[str, Any], static: StaticArguments
 ) -> tuple[dict[str, Any], StaticArguments]:
-    """The user's options and static arguments of a module that is called, for a function that takes
-    the module first."""
+    """Returns the options and the static arguments for the function of a module, which takes the
+    module as its first argument."""
     if not options:
         return options, static
     options = _moved(module, options, static, 1)
@@ -67,7 +68,7 @@ def options_behind_module(
 def _moved(
     fun: Callable[..., Any], options: dict[str, Any], static: StaticArguments, values: int
 ) -> dict[str, Any]:
-    """The options for a function with more arguments in front."""
+    """Returns the options for a function with `values` more arguments before its own."""
     donated = donated_by(fun, options)
 
     def positions(arguments: StaticArguments) -> tuple[int, ...]:
@@ -90,7 +91,8 @@ def _moved(
 def signature_behind(
     fun: Callable[..., Any], variables: Sequence[weakref.ref[Variable]]
 ) -> inspect.Signature | None:
-    """The signature of a function with a parameter for each Variable in front, of its name."""
+    """Returns the signature of a function with one more parameter for each Variable before its own,
+    named like the Variable; None if the function has no signature."""
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):

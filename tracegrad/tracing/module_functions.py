@@ -1,9 +1,10 @@
-"""A module that is traced: a function that takes the module before its arguments.
+"""Turns a traced module into a function that takes the module before its arguments.
 
-So its arrays are inputs of the program, as with `equinox.filter_jit`, and modules that differ in
-these alone are one function: a model and what it is after a step, `equinox.filter_grad` of the same
-function twice. So a module of flax.nnx that is called is read as it is at each call, and changed as
-under ``nnx.jit``. A method of such a module takes the module first, as it does in its class.
+So the module's arrays are inputs of the program, as with `equinox.filter_jit`, and modules that
+differ only in their arrays share one function: a model before and after a step, or two results of
+`equinox.filter_grad` for one function. Each call of a module of flax.nnx reads its current arrays,
+and changes them as under ``nnx.jit``. A method of such a module takes the module first, as in its
+class.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from tracegrad.variables.statics import is_known_by_identity, is_module
 
 
 class ModuleFunction:
-    """What a module is called by, with the module as the first argument.
+    """The function that calls a module, which is its first argument.
 
-    JAX's caches and ours keep it, so it does not hold the module.
+    JAX's caches and ours keep this function, so it does not hold the module.
     """
 
     def __init__(self, module: Any):
@@ -39,7 +40,8 @@ class ModuleFunction:
         self.__doc__ = module.__doc__
         self.__module__ = module.__module__
         with suppress(TypeError, ValueError):
-            # Before Python 3.12 that of an object with a static `__call__` lacks a parameter.
+            # Before Python 3.12, the signature of an object with a static `__call__` lacks a
+            # parameter.
             call = inspect.getattr_static(type(module), "__call__", None)
             is_static = isinstance(call, staticmethod)
             signature = inspect.signature(module.__call__ if is_static else module)
@@ -63,14 +65,15 @@ class ModuleFunction:
         return self.__qualname__
 
 
-# By what modules are besides their arrays, as long as that lives; and what sees to that. Without
-# them each model that a step returns would be traced and compiled anew.
+# By the structure of a module: its function, and weak references that remove the entry as soon as
+# an object in the structure is gone. Without this cache, each model that a step returns would be
+# traced and compiled anew.
 _functions: Cache[Any, tuple[ModuleFunction, list[weakref.ref[Any]]]] = Cache(256)
 
 
 def taking_module(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What a program is made of, and what that takes before the arguments: for a module, or a
-    method of one of flax.nnx (that of equinox is a module), the module."""
+    """Returns the function to trace, and its arguments before the user's: the module, if `fun` is
+    a module or a method of a flax.nnx module (a method of an equinox module is a module)."""
     if isinstance(fun, types.MethodType) and is_module_of_nnx(fun.__self__):
         return fun.__func__, (fun.__self__,)
     if is_module(fun) or is_module_of_nnx(fun):
@@ -79,12 +82,13 @@ def taking_module(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[An
 
 
 def _function_of(module: Any) -> ModuleFunction:
-    """The one for this module and those that differ from it in arrays alone."""
+    """Returns the function of this module, which all modules of its structure share."""
     call = TakingApart()((module,), {})
     structure = jax.tree.structure(call.args)
     known = _functions.get(structure)
     if known is None:
-        told = [given.variable for given in call.variables]  # by their identity
+        # The objects that the structure tells by their identity.
+        told = [given.variable for given in call.variables]
         (packed,) = call.args
         told += [leaf for leaf in jax.tree.leaves(packed.argument()) if is_known_by_identity(leaf)]
         over = [ref for each in told if (ref := _reference(each, structure)) is not None]
@@ -93,7 +97,8 @@ def _function_of(module: Any) -> ModuleFunction:
 
 
 def _reference(known: Any, structure: Any) -> weakref.ref[Any] | None:
-    """To what is told by identity: a program for it is of no use once it is gone."""
+    """Returns a weak reference that removes the entry of a structure when `known` is gone: the
+    structure cannot occur again then. None if `known` has no weak references."""
     try:
         return weakref.ref(known, lambda _: _functions.pop(structure, None) and None)
     except TypeError:

@@ -1,9 +1,10 @@
 """A function and its rules on the way to XLA: which program a call runs.
 
-A `Pipeline` is what all wrappers of a function with the same rules and options share. A call whose
-arguments are arrays, of a function that uses no Variables, is one of an ordinary jit (`plain`). For
-others the arguments are taken apart, and the program of their key is called (`programs`); where
-that is outgrown, a larger one takes its place, and nothing is traced twice for it.
+All wrappers of a function with the same rules and options share one `Pipeline`. If the function
+uses no Variables and its arguments are arrays, a call is a call of an ordinary jit (`plain`).
+Otherwise the pipeline takes the arguments apart (`arguments`) and calls the program of their key
+(`programs`). If a trace shows that the program is too small, a larger program replaces it; nothing
+is traced twice for that.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ _KEPT = 64  # programs of a function
 
 
 class Pipeline:
-    """A function with rules and options of `jax.jit`, and its programs.
+    """A function with its rules and its options of `jax.jit`, and its programs.
 
-    It holds the function weakly, because the table of pipelines lives as long as that does.
+    It holds the function weakly: the table of pipelines must not keep the function alive.
 
     Attributes:
-      take: takes the arguments of its calls apart.
-      takes_apart: whether that is done at each call, since any had what is no array.
+      take: takes the arguments of a call apart.
+      takes_apart: whether each call takes its arguments apart; set by the first call with an
+        argument that is not an array.
       packs_results: which results are packed.
     """
 
@@ -83,17 +85,17 @@ class Pipeline:
         self.text = repr_of(fun)
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._lock = threading.RLock()
-        # Shardings of the parts of an argument or of a result are said along its tree.
+        # Shardings of the parts of an argument or of a result come in a tree of its structure.
         self.in_shardings = shardings = options.get("in_shardings")
         parts = shardings if isinstance(shardings, tuple) else (shardings,)
         self._shardings = None if all(map(is_for_all, parts)) else shardings
         self._donated = donated_by(fun, options)
         self.packs_results: Packs = "if it has parts"
-        if not is_for_all(self.out_shardings):  # along the tree of a result
+        if not is_for_all(self.out_shardings):  # they come in the tree of a result
             self.packs_results = "always" if maps(self.out_shardings) else "never"
         self.take = TakingApart(static, looks_for_modules=False)
         self.takes_apart = False
-        self.plain: Callable[..., Any] | None = None  # what a call is, while that is all
+        self.plain: Callable[..., Any] | None = None  # the jit that serves every call so far
         self._warned = False
 
     @property
@@ -108,10 +110,10 @@ class Pipeline:
     def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph | None = None
     ) -> Any:
-        """Calls the function, not by the plain jit.
+        """Calls the function through the program of the call's key, not through `plain`.
 
         Args:
-          graph: what was traced when the plain jit was tried, and is none for that.
+          graph: the trace that `plain` has made of this call and cannot serve, if any.
         """
         if _jax.config.jax_disable_jit:
             return self.eagerly(args, kwargs)
@@ -121,11 +123,12 @@ class Pipeline:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all calls were of arrays, with arrays for their results, and nothing else."""
+        """Whether all calls so far had only arrays as arguments and results, and no Variables."""
         return not self.takes_apart and all(p.use.is_plain for p in self._programs.values())
 
     def refuses_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the plain jit refuses such arguments, and a program of them does not."""
+        """Whether the plain jit refuses these arguments but a program can take them; then all
+        later calls take their arguments apart."""
         if self.takes_apart:
             return False
         call = TakingApart(self.static)(args, kwargs)
@@ -141,12 +144,13 @@ class Pipeline:
         action: Action[T],
         graph: Graph | None = None,
     ) -> T:
-        """Does something with the program of a call.
+        """Returns the result of `action` on the program of a call; grows the program until the
+        action succeeds.
 
         Args:
-          graph: what was traced for it.
+          graph: a trace of this call, for the program to use once.
         """
-        if not self._programs and not self.takes_apart:  # a look before JAX takes them apart
+        if not self._programs and not self.takes_apart:  # before JAX flattens the arguments
             self.refuses_plain(args, kwargs)
         for _ in range(_ATTEMPTS):
             call = self.take(args, kwargs) if self.takes_apart else Call(args, kwargs)
@@ -174,7 +178,7 @@ class Pipeline:
         )
 
     def _key(self, call: Call) -> Any:
-        """What a program is made for."""
+        """The key of a call's program: its Variables, and its structures if shardings need them."""
         if call.objects and (self._donated.positions or self._donated.names):
             refuse_sharing(self.fun, call, self._donated)
         if self._shardings is None or not self.takes_apart:
@@ -182,7 +186,7 @@ class Pipeline:
         return call.variables, *map(structure_of, call.args)
 
     def _program(self, call: Call) -> Program:
-        """The program of a call."""
+        """Returns the program of a call; makes it if there is none."""
         key = self._key(call)
         with self._lock:
             program = self._programs.get(key)
@@ -196,7 +200,7 @@ class Pipeline:
         return program
 
     def _grow(self, call: Call, graph: Graph) -> None:
-        """Sees to it that the program of a call has a place for what was traced."""
+        """Replaces the program of a call by a larger one if it does not serve the graph."""
         with self._lock:
             program = self._program(call)
             if not program.use.serves(graph, self.packs_results):
@@ -210,13 +214,13 @@ class Pipeline:
         self.plain = None if self.takes_apart or plain is None else plain.plain_call()
 
     def take_apart(self, call: Call) -> None:
-        """Has calls look, from now on, for what is no array among their arguments, as in a call."""
+        """From now on, each call takes its arguments apart, as this call had non-arrays."""
         self.takes_apart, self.plain = True, None
         self.take.looks_for_modules |= bool(call.objects)
 
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call does under `jax.disable_jit`: it is one of the function as it is, or, where
-        rules are to change that, it runs the graph, one operation after the other."""
+        """Runs a call under `jax.disable_jit`: calls the function itself or, if there are rules,
+        runs the graph one operation after the other."""
         if not self.rules:
             return without_variables(self.fun(*args, **kwargs))
         call = TakingApart(self.static)(args, kwargs)
@@ -225,30 +229,30 @@ class Pipeline:
     # ---------------------------------------------------------------------------------- graphs
 
     def graph(self, call: Call) -> Graph:
-        """The graph for the arguments of a call, after the rules."""
+        """Returns the graph for the arguments of a call, after the rules."""
         given_new = self._donated
         if self._shardings is not None:
             places = moved(self._shardings, self.static, len(call.args))
             given_new = given_new._replace(positions=given_new.positions | places)
         trace = functools.partial(trace_to_graph, self.fun, call, self.static, given_new)
-        with with_jit():  # so that rules find the functions
+        with with_jit():  # so that rules find nested jitted functions by name
             return traced_under(self.rules, trace)
 
     def traced(self, call: Call) -> Graph:
-        """The graph of a call that is being compiled."""
+        """Returns the graph of a call that is being compiled; records the call's signature."""
         try:
             graph = self.graph(call)
             if graph.loses:
                 warn_where_called(changes_lost(self.__name__, graph.loses), UserWarning)
         except Exception as error:
             raise explain(error)  # noqa: B904 (the same error)
-        if not _jax.is_part_of_a_program():  # else nothing is compiled for it
+        if not _jax.is_part_of_a_program():  # inside another program, this trace compiles nothing
             self._note(call)
         return graph
 
     def warn_of_merging(self) -> None:
-        """Warns, once, where XLA undoes what a call nested in a compiled function recomputes."""
-        # Inside another traced function that one sees to it, or warns itself.
+        """Warns once if XLA merges recomputed code of a call nested in a compiled function."""
+        # An enclosing traced function sets the compiler options, or warns itself.
         if self._warned or tracing_depth() or not _jax.under_jit():
             return
         options = _jax.keep_recompute_options(jax.default_backend())
@@ -263,6 +267,7 @@ class Pipeline:
         )
 
     def _note(self, call: Call) -> None:
+        """Records the signature of a call that is being traced."""
         names = argument_names(self.fun, len(call.args))
         named = {**dict(zip(names, call.args, strict=True)), **call.kwargs}
         _, positions, static_kwargs = self.static.apart(call.args, call.kwargs)
@@ -275,7 +280,7 @@ class Pipeline:
         )
 
     def clear_cache(self) -> None:
-        """Forgets every program."""
+        """Drops every program."""
         with self._lock:
             for program in self._programs.values():
                 program.clear_cache()
@@ -284,16 +289,16 @@ class Pipeline:
 
 
 def with_jit() -> AbstractContextManager[None]:
-    """Undoes `jax.disable_jit`, for what is traced."""
+    """A block in which `jax.disable_jit` is off: tracing needs jit."""
     disabled = _jax.config.jax_disable_jit
     return jax.disable_jit(False) if disabled else nullcontext()
 
 
 def repr_of(fun: Callable[..., Any]) -> str:
-    """The user's function, for messages: its `repr`, if that does not raise."""
+    """Returns a text for the user's function in messages: its `repr`, if that does not raise."""
     try:
         return repr(fun)
-    except Exception:  # of a half-made object, or of one with an array that is gone
+    except Exception:  # for example: the object is half-made, or one of its arrays is deleted
         return f"<{type(fun).__name__} {function_name(fun)}>"
 
 

@@ -1,18 +1,18 @@
 """A traced function compiled for one key: one jit, with all Variables that its traces have met.
 
-A key is the Variables among a call's arguments. For each key a function has one `Program`, which
-takes the values of its Variables before the arguments, and returns the new values before the
-result. Which Variables these are shows only while JAX traces. So a program begins *plain*, as an
+The key of a call is the tuple of the Variables among its arguments. For each key a function has one
+`Program`, which takes the values of its Variables before the arguments, and returns the new values
+before the result. Tracing finds out which Variables these are. So a program begins *plain*, as an
 ordinary jit. If a trace meets a new Variable, or a result that is not all arrays, `Body` raises
-`Outgrown` after the user's function is over: only JAX's code sees the exception. The call goes on
-with a larger program, made of what was traced.
+`Outgrown` after the user's function has returned: only JAX's code sees the exception. The call
+continues with a larger program, which reuses the trace.
 
-A program that assigns a Variable which it also reads writes the new value over the old one, at
-top level, where nobody else can have the old array; see `variables.lending`. One that calls the
-host (`Graph.calls_host`) does not: what runs there may read the Variable, or raise, and by then the
-old value would be gone and the new one never come. Such a program keeps the old value until it is
-over, and is waited for: it may fail long after it was started, and a value that it never computed
-is not assigned.
+At top level, a program that reads and assigns a Variable overwrites the old array by the new
+value (by donation), if nobody else can have the old array; see `variables.lending`. A program that
+calls the host (`Graph.calls_host`) overwrites nothing: the host code may read the Variable, or
+raise, and then the old value would be gone and the new value never computed. The call waits for
+such a program, because it may fail long after its start, and assigns the new values only after it
+has succeeded.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ if TYPE_CHECKING:
 
 
 class Program:
-    """A function compiled for one use; immutable: one that is outgrown makes a larger one.
+    """A function compiled for one `Use`. Immutable: if a call needs more, `grown` makes a larger
+    program.
 
     Attributes:
-      nested: its jit, for calls with transformations around them; made when it is asked for.
-      outermost: its jit for calls at top level. This one writes over the Variables that it updates,
-        and tells XLA to keep recomputed code (JAX refuses compiler options on a nested jit).
-      direct: what a call is, where its use is plain; else None.
+      nested: the jit for calls inside transformations; made at its first use.
+      outermost: the jit for calls at top level. It overwrites the Variables that it updates, and
+        tells XLA to keep recomputed code (JAX refuses compiler options on a nested jit).
+      direct: the function to call with the arguments, if the use is plain; else None.
     """
 
     def __init__(self, pipeline: Pipeline, use: Use, shardings: Any = None, of_result: Any = None):
         """Makes the program.
 
         Args:
-          shardings: of the arguments, where the user said them along their trees.
-          of_result: the shardings of the result, where flax has said them.
+          shardings: the shardings of the arguments, if the user gave them as trees.
+          of_result: the shardings of the result, if an `nnx.StateSharding` determines them.
         """
         self.use = use
         self._pipeline = weakref.ref(pipeline)
@@ -72,7 +73,7 @@ class Program:
             options = options_behind(pipeline.fun, options, pipeline.static, use.values)
         self._make_nested = functools.partial(jax.jit, body, **options)
         self._has_options = any(options.values())
-        self._forms: dict[Any, Any] = {}  # of a trace that calls it
+        self._forms: dict[Any, Any] = {}  # see `ForwardingTrace.call_jitted`
         if use.recomputes:
             extra = _jax.keep_recompute_options(jax.default_backend())
             options = _jax.with_compiler_options(options, extra or {})
@@ -81,7 +82,7 @@ class Program:
             donated = (*written_over, *options["donate_argnums"])
             options = {**options, "donate_argnums": donated}
         self.options = options
-        self._warn = body.warn_of_merging  # `direct` has it: it does not hold this
+        self._warn = body.warn_of_merging  # `direct` keeps the body alive, but not this program
         is_other = use.has_variables or use.recomputes
         self.outermost: Any = jax.jit(body, **options) if is_other else self.nested
         self.direct: Callable[..., Any] | None = None
@@ -93,11 +94,11 @@ class Program:
         return self._make_nested()
 
     def is_outgrown_by(self, outgrown: Outgrown) -> bool:
-        """Whether this is what a call has outgrown."""
+        """Whether this program has raised `outgrown`."""
         return outgrown.of.use is self.use
 
     def grown(self, graph: Graph) -> Program:
-        """The same, with a place for what a graph does."""
+        """Returns a larger program, which also serves a graph."""
         pipeline = self._pipeline()
         assert pipeline is not None, "the traced function that is called holds it"
         use = Use(self.use, graph, packs=pipeline.packs_results)
@@ -105,8 +106,8 @@ class Program:
         return Program(pipeline, use, self._shardings, of_result)
 
     def _recomputing(self) -> Callable[..., Any]:
-        """What a call is, where XLA is to be told to keep what is recomputed."""
-        # A warm call costs as little more than the jit's as Python allows, hence the local names.
+        """Returns `direct` for a program that recomputes: the jit to call depends on the trace."""
+        # Warm calls run this for each call, hence the local names.
         nested, outermost, warn = self.nested, self.outermost, self._warn
         current, top_level = _jax.current_trace, _jax.TopLevelTrace
 
@@ -120,10 +121,10 @@ class Program:
         return run
 
     def __call__(self, call: Call, graph: Graph | None = None) -> Any:
-        """Calls it.
+        """Calls the program.
 
         Args:
-          graph: what was traced for this call.
+          graph: a trace of this call, which the body uses if JAX traces.
         """
         if graph is not None:
             traced.graph = graph
@@ -136,14 +137,14 @@ class Program:
         return self.called(call.objects, *call.args, **call.kwargs)
 
     def plain_call(self) -> Callable[..., Any]:
-        """What a call of arrays is, without looking at them."""
+        """Returns the function for calls whose arguments are arrays: it takes them as they are."""
         return self.direct or functools.partial(self.called, ())
 
     def called(self, objects: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The result for packed arguments.
+        """Calls the program with packed arguments, and assigns the new values.
 
         Args:
-          objects: the objects of flax.nnx in them.
+          objects: the objects of flax.nnx in the arguments.
         """
         use = self.use
         if use.is_over:
@@ -158,15 +159,17 @@ class Program:
         return result if is_over else _settled(new, result, objects)
 
     def _lent(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that writes over what it updates, with nobody around."""
+        """Runs a call that overwrites the Variables that it updates, at top level without
+        listeners."""
         use = self.use
         assigned: list[Any] = [ref() for ref in use.assigned]
         read: list[Any] = [ref() for ref in use.read]
         for variable in (*assigned, *read):
             if variable._borrower is not None:
-                free((*assigned, *read))  # waits, which nobody may who holds the lock
+                free((*assigned, *read))  # waits, so it must not run under the lock
                 break
-        with dispatching:  # no other thread lends what is read here before the program has it
+        # Until the program is dispatched, no other thread may lend the arrays that are read here.
+        with dispatching:
             constants = [v._value if v._borrower is None else v.value for v in read]
             if not assigned:
                 return run(*constants, *args, **kwargs)
@@ -181,10 +184,10 @@ class Program:
             return new, result
 
     def _held(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of what calls the host, with nobody around."""
+        """Runs a call of a program that calls the host, at top level without listeners."""
         use = self.use
         assigned: list[Any] = [ref() for ref in use.assigned]
-        # The host may run what writes over them.
+        # `.value`, not the stored array: the host may run a program that overwrites that.
         constants = [ref().value for ref in use.read]  # type: ignore[union-attr]
         free(assigned)
         with dispatching:
@@ -199,7 +202,7 @@ class Program:
         return new, result
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call where others look on."""
+        """Runs a call inside a transformation or a tape, or while listeners listen."""
         use = self.use
         values: Any = [ref() for ref in use.values]
         trace = _jax.current_trace(None)
@@ -220,14 +223,14 @@ class Program:
         return new, result
 
     def called_compiled(self, compiled: Callable[..., Any], call: Call) -> Any:
-        """The result of a call by what `lower` was compiled to."""
+        """Runs a call by a compiled result of `lower`."""
         args, kwargs = call.of_trees()
         outcome = (self._held if self.use.calls_host else self._lent)(compiled, args, kwargs)
         has_new = isinstance(outcome, tuple) and outcome and isinstance(outcome[0], NewValues)
         return _settled(outcome[0], outcome[1], call.objects) if has_new else outcome
 
     def staged(self, stage: str, call: Call, graph: Graph | None) -> Any:
-        """`lower`, `trace` or `eval_shape` of the compiled function of values."""
+        """Returns `lower`, `trace` or `eval_shape` of the jit, for the arguments of a call."""
         variables: list[Any] = [ref() for ref in self.use.values]
         values = [variable.value for variable in variables]
         args, kwargs = call.of_trees()
@@ -240,7 +243,7 @@ class Program:
         return result[1] if stage == "eval_shape" and is_pair else result
 
     def _unpacked(self, stage: str) -> Any:
-        """The jit with the result in its own tree."""
+        """Returns the jit whose result is not packed, but has its own tree."""
         pipeline = self._pipeline()
         assert pipeline is not None, "the traced function holds it"
         if self.use.is_plain or pipeline.packs_results != "if it has parts":
@@ -254,15 +257,17 @@ class Program:
     _staged: Any = None
 
     def clear_cache(self) -> None:
-        """Forgets what is compiled."""
+        """Drops the compiled code."""
         if "nested" in vars(self):
             self.nested.clear_cache()
         self.outermost.clear_cache()
 
 
 def _settled(new: NewValues, result: Any, objects: Sequence[Any]) -> Any:
-    """The user's result; `objects`, those of flax.nnx in the arguments, get what is new."""
-    updates = zip(new.updates, new[len(new) - len(new.updates) :], strict=True)  # the last ones
+    """Returns the user's result, and gives the new arrays to `objects`, the objects of flax.nnx in
+    the arguments."""
+    # The arrays of modules are the last of the new values.
+    updates = zip(new.updates, new[len(new) - len(new.updates) :], strict=True)
     for update, value in updates:
         update.assign(objects, value)
     if type(result) is Packed:

@@ -1,7 +1,7 @@
-"""Why a function is traced again: what differs between one signature and the next.
+"""Warns if a function is traced again and again, and says what differs between the signatures.
 
 Each new signature (shapes, dtypes, weak types, static values, trees) costs a trace and a
-compilation. A function that meets ever new ones is slow without a visible cause, so it is said.
+compilation. A function that gets ever new signatures is slow without a visible cause.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _CURES = {
     "dtype": "convert it before the call",
     "weak type": "pass an array of a fixed dtype, not a Python number at some calls",
     "static value": "pass it as an array, if the program need not be compiled for its value",
-    "static object": "make it once and pass the same, or give its class an __eq__ and a __hash__, "
-    "or, if it holds arrays, register it with jax.tree_util.register_dataclass",
+    "static object": "make it once and pass the same object, or give its class an __eq__ and a "
+    "__hash__, or, if it holds arrays, register it with jax.tree_util.register_dataclass",
     "Variable": "pass its `.value`, unless the function is to watch or to assign it",
     "tree": "pass the same structure every time",
-    "structure": "make it once, before the calls, and pass the same every time",
+    "structure": "make the module once, before the calls, and pass the same module every time",
 }
 
 
@@ -60,16 +60,16 @@ class RetraceWarning(UserWarning):
 
 
 class Signature(NamedTuple):
-    """What a program was compiled for."""
+    """The types and the static values of the arguments for which a function was compiled."""
 
     tree: Any
     types: tuple[tuple[str, str | Given, str, bool], ...]  # path, dtype or Variable, shape, weak
     static: tuple[tuple[str, Any], ...]
-    modules: tuple[tuple[str, Any], ...] = ()  # the structures of arguments with those of flax.nnx
+    modules: tuple[tuple[str, Any], ...] = ()  # the structures of arguments with flax.nnx modules
 
     @classmethod
     def of(cls, args: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:
-        """That of a call, by its packed arguments."""
+        """Returns the signature of a call with these packed arguments."""
         types: list[tuple[str, str | Given, str, bool]] = []
         values = dict(static)
         trees: dict[str, Any] = {}
@@ -96,8 +96,8 @@ class Signature(NamedTuple):
 
 
 def _type_of(leaf: Any) -> tuple[str, str, bool]:
-    """Dtype, shape, and whether the type is weak."""
-    aval = _jax.type_of(leaf) or leaf  # a part of a reference has a shape and a dtype
+    """Returns the dtype, the shape, and whether the type is weak."""
+    aval = _jax.type_of(leaf) or leaf  # a part of a JAX reference has a shape and a dtype itself
     dtype = str(getattr(aval, "dtype", aval))
     shape = str(list(getattr(aval, "shape", ())))
     return dtype, shape, bool(getattr(aval, "weak_type", False))
@@ -105,7 +105,7 @@ def _type_of(leaf: Any) -> tuple[str, str, bool]:
 
 @dataclass
 class TraceHistory:
-    """The last signatures for which one function was traced; says when they are too many."""
+    """The latest signatures for which one function was traced; warns if there are too many."""
 
     name: str
     _signatures: deque[Signature] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -113,7 +113,7 @@ class TraceHistory:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def note(self, signature: Signature) -> None:
-        """Records a trace; warns (`RetraceWarning`) if one cause comes again and again."""
+        """Records a trace; warns (`RetraceWarning`) if one cause recurs."""
         with self._lock:
             if signature in self._signatures:
                 return  # JAX traces again for its own reasons: another mesh, precision, ...
@@ -140,10 +140,10 @@ def _is_due(count: int) -> bool:
 
 
 def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]]:
-    """What changed: (argument, what of it, before, after), e.g. ``("x", "shape", "[8]", "[9]")``.
+    """Returns the changes as (argument, kind, before, after): ``("x", "shape", "[8]", "[9]")``.
 
-    What of it: ``"shape"``, ``"dtype"``, ``"weak type"``, ``"static value"``, ``"static object"``,
-    ``"Variable"`` or ``"tree"``; of what a module consists of besides arrays, ``"structure"``.
+    The kinds: ``"shape"``, ``"dtype"``, ``"weak type"``, ``"static value"``, ``"static object"``,
+    ``"Variable"``, ``"tree"``, and ``"structure"`` for the attributes of a module besides arrays.
     """
     changes: list[tuple[str, str, str, str]] = []
     arrays_before, arrays_after = ({entry[0]: entry for entry in s.types} for s in (old, new))
@@ -186,7 +186,7 @@ def _array_text(name: str, dtype: str | Given, shape: str, weak: bool) -> str:
 def _in_modules(
     old: Sequence[tuple[str, Any]], new: Sequence[tuple[str, Any]]
 ) -> list[tuple[str, str, str, str]]:
-    """What changed in modules of flax.nnx."""
+    """Returns the changes in the structures of modules of flax.nnx."""
     if old == new or not old or not new:
         return []
     found = differences(_described(old), _described(new))
@@ -194,7 +194,7 @@ def _in_modules(
 
 
 def _described(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
-    """What the modules in arguments are made of, by path."""
+    """Returns texts for the classes and static attributes of the modules in arguments, by path."""
     modules, names = [], []
     for argument, structure in arguments:
         tree = with_modules(jax.tree.unflatten(structure, [...] * structure.num_leaves))
@@ -203,7 +203,7 @@ def _described(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
             if is_module(node):
                 modules.append(node)
                 names.append(path_name(path, argument))
-    with finding([]):  # flax would have JAX read the Variables in them
+    with finding([]):  # so that flattening does not read the Variables in them
         return described(modules, names)
 
 

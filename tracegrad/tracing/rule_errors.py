@@ -1,4 +1,4 @@
-"""What to write where JAX fails at a custom rule with an error that does not name the rule."""
+"""Advice for JAX's errors at custom derivative rules, which do not name the rule."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _DTYPES = (
 def advice(
     error: Exception, program: Callable[[], Graph] | None = None
 ) -> tuple[str, Origin | None] | None:
-    """What to write in the place of a rule that JAX refused; None for another error.
+    """Returns the advice for a rule that JAX refused; None for other errors.
 
     Args:
-      error: of JAX, at a `jax.custom_vjp` or a `jax.custom_jvp`.
-      program: gives the program that was differentiated, if that is known; called for an error at a
-        rule only.
+      error: JAX's error at a `jax.custom_vjp` or a `jax.custom_jvp`.
+      program: returns the program that was differentiated, if it is known; called only if the
+        error is about a rule.
 
     Returns:
-      The words, and the line where the rule is called if the program has told it.
+      The advice, and the line where the rule is called, if it was found in the program.
     """
     words = str(error)
     if _INDICATED in words:
@@ -53,26 +53,26 @@ def advice(
     if (name := rule_in(error.__traceback__)) is not None:
         return closing_over_advice([name]), None
     found = [] if program is None else closing_over(program())
-    if not found and is_unexpected:  # any value of a trace that is over
+    if not found and is_unexpected:  # the leaked tracer need not come from a rule
         return None
     return closing_over_advice([each.name for each in found]), found[0].origin if found else None
 
 
 def words_at(node: CustomGradient, error: Exception) -> str:
-    """The error of a rule in one line."""
+    """Returns the error of a rule in one line."""
     if is_about_closing_over(str(error)):
         return closing_over_advice([node.name])
     return words_of(error)
 
 
 def words_of(error: Exception, program: Callable[[], Graph] | None = None) -> str:
-    """An error in one line: the advice, where JAX's own words name no rule."""
+    """Returns an error in one line: our advice if there is one, else JAX's first line."""
     found = advice(error, program)
     return first_line(error) if found is None else found[0]
 
 
 def dtype_advice(who: str, expected: object, got: object) -> str:
-    """What to write in a rule that returns a gradient of another dtype than its input."""
+    """Returns the advice for a rule whose gradient has another dtype than its input."""
     return (
         f"{who} returned a gradient {got} for an input {expected}. A gradient has the dtype of its "
         "input: convert it, .astype(x.dtype)."
@@ -80,7 +80,7 @@ def dtype_advice(who: str, expected: object, got: object) -> str:
 
 
 def closing_over_advice(names: Sequence[str]) -> str:
-    """What to write in the place of rules whose functions close over a traced array."""
+    """Returns the advice for rules whose functions close over a traced array."""
     where = f"tracegrad.match.call({names[0]!r})" if names else "where"
     who = listed([f"`{each}`" for each in names], 2) if names else "A custom rule here"
     return (
@@ -90,12 +90,12 @@ def closing_over_advice(names: Sequence[str]) -> str:
 
 
 def is_about_closing_over(words: str) -> bool:
-    """Whether an error at a rule is about what its function closes over, by the error's words."""
+    """Whether the words of an error at a rule are about closed-over values."""
     return "unexpected tracer" in words or any(text in words for text in _CLOSING_OVER)
 
 
 def closing_over(graph: Graph) -> list[Occurrence]:
-    """The custom gradients in a graph that close over values, each name once."""
+    """Returns the custom gradients in a graph that close over values, each name once."""
     found: dict[str, Occurrence] = {}
     for each in graph.walk():
         node = each.node
@@ -107,14 +107,14 @@ def closing_over(graph: Graph) -> list[Occurrence]:
 
 
 def rule_in(stack: TracebackType | None) -> str | None:
-    """The name of the innermost function with a rule of JAX's that an error came through.
+    """Returns the name of the innermost function with a rule of JAX's in a traceback.
 
-    JAX takes its own frames away, which know the rule, and those of what was traced are without
-    their variables. They have their code; whose code it is, all the rules that there are tell.
+    JAX removes its own frames, which know the rule, and the remaining frames have lost their
+    variables. They still have their code objects: this searches all existing rules for the code.
     """
     codes = [frame.f_code for frame, _ in traceback.walk_tb(stack)]
     rules: dict[CodeType | None, str] = {}
-    # What was frozen (`gc.freeze`) the collector does not list.
+    # The collector does not list objects frozen by `gc.freeze`, so modules are searched too.
     spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     for each in itertools.chain(gc.get_objects(), *(list(space.values()) for space in spaces)):
         if issubclass(type(each), jax.custom_vjp | jax.custom_jvp):
@@ -125,8 +125,9 @@ def rule_in(stack: TracebackType | None) -> str | None:
 
 
 def _dtypes(error: Exception) -> tuple[str, str] | None:
-    """The dtypes that the transpose of a program expected and got, where they alone differ."""
-    # The lines of what is transformed; a loop that is wrong by itself has none.
+    """Returns the dtypes that the transpose of a program expected and got, if only they differ."""
+    # JAX adds the user's lines as the cause if a transformation fails; the error of a loop that is
+    # wrong by itself has no cause.
     if error.__cause__ is None or not isinstance(error, AssertionError | TypeError):
         return None
     for pattern in _DTYPES:

@@ -1,4 +1,7 @@
-"""The shardings that the options of `jax.jit` say along the trees of arguments and results."""
+"""Shardings in the options of `jax.jit` that are trees, as the arguments and results are.
+
+An `nnx.StateSharding` determines the sharding of each nnx.Variable in a module.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from tracegrad.variables.statics import is_variable
 
 
 def structure_of(argument: Any) -> Any:
-    """The structure of a packed argument; None for an array."""
+    """Returns the structure of a packed argument; None for an array."""
     return argument.structure if type(argument) is Packed else None
 
 
 def of_jit(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as `jax.jit` takes them: without an `nnx.StateSharding`, which is flax's own."""
+    """Returns the options without an `nnx.StateSharding`, which `jax.jit` does not know."""
     shardings, of_result = options.get("in_shardings"), options.get("out_shardings")
     if maps(of_result):  # see `shardings_of_result`
         options = {**options, "out_shardings": None}
@@ -34,24 +37,24 @@ def of_jit(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_mapping(sharding: object) -> bool:
-    """Whether it says the sharding of each variable of a module of flax.nnx."""
+    """Whether an object is an `nnx.StateSharding`."""
     return hasattr(sharding, "map_prefix")
 
 
 def maps(shardings: Any) -> bool:
-    """Whether flax is to say some of the shardings."""
+    """Whether shardings contain an `nnx.StateSharding`."""
     return any(map(_is_mapping, jax.tree.leaves(shardings, is_leaf=_is_sharding)))
 
 
 def is_for_all(shardings: Any) -> bool:
-    """Whether what is said of the shardings of a tree says the same of all arrays in it."""
+    """Whether all arrays of a tree have the same sharding: `shardings` is one, or None."""
     if _is_mapping(shardings):
         return False
     return shardings is None or jax.tree_util.all_leaves([shardings])
 
 
 def shardings_of_result(shardings: Any, graph: Graph) -> Packed | None:
-    """The shardings of a packed result, where flax is to say them of modules in it; else None."""
+    """Returns the shardings of a packed result, if one is an `nnx.StateSharding`; else None."""
     if not maps(shardings):
         return None
     arrays = graph.out_avals[: graph.result_count]
@@ -59,7 +62,7 @@ def shardings_of_result(shardings: Any, graph: Graph) -> Packed | None:
 
 
 def shardings_of_arguments(shardings: Any, args: Sequence[Any]) -> Any:
-    """The shardings that the user has said along the trees of arguments, for packed ones."""
+    """Returns the user's shardings of arguments, as trees of the packed arguments."""
     if not isinstance(shardings, tuple):
         return shardings
     return tuple(
@@ -69,8 +72,8 @@ def shardings_of_arguments(shardings: Any, args: Sequence[Any]) -> Any:
 
 
 def _along(prefix: Any, packed: Packed) -> Packed:
-    """The sharding of each array of an argument."""
-    found: list[tuple[Any, Any]] = []  # of each leaf
+    """Returns the sharding of each array of an argument, from a prefix of its tree."""
+    found: list[tuple[Any, Any]] = []  # pairs (sharding, leaf)
 
     def of_part(sharding: Any, part: Any) -> None:
         if not _is_mapping(sharding):
@@ -84,7 +87,8 @@ def _along(prefix: Any, packed: Packed) -> Packed:
 
 
 def _mapped(sharding: Any, part: Any) -> Iterator[tuple[Any, Any]]:
-    """The nnx.Variables in a tree, and its other leaves, each with the sharding that flax says."""
+    """Yields (sharding, node) for the nnx.Variables and the other leaves of a tree; other leaves
+    have None."""
     for path, node in jax.tree_util.tree_leaves_with_path(part, is_leaf=is_variable_of_nnx):
         is_variable_there = is_variable_of_nnx(node)
         yield sharding.map_prefix(keys_of_path(path), node) if is_variable_there else None, node
@@ -93,11 +97,11 @@ def _mapped(sharding: Any, part: Any) -> Iterator[tuple[Any, Any]]:
 def constrained(
     updates: Sequence[Update], values: Sequence[Any], shardings: Any, args: Sequence[Any]
 ) -> list[Any]:
-    """New arrays of modules, laid out as flax says for those that are given.
+    """Returns the new arrays of modules, constrained to the shardings of the arguments.
 
     Args:
-      shardings: of the arguments.
-      args: packed; those that are not static.
+      shardings: the shardings of the arguments.
+      args: the packed arguments that are not static.
     """
     if not updates or not maps(shardings) or not isinstance(shardings, tuple):
         return list(values)
@@ -122,15 +126,14 @@ def _is_sharding(node: object) -> bool:
 
 
 def refuse_other_shardings(shardings: Any, args: Sequence[Any]) -> None:
-    """Raises ValueError for an object of flax.nnx in two arguments of which the user has said two
-    shardings.
+    """Raises ValueError if an object of flax.nnx is in two arguments with different shardings.
 
     Args:
-      args: packed; those that are not static.
+      args: the packed arguments that are not static.
     """
     if not isinstance(shardings, tuple):
         return
-    owners: list[int] = []  # of each object, the argument that it was met in first
+    owners: list[int] = []  # for each object, the index of its first argument
     for i, arg in enumerate(args[: len(shardings)]):
         if type(arg) is not Packed:
             continue
@@ -139,8 +142,8 @@ def refuse_other_shardings(shardings: Any, args: Sequence[Any]) -> None:
             if shardings[first] != shardings[i]:
                 raise ValueError(
                     f"Inconsistent aliasing: an object of flax.nnx is in the arguments {first} and "
-                    f"{i}, and in_shardings says {shardings[first]} and {shardings[i]} of them. "
-                    "Say one for both, or give one of them a copy (nnx.clone)"
+                    f"{i}, for which in_shardings has {shardings[first]} and {shardings[i]}. "
+                    "Give both the same sharding, or pass a copy (nnx.clone) as one of them"
                 )
         owners += [i] * len(Contents(arg.argument()).objects)
 
@@ -155,8 +158,8 @@ def _places_again(structure: Any) -> Iterator[int]:
 
 
 def moved(shardings: Any, static: StaticArguments, count: int) -> frozenset[int]:
-    """The places of arguments whose modules get arrays of the shardings that flax is given for
-    them, changed or not."""
+    """Returns the positions of the arguments whose shardings contain an `nnx.StateSharding`: all
+    arrays of their modules are outputs, changed or not."""
     parts = shardings if isinstance(shardings, tuple) else ()
     dynamic = [i for i in range(count) if i not in static.positions]
     return frozenset(i for i, part in zip(dynamic, parts, strict=False) if maps(part))

@@ -1,4 +1,4 @@
-"""Which wrappers of a function share a pipeline, and with it what is compiled."""
+"""Which wrappers of a function share a pipeline, and with it the compiled programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tracegrad.tracing.graphs import Rule
 from tracegrad.tracing.pipeline import Pipeline
 
 _MOST_PIPELINES = 256  # of one function
-_lock = threading.RLock()  # a pipeline that is let go of here may run anything
+# Reentrant: freeing a pipeline may run finalizers, which may call any code.
+_lock = threading.RLock()
 
 
 def shared_pipeline(
@@ -22,17 +23,17 @@ def shared_pipeline(
     static: StaticArguments,
     options: dict[str, Any],
 ) -> Pipeline:
-    """One pipeline for all wrappers of a function with the same rules and options: they share its
-    programs. Those with the same rules share the history."""
-    if isinstance(fun, types.MethodType):  # each access makes one, which is gone after its use
+    """Returns the pipeline that all wrappers of a function with the same rules and options share.
+    Pipelines with the same rules share the history of traces."""
+    if isinstance(fun, types.MethodType):  # each access makes a new, short-lived method object
         return Pipeline(fun, rules, static, options)
     key = tuple(map(id, rules)), static, tuple(sorted(options.items()))
     with _lock:
         try:
-            hash((fun, key))  # what has none may change, and be traced again for that
-            # By the identity of rules, which the pipelines hold, and the rest.
+            hash((fun, key))  # without a hash, a function or an option may change later
+            # The key has the ids of the rules; the pipelines keep the rules alive.
             known: dict[Any, Pipeline] = facts_of(fun).setdefault(Pipeline, {})
-        except TypeError:  # or cannot be held weakly
+        except TypeError:  # no hash, or no weak references
             return Pipeline(fun, rules, static, options)
         if key not in known:
             if len(known) >= _MOST_PIPELINES:

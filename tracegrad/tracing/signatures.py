@@ -1,4 +1,4 @@
-"""What functions call their parameters, and by which name they are found."""
+"""The names of parameters and arguments, and the names by which pickle finds functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tracegrad.variables.leaves import Leaf, leaves_of
 
 
 def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function; of one without a signature, as some builtins are, none."""
+    """Returns the parameters of a function; [] if it has no signature, like some builtins."""
     try:
         return list(inspect.signature(fun).parameters.values())
     except (ValueError, TypeError):
@@ -20,12 +20,12 @@ def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def positional(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    """Those of which each takes one argument that may be given by position."""
+    """Returns the parameters that take one argument, which may be given by position."""
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """What a function calls its first positional arguments: ``x``, ``args.0``."""
+    """Returns the names of the first `count` positional arguments: ``x``, ``args.0``."""
     parameters = parameters_of(fun)
     names = [p.name for p in positional(parameters)][:count]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
@@ -38,11 +38,10 @@ def leaves_of_call(
     kwargs: Mapping[str, Any],
     static: Collection[int] = (),
 ) -> list[Leaf]:
-    """The leaves of a call in the order in which JAX flattens them, each by its path: the name of
-    the argument and the way in that, ``params.0.kernel``. All messages, ``wrt`` and `match.param`
-    spell it so.
+    """Returns the leaves of a call in JAX's order of flattening. The name of a leaf is the name of
+    its argument and the path in it, ``params.0.kernel``, as in messages, ``wrt`` and `match.param`.
 
-    `static`: the positions of arguments that are left out.
+    `static`: the positions of arguments to leave out.
     """
     names = argument_names(fun, len(args))
     by_position = [pair for i, pair in enumerate(zip(names, args, strict=True)) if i not in static]
@@ -54,17 +53,17 @@ def leaves_of_call(
 
 
 def name_in_module(fun: Any) -> str | None:
-    """The name by which another process finds a function in its module, if it does."""
+    """Returns the name by which another process can find a function in its module; else None."""
     name: str = getattr(fun, "__qualname__", "")
     found: Any = sys.modules.get(fun.__module__)
     for part in name.split("."):
         found = getattr(found, part, None)
-    # The main module is another one elsewhere.
+    # In another process, ``__main__`` is another module.
     return name if found is fun and fun.__module__ != "__main__" else None
 
 
 def require_takes(fun: Any, count: int, expected: str) -> None:
-    """Raises TypeError for what cannot be called with so many arguments, or more."""
+    """Raises TypeError if `fun` cannot be called with `count` positional arguments."""
     if not callable(fun):
         raise TypeError(f"expected a {expected}, got {fun!r}")
     parameters = parameters_of(fun)

@@ -1,7 +1,7 @@
-"""Stages of compilation whose programs are called with the user's arguments.
+"""`jax.stages.Lowered` and `Compiled` objects that are called with the user's arguments.
 
 The program of a function with modules, Variables or static leaves takes packed arguments, and the
-values of its Variables. What is compiled of it is called as the traced function is.
+values of its Variables. Its compiled form is called like the traced function.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 
 Stage = TypeVar("Stage")
-# Runs a compiled program for the arguments (args, kwargs) of the user.
+# Runs a compiled program for the user's (args, kwargs).
 Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -33,14 +33,14 @@ class _Lowered(jax.stages.Lowered):
 
 
 def called_by(run: Run, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-    """The same, with another way to call what it is compiled to."""
+    """Returns a copy of `lowered` whose compiled form is called by `run`."""
     stage = _as(_Lowered, lowered)
     stage.run = run
     return stage
 
 
 def _as(kind: type[Stage], stage: Any) -> Stage:
-    """A stage as one of a class of ours."""
+    """Returns a copy of a stage as an object of another class."""
     new = object.__new__(kind)
     for name in (*type(stage).__slots__, *vars(stage)):
         setattr(new, name, getattr(stage, name))

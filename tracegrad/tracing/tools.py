@@ -1,4 +1,4 @@
-"""How a tool is called that looks at a function: ``tool(fun, *args, **options)``, as `jax.vjp`."""
+"""`tool`: how to call a tool that looks at a function: ``tool(fun, *args, **options)``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ R = TypeVar("R")
 
 
 def tool(look: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function a tool: of its keywords its own keyword-only parameters are options, and all
-    others are arguments of the function that it looks at.
+    """Makes a function a tool: its keyword-only parameters are options, and all other keywords of
+    a call are arguments of the function that the tool looks at.
 
     Raises, when the tool is called:
-      TypeError: the function needs arguments and has none (it may be given them in a second pair of
-        parentheses); an option that has no default is missing; or the function has a parameter of
-        an option's name, which the arguments by position do not fill.
+      TypeError: the function needs arguments and got none; an option without a default is missing;
+        or the function has a parameter with the name of an option, and no positional argument
+        fills that parameter.
     """
     parameters = inspect.signature(look).parameters.values()
     options = {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -49,12 +49,12 @@ def _require_all(
     given: Mapping[str, Any],
     needed: Collection[str],
 ) -> None:
-    """Raises TypeError for a call without the options that are needed, or without arguments for a
-    function that needs some. It shows the right call."""
+    """Raises TypeError, which shows the right call, if an option without a default is missing, or
+    if the function needs arguments and got none."""
     fun, *rest = args
     written = {option: repr(value) for option, value in given.items()}
     for option in needed - given.keys():
-        # What somebody gives by position.
+        # The user may have passed the option as the last positional argument.
         is_option = bool(rest) and isinstance(rest[-1], Selector | str)
         written[option] = repr(rest[-1]) if is_option else "..."
     words = [p.name if p in positional(_required(fun)) else f"{p.name}=..." for p in _required(fun)]
@@ -73,7 +73,7 @@ def _require_all(
 
 
 def _refuse_shared(name: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Raises TypeError for an option that may be an argument of the function as well."""
+    """Raises TypeError for an option that could also be an argument of the function."""
     fun, *rest = args
     parameters = parameters_of(fun)
     by_position = {p.name for p in positional(parameters)[: len(rest)]}
@@ -93,6 +93,6 @@ def _required(fun: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _word(fun: Callable[..., Any]) -> str:
-    """A function as a word of a program: its own name; ``fun`` for what has none, as a model."""
+    """Returns the name of a function for code in a message; ``fun`` if it has none, as a model."""
     name = getattr(fun, "__name__", "")
     return name if name.isidentifier() and not name.startswith("__") else "fun"

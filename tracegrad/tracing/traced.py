@@ -1,8 +1,9 @@
 """`trace`: a Python function → Graph → rules → XLA, at the cost of `jax.jit`.
 
-A `TracedFunction` is a wrapper: what is known of its function, and compiled for it, is in the
-`Pipeline` that it shares with the others of that function. A call goes there, or directly to the
-one `jax.jit` that is made for the function, as soon as that is known to be all.
+A `TracedFunction` is a wrapper. Its `Pipeline` holds the compiled programs, and is shared by all
+wrappers of one function with the same rules and options. A call goes through the pipeline. If the
+function turns out to be plain (arrays in, arrays out, no Variables), its calls go directly to one
+`jax.jit`.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from tracegrad.tracing.user_errors import explain
 
 _JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
 P = ParamSpec("P")
-Q = ParamSpec("Q")  # of a method, without ``self``
+Q = ParamSpec("Q")  # the parameters of a method, without ``self``
 R = TypeVar("R")
 
 
 class TracedFunction(Generic[P, R]):
     """A function compiled by way of its graph; made by `trace`.
 
-    Call it as the original. Beside that:
+    Call it like the original function. It also has:
 
       graph(*args, **kwargs): the `Graph` for these arguments, after the rules.
-      lower(*args, **kwargs), trace(*args, **kwargs): `jax.stages.Lowered` and
-        `jax.stages.Traced`, as of a jitted function; so `jax.export.export` takes it.
+      lower(*args, **kwargs), trace(*args, **kwargs): return `jax.stages.Lowered` and
+        `jax.stages.Traced`, as a jitted function does; so `jax.export.export` accepts it.
       eval_shape(*args, **kwargs): the types of the results, without computing them.
-      clear_cache(): forgets compiled programs.
-      plan: with ``memory_budget=`` what is computed again, and the bytes that were measured.
+      clear_cache(): drops the compiled programs.
+      plan: with ``memory_budget=``, what is recomputed, and the measured bytes.
       __wrapped__: the original function.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
@@ -58,7 +59,7 @@ class TracedFunction(Generic[P, R]):
     """
 
     __wrapped__: Callable[P, R]
-    _first: tuple[Any, ...]  # what a program takes before the arguments: the function, a module
+    _first: tuple[Any, ...]  # the module that is called, or whose method is; see `taking_module`
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class TracedFunction(Generic[P, R]):
         jit_options: dict[str, Any] | None = None,
     ):
         options = dict(jit_options or {})
-        jax.jit(fun, **of_jit(options))  # checks the function and the options, in jit's own words
+        jax.jit(fun, **of_jit(options))  # raises jit's own errors for a wrong function or option
         require_function(fun)
         functools.update_wrapper(self, fun, updated=())
         static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
@@ -115,7 +116,8 @@ class TracedFunction(Generic[P, R]):
         return self if instance is None else BoundTracedFunction(self, instance)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
-        """The graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
+        """Returns the graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the
+        rules."""
         try:
             call = TakingApart(self._pipeline.static)((*self._first, *args), kwargs)
             return self._pipeline.graph(call)
@@ -123,13 +125,15 @@ class TracedFunction(Generic[P, R]):
             raise explain(error)  # noqa: B904 (the same error)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """As ``jax.jit(fun).lower``: StableHLO in `.as_text()`, XLA's in `.compile()`.
+        """Lowers the function as ``jax.jit(fun).lower`` does: `.as_text()` is the StableHLO text,
+        `.compile()` compiles it with XLA.
 
-        The program of a function with Variables takes their values in front of the arguments:
-        of those that it reads and assigns, which it writes over, then of those that it only reads.
-        It returns a pair: a list of the assigned values, and the result. A Variable among the
-        arguments is one of these. That of a module takes the module first, and so do `graph` and
-        `trace`. What it is compiled to is called as the function is.
+        If the function uses Variables (also Variables among its arguments), the program takes
+        their values before the arguments: first the Variables that it reads and assigns, whose
+        old arrays it overwrites, then the Variables that it only reads. The program returns a
+        pair: the list of the assigned values, and the result. If the function is a module, the
+        program takes the module first, also in `graph` and `trace`. Call the compiled program with
+        the arguments of the function.
         """
         lowered: jax.stages.Lowered = self._staged("lower", args, kwargs)
         pipeline, first = self._pipeline, self._first
@@ -143,7 +147,7 @@ class TracedFunction(Generic[P, R]):
         return lowered if pipeline.is_plain else called_by(run, lowered)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """As ``jax.jit(fun).trace``; for a function with Variables see `lower`."""
+        """Traces the function as ``jax.jit(fun).trace`` does; for Variables see `lower`."""
         traced: jax.stages.Traced = self._staged("trace", args, kwargs)
         return traced
 
@@ -156,25 +160,26 @@ class TracedFunction(Generic[P, R]):
             )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The results as `jax.ShapeDtypeStruct`s. Assigns nothing."""
+        """Returns the results as `jax.ShapeDtypeStruct`s. Assigns no Variable."""
         return self._staged("eval_shape", args, kwargs)
 
     def clear_cache(self) -> None:
-        """Forgets what was compiled: the next call traces again."""
+        """Drops the compiled programs: the next call traces again."""
         self._pipeline.clear_cache()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # as of any function: a model that holds one can be copied
+        return self  # as for any function, so that a model that holds it can be copied
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        # By its name, as any function; else, as what `jax.jit` returns, by what it was made with.
+        # Pickled by name, like any function; if it has no name in its module, by the arguments
+        # that it was made with.
         if (name := name_in_module(self)) is not None:
             return name
         return TracedFunction, (self.__wrapped__, *self._made_with)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the function: `inspect.getfullargspec` does not follow `__wrapped__`."""
+        """The function's signature: `inspect.getfullargspec` does not follow `__wrapped__`."""
         try:
             return inspect.signature(self.__wrapped__)
         except (TypeError, ValueError) as error:
@@ -182,8 +187,9 @@ class TracedFunction(Generic[P, R]):
 
     @property
     def plan(self) -> Any:
-        """What ``memory_budget=`` has it compute again: the `tracegrad.planning.StepPlan` of the
-        latest trace, None before that. Without a budget it is the function's own attribute."""
+        """What is recomputed to fit ``memory_budget=``: the `tracegrad.planning.StepPlan` of the
+        latest trace; None before the first trace. Without a budget, `plan` is an attribute of the
+        original function."""
         if self._to_budget is None:
             raise AttributeError("plan")  # `__getattr__` looks at the function
         return self._to_budget.latest
@@ -196,7 +202,7 @@ class TracedFunction(Generic[P, R]):
         return f"<traced {repr_of(fun)}{f', {plan.line}' if plan else ''}>"
 
     def __getattr__(self, name: str) -> Any:
-        """Other attributes are those of the function."""
+        """Returns the function's attribute of that name."""
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name == "plan" and not hasattr(self.__wrapped__, name):
@@ -205,7 +211,7 @@ class TracedFunction(Generic[P, R]):
 
 
 class BoundTracedFunction(Generic[P, R]):
-    """A traced method of an instance: all of `TracedFunction`, with ``self`` filled in."""
+    """A traced method bound to an instance: a `TracedFunction` with ``self`` filled in."""
 
     __wrapped__: Callable[P, R]
 
@@ -216,7 +222,7 @@ class BoundTracedFunction(Generic[P, R]):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the method, without ``self``."""
+        """The signature of the method, without ``self``."""
         return inspect.signature(self.__wrapped__)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -234,10 +240,10 @@ class BoundTracedFunction(Generic[P, R]):
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__.eval_shape(self.__self__, *args, **kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # as of methods
+    def __reduce__(self) -> tuple[Any, ...]:  # as Python pickles methods
         return getattr, (self.__self__, self.__func__.__name__)
 
-    def __eq__(self, other: object) -> bool:  # as of methods: each access makes one
+    def __eq__(self, other: object) -> bool:  # as for methods: each access makes a new object
         return (
             isinstance(other, BoundTracedFunction)
             and self.__func__ is other.__func__
@@ -277,35 +283,39 @@ def trace(
     memory_budget: int | float | str | None = None,
     **jit_options: Any,
 ) -> Any:
-    """Compiles a function by way of its `Graph`, where its gradient annotations are nodes.
+    """Compiles a function by way of its `Graph`, in which its gradient annotations are nodes.
 
-    Takes whatever `jax.jit` takes, compiles to the same optimised program and costs the same per
-    call; only what was annotated or rewritten differs. The `Variable`s that it reads, itself or in
-    functions that it calls, are inputs of the program, and those that it assigns outputs: each
-    call uses the values of that moment. A Variable among its arguments, static ones and those in
-    trees too, is that Variable inside, and may be watched and assigned there; for each there is a
-    program. One among its results is handed out as an array, its value at the end of the call.
-    Modules of `flax.nnx` among its arguments, optimisers, metrics and random streams are changed as
-    under ``nnx.jit``, in about half the time; for each structure of them there is a program. One
-    that the function closes over is a constant of the program, as under `jax.jit`. A module of
-    flax.nnx or of equinox may be the function, or a method of one, or what `equinox.filter_grad`
-    returns: its arrays are inputs of the program, which equal ones share.
-    Usable bare (``@trace``), with arguments
-    (``@trace(static_argnames="n")``), on methods, and under every JAX transformation.
+    Takes every function that `jax.jit` takes, compiles it to the same optimised program and costs
+    the same per call; only annotated or rewritten operations differ. Use it bare (``@trace``), with
+    arguments (``@trace(static_argnames="n")``), on methods, and under every JAX transformation.
+
+    The `Variable`s that the function reads, itself or in functions that it calls, are inputs of the
+    program, and the Variables that it assigns are outputs: each call uses the current values. A
+    Variable among the arguments (also static ones, and in trees) stays that Variable inside, where
+    it can be watched and assigned; each such Variable has a program of its own. A Variable in the
+    result is returned as an array: its value at the end of the call.
+
+    Modules, optimisers, metrics and random streams of `flax.nnx` among the arguments are changed as
+    under ``nnx.jit``, in about half the time; each structure has a program of its own. A module
+    that the function closes over is a constant of the program, as under `jax.jit`. The function may
+    be a module of flax.nnx or equinox, a method of one, or the result of `equinox.filter_grad`: the
+    module's arrays are inputs of the program, and modules of equal structure share the program.
 
     Args:
       fun: a function of arrays and pytrees of arrays, as for `jax.jit`.
-      rules: functions ``Graph -> Graph``, applied in order, or one alone. They act where
-        differentiation happens: on the program of `fun`, for who differentiates it, and on what is
-        differentiated inside it, by `tracegrad.grad`, tapes, `tracegrad.gradients`, and by
-        `jax.grad` and the like, which `nnx.grad` and `equinox.filter_grad` call. A rule that
-        matches in neither raises, and so does one that matches what a `jax.grad` has differentiated
-        that was imported by its name (``from jax import grad``) or made before.
-        That is decided for each signature by itself, whatever was called before: a rule for what
-        only some static values lead to is given ``missing_ok=True``.
+      rules: one function ``Graph -> Graph``, or several, applied in order. Rules act where
+        differentiation happens: on the program of `fun`, if the caller differentiates it, and on
+        the functions that are differentiated inside it by `tracegrad.grad`, tapes,
+        `tracegrad.gradients`, or by `jax.grad` and its like, which `nnx.grad` and
+        `equinox.filter_grad` call. A rule that matches nothing in either place raises. So does a
+        rule that would match only inside a `jax.grad` that was imported by name
+        (``from jax import grad``) or made before the trace. This is decided for each signature,
+        whatever was called before: give ``missing_ok=True`` to a rule that only some static
+        values need.
       memory_budget: the bytes that may be live at once in a gradient (``"2GiB"``, an int), or a
-        share of those without recompute (``0.4``, ``"40%"``): what has to is recomputed, at the
-        least cost that is found; see `tracegrad.plan_recompute`. A rule after the others.
+        share of the bytes without recompute (``0.4``, ``"40%"``). As much is recomputed as the
+        budget needs, at the least cost that is found; see `tracegrad.plan_recompute`. The budget
+        is a rule applied after the others.
       **jit_options: every keyword of `jax.jit`: ``static_argnums``, ``donate_argnums``,
         ``in_shardings``, ``compiler_options``, ...
 
@@ -313,11 +323,11 @@ def trace(
       A `TracedFunction`.
 
     Raises:
-      TypeError, ValueError: as `jax.jit`, for what is not a function and for wrong options.
+      TypeError, ValueError: as `jax.jit` does, if `fun` is not a function or an option is wrong.
 
     Warns:
       RetraceWarning: one argument changes its shape, dtype, weak type, static value or tree again
-        and again, so that the function is compiled again and again.
+        and again, and each change compiles the function again.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> @tg.trace

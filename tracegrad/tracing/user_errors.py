@@ -1,7 +1,6 @@
-"""Words for what tracing refuses: the user's line, why, and what to write instead.
+"""Adds notes to errors of tracing: the user's line, the reason, and what to write instead.
 
-The exceptions stay JAX's own, so that code which catches them goes on working; what we know more
-is added as a note.
+The exceptions stay JAX's own, so that code that catches them keeps working.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_own_file, line_of_error
 from tracegrad.tracing import foreign_modules, rule_errors
 
-# By the kind of the error and, where others are of that kind too, words of it; each at most 200
-# characters, so that there is room for the line above it.
+# (class of the error, words in its message or "", advice). An advice has at most 200 characters, so
+# that there is room for the line above it.
 _ADVICE: tuple[tuple[type[Exception], str, str], ...] = (
     (
         jax.errors.TracerBoolConversionError,
@@ -71,18 +70,18 @@ _NO_ARRAY = (
 )
 
 
-# What `Variable`s have and arrays have not.
+# Attributes of a `Variable` that arrays lack.
 _OF_VARIABLES = frozenset({"assign", "assign_add", "assign_sub", "read_value", "trainable"})
 _NO_VARIABLE = (
-    "This line takes an array for a `Variable`: JAX hands on the value of a Variable among the "
-    "arguments. Let the function close over the Variable, or return the new value and assign it "
+    "This line takes an array for a `Variable`: JAX replaces a Variable among the arguments by its "
+    "value. Let the function close over the Variable, or return the new value and assign it "
     "outside."
 )
 
 
 _STATIC_INSIDE = (
-    "A function that jax.jit has compiled takes as static an array that is traced here. Make it "
-    "static here too, `tracegrad.trace(f, static_argnums=1)`, or fill it in by functools.partial."
+    "A static argument of an inner jax.jit is a traced array here. Make it static here too, "
+    "`tracegrad.trace(f, static_argnums=1)`, or fill it in by functools.partial."
 )
 
 
@@ -94,15 +93,15 @@ _NO_REVERSE = (
 
 
 def explain_loop(error: Exception, called: Origin | None = None) -> None:
-    """Adds to JAX's error about reverse mode through a while loop which it is, and the cure.
+    """Adds the line and the cure to JAX's error about reverse mode through a while loop.
 
-    `called`: the line of the operation that is differentiated, if JAX does not know that of the
+    `called`: the line of the differentiated operation, for use if JAX does not know the line of the
     loop.
     """
     known = isinstance(error, ValueError) and "does not work for lax.while_loop" in str(error)
     if not known or any("checkpointed_loop" in note for note in _notes(error)):
         return
-    # JAX hangs the lines in which the loop was traced on the error, as its cause.
+    # The cause of JAX's error has the traceback of the lines in which the loop was traced.
     stack = None if error.__cause__ is None else error.__cause__.__traceback__
     loop = line_of_error(stack)
     if loop is None and called is not None:
@@ -112,12 +111,12 @@ def explain_loop(error: Exception, called: Origin | None = None) -> None:
 
 
 def explain_rule(error: Exception, program: Callable[[], Graph] | None = None) -> None:
-    """Adds to JAX's error at a custom rule which rule it is, and the cure.
+    """Adds the name of the rule and the cure to JAX's error at a custom rule.
 
-    `program`: as of `rule_errors.advice`.
+    `program`: see `rule_errors.advice`.
     """
     if not any("custom rule here" in n or "nondiff_argnums" in n for n in _notes(error)):
-        # Of an operation that is transformed JAX hangs the line on the error, as its cause.
+        # If a transformation fails, the cause of JAX's error has the operation's traceback.
         stack = None if error.__cause__ is None else error.__cause__.__traceback__
         if (found := rule_errors.advice(error, program)) is not None:
             advice, origin = found
@@ -129,7 +128,7 @@ def _notes(error: Exception) -> Sequence[str]:
 
 
 def _explain_module(error: Exception) -> None:
-    """Adds to flax's error about a change that could not come out whose it is, and the cure."""
+    """Adds the path of the module and the cure to flax's error about a change in another trace."""
     if not any(foreign_modules.CURE in note for note in _notes(error)):
         _advise(error, foreign_modules.advice(error), error.__traceback__)
 
@@ -141,7 +140,7 @@ def _advise(error: Exception, advice: str | None, stack: TracebackType | None) -
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """A block that differentiates a function in reverse mode."""
+    """A block that differentiates a function in reverse mode; adds notes to its errors."""
     try:
         yield
     except Exception as error:
@@ -152,11 +151,11 @@ def explaining() -> Iterator[None]:
 
 
 def explain(error: Exception, program: Callable[[], Graph] | None = None) -> Exception:
-    """The same error with the user's line and the way out added, and without our frames.
+    """Returns the same error, with the user's line and a cure added, and without our frames.
 
-    Raise what it returns at the outermost frame of this package, which then is the only one left
-    between the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all.
-    `program`: as of `rule_errors.advice`.
+    Raise the returned error at the outermost frame of this package: then only this frame is left
+    between the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all
+    frames. `program`: see `rule_errors.advice`.
     """
     explain_loop(error)
     explain_rule(error, program)
@@ -174,8 +173,8 @@ def explain(error: Exception, program: Callable[[], Graph] | None = None) -> Exc
     _explain_module(error)
     if _jax.filters_tracebacks():
         kept = _without_our_frames(error.__traceback__)
-        # An error of an argument has no frame of the user's to show, and might be a mistake of
-        # ours; one that is raised for a graph, an edit or a selector says all in its message.
+        # If no frame of the user is left, our frames stay: the error might be our mistake. Only a
+        # `GraphError` (of a graph, an edit or a selector) says all in its message.
         if kept is not None or isinstance(error, GraphError):
             error = error.with_traceback(kept)
     return error

@@ -1,4 +1,4 @@
-"""What a program does with what is outside of it, and which graphs it has a place for."""
+"""`Use`: which Variables a program reads and assigns, and which graphs the program can serve."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ Packs = Literal["never", "if it has parts", "always"]
 
 
 class Use:
-    """What a program does with what is outside of it.
+    """How a program uses Variables, the host and the compiler.
 
     Attributes:
-      updated, read, written: the Variables that it reads and assigns, only reads, only assigns;
-        held weakly.
-      calls_host: whether it calls code that XLA did not compile, where it has Variables.
-      recomputes: whether it recomputes, and must be compiled with options that keep that.
-      is_plain: whether it is arguments in, result out.
-      is_over: a Variable is gone, and with it the use of the program.
+      updated, read, written: the Variables that the program reads and assigns, only reads, only
+        assigns; held weakly.
+      values: the Variables whose values the program takes.
+      assigned: the Variables whose new values the program returns.
+      calls_host: whether the program uses Variables and calls code that XLA did not compile.
+      recomputes: whether the program must be compiled with options that keep recomputed code.
+      is_plain: whether the program only takes the arguments and returns the result.
+      is_over: whether a Variable is gone, so that the program cannot be called any more.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class Use:
         *,
         packs: Packs = "if it has parts",
     ):
-        """That of a program before, and of one more graph.
+        """Makes the use of a program that also serves `graph`.
 
         Args:
+          before: the use of the program so far.
           packs: which results are packed.
         """
         self.is_over: bool = False
@@ -49,7 +52,9 @@ class Use:
         if before is not None:
             assigned = _alive((*before.updated, *before.written))
         if graph is not None:
-            if before is not None and not before.is_plain:  # what one trace leaves must come in
+            # A Variable that only one of the traces assigns must also be an input: the other
+            # trace returns its value unchanged.
+            if before is not None and not before.is_plain:
                 named = {*map(id, graph.assigned)}
                 read |= {v: None for v in assigned if id(v) not in named}
                 read |= {v: None for v in graph.assigned if v not in assigned}
@@ -66,14 +71,12 @@ class Use:
             [v for v in read if v not in assigned],
             [v for v in assigned if v not in read],
         )
-        # Of these the program takes the values,
         self.values: Sequence[weakref.ref[Any]] = (*self.updated, *self.read)
-        # and of these it returns the new ones.
         self.assigned: Sequence[weakref.ref[Any]] = (*self.updated, *self.written)
         self.has_variables = bool(self.values or self.written)
 
     def _weakly(self, *groups: Sequence[Any]) -> list[list[weakref.ref[Any]]]:
-        """References to all of them; the use is over with the first that is gone."""
+        """Returns weak references to Variables; as soon as one is gone, the use is over."""
         me = weakref.ref(self)
 
         def over(_: object) -> None:
@@ -84,7 +87,7 @@ class Use:
         return [[weakref.ref(each, over) for each in group] for group in groups]
 
     def serves(self, graph: Graph, packs: Packs) -> bool:
-        """Whether a program of this use has a place for all that a graph does."""
+        """Whether a program of this use can run a graph: takes and returns all that it needs."""
         if not self.recomputes and _recomputes(graph):
             return False
         if self.is_plain:

@@ -1,4 +1,4 @@
-"""`Variable`s: what they hold, and how whoever traces, records or explains learns of their use."""
+"""`Variable`s: their values, and the listeners that learn of reads and assignments."""
 
 from tracegrad.variables.trees import as_variables as as_variables
 from tracegrad.variables.trees import assign_values as assign_values

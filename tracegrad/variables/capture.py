@@ -1,10 +1,11 @@
-"""The Variables that a function reads and assigns while it is traced: found, and made explicit.
+"""Finds the Variables that a function reads and assigns while it is traced, and makes them inputs
+and outputs of its program.
 
-While a function is traced a `Capture` listens. Whoever reads a Variable gets a placeholder, which
-JAX takes for a value of an outer trace: the program has it as a constant, wherever in the function,
-its helpers, its loops or its nested jits the read may be. Afterwards these constants become inputs
-of the program, and assigned values outputs. No inner function is used that JAX has kept from
-another trace, or from before an assignment (`kept_programs`).
+While a function is traced, a `Capture` listens. A read of a Variable returns a placeholder, which
+JAX takes for a value of an outer trace: it becomes a constant of the program, wherever the read is
+(in the function, its helpers, its loops or its nested jits). After the trace these constants become
+inputs of the program, and the assigned values become outputs. JAX reuses no inner function that it
+cached in another trace, or before an assignment (`kept_programs`).
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.variable import Variable
 
 
-# What a Variable gives to who reads it as a value of its own, and the Variable's value at the
-# function's entry: `read(value, entry)` is the first, and is differentiated as the second. So
-# whoever differentiates the function with respect to a Variable, as a tape around it does, gets the
-# sum over all the values that were read of it, as outside of traced functions.
+# `read(value, entry)` returns `value`, the Variable's current value, as a new object for a reader.
+# It is differentiated as `entry`, the Variable's value at the function's entry. So the gradient of
+# the function with respect to a Variable (by a tape around it, for example) is the sum over all the
+# values that were read, as outside of traced functions.
 #
-# What is assigned is not differentiated: if it has a tangent and the Variable has none, a gradient
-# is lost. That is told of trainable Variables, by their `name` and the line of the assignment.
+# Assignment is not differentiated: if `value` has a tangent and `entry` has none, a gradient is
+# lost. A warning says so for trainable Variables, with their `name` and the line of the assignment.
 def _lost(name: str, assigned_at: str) -> None:
     if name:
         warn_of_cut(name, assigned_at)
 
 
 READ = _jax.standing_in_primitive("read", _lost)
-# What a Variable was assigned, as another object than the value that it is.
+# Returns the assigned value as a new object.
 ASSIGNED = _jax.identity_primitive("assigned")
 
 
-class _Life:
-    """Whether the function of a capture is running; outlives it where its placeholders do."""
+class _Running:
+    """Whether the function of a capture is running; lives as long as the placeholders do."""
 
     runs = False
 
@@ -60,37 +61,38 @@ class _Life:
 
 
 class Capture(Listener):
-    """What one traced function does with Variables; listens while the function runs.
+    """Records which Variables one traced function reads and assigns; listens while it runs.
 
     Attributes:
-      assigned: the Variables that are assigned, in the order of their first assignment.
+      assigned: the assigned Variables, in the order of their first assignment.
     """
 
     def __init__(self) -> None:
         self.assigned: tuple[Variable, ...] = ()
         self._entry: dict[Variable, list[_jax.Placeholder]] = {}
-        self._current: dict[Variable, Any] = {}  # what was assigned last
-        self._assigned_at: dict[Variable, str] = {}
-        self._readable: dict[Variable, Any] = {}  # what readers get
+        self._current: dict[Variable, Any] = {}  # the value assigned last
+        self._assigned_at: dict[Variable, str] = {}  # the line of that assignment
+        self._readable: dict[Variable, Any] = {}  # the object that readers get
         self._trace: Any = None
-        self._life = _Life()
+        self._running = _Running()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """A block inside the trace of the function's program, in which it is called."""
+        """A block inside the trace of the function's program, in which the function is called."""
         self._trace = _jax.current_trace(None)
-        self._life.runs = True
+        self._running.runs = True
         try:
             with kept_programs.while_tracing(), listening(self):
                 yield
         finally:
-            self._life.runs = False
-            # They know the function, which has this: a circle, that would keep alive what it holds.
+            self._running.runs = False
+            # Their references lead to the function, and back to this capture: without this, the
+            # cycle would keep all of them alive.
             self._trace = None
             self._current, self._readable = {}, {}
 
     def last_values(self) -> list[Any]:
-        """The new value of each Variable that was assigned."""
+        """Returns the last value of each assigned Variable; sets `assigned`."""
         self.assigned = tuple(self._current)
         # Assignments are not differentiated.
         return [_jax.undifferentiated(value) for value in self._current.values()]
@@ -101,9 +103,9 @@ class Capture(Listener):
         warn_if_cut(variable)
         if _jax.staging_trace() is None:
             raise RuntimeError(
-                f"the Variable {variable.name!r} is read inside a traced function, where something "
-                "is computed at once and not as a part of its program: there it has no value yet. "
-                "Read it outside, or compute that in the program."
+                f"the Variable {variable.name!r} is read inside a traced function, by code that is "
+                "computed at once and is not a part of the function's program: there the Variable "
+                "has no value yet. Read it outside, or make that code a part of the program."
             )
         if variable not in self._readable:
             self._readable[variable] = self._read(variable)
@@ -114,19 +116,19 @@ class Capture(Listener):
         return True
 
     def _read(self, variable: Variable) -> Any:
-        """The value of a Variable, as an object of its own."""
+        """Returns the current value of a Variable as a new object."""
         if variable not in self._current:
             return self._value_at_entry(variable)
         value = self._current[variable]
         if not _jax.has_gradient(variable):
             return value
         entry = self._entry.get(variable) or [self._value_at_entry(variable)]
-        with _jax.set_current_trace(self._trace):  # not seen by tapes inside the function
+        with _jax.set_current_trace(self._trace):  # so that tapes in the function do not record it
             name = variable.name if variable.trainable else ""
             return READ.bind(value, entry[0], name=name, assigned_at=self._assigned_at[variable])
 
     def _value_at_entry(self, variable: Variable) -> _jax.Placeholder:
-        value = _jax.Placeholder(variable.aval, weakref.ref(variable), self._life.check)
+        value = _jax.Placeholder(variable.aval, weakref.ref(variable), self._running.check)
         self._entry.setdefault(variable, []).append(value)
         return value
 
@@ -142,8 +144,8 @@ class Capture(Listener):
                 "place of `jax.jit`."
             )
         if _jax.is_tracer(value):
-            # Another object, for tapes; of a value that is being differentiated here, JAX gives the
-            # plain value.
+            # A new object, for tapes. If the value is being differentiated here, its primal is
+            # assigned.
             is_own = _jax.trace_of(value) is self._trace
             value = ASSIGNED.bind(value) if is_own else without_gradient(variable, value)
             if here is not self._trace and _jax.is_tracer(value):
@@ -157,7 +159,8 @@ class Capture(Listener):
         self._readable.pop(variable, None)
 
     def _refuse_inner(self, variable: Variable, value: Any) -> None:
-        """Raises for a value of a transformation inside the function, such as a `jax.vmap`."""
+        """Raises RuntimeError if the value exists only in a transformation inside the function,
+        such as a `jax.vmap`."""
         for trace in _jax.outward(_jax.current_trace(None), self._trace):
             if _jax.trace_of(value) is trace:
                 raise RuntimeError(
@@ -169,8 +172,8 @@ class Capture(Listener):
     # ------------------------------------------------------------------------------------ program
 
     def explicit(self, program: Any) -> tuple[Any, list[Variable]]:
-        """The program with one more input, behind the others, for each Variable whose value at the
-        function's entry is used; and these, in the order of the reads."""
+        """Returns the program with one more input, after the others, for each Variable whose value
+        at the function's entry is used; and these Variables, in the order of their first reads."""
         variables = list(self._entry)
         if not variables:
             return program, []
@@ -184,7 +187,7 @@ def _name(trace: Any) -> str:
 
 
 def variable_of(value: object) -> Variable | None:
-    """The Variable whose value, read in a function that is being traced, this is; else None."""
+    """Returns the Variable that was read, if a value is the placeholder of a read; else None."""
     if isinstance(value, _jax.Placeholder):
         variable: Variable | None = value.stands_for()
         return variable

@@ -1,9 +1,9 @@
-"""Warns where a gradient is lost in a Variable: assigned what is being differentiated, and read.
+"""Warns if a gradient is lost because a Variable was assigned a differentiated value, then read.
 
-Assignment is not differentiated. Inside of `jax.grad` a Variable gets the plain value of what is
-being differentiated there; whoever reads it again in the same function has a gradient of zero
-from there on, which nobody sees. A state that is read at the next call loses nothing, and one
-that is not trainable is meant to have no gradient.
+Assignment is not differentiated. Inside `jax.grad`, a Variable gets the primal of an assigned
+value. If the function reads the Variable again, the gradient through that read is silently zero.
+There is no warning if the Variable is read only at the next call, where nothing is lost, or if it
+is not trainable, which means that it should have no gradient.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tracegrad.ir.occurrence import calling_line, warn_where_called
 
 class _Cuts(threading.local):
     def __init__(self) -> None:
-        # By the identity of a Variable: it, the transformation that differentiates what it was
-        # assigned, both weakly, and the line.
+        # By the id of a Variable: a weak reference to it, a weak reference to the trace that
+        # differentiates the value assigned to it, and the line of the assignment.
         self.of: dict[int, tuple[Any, Any, Any]] = {}
 
 
@@ -27,7 +27,7 @@ _cuts = _Cuts()
 
 
 def without_gradient(variable: Any, value: Any) -> Any:
-    """What a Variable is assigned, without what is being differentiated of it."""
+    """Returns the primal of an assigned value; notes that its gradient is cut here."""
     plain = _jax.undifferentiated(value)
     if plain is not value and variable.trainable and _jax.has_gradient(variable):
         trace = _jax.trace_of(value)
@@ -43,13 +43,13 @@ def _forget_what_is_over() -> None:
 
 
 def assigned_anew(variable: Any) -> None:
-    """Forgets what was assigned before."""
+    """Drops the note of an earlier assignment to a Variable."""
     if _cuts.of:
         _cuts.of.pop(id(variable), None)
 
 
 def warn_if_cut(variable: Any) -> None:
-    """Warns, once, if what a reader gets has lost a gradient that is being taken here."""
+    """Warns once if a read gets a value whose gradient was cut, inside the same `jax.grad`."""
     found = _cuts.of.get(id(variable)) if _cuts.of else None
     if found is None:
         return
@@ -67,9 +67,9 @@ def warn_of_cut(name: str, place: str) -> None:
     whose gradient is being taken."""
     where = f" ({place})" if place else ""
     warn_where_called(
-        f"the Variable {name!r} is read after it was assigned what is being "
-        f"differentiated{where}: assignment is not differentiated, so that no gradient flows from "
-        "here to that value. Use the value itself, or stop its gradient where it is assigned, by "
-        "`jax.lax.stop_gradient`.",
+        f"the Variable {name!r} is read after it was assigned a value that is being "
+        f"differentiated{where}. Assignment is not differentiated, so no gradient flows from this "
+        "read to that value. Use the value itself; or, if no gradient is meant, assign "
+        "`jax.lax.stop_gradient` of the value.",
         UserWarning,
     )

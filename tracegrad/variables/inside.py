@@ -1,8 +1,8 @@
-"""What a function gets for its arguments while it is traced, and what comes out of it.
+"""Calls a function inside its trace: the arguments that it gets, and the outputs of its program.
 
-Variables are themselves, and modules of flax.nnx are made of the traced arrays. What has another
-value in those when the function is over is an output of its program. The Variables that it uses are
-found by a `Capture`. A module that it closes over is a constant, as under `jax.jit`.
+The function gets Variables as they are, and modules of flax.nnx made of traced arrays. If it
+changes an array in a module, the new array is an output of the program. A `Capture` finds the
+Variables that the function uses. A module that it closes over is a constant, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ Dynamic = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Inside:
-    """What one function gets while it is traced, and what is known of it then beside its program.
+    """Calls one function inside its trace, and records the facts that its program does not hold.
 
     Attributes:
-      variables: the Variables that it has read and assigned.
+      variables: the Variables that the function has read and assigned.
       out_tree: the structure of its result.
       updates: where in the modules of the call the last outputs go.
-      changes_structure: whether it has changed what these are made of: then its result is `Twins`.
-      lost: what it has changed in an nnx.State and does not return.
+      changes_structure: whether the function has changed the structure of these modules: then its
+        result is `Twins`.
+      lost: the function's changes in an nnx.State that it does not return.
     """
 
     def __init__(self) -> None:
@@ -65,14 +66,14 @@ class Inside:
         """Calls the function, inside the trace of its program.
 
         Args:
-          args, kwargs: packed.
-          names: those of so many positional arguments, for messages.
-          dynamic, donated: those of the arguments that are not static, and those that are given
-            away.
+          args, kwargs: the packed arguments.
+          names: returns the names of so many positional arguments, for messages.
+          dynamic, donated: select, from (args, kwargs), the arguments that are not static, and the
+            donated arguments.
 
-        Returns its result as JAX gets it, in which it finds arrays alone; where it has assigned
-        something, together with the new values: the last one of each Variable, and those of arrays
-        of its modules.
+        Returns the result in a form in which JAX finds only arrays. If the function has assigned
+        anything, it returns a pair: this result, and the new values (the last value of each
+        Variable, then the new arrays of modules).
         """
         with self.variables.captured():
             gone = jax.tree.leaves(donated(args, kwargs))
@@ -86,10 +87,10 @@ class Inside:
                 updates = self._updates(before, dynamic(args, kwargs), gone)
                 self.lost = states.changes(result)
                 result = self._packed(result, before.objects)
-                if self.changes_structure:  # all comes out in the result
+                if self.changes_structure:  # `Twins` in the result hold all new arrays
                     self.updates, updates = (), []
             values = [*self.variables.last_values(), *updates]
-            return (result, values) if values else result  # messages then say where in it
+            return (result, values) if values else result  # JAX's messages give the path in this
 
     def _updates(self, before: Contents, arguments: Any, gone: Sequence[Any]) -> list[Any]:
         if not before.objects:
@@ -102,11 +103,11 @@ class Inside:
         return [value for _, value in changed]
 
     def _packed(self, result: Any, objects: Sequence[Any], *, by_flax: bool = False) -> Any:
-        """A result as JAX gets it.
+        """Returns a result in a form in which JAX finds only arrays; sets `out_tree`.
 
         Args:
-          objects: those of the call. Where one is in the result, the caller gets theirs.
-          by_flax: whether it has modules of classes that are no pytrees.
+          objects: the objects of the call. If one is in the result, the caller gets their own.
+          by_flax: whether flax must flatten the result, since some module is not a pytree.
         """
         by_flax = by_flax or self.changes_structure
         whole = Twins(list(objects), result) if self.changes_structure else result
@@ -123,7 +124,7 @@ class Inside:
             self.changes_structure = bool(objects)
             return self._packed(result, objects, by_flax=True)
         mark_roots([leaves], [])
-        # JAX would read a Variable later, when nobody listens any more.
+        # Read Variables now: JAX would read them after the capture has stopped listening.
         leaves = [leaf.value if isinstance(leaf, Variable) else leaf for leaf in leaves]
         fix(leaves, tree, "result", is_result=True)
         self.out_tree = structure_with(tree, leaves)
@@ -137,13 +138,13 @@ def settled(
     updates: Sequence[Update] = (),
     values: Sequence[Any] = (),
 ) -> Any:
-    """The result of a call, whose modules get what the function has changed in them.
+    """Returns the result of a call, and gives the new arrays to the caller's modules.
 
     Args:
       structure: `Inside.out_tree`.
-      arrays: of the result.
-      objects: of the call.
-      updates, values: new arrays of these, and where they go.
+      arrays: the arrays of the result.
+      objects: the objects of the call.
+      updates, values: where the new arrays of the objects go, and these arrays.
     """
     for update, value in zip(updates, values, strict=True):
         update.assign(objects, value)
@@ -152,10 +153,10 @@ def settled(
 
 
 def put_together(result: Any, objects: Sequence[Any]) -> Any:
-    """A result with the modules that stand in it for others.
+    """Returns a result in which `Root`, `Again` and `Twins` are replaced by modules.
 
     Args:
-      objects: of the call.
+      objects: the objects of the call.
     """
     result = with_modules(result)
     if isinstance(result, Twins):
@@ -164,5 +165,5 @@ def put_together(result: Any, objects: Sequence[Any]) -> Any:
 
 
 def hands_out(structure: Any) -> bool:
-    """Whether results of a structure are to be put together."""
+    """Whether results of a structure need `put_together`."""
     return nnx() is not None and has_nodes(structure, (Again, Root, Twins))

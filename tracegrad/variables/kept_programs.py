@@ -1,12 +1,12 @@
-"""Which programs of inner functions JAX may use again: none that was made when a Variable in it was
-another value than now.
+"""Keeps JAX from reusing the program of an inner function that has read an old value of a Variable.
 
-JAX keeps the programs of inner functions (the bodies of loops, nested jits) by the function, and
-does not run the function again. What such a function read of a Variable is a constant of its
-program. So while a function is traced, a key of ours is a part of the key by which JAX keeps
-programs. It is changed whenever a read may give another value, and an inner function has read a
-Variable under it: inner functions are then run again. Functions whose inner functions read no
-Variables all have one key, and share what JAX keeps; where there are no Variables there is none.
+JAX caches the programs of inner functions (the bodies of loops, nested jits) by the function, and
+does not run the function again. If such a function has read a Variable, the value is a constant of
+the cached program. So while a function is traced, a key of ours is part of JAX's cache key. Once an
+inner function has read a Variable under the key, the key is replaced as soon as a read may give
+another value: JAX then runs inner functions again. If inner functions read no Variables, all traces
+of a thread have the same key, and share JAX's cached programs. Until the first Variable is made,
+there is no key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _key_of_jax = _jax.user_context()
 
 
 class _Key:
-    is_used = False  # whether an inner function has read a Variable under it
+    is_used = False  # whether an inner function has read a Variable under this key
 
 
 class _Process:
@@ -30,7 +30,7 @@ class _Process:
 
 
 class _Trace:
-    """A function that is being traced: JAX's trace, and its keys, of which the last one counts."""
+    """A function that is being traced: JAX's trace, and the keys so far; the last one is valid."""
 
     def __init__(self, trace: Any, keys: ExitStack):
         self.trace = trace
@@ -56,7 +56,7 @@ _thread = _Thread()
 
 
 def begin() -> None:
-    """Is called when a Variable is made."""
+    """Call this when a Variable is made: running traces get a key."""
     if not _Process.has_variables:
         _Process.has_variables = True
         for trace in _thread.traces:
@@ -65,7 +65,7 @@ def begin() -> None:
 
 @contextmanager
 def while_tracing() -> Iterator[None]:
-    """A block in which a function is called, inside of its trace."""
+    """A block in which the function that is being traced is called."""
     traces = _thread.traces
     if _thread.unused.is_used:
         _thread.unused = _Key()
@@ -77,7 +77,7 @@ def while_tracing() -> Iterator[None]:
             yield
     finally:
         traces.pop()
-        reads_change()  # to the function around
+        reads_change()  # for the trace around, which is the innermost again
 
 
 def is_traced() -> bool:
@@ -86,7 +86,7 @@ def is_traced() -> bool:
 
 
 def note_read() -> None:
-    """Is called for each read that somebody listens to."""
+    """Call this for each read that has a listener: marks the key as used by inner functions."""
     if _thread.traces:
         innermost = _thread.traces[-1]
         if _jax.staging_trace() is not innermost.trace:
@@ -94,20 +94,21 @@ def note_read() -> None:
 
 
 def reads_change() -> None:
-    """Is called where the next read of a Variable may give another value, or somebody else is to
-    hear of it."""
+    """Call this when the next read of a Variable may give another value, or must reach another
+    listener."""
     if _thread.traces:
         _thread.traces[-1].renew()
 
 
 @contextmanager
 def for_all_values() -> Iterator[None]:
-    """A call of a program that takes its Variables as arguments: it serves for other values too."""
+    """A block for the call of a program that takes the values of Variables as arguments: JAX may
+    reuse it for other values, so the key does not apply."""
     around = _thread.traces[-1] if _thread.traces else None
     key = None if around is None else around.key
     try:
         with _key_of_jax(()):
             yield
     finally:
-        if around is not None and around.key is not key:  # it was changed inside of the block
+        if around is not None and around.key is not key:  # the key was replaced inside the block
             around.put(around.key)

@@ -1,8 +1,8 @@
-"""How the leaves of models are called, and which of them are trained.
+"""The names of the leaves of models, and which leaves are trained.
 
-Called as their frameworks call them, ``blocks.0.attention.kernel``, whether they are in attributes,
-in dicts or in lists. What frameworks train can be told of flax.nnx, by the classes of its
-variables, and of flax.linen, by the collections.
+Names are as in the frameworks, ``blocks.0.attention.kernel``, for attributes, dicts and lists.
+Which leaves are trained is known for flax.nnx, by the classes of its variables, and for
+flax.linen, by the collections.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Leaf(NamedTuple):
 
     Attributes:
       name: its path, ``"blocks.0.kernel"``; ``""`` for a tree that is one leaf.
-      holder: what holds it for the tree: a variable of flax.nnx, or one of ours; else None.
-      is_beside_params: whether it stands beside what is called ``params``: in another collection
-        of flax.linen (``batch_stats``), in the optimiser's part of a train state.
+      holder: the nnx.Variable or the `Variable` that holds the leaf, if any; else None.
+      is_beside_params: whether the leaf is in a sibling of a subtree named ``params``: in another
+        collection of flax.linen (``batch_stats``), or in the optimiser's part of a train state.
     """
 
     name: str
@@ -32,26 +32,26 @@ class Leaf(NamedTuple):
     is_beside_params: bool = False
 
     def within(self, name: str) -> Leaf:
-        """The same leaf of what has a name: ``params.dense.kernel``."""
+        """Returns the leaf with a prefix before its name: ``params.dense.kernel``."""
         return self._replace(name=".".join(filter(None, (name, self.name))))
 
     @property
     def is_module_state(self) -> bool:
-        """Whether a variable of flax.nnx holds it."""
+        """Whether an nnx.Variable holds the leaf."""
         return self.holder is not None and not isinstance(self.holder, Variable)
 
     @property
     def is_trained(self) -> bool:
-        """Whether it may be meant to get a gradient: no statistics of a model, no counts."""
+        """Whether the leaf may be trained: it is not known to be a statistic or a count."""
         if self.is_module_state:
             return isinstance(self.holder, nnx().Param)
         return not self.is_beside_params
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
-    """The leaves of a tree as JAX has them; of Variables their values."""
+    """Returns the leaves of a tree in JAX's order; for Variables, their values."""
     flax, holders = nnx(), _holders()
-    # What `nnx.grad` gives to JAX in the place of a module: its states one after the other.
+    # `nnx.grad` gives JAX a `NodeStates` instead of a module: the module's states in sequence.
     states = () if flax is None else flax.extract.NodeStates
     nodes: list[tuple[tuple[Any, ...], Any]] = []
     for path, node in _nodes(tree, (*holders, states) if states else holders):
@@ -78,12 +78,12 @@ def leaves_of(tree: Any) -> list[Leaf]:
 
 
 def _holders() -> tuple[Any, ...]:
-    """The classes of what holds an array for a tree."""
+    """Returns the classes of variables that hold an array in a tree."""
     return (Variable,) if nnx() is None else (Variable, nnx().Variable)
 
 
 def _nodes(tree: Any, kinds: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
-    """The leaves of a tree with their paths, where nodes of some classes are leaves."""
+    """Returns the leaves of a tree with their paths; nodes of the classes `kinds` are leaves."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, kinds)
     )
@@ -93,7 +93,7 @@ def _nodes(tree: Any, kinds: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any
 def named_leaves(
     arguments: Mapping[str, Any], is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
-    """The leaves of arguments, each with its path: ``models.student.kernel``."""
+    """Returns the leaves of arguments, each with its path: ``models.student.kernel``."""
     leaves = jax.tree_util.tree_leaves_with_path(dict(arguments), is_leaf=is_leaf)
     return [(path_name(path), leaf) for path, leaf in leaves]
 
@@ -103,8 +103,8 @@ def _is_params(key: Any) -> bool:
 
 
 def leaves_with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """The leaves of a tree, of Variables themselves, each with its path as JAX has it, in which a
-    variable of flax.nnx has no key for its value."""
+    """Returns the leaves of a tree, each with its path as JAX has it, without the key for the value
+    of an nnx.Variable. A `Variable` is a leaf itself."""
     holders = _holders()
     found: list[tuple[tuple[Any, ...], Any]] = []
     for path, node in _nodes(tree, holders):

@@ -1,9 +1,13 @@
-"""Whose the array of a Variable is: handed out to readers, lent to programs that write it over.
+"""Who may use the array of a Variable: readers get it, and programs that overwrite it borrow it.
 
-An array that a program made, and that nobody was handed, is the Variable's own: the next program
-that assigns the Variable may write the new value over it. Everything else is copied first. While a
-program has the array, or computes the next value without writing over it, the thread that runs it
-is the Variable's borrower; others wait for it.
+If a program made the array, and no reader was handed it, the Variable owns the array: the next
+program that assigns the Variable may overwrite it. Any other array is copied first. While a program
+has the array, or computes the next value without overwriting the array, the thread that runs the
+program is the Variable's borrower; other threads wait.
+
+The verbs: to *hand* an array to a reader, who may keep it; to *show* it to listeners, who give it
+back; to *lend* it to a program that overwrites it; to *hold* it while a program computes the next
+value and leaves it as it is; to *settle*: to store the value that the program has computed.
 """
 
 from __future__ import annotations
@@ -30,18 +34,18 @@ FROZEN = (
     "instead, which makes an input of the Variable, or pass its `.value` in as an argument."
 )
 
-# Held from the read of Variables to the dispatch of the program that is given their arrays: without
-# it another thread could lend one in between, and its program write it over. A program may call
-# another while JAX traces it.
+# Held from the read of Variables to the dispatch of the program that gets their arrays: without
+# this lock, another thread could lend an array in between, and its program overwrite it. Reentrant,
+# since a program may call another one while JAX traces it.
 dispatching = threading.RLock()
 _lock = threading.Lock()
-_returned = threading.Condition(_lock)
-_waiting = 0  # how many threads wait for it
-_lenders: set[int] = set()  # the threads that ever lent
+_returned = threading.Condition(_lock)  # notified when borrowed arrays have come back
+_waiting = 0  # how many threads wait for this condition
+_lenders: set[int] = set()  # the ids of the threads that have ever lent
 
 
 def stored(variable: Variable) -> Any:
-    """What is read where nobody listens."""
+    """Returns the value of a Variable for a read without listeners."""
     warn_if_cut(variable)
     if _jax.staging_trace() is not None and not _jax.is_tracer(variable._value):
         raise RuntimeError(FROZEN.format(name=variable.name))
@@ -49,9 +53,9 @@ def stored(variable: Variable) -> Any:
 
 
 def store(variable: Variable, value: Any) -> None:
-    """What is done by an assignment to which nobody listens."""
+    """Stores an assigned value, after all listeners."""
     if _jax.is_tracer(value):
-        # What is differentiated carries its value, and assignment is not differentiated.
+        # Assignment is not differentiated: store the primal.
         value = without_gradient(variable, value)
     if _jax.is_tracer(value):
         raise RuntimeError(
@@ -69,17 +73,18 @@ def _copies(arrays: list[Any]) -> list[Any]:
 
 
 def handed(variable: Variable) -> Any:
-    """The array, for somebody who may keep it."""
+    """Returns the array to a reader, who may keep it."""
     value = variable._value
     variable._is_ours, variable._is_handed = False, True
-    # `lend` looks at the two in the other order: it sees this, or is seen here.
+    # `lend` sets `_borrower` and then reads `_is_ours`. So either `lend` sees this reader, or this
+    # reader sees `lend`.
     if variable._borrower is not None or variable._value is not value:
         return _awaited(variable)
     return value
 
 
 def keep(variable: Variable, value: Any) -> None:
-    """Stores an array that somebody may have, as soon as no program is to assign the Variable."""
+    """Stores an array that others may have, as soon as no running program assigns the Variable."""
     with _lock:
         if variable._borrower is not None:
             _wait_for([variable], threading.get_ident())
@@ -87,15 +92,15 @@ def keep(variable: Variable, value: Any) -> None:
 
 
 def _put(variable: Variable, value: Any) -> None:
-    """Stores an array that nobody was handed, and of which somebody may have the buffers."""
+    """Stores an array object that no reader has; others may have its buffers."""
     variable._value = value
     variable._is_ours = variable._is_handed = False
     variable._keepers = 0
 
 
 def renew(variable: Variable) -> None:
-    """Has the next read give another array object than those that somebody has, for a tape to
-    follow."""
+    """Makes the next read return a new array object, which a tape can follow, if a reader may still
+    have the present one."""
     if not variable._is_handed or _references(variable) == _ALONE:
         return
     with _lock:
@@ -104,12 +109,12 @@ def renew(variable: Variable) -> None:
 
 
 def _references(variable: Any) -> int:
-    """How many there are to the array object, with those that asking for them makes."""
+    """Returns the reference count of the array object, including temporary references."""
     return sys.getrefcount(variable._value)
 
 
 class _Holder:
-    """Holds an object as a Variable does, and nobody else has it."""
+    """Has an object in a slot like a Variable, for `_ALONE`."""
 
     __slots__ = ("_value",)
 
@@ -117,16 +122,16 @@ class _Holder:
         self._value = object()
 
 
-# As many where nobody but the Variable has it any more. (If each tape got an alias all the same, a
-# step over ten Variables that nothing assigns would take a third longer.)
+# The reference count if only the Variable has the array object. (If each tape got an alias also in
+# this case, a step over ten Variables that nothing assigns would take a third longer.)
 _ALONE = _references(_Holder())
 
 
 def lend(variables: Sequence[Variable]) -> list[Any]:
-    """Arrays with the values of Variables, which a program may be given for good.
+    """Returns arrays with the values of Variables, which a program may overwrite.
 
-    They are the Variables' own where no one else can have them: where `settle` stored them, and
-    nobody has read them since. Others are copied. Until `settle` or `take_back`, readers wait.
+    If `settle` stored an array and nobody has read it since, nobody else can have it, and it is
+    returned itself. Other arrays are copied. Until `settle` or `take_back`, readers wait.
     """
     me = threading.get_ident()
     with _lock:
@@ -156,8 +161,9 @@ def lend(variables: Sequence[Variable]) -> list[Any]:
 
 
 def hold(variables: Sequence[Variable]) -> list[Any]:
-    """The values of Variables for a program that computes their next ones, and leaves the arrays
-    as they are: until `settle` or `take_back`, readers get them, and who else assigns waits."""
+    """Returns the arrays of Variables for a program that computes their next values and does not
+    overwrite the arrays. Until `settle` or `take_back`, readers get the arrays, and other
+    assignments wait."""
     me = threading.get_ident()
     with _lock:
         _wait_for(variables, me)
@@ -168,14 +174,14 @@ def hold(variables: Sequence[Variable]) -> list[Any]:
 
 
 def free(variables: Sequence[Variable]) -> None:
-    """Waits until no program of another thread is to assign any of the Variables."""
+    """Waits until no program of another thread assigns any of the Variables."""
     if any(variable._borrower is not None for variable in variables):
         with _lock:
             _wait_for(variables, threading.get_ident())
 
 
 def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
-    """Ends `lend` or `hold`: stores arrays that the program made, and that nobody else has."""
+    """Ends `lend` or `hold`: stores arrays that the program made and that nobody else has."""
     with _lock:
         for variable, value in zip(variables, values):
             variable._value = value
@@ -186,7 +192,7 @@ def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
 
 
 def take_back(variables: Sequence[Variable]) -> None:
-    """Undoes `lend` or `hold`, where the program was not run or has failed."""
+    """Undoes `lend` or `hold` if the program was not run or has failed."""
     with _lock:
         for variable in variables:
             variable._borrower = None
@@ -195,10 +201,10 @@ def take_back(variables: Sequence[Variable]) -> None:
 
 
 def peek(variables: Sequence[Variable]) -> list[Any]:
-    """The stored values, for a program that only reads them: nobody is handed them.
+    """Returns the stored arrays for a program that only reads them, without handing them out.
 
-    Where other threads lend, the array might be written over before the program runs, so there it
-    is handed out.
+    If other threads lend, an array might be overwritten before the program runs: then the arrays
+    are handed out.
     """
     if _lenders and (len(_lenders) > 1 or threading.get_ident() not in _lenders):
         return [handed(variable) for variable in variables]
@@ -206,10 +212,9 @@ def peek(variables: Sequence[Variable]) -> list[Any]:
 
 
 def show(variables: Sequence[Variable]) -> list[Any]:
-    """The values, as this thread's listeners give them, for a program that only reads them.
+    """Returns the values that this thread's listeners give, for a program that only reads them.
 
-    They are handed to nobody but the listeners, each of which may keep them until it gives them
-    back.
+    Only the listeners get the arrays. Each of them may keep an array until `give_back`.
     """
     stack = listeners()
     keepers = len(stack)
@@ -217,7 +222,7 @@ def show(variables: Sequence[Variable]) -> list[Any]:
     def shown(variable: Variable) -> Any:
         with _lock:
             if variable._borrower is None:
-                # Who never gives it back has it for good: then it is copied once.
+                # If a listener never gives the array back, the next `lend` copies it, once.
                 variable._keepers += keepers
                 return variable._value
         return handed(variable)
@@ -226,12 +231,12 @@ def show(variables: Sequence[Variable]) -> list[Any]:
 
 
 def is_only_shown(variable: Variable, value: Any) -> bool:
-    """Whether a value that a listener has just got is to be given back."""
+    """Whether a listener that has just got a value must give it back."""
     return variable._is_ours and variable._value is value
 
 
 def give_back(shown: Iterable[tuple[Variable, Any]]) -> None:
-    """Ends the use that a listener made of values, which it no longer keeps."""
+    """Tells that a listener no longer keeps the values that it was shown."""
     with _lock:
         for variable, value in shown:
             if variable._value is value and variable._keepers:
@@ -239,8 +244,9 @@ def give_back(shown: Iterable[tuple[Variable, Any]]) -> None:
 
 
 def _awaited(variable: Variable) -> Any:
-    """The value of a Variable whose array a program has: the next one, or, where that program
-    itself is given the value on another way, a copy. Of one that is only held it is the array."""
+    """Returns the value of a Variable with a borrower. If a program of another thread has the
+    array, waits for the next value. If a program of this thread has it (it gets the value a second
+    time), returns a copy. If the array is only held, returns the array."""
     me = threading.get_ident()
     with _lock:
         while (borrower := variable._borrower) is not None and borrower >= 0 and borrower != me:
@@ -253,9 +259,9 @@ def _awaited(variable: Variable) -> Any:
 
 
 def _wait_for(variables: Sequence[Variable], me: int) -> None:
-    """Waits, with the lock, until no program of another thread has or holds any of the arrays.
+    """Waits, under the lock, until no program of another thread has or holds any of the arrays.
 
-    What is assigned by code that a program calls cannot wait for that program: it is refused.
+    An assignment by host code that a program calls cannot wait for that program: it is refused.
     """
     while busy := [variable for variable in variables if variable._borrower not in (None, me)]:
         for variable in busy:
@@ -270,12 +276,12 @@ def _wait_for(variables: Sequence[Variable], me: int) -> None:
 
 
 def _is_of_no_python() -> bool:
-    """Whether this thread was not started in Python: what runs here is called by a program."""
+    """Whether this thread was not started by Python: then XLA runs host code of a program here."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _sleep() -> None:
-    """Gives the lock away until some arrays have come back."""
+    """Releases the lock until some arrays have come back."""
     global _waiting
     _waiting += 1
     _returned.wait()

@@ -1,10 +1,10 @@
-"""The hook by which a Variable says when it is used.
+"""Listeners: the objects that a Variable tells when it is read or assigned.
 
-A Variable knows neither tapes nor traces. Whoever wants to know that one is read or assigned (a
-tape that watches it, a trace that makes an input and an output of it, a rule that collects those
-that a function uses) listens: see `Listener`. Listeners stand around one another, one stack per
-thread. The innermost is asked first, and asks the next one out itself, so that it decides what
-those outside of it learn.
+A Variable knows neither tapes nor traces. Code that must know of reads and assignments (a tape that
+watches Variables, a trace that makes inputs and outputs of them, a rule that collects the Variables
+of a function) is a `Listener`. Each thread has a stack of listeners. The innermost listener is
+asked first. It calls the next listener outside of it, or not: so it decides what the outer ones
+learn.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Who is told that a Variable is read or assigned on its thread, while it listens.
+    """Is told of each read and assignment of a Variable on its thread, while it listens.
 
-    One that inherits from this lets go on to those outside what it does not define.
+    A method that a subclass does not define passes the event on to the outer listeners.
     """
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         """Returns the value that the reader gets.
 
-        `outside()` is the value that the next listener out would give, in the end the stored
-        array; not to call it keeps the read from those outside.
+        `outside()` returns the value that the next outer listener gives; the outermost one gets the
+        stored array. If a listener does not call it, the outer listeners do not learn of the read.
         """
         return outside()
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        """Is given the new value, of the Variable's shape and dtype.
+        """Gets the new value, which has the Variable's shape and dtype.
 
-        `outside(value)` hands it on, in the end to be stored; not to call it keeps the assignment
-        from those outside.
+        `outside(value)` passes it to the next outer listener; after the outermost one, it is
+        stored. If a listener does not call it, the outer listeners do not learn of the assignment.
         """
         outside(value)
 
     def on_renewal(self, variable: Variable) -> bool:
-        """Has the next read give another object than those before; whether it is this listener
-        that gives them, so that those outside need not be asked."""
+        """Makes the next read return a new object. Returns whether this listener provides the
+        objects, so that the outer listeners need not be asked."""
         return False
 
 
@@ -57,7 +57,7 @@ _listeners = _Listeners()
 
 
 def start_listening(listener: Listener) -> tuple[Listener, ...]:
-    """Makes a listener the innermost one of this thread. Returns those outside of it, outermost
+    """Makes a listener the innermost one of this thread. Returns the outer listeners, outermost
     first."""
     kept_programs.reads_change()
     outside = _listeners.stack
@@ -66,7 +66,7 @@ def start_listening(listener: Listener) -> tuple[Listener, ...]:
 
 
 def stop_listening(listener: Listener) -> None:
-    """Takes a listener of this thread away, the innermost one or not."""
+    """Removes a listener from the stack of this thread, wherever it is in the stack."""
     kept_programs.reads_change()
     stack = _listeners.stack
     if stack and stack[-1] is listener:
@@ -79,7 +79,7 @@ def stop_listening(listener: Listener) -> None:
 
 
 def listeners() -> tuple[Listener, ...]:
-    """Those of this thread, outermost first."""
+    """Returns the listeners of this thread, outermost first."""
     return _listeners.stack
 
 
@@ -98,9 +98,10 @@ def heard_read(
     stored: Callable[[Variable], Any],
     stack: tuple[Listener, ...] | None = None,
 ) -> Any:
-    """What a reader gets of a Variable: what the listeners of this thread make of `stored`.
+    """Returns the value that a reader gets: the listeners' answer, or `stored(variable)` if there
+    are none.
 
-    `stack`: those of them that are asked, outermost first; default: all.
+    `stack`: the listeners to ask, outermost first; default: all listeners of this thread.
     """
     asked = _listeners.stack if stack is None else stack
     if not asked:
@@ -115,7 +116,7 @@ def heard_read(
 def heard_assignment(
     variable: Variable, value: Any, store: Callable[[Variable, Any], None]
 ) -> None:
-    """Tells the listeners of this thread of an assignment; what they let through is stored."""
+    """Tells the listeners of this thread of an assignment; stores the value if they pass it on."""
     outside = partial(store, variable)
     for listener in _listeners.stack:
         outside = partial(listener.on_assign, variable, outside=outside)

@@ -1,16 +1,17 @@
-"""Modules of `flax.nnx` among the arguments of a call: the pytrees that they are, each object once.
+"""Modules of `flax.nnx` among the arguments of a call, flattened as pytrees, each object once.
 
 A program takes the arrays of a module like those of any tree, and the function gets a module made
-of traced arrays. Two things are not as in other trees. An object that is met again, in another
-argument or inside of itself, is one object inside too: in its place is `Again`. And what the
-function assigns in a module is there after the call: the new values are outputs of the program
-(`changed`), which `settle` gives to the caller's objects. Where the function has changed what a
-module is made of, all of it comes out, and the caller's objects become that (`Twins`).
+of traced arrays. Modules differ from other trees in two ways. First, an object can occur twice, in
+another argument or inside itself, and must be one object inside the function too: `Again` takes the
+place of the second occurrence. Second, the caller sees what the function assigns in a module: the
+new values are outputs of the program (`Contents.changed`), and the caller's objects get them
+(`Update.assign`). If the function changes the structure of a module, the program returns whole
+modules, and the caller's objects take over their attributes (`Twins`).
 
-Some classes are no pytrees (``pytree=False``). Where a call has such a module, flax takes all of
-its modules apart (`Root`), which is slow, and knows who shares what.
+Some classes of modules are not pytrees (``pytree=False``). If a call has such a module, flax
+flattens all modules of the call (`Root`): this is slower, and finds shared objects too.
 
-flax is not imported here: where it is not imported already, nobody has a module of it.
+This file does not import flax: if nobody else has imported it, there are no modules.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from tracegrad.variables.trees import finding, flattened
 
 
 class Again(Part):
-    """In a tree, an object of flax.nnx that is met again: a node without leaves.
+    """A node without leaves, in the place of an object of flax.nnx that occurred before.
 
     Attributes:
-      place: which of the objects of the call it is, in the order of a `Survey`.
+      place: the index of the object in `Survey.objects`.
     """
 
     __slots__ = ("place",)
@@ -58,31 +59,31 @@ class Again(Part):
 
 jax.tree_util.register_pytree_node(Again, lambda again: ((), again), lambda again, _: again)
 
-_again: list[Again] = []  # one for each place, so that calls tell them by identity
+_again: list[Again] = []  # one object for each place, so that layouts find it by identity
 
 
 def again(place: int) -> Again:
-    """The one of a place."""
+    """Returns the `Again` of a place."""
     while len(_again) <= place:
         _again.append(Again(len(_again)))
     return _again[place]
 
 
 class Survey:
-    """For ``is_leaf=``, through the trees of a call: finds the objects of flax.nnx in them, each
-    once, and stops where one is met again.
+    """An ``is_leaf=`` for flattening the trees of one call: collects the objects of flax.nnx, and
+    makes the second occurrence of an object a leaf.
 
-    The nnx.Variables of an nnx.State that is in no module are not among them: a function gets a
-    copy of a state, as of any tree.
+    It does not collect the nnx.Variables of an nnx.State outside of modules: a function gets a copy
+    of a state, as of any tree.
 
     Attributes:
-      objects: the modules and nnx.Variables, in order.
+      objects: the modules and nnx.Variables, each once, in the order of flattening.
     """
 
     def __init__(self, objects: Iterable[Any] = ()):
         self.objects = list(objects)
         self._meets_again = False
-        # By identity, of what `objects` and the caller keep alive.
+        # By identity; `objects` and the caller keep the objects alive.
         self._places = {id(node): i for i, node in enumerate(self.objects)}
         self._states: set[int] = set()
 
@@ -97,8 +98,8 @@ class Survey:
         return False
 
     def flatten(self, tree: Any, found: list[Given] | None) -> tuple[list[Any], Any]:
-        """The leaves and the structure of a tree, `Again` among the leaves; with its Variables in a
-        list, as `trees.flattened`; None: they are leaves."""
+        """Returns the leaves of a tree, with `Again` among them, and its structure. Variables are
+        added to `found`, as in `trees.flattened`; if `found` is None, Variables are leaves."""
         states: list[Any] = []
         if not is_kind_of_module(type(tree)):
             nodes = jax.tree.leaves(tree, is_leaf=is_whole_or_variable)
@@ -121,15 +122,15 @@ class Survey:
 
 
 def is_opaque(leaf: Any) -> bool:
-    """Whether a leaf of a `Survey` is a module of a class that is no pytree."""
+    """Whether a leaf of a `Survey` is a module whose class is not a pytree."""
     return is_kind_of_module(type(leaf)) and jax.tree_util.all_leaves([leaf])
 
 
 def with_objects(tree: Any, objects: Iterable[Any] = ()) -> Any:
-    """A tree with the objects themselves in the places of `Again`.
+    """Returns a tree in which each `Again` is replaced by its object.
 
     Args:
-      objects: those that were met before; those in the tree follow.
+      objects: the objects that occurred before; the objects in the tree come after them.
     """
     survey = Survey(objects)
     before = len(survey.objects)
@@ -147,8 +148,8 @@ def with_objects(tree: Any, objects: Iterable[Any] = ()) -> Any:
 
 
 def _exchanged(tree: Any, other: Callable[[Any], Any]) -> Any:
-    """A tree with others in the places of objects of flax.nnx and of `Again`; the tree itself if
-    these are the same."""
+    """Returns a tree in which `other` has replaced the objects of flax.nnx and each `Again`; the
+    tree itself if nothing was replaced."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_again_or_module)
     others = list(map(other, leaves))
     if all(a is b for a, b in zip(leaves, others, strict=True)):
@@ -164,7 +165,7 @@ def _is_again_or_module(node: object) -> bool:
 
 
 def _attributes(node: Any) -> Iterable[tuple[str, Any]]:
-    """The attributes of an object of flax.nnx that may hold others."""
+    """Returns the attributes of an object of flax.nnx that may hold other objects, by name."""
     if isinstance(node, nnx().Variable):
         return (("_raw_value", node.get_raw_value()),)
     return list(vars(node).items())
@@ -174,13 +175,13 @@ def _attributes(node: Any) -> Iterable[tuple[str, Any]]:
 
 
 class Root(Part):
-    """In a tree, a module that flax has taken apart: a node of those of its arrays that are in no
-    module before it.
+    """A node in the place of a module that flax has flattened. Its children are the arrays of the
+    module that occur in no earlier module.
 
     Attributes:
-      index: which of the modules of the tree it is.
-      definition: of all of these: what flax makes them of, with the trees of its leaves.
-      places: of its arrays, for messages.
+      index: the index of the module among the roots of the call.
+      definition: flax's graph definition of all roots, and the structures of flax's leaves.
+      places: the paths of the arrays, for messages.
     """
 
     __slots__ = ("arrays", "definition", "index", "places")
@@ -212,8 +213,8 @@ _is_root = Root.__instancecheck__
 
 
 def mark_roots(leaves: Sequence[list[Any]], found: list[Given]) -> None:
-    """Puts `Root` in the places of the modules in lists of leaves, with the Variables that they
-    hold as parts of their structure, which are added to `found`."""
+    """Replaces the modules in lists of leaves by `Root`. The Variables in the modules become parts
+    of the structure, and are added to `found`."""
     flax = nnx()
     places = [
         (of, i) for of in leaves for i, leaf in enumerate(of) if is_kind_of_module(type(leaf))
@@ -239,7 +240,7 @@ def mark_roots(leaves: Sequence[list[Any]], found: list[Given]) -> None:
 
 
 def with_modules(tree: Any) -> Any:
-    """A tree with modules of its arrays in the places of `Root`."""
+    """Returns a tree in which each `Root` is replaced by the module made of its arrays."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda n: _is_root(n) or is_variable(n))
     roots = [leaf for leaf in leaves if _is_root(leaf)]
     if not roots:
@@ -257,7 +258,7 @@ def with_modules(tree: Any) -> Any:
 
 
 def objects_in(tree: Any) -> list[Any]:
-    """All objects of flax.nnx in a tree, as flax finds them."""
+    """Returns all objects of flax.nnx in a tree, in the order in which flax finds them."""
     roots = list(filter(is_module, jax.tree.leaves(tree, is_leaf=is_module_or_variable)))
     with finding([]):  # flax would have JAX read the Variables in them
         nodes = list(nnx().iter_graph(roots, graph=True))
@@ -268,15 +269,16 @@ def objects_in(tree: Any) -> list[Any]:
 
 
 class Update(NamedTuple):
-    """Where a function gives a new array to an object: to an nnx.Variable (`name` is None), as the
-    leaf `leaf` of its value, or as all of it (None); or to an attribute of a module."""
+    """Where a function has assigned a new array: an attribute of a module, or, if `name` is None,
+    the value of an nnx.Variable: its leaf `leaf`, or the whole value if `leaf` is None. `place` is
+    the index of the module or nnx.Variable among the objects of the call."""
 
     place: int
     name: str | None
     leaf: int | None = None
 
     def assign(self, objects: Sequence[Any], value: Any) -> None:
-        """Gives the value to the object of a call."""
+        """Assigns the value to its object, one of the `objects` of a call."""
         node = objects[self.place]
         if self.name is not None:
             setattr(node, self.name, value)
@@ -287,7 +289,7 @@ class Update(NamedTuple):
 
 
 class Contents:
-    """What is in the modules of a call at some time.
+    """A snapshot of the objects and arrays in the modules of a call.
 
     Attributes:
       objects: the modules and nnx.Variables, each once.
@@ -303,12 +305,12 @@ class Contents:
         self._arrays = [] if self._is_opaque else [list(_arrays_of(node)) for node in self.objects]
 
     def changed(self, tree: Any, gone: Iterable[Any]) -> list[tuple[Update, Any]] | None:
-        """The new arrays in them; None if the modules are made of other objects now, or hold other
-        things besides arrays.
+        """Returns the new arrays in the modules; None if the modules have other objects now, or
+        another structure.
 
         Args:
-          tree: the same arguments, after the function.
-          gone: arrays that are donated. What is there in their places is new to the caller.
+          tree: the same arguments, after the function has run.
+          gone: donated arrays. They count as changed, since the caller needs a new array.
         """
         now = Contents(tree)
         is_same = self._tree == now._tree and len(self.objects) == len(now.objects)
@@ -320,18 +322,19 @@ class Contents:
         count = 0
         for place, (old, new) in enumerate(zip(self._arrays, now._arrays, strict=True)):
             if [where[:2] for where in old] != [where[:2] for where in new]:
-                return None  # an array of NumPy is in the place of one of JAX's
+                return None  # for example: a NumPy array has replaced a jax.Array
             for (name, leaf, before), (_, _, after) in zip(old, new, strict=True):
                 count += before is not after
                 if before is not after or id(after) in lost:
                     found.append((Update(place, name, leaf), after))
-        # An array in a list or a dict of a module is in none of these places.
+        # `_arrays_of` finds no arrays in lists and dicts of a module. If one has changed, an
+        # `Update` cannot say where.
         in_all = sum(a is not b for a, b in zip(self.leaves, now.leaves, strict=True))
         return found if count == in_all else None
 
 
 def _arrays_of(node: Any) -> Iterable[tuple[str | None, int | None, Any]]:
-    """The arrays of an object itself, as `Update` says where."""
+    """Returns the arrays of one object, with the `name` and `leaf` of an `Update`."""
     if isinstance(node, nnx().Variable):
         value = node.get_raw_value()
         if isinstance(value, jax.Array):
@@ -341,18 +344,19 @@ def _arrays_of(node: Any) -> Iterable[tuple[str | None, int | None, Any]]:
 
 
 class Twins(NamedTuple):
-    """What a program returns where the function has changed what modules are made of.
+    """The result of a program whose function has changed the structure of modules.
 
     Attributes:
-      objects: one for each object of the call, as it is when the function is over.
-      result: the function's result, which may hold some of these.
+      objects: for each object of the call its twin: the object as the function has left it.
+      result: the function's result, which may contain twins.
     """
 
     objects: list[Any]
     result: Any
 
     def taken_over(self, objects: Sequence[Any]) -> Any:
-        """Makes the caller's objects what their twins are. Returns the result with these in it."""
+        """Gives the contents of the twins to the caller's objects. Returns the result with the
+        caller's objects instead of the twins."""
         known = {id(twin): mine for twin, mine in zip(self.objects, objects, strict=True)}
 
         def mine(tree: Any) -> Any:
@@ -376,11 +380,12 @@ def is_state(node: object) -> bool:
 
 
 def is_whole_or_variable(node: object) -> bool:
-    """For ``is_leaf=``: whether a node is a module or an nnx.State, or a Variable, which is not
-    read."""
+    """For ``is_leaf=``: whether a node is a module, an nnx.State or a Variable (so that flattening
+    does not read the Variable)."""
     return is_module_or_variable(node) or is_state(node)
 
 
 def is_module_or_variable(node: object) -> bool:
-    """For ``is_leaf=``: whether a node is a module, or a Variable, which is not read."""
+    """For ``is_leaf=``: whether a node is a module or a Variable (so that flattening does not read
+    the Variable)."""
     return is_variable(node) or is_kind_of_module(type(node))

@@ -1,6 +1,6 @@
-"""What is of flax.nnx, told without importing it, and what it is made of, in words.
+"""Recognises and describes objects of flax.nnx, without importing flax.
 
-Where flax is not imported nobody has a module of it. Of flax only what is public is used.
+If flax is not imported, there are no modules of flax. Only public names of flax are used.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from tracegrad._jax.caches import cached
 from tracegrad.ir.wording import shortened
 from tracegrad.variables.paths import path_name
 
-# What nnx writes into every module, for itself.
+# The prefix of attributes that nnx writes into every module.
 _OF_NNX = "_pytree__"
 
 
 def nnx() -> Any:
-    """flax.nnx, where it is imported; else None."""
+    """Returns flax.nnx if it is imported completely; else None."""
     module = sys.modules.get("flax.nnx")
     return module if hasattr(module, "Variable") and hasattr(module, "Pytree") else None
 
 
-# Asked of every node of the arguments of a call: `issubclass` takes five times as long.
+# Cached, since each call asks for every node of its arguments: `issubclass` is five times slower.
 @cached(4096)
 def is_kind_of_module(kind: type) -> bool:
     """Whether objects of a type are modules or nnx.Variables."""
@@ -35,8 +35,7 @@ def is_kind_of_module(kind: type) -> bool:
 
 @cached(4096)
 def is_kind_of_state(kind: type) -> bool:
-    """Whether objects of a type are nnx.States: trees like others, of which a function gets a copy,
-    as under `jax.jit`."""
+    """Whether objects of a type are nnx.States; a function gets a copy of a state."""
     flax = nnx()
     return flax is not None and issubclass(kind, flax.State)
 
@@ -53,24 +52,24 @@ def is_variable_of_nnx(node: object) -> bool:
 
 
 def set_leaf(variable: Any, leaf: int, value: Any) -> None:
-    """Puts an array into a leaf of the value of an nnx.Variable."""
+    """Replaces one leaf of the value of an nnx.Variable."""
     leaves, structure = jax.tree.flatten(variable.get_raw_value())
     leaves[leaf] = value
     variable.set_raw_value(jax.tree.unflatten(structure, leaves))
 
 
 def refuse_hijax(leaf: object) -> None:
-    """Raises TypeError for an nnx.Variable that is no tree to JAX, but a value of a type of its own
-    (an experiment of flax and JAX, under which `nnx.jit` does not run on all versions)."""
+    """Raises TypeError for an nnx.Variable that is a value of a JAX type of its own, and not a tree
+    (an experiment of flax and JAX; `nnx.jit` does not support it on all versions either)."""
     if is_variable_of_nnx(leaf) and not is_module(leaf):
         raise TypeError(
             "a variable of this model was made with nnx.var_defaults(hijax=True), which is not "
-            "supported: give the model as nnx.with_vars(model, hijax=False) makes it"
+            "supported: pass nnx.with_vars(model, hijax=False) instead of the model"
         )
 
 
 def find(wanted: object, module: Any) -> str | None:
-    """The path in a module to an object in it: ``linear.kernel``; None if it is not there."""
+    """Returns the path to an object in a module: ``linear.kernel``; None if it is not in it."""
     for path, node in nnx().iter_graph(module, graph=True):
         if node is wanted:
             return path_name(path)
@@ -78,8 +77,8 @@ def find(wanted: object, module: Any) -> str | None:
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Where two descriptions differ, and how: ``("`model.dropout.deterministic`", "False",
-    "True")``. Not what is in another thing that differs."""
+    """Returns the differences of two descriptions: ``("`model.dropout.deterministic`", "False",
+    "True")``. Leaves out differences below a path that differs itself."""
     paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
     within = tuple(f"{path}." for path in paths)
     return [
@@ -90,9 +89,9 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[st
 
 
 def described(modules: Sequence[Any], names: Sequence[str]) -> dict[str, str]:
-    """Classes and static attributes of modules, and of what is in them, by path.
+    """Returns texts for the classes and static attributes of modules and their parts, by path.
 
-    `names`: of the modules.
+    `names`: the names of the modules.
     """
     flax = nnx()
     texts: dict[str, str] = {}
@@ -112,7 +111,7 @@ def described(modules: Sequence[Any], names: Sequence[str]) -> dict[str, str]:
 
 
 def static_attributes(module: Any) -> dict[str, Any]:
-    """What a module has besides data, by name."""
+    """Returns the attributes of a module that hold no data, by name."""
     if isinstance(module, nnx().Variable):
         return {}
     return {
@@ -127,11 +126,11 @@ def _has_data(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    # A module that is being traced holds tracers, which are no data by flax's own answer.
+    # A module that is being traced holds tracers, which flax's `is_data` does not count as data.
     return isinstance(value, jax.Array) or nnx().is_data(value)
 
 
 def keys_of_path(path: Sequence[Any]) -> tuple[Any, ...]:
-    """A path of JAX as flax has it: the names, keys and numbers themselves."""
+    """Returns a path of JAX as flax writes it: the names, keys and indices themselves."""
     names = ("name", "key", "idx")
     return tuple(next((getattr(k, n) for n in names if hasattr(k, n)), k) for k in path)

@@ -1,4 +1,4 @@
-"""JAX traces that stand on top of another one, whose values they leave as they are."""
+"""JAX traces on top of another trace that see each operation, but have no tracers of their own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Instead = Callable[..., list[Any]]
 
 
 def _of_values(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.extend.core.get_opaque_trace_state`, by which flax tells whether a module is changed in
-    the transformation that it was made in: that to which the values belong."""
+    """Wraps `jax.extend.core.get_opaque_trace_state`, by which flax tells whether a module is
+    changed in the trace that it was made in: ignores the `ForwardingTrace`s on top of that trace,
+    since the values belong to it."""
 
     @functools.wraps(original)
     def get_opaque_trace_state(*args: Any, **kwargs: Any) -> Any:
@@ -34,22 +35,22 @@ _PLACES = ((jax.extend.core, "get_opaque_trace_state", _of_values),)
 
 
 class ForwardingTrace(jax.core.Trace):
-    """Sees every operation, and lets it go on to `parent_trace`.
+    """Sees every operation, and passes it on to `parent_trace`.
 
-    A subclass has `process_primitive` for ordinary operations, and `run_rule` for functions with
-    rules of their own.
+    A subclass defines `process_primitive` for ordinary operations, and `run_rule` for functions
+    with derivative rules of their own.
 
     Attributes:
-      is_installed: whether it stands on its parent.
+      is_installed: whether this is a current trace, above its parent.
     """
 
-    force: Any = None  # the rules in force that it applies to each operation, if any
+    force: Any = None  # the rules that this trace applies to each operation, if any
 
     def __init__(self, parent: Any):
         super().__init__()  # type: ignore[no-untyped-call]
         self.parent_trace = parent
-        # Operations with rules of their own (`jax.experimental.hijax`, in JAX 0.12 `jnp.ldexp`) are
-        # seen as they are, not as what they compute, which is differentiated otherwise.
+        # JAX must not first lower operations with derivative rules (`jax.experimental.hijax`, in
+        # JAX 0.12 `jnp.ldexp`): the lowered operations have other derivatives.
         self.requires_low = False
         self.is_installed = False
         self._as_current: AbstractContextManager[None] | None = None
@@ -57,7 +58,7 @@ class ForwardingTrace(jax.core.Trace):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """What is inside it goes by this trace; what changes state sees the one below it."""
+        """A block whose operations this trace sees; flax sees the trace below."""
         self.install()
         try:
             yield
@@ -65,8 +66,8 @@ class ForwardingTrace(jax.core.Trace):
             self.uninstall()
 
     def install(self) -> None:
-        """Begins what `in_place` is for a block."""
-        # Without flax nobody asks, and a tape is entered in half the time.
+        """Makes this the current trace."""
+        # Without flax, nobody asks for trace states, and entering a tape takes half the time.
         self._is_hidden = nnx() is not None
         if self._is_hidden:
             _trace_states.put(_PLACES)
@@ -75,7 +76,7 @@ class ForwardingTrace(jax.core.Trace):
         self.is_installed = True
 
     def uninstall(self) -> None:
-        """Ends it, where it is the current trace."""
+        """Ends `install`; this must be the current trace."""
         assert self._as_current is not None
         self._as_current.__exit__(None, None, None)
         self._as_current, self.is_installed = None, False
@@ -86,28 +87,30 @@ class ForwardingTrace(jax.core.Trace):
             below.leave()
 
     def leave(self) -> None:
-        """Ends it if what it was for is over, and nothing stands on it."""
+        """Called when the trace above this one was uninstalled; a trace that could not end before
+        (its block is over) ends now."""
 
     @abstractmethod
     def run_rule(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
-        """Runs a function with a rule: `subfuns` are the function and its rule, as JAX has them."""
+        """Runs a function with a derivative rule; `subfuns`: the function and its rule, as JAX has
+        them."""
 
     @property
     def gives_back(self) -> bool:
-        """Whether what it keeps of Variables it was shown is given back (see `lending.show`)."""
+        """Whether it gives back the values of Variables that it was shown; see `lending.show`."""
         return False
 
     def call_jitted(
         self, jitted: Any, forms: dict[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The result of a jitted function.
+        """Returns the result of a jitted function.
 
         Args:
-          jitted: made without options; nobody but the trace is handed its arguments.
-          forms: where the trace may keep what it makes of the function.
-          args, kwargs: the arguments.
+          jitted: a jitted function without options.
+          forms: a cache for what the trace makes of the function.
+          args, kwargs: the arguments; nobody but the trace is handed them.
         """
         return jitted(*args, **kwargs)
 
@@ -118,7 +121,8 @@ class ForwardingTrace(jax.core.Trace):
     def process_call(
         self, primitive: Any, fun: Any, args: Sequence[Any], params: Mapping[str, Any], /
     ) -> list[Any]:
-        """Runs a call in which JAX (before 0.11) puts the known part of a checkpointed loop."""
+        """Runs a call primitive; JAX before 0.11 makes one of the known part of a checkpointed
+        loop."""
         with _jax.set_current_trace(self):
             return list(fun.call_wrapped(*args))
 
@@ -135,8 +139,8 @@ class ForwardingTrace(jax.core.Trace):
     def process_shard_map(
         self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
     ) -> Any:
-        """Runs a `jax.shard_map` that is called directly: as a jitted function, in whose program
-        it is an operation like any other, and what it closes over shows."""
+        """Runs a `jax.shard_map` that is called directly, as the program of a jitted function: in
+        it, the shard_map is an operation, and the values that it closes over are operands."""
         if not self.sees(args):
             with _jax.set_current_trace(self.parent_trace):
                 return self.parent_trace.process_shard_map(primitive, fun, args, **params)
@@ -151,30 +155,32 @@ class ForwardingTrace(jax.core.Trace):
                 program = jax.make_jaxpr(jax.jit(shard_map))(*args)
             with _jax.set_current_trace(self):
                 results = _jax.eval_program(program, args)
-        return found[0].update(results)  # in the tree of the function's results
+        return found[0].update(results)  # with the tree of the function's results
 
     def sees(self, args: Sequence[Any]) -> bool:
-        """Whether it looks at a function of these operands, which may close over others."""
+        """Whether the trace must see inside a function with these operands; the function may close
+        over other values."""
         return True
 
 
 class OverridingTrace(ForwardingTrace):
-    """Asks about each operation what is to run `instead`.
+    """Replaces operations: runs the function that `instead` returns.
 
-    A tape that is entered inside asks it too, since it sees operations first.
+    A tape that is entered inside sees operations first, and asks this trace too.
     """
 
     @abstractmethod
     def instead(
         self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
     ) -> Instead | None:
-        """What runs in the place of an operation; None: the operation itself."""
+        """Returns the function to run instead of an operation; None to run the operation."""
 
     @abstractmethod
     def rule_instead(
         self, primitive: Any, subfuns: Sequence[Any], params: Mapping[str, Any], args: Sequence[Any]
     ) -> Instead | None:
-        """What runs in the place of a function with a rule of its own; None: that function."""
+        """Returns the function to run instead of a function with a derivative rule; None to run
+        that function."""
 
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /

@@ -1,10 +1,11 @@
-"""Arguments taken apart: the arrays of each, and its structure.
+"""Arguments taken apart: the arrays of each argument, and its structure.
 
-`jax.jit` takes its arguments apart at every call. Models answer slowly: each of their classes does
-it in Python. And what is no array in them it refuses. So each argument is taken apart here, once,
-and handed on as `Packed`: a node of its arrays, whose structure has all the rest, as `Part`s (what
-is no array, Variables, objects of flax.nnx that are met again). It is put together again where the
-function is traced. No class of the user's is ever made of anything but what the user has put there.
+`jax.jit` flattens its arguments at every call. This is slow for models, whose classes flatten
+themselves in Python, and JAX refuses leaves that are not arrays. So each argument is flattened
+here, once, and passed to `jax.jit` as `Packed`: a node whose children are the arrays. The structure
+holds everything else as `Part`s (leaves that are not arrays, Variables, repeated objects of
+flax.nnx). Inside the trace the argument is put together again. The user's classes are only ever
+unflattened with the kinds of leaves that the user has put into them.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
 
-_KEPT = 256  # layouts of a function, and structures of a layout
+_KEPT = 256  # the most layouts of a function, and the most structures of a layout, in the caches
 _IMMUTABLE = frozenset({str, bytes, type, np.dtype, Again})
 
 
 class Packed:
-    """The arrays of one argument, or of a result, and its structure."""
+    """An argument or a result, taken apart into its arrays and its structure."""
 
     __slots__ = ("arrays", "structure")
 
@@ -61,13 +62,13 @@ class Packed:
         self.structure = structure
 
     def argument(self) -> Any:
-        """The argument as it was; objects of flax.nnx that are met again are still `Again`, and
-        those of classes that are no pytrees `Root`."""
+        """Returns the argument, put together; `Again` and `Root` still stand for their objects of
+        flax.nnx."""
         return jax.tree.unflatten(self.structure, self.arrays)
 
     def of_arrays(self, each: Iterable[tuple[T, Any]]) -> list[T]:
-        """Of something for each leaf of the argument, as pairs with the leaves in order, what there
-        is for the arrays."""
+        """Selects from pairs (item, leaf), one for each leaf of the argument in order: returns the
+        items of the leaves that are arrays of this."""
         arrays, found = iter(self.arrays), []
         array = next(arrays, None)
         for of_leaf, leaf in each:
@@ -78,12 +79,12 @@ class Packed:
 
     @property
     def has_parts(self) -> bool:
-        """Whether there is anything in it that is no array."""
+        """Whether it contains anything that is not an array."""
         return has_nodes(self.structure, (Static, Variable, Again, Root))
 
 
 class PackedStatic(Packed):
-    """A static argument with Variables in it."""
+    """A static argument that contains Variables."""
 
     __slots__ = ()
 
@@ -113,11 +114,11 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class NoTree(Exception):
-    """A module of flax.nnx is of a class that is no pytree: see `packed_by_flax`."""
+    """Raised for a module of flax.nnx whose class is not a pytree: see `packed_by_flax`."""
 
 
 class Version:
-    """In a structure: what is below it has attributes of which there are several versions."""
+    """A node in a structure: numbers the versions of attributes that were changed in place."""
 
 
 jax.tree_util.register_pytree_node(
@@ -126,11 +127,11 @@ jax.tree_util.register_pytree_node(
 
 
 class Packing:
-    """Packs the arguments of one function, and remembers what they are made of.
+    """Packs the arguments of one function, and caches their layouts.
 
     Args:
-      names: what the function calls its positional arguments, for messages.
-      rest: what it calls all further ones.
+      names: the names of the positional parameters, for messages.
+      rest: the name of the parameter for all further ones, ``*args``.
     """
 
     def __init__(self, names: Sequence[str] = (), rest: str = "args") -> None:
@@ -141,14 +142,14 @@ class Packing:
     def __call__(
         self, argument: Any, where: str | int, found: list[Given], survey: Survey | None = None
     ) -> Any:
-        """The argument packed, or itself, if it is an array.
+        """Returns the argument packed, or the argument itself if it is an array.
 
         Args:
-          where: the name or the place of the argument, for messages.
-          found: to which its Variables are added.
-          survey: of the objects of flax.nnx in the call; None: nobody looks for them.
+          where: the name or the index of the argument, for messages.
+          found: the list to which the Variables in the argument are added.
+          survey: the survey of the call; None if objects of flax.nnx need not be found.
 
-        Raises NoTree.
+        Raises NoTree if a module is not a pytree.
         """
         kind = type(argument)
         if is_kind_of_array(kind) or kind is Packed:
@@ -160,7 +161,7 @@ class Packing:
         kinds = tuple(map(type, leaves))
         try:
             layout = self._layouts.get((tree, kinds))
-        except Exception:  # something in it has no equality: jit says what
+        except Exception:  # a part of the tree has no equality: jit will name it
             layout = _Layout(kinds, tree)
         if layout is None:
             if len(self._layouts) >= _KEPT:
@@ -182,7 +183,7 @@ class Packing:
         return Packed(list(itertools.compress(leaves, is_array)), structure)
 
     def name_of(self, where: str | int) -> str:
-        """What an argument is called in messages."""
+        """Returns the words for an argument in messages."""
         if isinstance(where, str):
             return f"the argument {where}"
         further = where - len(self._names)
@@ -190,16 +191,16 @@ class Packing:
 
 
 class _Layout:
-    """Arguments of one structure, as JAX sees it, with leaves of the same types.
+    """The cached facts about all arguments with one structure of JAX and leaves of the same types.
 
     Attributes:
-      tree: the structure; one object for all of them, so that nothing has to be compared.
+      tree: the structure; one object for all arguments, so that JAX compares it by identity.
       is_leaf: whether the argument itself is the leaf.
-      others: the indices of leaves that may be no arrays.
-      is_opaque: whether some of them are modules of flax.nnx of a class that is no pytree.
-      known: the structure, and which leaves are arrays, by the identity of these objects.
-      changeable: attributes of objects of flax.nnx that can change in place, by the place of the
-        object and by name. They are equal to themselves, changed or not.
+      others: the indices of the leaves that may not be arrays.
+      is_opaque: whether one of these leaves is a module whose class is not a pytree.
+      known: by the ids of these leaves: the packed structure, and which leaves are arrays.
+      changeable: attributes of objects of flax.nnx that can change in place: (index of the object,
+        name). A changed attribute compares equal to itself, so `version_of` compares copies.
     """
 
     def __init__(self, kinds: Sequence[type], tree: Any):
@@ -211,7 +212,7 @@ class _Layout:
         ]
         self.is_opaque = any(is_kind_of_module(kinds[i]) for i in self.others)
         self.known: dict[tuple[int, ...], tuple[Any, list[bool]]] = {}
-        # Then the same objects make the same structure.
+        # If no leaf can change, the same objects always make the same structure.
         others: list[Any] = [kinds[i] for i in self.others if i not in numbers]
         self._never_changes = all(
             kind.__eq__ is object.__eq__ or kind in _IMMUTABLE for kind in others
@@ -221,7 +222,7 @@ class _Layout:
         self._versions: list[list[Any]] = []
 
     def note_changeable(self, objects: Sequence[Any]) -> None:
-        """Looks for attributes that can change in place."""
+        """Finds the attributes of objects that can change in place."""
         self.changeable = [
             (place, name)
             for place, node in enumerate(objects)
@@ -230,7 +231,7 @@ class _Layout:
         ]
 
     def version_of(self, structure: Any, objects: Sequence[Any]) -> Any:
-        """The structure with what these attributes are now."""
+        """Returns the structure, marked with the version of the changeable attributes."""
         values = [vars(objects[place]).get(name) for place, name in self.changeable]
         if values not in self._versions:
             self._versions.append(copy.deepcopy(values))
@@ -242,6 +243,8 @@ class _Layout:
     def find(
         self, key: tuple[int, ...], leaves: list[Any], tree: Any, name: str
     ) -> tuple[Any, list[bool]]:
+        """Returns the packed structure, and which leaves are arrays; caches both by `key`, if the
+        leaves cannot change."""
         fixed = list(leaves)
         fix(fixed, tree, name)
         is_array = [not isinstance(leaf, Part) for leaf in fixed]
@@ -251,8 +254,8 @@ class _Layout:
                 self.known.clear()
                 self._refs.clear()
             known = self.known
-            # Whenever one of them goes, the entry does, before another has its identity. What
-            # cannot be held weakly, the structure holds.
+            # An entry is removed as soon as one of its leaves is gone, before another object can
+            # get the id. If a leaf has no weak references, the structure keeps it alive.
             self._refs = [ref for ref in self._refs if ref() is not None]
             for i in self.others:
                 with suppress(TypeError):
@@ -266,8 +269,8 @@ def packed_by_flax(
     found: list[Given],
     name_of: Callable[[str | int], str],
 ) -> tuple[dict[Any, Any], list[Any]]:
-    """Arguments packed where some module in them is of a class that is no pytree; and the objects
-    of flax.nnx in them."""
+    """Packs arguments that contain a module whose class is not a pytree. Returns them, and the
+    objects of flax.nnx in them."""
     trees = {where: flattened(tree, found, is_module) for where, tree in arguments.items()}
     objects = objects_in([leaves for leaves, _ in trees.values()])
     mark_roots([leaves for leaves, _ in trees.values()], found)
@@ -279,8 +282,8 @@ def packed_by_flax(
 
 
 def unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """The arguments of a call as the caller wrote them, but for what JAX has put in the places of
-    arrays."""
+    """Returns the arguments of a call as the caller passed them, but with JAX's tracers in the
+    places of the arrays."""
     arguments = (
         tuple([arg.argument() if isinstance(arg, Packed) else arg for arg in args]),
         {k: arg.argument() if isinstance(arg, Packed) else arg for k, arg in kwargs.items()},

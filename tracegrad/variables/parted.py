@@ -1,7 +1,8 @@
 """A tree in two parts: the leaves that count, and the rest.
 
-As `equinox.partition` and `equinox.combine`: a function of a tree becomes one of the leaves that
-count (those that are traced, or differentiated), and the two parts are put together inside of it.
+The leaves that count are, for example, the traced or the differentiated ones. A function of the
+tree becomes a function of these leaves, which puts the two parts together again, as with
+`equinox.partition` and `equinox.combine`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import jax
 
 @dataclass(frozen=True, eq=False)
 class Parted:
-    """A tree, of which some leaves count.
+    """A tree with some leaves that count.
 
     Attributes:
       leaves, structure: the tree as JAX flattens it.
-      counted: of each leaf whether it counts.
+      counted: for each leaf, whether it counts.
     """
 
     leaves: Sequence[Any]
@@ -41,16 +42,16 @@ class Parted:
 
     @property
     def rest(self) -> Parted:
-        """The same without the leaves that count: None stands for each."""
+        """The same tree with None in the place of each leaf that counts."""
         pairs = zip(self.leaves, self.counted, strict=True)
         return Parted([None if c else leaf for leaf, c in pairs], self.structure, self.counted)
 
     def of_chosen(self, each: Iterable[Any]) -> list[Any]:
-        """Of something for each leaf what there is for the leaves that count."""
+        """Selects from items, one for each leaf: returns the items of the leaves that count."""
         return list(itertools.compress(each, self.counted))
 
     def combine(self, values: Iterable[Any]) -> Any:
-        """The tree with these in the places of the leaves that count."""
+        """Returns the tree with `values` in the places of the leaves that count."""
         rest = iter(values)
         pairs = zip(self.leaves, self.counted, strict=True)
         return jax.tree.unflatten(self.structure, [next(rest) if c else leaf for leaf, c in pairs])

@@ -1,6 +1,6 @@
-"""How the place of an array in a tree is spelled: ``model.blocks.0.kernel``.
+"""The spelling of paths to arrays in trees: ``model.blocks.0.kernel``.
 
-Every message, `wrt` and `match.param` spell it so, whether attributes, dicts or lists lead there.
+All messages, `wrt` and `match.param` use it, for attributes, dicts and lists alike.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import jax
 
 
 class PathKey:
-    """The whole way to an array in what stands for an argument, as one key of JAX's path."""
+    """A whole path as one key of a path of JAX: the path to an array in the original argument, for
+    a node that replaces the argument."""
 
     __slots__ = ("name",)
 
     def __init__(self, name: str):
         self.name = name
 
-    def __str__(self) -> str:  # JAX's own messages put it right behind the argument's name
+    def __str__(self) -> str:  # JAX's own messages append it to the argument's name
         return self.name and f".{self.name}"
 
     def __eq__(self, other: object) -> bool:
@@ -30,7 +31,7 @@ class PathKey:
 
 
 def path_name(path: Iterable[Any], of: str = "") -> str:
-    """A path of JAX or of flax as text, behind the name of what it is a path in.
+    """Returns a path of JAX or of flax as text, after the name `of` of its tree.
 
     >>> import jax
     >>> model = {"blocks": [{"kernel": 1.0}]}
@@ -43,4 +44,4 @@ def path_name(path: Iterable[Any], of: str = "") -> str:
 def _key_name(key: Any) -> str:
     if isinstance(key, PathKey):
         return key.name
-    return jax.tree_util.keystr((key,), simple=True)  # of a key of flax, the key itself
+    return jax.tree_util.keystr((key,), simple=True)  # for a key of flax, the key as text

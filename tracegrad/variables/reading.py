@@ -1,8 +1,8 @@
-"""What a function reads of Variables that is traced for one call, and around it has a value.
+"""Listeners for functions that are traced for one call: Variables are read outside of the trace.
 
-A function with a custom gradient is one: its rule has each trainable Variable that it reads as an
-input, like its arguments. A value that went in on another way would be a constant, or a tracer that
-outlives its trace.
+An example is a function with a custom gradient: each trainable Variable that it reads is an input
+of its rule, like an argument. If the value came in otherwise, it would be a constant of the trace,
+or a tracer that outlives its own trace.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tracegrad.variables.variable import Variable
 
 
 class ReadsOutside(Listener):
-    """For a function that is traced to be run once, here and now: what it reads of Variables is
-    what it would read if it were not traced, a value of the trace around it.
+    """Listens while a function is traced to be run once, immediately: the function reads the same
+    values as if it were not traced, values of the trace around it.
 
-    The function's own trace has that as an operand: no value stays in it for a later call. What is
-    not a part of a function traced by `tracegrad.trace` may call functions that read Variables, but
-    no nested jits or bodies of loops that do: JAX would keep the value.
+    These values are operands of the function's trace, so none stays in it for a later call. Outside
+    of functions traced by `tracegrad.trace`, nested jits and bodies of loops must not read
+    Variables: JAX would cache the values.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class ReadsOutside(Listener):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Listens while the function runs: a block inside of what is traced."""
+        """A block inside the function's trace, in which the function runs and this listens."""
         self._own = _jax.staging_trace()
         with listening(self):
             yield
@@ -50,7 +50,7 @@ class ReadsOutside(Listener):
         return outside()
 
     def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        """What the function gets."""
+        """Returns the value that the function gets."""
         with _jax.set_current_trace(self._trace):
             return outside()
 
@@ -59,7 +59,7 @@ class ReadsOutside(Listener):
 
 
 class _Reading(threading.local):
-    for_gradient = False  # a gradient function that is traced reads, and what it belongs to has not
+    for_gradient = False  # whether a gradient function reads, so that its function has not read
 
 
 _reading = _Reading()
@@ -83,7 +83,7 @@ class Reads(ReadsOutside):
 
     @property
     def trainable(self) -> tuple[Variable, ...]:
-        """The trainable ones, each once, without those given as arguments, sorted by name."""
+        """The trainable Variables that were read, without arguments, sorted by name."""
         return tuple(sorted(filter(self.is_input, self._found), key=lambda v: v.name))
 
     def is_input(self, variable: Variable) -> bool:
@@ -95,18 +95,18 @@ class Reads(ReadsOutside):
 
 
 class Operands(Reads):
-    """The same for a function that is traced together with its gradient function: there each
-    trainable Variable is an operand, one that stands for its value in the trace around.
+    """`Reads` for a function that is traced together with its gradient function: each trainable
+    Variable is an operand: a placeholder for its value in the trace around.
 
     Attributes:
-      listed: those of which the gradient function has to return the gradients.
+      listed: the Variables whose gradients the gradient function must return.
     """
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__(fun, args)
         self.listed: tuple[Variable, ...] = ()
-        self._values: dict[Variable, Any] = {}  # around the function
-        # What stands for them: the last is what readers get.
+        self._values: dict[Variable, Any] = {}  # in the trace around the function
+        # The placeholders of each Variable; readers get the last one.
         self._operands: dict[Variable, list[Any]] = {}
 
     def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
@@ -128,22 +128,22 @@ class Operands(Reads):
         self._operands.setdefault(variable, []).append(operand)
 
     def list_read(self) -> list[Any]:
-        """Lists what was read until now. Returns an operand for each."""
+        """Sets `listed` to the Variables read so far. Returns an operand for each."""
         self.listed = self.trainable
         return [self._operands[variable][0] for variable in self.listed]
 
     @property
     def values(self) -> list[Any]:
-        """Those of the Variables that are listed."""
+        """The values of the listed Variables."""
         return [self._values[variable] for variable in self.listed]
 
     def place(self, value: Any) -> int | None:
-        """The place of the listed Variable for which an operand stands; of other values None."""
+        """Returns the index in `listed` of the Variable of an operand; None for other values."""
         each = enumerate(self.listed)
         return next((i for i, v in each if any(value is x for x in self._operands[v])), None)
 
     def value_of(self, operand: Any) -> Any:
-        """What an operand stands for; other values are themselves."""
+        """Returns the value for which an operand stands; other values are returned unchanged."""
         for variable, operands in self._operands.items():
             if any(operand is each for each in operands):
                 return self._values[variable]
@@ -151,9 +151,9 @@ class Operands(Reads):
 
 
 class InGradient(ReadsOutside):
-    """For a gradient function, traced inside of the trace of its function. What it alone reads is
-    an operand too, and no input: it is not read by the function, nor by those around that, which
-    only call it."""
+    """Listens while a gradient function is traced, inside the trace of its function. A Variable
+    that only the gradient function reads is an operand, but not an input of the rule: neither its
+    function nor the functions around have read it."""
 
     def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         before, _reading.for_gradient = _reading.for_gradient, True
@@ -164,7 +164,7 @@ class InGradient(ReadsOutside):
 
 
 class Substitute(ReadsOutside):
-    """Gives readers of some Variables the values that a rule was given for them, in one call."""
+    """Gives readers the values that a rule got for some Variables, for one call."""
 
     def __init__(self, values: Mapping[Variable, Any], fun: Callable[..., Any]) -> None:
         super().__init__()
@@ -187,8 +187,8 @@ class Substitute(ReadsOutside):
 
 
 def _another(value: Any, trace: Any) -> Any:
-    """Another object for a value, in a trace; where there is none, tapes around see that it comes
-    from the one before."""
+    """Returns a new object with the same value, made in `trace`; if that is None, in the current
+    trace, so that tapes record that it depends on `value`."""
     with _jax.set_current_trace(trace or _jax.current_trace(None)):
         return jnp.array(value, copy=True)
 
@@ -196,5 +196,6 @@ def _another(value: Any, trace: Any) -> Any:
 def _refuse_assignment(fun: Callable[..., Any], variable: Variable) -> None:
     raise RuntimeError(
         f"{described(fun)}, which has a custom gradient, assigns the Variable {variable.name!r}: "
-        "its rule may run it more than once, or not at all. Return the value and assign it outside"
+        "the rule may run the function more than once, or not at all. Return the value and assign "
+        "it outside"
     )

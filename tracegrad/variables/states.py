@@ -1,10 +1,9 @@
-"""What a function changes in an `nnx.State` that it is given, and what becomes of that.
+"""Finds the changes of a function in an `nnx.State` argument that would be lost.
 
-A state alone is a tree of arrays like any other, of which the function gets a copy, and returns the
-new one. If the function changes that copy (a module made of it, by `nnx.merge`, may share its
-variables) and does not return it, that is lost when the function is over. It is noticed here, so
-that nobody trains a model that stays as it is: a call that would lose something raises
-(`ir.wording.changes_lost`), while a graph can be looked at. Modules themselves are another matter:
+An nnx.State is a tree of arrays like any other: the function gets a copy, and returns the new
+state. If the function changes its copy (a module that `nnx.merge` makes of it may share its
+variables) and does not return it, the changes are lost after the call: the user would train a model
+that never changes. So the call warns (`ir.wording.changes_lost`). Changes in modules are not lost:
 see `variables.modules`.
 """
 
@@ -22,7 +21,7 @@ from tracegrad.variables.modules import Survey, is_state, is_whole_or_variable
 
 
 class States:
-    """The states among the arguments of a function that is being traced, as they come in."""
+    """The nnx.States in the arguments of a function, as they are before it is called."""
 
     def __init__(self, arguments: Mapping[str, Any]):
         leaves = named_leaves(arguments, is_whole_or_variable)
@@ -32,7 +31,7 @@ class States:
         ]
 
     def changes(self, result: Any) -> Changes:
-        """What the function has changed in them that is not in its result either."""
+        """Returns the changes of the function in the states that are not in its result."""
         changes = Changes()
         if not self._states:
             return changes
@@ -51,7 +50,8 @@ class States:
 
 @dataclass
 class Changes:
-    """Paths of what was changed: parts of the structure; and arrays, before and after."""
+    """Changes in states: paths of changed structures; paths of changed arrays; and these arrays,
+    before and after."""
 
     structures: list[str] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -59,7 +59,8 @@ class Changes:
 
 
 def is_passed_on(before: Any, after: Any) -> bool:
-    """Whether a value of a graph is another one, handed through calls of jitted functions."""
+    """Whether the value `after` of a graph is `before`, only passed through calls of jitted
+    functions."""
     while after is not before:
         node = getattr(after, "producer", None)
         if not isinstance(node, Call) or len(node.regions) != 1 or node.op != "jit":

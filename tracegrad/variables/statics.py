@@ -1,10 +1,11 @@
-"""What in an argument or a result is no array: parts of its structure.
+"""The leaves of arguments and results that are not arrays: they become parts of the structure.
 
-A leaf of an argument that is no array and no number (a function, a string, an object: models have
-them) is to JAX a part of the arguments' structure (`Static`): it belongs to what a program is made
-for, and the function gets it as it is. It is so in results. A number in an `equinox.Module` is a
-setting like these (a rate, a size, a flag), as `equinox.filter_jit` and `filter_grad` have it: as
-an array it could not say what to compute, and would be trained. So is a Variable (`Given`).
+A leaf that is neither an array nor a number (models contain functions, strings, objects) becomes a
+part of the argument's structure (`Static`): each such leaf has a program of its own, and the
+function gets the leaf as it is. Results are treated alike. A number in an `equinox.Module` is a
+setting (a rate, a size, a flag), and becomes `Static` too, as in `equinox.filter_jit` and
+`filter_grad`: as a traced array it could not decide what to compute, and it would be trained. A
+Variable among arguments also becomes a part of the structure (`Given`).
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
 
-# For ``is_leaf=``, where a Variable itself is meant and not its value. (Asked of every leaf and
-# every node of a tree: a call in C.)
+# For ``is_leaf=``, to get the Variables themselves and not their values. (It is called for every
+# node of a tree, so it is a function in C.)
 is_variable = Variable.__instancecheck__
-# For ``is_leaf=``, where None stands in the place of an array.
+# For ``is_leaf=``, if None takes the place of an array.
 is_none = NoneType.__instancecheck__
 
 
 class Part:
-    """What in a tree stands for something else than an array."""
+    """The base of nodes that take the place of something that is not an array."""
 
     __slots__ = ()
 
 
 class Given(Part):
-    """A Variable among arguments: a part of their structure. There is one of each."""
+    """A Variable among arguments, as a part of their structure. Each Variable has one `Given`."""
 
     __slots__ = ("__weakref__", "_ref", "_text")
 
     def __init__(self, variable: Variable):
-        # JAX's caches keep it, and may not keep the Variable.
+        # JAX's caches keep this `Given`, and must not keep the Variable alive.
         self._ref = weakref.ref(variable)
         self._text = f"<Variable {variable.name}>"
 
@@ -67,12 +68,12 @@ def given_of(variable: Variable) -> Given:
 
 
 class Static(Part):
-    """A leaf that is no array, among arguments or results: a node of their tree, without leaves.
+    """A node without leaves, in the place of a leaf that is not an array.
 
-    JAX puts the leaf itself back when it hands the tree on. Two are the same if their leaves are
-    equal and of one type, or the same object, where it has no equality of its own. A leaf that has
-    equality and no hash is refused, as `jax.jit` refuses such static arguments: programs are kept
-    by these leaves.
+    Unflattening puts the leaf itself back. Two `Static`s are equal if their leaves are equal and of
+    one type, or, if the class defines no equality, the same object. A leaf with equality but
+    without a hash is refused, as `jax.jit` refuses such static arguments: it is part of the key
+    of a program.
     """
 
     __slots__ = ("__weakref__", "_hash", "_leaf", "_ref", "_text")
@@ -83,9 +84,10 @@ class Static(Part):
         self._ref: Any = None
         self._text = f"<{kind.__name__} that is gone>"
         if kind.__eq__ is not object.__eq__:
-            if not is_result:  # no program is kept by what comes out of it
+            if not is_result:  # the leaves of a result are not part of a program's key
                 self._hash = _hash_of(leaf)
-        # JAX's caches keep this, and may not keep an argument that they can tell by identity.
+        # JAX's caches keep this `Static`, and must not keep an argument alive that is told by
+        # identity.
         elif not is_result:
             with suppress(TypeError):
                 self._leaf, self._ref = None, weakref.ref(leaf)
@@ -115,7 +117,7 @@ class Static(Part):
 
 
 def is_known_by_identity(leaf: Any) -> bool:
-    """Whether a leaf is no array, and is the same as itself alone."""
+    """Whether a leaf is not an array, and equal only to itself."""
     kind: Any = type(leaf)
     return not is_array(leaf) and kind.__eq__ is object.__eq__
 
@@ -126,9 +128,9 @@ jax.tree_util.register_pytree_node(
 
 
 def _hash_of(leaf: Any) -> int:
-    """The hash of a leaf by which programs are kept. Raises TypeError if it has none."""
+    """Returns the hash of a leaf, for keys of programs. Raises TypeError if it has none."""
     try:
-        # 0.0 == -0.0, and nan != nan
+        # By the text, since 0.0 == -0.0 and nan != nan.
         value = hash(repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
         if isinstance(leaf, (float, complex)) or leaf == leaf:
             return value
@@ -136,10 +138,10 @@ def _hash_of(leaf: Any) -> int:
     except Exception as error:
         problem = error
     raise TypeError(
-        f"it is {leaf!r} of type {type(leaf).__name__}, which has no hash or no equality: what is "
-        "no array is static, and programs are kept by both. Give its class both, as by "
-        "`@dataclass(frozen=True)`, or neither; or register it with "
-        "jax.tree_util.register_dataclass, if it holds arrays"
+        f"it is {leaf!r} of type {type(leaf).__name__}, which has no hash or no equality. A leaf "
+        "that is not an array is static, and must have both. Define both in its class "
+        "(`@dataclass(frozen=True)`), or neither; if it holds arrays, register the class with "
+        "jax.tree_util.register_dataclass"
     ) from problem
 
 
@@ -153,7 +155,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return repr(one) == repr(other)
     try:
         return bool(one == other)
-    except Exception:  # each is comparable with itself, and that is how it is known
+    except Exception:  # such leaves are equal only to themselves
         return False
 
 
@@ -161,8 +163,8 @@ def _static(leaf: Any, index: int, structure: Any, *, is_result: bool, where: st
     try:
         if is_result and isinstance(leaf, Iterator):
             raise TypeError(
-                f"it is {leaf!r}, which is no array and computes when it is asked, after the "
-                "function is over. Return a list"
+                f"it is {leaf!r}, an iterator, which would compute after the function is over. "
+                "Return a list"
             )
         return Static(leaf, is_result=is_result)
     except TypeError as error:
@@ -170,7 +172,7 @@ def _static(leaf: Any, index: int, structure: Any, *, is_result: bool, where: st
 
 
 def name_of_leaf(structure: Any, index: int, of: str) -> str:
-    """The path to a leaf in a tree of a structure: ``model.layers.0.bias``."""
+    """Returns the path to a leaf in a tree of a structure: ``model.layers.0.bias``."""
     places = jax.tree.unflatten(structure, range(structure.num_leaves))
     keys = next(k for k, i in jax.tree_util.tree_leaves_with_path(places) if i == index)
     return path_name(keys, of)
@@ -181,18 +183,18 @@ _ARRAYS = (bool, int, float, complex, np.ndarray, jax.ShapeDtypeStruct)
 
 @cached(4096)
 def is_kind_of_array(kind: type) -> bool:
-    """Whether all of a type are traced: as nearly all leaves are."""
+    """Whether all objects of a type are traced as arrays; true for nearly all leaves."""
     return kind in _ARRAYS or issubclass(kind, (jax.Array, jax.core.Tracer))
 
 
 def are_arrays(leaves: Sequence[Any]) -> bool:
-    """Whether all leaves are arrays, whatever they are leaves of: as those of nearly all trees."""
+    """Whether all leaves are arrays in any tree (a number in a module of equinox is a setting)."""
     kinds = set(map(type, leaves))
     return all(map(is_kind_of_array, kinds)) and kinds.isdisjoint(_PLAIN_NUMBERS)
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf of an argument is traced: an array, a number, or the type of one."""
+    """Whether a leaf of an argument is traced: an array, a number, or a `jax.ShapeDtypeStruct`."""
     if is_kind_of_array(type(leaf)):
         return True
     if isinstance(leaf, type):  # `jnp.float32` has a dtype, and is a setting
@@ -200,7 +202,7 @@ def is_array(leaf: Any) -> bool:
     if (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or hasattr(leaf, "__jax_array__"):
         return True
     known = facts_of(type(leaf))
-    if "is array" not in known:  # JAX says no in words, for which it has the whole object printed
+    if "is array" not in known:  # cached, because JAX's error prints the whole object
         try:
             jax.typeof(leaf)
         except TypeError:
@@ -211,10 +213,10 @@ def is_array(leaf: Any) -> bool:
 
 
 def settings(kinds: Sequence[type], structure: Any) -> frozenset[int]:
-    """The indices of the leaves of a tree that are numbers in modules of equinox.
+    """Returns the indices of the leaves of a tree that are numbers in modules of equinox.
 
     Args:
-      kinds: the types of its leaves.
+      kinds: the types of the leaves.
     """
     numbers = [
         i
@@ -233,7 +235,7 @@ _PLAIN_NUMBERS = frozenset({bool, *_NUMBERS})
 
 
 def _module_of_equinox() -> type | None:
-    """Its class of modules, where it is imported, and not only begun to be; else None."""
+    """Returns `equinox.Module` if equinox is imported completely; else None."""
     return getattr(sys.modules.get("equinox"), "Module", None)
 
 
@@ -244,13 +246,13 @@ def is_module(node: object) -> bool:
 
 
 def has_modules(tree: Any) -> bool:
-    """Whether there are modules of equinox in a tree."""
+    """Whether a tree contains modules of equinox with leaves."""
     module = _module_of_equinox()
     return module is not None and any(_inside_modules(jax.tree.structure(tree), module))
 
 
 def _inside_modules(structure: Any, module: type) -> list[bool]:
-    """For each leaf whether it is in a module, by their class."""
+    """Returns, for each leaf, whether it is inside a node of the class `module`."""
     node = structure.node_data()
     if node is not None and issubclass(node[0], module):
         return [True] * structure.num_leaves
@@ -260,7 +262,7 @@ def _inside_modules(structure: Any, module: type) -> list[bool]:
 
 
 def are_traced(leaves: Sequence[Any], structure: Any) -> list[bool]:
-    """Which leaves of an argument or a result are traced, the others being parts of it."""
+    """Returns, for each leaf of an argument or a result, whether it is traced."""
     traced = [is_array(leaf) for leaf in leaves]
     for i in settings([type(leaf) for leaf in leaves], structure):
         traced[i] = False
@@ -268,7 +270,7 @@ def are_traced(leaves: Sequence[Any], structure: Any) -> list[bool]:
 
 
 def with_statics(result: T) -> T:
-    """A result whose leaves that are no arrays are parts of its structure; itself without such."""
+    """Returns a result whose leaves that are not arrays are `Static`; itself if all are arrays."""
     leaves, structure = jax.tree.flatten(result, is_leaf=is_variable)
     if not fix(leaves, structure, "result", is_result=True):
         return result
@@ -277,11 +279,11 @@ def with_statics(result: T) -> T:
 
 
 def fix(leaves: list[Any], structure: Any, where: str, *, is_result: bool = False) -> bool:
-    """Puts `Static` in the places of what is no array in a list of the leaves of a tree; whether
-    there was such.
+    """Replaces the leaves of a tree that are not arrays by `Static`, in the list. Returns whether
+    there were any.
 
     Args:
-      where: what the tree is, for messages.
+      where: the words for the tree in messages.
     """
     if are_arrays(leaves):
         return False
@@ -296,12 +298,12 @@ def fix(leaves: list[Any], structure: Any, where: str, *, is_result: bool = Fals
 
 
 def has_statics(structure: Any) -> bool:
-    """Whether some of such trees is no array."""
+    """Whether a structure contains a `Static`."""
     return has_nodes(structure, (Static,))
 
 
 def has_nodes(structure: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether there is a node of one of some classes in trees of a structure."""
+    """Whether a structure contains a node of one of some classes."""
     node = structure.node_data()
     if node is None:
         return False
@@ -309,8 +311,8 @@ def has_nodes(structure: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def structure_with(structure: Any, leaves: Sequence[Any]) -> Any:
-    """The structure of a tree with nodes (a `Part`) in the places of some leaves; None: of a leaf
-    that stays one. No tree is made: a class of the user's may check what it is made of."""
+    """Returns the structure of a tree in which `leaves` (a `Part`, a tree, or None for a leaf that
+    stays) replace the leaves. Makes no tree: a class of the user's may check its leaves."""
     if structure.num_nodes == structure.num_leaves == 1:
         return structure if leaves[0] is None else jax.tree.structure(leaves[0])
     if not structure.num_leaves:

@@ -1,11 +1,12 @@
 """Variables in trees: among the arguments of a call, and in the user's models.
 
-Among the arguments of a traced function a Variable is no array but a part of their structure
-(`Given`), so that there is a program for each that is given; in the function it is read and
-assigned like one that the function closes over.
+Among the arguments of a traced function, a Variable is not an array but a part of the structure
+(`Given`), so each Variable has a program of its own. The function reads and assigns it like a
+Variable that it closes over.
 
-JAX takes Variables apart by itself where a call goes to it directly, which is where no call had any
-before. The traced values in their places then tell that, once.
+A function whose calls had no Variables so far is called directly as a jit, and JAX flattens a
+Variable to its value. `was_a_variable` then tells, once, that a traced value is in the place of a
+Variable.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ T = TypeVar("T")
 
 
 class _Pass(threading.local):
-    """Where Variables are put that are met while a tree is flattened; None: JAX gets their values.
+    """The list to which `_flatten` adds the Variables of a tree that is being flattened; None: JAX
+    gets their values.
 
-    By way of the function by which JAX flattens them, so that it costs nothing for what else is in
-    the tree.
+    `_flatten` runs for Variables only, so other nodes of the tree cost nothing.
     """
 
     found: list[Given] | None = None
@@ -42,9 +43,9 @@ class _Pass(threading.local):
 _pass = _Pass()
 
 
-class _Whose:
-    """Whose value a leaf is, as a tree knows it. All are equal: trees with Variables in the same
-    places have the same structure."""
+class _FormerVariable:
+    """The node data of a Variable that was flattened to its value. All are equal, so that trees
+    with Variables in the same places have the same structure."""
 
     __slots__ = ("variable",)
 
@@ -52,21 +53,21 @@ class _Whose:
         self.variable = weakref.ref(variable)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Whose)
+        return isinstance(other, _FormerVariable)
 
     def __hash__(self) -> int:
-        return hash(_Whose)
+        return hash(_FormerVariable)
 
     def __repr__(self) -> str:
         return "value"
 
 
-# The leaf is handed out, so the next program that assigns copies it, once. That nobody holds it any
-# more would not show that the buffer is free: `jax.device_put` gives it to arrays that do not hold
-# the leaf, and would die with it, whether the leaf is the array itself or an alias of it.
+# The leaf is handed out, so the next program that assigns the Variable copies it, once. Counting
+# references to the leaf could not avoid this copy: `jax.device_put` makes arrays that share the
+# leaf's buffer without a reference to the leaf, and a donation would delete them.
 def _flatten(variable: Variable) -> tuple[tuple[Any, ...], Any]:
     if _pass.found is None:
-        return (variable.value,), _Whose(variable)
+        return (variable.value,), _FormerVariable(variable)
     given = given_of(variable)
     _pass.found.append(given)
     return (), given
@@ -95,20 +96,22 @@ jax.tree_util.register_pytree_with_keys(Variable, _flatten_with_keys, _unflatten
 
 
 class _Unflattened(threading.local):
-    """The traced values that were put in the places of Variables, in the trace begun last."""
+    """The traced values that took the places of Variables in the trace that was begun last."""
 
     trace: Any = None  # weakly
 
     def __init__(self) -> None:
-        self.values: dict[int, tuple[Any, _Whose]] = {}  # by identity, weakly
+        self.values: dict[
+            int, tuple[Any, _FormerVariable]
+        ] = {}  # by id; the values are held weakly
 
 
 _unflattened = _Unflattened()
 
 
 def was_a_variable(value: object) -> bool:
-    """Whether a Variable was in the place of a value, among the arguments of the function that JAX
-    has begun to trace."""
+    """Whether a traced value took the place of a Variable, among the arguments of the function that
+    JAX has begun to trace."""
     known = _unflattened.values.get(id(value))
     if known is None:
         return False
@@ -118,8 +121,8 @@ def was_a_variable(value: object) -> bool:
 
 @contextmanager
 def finding(found: list[Given]) -> Iterator[None]:
-    """A block in which the Variables of trees that are flattened are parts of their structure, and
-    are put into a list."""
+    """A block in which flattening a tree adds its Variables to `found`, and makes them parts of the
+    structure."""
     _pass.found = found
     try:
         yield
@@ -130,8 +133,8 @@ def finding(found: list[Given]) -> Iterator[None]:
 def flattened(
     tree: Any, found: list[Given], is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Any]:
-    """The leaves and the structure of a tree, as in `finding`."""
-    _pass.found = found  # each call does this, so without a context manager
+    """Returns the leaves and the structure of a tree, flattened as in `finding`."""
+    _pass.found = found  # not by `finding`: each call runs this, and a context manager is slower
     try:
         return jax.tree.flatten(tree, is_leaf)
     finally:
@@ -142,10 +145,10 @@ def flattened(
 
 
 def without_variables(tree: T) -> T:
-    """The tree with the value that each Variable in it has now in its place; the tree itself where
-    there is none.
+    """Returns the tree with the current values of its Variables; the tree itself if it has none.
 
-    JAX would read them when it flattens the tree, after what listens to a function has stopped.
+    Without this, JAX would read the Variables when it flattens the tree, after the listeners of the
+    function have stopped.
     """
     if any(isinstance(leaf, Variable) for leaf in jax.tree.leaves(tree, is_leaf=is_variable)):
         tree = values_of(tree)
@@ -153,19 +156,19 @@ def without_variables(tree: T) -> T:
 
 
 def as_variables(tree: T, name: str = "") -> T:
-    """The same tree with a `Variable` in the place of each array, named by its path.
+    """Returns the same tree with a `Variable` in the place of each array, named by its path.
 
-    So the parameters of a layer, those of another library's too, become Variables that tapes watch
-    by themselves, traced functions assign, and messages name: ``params.dense.kernel``. Arrays of
-    integers are not trainable, and what is no array stays as it is.
+    So the parameters of a layer, also of another library's, become Variables: tapes watch them,
+    traced functions assign them, and messages name them: ``params.dense.kernel``. Variables of
+    integers are not trainable. Leaves that are not arrays stay as they are.
 
-    To JAX's own functions of several trees a tree with Variables is another structure than that of
-    its gradients, so that `optax.apply_updates` and the like want its values: `values_of` before,
-    `assign_values` after.
+    A tree with Variables has another structure than its gradients. Functions of several trees, such
+    as `optax.apply_updates`, need the values: call `values_of` before them, and `assign_values`
+    after.
 
     Args:
       tree: a tree of arrays.
-      name: what the names of the Variables begin with.
+      name: the prefix of the names of the Variables.
 
     >>> import jax.numpy as jnp, optax, tracegrad as tg
     >>> dense = {"kernel": jnp.ones((2, 1)), "bias": jnp.zeros(1)}
@@ -199,7 +202,7 @@ def _variable_name(name: str, path: Any) -> str | None:
 
 
 def values_of(tree: Any) -> Any:
-    """The same tree with the value of each Variable in its place.
+    """Returns the same tree with the value of each Variable in its place.
 
     >>> values_of({"w": Variable([1.0, 2.0]), "step": 3})
     {'step': 3, 'w': Array([1., 2.], dtype=float32)}
@@ -210,12 +213,12 @@ def values_of(tree: Any) -> Any:
 
 
 def assign_values(tree: Any, values: Any) -> None:
-    """Assigns to each Variable of a tree what stands in its place in another tree.
+    """Assigns to each Variable of a tree the value in the same place of another tree.
 
     Other leaves of `tree` stay as they are. Nothing is assigned if one of the values does not fit.
 
     Raises:
-      ValueError: the trees differ, or a shape.
+      ValueError: the structures of the trees differ, or a shape differs.
       TypeError: a dtype differs.
 
     >>> import jax, optax

@@ -20,7 +20,7 @@ _Operator = Callable[[Any, Any], Any]
 
 
 def _both(apply: _Operator) -> tuple[_Operator, _Operator]:
-    """An operator as a method of the Variable on its left, and of that on its right."""
+    """Returns two methods for an operator: the Variable as left operand, and as right operand."""
 
     def reflected(self: Variable, other: Any) -> Any:
         return apply(_operand(other), self.value)
@@ -36,7 +36,7 @@ def _on_left(apply: _Operator) -> _Operator:
 
 
 def _of_value(ask: Callable[[Any], T]) -> Callable[[Variable], T]:
-    """A method that asks the value."""
+    """Returns a method that applies `ask` to the value."""
 
     def method(self: Variable) -> T:
         return ask(self.value)
@@ -47,29 +47,28 @@ def _of_value(ask: Callable[[Any], T]) -> Callable[[Variable], T]:
 class Variable:
     """An array that can be assigned.
 
-    Works like its value: in arithmetic on either side, in indexing, in the functions of
-    `jax.numpy`, as a leaf of the arguments of a jitted function. `jax.lax` wants ``v.value``.
-    Flattening a tree with Variables gives their values; unflattening gives arrays, so that the
-    state of an optimiser holds no Variables.
+    A Variable works like its value: as an operand on either side, in indexing, in the functions of
+    `jax.numpy`, as a leaf of the arguments of a jitted function. Functions of `jax.lax` need
+    ``v.value``. Flattening a tree with Variables gives their values; unflattening gives arrays, so
+    the state of an optimiser holds no Variables.
 
-    Inside a function traced by `tracegrad.trace` a Variable that is read is an input of the
-    program, and one that is assigned an output: each call uses the value of that moment. Given to
-    such a function as an argument it stays a Variable; to `jax.jit`, `jax.grad` and other functions
-    of JAX it is its value. A tape watches trainable Variables at their first read.
+    Inside a function traced by `tracegrad.trace`, a Variable that is read is an input of the
+    program, and a Variable that is assigned is an output: each call uses the current value. As an
+    argument of such a function it stays a Variable; `jax.jit`, `jax.grad` and other functions of
+    JAX get its value. A tape watches trainable Variables at their first read.
 
-    Compared with ``==`` it is its values, elementwise; it is hashed by identity.
+    ``==`` compares values elementwise; the hash is by identity.
 
     Arguments:
-      initial_value: an array (sharded ones stay so), a number or nested lists of numbers. The
-        Variable has an array object of its own: a later donation of its buffer by a traced
-        function never touches the given one.
-      trainable: whether tapes watch it by themselves.
-      name: in printed graphs and in messages; need not be unique. Default: ``"Variable"``.
-      dtype: of the value; default: that of `initial_value`.
+      initial_value: an array (sharded arrays stay sharded), a number or nested lists of numbers.
+        The Variable makes an array object of its own: if a traced function later donates the
+        Variable's buffer, the given array is not affected.
+      trainable: whether tapes watch the Variable without being told.
+      name: the name in printed graphs and in messages; need not be unique. Default: ``"Variable"``.
+      dtype: the dtype of the value; default: the dtype of `initial_value`.
 
     Raises:
-      TypeError: `initial_value` is a value of a function being traced, which is gone when the
-        trace is over, or is no array.
+      TypeError: `initial_value` is not array-like, or is a tracer, which is gone after its trace.
 
     >>> import jax.numpy as jnp
     >>> v = Variable([1.0, 2.0], name="v")
@@ -94,7 +93,7 @@ class Variable:
         "_value",
     )
 
-    # NumPy's operators leave the operation to ours.
+    # NumPy's operators then defer to the Variable's.
     __array_priority__ = 100
 
     def __init__(
@@ -116,18 +115,18 @@ class Variable:
                 "Create it outside, or from a NumPy array or a number, or compute its initial "
                 "value under `jax.ensure_compile_time_eval()`."
             )
-        # Not a part of what may be being traced here.
+        # Inside a trace, the initial value is still computed at once.
         with jax.ensure_compile_time_eval():
             value = _own_array(initial_value, dtype)
         self._aval = jax.typeof(value)
         self._value = value
-        self._is_ours = False  # whether its buffers are nobody else's, who was handed no array
-        self._is_handed = False  # whether somebody was handed this very array
-        # See `lending`. How many listeners keep the array, to whom it was shown:
-        self._keepers = 0
-        # The thread on which a program has it; its complement, where that leaves it as it is:
+        # For `lending`:
+        self._is_ours = False  # whether nobody else has the array or its buffers
+        self._is_handed = False  # whether a reader was handed this array object
+        self._keepers = 0  # how many listeners that were shown the array may still keep it
+        # The id of the thread whose program has the array; ~id, if that does not overwrite it.
         self._borrower: int | None = None
-        self._given: Any = None  # what it is among arguments; see `given`
+        self._given: Any = None  # see `statics.given_of`
 
     # ---------------------------------------------------------------------- reading and assigning
 
@@ -135,20 +134,20 @@ class Variable:
     def value(self) -> Any:
         """The current value: a `jax.Array`; inside a traced function, the traced value.
 
-        Raises RuntimeError where JAX would keep the value as a constant of a program, for all of
-        its later calls: inside `jax.jit`, or a `jax.lax.scan` outside of a traced function.
+        Raises RuntimeError if JAX would keep the value as a constant of a program for all later
+        calls: inside `jax.jit`, or inside a `jax.lax.scan` outside of a traced function.
         """
         return heard_read(self, stored)
 
     def read_value(self) -> Any:
-        """The current value, as `value`."""
+        """Returns `value`."""
         return self.value
 
     def assign(self, value: Any) -> Variable:
-        """Gives it a new value, of its shape and dtype; returns the Variable.
+        """Replaces the value by one of the same shape and dtype; returns the Variable.
 
-        Assignment is not differentiated. Python numbers take the dtype of the Variable if it is of
-        their kind.
+        Assignment is not differentiated. A Python number is converted to the Variable's dtype, if
+        JAX's type promotion would keep that dtype.
 
         Raises ValueError for another shape, TypeError for another dtype.
         """
@@ -156,18 +155,18 @@ class Variable:
         return self
 
     def assign_add(self, delta: Any) -> Variable:
-        """Adds to the value; as `assign` of ``value + delta``. What several threads add is all
-        there in the end, unless tapes record it."""
+        """Assigns ``value + delta``. If several threads add at once, no sum is lost, unless tapes
+        record the additions."""
         return self._assign_sum(operator.add, delta)
 
     def assign_sub(self, delta: Any) -> Variable:
-        """Subtracts from the value; as `assign` of ``value - delta``."""
+        """Assigns ``value - delta``; see `assign_add`."""
         return self._assign_sum(operator.sub, delta)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The current value as a NumPy array.
+        """Returns the current value as a NumPy array.
 
-        Raises RuntimeError where some of it lies on devices of other processes.
+        Raises RuntimeError if a part of the value is on devices of other processes.
         """
         value = self.value
         try:
@@ -184,17 +183,17 @@ class Variable:
             ) from error
 
     def _checked(self, value: Any) -> Any:
-        """`value` as an array of this Variable's type; raises if it is of another."""
+        """Returns `value` as an array of this Variable's type; raises if the types differ."""
         value = _operand(value)
         own = self._aval
         given: Any = getattr(value, "aval", None)
         if type(given) is type(own) and (
             (given.shape, given.dtype, given.weak_type) == (own.shape, own.dtype, False)
         ):
-            return value  # as nearly all are
+            return value  # the common case
         loose = not isinstance(value, jax.Array | np.ndarray | np.generic)  # Python's own numbers
         if not isinstance(value, jax.Array):
-            with jax.ensure_compile_time_eval():  # not a part of what may be being traced here
+            with jax.ensure_compile_time_eval():  # also inside a trace
                 value = jnp.array(value)  # a copy: NumPy arrays can be written to
         given = jax.typeof(value)
         described = f"to the Variable {self._name!r} ({self._type_text()})"
@@ -216,30 +215,30 @@ class Variable:
         return value
 
     def _assign_sum(self, apply: _Operator, delta: Any) -> Variable:
-        """Assigns what an operator makes of its value and of `delta`."""
+        """Assigns ``apply(value, delta)``."""
         delta = jnp.asarray(delta) if isinstance(delta, list | tuple) else _operand(delta)
-        # Of what is neither an array nor a number the sum may be anything, and anybody's.
+        # If `delta` is of another class, the result may be an array that somebody else has.
         is_new = type(delta) is type(self._value) or isinstance(delta, _NUMBERS)
         if listeners() or not is_new or not _jax.is_top_level():
             return self.assign(apply(self.value, delta))
-        (value,) = hold([self])  # what other threads add meanwhile is added after this
+        (value,) = hold([self])  # other threads that assign wait until `settle`
         try:
             total = self._checked(apply(value, delta))
         except BaseException:
             take_back([self])
             raise
-        settle([self], [total])  # an array that nobody else has: it needs no alias
+        settle([self], [total])  # nobody else has this array, so it needs no alias
         return self
 
     # ------------------------------------------------------------------------------- what it is
 
-    # (Asked by tapes at every read: a getter in C.)
+    # Tapes ask for these at every read, so the getters are in C.
     name = property(operator.attrgetter("_name"))
     trainable = property(operator.attrgetter("_trainable"))
 
     @property
     def aval(self) -> Any:
-        """Its type, as JAX has it; on an explicit mesh with how the present value is split."""
+        """The JAX type of the value; on an explicit mesh, with the sharding of the value."""
         return jax.typeof(self._value)
 
     @property
@@ -266,7 +265,7 @@ class Variable:
     def __repr__(self) -> str:
         try:
             value = np.array2string(self.numpy(), separator=" ", threshold=20)
-        except Exception:  # of a traced value, or one that may not be read here, there is none
+        except Exception:  # the value is traced, or may not be read here
             value = "?"
         kind = "" if self._trainable else ", not trainable"
         return f"<Variable {self._name}: {self._type_text()}{kind} = {value}>"
@@ -274,8 +273,8 @@ class Variable:
     # ------------------------------------------------------------------------------------ copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy (`copy.copy`, `copy.deepcopy`, pickle) has of it: value, name, whether it is
-        trainable, and what a subclass put there. What programs have to do with it is its own."""
+        """Returns the state that a copy (`copy.copy`, `copy.deepcopy`, pickle) takes over: value,
+        name, whether it is trainable, and attributes of subclasses. Lending is not copied."""
         return {
             **getattr(self, "__dict__", {}),
             "_value": self.value,
@@ -325,7 +324,7 @@ class Variable:
         if name in _OF_THE_VALUE:
             return getattr(self.value, name)
         raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}; its array, `.value`, may"
+            f"{type(self).__name__!r} object has no attribute {name!r}; its `.value` may have it"
         )
 
     # ------------------------------------------------------------------------------- operators
@@ -360,7 +359,7 @@ class Variable:
         return round(self.value, ndigits or 0)
 
 
-# What is asked of the Variable and answered by its value.
+# The attributes that a Variable takes from its value.
 _OF_THE_VALUE = frozenset(
     """
     T mT at real imag itemsize nbytes sharding is_fully_addressable is_fully_replicated devices
@@ -372,7 +371,7 @@ _OF_THE_VALUE = frozenset(
 )
 
 
-# What an array is added to, and the sum is a new array.
+# The types whose sum with a `jax.Array` is a new array.
 _NUMBERS = (int, float, complex, np.ndarray, np.generic)
 
 
@@ -381,13 +380,14 @@ def _operand(other: Any) -> Any:
 
 
 def _is_of_kind(given: Any, dtype: Any) -> bool:
-    """Whether a Python number of the first dtype's kind leaves an array of the second as it is."""
+    """Whether an array of `dtype` keeps its dtype in arithmetic with a Python number like `given`
+    (int, float, ...)."""
     number = np.zeros((), given).item()
     return bool(jnp.result_type(number, dtype) == dtype)
 
 
 def _own_array(value: Any, dtype: Any) -> Any:
-    """A new array object, of no weak type, that may share the buffer of a given `jax.Array`."""
+    """Returns a new array object without weak type; it may share the buffer of a `jax.Array`."""
     if not isinstance(value, jax.Array):
         value = jnp.array(value, dtype=dtype)  # a copy: NumPy arrays can be written to
     elif dtype is not None:
