@@ -52,7 +52,7 @@ class Computation:
       has_nones: whether such a derivative may return None for an operand.
       has_effects: whether it prints or calls the host.
       is_simple: whether it closes over no arrays and has no effects.
-      is_kept: whether it is cached for later calls; if so, its pull-backs and forwards are compiled.
+      is_kept: whether it is cached for later calls; only then its pull-backs are compiled.
       called: ``(*operands) -> results`` without residuals; default: `fun`.
       count, tree: how many results are not residuals, and their tree; None: no result is one.
       before: how many results there were before the last order of residuals; 0: it saves none.
