@@ -36,9 +36,9 @@ class Captured:
         return (
             f"{self.function}, which has a custom gradient, depends on {what}, which is being "
             "differentiated and is not one of its positional arguments: the gradient function "
-            "cannot return a gradient for it, so it would silently be zero. Make it a positional "
-            "argument and return its gradient as well or, if it is meant as a constant, use "
-            "stop_gradient of it."
+            "cannot return a gradient for it, so that gradient would silently be zero. Make it a "
+            "positional argument and return its gradient as well or, if it is a constant, apply "
+            "stop_gradient to it."
         )
 
 

@@ -113,7 +113,7 @@ def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: boo
         if not settings and not isinstance(leaf, _ARRAYS):
             raise TypeError(
                 f"{with_article(role)} is one array or Variable, no tree of them, and not "
-                f"{with_article(type(leaf).__name__)}: give jax.tree.leaves of it, or take a "
+                f"{with_article(type(leaf).__name__)}: pass jax.tree.leaves of it, or use a "
                 "GradientTape"
             )
 
@@ -145,8 +145,7 @@ def require_batches(target: Any, source: Any) -> None:
         )
     if shapes[0][0] != shapes[1][0]:
         raise ValueError(
-            f"the batch of the target has the size {shapes[0][0]}, that of the source "
-            f"{shapes[1][0]}"
+            f"the batch size of the target is {shapes[0][0]}, and of the source {shapes[1][0]}"
         )
 
 

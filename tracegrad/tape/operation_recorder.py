@@ -304,9 +304,9 @@ def refuse_references(name: str, values: Sequence[Any]) -> None:
     plain = (*_IMMUTABLE, np.ndarray)
     if any(not isinstance(x, plain) and _jax.is_reference(jax.typeof(x)) for x in values):
         raise NotImplementedError(
-            f"{name} of a jax.Ref with an array that a tape watches: what is written to a Ref "
-            "outside of a compiled function cannot be followed. Use it inside a function compiled "
-            "by jax.jit or tracegrad.trace"
+            f"{name} uses a jax.Ref and an array that a tape watches: a tape cannot follow what is "
+            "written to a Ref outside of a compiled function. Use the Ref inside a function "
+            "compiled by jax.jit or tracegrad.trace"
         )
 
 

@@ -119,7 +119,7 @@ def closes_over_watched(function: str) -> ValueError:
     """Returns the error for a watched array that a custom derivative closes over."""
     return ValueError(
         f"the custom derivative of {function} closes over an array that a tape watches: its rule "
-        "cannot tell the derivative with respect to it. Pass the array as an argument"
+        "returns no derivative with respect to the array. Pass the array as an argument"
     )
 
 

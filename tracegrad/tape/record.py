@@ -73,9 +73,9 @@ def lost_gradient_text(what: tuple[str, str], info: Any) -> str:
     return (
         f"{function}, which has a custom gradient, depends on {array}, which it closes over or is "
         "given by keyword, and which is watched or computed from what is watched. Its gradient "
-        "function returns no gradient for it, so a part of the gradient is missing: what goes "
-        f"through the call{at(line if is_users else None)}. Make it a positional argument and "
-        "return its gradient as well or, if it is meant as a constant, use stop_gradient of it"
+        "function returns no gradient for it, so the part of the gradient that goes through the "
+        f"call{at(line if is_users else None)} is missing. Make it a positional argument and "
+        "return its gradient as well or, if it is a constant, apply stop_gradient to it"
     )
 
 
