@@ -353,13 +353,13 @@ class _AsOne:
         try:
             found: list[Any] = self._run(operands, seeds)
         except ValueError:
-            if not _lie_apart([*operands, *seeds]):
+            if not _are_on_different_devices([*operands, *seeds]):
                 raise
             return None
         return found
 
 
-def _lie_apart(arrays: Sequence[Any]) -> bool:
+def _are_on_different_devices(arrays: Sequence[Any]) -> bool:
     """Whether arrays are committed to different devices: JAX compiles no program for them."""
     committed = [array for array in arrays if getattr(array, "committed", False)]
     return len({frozenset(array.sharding.device_set) for array in committed}) > 1

@@ -219,7 +219,7 @@ def next_forward(
     # VJP under jit returns an array up to four times) or constants (zeros). It returns a residual
     # that is also a result twice, so that a gradient computed from the residual does not count as
     # computed from the result.
-    decided, outs = _decided_by_operands(graph), open_form.outvars
+    decided, outs = _depends_on_inputs(graph), open_form.outvars
     undecided = [i for i in range(count, len(outs)) if not decided[i]]
     fixed = without_unused(graph.replace(outputs=[outs[i] for i in undecided]), keeps_effects=False)
     places = {id(v): i for i, v in enumerate((*open_form.invars, *fixed.outputs))}
@@ -268,7 +268,7 @@ def next_forward(
     return forward, pull_back, count, of_results[0]
 
 
-def _decided_by_operands(graph: Graph) -> list[bool]:
+def _depends_on_inputs(graph: Graph) -> list[bool]:
     """For each output of a graph, whether it depends on an input (or on an effect)."""
 
     def rule(node: Node, ins: Masks) -> Masks:

@@ -30,10 +30,10 @@ def silenced(graph: Graph) -> Graph:
     not run yet, keep them. Raises NotImplementedError for a call of the host that has results:
     differentiating the graph would call the host again.
     """
-    return around_each(graph, list(_silent(graph, (), 3)), lambda op, *operands: []).graph
+    return around_each(graph, list(_to_silence(graph, (), 3)), lambda op, *operands: []).graph
 
 
-def _silent(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
+def _to_silence(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
     """Yields the operations that `silenced` removes. `depth`: how many nested forward passes of
     rules to enter, since a forward pass may call its own rule without end."""
     for node in graph.nodes:
@@ -52,7 +52,7 @@ def _silent(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
             inner -= 1
         for name in regions:
             if node.region(name).effects:
-                yield from _silent(node.region(name), found.into(name), inner)
+                yield from _to_silence(node.region(name), found.into(name), inner)
 
 
 def _has_no_effects(node: CustomGradient) -> bool:

@@ -53,7 +53,7 @@ class GradientTape(Recording):
 
     Arrays stay ordinary arrays: ``if``, ``print`` and NumPy work inside the block. A tape follows
     array *objects*, not values: two equal constants are two sources, and after ``x += 1`` the name
-    is another array's. Complex numbers follow JAX's convention (the conjugate of TensorFlow's).
+    denotes another array. Complex numbers follow JAX's convention (the conjugate of TensorFlow's).
 
     Functions run as they are, compiled ones too, and their effects happen once. No argument is
     donated inside the block, since the tape still needs the arguments.
@@ -251,8 +251,8 @@ class GradientTape(Recording):
 
         Returns:
           A tree like `sources`: for each a gradient of its shape and dtype, or None. Functions and
-          settings of models get None. An array that was used before the tape watched it gets None
-          too, with a `UserWarning`.
+          settings of models get None. A `UserWarning` says if a gradient is None since its array
+          was used while the tape did not watch it.
 
         Raises:
           RuntimeError: a tape that is not persistent was used before.

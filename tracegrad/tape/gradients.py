@@ -183,7 +183,7 @@ def gradients(
     constants = jax.tree.leaves(stop_gradients, is_leaf=is_variable)
     stops = [array for x in constants for array in _reads(record, x)]
     each = [array for of in reads for array in of]
-    _refuse_from_around(record, targets, sources, each, stops)
+    _refuse_outer_values(record, targets, sources, each, stops)
     with jax.named_scope(name):
         derivative = SPARSE_GRADIENT if sparse else GRADIENT
         terms = iter(
@@ -225,7 +225,7 @@ def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero", "sparse": False})
     record = _record_here(_values(x))
     reads = _reads(record, x)
-    _refuse_from_around(record, [first], [x], reads, ())
+    _refuse_outer_values(record, [first], [x], reads, ())
     total = sum_of_known(_pull_back(record, [first], reads, JACOBIAN))
     return jnp.zeros((*x.shape, *x.shape), x.dtype) if total is None else total
 
@@ -321,7 +321,7 @@ def _pull_back(
     return cotangents(record, *ends, derivative, seeds, stopped, aggregate, gated)
 
 
-def _refuse_from_around(
+def _refuse_outer_values(
     record: Record,
     targets: Sequence[Any],
     xs: Sequence[Any],
@@ -333,13 +333,13 @@ def _refuse_from_around(
     the operations that connect those values to the x."""
     if not isinstance(record, _Everything) or record.depth == 1:
         return
-    is_refused = any(_is_from_around(record, x) for x in xs)
+    is_refused = any(_is_outer_value(record, x) for x in xs)
     if not is_refused and any(map(is_variable, xs)):
-        around = [i for i, array in enumerate(record.arrays) if _is_from_around(record, array)]
+        outer = [i for i, array in enumerate(record.arrays) if _is_outer_value(record, array)]
         ends = list(map(record.slot, targets))
-        path = on_the_way(record, around, ends)
-        used = {slot for entry, _ in path for slot in entry.args}.union(ends).intersection(around)
-        asked = {id(read) for read in reads if _is_from_around(record, read)}
+        path = on_the_way(record, outer, ends)
+        used = {slot for entry, _ in path for slot in entry.args}.union(ends).intersection(outer)
+        asked = {id(read) for read in reads if _is_outer_value(record, read)}
         others = {id(record.arrays[slot]) for slot in used} - set(map(id, stops)) - asked
         is_refused = bool(others) or len(asked) > 1
     if is_refused:
@@ -351,7 +351,7 @@ def _refuse_from_around(
         )
 
 
-def _is_from_around(record: _Everything, array: Any) -> bool:
+def _is_outer_value(record: _Everything, array: Any) -> bool:
     is_traced = _jax.is_tracer(array) and _jax.has_gradient(array)
     return is_traced and _jax.trace_of(array) is not record.trace
 

@@ -268,8 +268,8 @@ class OperationRecorder(ForwardingTrace):
         return bool(self.records)  # it may read a Variable
 
     def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Runs an operation that passes its operand to the host, without recording it: no gradient
-        goes through it."""
+        """Runs the marker of a value for the host, which returns its operand. It is not recorded,
+        so that no gradient goes through it."""
         with set_current_trace(self.parent_trace):
             result = primitive.bind(*args, **params)
         return self.alias(result) if self.watching([result]) else result

@@ -117,7 +117,7 @@ class Recorder(OperationRecorder):
             return bind(*_jax.with_witnesses(operands, 0, met))
 
         inner = watching[-1] if watching else None
-        with _standing_aside(self, inner, spies), set_current_trace(self):
+        with _with_one_order_less(self, inner, spies), set_current_trace(self):
             if active:
                 try:
                     results, vjp = _jax.vjp_of_some(witnessed, operands, active)
@@ -217,7 +217,7 @@ class Spy(Record):
 
 
 @contextmanager
-def _standing_aside(
+def _with_one_order_less(
     recorder: OperationRecorder, inner: Record | None, spies: Sequence[Spy]
 ) -> Iterator[None]:
     """A block in which the innermost record may see one order of derivatives less; at order 0, it

@@ -34,7 +34,7 @@ class Rule:
         that operand.
     """
 
-    number = None  # only a `Computation` has one
+    number = None  # unlike a `Computation`
     name: str
     called: Callable[..., list[Any]]
     pull_back: Callable[[Sequence[Any], Sequence[bool]], Sequence[Any]]

@@ -24,7 +24,7 @@ from tracegrad.tracing.argument_paths import argument_path
 from tracegrad.tracing.in_force import Force, apply_in_force, differentiating
 
 
-def _shown(rule: Rule, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+def _bind_placeholder(rule: Rule, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """Binds an operation that represents a function with a rule in a graph, without tracing the
     function."""
     primitive: Any = jax.extend.core.Primitive(rule.op or rule.name)
@@ -106,7 +106,7 @@ def run_entries(
             operands = [taken[slot] for slot in entry.args]
             if isinstance(computation, Rule) and shown is not None:
                 types = [type_of_kept(shown[slot]) for slot in entry.results]
-                results = _shown(computation, operands, types)
+                results = _bind_placeholder(computation, operands, types)
             elif isinstance(computation, Rule):
                 with refusing_values(computation.name):
                     results = computation.called(*operands)
