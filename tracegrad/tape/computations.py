@@ -182,6 +182,7 @@ def compiled(fun: Fun, name: str) -> Callable[..., Any]:
 def _forward(
     of: Computation, groups: Sequence[tuple[int, ...]], types: Sequence[Any]
 ) -> Computation:
+    """Returns the forward of a computation, with residuals of one more order of derivative."""
     fun, pull_back, count, tree = next_forward(
         of.fun, of.pull_back, of.before, groups, types, of.primitive is _jax.REMAT, of.has_rules
     )

@@ -97,6 +97,7 @@ _recording = _Recording()
 
 @contextmanager
 def _recording_everything() -> Iterator[None]:
+    """A block that records all operations of the function that is being traced."""
     recorder, record, depth = recorder_here(), _Everything(orders=2), tracing_depth()
     recorder.add(record)
     _recording.records[depth] = record

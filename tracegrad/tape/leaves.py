@@ -170,6 +170,7 @@ def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
 
 
 def _seed(target: Any, seed: Any) -> Any:
+    """Returns a seed as an array of the target's shape and dtype; raises if it is of another."""
     if seed is None:
         if getattr(getattr(target, "dtype", None), "kind", "") == "c":
             raise TypeError(

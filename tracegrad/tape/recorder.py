@@ -184,6 +184,7 @@ class Recorder(OperationRecorder):
         return results
 
     def _run_equation_with_rule(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        """Runs and records the equation; raises if the function closes over a watched array."""
         primitive, params = equation.primitive, equation.params
         constants = _jax.count_closed_over(params)
         facts = _jax.facts_below(params)

@@ -82,6 +82,7 @@ def traced_rule(
 def _known_call(
     primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
 ) -> RuleOfJax | None:
+    """Traces a call of one of JAX's own functions; None if the function closes over a value."""
     equation, operands = traced_rule(primitive, subfuns, args, params)
     trees = _jax.result_trees(subfuns[0])
     for fun in subfuns[:2]:
@@ -114,6 +115,7 @@ def _closes_over_jax(function: Any) -> bool:
 
 
 def _is_own(value: Any, depth: int) -> bool:
+    """Whether a value is a plain constant or part of JAX, as are its closures, to this depth."""
     if value is None or isinstance(value, bool | int | float | str | jax.tree_util.PyTreeDef):
         return True
     if isinstance(value, tuple):

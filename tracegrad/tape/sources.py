@@ -64,6 +64,7 @@ def _of_arrays(
     derivative: Derivative,
     seeds: Sequence[Any],
 ) -> list[Any]:
+    """Returns the cotangents of source arrays; None for an array that is not connected."""
     warn_of_lost(record, sources, targets)
     tracked = record.tracked
     # The gradient of a source that is a target is its seed, whether it is watched or not.
