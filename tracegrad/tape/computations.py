@@ -214,7 +214,7 @@ def _pull_function(
 
 
 def traced(called: Fun, types: Sequence[Any]) -> Graph:
-    """The graph of a function of arrays of these types."""
+    """Traces a function to a graph, for operands of these types."""
     return import_program(jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types))
 
 

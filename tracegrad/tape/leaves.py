@@ -170,7 +170,7 @@ def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
 
 
 def _seed(target: Any, seed: Any) -> Any:
-    """Returns a seed as an array of the target's shape and dtype; raises if it is of another."""
+    """Returns a checked seed as an array of the target's type; None for a seed of ones."""
     if seed is None:
         if getattr(getattr(target, "dtype", None), "kind", "") == "c":
             raise TypeError(
