@@ -355,7 +355,7 @@ def test_batch_jacobian_gives_zeros_for_an_unconnected_source():
 @pytest.mark.parametrize(
     ("target", "source", "words"),
     [((2,), (2, 3), "at least one more"), ((2, 3), (2,), "at least one more"),
-     ((2, 3), (3, 2), "size 2, that of the source 3")],
+     ((2, 3), (3, 2), "size of the target is 2, and of the source 3")],
 )  # fmt: skip
 def test_batch_jacobian_wants_two_axes_and_one_batch(target, source, words):
     y, x = jnp.ones(target), jnp.ones(source)

@@ -1,8 +1,7 @@
-"""The values of an enclosing trace that a function with a custom gradient closes over, or is given
-by keyword.
+"""The error for a differentiated value that a custom gradient cannot return a gradient for.
 
-Such a value has no gradient: it is an error to differentiate it. The error has the user's name for
-the value.
+Such a value belongs to an enclosing trace: the function with the custom gradient closes over the
+value, or takes it by keyword. The error contains the user's name for the value.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from tracegrad.variables.statics import is_variable
 
 @dataclass(frozen=True)
 class Captured:
-    """A value of an enclosing trace that a function with a custom gradient closes over."""
+    """A value of an enclosing trace that a function with a custom gradient closes over, or takes
+    by keyword."""
 
     position: int  # among the inputs of the rule
     name: str | None
@@ -36,17 +36,17 @@ class Captured:
         return (
             f"{self.function}, which has a custom gradient, depends on {what}, which is being "
             "differentiated and is not one of its positional arguments: the gradient function "
-            "cannot return a gradient for it, so it would silently be zero. Make it a positional "
-            "argument and return its gradient as well or, if it is meant as a constant, use "
-            "stop_gradient of it."
+            "cannot return a gradient for it, so that gradient would silently be zero. Make it a "
+            "positional argument and return its gradient as well or, if it is a constant, apply "
+            "stop_gradient to it."
         )
 
 
 def problem_of(
     captured: Sequence[Captured], inputs: Sequence[Any], perturbed: Sequence[bool]
 ) -> str | None:
-    """The message for the first captured input of a rule that is being differentiated; None if
-    there is none. `perturbed` says of each input whether it is being differentiated."""
+    """Returns the message for the first captured input that is being differentiated and on which
+    the output depends, or None. `perturbed`: for each input, whether it is being differentiated."""
     for each in captured:
         if perturbed[each.position]:
             primal = import_program(jax.make_jaxpr(each.primal)(*map(jax.typeof, inputs)))
@@ -59,16 +59,16 @@ def problem_of(
 
 
 def captured_text(name: str | None, value: Any) -> str:
-    """What a message calls a value of this name, or of none: its name and its type."""
+    """Returns the text for a value in a message: its name, if it has one, and its type."""
     kind = _jax.type_text(jax.typeof(value))
     return f"a value ({kind})" if name is None else f"{name} ({kind})"
 
 
 def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:
-    """What the user calls a value that ``fun`` was not given as a positional argument.
+    """Returns the user's name for a value that is no positional argument of ``fun``, or None.
 
-    Looked for among the keyword arguments, the variables that the function closes over, the
-    attributes of the object that a method belongs to, and the same of functions held by those.
+    Searches the keyword arguments, the values that the function closes over, the attributes of the
+    object that a method belongs to, and the same of any functions among those values.
     """
     if (variable := variable_of(value)) is not None:
         return f"the Variable {variable.name!r}"
@@ -82,8 +82,8 @@ def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, A
 
 
 def _path_to(value: object, held: object, name: str) -> str | None:
-    """The path of a leaf in a tree of a name, by identity."""
-    # Variables are not looked into: that would be to read them.
+    """Returns the path of `value` in the tree `held`, which is called `name`; None if not in it."""
+    # A Variable is one leaf: to look into it would read it, which tapes observe.
     for path, leaf in jax.tree_util.tree_flatten_with_path(held, is_leaf=is_variable)[0]:
         if leaf is value:
             return path_name(path, name)

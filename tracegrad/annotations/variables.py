@@ -1,4 +1,4 @@
-"""Variables that an annotated function reads or assigns, as its gradient function has them."""
+"""Passes the Variables that a function reads to its custom gradient function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tracegrad.variables.variable import Variable
 
 
 class Assignments(Listener):
-    """Keeps assignments until the function is done."""
+    """Stores assigned values instead of assigning them; later reads return the stored values."""
 
     def __init__(self) -> None:
         self.values: dict[Variable, Any] = {}
@@ -29,7 +29,7 @@ class Assignments(Listener):
 def require_variables_parameter(
     fun: Callable[..., Any], grad_fn: Callable[..., Any], variables: Sequence[Variable]
 ) -> None:
-    """Raises TypeError if a gradient function has no place for the Variables that were read."""
+    """Raises TypeError if the signature of `grad_fn` has no `variables` parameter."""
     try:
         parameters = inspect.signature(grad_fn).parameters.values()
     except (TypeError, ValueError):
@@ -37,39 +37,45 @@ def require_variables_parameter(
     if not any(p.name == "variables" or p.kind is p.VAR_KEYWORD for p in parameters):
         names = ", ".join(repr(variable.name) for variable in variables)
         raise TypeError(
-            f"{described(fun)} has a custom gradient and reads the trainable Variables {names}, so "
-            f"its gradient function {described(grad_fn)} must take them, as grad_fn(*dys, "
-            "variables=None), and return (gradients of the inputs, gradients of the variables). "
-            "If they are meant as constants, make them trainable=False or read them outside"
+            f"{described(fun)} has a custom gradient and reads the trainable Variables {names}. "
+            f"Its gradient function {described(grad_fn)} must have a parameter `variables`, as in "
+            "grad_fn(*dys, variables=None), and must return a pair (gradients of the inputs, "
+            "gradients of the variables). If these Variables are constants, create them with "
+            "trainable=False or read them outside the function"
         )
 
 
 def listed_with(
     reads: Operands, fun: Callable[..., Any], grad_fn: Callable[..., Any], count: int
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Lists what a function was heard to read until now. Returns the gradient function as one of
-    cotangents alone, which returns the gradients of `count` arguments and of those; and their
-    operands."""
+    """Lists the trainable Variables that `fun` has read so far. Returns a gradient function of
+    cotangents alone, and an operand for each Variable.
+
+    If there are Variables, the gradient function returns the gradients of the `count` arguments of
+    `fun`, then a list of the gradients of the Variables.
+    """
     operands = reads.list_read()
     if operands:
         require_variables_parameter(fun, grad_fn, reads.listed)
         grad_fn = flat_with_variables(fun, grad_fn, reads.listed, count)
     in_gradient = InGradient()
-    return _heard(lambda: in_gradient, grad_fn), operands
+    return _under_listener(lambda: in_gradient, grad_fn), operands
 
 
 def with_variables_as_inputs(
     fun: Callable[..., Any], variables: Sequence[Variable]
 ) -> Callable[..., Any]:
-    """A function with a custom gradient whose last argument is the values of Variables that it
-    reads, and whose gradient function returns their gradients too."""
+    """Wraps `fun`, which returns ``(y, grad_fn)``, to take the values of `variables` last.
+
+    The new gradient function returns a list of the gradients of these values last.
+    """
 
     @functools.wraps(fun, updated=())
     def as_inputs(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
-        *own, values = args
-        y, grad_fn = given_variables(fun, fun, variables, values)(*own, **kwargs)
+        *inputs, values = args
+        y, grad_fn = given_variables(fun, fun, variables, values)(*inputs, **kwargs)
         require_variables_parameter(fun, grad_fn, variables)
-        flat = flat_with_variables(fun, grad_fn, variables, len(own))
+        flat = flat_with_variables(fun, grad_fn, variables, len(inputs))
         return y, given_variables(fun, flat, variables, values)
 
     return as_inputs
@@ -81,15 +87,17 @@ def flat_with_variables(
     variables: Sequence[Variable],
     count: int,
 ) -> Callable[..., Any]:
-    """A gradient function that is handed no Variables, and returns their gradients after those of
-    the other arguments, `count` of them."""
+    """Wraps `grad_fn` to take only cotangents; the wrapper passes `variables` to `grad_fn`.
+
+    It returns the gradients of the `count` inputs, then a list of the gradients of `variables`.
+    """
 
     @functools.wraps(grad_fn, updated=())
-    def with_those_of_variables(*dys: Any) -> tuple[Any, ...]:
+    def wrapped(*dys: Any) -> tuple[Any, ...]:
         result = grad_fn(*dys, variables=list(variables))
         return _flat(fun, grad_fn, result, count, variables)
 
-    return with_those_of_variables
+    return wrapped
 
 
 def given_variables(
@@ -98,21 +106,22 @@ def given_variables(
     variables: Sequence[Variable],
     values: Sequence[Any],
 ) -> Callable[..., Any]:
-    """A function with a custom gradient, or the gradient function of that, for which the values of
-    some Variables are these."""
+    """Wraps `part`, `fun` or its gradient function: reads of `variables` return `values`."""
     given = dict(zip(variables, values, strict=True))
-    return _heard(lambda: Substitute(given, fun), part)
+    return _under_listener(lambda: Substitute(given, fun), part)
 
 
-def _heard(listener: Callable[[], ReadsOutside], part: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a new listener for its Variables in each call."""
+def _under_listener(
+    listener: Callable[[], ReadsOutside], part: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wraps `part` so that each call runs under the listener that ``listener()`` returns."""
 
     @functools.wraps(part, updated=())
-    def heard(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         with listener().around():
             return part(*args, **kwargs)
 
-    return heard
+    return wrapped
 
 
 def _flat(
@@ -122,19 +131,24 @@ def _flat(
     count: int,
     variables: Sequence[Variable],
 ) -> tuple[Any, ...]:
-    """``(gradients, variable gradients)`` as one gradient for each argument."""
+    """Checks and flattens ``(gradients, variable gradients)``, the `result` of `grad_fn`.
+
+    Returns the gradients of the inputs, then one list of the gradients of the variables.
+    """
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise ValueError(
             f"the gradient function {described(grad_fn)} of {described(fun)} was given variables, "
             "so it must return a pair (gradients of the inputs, gradients of the variables)"
         )
-    gradients, of_variables = result
-    of_variables = list(of_variables) if isinstance(of_variables, tuple | list) else [of_variables]
-    if len(of_variables) != len(variables):
+    gradients, for_variables = result
+    is_list = isinstance(for_variables, tuple | list)
+    for_variables = list(for_variables) if is_list else [for_variables]
+    if len(for_variables) != len(variables):
         names = ", ".join(repr(variable.name) for variable in variables)
         raise ValueError(
             f"the gradient function {described(grad_fn)} of {described(fun)} returned "
-            f"{len(of_variables)} variable gradients for {len(variables)} variables ({names})"
+            f"{len(for_variables)} variable gradients for {len(variables)} variables ({names})"
         )
     inputs = list(gradients) if isinstance(gradients, tuple | list) else [gradients]
-    return (*inputs, of_variables) if len(inputs) == count else (*inputs, *of_variables)
+    # If the inputs have another number of gradients, the caller matches or counts all leaves.
+    return (*inputs, for_variables) if len(inputs) == count else (*inputs, *for_variables)

@@ -1,8 +1,8 @@
-"""What an operation computes: a function of arrays, and what was compiled for it, each known once.
+"""The computation of an operation: a function of arrays, and the programs compiled for it.
 
-JAX binds an operation under a trace that is not its own by a slow way (it looks the compiled
-program up by all its parameters), and takes the fast one for a function that stays the same object.
-So a `Computation` has one jitted function, and one for each way in which it is pulled back.
+Under a custom trace, JAX binds an operation slowly: it looks the compiled program up by all its
+parameters. It calls a jitted function that stays the same object fast. So a `Computation` has one
+jitted function, and one more for each way in which it is pulled back.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ _numbers = itertools.count()
 
 @dataclass(eq=False)
 class Computation:
-    """A function of arrays, and what was compiled for it.
+    """A function of arrays, and the programs compiled for it.
 
-    Nothing here holds the computation that it was derived from: then a dropped function is freed
-    without the garbage collector.
+    No derived computation references the one that it was derived from. So a dropped function is
+    freed without the garbage collector.
 
     Attributes:
       fun: ``(*operands) -> results``, to be traced.
-      name: shown in messages, and by profilers.
-      run: the function as it is called: `compiled`, or `fun` itself (the default).
+      name: shown in messages and by profilers.
+      run: the function that is called: `fun` as compiled, or `fun` itself (the default).
       pull_back: how the function is differentiated; default: by JAX's VJP at the operands.
-      primitive, params: JAX's, of an operation; None and nothing for a pull.
+      primitive, params: those of the JAX operation; None and empty for a pull-back.
       captured: the arrays that its programs close over. They are its first operands.
-      refused: of arrays that a custom derivative in it closes over, by identity, the name of the
-        function that has the derivative.
+      refused: maps the id of each array that a custom derivative in it closes over to the name of
+        the function with that derivative.
       constants: how many leading operands are closed over by a custom rule.
-      saves: whether a tape runs its `forward` in its place.
-      is_run_once: whether that is so in a function that is being traced too: XLA would not make
-        one of two loops, branches or calls of the host.
-      has_rules: whether a function in it has a derivative of its own.
-      has_nones: whether such a derivative may give None for an operand.
+      saves: whether a tape runs its `forward` instead, which saves residuals.
+      is_run_once: whether a tape does so inside a traced function too: XLA would not merge two
+        equal loops, branches or calls of the host.
+      has_rules: whether a function in it has a custom derivative.
+      has_nones: whether such a derivative may return None for an operand.
       has_effects: whether it prints or calls the host.
       is_simple: whether it closes over no arrays and has no effects.
-      is_kept: whether further calls find it: what is derived from it is compiled then.
-      called: ``(*operands) -> its own results``, without residuals; default: `fun`.
-      count, tree: how many results are the operation's own, and their structure; None: all are.
-      before: how many results there were without the residuals of the last order; 0: it has none.
-      number: its own for ever, by which it is known after it has gone.
-      derived: what was found out about it, and made for it.
+      is_kept: whether it is cached for later calls; only then its pull-backs are compiled.
+      called: ``(*operands) -> results`` without residuals; default: `fun`.
+      count, tree: how many results are not residuals, and their tree; None: no result is one.
+      before: how many results there were before the last order of residuals; 0: it saves none.
+      number: unique for the whole process; unlike an id, never reused.
+      derived: a cache of facts about it, and of computations derived from it.
     """
 
     fun: Fun
@@ -92,16 +92,16 @@ class Computation:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it runs as one program, whose results are arrays that nobody else has."""
+        """Whether it runs as one compiled program, whose results are always new arrays."""
         return self.run is not self.fun
 
     def forward(
         self, groups: Sequence[tuple[int, ...]], operands: Sequence[Any], orders: int
     ) -> Computation:
-        """What runs in its place, and saves what that many derivatives of one another need.
+        """Returns a computation that also returns the residuals of derivatives up to `orders`.
 
-        It is this computation itself if JAX has no derivative of it: whoever asks for one is told.
-        `groups`: as of `next_forward`.
+        Returns this computation if JAX cannot differentiate it; JAX's error is raised only when a
+        gradient is asked for. `groups`: as for `next_forward`.
         """
         has_types = self.primitive is _jax.JIT
         key = groups, orders, None if has_types else tuple(map(_jax.type_key, operands))
@@ -120,7 +120,7 @@ class Computation:
         return found
 
     def links(self, types: Sequence[Any]) -> Sequence[int]:
-        """For each of its own results the mask of the operands that are connected to it."""
+        """For each result that is no residual, the mask of the operands connected to it."""
         key = Walk, tuple(types)
         known: Sequence[int] | None = self.derived.get(key)
         if known is None:
@@ -128,22 +128,23 @@ class Computation:
         return known
 
     def require_forward(self, active: tuple[int, ...], operands: Sequence[Any]) -> None:
-        """Raises why a computation with effects has no forward: it does not run again."""
+        """Raises the reason why a computation with effects, which may not run again, has saved no
+        residuals."""
         with differentiating():
             _forward(self, (active,), list(map(jax.typeof, operands)))
         raise NotImplementedError(
             f"{self.name} has effects, and ran where the tape could not save what its derivative "
             "needs (rules were in force): to differentiate it, it would have to run once more. "
-            "Call what has the effects outside of it, and pass the results in"
+            "Call the functions with effects outside of it, and pass their results in"
         )
 
     def pull(
         self, active: tuple[int, ...], given: tuple[int, ...], count: int, sparse: tuple[bool, ...]
     ) -> Computation:
-        """The computation ``(*operands, *results, *cotangents) -> {place in active: cotangent}``.
+        """Returns the pull-back ``(*operands, *results, *cotangents) -> {position: cotangent}``.
 
         Args:
-          active: the operands whose cotangents are wanted.
+          active: the operands whose cotangents are wanted; the positions are those in `active`.
           given: the results that have a cotangent.
           count: how many operands there are.
           sparse: for each of `active`, whether its cotangent may be slices.
@@ -181,6 +182,7 @@ def compiled(fun: Fun, name: str) -> Callable[..., Any]:
 def _forward(
     of: Computation, groups: Sequence[tuple[int, ...]], types: Sequence[Any]
 ) -> Computation:
+    """Returns the forward of a computation, with residuals of one more order of derivative."""
     fun, pull_back, count, tree = next_forward(
         of.fun, of.pull_back, of.before, groups, types, of.primitive is _jax.REMAT, of.has_rules
     )
@@ -212,22 +214,22 @@ def _pull_function(
 
 
 def traced(called: Fun, types: Sequence[Any]) -> Graph:
-    """The graph of a function of arrays of these types."""
+    """Traces a function to a graph, for operands of these types."""
     return import_program(jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types))
 
 
 def links_of(called: Fun, types: Sequence[Any]) -> Sequence[int]:
-    """For each result of an operation the mask of the operands that are connected to it.
+    """For each result of an operation, the mask of the operands that are connected to it.
 
-    Of an operand for which a rule gives None the derivative of the program does not tell that.
+    (JAX's derivative of a program does not tell whether a rule returned None for an operand.)
     """
     with differentiating():
         return Walk().region(traced(called, types), of_each(map(_jax.has_gradient, types)))
 
 
 def _of_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
-    """The same without the operands for which rules of cotangents on the way have given None
-    (`has_nones`: whether there are such rules), and with the zeros that rules of tangents wrote."""
+    """Wraps a pull-back: it returns no cotangent for an operand for which custom VJPs return None
+    (`has_nones`: whether there are custom VJPs), but zeros if a custom JVP returns zeros."""
 
     def linked_only(
         active: tuple[int, ...],
@@ -249,7 +251,10 @@ def _of_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
 
 
 def _with_slices(pull: Callable[..., Any], sparse: tuple[bool, ...]) -> Callable[..., Any]:
-    """The same with slices in the place of a table of zeros in which they stand."""
+    """Wraps a pull-back: a cotangent that is zeros except in some rows becomes `IndexedSlices`.
+
+    `sparse`: for each position, whether its cotangent may be slices.
+    """
 
     def run(*arrays: Any) -> dict[int, Any]:
         places: list[int] = []

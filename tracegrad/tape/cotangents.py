@@ -1,7 +1,7 @@
 """The reverse pass over a record: its entries are pulled back one by one, the last first.
 
-Each pull is a computation that runs under the recorder that is on then, so that outer tapes record
-it. Derivatives of higher order need nothing else.
+Each pull-back is a computation that runs under the current recorder, so that outer tapes record it.
+Higher-order derivatives need nothing else.
 """
 
 from __future__ import annotations
@@ -28,17 +28,22 @@ from tracegrad.tape.under_rules import graph_of, vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
 
 Path = Sequence[tuple[Entry, tuple[int, ...]]]
-# From the seeds of the targets to the cotangents of the sources; None for one without.
+# Takes the seeds of the targets; returns the cotangent of each source, or None if unconnected.
 Backward = Callable[[Sequence[Any]], list[Any]]
 
 
-# ------------------------------------------------------------------------- what is made of a pass
+# ---------------------------------------------------------------------------- kinds of derivative
 
 
 @dataclass(frozen=True, eq=False)
 class Derivative:
-    """A kind of derivative: how the backward pass is run for it, and the zeros of a source that
-    nothing connects."""
+    """A kind of derivative.
+
+    Attributes:
+      run: ``(backward, seeds, targets) -> derivatives of the sources``, by backward passes.
+      zeros: ``(targets, source) -> zeros``, the derivative in a source that is not connected.
+      sparse: whether derivatives may be `IndexedSlices`.
+    """
 
     run: Callable[[Backward, Sequence[Any], Sequence[Any]], list[Any]]
     zeros: Callable[[Sequence[Any], Any], Any]
@@ -63,7 +68,7 @@ def _run_batch_jacobian(
 ) -> list[Any]:
     (target,) = targets
     batch, *rest = target.shape
-    # The same element of every example at once: none depends on another example.
+    # One row of the basis seeds all examples at once: no example depends on another one.
     cotangents_of = _mapped(
         lambda row: backward([jnp.broadcast_to(row, target.shape)]), _basis(rest, target)
     )
@@ -74,7 +79,7 @@ def _run_batch_jacobian(
 
 
 def _mapped(fun: Callable[[Any], list[Any]], rows: Any) -> list[Any]:
-    """The results for every row at once; None stays None."""
+    """Maps `fun` over the rows by `jax.vmap`; a result that is None stays None."""
     places: list[int] = []
     count = 0
 
@@ -91,14 +96,14 @@ def _mapped(fun: Callable[[Any], list[Any]], rows: Any) -> list[Any]:
 
 
 def _basis(shape: Sequence[int], like: Any) -> Any:
-    """All arrays of the shape with one element 1 and the others 0, along a new first axis."""
+    """Returns all arrays that are 1 at one element and 0 elsewhere, along a new first axis."""
     size = math.prod(shape)
     return _jax.varying_as(jnp.eye(size, dtype=like.dtype).reshape(size, *shape), like)
 
 
 def _ones(target: Any) -> Any:
     aval = _jax.array_type(target)
-    if _jax.is_top_level():  # as most are; compiled it takes a tenth of the time
+    if _jax.is_top_level():  # the common case; a compiled function takes a tenth of the time
         return _compiled_ones(aval.shape, aval.dtype)()
     return _jax.varying_as(jnp.ones(aval.shape, aval.dtype), aval)
 
@@ -133,15 +138,16 @@ def cotangents(
     aggregate: Aggregation | None = None,
     gated: bool = False,
 ) -> list[Any]:
-    """The cotangents of sources; None for one that nothing connects to a target.
+    """Returns the cotangents of sources; None for a source that is not connected to a target.
 
     Args:
-      record, sources, targets: the slots of arrays in a record.
-      derivative: what is made of the backward pass.
-      seeds: for each target what it starts from (None: ones); a Jacobian has none.
+      record: the operations that have run.
+      sources, targets: slots of arrays in the record.
+      derivative: the kind of derivative to compute.
+      seeds: the cotangent of each target (None: ones); empty for a Jacobian.
       stopped: slots that count as constants: no cotangent goes back through them.
-      aggregate: how the cotangents that reach one value are added up.
-      gated: release the cotangents of an operation's operands together.
+      aggregate: adds the cotangents that reach one value; default: one after the other.
+      gated: whether the cotangents of one operation's operands wait for one another.
     """
     rules = rules_for_recorded()
     is_plain = derivative is GRADIENT and not (rules or stopped or aggregate or gated)
@@ -176,7 +182,7 @@ def cotangents(
 
 
 def run_here(computation: Computation, operands: Sequence[Any]) -> Any:
-    """Runs a computation under the recorder that is on, if any, so that its tapes see it."""
+    """Runs a computation under the current recorder, if any, so that its tapes record it."""
     trace = _jax.current_trace(None)
     if isinstance(trace, Recorder):
         watching = [record for record in trace.records if record.tracks(operands)]
@@ -186,7 +192,7 @@ def run_here(computation: Computation, operands: Sequence[Any]) -> Any:
 
 
 def _sum(terms: Sequence[Any]) -> Any:
-    """One term after the other."""
+    """Adds one term after the other."""
     total = terms[0]
     for term in terms[1:]:
         (total,) = run_here(add_computation, [total, term])
@@ -198,10 +204,10 @@ class _Pass:
     """One reverse pass.
 
     Attributes:
-      arrays: of the record, by slot.
-      sources, stopped: slots; a source keeps what has arrived at it.
-      tables: those that may get slices.
-      aggregate, gated: as of `cotangents`.
+      arrays: the arrays of the record, by slot.
+      sources: slots whose cotangents are kept until the pass ends.
+      tables: slots whose cotangents may be `IndexedSlices`.
+      stopped, aggregate, gated: as for `cotangents`.
     """
 
     arrays: Sequence[Any] | Mapping[int, Any]
@@ -212,13 +218,17 @@ class _Pass:
     gated: bool = False
 
     def run(self, path: Path, sources: Sequence[int], terms_of: dict[int, list[Any]]) -> list[Any]:
+        """Pulls the entries of a path back; returns the cotangents of `sources`, or None.
+
+        `terms_of`: the cotangents to add up, by slot. At first, it has the seeds of the targets.
+        """
         for entry, active in reversed(path):
             of_results: dict[int, Any] = {}
             for k, slot in enumerate(entry.results):
                 if slot in terms_of and slot not in self.stopped:
                     of_results[k] = self._total(terms_of, slot)
                     if slot not in self.sources:
-                        del terms_of[slot]  # a cotangent that nobody asks for is let go
+                        del terms_of[slot]  # frees the cotangent, which is not a result
             if not of_results:
                 continue
             try:
@@ -237,7 +247,7 @@ class _Pass:
     def _total(self, terms_of: dict[int, list[Any]], slot: int) -> Any:
         terms = terms_of[slot]
         if len(terms) > 1:
-            if any(map(is_slices, terms)):  # the slices of the lookup that ran first stand in front
+            if any(map(is_slices, terms)):  # put the slices of the lookup that ran first in front
                 terms = terms[::-1]
             terms_of[slot] = terms = [sum_of_known(terms, self.aggregate)]
         return terms[0]
@@ -245,7 +255,7 @@ class _Pass:
     def _pulled(
         self, entry: Entry, active: tuple[int, ...], of_results: Mapping[int, Any]
     ) -> dict[int, Any]:
-        """The cotangents of the active operands of an entry, by their places there."""
+        """Returns the cotangents of an entry's active operands, by position in `active`."""
         computation = entry.computation
         if any(map(is_slices, of_results.values())):
             if _is_cast(entry) and entry.args[0] in self.tables:
@@ -266,20 +276,21 @@ class _Pass:
         return dict(run_here(pull, [*needed, *of_results.values()]))
 
 
-# ------------------------------------------------------------------- a pass that has come often
+# ----------------------------------------------------------------------- compiling frequent passes
 
-# Starting the program of an entry takes longer than running it. So a pass that has come this often
-# is compiled as one program; compiled earlier, it would cost more than it ever saves.
+# Launching the program of an entry takes longer than running it. So a pass that has run this many
+# times is compiled as one program; compiling it earlier would cost more than it ever saves.
 _OFTEN = 8
-_LONGEST = 512  # entries: XLA takes more than linear time
-_times: Cache[int, int] = Cache(1 << 14)  # how often a pass has come, by its hash
+_LONGEST = 512  # entries; XLA's compile time grows faster than linearly
+_times: Cache[int, int] = Cache(1 << 14)  # how many times a pass has run, by the hash of its key
 _as_one: Cache[Any, _AsOne] = Cache(128)
 
 
 def _pass_as_one(
     record: Record, sources: Sequence[int], targets: Sequence[int], seeds: Sequence[Any]
 ) -> _AsOne | None:
-    """The compiled program of a pass over a whole record, once that has come often enough."""
+    """Returns the compiled program of a pass over a record; None if the pass has not run often
+    enough, or cannot be compiled."""
     key = (
         tuple([(e.computation.number, e.args, e.results) for e in record.entries]),
         tuple(record.without_gradient),
@@ -301,17 +312,17 @@ def _pass_as_one(
 
 
 def _may_be_part(computation: Computation | Rule) -> bool:
-    """Whether the pull of a computation may be a part of a larger program that is kept."""
+    """Whether a cached program may contain the pull-back of a computation."""
     if isinstance(computation, Rule):
         return False
     return computation.is_kept and not computation.has_effects
 
 
 class _AsOne:
-    """The pass over a list of entries as one compiled program.
+    """The pass over a path as one compiled program.
 
-    It holds the computations of the list weakly, and is dropped with the first that is freed: a
-    record that asks for the program holds them all.
+    It references the computations of the path weakly, and leaves the cache when the first of them
+    is freed. A record that uses the program holds all of them.
     """
 
     def __init__(self, path: Path, sources: Sequence[int], targets: Sequence[int], key: Any):
@@ -337,25 +348,25 @@ class _AsOne:
         self._run = jax.jit(backward)
 
     def __call__(self, arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any] | None:
-        """The cotangents of the sources; None for arrays on different devices."""
+        """Returns the cotangents of the sources; None if the arrays are on different devices."""
         operands = [arrays[slot] for slot in self._needed]
         try:
             found: list[Any] = self._run(operands, seeds)
         except ValueError:
-            if not _lie_apart([*operands, *seeds]):
+            if not _are_on_different_devices([*operands, *seeds]):
                 raise
             return None
         return found
 
 
-def _lie_apart(arrays: Sequence[Any]) -> bool:
-    """Whether arrays are on different devices, for which JAX compiles no program."""
+def _are_on_different_devices(arrays: Sequence[Any]) -> bool:
+    """Whether arrays are committed to different devices: JAX compiles no program for them."""
     committed = [array for array in arrays if getattr(array, "committed", False)]
     return len({frozenset(array.sharding.device_set) for array in committed}) > 1
 
 
 def _tables(path: Path, sources: Sequence[int]) -> set[int]:
-    """The slots whose cotangents may be slices: of sources, and of casts and copies of sources."""
+    """Returns the slots whose cotangents may be slices: sources, and casts and copies of them."""
     tables = set(sources)
     for entry, _ in path:
         if _is_cast(entry) and entry.args[0] in tables:
@@ -369,7 +380,7 @@ def _is_cast(entry: Entry) -> bool:
 
 
 def _explain(error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]) -> None:
-    """Adds to an error the line of the operation that JAX cannot differentiate, and what to do."""
+    """Adds to an error the user's line of the operation that failed, and what to do."""
     graph = graph_of([entry], arrays, ()).graph
     (node,) = graph.nodes
     explain_node(error, node, lambda: graph)

@@ -1,4 +1,4 @@
-"""How JAX differentiates one computation of a tape: at its operands, or by saved residuals."""
+"""How JAX differentiates one computation of a tape: from its operands, or from saved residuals."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from tracegrad.ir.running import run_graph
 from tracegrad.tape.effects import silenced
 
 Fun = Callable[..., list[Any]]
-# From the active operands (their places), all operands, all results and the cotangents of some
-# results (by place) to the cotangents of active operands, by place in the first.
+# ``(active, operands, results, given) -> cotangents``: `active` has the positions of the operands
+# to differentiate, `given` the cotangents of some results by position. The cotangents that it
+# returns are by position in `active`.
 PullBack = Callable[
     [tuple[int, ...], Sequence[Any], Sequence[Any], Mapping[int, Any]], dict[int, Any]
 ]
@@ -36,12 +37,13 @@ PullBack = Callable[
 def pull_back_at_operands(
     fun: Fun, is_whole: bool = False, has_references: bool = False
 ) -> PullBack:
-    """A VJP at the operands, which need no residuals: XLA does a few operations again.
+    """Returns a pull-back by a VJP at the operands: it needs no residuals, but XLA computes a few
+    operations again.
 
     Args:
       fun: the function.
-      is_whole: whether each operand counts as connected, as those of a recomputed function.
-      has_references: whether it uses a `jax.Ref`: JAX then has no derivative that can be staged.
+      is_whole: whether every operand counts as connected, as for `jax.checkpoint`.
+      has_references: whether `fun` uses a `jax.Ref`; JAX then has no derivative that can be staged.
     """
 
     def by_vjp(
@@ -65,7 +67,7 @@ def pull_back_at_operands(
     ) -> dict[int, Any]:
         try:
             _, derivative = _linearised(fun, operands, active)
-        except NotImplementedError:  # an operation of `jax.experimental.hijax` that has a VJP alone
+        except NotImplementedError:  # an operation of `jax.experimental.hijax` that has only a VJP
             return by_vjp(active, operands, results, given)
         types = [jax.typeof(operands[i]) for i in active]
         return transposed(derivative, types, given, is_whole)
@@ -87,10 +89,10 @@ def transposed(
     given: Mapping[int, Any],
     is_whole: bool = False,
 ) -> dict[int, Any]:
-    """The cotangents of those inputs of a derivative that reach an output with a cotangent.
+    """Returns the cotangents of the inputs of a derivative that reach an output with a cotangent.
 
-    Outputs without a cotangent are left out, not given zeros: a rule would run for zeros, and an
-    infinite derivative would make NaN of them.
+    Outputs without a cotangent are left out. If they got zeros instead, custom rules would run for
+    the zeros, and an infinite derivative would turn the zeros into NaN.
     """
     types = [t.update(weak_type=False) for t in types]
     wanted = list(given)
@@ -114,7 +116,7 @@ def transposed(
     ]
     if calls_host:
         transpose = _silently_transposed(derivative, wanted, types)
-    else:  # (The transpose of references takes the function as JAX has it.)
+    else:  # (To transpose operations on references, JAX needs the function, not its jaxpr.)
         linear = along if open_form.effects else jaxpr_as_fun(program)
         transpose = jax.linear_transpose(linear, *types)
     found = transpose(cotangents)
@@ -122,7 +124,7 @@ def transposed(
 
 
 def _reaching(program: Any) -> list[bool]:
-    """For each input of a program whether it reaches an output."""
+    """For each input of a program, whether it reaches an output."""
     open_form = _jax.opened(program)
     if open_form.effects or any(_jax.sub_programs(e.params) for e in open_form.eqns):
         reached = joined(dependence(import_program(program)))
@@ -137,10 +139,10 @@ def _reaching(program: Any) -> list[bool]:
 def _silently_transposed(
     derivative: Callable[..., Any], wanted: Sequence[int], types: Sequence[Any]
 ) -> Callable[..., Any]:
-    """The transpose of a derivative that prints or calls the host: of a recomputed function.
+    """Returns the transpose of the derivative of a recomputed function with prints or host calls.
 
-    What does not depend on the tangents JAX runs to get there. What the function prints is in the
-    transpose as well: here it would be printed once too often.
+    To transpose it, JAX runs the operations that do not depend on the tangents. Prints among them
+    are removed, since they are in the transpose too and would happen once too often.
     """
     saved, tree = jax.tree.flatten(derivative)
     trees: list[Any] = []
@@ -171,27 +173,27 @@ def next_forward(
     is_whole: bool = False,
     has_rules: bool = True,
 ) -> tuple[Fun, PullBack, int, Any]:
-    """A function that returns, beside its results, the residuals of its derivative.
+    """Returns a forward of `fun`: a function that returns its results, then residuals.
 
-    The next forward of a forward adds the residuals of the second derivative. Cotangents of what
-    `fun` returns are pulled back by the residuals made for it, and cotangents of residuals by
-    those of the next order. So for a rule that is not the true derivative the second derivative is
-    that of what the rule computed.
+    The residuals are those of the derivative of `fun`; the forward of a forward adds the residuals
+    of the second derivative. Cotangents of results are pulled back with the residuals saved for
+    them, and cotangents of residuals with the residuals of the next order. So if a custom rule is
+    not the true derivative, the second derivative is the derivative of the rule's computation.
 
     Args:
-      fun: the function; its results, if it is a forward already, end with residuals.
-      pull_back_before: how its own cotangents are pulled back, if it is.
-      first: how many results `fun` had before the residuals of its last order were added; 0 if it
-        is no forward.
-      groups: the operands of which derivatives may be wanted together, the smallest group first;
-        the last has all of them. A function with a rule that some group does not reach is called
-        there, not differentiated: so one group cannot stand for another.
-      types: of all operands.
-      is_whole: as of `pull_back_at_operands`.
-      has_rules: whether there is a rule that may not be the true derivative in it.
+      fun: the function; if it is a forward already, its results end with residuals.
+      pull_back_before: the pull-back of `fun`, if `fun` is a forward.
+      first: how many results `fun` had before its last order of residuals was added; 0 if `fun` is
+        no forward.
+      groups: the sets of operands that may be differentiated together, the smallest first; the
+        last has all operands. For a group on which a function with a custom rule does not depend,
+        the function is called, not differentiated. So one group cannot replace another.
+      types: the types of all operands.
+      is_whole: as for `pull_back_at_operands`.
+      has_rules: whether `fun` contains a custom rule, which may differ from the true derivative.
 
     Returns:
-      the forward, its pull back, how many results `fun` has, and the tree of these.
+      The forward, its pull-back, and the number and the tree of the results of `fun`.
     """
     of_results: list[Any] = []
     trees: list[Any] = []
@@ -213,10 +215,11 @@ def next_forward(
     program = jax.make_jaxpr(saving)(*types)
     count = of_results[0].num_leaves
     open_form, graph = _jax.opened(program), import_program(program)
-    # An operand is not returned (JAX would copy it), nor one array twice (a VJP under jit returns
-    # one up to four times), nor what no operand decides (zeros). A result is returned once more as
-    # a residual: what is computed from a gradient is not, by that, computed from the result.
-    decided, outs = _decided_by_operands(graph), open_form.outvars
+    # The forward does not return residuals that are operands (JAX would copy them), duplicates (a
+    # VJP under jit returns an array up to four times) or constants (zeros). It returns a residual
+    # that is also a result twice, so that a gradient computed from the residual does not count as
+    # computed from the result.
+    decided, outs = _depends_on_inputs(graph), open_form.outvars
     undecided = [i for i in range(count, len(outs)) if not decided[i]]
     fixed = without_unused(graph.replace(outputs=[outs[i] for i in undecided]), keeps_effects=False)
     places = {id(v): i for i, v in enumerate((*open_form.invars, *fixed.outputs))}
@@ -237,7 +240,7 @@ def next_forward(
         results: Sequence[Any],
         given: Mapping[int, Any],
     ) -> dict[int, Any]:
-        # Without rules one derivative is that of all results: then one loop is run, not two.
+        # Without custom rules, one derivative serves all results: one loop runs, not two.
         begin = first if has_rules or max(given) < first else 0
         own = {k: ct for k, ct in given.items() if k < begin}
         here = {k: ct for k, ct in given.items() if begin <= k < count}
@@ -257,7 +260,7 @@ def next_forward(
             at = {i: k for k, i in enumerate(wanted)}
             of_active = {active[k]: ct for k, ct in every.items()}
             _add_to(found, {at[i]: ct for i, ct in of_active.items() if i in at})
-        if after:  # one order more than was foreseen: it runs again
+        if after:  # an order for which no residuals were saved: compute the forward again
             again = pull_back_at_operands(forward)
             _add_to(found, again(wanted, operands, results, after))
         return found
@@ -265,8 +268,8 @@ def next_forward(
     return forward, pull_back, count, of_results[0]
 
 
-def _decided_by_operands(graph: Graph) -> list[bool]:
-    """For each output of a graph whether an input (or an effect) decides it."""
+def _depends_on_inputs(graph: Graph) -> list[bool]:
+    """For each output of a graph, whether it depends on an input (or on an effect)."""
 
     def rule(node: Node, ins: Masks) -> Masks:
         by_effect = int(bool(node.effects)) << len(graph.inputs)

@@ -1,8 +1,9 @@
-"""A jitted function called under a tape at the cost of a jitted function called without one.
+"""Calls a jitted function under a tape as fast as without a tape.
 
-Under a trace that is not its own JAX finds in Python what a jitted function computes. A second
-jitted function around it, called outside of the trace, is found by JAX's compiled code, by the
-types of the arguments and all settings: it returns what the record keeps.
+Under a custom trace, JAX looks up the program of a jitted function in Python, which is slow. So the
+tape wraps the function in a second jitted function, and calls that outside of the trace: JAX's
+compiled code looks it up, by the types of the arguments and all settings. The second function
+returns everything that the record keeps.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from tracegrad.tape.known_computations import computation_with_programs
 
 
 class NotDirect(Exception):
-    """The trace has to see a call of this function: it has effects, or closes over arrays."""
+    """The recorder has to see the call of a function: it has effects, or closes over arrays."""
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False, slots=True)
 class DirectCall:
-    """How results came about: a part of their structure, which JAX keeps beside the program.
+    """The computation of a direct call. It is static, so that JAX caches it with the program.
 
     Attributes:
-      computation: what has run; its operands are the leaves of the arguments.
+      computation: the computation that has run; its operands are the leaves of the arguments.
       tree: the structure of the function's own results.
     """
 
@@ -39,21 +40,21 @@ class DirectCall:
 def direct_form(
     jitted: Any, active: tuple[int, ...], orders: int
 ) -> Callable[..., tuple[Sequence[Any], DirectCall]]:
-    """A jitted function of the same arguments, to be called outside of the recorder.
+    """Wraps a jitted function in a second one, to be called outside of the recorder.
 
-    It returns the results of a record's entry, and how they came about. It raises NotDirect for a
-    function that the recorder has to see.
+    The wrapper takes the same arguments. It returns the results of the record's entry, with
+    residuals, and the `DirectCall`. It raises NotDirect if the recorder has to see the call.
 
     Args:
       jitted: a jitted function without options.
-      active: the positions of the leaves of which derivatives may be wanted.
-      orders: how many derivatives of one another may be taken.
+      active: the positions of the leaves that may be differentiated.
+      orders: the highest order of derivative that may be taken.
     """
 
     def form(*args: Any, **kwargs: Any) -> tuple[Sequence[Any], DirectCall]:
         types = jax.tree.map(jax.typeof, (args, kwargs))
         with _jax.set_current_trace(_jax.current_trace(None).parent_trace):
-            # Traced as if it were called, not as a part of this one: so JAX knows it afterwards.
+            # Traced as if it were called, not as a part of `form`: so JAX caches the trace.
             jitted.trace(*types[0], **types[1])
             program, shapes = jax.make_jaxpr(jitted, return_shape=True)(*types[0], **types[1])
             computation = _computation(program)
@@ -67,7 +68,7 @@ def direct_form(
 
 
 def _computation(program: Any) -> Computation:
-    """What a program computes that is one call of a jitted function."""
+    """Returns the computation of a program that is one call of a jitted function."""
     open_form = _jax.opened(program)
     if len(open_form.eqns) != 1 or _jax.constants_of(program):
         raise NotDirect

@@ -15,7 +15,7 @@ from tracegrad.tape.rules import parts_of_rule
 
 
 def reads_the_host(program: Any) -> bool:
-    """Whether an effect in a program gives results, so that what follows depends on it."""
+    """Whether an operation with an effect has results, on which later operations may depend."""
     return any(
         node.effects and node.outputs and not (node.regions or node.has_references)
         for region in import_program(program).regions_below
@@ -24,21 +24,21 @@ def reads_the_host(program: Any) -> bool:
 
 
 def silenced(graph: Graph) -> Graph:
-    """The graph without the operations that have an effect and no result, as prints.
+    """Returns the graph without the operations that have an effect and no result, such as prints.
 
-    The forward passes of custom rules lose theirs too; their backward passes have not run yet.
-    Raises NotImplementedError where a call of the host gives results: to be differentiated, the
-    graph would have to call it again.
+    The forward passes of custom rules lose such operations too; the backward passes, which have
+    not run yet, keep them. Raises NotImplementedError for a call of the host that has results:
+    differentiating the graph would call the host again.
     """
-    return around_each(graph, list(_silent(graph, (), 3)), lambda op, *operands: []).graph
+    return around_each(graph, list(_to_silence(graph, (), 3)), lambda op, *operands: []).graph
 
 
-def _silent(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
-    """`depth`: how many forward passes of rules are entered in one another. A forward pass may call
-    its own rule, without end."""
+def _to_silence(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
+    """Yields the operations that `silenced` removes. `depth`: how many nested forward passes of
+    rules to enter, since a forward pass may call its own rule without end."""
     for node in graph.nodes:
         if not node.effects or (node.has_references and not node.regions):
-            continue  # writing to a Ref is computing: later reads depend on it
+            continue  # a write to a Ref stays: later reads depend on it
         found, regions = Occurrence(path, node), list(node.regions)
         if not regions:
             if node.outputs:
@@ -52,12 +52,12 @@ def _silent(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
             inner -= 1
         for name in regions:
             if node.region(name).effects:
-                yield from _silent(node.region(name), found.into(name), inner)
+                yield from _to_silence(node.region(name), found.into(name), inner)
 
 
 def _has_no_effects(node: CustomGradient) -> bool:
-    """Whether it is known without a trace of a rule's faces that it has no effects. (A trace takes
-    the derivatives of all operands, and the rule refuses those that its function closes over.)"""
+    """Whether a rule is known to have no effects without tracing its passes. (Such a trace takes
+    derivatives in all operands, and the rule refuses operands that its function closes over.)"""
     parts = None if node.kind == "jvp" else parts_of_rule(node.params["bwd"])
     return parts is not None and not any(
         _jax.program_facts(program).has_effects for program in parts.programs

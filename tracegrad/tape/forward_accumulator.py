@@ -18,36 +18,36 @@ from tracegrad.variables.variable import Variable
 
 
 class ForwardAccumulator(Recording):
-    """Jacobian-vector products of whatever runs inside a ``with`` block.
+    """Computes Jacobian-vector products of whatever runs inside a ``with`` block.
 
-    Each array has at most one tangent: the derivative of it along the direction in which the
-    primals move. Where a tape costs one pass for each target, this costs one for each direction.
-    Tangents are computed as the block runs, and one is freed with its array.
+    Each array has at most one tangent: its derivative along the direction in which the primals
+    move. A tape costs one pass for each target, an accumulator one for each direction. Tangents
+    are computed as the block runs; each is freed with its array.
 
     Arrays are followed by identity, as by a `GradientTape`. Accumulators and tapes nest in any
-    order: what stands outside sees the tangents that one further inside computes, never the other
-    way, so higher derivatives are taken from the outer one. A Hessian-vector product is an
-    accumulator around a tape.
+    order: an outer one sees the tangents that an inner one computes, never the reverse, so take
+    higher derivatives from the outer one. For a Hessian-vector product, put an accumulator around
+    a tape.
 
     Args:
-      primals: a tree of arrays or Variables of a float or complex dtype, the sources.
-      tangents: a tree of the same structure: the direction, with an array of the shape and dtype
-        of each primal (or a number, for a primal of shape ``[]``). An array that is not among the
-        primals does not move, nor does one whose direction is None, as that of what is no array in
-        a model.
+      primals: the sources: a tree of arrays or Variables of a float or complex dtype.
+      tangents: the direction: a tree of the same structure, with an array of the shape and dtype
+        of each primal (or a number, for a primal of shape ``[]``). Arrays that are not among the
+        primals are constants, and so are primals whose tangent is None. Use None for functions
+        and settings in a model.
 
     Raises:
-      ValueError: a primal is listed twice, is no JAX array, or has no float dtype; the structure
-        of the tangents is another, or the shape of one.
-      TypeError: the dtype of a tangent is another than its primal's.
-      RuntimeError: another thread uses it while its block runs.
+      ValueError: a primal is listed twice, is no JAX array, or has no float dtype; or the
+        structure of the tangents, or the shape of a tangent, differs from the primals'.
+      TypeError: the dtype of a tangent differs from its primal's.
+      RuntimeError: another thread uses the accumulator while its block runs.
 
-    A Variable moves along its tangent at every read, whatever it is assigned. Not seen, so that
-    the tangent is None, is what a tape does not see: see `GradientTape`.
+    A Variable has its tangent at every read, whatever it is assigned. The tangent of a result is
+    None if a tape would not see the operation either: see `GradientTape`.
 
-    The semantics are those of ``tf.autodiff.ForwardAccumulator``; of complex numbers, those of
-    `jax.jvp`. A custom gradient moves by the transpose of its gradient function, as in
-    `tracegrad.jvp`.
+    The semantics are those of ``tf.autodiff.ForwardAccumulator``, and for complex numbers those of
+    `jax.jvp`. The tangent of a function with a custom gradient is computed by the transpose of its
+    gradient function, as in `tracegrad.jvp`.
 
     >>> import jax.numpy as jnp
     >>> from tracegrad import ForwardAccumulator, GradientTape
@@ -96,22 +96,22 @@ class ForwardAccumulator(Recording):
         target: Any,
         unconnected_gradients: Unconnected = UnconnectedGradients.NONE,
     ) -> Any:
-        """The tangents of arrays. Computes nothing, and may be called at any time.
+        """Returns the tangents of arrays. Computes nothing, and may be called at any time.
 
         Args:
           target: a tree of arrays or Variables.
-          unconnected_gradients: what stands for an array to which nothing connects a primal:
+          unconnected_gradients: the result for an array that is not connected to a primal:
             ``NONE``, or ``ZERO`` for zeros of its shape and dtype; the enum or its value.
 
         Returns:
-          A tree like `target`: of each array's shape and dtype, or None. Only what ran inside the
-          block connects.
+          A tree like `target`: for each array a tangent of its shape and dtype, or None. Only
+          operations that ran inside the block connect arrays.
 
         Raises:
           TypeError: a target that is no array and no Variable.
-          ValueError: an unknown `unconnected_gradients`, or a custom gradient on the way is not
-            linear in its cotangent, and so has no transpose.
-          Exception: whatever JAX raises for an operation on the way that has no forward mode.
+          ValueError: an unknown `unconnected_gradients`, or a custom gradient between primal and
+            target that is not linear in its cotangent, and so has no transpose.
+          Exception: JAX's error for an operation between them that has no forward mode.
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_thread()
@@ -131,7 +131,7 @@ class ForwardAccumulator(Recording):
         return jax.tree.map(tangent, target, is_leaf=is_variable)
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        """Gives the tangent of a Variable to each value that is read of it. (A `Listener`.)"""
+        """Gives each value read from a Variable the Variable's tangent. (See `Listener`.)"""
         if id(variable) not in self._variables:
             return outside()
         if variable not in self._has_read:
@@ -146,7 +146,7 @@ class ForwardAccumulator(Recording):
 
 
 def _paired(primals: Any, tangents: Any) -> list[tuple[Any, Any]]:
-    """Every primal with its tangent, an array of its type."""
+    """Returns the pairs of primal and tangent, without primals whose tangent is None."""
     leaves, tree = jax.tree.flatten(primals, is_leaf=lambda n: n is None or is_variable(n))
     given: Any
     directions, given = jax.tree.flatten(tangents, is_leaf=is_none)
@@ -154,7 +154,7 @@ def _paired(primals: Any, tangents: Any) -> list[tuple[Any, Any]]:
         raise ValueError(
             f"the tangents must have the structure of the primals, {tree}; they have {given}"
         )
-    # What has no direction does not move: functions and settings of a model.
+    # A tangent of None makes its primal a constant: functions and settings of a model.
     pairs = [(p, t) for p, t in zip(leaves, directions, strict=True) if t is not None]
     leaves = [primal for primal, _ in pairs]
     if len({id(leaf) for leaf in leaves}) < len(leaves):
@@ -167,10 +167,11 @@ def _paired(primals: Any, tangents: Any) -> list[tuple[Any, Any]]:
 
 
 def _direction(primal: Any, tangent: Any) -> Any:
+    """Returns the tangent as an array; raises if its shape or dtype is not the primal's."""
     if not isinstance(primal, jax.Array | Variable):
         raise ValueError(
             f"a primal is a JAX array or a Variable; this one is {primal!r} of type "
-            f"{type(primal).__name__}. Make it one by jnp.asarray, and use the result"
+            f"{type(primal).__name__}. Convert it with jnp.asarray, and use the result"
         )
     if not _jax.has_gradient(primal):
         raise ValueError(f"a primal has a float or complex dtype; this one is {primal.dtype}")

@@ -49,23 +49,22 @@ from tracegrad.variables.variable import Variable
 
 
 class GradientTape(Recording):
-    """Records what is done to watched arrays, and gives gradients of it.
+    """Records the operations on watched arrays, and computes gradients through them.
 
     Arrays stay ordinary arrays: ``if``, ``print`` and NumPy work inside the block. A tape follows
     array *objects*, not values: two equal constants are two sources, and after ``x += 1`` the name
-    means another array. Complex numbers follow JAX's convention (the conjugate of TensorFlow's).
+    denotes another array. Complex numbers follow JAX's convention (the conjugate of TensorFlow's).
 
     Functions run as they are, compiled ones too, and their effects happen once. No argument is
-    donated inside the block, since a tape still needs it.
+    donated inside the block, since the tape still needs the arguments.
 
-    Not seen, so that the gradient is None: what a function compiled ahead of time
-    (``.lower().compile()``) computes, what other threads do, and what NumPy computes
-    (``np.asarray(x)``, ``float(x)``). An operation that returns the very array it was given
-    (``x[:]``, ``jnp.asarray(x)``) leaves one array, not two.
+    The tape does not see functions compiled ahead of time (``.lower().compile()``), other threads,
+    and NumPy (``np.asarray(x)``, ``float(x)``): gradients through them are None. An operation that
+    returns the very array it was given (``x[:]``, ``jnp.asarray(x)``) leaves one array, not two.
 
-    Modules of ``flax.nnx`` run as they do without a tape, and keep what they assign: statistics,
-    counts of random numbers. A module that `nnx.jit`, `nnx.remat` or `nnx.custom_vjp` was given has
-    other arrays afterwards, and as a source it is still the one that was watched.
+    Modules of ``flax.nnx`` run as they do without a tape, and keep the state that they assign:
+    statistics, counts of random numbers. A call of `nnx.jit`, `nnx.remat` or `nnx.custom_vjp` puts
+    new arrays into its modules; as a source, a module still stands for the arrays before the call.
 
     Args:
       persistent: whether `gradient` and `jacobian` may be called more than once.
@@ -123,7 +122,7 @@ class GradientTape(Recording):
         self._start_listening()
 
     def _stop(self, constants: Iterable[Variable] = ()) -> None:
-        """Records no more; of these Variables what is read meanwhile is not followed."""
+        """Stops recording; until it starts again, values read from `constants` are not followed."""
         if self._recording and self._recorder is not None:
             self._recording = False
             self._recorder.remove(self._record)
@@ -132,7 +131,7 @@ class GradientTape(Recording):
             self._stop_listening()
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        """Follows a Variable that is read, if it is watched or to be watched. (A `Listener`.)"""
+        """Follows the value read from a Variable if the tape watches it. (See `Listener`.)"""
         record = self._record
         is_watched = (self._watch_accessed and variable.trainable) or variable in record.reads
         if is_watched and variable not in self._has_read:
@@ -146,17 +145,16 @@ class GradientTape(Recording):
         return value
 
     def watched_variables(self) -> tuple[Variable, ...]:
-        """The Variables that the tape watches, in the order in which it began to."""
+        """Returns the watched Variables, in the order in which the tape began to watch them."""
         return tuple(self._record.reads)
 
     def watch(self, tensor: Any) -> None:
-        """Follows an array or a `Variable`, or every one of a tree (a model), from now on.
+        """Follows an array, a `Variable`, or all arrays and Variables of a tree, from now on.
 
-        Arrays of a dtype that has no gradient (integers, booleans, random keys) are passed over;
-        one that is not a part of a tree with a `UserWarning`; and so is what models have beside
-        arrays: functions, and attributes of objects that are none. Raises ValueError for what else
-        is not a JAX array (a NumPy array, a Python number: they have no identity that JAX would
-        keep).
+        Skips arrays whose dtype has no gradient (integers, booleans, random keys); if `tensor`
+        itself is such an array, it warns (`UserWarning`). In a model, it also skips functions and
+        attributes of objects that are not arrays. Raises ValueError for any other leaf that is not
+        a JAX array (a NumPy array, a Python number): JAX would not keep its identity.
         """
         self._check_thread()
         leaves = jax.tree.leaves(tensor, is_leaf=is_variable)
@@ -170,26 +168,26 @@ class GradientTape(Recording):
             if not isinstance(leaf, jax.Array):
                 raise ValueError(
                     f"a tape watches JAX arrays; it was given {leaf!r} of type "
-                    f"{type(leaf).__name__}. Make it one by jnp.asarray, and use the result"
+                    f"{type(leaf).__name__}. Convert it with jnp.asarray, and use the result"
                 )
             if _jax.has_gradient(leaf):
                 self._record.watch(leaf)
             elif leaf is tensor:
                 warn_where_called(
-                    f"a tape watches an array of dtype {leaf.dtype}, which has no gradient: the "
-                    "answer for it will be None. Convert it to a float dtype first",
+                    f"a tape watches an array of dtype {leaf.dtype}, which has no gradient: its "
+                    "gradient will be None. Convert it to a float dtype first",
                     UserWarning,
                 )
 
     @contextmanager
     def stop_recording(self) -> Any:
-        """Suspends this tape (others go on) inside a ``with`` block.
+        """Suspends this tape inside a ``with`` block; other tapes go on recording.
 
         Raises RuntimeError if the tape is not recording.
         """
         self._check_thread()
         if not self._recording:
-            raise RuntimeError("stop_recording is for inside the tape's block: it is not recording")
+            raise RuntimeError("this tape is not recording: use stop_recording in its block")
         self._stop(constants=self._has_read)
         try:
             yield
@@ -198,7 +196,7 @@ class GradientTape(Recording):
                 self._start()
 
     def reset(self) -> None:
-        """Forgets everything, what is watched too; inside the block recording goes on."""
+        """Forgets all operations and all watched arrays; inside the block, recording goes on."""
         self._check_thread()
         self._record.clear()
         self._has_read.clear()
@@ -206,15 +204,15 @@ class GradientTape(Recording):
         self._used = False
 
     def graph(self) -> Graph:
-        """What was recorded, as a `Graph`: print it to see what the tape saw."""
+        """Returns the recorded operations as a `Graph`; print it to see what the tape saw."""
         record = self._record
         return graph_of(record.entries, record.arrays, (), runs_rules=False).graph
 
     def explain(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
-        """Why the gradients of a target are what they are: None, zero, NaN, or far too large.
+        """Explains why gradients of a target are None, zero, NaN, or far too large.
 
-        Takes what `gradient` takes, and uses nothing up: ask before `gradient`, or of a persistent
-        tape. Prints the worst first, each with the line of the code that did it.
+        Takes the arguments of `gradient`, and does not use the tape up: call it before `gradient`,
+        or on a persistent tape. Prints the worst finding first, each with the line that caused it.
 
         Returns:
           A `tracegrad.insight.Explanation`; see `tracegrad.explain`.
@@ -239,28 +237,29 @@ class GradientTape(Recording):
         unconnected_gradients: Unconnected = UnconnectedGradients.NONE,
         sparse: bool = False,
     ) -> Any:
-        """The gradient of a target with respect to sources.
+        """Returns the gradient of a target with respect to sources.
 
         Args:
           target: an array or a tree of arrays, which are summed.
           sources: a tree of arrays that were watched, or computed from watched ones.
-          output_gradients: a tree like `target` of cotangents, each of its target's shape and
-            dtype (None: ones); `IndexedSlices` count as one.
-          unconnected_gradients: what stands for a source that nothing connects: ``NONE``, or
-            ``ZERO`` for zeros of the source's shape; the enum or its value.
+          output_gradients: a tree like `target` of cotangents, each an array (or `IndexedSlices`)
+            with the shape and dtype of its target; None means ones.
+          unconnected_gradients: the result for a source that is not connected to the target:
+            ``NONE``, or ``ZERO`` for zeros of the source's shape; the enum or its value.
           sparse: whether a table that is only used through lookups by axis 0 (``table[ids]``,
             `jax.numpy.take`) gets `IndexedSlices`: one slice for each lookup.
 
         Returns:
-          A tree like `sources`: of each source's shape and dtype, or None. What models have beside
-          arrays gets None; and with a `UserWarning` an array that was used when it was not watched.
+          A tree like `sources`: for each a gradient of its shape and dtype, or None. Functions and
+          settings of models get None. A `UserWarning` says if a gradient is None since its array
+          was used while the tape did not watch it.
 
         Raises:
           RuntimeError: a tape that is not persistent was used before.
           ValueError: an unknown `unconnected_gradients`, or `output_gradients` of another
             structure or shape.
           TypeError: a target or source that is no array and no Variable; `output_gradients` of
-            another dtype, or a complex target without any. The tape is not used up then.
+            another dtype, or a complex target without any. This does not use the tape up.
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
@@ -275,7 +274,7 @@ class GradientTape(Recording):
         sources: Any,
         unconnected_gradients: Unconnected = UnconnectedGradients.NONE,
     ) -> Any:
-        """The derivative of every element of a target with respect to every element of sources.
+        """Returns the derivative of each element of a target in each element of the sources.
 
         Args:
           target: one array, of any shape.
@@ -283,14 +282,14 @@ class GradientTape(Recording):
           unconnected_gradients: as for `gradient`.
 
         Returns:
-          A tree like `sources`: of the shape ``target.shape + source.shape`` each, or None.
+          A tree like `sources`: for each an array ``target.shape + source.shape``, or None.
 
         Raises:
           RuntimeError: a tape that is not persistent was used before.
           ValueError: an unknown `unconnected_gradients`, or a target that is not one array.
           TypeError: a complex target; a target or source that is no array and no Variable.
 
-        As ``tf.GradientTape.jacobian``; one vectorised backward pass for all of the target.
+        Behaves as ``tf.GradientTape.jacobian``. Runs one vectorised backward pass.
 
         >>> import jax.numpy as jnp
         >>> from tracegrad import GradientTape
@@ -313,15 +312,15 @@ class GradientTape(Recording):
         source: Any,
         unconnected_gradients: Unconnected = UnconnectedGradients.ZERO,
     ) -> Any:
-        """The Jacobian of each example of a batch: ``target[i]`` with respect to ``source[i]``.
+        """Returns the Jacobian of ``target[i]`` with respect to ``source[i]`` for each example i.
 
-        Each ``target[i]`` must depend on ``source[i]`` alone: where examples mix, as in a batch
-        norm, what the other rows of the target depend on is added in.
+        Each ``target[i]`` must depend on ``source[i]`` alone. If examples mix, as in a batch norm,
+        the result sums the derivatives of all rows of the target in ``source[i]``.
 
         Args:
           target: an array ``[batch, ...]``.
-          source: an array ``[batch, ...]``, watched, or computed from what is.
-          unconnected_gradients: as for `gradient`, but zeros unless ``NONE`` is asked for.
+          source: an array ``[batch, ...]``, watched, or computed from a watched array.
+          unconnected_gradients: as for `gradient`, but the default is ``ZERO``.
 
         Returns:
           An array ``[batch, ..., ...]``: the batch, the rest of the target's shape, the rest of
@@ -332,7 +331,7 @@ class GradientTape(Recording):
           ValueError: fewer than two axes, batches of different sizes, or not one array.
           TypeError: a complex target; a target or source that is no array and no Variable.
 
-        As ``tf.GradientTape.batch_jacobian``.
+        Behaves as ``tf.GradientTape.batch_jacobian``.
 
         >>> import jax.numpy as jnp
         >>> from tracegrad import GradientTape

@@ -1,7 +1,7 @@
 """`gradients(ys, xs)`: symbolic gradients inside a traced function, in TensorFlow 1's manner.
 
-No tape is opened: any value that the function has computed so far may be a y or an x. For that the
-function is traced once more with everything recorded, as soon as it first calls `gradients`.
+Users open no tape: any value that the function has computed so far may be a y or an x. To allow
+this, the first call of `gradients` traces the function again, with all operations recorded.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tracegrad.variables.variable import Variable
 
 
 class AggregationMethod(enum.Enum):
-    """How the gradients that reach one value on several ways are added up: always to the same sum.
+    """The order in which gradients that reach one value by several paths are added.
 
-    ``ADD_N`` (the default) and ``EXPERIMENTAL_ACCUMULATE_N`` add one after the other,
-    ``EXPERIMENTAL_TREE`` pairwise, so that terms are freed early.
+    ``ADD_N`` (the default) and ``EXPERIMENTAL_ACCUMULATE_N`` add them one after the other,
+    ``EXPERIMENTAL_TREE`` adds them in pairs, so that terms are freed early. The sum is the same.
 
     >>> import tracegrad as tg
     >>> f = tg.trace(lambda x: tg.gradients(
@@ -65,8 +65,8 @@ class _Everything(Record, Listener):
     """A record that watches every value of the function that is being traced.
 
     Attributes:
-      trace: JAX's, of that function.
-      depth: its `tracing_depth`.
+      trace: the JAX trace of that function.
+      depth: the `tracing_depth` of that function.
     """
 
     trace: Any
@@ -88,7 +88,7 @@ class _Everything(Record, Listener):
 
 class _Recording(threading.local):
     def __init__(self) -> None:
-        # Of the functions that are being traced with a record, by depth.
+        # The record of each function that is being traced with one, by the function's depth.
         self.records: dict[int, _Everything] = {}
 
 
@@ -97,6 +97,7 @@ _recording = _Recording()
 
 @contextmanager
 def _recording_everything() -> Iterator[None]:
+    """A block that records all operations of the function that is being traced."""
     recorder, record, depth = recorder_here(), _Everything(orders=2), tracing_depth()
     recorder.add(record)
     _recording.records[depth] = record
@@ -121,32 +122,32 @@ def gradients(
     unconnected_gradients: Unconnected = UnconnectedGradients.NONE,
     sparse: bool = False,
 ) -> list[Any]:
-    """The gradients of the sum of ``ys`` with respect to each of ``xs``.
+    """Returns the gradients of the sum of ``ys`` with respect to each of ``xs``.
 
-    For use inside a function compiled by `tracegrad.trace` (there any value computed so far may be
-    a y or an x), or inside a `GradientTape` (there: what the tape follows). Complex numbers follow
-    JAX's convention (the conjugate of TensorFlow's).
+    Call it inside a function compiled by `tracegrad.trace`, where any value computed so far may be
+    a y or an x, or inside a `GradientTape`, where any array that the tape follows may be one.
+    Complex numbers follow JAX's convention (the conjugate of TensorFlow's).
 
     Args:
       ys: an array, or a list of them.
-      xs: an array or a `Variable`, or a list of them: arguments, or values computed on the way to
-        the ys. Of a Variable: the gradients of all that was read of it, before assignments and
-        after, are summed.
-      grad_ys: for each y what its gradient starts from, of its shape and dtype, or
-        `IndexedSlices` of one; None: ones.
+      xs: an array or a `Variable`, or a list of them: arguments, or intermediate values that the
+        ys depend on. The gradient of a Variable is the sum over all reads, before and after
+        assignments.
+      grad_ys: the cotangent of each y, an array (or `IndexedSlices`) with the shape and dtype of
+        the y; None means ones.
       name: the named scope of the backward operations.
       colocate_gradients_with_ops: give each gradient the sharding of the value it belongs to.
-      gate_gradients: release the gradients that one operation hands to its several inputs
-        together.
-      aggregation_method: how gradients that meet are added up; see `AggregationMethod`.
-      stop_gradients: an array or a tree of arrays that count as constants: the derivatives are
-        partial.
+      gate_gradients: use the gradients of one operation's inputs only after all of them have been
+        computed.
+      aggregation_method: how gradients that reach one value are added; see `AggregationMethod`.
+      stop_gradients: an array or a tree of arrays to treat as constants, which gives partial
+        derivatives.
       unconnected_gradients: ``NONE``, or ``ZERO`` for zeros of the x's shape.
       sparse: whether a table that is only used through lookups by axis 0 (``table[ids]``,
         `jax.numpy.take`) gets `IndexedSlices`: one slice for each lookup.
 
     Returns:
-      A list with one gradient for each x, of its shape and dtype, or None if nothing connects it.
+      A list with a gradient of the shape and dtype of each x, or None if x is not connected to a y.
 
     Raises:
       RuntimeError: outside of a traced function and of a tape.
@@ -155,7 +156,7 @@ def gradients(
       TypeError: a y or an x that is no array and no Variable; ``grad_ys`` of another dtype, or a
         complex y without one.
 
-    As ``tf.gradients``.
+    Behaves as ``tf.gradients``.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> @tg.trace
@@ -183,7 +184,7 @@ def gradients(
     constants = jax.tree.leaves(stop_gradients, is_leaf=is_variable)
     stops = [array for x in constants for array in _reads(record, x)]
     each = [array for of in reads for array in of]
-    _refuse_from_around(record, targets, sources, each, stops)
+    _refuse_outer_values(record, targets, sources, each, stops)
     with jax.named_scope(name):
         derivative = SPARSE_GRADIENT if sparse else GRADIENT
         terms = iter(
@@ -201,16 +202,16 @@ def gradients(
 
 
 def hessians(ys: Any, xs: Any, **options: Any) -> list[Any]:
-    """The second derivatives of the sum of ``ys`` with respect to each of ``xs``: diagonal blocks.
+    """Returns the second derivatives of the sum of ``ys`` in each of ``xs``: diagonal blocks.
 
     Args:
       ys, xs: as for `gradients`.
       **options: further arguments of `gradients`.
 
     Returns:
-      For each x an array of the shape ``x.shape + x.shape``; zeros where nothing connects.
+      An array of shape ``x.shape + x.shape`` for each x; zeros if x is not connected to a y.
 
-    As ``tf.hessians``.
+    Behaves as ``tf.hessians``.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> f = tg.trace(lambda x: tg.hessians(jnp.sum(x**3), x)[0])
@@ -225,22 +226,22 @@ def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     (first,) = gradients(ys, x, **{**options, "unconnected_gradients": "zero", "sparse": False})
     record = _record_here(_values(x))
     reads = _reads(record, x)
-    _refuse_from_around(record, [first], [x], reads, ())
+    _refuse_outer_values(record, [first], [x], reads, ())
     total = sum_of_known(_pull_back(record, [first], reads, JACOBIAN))
     return jnp.zeros((*x.shape, *x.shape), x.dtype) if total is None else total
 
 
 def hessian_vector_product(ys: Any, xs: Any, v: Any) -> list[Any]:
-    """The Hessian of the sum of ``ys`` in all ``xs`` together, times a vector.
+    """Returns the product of a vector and the Hessian of the sum of ``ys`` in all ``xs`` jointly.
 
     Args:
       ys, xs: as for `gradients`.
-      v: one array (or number) for each x, of its shape and dtype; a constant.
+      v: the vector: one array (or number) with the shape and dtype of each x. It is a constant.
 
     Returns:
-      One array for each x, of its shape; None for an x that nothing connects.
+      One array of the shape of each x; None for an x that is not connected to a y.
 
-    Raises ValueError for another number of arrays in `v`.
+    Raises ValueError if `v` does not have one array for each x.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> f = tg.trace(lambda x, v: tg.hessian_vector_product(jnp.sum(x**3), x, v)[0])
@@ -271,16 +272,18 @@ def _list(values: Any) -> list[Any]:
 
 
 def _values(values: Any) -> list[Any]:
-    """The arrays of a list; of a Variable its value now."""
+    """Returns the values as a list, with the current value in place of each Variable."""
     return [v.value if isinstance(v, Variable) else v for v in _list(values)]
 
 
 def _reads(record: Record, x: Any) -> list[Any]:
-    """The arrays that an x stands for. A Variable is all its reads: each is a value of its own."""
+    """Returns the arrays that an x stands for: each array read from a Variable, or x itself."""
     return record.reads_of(x) or _values(x)
 
 
 def _record_here(sources: Sequence[Any]) -> Record:
+    """Returns the innermost record that follows a source. In a traced function without a record,
+    starts the trace again with one; elsewhere raises RuntimeError."""
     recorder = recorder_around()
     if recorder is not None and recorder.records:
         following = [r for r in recorder.records if r.tracks(sources)]
@@ -312,44 +315,44 @@ def _pull_back(
     aggregate: Aggregation | None = None,
     gated: bool = False,
 ) -> list[Any]:
-    """The cotangents of sources; None for one that nothing connects to a target."""
+    """Returns the cotangents of sources; None for a source that is not connected to a target."""
     stopped = frozenset(map(record.slot, stops))
     warn_of_lost(record, sources, targets)
     ends = tuple(map(record.slot, sources)), tuple(map(record.slot, targets))
     return cotangents(record, *ends, derivative, seeds, stopped, aggregate, gated)
 
 
-def _refuse_from_around(
+def _refuse_outer_values(
     record: Record,
     targets: Sequence[Any],
     xs: Sequence[Any],
     reads: Sequence[Any],
     stops: Sequence[Any],
 ) -> None:
-    """Raises NotImplementedError for an x that is a value of an enclosing traced function, and for
-    Variables where the targets also depend on other values of that function: what connects those
-    values to the x was not recorded here."""
+    """Raises NotImplementedError if an x is a value of an enclosing traced function, or if an x is
+    a Variable and the targets depend on other values of that function: this record does not have
+    the operations that connect those values to the x."""
     if not isinstance(record, _Everything) or record.depth == 1:
         return
-    is_refused = any(_is_from_around(record, x) for x in xs)
+    is_refused = any(_is_outer_value(record, x) for x in xs)
     if not is_refused and any(map(is_variable, xs)):
-        around = [i for i, array in enumerate(record.arrays) if _is_from_around(record, array)]
+        outer = [i for i, array in enumerate(record.arrays) if _is_outer_value(record, array)]
         ends = list(map(record.slot, targets))
-        path = on_the_way(record, around, ends)
-        used = {slot for entry, _ in path for slot in entry.args}.union(ends).intersection(around)
-        asked = {id(read) for read in reads if _is_from_around(record, read)}
+        path = on_the_way(record, outer, ends)
+        used = {slot for entry, _ in path for slot in entry.args}.union(ends).intersection(outer)
+        asked = {id(read) for read in reads if _is_outer_value(record, read)}
         others = {id(record.arrays[slot]) for slot in used} - set(map(id, stops)) - asked
         is_refused = bool(others) or len(asked) > 1
     if is_refused:
         raise NotImplementedError(
             "an x is a value of a traced function that encloses the one which calls gradients(), "
-            "or a Variable while the ys depend on other values of that function: call gradients() "
-            "in the function that computes the x, or give what the ys depend on to the inner "
-            "function as arguments"
+            "or a Variable, and the ys depend on other values of the enclosing function: call "
+            "gradients() in the function that computes the x, or pass the values that the ys "
+            "depend on to the inner function as arguments"
         )
 
 
-def _is_from_around(record: _Everything, array: Any) -> bool:
+def _is_outer_value(record: _Everything, array: Any) -> bool:
     is_traced = _jax.is_tracer(array) and _jax.has_gradient(array)
     return is_traced and _jax.trace_of(array) is not record.trace
 

@@ -1,7 +1,8 @@
-"""The one computation of each operation: by its parameters, or by its programs.
+"""Caches of computations: by the parameters of an operation, or by its programs.
 
-A hit saves the compilation of the operation and of its pulls. A function with a rule is known by
-its program alone, never by what it computes: its rule is a Python function, which is anybody's.
+A hit saves compiling the operation and its pull-backs. A function with a custom rule is found by
+the identity of its program only, never by equal equations: its rule is a Python function, which may
+compute anything.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from tracegrad.tape.programs import (
 
 _JIT = _jax.JIT
 
-# By the parameters of an operation, programs among them by outline and structure; and by the first
-# program of an operation, and what else that depends on, as long as JAX keeps the program. A hit
-# saves the compilation of the operation and of its pulls.
+# By the parameters of an operation; programs among the parameters count by their structure.
 _computations: Cache[Any, Computation] = Cache(2048)
+# By the first program of an operation, as long as JAX keeps that program; then by the other
+# parameters of the operation.
 _of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
 
-# A jitted function of at most so many cheap operations is computed again for its derivative: that
-# costs no more than to hand what was computed from one program to the next.
+# A jitted function of at most this many cheap operations is computed again for its derivative. That
+# costs no more than passing residuals from one program to the next.
 _MOST_AGAIN = 32
-_WORTH_KEEPING = 1 << 16  # so many terms of a matrix product cost more than to hand on its result
+_WORTH_KEEPING = 1 << 16  # a product of this many terms costs more than passing its result on
 _COSTLY = frozenset(
     {"conv_general_dilated", "ragged_dot", "ragged_dot_general", "cholesky", "lu", "qr", "eigh"}
     | {"svd", "eig", "triangular_solve", "sort", "fft", "custom_linear_solve", "pallas_call"}
@@ -44,16 +45,16 @@ _RUN_ONCE = frozenset({_jax.SCAN, _jax.COND, _jax.REMAT, TO_HOST, *_jax.WHILES})
 
 
 def computation_of(primitive: Any, params: Mapping[str, Any]) -> Computation:
-    """The one computation of a primitive without programs, with these parameters."""
+    """Returns the cached computation of a primitive that has no programs."""
     values = tuple(params.values())
-    key = primitive, tuple(params), values, tuple(map(type, values))  # 1, 1.0 and True are equal
+    key = primitive, tuple(params), values, tuple(map(type, values))  # 1 == 1.0 == True
     try:
         known = _computations.get(key)
     except TypeError:  # a parameter without a hash
         return _new(primitive, params)
     if known is None:
         known = _new(primitive, params)
-        if float not in key[3]:  # 0.0 is -0.0
+        if float not in key[3]:  # 0.0 == -0.0
             _computations.put(key, known)
     return known
 
@@ -75,27 +76,27 @@ def _new(primitive: Any, params: Mapping[str, Any]) -> Computation:
 
 
 def simple_call(params: Mapping[str, Any]) -> Computation | None:
-    """What a call of a jitted function computes, if it came before, closes over no arrays and has
-    no effects."""
+    """Returns the cached computation of a call of a jitted function; None if there is none, or if
+    the function closes over arrays or has effects."""
     known = _of_programs.get(params["jaxpr"])
     found = None if known is None else known.get((_JIT, _jax.jit_settings(params), ()))
     return found if found is not None and found.is_simple else None
 
 
 def computation_of_rule(primitive: Any, params: Mapping[str, Any]) -> Computation:
-    """The computation of a function with a rule, traced for this call: of no other one, since a
-    rule is a Python function, which may read what has changed."""
+    """Returns a new computation of a function with a custom rule, traced for this call only. The
+    rule is a Python function, which may read values that change between calls."""
     return _with_programs(primitive, params, (), is_kept=False)
 
 
 def computation_with_programs(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
 ) -> Computation:
-    """The one computation of an operation that has programs.
+    """Returns the cached computation of an operation that has programs.
 
     Args:
-      primitive, params: JAX's.
-      captured: the arrays that the programs close over and that are to be operands.
+      primitive, params: those of the JAX operation.
+      captured: the arrays that the programs close over and that become operands.
     """
     ids = tuple(map(id, captured))
     if primitive is _JIT:
@@ -116,9 +117,9 @@ def computation_with_programs(
         return _with_programs(primitive, params, captured)
     if computation is None:
         computation = _of_structure(primitive, params, captured)
-        if not any(map(_jax.is_tracer, captured)):  # these go with their transformation
+        if not any(map(_jax.is_tracer, captured)):  # a tracer is gone after its transformation
             known[key] = computation
-    elif not computation.is_kept:  # it has come again
+    elif not computation.is_kept:  # this is its second call: compile it
         computation.is_kept = True
         computation.derived.clear()
     return computation
@@ -127,14 +128,17 @@ def computation_with_programs(
 def _of_structure(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
 ) -> Computation:
-    """That of a program that JAX has just traced. A program alike may have been compiled before:
-    the body of a loop, and a function that is recomputed, are often made anew for each call."""
+    """Returns the computation of an operation whose programs JAX has just traced.
+
+    It may be that of an equal operation from before: JAX often traces bodies of loops and
+    recomputed functions again for each call.
+    """
     if captured:
         return _with_programs(primitive, params, captured)
     facts = _jax.facts_below(params)
     if not facts.primitives.isdisjoint(RULES):
         return _with_programs(primitive, params, (), is_kept=primitive is not _jax.REMAT)
-    # The structure is looked at only if a program of this outline came before.
+    # Compares structures only if an operation with the same outline has come before.
     outline = primitive, params.get("name"), facts.operations, facts.primitives
     first = _computations.get(outline)
     if first is None:
@@ -149,14 +153,15 @@ def _of_structure(
 def _with_programs(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], is_kept: bool = True
 ) -> Computation:
-    """`is_kept`: whether another call will find it; else nothing is compiled for it."""
+    """Returns a new computation of an operation that has programs. `is_kept`: whether later calls
+    find it; if not, nothing is compiled for it."""
     facts, programs = _jax.facts_below(params), _jax.sub_programs(params)
     refused: dict[int, str] = {}
     for _, program in programs if captured else ():
         refused.update(refused_arrays(program, captured))
     captured = [array for array in captured if id(array) not in refused]
     ids = list(map(id, captured))
-    # The table that has the computation knows it by its program, which it may not hold itself.
+    # A weak cache finds the computation by its program, so the computation may not hold that.
     copies = {name: program.replace() for name, program in programs}
     params = _jax.with_programs(without_donation(params), copies)
     is_edited = bool(ids) or TO_HOST in facts.primitives or facts.closes_over
@@ -235,7 +240,7 @@ def _has_large_product(program: Any) -> bool:
 
 
 def without_donation(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tape still needs the arguments of a compiled function: none is given up under it."""
+    """Returns parameters that donate no argument: a tape still needs the arguments."""
     donated = params.get("donated_invars", ())
     if any(donated):
         return {**params, "donated_invars": (False,) * len(donated)}

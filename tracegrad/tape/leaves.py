@@ -1,4 +1,4 @@
-"""What a tape is asked about: its targets and sources, and what it watches, as arrays."""
+"""Checks the arguments of tapes: targets, sources, and seeds; and returns their arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tracegrad.variables.variable import Variable
 
 
 class UnconnectedGradients(enum.Enum):
-    """What a tape answers for a source that nothing connects to the target.
+    """The gradient that a tape returns for a source that is not connected to the target.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> x = jnp.float32(3.0)
@@ -51,7 +51,7 @@ _ATTRIBUTES = (jax.tree_util.GetAttrKey, jax.tree_util.FlattenedIndexKey)
 
 
 def are_known_arrays(leaves: Sequence[Any]) -> bool:
-    """Whether there are leaves, and all are arrays and Variables."""
+    """Whether there are leaves, and each is a JAX array or a Variable."""
     for leaf in leaves:
         if not isinstance(leaf, (Variable, jax.Array)):
             return False
@@ -59,10 +59,10 @@ def are_known_arrays(leaves: Sequence[Any]) -> bool:
 
 
 def are_arrays(tree: Any) -> list[bool]:
-    """Of each leaf of a tree, whether it is to be an array.
+    """For each leaf of a tree, whether it must be an array: it is not a setting of a model.
 
-    Models have others too: functions, and whatever is an attribute of an object (a rate, a name).
-    A number or a string in a list is none of these.
+    Settings are functions, and attributes of objects that are no arrays (a rate, a name). A number
+    or a string in a list is no setting.
     """
     return [not _is_setting(path, leaf) for path, leaf in _with_paths(tree, is_variable)]
 
@@ -79,8 +79,8 @@ def _with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, An
 
 
 def arrays_of(target: Any, role: str = "target") -> tuple[list[Any], dict[Variable, Any]]:
-    """The arrays of a target, and the values that those of its Variables have."""
-    if isinstance(target, jax.Array):  # as most are: a step over a traced loss asks for one
+    """Returns the arrays of a target, and the values of the Variables in it."""
+    if isinstance(target, jax.Array):  # the common case
         return [target], {}
     leaves = jax.tree.leaves(target, is_leaf=_is_variable_or_none)
     if not are_known_arrays(leaves):
@@ -96,9 +96,9 @@ def _is_variable_or_none(leaf: Any) -> bool:
 
 
 def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: bool = False) -> None:
-    """Raises TypeError, with the place in the tree, for a leaf that is no array and no Variable.
+    """Raises TypeError, with the path in the tree, for a leaf that is no array and no Variable.
 
-    `settings`: whether there may be those that models have; see `are_arrays`.
+    `settings`: whether settings of models are allowed; see `are_arrays`.
     """
     if tree is not None and all(isinstance(leaf, _ARRAYS) for leaf in leaves):
         return
@@ -113,15 +113,16 @@ def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: boo
         if not settings and not isinstance(leaf, _ARRAYS):
             raise TypeError(
                 f"{with_article(role)} is one array or Variable, no tree of them, and not "
-                f"{with_article(type(leaf).__name__)}: give jax.tree.leaves of it, or take a "
+                f"{with_article(type(leaf).__name__)}: pass jax.tree.leaves of it, or use a "
                 "GradientTape"
             )
 
 
 def one_array(target: Any, role: str = "target") -> tuple[Any, dict[Variable, Any]]:
+    """The same as `arrays_of` for exactly one array; raises ValueError for another number."""
     arrays, variables = arrays_of(target, role)
     if len(arrays) != 1:
-        raise ValueError(f"a Jacobian is of one array; there are {len(arrays)}")
+        raise ValueError(f"a Jacobian takes one array as its {role}; there are {len(arrays)}")
     return arrays[0], variables
 
 
@@ -135,25 +136,25 @@ def real(target: Any) -> Any:
 
 
 def require_batches(target: Any, source: Any) -> None:
-    """Raises ValueError for arrays that are not ``[batch, ...]`` of one size of batch."""
+    """Raises ValueError unless both arrays are ``[batch, ...]`` with the same batch size."""
     shapes = jnp.shape(target), jnp.shape(source)
     if min(map(len, shapes)) < 2:
         raise ValueError(
-            f"batch_jacobian is of arrays with a batch axis and at least one more; the target "
+            f"batch_jacobian takes arrays with a batch axis and at least one more; the target "
             f"has the shape {shapes[0]}, the source {shapes[1]}"
         )
     if shapes[0][0] != shapes[1][0]:
         raise ValueError(
-            f"the batch of the target has the size {shapes[0][0]}, that of the source "
-            f"{shapes[1][0]}"
+            f"the batch size of the target is {shapes[0][0]}, and of the source {shapes[1][0]}"
         )
 
 
 def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
-    """The cotangents that a backward pass starts from: the given ones, checked; None for ones.
+    """Returns the seeds of a backward pass: the checked `output_gradients`, or None for ones.
 
-    A Python number, and integers of NumPy, are of the dtype of the target. Raises ValueError for a
-    wrong number or shape, TypeError for a wrong dtype and for a complex target without one.
+    Python numbers and NumPy integers are converted to the dtype of the target. Raises ValueError
+    for a wrong number or shape of seeds, TypeError for a wrong dtype, and TypeError for a complex
+    target without a seed.
     """
     given: list[Any] = [None] * len(targets)
     if output_gradients is not None:
@@ -169,6 +170,7 @@ def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
 
 
 def _seed(target: Any, seed: Any) -> Any:
+    """Returns a checked seed as an array of the target's type; None for a seed of ones."""
     if seed is None:
         if getattr(getattr(target, "dtype", None), "kind", "") == "c":
             raise TypeError(

@@ -1,8 +1,8 @@
-"""Finds the watched arrays that a function with a rule closes over: the rule has no gradient for
-them.
+"""Finds the watched arrays that a function with a custom rule closes over: the rule returns no
+gradient for them.
 
-A custom gradient returns gradients of its arguments alone, on a tape as in TensorFlow. Where a part
-of a gradient is missing for that reason, the tape warns whoever asks for the gradient.
+A custom gradient returns gradients of its arguments only, on a tape as in TensorFlow. If part of a
+gradient is missing for this reason, the tape warns when the user asks for that gradient.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ def lost_around(
     computed: Sequence[Any],
     info: Any,
 ) -> list[LostGradient]:
-    """The followed arrays that a function with a rule on values has closed over, without results.
+    """Returns the lost gradients of a function with a rule on values that has just run: those of
+    the followed arrays that the function closes over. Their `results` are still empty.
 
     Args:
-      record: one that has recorded what the function did.
-      begun: how many entries and lost gradients the record had when the function was called.
-      rule, operands: the rule, and the arrays to which it gives gradients.
+      record: a record of the operations that the function ran.
+      begun: how many entries and lost gradients the record had before the call.
+      rule: the rule of the function.
+      operands: the arrays for which the rule returns gradients.
       computed: the arrays that the function has returned.
       info: JAX's source info of the call.
     """
@@ -61,7 +63,7 @@ def lost_around(
     def text(array: Any) -> str:
         return lost_gradient_text(describe(array), info)
 
-    inner = record.lost[before:]  # by functions that this one has called
+    inner = record.lost[before:]  # lost by the functions that this function has called
     own = [LostGradient(s, (), functools.partial(text, arrays[s]), inside) for s in followed]
     return [*inner, *own]
 
@@ -75,8 +77,8 @@ def lose_in(
     operands: Sequence[Any],
     results: Sequence[Any],
 ) -> None:
-    """Notes in records which operands of an operation that has run are closed over by a function
-    with a rule in it."""
+    """Adds to records the lost gradients of an operation that has just run: those of operands that
+    a function with a rule, inside of the operation, closes over."""
     may_lose = computation.derived.get(closed_over_by)
     if may_lose is None:
         programs = [program for _, program in _jax.sub_programs(computation.params)]
@@ -99,7 +101,8 @@ Lost = list[tuple[int, What, tuple[int, ...]]]
 def lose(
     records: Sequence[Record], lost: Lost, operands: Sequence[Any], results: Sequence[Any]
 ) -> None:
-    """Notes in records what `lost_operands` has found in an operation that has just run."""
+    """Adds to records the lost gradients of an operation that has just run, from
+    `lost_operands`."""
     info = _jax.current_source_info() if lost else None
     for operand, what, places in lost:
         for record in records:
@@ -107,9 +110,9 @@ def lose(
 
 
 def lost_operands(fun: Any, types: Sequence[Any]) -> Lost:
-    """The operands of a function that an inner function with a rule closes over: for each its
-    position, the user's names for function and array, and the results that are connected to a
-    result of the inner function."""
+    """Returns the operands of `fun` that an inner function with a rule closes over. Each comes with
+    its position, the user's names for inner function and array, and the positions of the results
+    of `fun` that are connected to a result of the inner function."""
     walk = _ClosedOver(len(types))
     outs = walk.region(traced(fun, types), of_each(map(_jax.has_gradient, types)))
     return [
@@ -139,11 +142,11 @@ class _ClosedOver(Walk):
         return outs
 
 
-# --------------------------------------------------------------------------- when it is asked
+# --------------------------------------------------------------------------- warning the user
 
 
 def warn_of_lost(record: Record, sources: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Warns, at the user's line, of each lost gradient that is a part of one that is asked for."""
+    """Warns, at the user's line, of each lost gradient that is part of a requested gradient."""
     if not record.lost:
         return
     starts, ends = (
@@ -155,7 +158,7 @@ def warn_of_lost(record: Record, sources: Sequence[Any], targets: Sequence[Any])
 
 
 def _missed(record: Record, sources: Sequence[int], targets: Sequence[int]) -> list[LostGradient]:
-    """The lost gradients on a path from a source to a target."""
+    """Returns the lost gradients on a path from a source to a target."""
     starts = dict.fromkeys(sources, 1)
     for i, lost in enumerate(record.lost, 1):
         for slot in lost.results:
@@ -170,8 +173,8 @@ def _missed(record: Record, sources: Sequence[int], targets: Sequence[int]) -> l
 
 
 def _is_connected(record: Record, lost: LostGradient) -> bool:
-    """Whether the results of a function with a rule on values are connected to the array that the
-    function closes over."""
+    """Whether the array that a function with a rule on values closes over is connected to what the
+    function computed. True for other functions, for which this is known already."""
     if lost.inside is None:
         return True
     first, last, ends = lost.inside
@@ -180,7 +183,8 @@ def _is_connected(record: Record, lost: LostGradient) -> bool:
 
 
 def _spread(record: Record, entries: Sequence[Entry], starts: dict[int, int]) -> dict[int, int]:
-    """The masks of slots: each is joined with the masks of the slots that it is connected to."""
+    """Returns masks by slot: `starts`, carried on from the operands of entries to connected
+    results. The mask of a slot is the union of all masks that reach it."""
     masks = dict(starts)
     for entry in entries:
         ins = [masks.get(slot, 0) for slot in entry.args]
@@ -194,7 +198,7 @@ def _spread(record: Record, entries: Sequence[Entry], starts: dict[int, int]) ->
 
 
 def _links(record: Record, entry: Entry) -> Sequence[int]:
-    """For each result of an entry the mask of the operands that are connected to it."""
+    """For each result of an entry, the mask of the operands that are connected to it."""
     computation, count = entry.computation, len(entry.args)
     if isinstance(computation, Rule):
         return [(1 << count) - 1] * len(entry.results)

@@ -1,9 +1,9 @@
 """A JAX trace that runs every operation on ordinary arrays and adds it to the records of tapes.
 
-One recorder stands on each underlying trace of a thread (none, or that of a function that is being
-traced) and serves any number of tapes. Values stay what they are: `if`, `print` and NumPy work.
-What JAX does not show to a trace is not recorded: programs compiled ahead of time, and other
-threads.
+Each thread has one recorder for each underlying trace: the top level, or the trace of a function
+that is being traced. The recorder serves any number of tapes. Arrays stay ordinary arrays: `if`,
+`print` and NumPy work. It does not record what JAX does not show to a trace: programs compiled
+ahead of time, and other threads.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class OperationRecorder(ForwardingTrace):
     """Runs every operation under its parent, and adds it to the records that track an operand.
 
     Attributes:
-      records: of the tapes and accumulators that are on.
-      is_top: whether the parent runs operations at once: nothing is being transformed.
+      records: the records of the active tapes and accumulators, the outermost first.
+      is_top: whether the parent is JAX's top level, which runs operations at once.
     """
 
     def __init__(self, parent: Any):
@@ -50,28 +50,28 @@ class OperationRecorder(ForwardingTrace):
         self.records: list[Record] = []
         self.is_top = isinstance(parent, _jax.TopLevelTrace)
         self._is_staged = any(isinstance(t, _jax.StagingTrace) for t in _jax.outward(parent))
-        # Sees operations before what it stands on does, which may put others in their place.
+        # The recorder sees an operation first, so it asks this parent for a replacement.
         self._overriding = parent if isinstance(parent, OverridingTrace) else None
 
     # ------------------------------------------------------------------------------ life
 
     def add(self, record: Record) -> None:
-        """Starts recording; the first record puts the recorder on top of its parent."""
+        """Starts recording; the first record installs the recorder on its parent."""
         if not self.is_installed:
             self.install()
         self.records.append(record)
 
     def remove(self, record: Record) -> None:
-        """Stops recording; the last record takes the recorder away."""
+        """Stops recording for a record; the last one uninstalls the recorder."""
         self.records = [r for r in self.records if r is not record]
         self.leave()
 
     def leave(self) -> None:
-        """Takes the recorder away if it serves no record.
+        """Uninstalls the recorder if it serves no record.
 
-        Inside a transformation that began later (the body of a jitted function that ends the
-        recording) it stays, since that will go back to it; the end of the tape's block calls this
-        once more.
+        If recording ends inside a transformation that began later (the body of a jitted function),
+        the recorder stays installed, since JAX returns to it when the transformation ends. The end
+        of the tape's block then calls `leave` again.
         """
         if not self.records and self.is_installed and _jax.current_trace(None) is self:
             self.uninstall()
@@ -83,6 +83,10 @@ class OperationRecorder(ForwardingTrace):
     def call_jitted(
         self, jitted: Any, forms: dict[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        """Calls a jitted function, by its `direct_form` if the call allows it.
+
+        `forms`: the direct forms of the function, or NotDirect, by active operands and orders.
+        """
         operands = jax.tree.leaves((args, kwargs))
         watching = self.watching(operands)
         is_plain = self.is_top and len(watching) == len(self.records) == 1
@@ -116,7 +120,7 @@ class OperationRecorder(ForwardingTrace):
             if found is not None:
                 return found if primitive.multiple_results else found[0]
         results: Any
-        # Called for every operation: what costs a microsecond here counts.
+        # Called for every operation: each microsecond counts.
         if primitive in _WITHOUT_PROGRAMS:
             watching = self.watching(args)
             if not watching:
@@ -141,7 +145,7 @@ class OperationRecorder(ForwardingTrace):
     def _process_programs(
         self, primitive: Any, args: Sequence[Any], params: Mapping[str, Any]
     ) -> Sequence[Any]:
-        """Runs an operation that has programs: what they close over are operands too."""
+        """Runs an operation that has programs; the arrays that they close over become operands."""
         is_jit = primitive is _JIT
         facts = _jax.program_facts(params["jaxpr"]) if is_jit else _jax.facts_below(params)
         captured: Sequence[Any] = facts.arrays
@@ -155,7 +159,7 @@ class OperationRecorder(ForwardingTrace):
             captured = [c for c in captured if self.watching((c,))]
         with set_current_trace(self.parent_trace):
             computation = computation_with_programs(primitive, params, captured)
-        if not watching and computation.saves:  # it shares what JAX has compiled
+        if not watching and computation.saves:  # run the program that JAX itself has compiled
             with set_current_trace(self.parent_trace):
                 return _bind(primitive, args, without_donation(params))
         for identity, function in computation.refused.items():
@@ -173,8 +177,8 @@ class OperationRecorder(ForwardingTrace):
             return _jax.eval_program(program, args)
 
     def _may_save(self, watching: Sequence[Record]) -> bool:
-        """Whether residuals may be saved. Rules in force, and an accumulator's tangents, need the
-        operation as it is."""
+        """Whether an operation may save residuals for these records. Rules in force, and
+        accumulators, need the operation without residuals."""
         return not rules_in_force() and all(record.keeps_operations for record in watching)
 
     def watching(self, operands: Sequence[Any]) -> list[Record]:
@@ -183,7 +187,7 @@ class OperationRecorder(ForwardingTrace):
     def apply(
         self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
     ) -> Any:
-        """Runs a computation and records it; returns its own results, as it gives them."""
+        """Runs and records a computation; returns its results, without residuals."""
         if not PLAIN.issuperset(map(type, operands)):
             operands = self.own_operands(computation.name, operands)
         saves = computation.saves if self.is_top else computation.is_run_once
@@ -195,7 +199,7 @@ class OperationRecorder(ForwardingTrace):
         if not watching:
             return out
         is_list = type(out) is list
-        if is_list and self.is_top and computation.is_compiled:  # as most are: new arrays
+        if is_list and self.is_top and computation.is_compiled:  # the common case: new arrays
             results = out
         else:
             results = out if is_list else jax.tree.leaves(out)
@@ -213,7 +217,7 @@ class OperationRecorder(ForwardingTrace):
     def _saving(
         self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
     ) -> Computation:
-        """What runs in the place of a computation, and saves what its derivatives need."""
+        """Returns the forward of a computation, which saves the residuals of its derivatives."""
         active = active_operands(operands, watching)
         groups: tuple[tuple[int, ...], ...] = (active,)
         if len(watching) > 1 and computation.has_rules and not computation.has_effects:
@@ -227,12 +231,12 @@ class OperationRecorder(ForwardingTrace):
     def _own_results(
         self, computation: Computation, args: Sequence[Any], results: Sequence[Any]
     ) -> list[Any]:
-        """The results, each an array of its own.
+        """Returns the results, each as an array object of its own.
 
         An operation may return the very array that it was given (a reshape to the same shape). The
-        result is another value with a gradient of its own: it gets its own identity. And of a
-        checkpointed function JAX hands on a constant as it stands in the program, which is no array
-        yet: each operation that reads it would make another one of it.
+        result has a gradient of its own, so it must be another object. A checkpointed function may
+        return a constant of its program that is no JAX array yet: it becomes one array here, since
+        otherwise each operation that reads the constant would make a new array.
         """
         own = set(map(id, args))
         fresh = []
@@ -248,7 +252,7 @@ class OperationRecorder(ForwardingTrace):
         return fresh
 
     def own_operands(self, name: str, operands: Sequence[Any]) -> Sequence[Any]:
-        """The operands as a record can hold them: a NumPy array may be changed by its owner."""
+        """Returns operands that a record can hold: copies NumPy arrays, which may be changed."""
         if are_plain(operands):
             return operands
         refuse_references(name, operands)
@@ -256,7 +260,7 @@ class OperationRecorder(ForwardingTrace):
             return [jnp.array(x) if isinstance(x, np.ndarray) else x for x in operands]
 
     def alias(self, array: Any) -> Any:
-        """Another array object for the same value."""
+        """Returns another array object with the same value."""
         with set_current_trace(self.parent_trace):
             return _jax.fresh_alias(array)
 
@@ -264,7 +268,8 @@ class OperationRecorder(ForwardingTrace):
         return bool(self.records)  # it may read a Variable
 
     def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Runs an operation that hands on its operand, without recording it."""
+        """Runs the marker of a value for the host, which returns its operand. It is not recorded,
+        so that no gradient goes through it."""
         with set_current_trace(self.parent_trace):
             result = primitive.bind(*args, **params)
         return self.alias(result) if self.watching([result]) else result
@@ -272,7 +277,8 @@ class OperationRecorder(ForwardingTrace):
     def run_instead(
         self, ask: Callable[..., Instead | None], args: Sequence[Any], *of: Any
     ) -> list[Any] | None:
-        """The results of what runs in the place of an operation; None if that itself runs."""
+        """Runs the replacement of an operation, if `ask` returns one, and returns its results;
+        None if there is no replacement."""
         with set_current_trace(self.parent_trace):
             instead = ask(*of)
         if instead is None:
@@ -282,7 +288,7 @@ class OperationRecorder(ForwardingTrace):
 
 
 def active_operands(operands: Sequence[Any], watching: Sequence[Record]) -> tuple[int, ...]:
-    """The places of the operands of which derivatives may be wanted."""
+    """Returns the positions of the operands that may be differentiated for any of the records."""
     if len(watching) == 1:
         return watching[0].active(operands)
     return tuple(sorted({i for record in watching for i in record.active(operands)}))
@@ -298,15 +304,15 @@ def refuse_references(name: str, values: Sequence[Any]) -> None:
     plain = (*_IMMUTABLE, np.ndarray)
     if any(not isinstance(x, plain) and _jax.is_reference(jax.typeof(x)) for x in values):
         raise NotImplementedError(
-            f"{name} of a jax.Ref with an array that a tape watches: what is written to a Ref "
-            "outside of a compiled function cannot be followed. Use it inside a function compiled "
-            "by jax.jit or tracegrad.trace"
+            f"{name} uses a jax.Ref and an array that a tape watches: a tape cannot follow what is "
+            "written to a Ref outside of a compiled function. Use the Ref inside a function "
+            "compiled by jax.jit or tracegrad.trace"
         )
 
 
-_MOST_FORMS = 64  # of one jitted function: one for each set of operands that are followed
+_MOST_FORMS = 64  # direct forms of one jitted function: one for each set of followed operands
 _IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
-# Of most operands it is known by their type that they can be held as they are.
+# The types seen so far whose values nobody can write to: a record can hold them as they are.
 PLAIN = {bool, int, float, complex}
 
 
@@ -320,5 +326,5 @@ def are_plain(values: Sequence[Any]) -> bool:
     return True
 
 
-# Operations of these are without sub-programs.
+# The primitives seen so far whose operations have no programs.
 _WITHOUT_PROGRAMS: set[Any] = set()

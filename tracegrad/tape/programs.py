@@ -1,7 +1,7 @@
-"""Runs programs of JAX with other arrays in the place of those that they close over.
+"""Runs JAX programs with operands instead of the arrays that the programs close over.
 
 JAX holds the arrays that a jitted function closes over as constants of its program, at any depth of
-calls. As constants they would silently have no gradient: a tape makes them operands.
+calls. Constants would silently have no gradient, so a tape makes these arrays operands.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from tracegrad.ir.running import run_graph
 from tracegrad.ir.writing import Port, Where
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 
-# By the identity of an array that a program closes over, what stands in its place.
+# Maps the id of an array that a program closes over to the array that replaces it.
 Instead = Mapping[int, Any]
 RULES = (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
 
 
 def run_program(program: Any, args: Sequence[Any], instead: Instead) -> list[Any]:
-    """The results of a program, computed as a tape differentiates them.
+    """Runs a program in the form that a tape differentiates, and returns its results.
 
-    What is handed to the host is a constant to differentiation, and so is what a `jax.custom_jvp`
-    closes over: to differentiate that is an error, where JAX takes zero in silence. An effect in a
+    Values passed to the host are constants for differentiation. It is an error to differentiate a
+    value that a `jax.custom_jvp` closes over, for which JAX silently returns zero. An effect in a
     scan happens at each step.
 
     Args:
-      program: of JAX.
+      program: a JAX program.
       args: its operands.
-      instead: what stands in the place of arrays that it closes over.
+      instead: the replacements of arrays that it closes over.
     """
     graph, steps = _staying_in_scans(end_gradients_at_host(import_program(program)))
     return run_graph(_closing_over(graph, instead), [*args, *steps])
 
 
 def _closing_over(graph: Graph, instead: Instead) -> Graph:
+    """Returns the graph with its constants replaced, also those of inner regions."""
     if not instead:
         return graph
     edited = _opened(graph, instead, Where())
@@ -54,7 +55,7 @@ def _closing_over(graph: Graph, instead: Instead) -> Graph:
 
 
 def _opened(region: Graph, instead: Instead, where: Where) -> Edited:
-    """A region with ports in the place of the constants that others stand for."""
+    """Returns a region in which the constants that `instead` replaces are inputs by ports."""
     kept, ports = dict[Value, Any](), list[Port]()
     for value, array in region.constants.items():
         if id(array) in instead:
@@ -78,17 +79,18 @@ def _opened(region: Graph, instead: Instead, where: Where) -> Edited:
 
 
 def _holds(node: Node, instead: Instead) -> bool:
-    """Whether a program of a node closes over an array in the place of which others stand."""
+    """Whether a program of a node closes over an array that `instead` replaces."""
     facts = _jax.facts_below(node.params)
     return any(id(array) in instead for array in (*facts.arrays, *facts.numpy_arrays))
 
 
 def _staying_in_scans(graph: Graph) -> tuple[Graph, list[Any]]:
-    """The graph in which effects in scans depend on the step, and the further operands for that.
+    """Returns the graph with effects in scans made dependent on the step, and the extra operands
+    that this needs.
 
-    JAX takes out of a scan that it differentiates what is the same at each step, and takes along
-    what prints or calls the host there. It takes nothing out that stands in a branch on a value of
-    the step.
+    When JAX differentiates a scan, it moves operations that are the same at each step out of the
+    scan, prints and host calls among them. It does not move a branch on a value of the step, so
+    each such effect is put into a branch.
     """
     if not graph.effects:
         return graph, []
@@ -114,16 +116,16 @@ def _is_effect_in_a_scan(found: Occurrence) -> bool:
 
 
 def closes_over_watched(function: str) -> ValueError:
-    """The error for an array that a custom derivative closes over, and a tape watches."""
+    """Returns the error for a watched array that a custom derivative closes over."""
     return ValueError(
         f"the custom derivative of {function} closes over an array that a tape watches: its rule "
-        "cannot tell the derivative with respect to it. Pass the array as an argument"
+        "returns no derivative with respect to the array. Pass the array as an argument"
     )
 
 
 def refused_arrays(program: Any, captured: Sequence[Any]) -> dict[int, str]:
-    """Those of the arrays that a program closes over to which a custom derivative in it is blind:
-    by identity the name of the function that has the derivative."""
+    """Finds the `captured` arrays of a program for which a custom derivative in it has no gradient.
+    Maps the id of each to the name of the function with that derivative."""
     if _jax.program_facts(program).primitives.isdisjoint(RULES):
         return {}
     ids = list(map(id, captured))

@@ -1,7 +1,8 @@
-"""What a tape remembers: the arrays of what touched something watched, and how they came about.
+"""The record of a tape: the operations on followed arrays, and their operands and results.
 
-A record is a list of entries, one for each operation: what it computes, and the slots of its
-operands and of its results. Arrays are told apart by identity, and numbered by slots.
+An array is followed if it is watched, or computed from a followed array. A record is a list of
+entries, one for each operation: its computation, and the slots of its operands and results. A slot
+is the number of an array in the record. Arrays are told apart by identity, not by value.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Entry(NamedTuple):
     """One operation that has run.
 
     Attributes:
-      computation: what it computes; of a function with a rule on values, that `Rule`.
+      computation: its computation; for a function with a rule that ran on values, the `Rule`.
       args, results: the slots of its operands and results.
       source_info: where it was called.
     """
@@ -37,8 +38,8 @@ class Entry(NamedTuple):
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """The slots of the arrays at which it is pulled back."""
-        if getattr(self.computation, "count", None) is None:  # it has saved nothing
+        """The slots of the arrays that its pull-back takes, apart from cotangents."""
+        if getattr(self.computation, "count", None) is None:  # it has saved no residuals
             return self.args
         return (*self.args, *self.results)
 
@@ -47,11 +48,11 @@ class LostGradient(NamedTuple):
     """A followed array that a function with a rule closes over: the rule has no gradient for it.
 
     Attributes:
-      array: its slot.
-      results: the slots of the results that depend on it.
-      text: what the user is told.
-      inside: for a rule on values the first and the last entry of what the function has done, and
-        the slots of what it has computed; else the results are known to depend on the array.
+      array: the slot of the array.
+      results: the slots of the results that depend on the array.
+      text: returns the warning for the user.
+      inside: for a rule on values, the range of the entries that the function recorded, and the
+        slots of what it computed; None: the results are known to depend on the array.
     """
 
     array: int
@@ -61,10 +62,10 @@ class LostGradient(NamedTuple):
 
 
 def lost_gradient_text(what: tuple[str, str], info: Any) -> str:
-    """What the user is told of a lost gradient.
+    """Returns the warning for a lost gradient.
 
     Args:
-      what: the function, and the array on which it depends.
+      what: the user's names for the function, and for the array on which it depends.
       info: JAX's source info of the call.
     """
     function, array = what
@@ -72,24 +73,24 @@ def lost_gradient_text(what: tuple[str, str], info: Any) -> str:
     return (
         f"{function}, which has a custom gradient, depends on {array}, which it closes over or is "
         "given by keyword, and which is watched or computed from what is watched. Its gradient "
-        "function returns no gradient for it, so a part of the gradient is missing: what goes "
-        f"through the call{at(line if is_users else None)}. Make it a positional argument and "
-        "return its gradient as well or, if it is meant as a constant, use stop_gradient of it"
+        "function returns no gradient for it, so the part of the gradient that goes through the "
+        f"call{at(line if is_users else None)} is missing. Make it a positional argument and "
+        "return its gradient as well or, if it is a constant, apply stop_gradient to it"
     )
 
 
 class Record:
-    """The operations of one tape, and the arrays to which data flows from a watched one.
+    """The operations of one tape, and their arrays.
 
-    Arrays are held, so that an identity stays good.
+    The record holds the arrays, so that no other array gets the same id.
 
     Attributes:
-      keeps_operations: whether gradients are taken of it when it is over.
-      orders: as many derivatives of one another it may see.
-      arrays: by slot.
-      tracked: the slots of the arrays that are followed, by identity.
-      others: those of other operands.
-      without_gradient: those of results without one: integers, booleans, random keys.
+      keeps_operations: whether it keeps entries, from which gradients are computed later.
+      orders: the highest order of derivative that may be computed from it.
+      arrays: the arrays by slot.
+      tracked: maps the ids of followed arrays to slots.
+      others: maps the ids of other operands and results to slots.
+      without_gradient: the slots of results whose dtype has no gradient.
     """
 
     keeps_operations = True
@@ -102,11 +103,12 @@ class Record:
         self.others: dict[int, int] = {}
         self.without_gradient: list[int] = []
         self.lost: list[LostGradient] = []
-        # The operands of operations that follow nothing, weakly, by identity.
+        # Weak references, by id, to the operands of operations that were not recorded.
         self.unfollowed: dict[int, weakref.ref[Any]] = {}
-        # For each watched Variable the arrays that were read of it, by identity.
+        # For each watched Variable, the arrays that were read from it, by id.
         self.reads: dict[Variable, dict[int, Any]] = {}
-        # Variables, each with an array that only this record was handed; it is given back.
+        # Variables, each with its array, if only this record was given the array. The end of the
+        # record gives the array back, so that a program may write over it.
         self.shown: list[tuple[Variable, Any]] = []
 
     # --------------------------------------------------------------------------- what is followed
@@ -117,7 +119,7 @@ class Record:
             self.tracked[id(array)] = self._new_slot(array)
 
     def slot(self, array: Any) -> int:
-        """The slot of an array; it gets one if it has none."""
+        """Returns the slot of an array, a new one if it has none."""
         slot = self.tracked.get(id(array))
         if slot is None:
             slot = self.others.get(id(array))
@@ -146,14 +148,14 @@ class Record:
         return False
 
     def active(self, operands: Sequence[Any]) -> tuple[int, ...]:
-        """The places of those of some operands that are followed."""
+        """Returns the positions of the operands that are followed and have a gradient."""
         tracked = self.tracked
         return tuple(
             [i for i, x in enumerate(operands) if id(x) in tracked and _jax.has_gradient(x)]
         )
 
     def was_used_unfollowed(self, array: Any) -> bool:
-        """Whether an array was an operand when it was not followed."""
+        """Whether an array was an operand while it was not followed."""
         seen = self.unfollowed.get(id(array))
         return id(array) in self.others or (seen is not None and seen() is array)
 
@@ -188,14 +190,14 @@ class Record:
         )
 
     def add_lost(self, lost: Sequence[LostGradient]) -> None:
-        """Notes the arrays that the function of the last entry closes over: its rule returns no
-        gradient for them. Whoever asks for such a gradient is warned."""
+        """Adds lost gradients of the last entry: arrays that its function closes over, and for
+        which its rule returns no gradient. The user is warned on asking for such a gradient."""
         results = self.entries[-1].results
         self.lost += [each._replace(results=results) for each in lost]
 
     def lose(self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any) -> None:
-        """Notes that a rule in an operation returns no gradient for an array, on which these
-        results depend."""
+        """Adds a lost gradient: a rule in an operation returns no gradient for `array`, on which
+        `results` depend."""
         if id(array) in self.tracked:
             slots = tuple([self.slot(result) for result in results])
             text = functools.partial(lost_gradient_text, what, info)
@@ -208,31 +210,31 @@ class Record:
         self.reads.setdefault(variable, {})
 
     def watch_read(self, variable: Variable, value: Any) -> None:
-        """Watches a value that a Variable has given."""
+        """Watches a value that was read from a Variable."""
         self.watch(value)
         self.reads.setdefault(variable, {})[id(value)] = value
 
     @property
     def variable_names(self) -> dict[int, str]:
-        """The names of Variables, by the ids of the arrays that were read of them."""
+        """The names of Variables, by the ids of the arrays that were read from them."""
         return {
             id(v): variable.name for variable, reads in self.reads.items() for v in reads.values()
         }
 
     def reads_of(self, source: Any) -> list[Any]:
-        """The arrays that a source stands for: itself, or the values read from a Variable."""
+        """Returns the arrays of a source: itself or, for a Variable, the arrays read from it."""
         if isinstance(source, Variable):
             return list(self.reads.get(source, {}).values())
         return [source]
 
     def hand_out(self) -> None:
-        """Gives no array back from now on: another record may keep it."""
+        """Gives back none of the arrays shown so far: another record may hold them now."""
         self.shown.clear()
 
     # ------------------------------------------------------------------------------------- the end
 
     def forget_arrays(self) -> None:
-        """Frees all arrays. What was recorded, and which Variables were watched, is kept."""
+        """Frees all arrays. Keeps the entries, the types of arrays, and the watched Variables."""
         abstract, array_type = jax.core.AbstractValue, _jax.array_type
         self.arrays[:] = [x if isinstance(x, abstract) else array_type(x) for x in self.arrays]
         self.tracked.clear()
@@ -261,7 +263,7 @@ class Record:
 
 
 def type_of_kept(array: Any) -> Any:
-    """The type of what a slot holds: an array or, once the tape is used up, the array's type."""
+    """Returns the type of a slot's array. (A used-up tape holds this type instead of the array.)"""
     return array if isinstance(array, jax.core.AbstractValue) else _jax.array_type(array)
 
 
@@ -273,14 +275,15 @@ def on_the_way(
     *,
     of_data: bool = False,
 ) -> list[tuple[Entry, tuple[int, ...]]]:
-    """The entries on a path from a source to a target, in order. Each comes with the places of its
-    active operands: those to which a cotangent may come back.
+    """Returns the entries on a path from a source to a target, in order. Each comes with the
+    positions of its active operands: those to which a cotangent may go back.
 
     Args:
-      record, sources, targets: the slots of arrays in a record.
+      record: the record.
+      sources, targets: slots of arrays in the record.
       stopped: slots that count as constants.
-      of_data: follow all data, also where no cotangent comes back: for entries that are computed
-        once more and may use no recorded value.
+      of_data: follow all data, also where no cotangent goes back. Needed if the entries are to be
+        computed again, without recorded values.
     """
     arrays = record.arrays
     reached, wanted = set(sources), set(targets)
@@ -288,7 +291,7 @@ def on_the_way(
     for entry in record.entries:
         if not of_data and getattr(entry.computation, "primitive", None) is _jax.STOP_GRADIENT:
             continue
-        # Constants get nothing from a custom rule.
+        # A custom rule returns nothing for constants.
         first = 0 if of_data else getattr(entry.computation, "constants", 0)
         active = tuple([i for i, slot in enumerate(entry.args) if slot in reached and i >= first])
         if active:
@@ -304,12 +307,12 @@ def on_the_way(
 
 
 def own_results(entry: Entry) -> tuple[int, ...]:
-    """The slots of an operation's own results, without the residuals that it saved."""
+    """Returns the slots of an operation's results, without the residuals that it saved."""
     return entry.results[: getattr(entry.computation, "count", None)]
 
 
 def following(entries: Sequence[Entry], sources: Iterable[int]) -> list[Entry]:
-    """The entries to which data flows from some slots, in order."""
+    """Returns the entries that depend on the arrays of `sources`, in order."""
     reached, found = set(sources), []
     for entry in entries:
         if not reached.isdisjoint(entry.args):

@@ -1,7 +1,7 @@
-"""A recorder of operations and of functions that have a rule of their own.
+"""The recorder of operations, and of functions with custom rules (`jax.custom_vjp` and its like).
 
-Such a function runs on values, and so does its rule, when a gradient gets there. Where there are no
-values, or where its tangents are asked for, it is traced.
+A function with a rule runs on values, that is, on concrete arrays; so does its rule, when a
+gradient is computed. Under a transformation, or if its tangents are needed, the function is traced.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ class Recorder(OperationRecorder):
 
     @property
     def takes_rules(self) -> bool:
-        """Whether what runs here runs on values, and all that is wanted of a rule is its gradient:
-        the tangents of a `ForwardAccumulator` need its transpose, so that it is traced."""
+        """Whether a function with a rule runs on values here, and needs a gradient only. The
+        tangents of a `ForwardAccumulator` need the rule's transpose, for which it is traced."""
         return self.is_top and all(record.keeps_operations for record in self.records)
 
     def before_rule(self) -> dict[Record, tuple[int, int]]:
-        """How far each record is, before a function with a rule runs on values."""
+        """Returns how many entries and lost gradients each record has. For use before a function
+        with a rule runs on values."""
         return {record: (len(record.entries), len(record.lost)) for record in self.records}
 
     def with_rule(
@@ -51,10 +52,10 @@ class Recorder(OperationRecorder):
         computed: Sequence[Any],
         begun: Mapping[Record, tuple[int, int]],
     ) -> Sequence[Any]:
-        """What a function has computed of operands, as results that have a rule.
+        """Records a call of a function with a rule as one entry, and returns the entry's results.
 
-        They are other arrays than those that it has computed, and connected to operands only.
-        `begun`: from `before_rule`.
+        The results are new array objects with the values of `computed`. Only the rule connects
+        them to `operands`. `begun`: from `before_rule`.
         """
         watching = self.watching(operands)
         if not computed or not (watching or self.watching(computed)):
@@ -72,7 +73,7 @@ class Recorder(OperationRecorder):
     def run_rule(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
-        """Runs a function of JAX's that has a rule."""
+        """Runs a function with a `jax.custom_vjp` or a `jax.custom_jvp`."""
         if self._overriding is not None:
             ask = self._overriding.rule_instead
             results = self.run_instead(ask, args, primitive, subfuns, params, args)
@@ -92,8 +93,9 @@ class Recorder(OperationRecorder):
     def _run_rule_on_values(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
-        """Has JAX differentiate the function: its rule runs forward on values now, and backward
-        when a gradient gets there. Tapes further out record both, since they differentiate that."""
+        """Differentiates a function with a rule by JAX's VJP: the rule runs forward on values now,
+        and backward when a gradient is computed. Outer tapes record both passes, since they may
+        have to differentiate them."""
         operands = self.own_operands(str(getattr(subfuns[0], "__name__", primitive.name)), args)
         watching = self.watching(operands)
         active = active_operands(operands, watching)
@@ -109,13 +111,13 @@ class Recorder(OperationRecorder):
                 _jax.forget_result_trees(fun)
             return bind(*operands)
 
-        met: set[int] = set()  # the operands for which the rule has given a gradient, no None
+        met: set[int] = set()  # the operands for which the rule has returned a gradient, not None
 
         def witnessed(operands: list[Any]) -> list[Any]:
             return bind(*_jax.with_witnesses(operands, 0, met))
 
         inner = watching[-1] if watching else None
-        with _standing_aside(self, inner, spies), set_current_trace(self):
+        with _with_one_order_less(self, inner, spies), set_current_trace(self):
             if active:
                 try:
                     results, vjp = _jax.vjp_of_some(witnessed, operands, active)
@@ -155,13 +157,13 @@ class Recorder(OperationRecorder):
                 found = lost_operands(called, list(map(jax.typeof, operands)))
             for fun in subfuns[:2]:
                 _jax.forget_result_trees(fun)
-            for fun, trees in kept:  # its caller takes the tree of the results from there
+            for fun, trees in kept:  # JAX reads the tree of the results from there
                 _jax.leave_result_trees(fun, trees)
             lose(watching, found, operands, results)
         return results
 
     def _name_of(self, called: Callable[..., list[Any]], operands: Sequence[Any]) -> str:
-        """The name of the function with a rule that a call is of."""
+        """Returns the name of the function with a rule that `called` calls."""
         with set_current_trace(self.parent_trace):
             program = jax.make_jaxpr(called)(*operands)
         rules = [e for e in _jax.opened(program).eqns if e.primitive in RULES]
@@ -170,18 +172,19 @@ class Recorder(OperationRecorder):
     def _run_traced_rule(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
-        """Runs a function with a rule as the equation that it is traced to: so it can be kept, and
-        what it closes over shows as operands."""
+        """Traces a function with a rule to an equation, and runs the equation. In it, the values
+        that the function closes over are operands."""
         with set_current_trace(self.parent_trace):
             traced = traced_rule(primitive, subfuns, args, params)
         results = self._run_equation_with_rule(*traced)
-        # Its caller takes the tree of the results from the function or from its rule, and wants
-        # just one of them to have run: the rule has, if the parent differentiates.
+        # JAX reads the tree of the results from the function or from its rule, and expects exactly
+        # one of them to have run. The rule has run if the parent differentiates.
         if _jax.has_run(subfuns[1]):
             _jax.forget_result_trees(subfuns[0])
         return results
 
     def _run_equation_with_rule(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        """Runs and records the equation; raises if the function closes over a watched array."""
         primitive, params = equation.primitive, equation.params
         constants = _jax.count_closed_over(params)
         facts = _jax.facts_below(params)
@@ -197,8 +200,8 @@ class Recorder(OperationRecorder):
 
 
 class Spy(Record):
-    """Stands for a record while a function with a rule runs on values: has what the record follows
-    been used, that is no operand?"""
+    """Replaces a record while a function with a rule runs on values, and notices whether the
+    function uses an array that the record follows and that is no operand (`has_seen`)."""
 
     def __init__(self, record: Record, operands: Sequence[Any]):
         super().__init__(orders=0)
@@ -215,11 +218,11 @@ class Spy(Record):
 
 
 @contextmanager
-def _standing_aside(
+def _with_one_order_less(
     recorder: OperationRecorder, inner: Record | None, spies: Sequence[Spy]
 ) -> Iterator[None]:
-    """A block in which the innermost record does not see a forward function that calls the function
-    that it is of: once for each derivative of one another that it may see."""
+    """A block in which the innermost record may see one order of derivatives less; at order 0, it
+    records nothing. So a forward function that calls its own function comes to an end."""
     records = recorder.records
     if inner is not None:
         inner.orders -= 1
@@ -235,7 +238,8 @@ def _standing_aside(
 def _written_zeros(
     called: Callable[..., list[Any]], operands: Sequence[Any], given: Sequence[bool]
 ) -> dict[int, Any]:
-    """The zeros, by operand, that a rule of tangents has written for some of the results."""
+    """Returns zeros for each operand that is connected to a result with a cotangent (`given`):
+    those that a custom JVP has returned as its derivative, and that JAX has dropped."""
     with set_current_trace(_jax.current_trace_outside_of(Recorder)):
         rows = links_of(called, list(map(jax.typeof, operands)))
     linked = joined(compress(rows, given))

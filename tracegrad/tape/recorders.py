@@ -1,4 +1,4 @@
-"""The recorder of this thread and transformation: how it is found, entered and stepped out of."""
+"""Finds the recorder of the current thread and trace, and enters and leaves it by blocks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class _Kept(threading.local):
 
 
 _kept = _Kept()
-_MOST_KEPT = 8  # as many as tapes stand in one another where a transformation is stepped out of
+_MOST_KEPT = 8  # more than one is in use only where nested blocks have left a transformation
 
 
 def recorder_here() -> Recorder:
-    """The recorder on top of the current trace of this thread; if there is none, one for it."""
+    """Returns the recorder on the current trace of this thread, or else one to install there."""
     current = _jax.current_trace(None)
     if isinstance(current, Recorder):
         return current
     if not isinstance(current, _jax.TopLevelTrace):
         return Recorder(current)
-    # One serves all tapes that come one after the other: the caches of jitted functions have an
-    # entry for every trace that they were called under, and take longer the more there are.
+    # Successive tapes share one recorder: a jitted function caches an entry for each trace that it
+    # was called under, and its calls take longer the more entries there are.
     for recorder in _kept.recorders:
         if not recorder.is_installed and recorder.parent_trace is current:
             return recorder
@@ -45,15 +45,16 @@ def recorder_here() -> Recorder:
 
 
 def recorder_around() -> Recorder | None:
-    """The recorder that operations reach now, below the traces that override their gradients."""
+    """Returns the recorder of the current operations, or None. (Traces that override gradients may
+    stand on it.)"""
     trace = _below_overriding()
     return trace if isinstance(trace, Recorder) else None
 
 
 @contextmanager
 def not_overridden() -> Iterator[None]:
-    """A block in which no gradient is overridden: it is the backward pass of operations whose
-    gradients were overridden when they ran."""
+    """A block in which no gradient is overridden. It is for backward passes: the gradients of
+    their operations were overridden when those ran."""
     with set_current_trace(_below_overriding()):
         yield
 
@@ -66,15 +67,16 @@ def _below_overriding() -> Any:
 
 
 class Recording(Listener):
-    """A block that records on the thread that entered it, and is told of reads of Variables."""
+    """The base of tapes and accumulators: a block that records on the thread that entered it, and
+    listens to reads of Variables."""
 
     _name: str  # in messages
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None  # inside the block
         self._thread: int | None = None
-        self._around: Sequence[Listener] = ()  # who listens outside of it, innermost first
-        self._has_read: set[Variable] = set()  # since it began to listen
+        self._around: Sequence[Listener] = ()  # the listeners outside of it, innermost first
+        self._has_read: set[Variable] = set()  # the Variables read since it began to listen
 
     def _begin(self) -> Recorder:
         """Begins the block."""
@@ -90,7 +92,7 @@ class Recording(Listener):
         if self._recorder is not None and self._thread != threading.get_ident():
             raise RuntimeError(
                 f"this {self._name} is recording in another thread, and sees only what is done "
-                f"there: use one {self._name} for each thread, or ask it when the block is over"
+                f"there: use one {self._name} for each thread, or call it after its block"
             )
 
     def _is_further_inside(self, value: Any) -> bool:
@@ -108,8 +110,8 @@ class Recording(Listener):
         stop_listening(self)
 
     def _renew(self, variable: Variable) -> None:
-        """Makes the next read of a Variable return a new array object: what was read of it before
-        is a constant to this block."""
+        """Makes the next read of a Variable return a new array object: arrays that were read from
+        it before are constants to this block."""
         for outer in self._around:
             if outer.on_renewal(variable):
                 return
@@ -117,5 +119,5 @@ class Recording(Listener):
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """A block that no tape sees: operations go to the trace around the recorders."""
+    """Returns a block that no tape records: operations go to the trace below the recorders."""
     return set_current_trace(_jax.current_trace_outside_of(Recorder))

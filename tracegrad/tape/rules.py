@@ -1,8 +1,8 @@
-"""Functions with a gradient of their own: one that has run on values, and one that this package
-has made and that stands in a program of JAX.
+"""Custom rules: of functions that have run on values, and of functions in JAX programs.
 
-What a function on values has computed is one entry of a record, which has a `Rule` in the place of
-a computation.
+A function with a rule that has run on values (concrete arrays) is one entry of a record. The entry
+has a `Rule` instead of a computation. For a rule in a JAX program that this package has made,
+`MadeOf` has the parts of the rule.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from tracegrad._jax.caches import of_program
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """The gradient of what a Python function has computed on values, as a Python function.
+    """The gradient function for one call of a Python function on values.
 
     Attributes:
-      name: of the function whose gradient it is.
-      called: ``(*inputs) -> results``: the call as it is where it is traced, for what needs a
-        program. It runs the user's functions once more.
-      pull_back: from the cotangents of the results (None for one that has none), and for each input
-        whether it may get slices, to the gradients of the inputs; None for one that has none.
-      op: what it is called in a graph; default: by its name.
-      describe: of an array that the function closes over: what the function is, and what it calls
-        the array.
-      handed_on: which results are which of the operands as they were.
+      name: the name of the Python function.
+      called: ``(*inputs) -> results``: the call, to be traced where a program is needed. It runs
+        the user's functions again.
+      pull_back: ``(cotangents, sparse) -> gradients``. There is a cotangent, or None, for each
+        result; a gradient, or None, for each input; `sparse` says which gradients may be slices.
+      op: the name of its operation in a graph; default: `name`.
+      describe: ``(array) -> (function, name)``: the user's names for the function, and for an
+        array that it closes over.
+      handed_on: maps the position of each result that is an unchanged operand to the position of
+        that operand.
     """
 
-    number = None  # as a `Computation` has one
+    number = None  # unlike a `Computation`
     name: str
     called: Callable[..., list[Any]]
     pull_back: Callable[[Sequence[Any], Sequence[bool]], Sequence[Any]]
@@ -42,17 +43,18 @@ class Rule:
     handed_on: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def without_arrays(self) -> Rule:
-        """The name alone: both functions may close over arrays."""
+        """Returns the rule without its two functions, which may close over arrays."""
         return replace(self, called=_is_over, pull_back=_is_over)
 
 
 def _is_over(*_: Any) -> Any:
-    raise RuntimeError("what a tape recorded is asked for after the tape was used up")
+    raise RuntimeError("the operations of a tape are needed after the tape was used up")
 
 
 @contextmanager
 def refusing_values(name: str) -> Iterator[None]:
-    """Says why the function of this name is traced, if it cannot be."""
+    """A block that traces the function of this name. If the function needs values, the error says
+    why it is traced."""
     try:
         yield
     except _jax.NEEDS_VALUES as error:
@@ -66,16 +68,16 @@ def refusing_values(name: str) -> Iterator[None]:
 
 # ----------------------------------------------------------------------------- rules in programs
 
-What = tuple[str, str]  # a function, and what it calls an array
+What = tuple[str, str]  # the user's names for a function, and for an array that it closes over
 
 
 class MadeOf(NamedTuple):
-    """What a rule runs, and closes over.
+    """The parts of a rule that this package has made.
 
     Attributes:
-      programs: what the rule runs.
-      closed_over: the positions of arrays that its function closes over, each with what the
-        function is and what it calls the array.
+      programs: the programs that the rule runs.
+      closed_over: the positions of the arrays that its function closes over, each with the user's
+        names for the function and for the array.
     """
 
     programs: tuple[Any, ...]
@@ -83,19 +85,19 @@ class MadeOf(NamedTuple):
 
 
 def tell_made_of(backward: Callable[..., Any], parts: MadeOf) -> None:
-    """Tells what a rule, known by its backward function, was made of."""
+    """Attaches the parts of a rule to its backward function."""
     backward.made_of = parts  # type: ignore[attr-defined]
 
 
 def parts_of_rule(wrapped: Any) -> MadeOf | None:
-    """What the rule was made of that has this backward function; None if it was not told."""
+    """Returns the parts attached to a rule's backward function; None if there are none."""
     parts = getattr(_jax.users_function(wrapped), "made_of", None)
     return parts if isinstance(parts, MadeOf) else None
 
 
 def closed_over_by(primitive: Any, params: Mapping[str, Any]) -> list[tuple[int, What]]:
-    """Which operands of a call of a rule that this package has made are arrays that its function
-    closes over, with what the user calls function and array; none of another operation."""
+    """Returns the positions of the operands that the called function closes over, each with the
+    user's names. Returns none unless the operation calls a rule that this package has made."""
     parts = parts_of_rule(params["bwd"]) if primitive is _jax.CUSTOM_VJP else None
     if parts is None or not parts.closed_over:
         return []
@@ -105,7 +107,7 @@ def closed_over_by(primitive: Any, params: Mapping[str, Any]) -> list[tuple[int,
 
 @of_program
 def closes_over_arrays(program: Any) -> bool:
-    """Whether there is such an operand in a program or in those that it calls."""
+    """Whether `closed_over_by` finds an operand in a program, or in a program that it calls."""
     return any(
         closed_over_by(equation.primitive, equation.params)
         or any(closes_over_arrays(inner) for _, inner in _jax.sub_programs(equation.params))

@@ -1,7 +1,6 @@
-"""Functions of JAX's own that have a rule (relu, softplus, ...): each is traced and compiled once.
+"""JAX's own functions with a custom rule (relu, softplus, ...): each is traced and compiled once.
 
-Somebody else's function may read what has changed since its last call, so that it runs at each, as
-JAX has it.
+Any other function may read values that change between calls, so it runs at every call.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from tracegrad.tape.known_computations import computation_of_rule
 
 
 class RuleOfJax(NamedTuple):
-    """A call of such a function.
+    """A call of one of JAX's own functions with a rule.
 
     Attributes:
-      computation: what it computes.
-      result_trees: what a run of the function leaves for its caller.
+      computation: the computation of the call.
+      result_trees: the trees of its results, which JAX reads from the function after its run.
     """
 
     computation: Computation
@@ -37,7 +36,8 @@ _known: Cache[Any, RuleOfJax | None] = Cache(512)
 def rule_of_jax(
     primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
 ) -> RuleOfJax | None:
-    """The call of a function of JAX's own; None for anybody else's. Called outside of recorders."""
+    """Returns the cached call of one of JAX's own functions; None for any other function. To be
+    called outside of recorders."""
     functions, trees = _jax.rule_functions(subfuns)
     if params.get("symbolic_zeros") or trees is None or not all(map(_is_jaxs_own, functions)):
         return None
@@ -55,7 +55,7 @@ class TracedRule(NamedTuple):
     """A call of a function with a rule as one equation.
 
     Attributes:
-      equation: JAX's; its first operands are what the function closes over.
+      equation: the JAX equation; its first operands are the values that the function closes over.
       operands: the values of its operands.
     """
 
@@ -66,7 +66,7 @@ class TracedRule(NamedTuple):
 def traced_rule(
     primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
 ) -> TracedRule:
-    """A call of a function with a rule, traced. Called outside of recorders."""
+    """Traces a call of a function with a rule. To be called outside of recorders."""
 
     def bind(*args: Any) -> list[Any]:
         return list(primitive.bind(*args, subfuns=tuple(subfuns), **params))
@@ -82,18 +82,19 @@ def traced_rule(
 def _known_call(
     primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
 ) -> RuleOfJax | None:
+    """Traces a call of one of JAX's own functions; None if the function closes over a value."""
     equation, operands = traced_rule(primitive, subfuns, args, params)
     trees = _jax.result_trees(subfuns[0])
     for fun in subfuns[:2]:
         _jax.forget_result_trees(fun)
     if len(operands) != len(args) or any(x is not y for x, y in zip(operands, args)):
-        return None  # it closes over something
+        return None  # the function closes over a value
     computation = computation_of_rule(equation.primitive, equation.params)
     run = compiled(computation.fun, computation.name)
     return RuleOfJax(replace(computation, run=run, is_kept=True), trees)
 
 
-# What of JAX's settings a function of JAX may read while it is traced.
+# The settings that JAX's own functions may read while they are traced.
 _settings = operator.attrgetter(
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -103,8 +104,8 @@ _settings = operator.attrgetter(
 
 
 def _is_jaxs_own(function: Any) -> bool:
-    """Whether a function is part of JAX, and closes over nothing but such: it is what it is, so
-    that its identity tells what it does."""
+    """Whether a function, and all that it closes over, is part of JAX. Such a function does not
+    change, so that its identity determines what it computes."""
     return _is_from_jax(function) and _closes_over_jax(function)
 
 
@@ -114,6 +115,7 @@ def _closes_over_jax(function: Any) -> bool:
 
 
 def _is_own(value: Any, depth: int) -> bool:
+    """Whether a value is a plain constant or part of JAX, as are its closures, to this depth."""
     if value is None or isinstance(value, bool | int | float | str | jax.tree_util.PyTreeDef):
         return True
     if isinstance(value, tuple):

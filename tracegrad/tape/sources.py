@@ -1,4 +1,4 @@
-"""The cotangents of sources: of arrays, of Variables, and of the arrays of modules of flax.nnx."""
+"""Computes the cotangents of sources: arrays, Variables, and arrays of modules of flax.nnx."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def cotangents_of(
     derivative: Derivative,
     seeds: Sequence[Any],
 ) -> list[Any]:
-    """The cotangents of sources; None for one that nothing connects to a target.
+    """Returns the cotangents of sources; None for a source that is not connected to a target.
 
     Args:
-      record: that of a tape.
+      record: the record of a tape.
       sources: arrays and Variables.
       targets: arrays.
-      variables: the values of those Variables that are targets.
-      derivative, seeds: as of `cotangents`.
+      variables: the Variables among the targets, with their values.
+      derivative, seeds: as for `cotangents`.
     """
-    # Each read of a Variable is a value of its own, the more so after an assignment.
+    # A Variable may have been read as several arrays, for example before and after an assignment.
     arrays = [record.reads_of(source) for source in sources]
     if variables:
         arrays = [_with_target(variables, source, of) for source, of in zip(sources, arrays)]
     found = _of_arrays(record, list(chain(*arrays)), targets, derivative, seeds)
-    if set(map(len, arrays)) == {1}:  # as most are
+    if set(map(len, arrays)) == {1}:  # the common case
         return found
     each = iter(found)
     return [sum_of_known(list(islice(each, len(of)))) for of in arrays]
 
 
 def _with_target(variables: Mapping[Variable, Any], source: Any, reads: list[Any]) -> list[Any]:
-    """The arrays that were read of a source and, if it is a Variable and a target, its value."""
+    """Returns the arrays read from a source and, if it is a Variable and a target, its value."""
     value = variables.get(source) if isinstance(source, Variable) else None
     is_new = value is not None and all(value is not read for read in reads)
     return [*reads, value] if is_new else reads
@@ -64,9 +64,10 @@ def _of_arrays(
     derivative: Derivative,
     seeds: Sequence[Any],
 ) -> list[Any]:
+    """Returns the cotangents of source arrays; None for an array that is not connected."""
     warn_of_lost(record, sources, targets)
     tracked = record.tracked
-    # A source that is a target has its seed for a gradient, watched or not.
+    # The gradient of a source that is a target is its seed, whether it is watched or not.
     ends = {id(target) for target in targets}
     from_sources: dict[int, int] = {}
     for source in sources:
@@ -79,7 +80,7 @@ def _of_arrays(
     to_targets = tuple([record.slot(targets[i]) for i in inside])
     given = [seeds[i] for i in inside] if seeds else []
     found = cotangents(record, tuple(from_sources.values()), to_targets, derivative, given)
-    if len(from_sources) == len(sources):  # each once
+    if len(from_sources) == len(sources):  # every source has a slot of its own
         return found
     by_source = dict(zip(from_sources, found, strict=True))
     return [by_source.get(id(source)) for source in sources]
@@ -87,17 +88,19 @@ def _of_arrays(
 
 # ------------------------------------------------------------------------- the state of nnx modules
 
-# A transformed function that is given a module (`nnx.jit`, `nnx.remat`, `nnx.custom_vjp`, and
-# `nnx.scan` with one of them in its body) gives all of its state back, what it has not changed too:
-# the module has other arrays after the call, and is what it was. So its gradient is that of the
-# arrays which it had before.
+# A transformed function that takes a module (`nnx.jit`, `nnx.remat`, `nnx.custom_vjp`, and
+# `nnx.scan` with one of them in its body) returns all state of the module, also unchanged state. So
+# the module has new arrays after the call, with the same values. The gradient of such an array is
+# the gradient of the array that the module had before the call.
+#
+# A result is handed on if it is an operand that the function returns unchanged.
 
 
 def before_calls(record: Record, sources: Any) -> dict[int, Any]:
-    """For each array of a module that a function has handed on, by identity, the array that the
-    module had before the call.
+    """Maps the id of each array of a module that calls have handed on to the array that the module
+    had before those calls.
 
-    `sources`: the tree of sources, which tells arrays of modules from others.
+    `sources`: the tree of sources; it shows which arrays belong to modules.
     """
     if nnx() is None:
         return {}
@@ -122,7 +125,7 @@ def before_calls(record: Record, sources: Any) -> dict[int, Any]:
 
 
 def _handed_on(record: Record) -> Iterator[tuple[int, int]]:
-    """The slots of results that are operands handed on, each with the slot of the operand."""
+    """Yields the slot of each handed-on result with the slot of its operand."""
     for entry in record.entries:
         computation = entry.computation
         if isinstance(computation, Rule):
@@ -134,13 +137,16 @@ def _handed_on(record: Record) -> Iterator[tuple[int, int]]:
 
 
 def _places_of(call: Any) -> Mapping[int, int]:
-    """Which results of an operation or equation are which of its operands, if it has programs:
-    of a loop, the carry and the slices that each step hands on; of a branch, what all do."""
+    """Maps positions of handed-on results of an operation or equation to positions of operands.
+
+    Looks into the programs of the operation. A loop hands on what each step hands on: carries, and
+    slices. A conditional hands on what all branches hand on.
+    """
     primitive, params = call.primitive, call.params
     if primitive not in _HANDING_ON:
         return {}
     first, *others = [_places(program) for _, program in _jax.sub_programs(params)]
-    if primitive is _jax.COND:  # its first operand says which branch
+    if primitive is _jax.COND:  # its first operand is the index of the branch
         return {
             place: 1 + at
             for place, at in first.items()
@@ -175,7 +181,7 @@ _HANDING_ON = frozenset(
 
 @of_program
 def _places(program: Any) -> Mapping[int, int]:
-    """Which results of a program are which of its operands."""
+    """Maps the positions of handed-on results of a program to the positions of operands."""
     open_form = _jax.opened(program)
     at = {variable: place for place, variable in enumerate(open_form.invars)}
     for equation in open_form.eqns:
@@ -196,11 +202,11 @@ def _places(program: Any) -> Mapping[int, int]:
 def warn_of_unwatched(
     record: Record, arrays: Sequence[Any], leaves: Sequence[Leaf], found: Sequence[Any]
 ) -> None:
-    """Warns, at the user's line, of the sources whose gradients are None because they were used
-    before they were watched.
+    """Warns, at the user's line, of sources whose gradients are None because they were used before
+    they were watched.
 
-    Nothing is said of Variables, which say themselves whether they are watched, of arrays that were
-    used while the tape did not record, and of state that a module does not train.
+    Does not warn of Variables, arrays used while the tape did not record, and state that a module
+    does not train.
     """
     names = [
         f"sources.{leaf.name}" if leaf.name else "the source"
@@ -214,18 +220,20 @@ def warn_of_unwatched(
         told, them, they_were = f"gradient of {names[0]} is", "it", "it was"
     warn_where_called(
         f"the {told} None, since the tape did not watch {them} when {they_were} used: call "
-        "tape.watch, with the arrays or with the model that they are in, in the tape's block and "
-        "before that",
+        "tape.watch on the arrays, or on the model that contains them, in the tape's block and "
+        "before their first use",
         UserWarning,
     )
 
 
 def warn_of_unseen() -> None:
-    """Warns, at the user's line, that what computes a target is nothing that the tape can see."""
+    """Warns, at the user's line, that the tape does not see the operations that compute a
+    target."""
     warn_where_called(
-        "the tape does not see what computes the target, so that its gradients are None: it is in "
-        "a function that is being traced in the tape's block (by jax.jit, jax.vmap, a loop), and "
-        "to this tape one operation. Open a tape in that function, or ask when it has returned",
+        "the tape does not see what computes the target, so that its gradients are None: the "
+        "target is computed in a function that is being traced in the tape's block (by jax.jit, "
+        "jax.vmap, a loop), and this tape records the call of that function as one operation. Open "
+        "a tape in that function, or ask for gradients after the call",
         UserWarning,
     )
 
@@ -233,6 +241,6 @@ def warn_of_unseen() -> None:
 def _is_unwatched(record: Record, array: Any, leaf: Leaf) -> bool:
     if not isinstance(array, jax.Array) or not _jax.has_gradient(array):
         return False
-    if leaf.is_module_state:  # a jitted function that was not followed may have given it back
+    if leaf.is_module_state:  # the array may be new, from a call that was not recorded
         return leaf.is_trained and id(array) not in record.tracked
     return record.was_used_unfollowed(array)

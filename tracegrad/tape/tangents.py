@@ -1,4 +1,4 @@
-"""The tangents of the arrays that an accumulator follows, carried forward as operations run."""
+"""Carries the tangents of an accumulator's arrays forward as operations run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tracegrad.tracing.in_force import differentiating, rules_in_force
 
 
 class _Ran(NamedTuple):
-    """An operation that has run, on these arrays."""
+    """An operation that has run, with its operands and results."""
 
     computation: Computation
     args: Sequence[Any]
@@ -36,10 +36,10 @@ class _Ran(NamedTuple):
 
 
 class Tangents(Record):
-    """A record that keeps no operations, but a tangent for each array that is alive.
+    """A record that keeps no operations, but the tangent of each followed array that is alive.
 
-    Where a tangent exists but cannot be computed, an exception stands in its place. It is raised
-    when somebody asks for the tangent, not when the operation runs.
+    If a tangent cannot be computed, the exception is kept instead of it. The exception is raised
+    when the user asks for the tangent, not when the operation runs.
     """
 
     keeps_operations = False
@@ -52,14 +52,14 @@ class Tangents(Record):
         self._waiting: list[tuple[_Ran, Any]] = []
 
     def enter(self, recorder: Recorder) -> None:
-        """Follows what a recorder sees, from now on."""
+        """Follows the operations of a recorder from now on."""
         self._recorder = recorder
         recorder.add(self)
 
     def leave(self) -> None:
-        """Follows no more."""
+        """Stops following operations."""
         assert self._recorder is not None, "it has entered"
-        # Those further inside may have something for this one to see.
+        # Inner accumulators may have waiting operations, whose tangents this one follows.
         for record in self._recorder.records:
             if isinstance(record, Tangents):
                 record._catch_up()
@@ -67,10 +67,11 @@ class Tangents(Record):
         self._recorder = None
 
     def set(self, array: Any, tangent: Any) -> None:
+        """Follows an array until it is freed, with this tangent."""
         here, identity = weakref.ref(self), id(array)
 
         def gone(_: Any) -> None:
-            self = here()  # not held: an accumulator is freed when its last user lets go
+            self = here()  # a weak reference, so that this callback keeps no accumulator alive
             if self is not None:
                 self._forget(identity)
 
@@ -86,7 +87,7 @@ class Tangents(Record):
         self.tracked.pop(identity, None)
 
     def get(self, array: Any) -> Any:
-        """An array's tangent, an exception in the place of it, or None."""
+        """Returns an array's tangent, the exception kept instead of it, or None."""
         self._catch_up()
         return self._tangents.get(id(array))
 
@@ -107,8 +108,8 @@ class Tangents(Record):
         if computation.primitive not in RULES:
             self._carry(operation, trace)
             return
-        # The call of a function with a rule is not over. It allows for one of the two to have been
-        # traced, the function or its rule; until it is over the rule must wait.
+        # JAX's call of a function with a rule has not returned yet. It expects that only one of the
+        # two was traced, the function or its rule, so the rule is traced only after the call.
         self._waiting.append((operation, trace))
         for result in operation.results:
             if _jax.has_gradient(result):
@@ -119,6 +120,7 @@ class Tangents(Record):
             self._carry(*self._waiting.pop(0))
 
     def _carry(self, operation: _Ran, trace: Any) -> None:
+        """Computes the tangents of an operation's results, under a trace, and keeps them."""
         constants = operation.computation.constants
         found: list[Any] = [None] * constants
         found += [self._tangents.get(id(arg)) for arg in operation.args[constants:]]
@@ -137,8 +139,8 @@ class Tangents(Record):
                 self.set(result, tangent)
 
     def _trace_around(self) -> Any:
-        """The trace under which tangents are computed: tapes and accumulators around this one see
-        it."""
+        """Returns the trace under which tangents are computed: outer tapes and accumulators record
+        what runs there."""
         assert self._recorder is not None, "a recorder tells records that have entered"
         records = self._recorder.records
         around = records[: next(i for i, record in enumerate(records) if record is self)]
@@ -153,10 +155,10 @@ class Tangents(Record):
 
 
 def _pushed(operation: _Ran, active: Sequence[int], given: Sequence[Any]) -> list[Any]:
-    """The tangents of the results of an operation, from those of its active operands.
+    """Returns the tangents of an operation's results, given those of its active operands.
 
-    An operand with an exception in the place of its tangent counts as varying too: a rule may ask
-    what varies.
+    An operand whose tangent is an exception is active too, since a custom rule may ask which
+    operands are being differentiated.
     """
     if rules_in_force():
         _refuse_rules(_graph_of(operation))
@@ -178,31 +180,30 @@ def _pushed(operation: _Ran, active: Sequence[int], given: Sequence[Any]) -> lis
 
 
 def _refuse_rules(operation: Graph) -> None:
-    """Raises GraphError for a rule in force that would change the tangents of an operation: what it
-    takes together is not there yet when the tangents of a part are carried on."""
+    """Raises GraphError for a rule in force that would change the tangents of an operation. Such a
+    rule cannot be applied: the tangents of one operation are computed before the next one runs."""
     forces = [force for force in rules_in_force() if not force.everywhere]
     for rule in (rule for force in forces for rule in force.rules):
         if isinstance(rule, MatchRule) and rule.name not in _OF_REVERSE_MODE:
             if isinstance(rule.where, Parameters):
-                raise GraphError(_not_reached(rule, "what it computes"))
+                raise GraphError(_not_reached(rule, "each operation"))
             for match in matches_of(rule.where, operation, True, rule):
                 raise GraphError(_not_reached(rule, match))
 
 
 def _not_reached(rule: MatchRule, what: object) -> str:
     return (
-        f"{rule!r} does not reach the tangents of a ForwardAccumulator, which carries "
-        f"them through {what} as that runs. Take tracegrad.jvp of the function, which "
-        "rules reach, or give the rule to the function itself: "
-        "tracegrad.rewrite(fun, rule)"
+        f"{rule!r} does not reach the tangents of a ForwardAccumulator, which computes "
+        f"them as {what} runs. Use tracegrad.jvp of the function, to which rules apply, "
+        "or apply the rule to the function itself: tracegrad.rewrite(fun, rule)"
     )
 
 
-_OF_REVERSE_MODE = {"recompute", "checkpointed_loop"}  # they leave tangents as they are
+_OF_REVERSE_MODE = {"recompute", "checkpointed_loop"}  # these rules do not change tangents
 
 
 def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
-    """The compiled forward pass of an operation, for operands of its types."""
+    """Returns the forward pass of an operation; it is compiled if the operation is cached."""
     computation = operation.computation
     key = PushForward, tuple(active), tuple(map(_jax.type_key, operation.args))
     program: PushForward | None = computation.derived.get(key)
@@ -216,7 +217,7 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
 
 
 def _graph_of(operation: _Ran) -> Graph:
-    """One operation as a graph of its own; each operand is an input."""
+    """Returns a graph of one operation; each operand is an input."""
     scope, settings = _jax.equation_context(operation.source_info, None)
 
     def run(*operands: Any) -> list[Any]:

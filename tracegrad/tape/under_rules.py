@@ -1,4 +1,4 @@
-"""What was recorded, as one program: to be shown, to be explained, and to be edited by rules."""
+"""Turns recorded entries into one program: to show it, to explain it, and to edit it by rules."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from tracegrad.tracing.argument_paths import argument_path
 from tracegrad.tracing.in_force import Force, apply_in_force, differentiating
 
 
-def _shown(rule: Rule, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """An operation that stands in a graph for a function that has run on values."""
+def _bind_placeholder(rule: Rule, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Binds an operation that represents a function with a rule in a graph, without tracing the
+    function."""
     primitive: Any = jax.extend.core.Primitive(rule.op or rule.name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, name: list(results))
@@ -37,8 +38,8 @@ class Recorded(NamedTuple):
     """Entries as a graph.
 
     Attributes:
-      graph: it takes the arrays that no entry has made.
-      inputs: the slots of those arrays.
+      graph: the graph; its inputs are the arrays that are not results of entries.
+      inputs: the slots of its inputs.
     """
 
     graph: Graph
@@ -53,14 +54,14 @@ def graph_of(
     *,
     runs_rules: bool = True,
 ) -> Recorded:
-    """The graph of entries, each function as it was called, without what it saves.
+    """Returns the graph of entries. Functions do not return residuals in it.
 
     Args:
-      entries: in the order in which they ran.
-      types: of the arrays of all slots, or these.
+      entries: the entries in the order in which they ran.
+      types: the arrays of the slots, or their types.
       outputs: the slots that are the graph's outputs.
       first: the slots that are its first inputs, used or not.
-      runs_rules: whether functions that ran on values are traced; else each is one operation.
+      runs_rules: whether functions that ran on values are traced; if not, each is one operation.
     """
     made = {slot for entry in entries for slot in entry.results}
     used = [slot for entry in entries for slot in entry.args]
@@ -81,15 +82,16 @@ def run_entries(
     shown: Sequence[Any] | Mapping[int, Any] | None = None,
     used: Callable[[int, Any], Any] = lambda slot, value: value,
 ) -> None:
-    """Runs entries once more, to be traced.
+    """Runs entries again, to be traced.
 
     Args:
-      entries: in the order in which they ran.
-      known: the arrays by slot; it gets those of the results.
-      shown: the types of all slots, where a function that ran on values is not to run.
-      used: what an operation takes in the place of the array of a slot, asked for in its scope.
+      entries: the entries in the order in which they ran.
+      known: the arrays by slot; the results are added to it.
+      shown: the types of the slots. If given, a function that ran on values does not run again,
+        but becomes one operation.
+      used: ``(slot, array) -> operand``, called in the name scope of each use of the array.
     """
-    saved: set[int] = set()
+    saved: set[int] = set()  # the slots of residuals, which have no value here
     for entry in entries:
         if not saved.isdisjoint(entry.args):
             raise NotImplementedError(
@@ -104,7 +106,7 @@ def run_entries(
             operands = [taken[slot] for slot in entry.args]
             if isinstance(computation, Rule) and shown is not None:
                 types = [type_of_kept(shown[slot]) for slot in entry.results]
-                results = _shown(computation, operands, types)
+                results = _bind_placeholder(computation, operands, types)
             elif isinstance(computation, Rule):
                 with refusing_values(computation.name):
                     results = computation.called(*operands)
@@ -113,7 +115,7 @@ def run_entries(
         results = jax.tree.leaves(results)
         saved.update(entry.results[len(results) :])
         for slot, result in zip(entry.results, results):
-            known.setdefault(slot, result)  # what counts as constant is known
+            known.setdefault(slot, result)  # slots that count as constants have an array already
 
 
 def vjp_under_rules(
@@ -125,14 +127,15 @@ def vjp_under_rules(
     rules: Sequence[Force],
     variables: Mapping[int, str],
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """How cotangents of targets are pulled back to sources by a program to which rules are applied.
+    """Returns a function that pulls cotangents of targets back to sources, through a program edited
+    by rules.
 
-    Operations that rules write have no recorded values, so the entries are computed once more; XLA
-    computes them once. A rule may make one operation of an intermediate source and of what is
-    computed from it. So zeros are added to such a source wherever it is used, in the scope of the
-    use, and the cotangent of the source is that of the zeros.
+    Operations that rules insert have no recorded values, so the program computes the entries again;
+    XLA merges equal computations. A rule may replace the operation that computes an intermediate
+    source together with later ones by one operation. So zeros are added to such a source at each
+    use, in the scope of the use, and the source's cotangent is the cotangent of the zeros.
 
-    `variables`: the names of Variables, by the ids of the arrays that were read of them.
+    `variables`: the names of Variables, by the ids of the arrays that were read from them.
     """
     entries = [entry for entry, _ in path]
     made = {slot for entry in entries for slot in entry.results}
