@@ -201,6 +201,21 @@ def test_a_factor_that_starts_at_zero_and_gets_a_gradient_is_no_problem():
     assert explain(lambda down: adapted({**p, "down": down}, X), p["down"]).problems
 
 
+def test_layers_that_are_multiplied_by_zeros_are_one_finding_and_so_is_their_batch():
+    def net(layers, x):
+        for layer in layers:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.sum((x - 1.0) ** 2)
+
+    layers = [{"w": 0.5 * jnp.ones((3, 3)), "b": jnp.zeros(3)} for _ in range(6)]
+    batch, note = explain(net, layers, jnp.zeros((2, 3)), wrt=0).findings
+    assert (batch.problem, batch.sources) == (True, ("layers.0.w",))
+    assert "multiplied by x, all zeros" in batch.what
+    assert batch.cure == "values of x that are not all zeros"
+    assert (note.problem, note.sources) == (False, tuple(f"layers.{i}.w" for i in range(1, 6)))
+    assert note.what.endswith("; there, 4 more operations with other factors")
+
+
 def test_a_gradient_that_dies_in_a_branch_that_runs_at_some_steps_is_followed():
     def loss(x, flags):
         def step(carry, flag):

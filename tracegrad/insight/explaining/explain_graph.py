@@ -33,8 +33,8 @@ from tracegrad.insight.explanation import (
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.wording import counted
 
-# Causes whose texts contain measured numbers, which differ from layer to layer.
-_MEASURED = ("dead units", "changed by a rule", "rows without variance")
+# Causes whose texts contain measured numbers or names of factors, which differ between layers.
+_MEASURED = ("dead units", "changed by a rule", "rows without variance", "multiplied by zero")
 
 
 def explain_graph(
@@ -100,7 +100,7 @@ def explain_graph(
         findings += not_finite(observed, sources, targets, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
-    findings += zero_gradients(observed, close, reports, sources, inputs)
+    findings += zero_gradients(observed, close, reports, sources, inputs, others)
     findings += normalised_padding(observed, norms)
     # These findings already explain a gradient that explodes at their line.
     known = {
@@ -203,7 +203,8 @@ def merged(findings: Sequence[Finding]) -> Iterator[Finding]:
         scope, others = shared_scope(f.scope for f in group), {f.what for f in group[1:]}
         what = group[0].what
         if others - {what}:
-            what += f"; there, {counted(len(group) - 1, 'more operation')} with other numbers"
+            other = "factors" if group[0].cause == "multiplied by zero" else "numbers"
+            what += f"; there, {counted(len(group) - 1, 'more operation')} with other {other}"
         yield dataclasses.replace(group[0], what=what, sources=sources, scope=scope)
 
 

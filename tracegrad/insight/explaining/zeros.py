@@ -14,8 +14,8 @@ from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, SourceReport
-from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, operations
-from tracegrad.ir.inlined import inside, inside_result, onward, outside
+from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, has_gradient, operations
+from tracegrad.ir.inlined import Inlined, inside, inside_result, onward, outside
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.wording import some
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -68,13 +68,18 @@ def zero_gradients(
     reports: Sequence[SourceReport],
     sources: dict[str, int | None],
     inputs: Sequence[Any],
+    others: Mapping[int, str],
 ) -> Iterator[Finding]:
     """Returns findings on where the gradients of connected sources became all zeros.
 
     Args:
       close: returns what the close form of the pass measures.
       inputs: the arrays of the graph's inputs.
+      others: the names of inputs that are not sources.
     """
+    named = {**others, **{i: path for path, i in sources.items() if i is not None}}
+    floats = {i: v for i, v in enumerate(observed.graph.inputs) if has_gradient(v)}
+    zeros = {v: named[i] for i, v in floats.items() if i in named and _is_all_zeros(inputs[i])}
     starting = {
         observed.graph.inputs[i]: r.path
         for r in reports
@@ -99,6 +104,11 @@ def zero_gradients(
             if factor:
                 words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
                 cure = "none is needed: the first step changes that"
+            elif cause == "multiplied by zero":
+                given = _zero_input(observed, found, value, zeros)
+                if given:
+                    words = f"it is multiplied by {given}, all zeros"
+                    cure = f"values of {given} that are not all zeros"
             yield Finding.of(
                 found,
                 cause,
@@ -150,6 +160,18 @@ def _starting_factors(
         seen |= new
         pending += new
     return [name for each, name in starting.items() if ((), each) in seen]
+
+
+def _zero_input(
+    observed: Observed, found: Occurrence, value: Value, zeros: Mapping[Value, str]
+) -> str:
+    """Returns the name of an input, all zeros, by which a node multiplies the cotangent of `value`;
+    "" if there is none."""
+    program = Inlined(observed.graph)
+    factors = [v for v in found.node.inputs if v is not value]
+    origins = [program.origin(found.path, factor) for factor in factors]
+    names = (zeros.get(v) for _, v in origins if isinstance(v, Value))
+    return next(filter(None, names), "")
 
 
 def _arrives(observed: Observed, here: Occurrence, k: int) -> bool:
