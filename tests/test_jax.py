@@ -411,10 +411,11 @@ def test_an_identity_primitive_may_be_neither_differentiated_nor_exported():
 
 
 def test_a_primitive_hands_on_one_operand_and_is_differentiated_as_the_other():
-    primitive = _jax.standing_in_primitive("test_standing_in")
+    lost = []
+    primitive = _jax.standing_in_primitive("test_standing_in", lambda name: lost.append(name))
 
     def f(x, y):
-        return jnp.sum(primitive.bind(jnp.sin(x), y) ** 2)
+        return jnp.sum(primitive.bind(jnp.sin(x), y, name="it") ** 2)
 
     x, y = jnp.arange(3.0), jnp.ones(3)
     for transform in (lambda f: f, jax.jit, jax.checkpoint):
@@ -430,6 +431,9 @@ def test_a_primitive_hands_on_one_operand_and_is_differentiated_as_the_other():
         given = args[1]
         assert of_sum.shape == given.shape
     np.testing.assert_allclose(jax.jacfwd(f, 1)(x, y), 2 * jnp.sin(x))
+    assert not lost  # where the other one, too, or alone has a tangent
+    np.testing.assert_array_equal(jax.grad(f, 0)(x, y), jnp.zeros(3))
+    assert lost == ["it"]
     assert "test_standing_in" not in jax.jit(f).lower(x, y).as_text()
     assert jax.export.export(jax.jit(f))(x, y).call(x, y) == f(x, y)
 
