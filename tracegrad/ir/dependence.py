@@ -52,10 +52,23 @@ def spread_below(graph: Graph, inputs: Masks) -> dict[Value, int]:
     return found
 
 
-def _data_flow(found: dict[Value, int] | None = None) -> tuple[Run, Rule]:
+def _of_operation(node: Node, ins: Masks) -> Masks:
+    """The rule of plain data flow for a node whose regions are not entered."""
+    if node.primitive.name in _ELEMENTWISE_TUPLES:
+        return ins
+    return [joined(ins)] * len(node.outputs)
+
+
+def _data_flow(
+    found: dict[Value, int] | None = None, of_operation: Rule = _of_operation
+) -> tuple[Run, Rule]:
     """Returns functions that propagate masks through graphs and through nodes, by data flow. They
-    cache the masks of regions, so that nested shared regions take no more time than others. `found`
-    gets the masks of all values."""
+    cache the masks of regions, so that nested shared regions take no more time than others.
+
+    Args:
+      found: gets the masks of all values.
+      of_operation: the rule for nodes whose regions are not entered.
+    """
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
 
     def run(region: Graph, ins: Masks) -> Masks:
@@ -70,9 +83,7 @@ def _data_flow(found: dict[Value, int] | None = None) -> tuple[Run, Rule]:
     def rule(node: Node, ins: Masks) -> Masks:
         if node.regions and any(ins) and (entered := enter(node, ins, run)) is not None:
             return entered[0]
-        if node.primitive.name in _ELEMENTWISE_TUPLES:
-            return ins
-        return [joined(ins)] * len(node.outputs)
+        return of_operation(node, ins)
 
     return run, rule
 
@@ -82,19 +93,11 @@ def flat_forms(graph: Graph, inputs: Collection[Value]) -> set[Value]:
     may contain other elements too, as the array of `jax.flatten_util.ravel_pytree` does. Arrays in
     regions are not included."""
 
-    def rule(node: Node, ins: Masks) -> Masks:
-        if node.regions and any(ins) and (entered := enter(node, ins, run)) is not None:
-            return entered[0]
+    def of_operation(node: Node, ins: Masks) -> Masks:
         is_layout = node.op in REARRANGES or node.op == "concatenate"
         return [joined(ins) if is_layout else 0] * len(node.outputs)
 
-    @functools.cache
-    def of_region(region: Graph, ins: tuple[int, ...]) -> Masks:
-        return spread(region, list(ins), rule)
-
-    def run(region: Graph, ins: Masks) -> Masks:
-        return of_region(region, tuple(ins))
-
+    _, rule = _data_flow(of_operation=of_operation)
     masks: dict[Value, int] = {}
     spread(graph, of_each([value in inputs for value in graph.inputs]), rule, masks)
     return {value for value, mask in masks.items() if mask and getattr(value.aval, "ndim", 0) == 1}
