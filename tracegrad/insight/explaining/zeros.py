@@ -77,19 +77,19 @@ def zero_gradients(
       inputs: the arrays of the graph's inputs.
       others: the names of inputs that are not sources.
     """
+    indices = [
+        (r.path, index)
+        for r in reports
+        if r.connected and r.zeros >= 1 and r.size and (index := sources[r.path]) is not None
+    ]
+    if not indices:  # asking each input whether it is all zeros takes time
+        return
     named = {**others, **{i: path for path, i in sources.items() if i is not None}}
     floats = {i: v for i, v in enumerate(observed.graph.inputs) if has_gradient(v)}
     zeros = {v: named[i] for i, v in floats.items() if i in named and _is_all_zeros(inputs[i])}
-    starting = {
-        observed.graph.inputs[i]: r.path
-        for r in reports
-        if r.connected and r.zeros < 1 and (i := sources[r.path]) is not None
-        if _is_all_zeros(inputs[i])
-    }
-    for report in reports:
-        index = sources[report.path]
-        if not report.connected or index is None or report.zeros < 1 or report.size == 0:
-            continue
+    given_some = {r.path for r in reports if r.connected and r.zeros < 1}
+    starting = {v: path for v, path in zeros.items() if path in given_some}
+    for path, index in indices:
         for found, (cause, value) in _killers(observed, index, close).items():
             dead = None
             if cause == "multiplied by zero":
@@ -113,7 +113,7 @@ def zero_gradients(
                 found,
                 cause,
                 f"{found.node.name}{_which(observed, found)}: {words}",
-                (report.path,),
+                (path,),
                 cure=cure,
                 problem=cause not in _HEALTHY and not factor,
                 by_rule=by_rule.no_gradient(cause, found),
