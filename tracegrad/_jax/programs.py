@@ -267,9 +267,8 @@ def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
     params = wider_jit(with_mesh.eqns[0].params, len(operands), len(parts.outvars))
     params |= {"jaxpr": program, "name": name, "inline": INLINED_WHEN_LOWERED}
     results = bind(JIT, operands, params)
-    given = dict(
-        zip(parts.invars, args, strict=True)
-    )  # as `jax.jit`, returns these inputs themselves
+    # An output that is an input is that input itself, as `jax.jit` has it.
+    given = dict(zip(parts.invars, args, strict=True))
     pairs = zip(parts.outvars, results, strict=True)
     return [x if isinstance(v, jex.Literal) else given.get(v, x) for v, x in pairs]
 

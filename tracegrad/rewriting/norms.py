@@ -36,9 +36,9 @@ def over_largest(x: Any, axis: int | None = None, xp: Any = jnp) -> tuple[Any, A
 
 def within_value(x: Any, limit: float) -> Any:
     """Limits the absolute value of each entry, real or complex, to `limit`."""
-    limit = _capped(limit, x.dtype)
     if limit == jnp.inf:
         return x
+    limit = _capped(limit, x.dtype)
     if not jnp.iscomplexobj(x):
         bound = jnp.asarray(limit, x.dtype)
         # `jnp.clip` halves the derivative at entries that are equal to the limit.
@@ -49,16 +49,16 @@ def within_value(x: Any, limit: float) -> Any:
 
 def within_norm(x: Any, limit: float) -> Any:
     """Scales an array down to the Euclidean norm `limit`, if its norm is larger."""
-    limit = _capped(limit, x.dtype)
     if limit == jnp.inf:
         return x
+    limit = _capped(limit, x.dtype)
     exceeds, direction = _norm_exceeds(_parts(x), limit, axis=None)
     return jnp.where(exceeds, _from_parts(limit * direction, x.dtype), x)
 
 
 def _capped(limit: float, dtype: Any) -> float:
     """Caps a finite limit at the type's largest number, so that infinite entries become finite."""
-    return min(float(limit), float(_finfo(dtype).max)) if limit < jnp.inf else jnp.inf
+    return min(float(limit), float(_finfo(dtype).max))
 
 
 def _parts(x: Any) -> Any:

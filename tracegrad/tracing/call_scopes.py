@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad import _jax
+from tracegrad.variables.paths import path_name
 
 # Part of JAX's cache key, so that inner functions traced with scopes are not reused without.
 _key = _jax.user_context()
@@ -145,8 +146,8 @@ def _add_paths(
     )
     for path, leaf in leaves:
         if isinstance(leaf, bases) and id(leaf) not in paths and leaf is not root:
-            paths[id(leaf)] = prefix + jax.tree_util.keystr(path, simple=True, separator=".")
-            _add_paths(leaf, paths[id(leaf)] + ".", root, bases, paths)
+            paths[id(leaf)] = path_name(path, prefix)
+            _add_paths(leaf, paths[id(leaf)], root, bases, paths)
 
 
 _calls = _jax.Replacement()
