@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tracegrad import _jax
+from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.explaining.visits import strong
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
@@ -48,7 +49,7 @@ class _CountingPass(MeasuredPass):
     """A forward pass that counts the iterations of each `while` loop, and stops at a limit."""
 
     def __init__(self, program: Graph):
-        super().__init__(program, close=False)
+        super().__init__(program, Detail.FEW)
         self._limit: Any = jnp.inf
 
     def counted(self, leaves: Sequence[Any], limit: Any) -> tuple[list[Any], Any]:

@@ -19,7 +19,7 @@ from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import difference
-from tracegrad.insight.explaining.visits import Visit, first_of, or_zeros, zeros_of
+from tracegrad.insight.explaining.visits import Visit, first_of, is_in_scan, or_zeros, zeros_of
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, has_gradient
 from tracegrad.ir.authors import code_of_rule
@@ -72,7 +72,7 @@ def of_right_dtypes(measured: MeasuredPass, visit: Visit, results: Sequence[Any]
     """Returns a rule's cotangents; inside a scan, where JAX requires the dtype of the input, casts
     those of another dtype and notes that JAX refuses them."""
     node, found = visit.here.node, list(results)
-    if any(around.primitive is _jax.SCAN for around, _ in visit.here.path):
+    if is_in_scan(visit.here.path):
         for k, (i, ct) in enumerate(zip(visit.active, results, strict=True)):
             expected = node.inputs[i].aval.dtype
             if ct is not None and ct.dtype != expected:

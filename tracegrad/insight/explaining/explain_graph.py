@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from tracegrad.differentiation.connectivity import connections
 from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
 from tracegrad.insight.explaining.custom_rules import changed_rules
 from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals, state_of_model
+from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.padding import normalised_padding
@@ -88,19 +88,21 @@ def explain_graph(
                 tied = [p for p, j in sources.items() if j in reached and inputs[j] is inputs[i]]
                 why = f"nothing uses it by this path; {tied[0]} is the same array" if tied else None
                 findings += cut_off(program, inputs, path, i, cuts[i], why_unused or why)
-    observed = measure(program, flowing, inputs, seeds, close=False)
+    observed = measure(program, flowing, inputs, seeds, Detail.FEW)
     findings += refusals(observed)
 
-    @functools.cache
-    def close() -> Observed:
-        return measure(program, flowing, inputs, seeds, close=True)
+    def look(detail: Detail) -> Observed:
+        """Returns what is observed with at least so much detail; measures again if needed."""
+        nonlocal observed
+        if observed.detail < detail:
+            observed = measure(program, flowing, inputs, seeds, detail)
+        return observed
 
     if _looks_bad(observed):
-        observed = close()
-        findings += not_finite(observed, sources, targets, others)
+        findings += not_finite(look(Detail.ALL), sources, targets, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
-    findings += zero_gradients(observed, close, reports, sources, inputs, others)
+    findings += zero_gradients(look, reports, sources, inputs, others)
     findings += normalised_padding(observed, norms)
     # These findings already explain a gradient that explodes at their line.
     known = {
@@ -108,11 +110,11 @@ def explain_graph(
         for f in findings
         if f.cause == "rows without variance" or f.cause.endswith("in the reverse pass")
     }
-    changing = slopes(observed, close, norms, sources)
+    changing = slopes(look, norms, sources)
     findings += (f for f in changing if (f.origin, f.scope) not in known)
     findings += changed_rules(observed)
     findings += dead_units(observed, findings)
-    findings += _run_again(observed, looked_twice=close.cache_info().currsize > 0)
+    findings += _run_again(observed)
     value = observed.stats.get(("output", None, targets[0])) if targets else None
     return Explanation(
         name,
@@ -139,9 +141,10 @@ def _cuts(program: Graph, targets: Sequence[int], ends: Sequence[int]) -> list[C
     return [b if a is None else a for a, b in zip(cuts, further, strict=True)]
 
 
-def _run_again(observed: Observed, looked_twice: bool) -> Iterator[Finding]:
+def _run_again(observed: Observed) -> Iterator[Finding]:
     """Returns a finding for each operation with effects that ran more than once. The forward of a
-    rule runs again for the reverse pass; everything runs again if the close form was measured."""
+    rule runs again for the reverse pass; everything runs again if more was measured later."""
+    looked_twice = observed.detail > Detail.FEW
     for found in observed.graph.walk():
         node = found.node
         if not node.effects or found.rule_around is not None:

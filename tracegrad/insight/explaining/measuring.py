@@ -1,8 +1,8 @@
 """A forward and a reverse pass over a graph that return statistics of the values and cotangents.
 
 The reverse pass is `pull_back` through every region: it enters jitted functions and recomputed
-regions, pulls a scan back step by step, and a cond along the branch taken. The *close* form also
-measures every value, what each VJP gives to each operand, and the operands at the first NaN or Inf.
+regions, pulls a scan back step by step, and a cond along the branch taken. A `Detail` says how much
+the passes measure.
 
 Rules and taps inserted in the program could not measure this. JAX differentiates all or nothing: it
 neither tells zeros from no gradient, nor continues past an operation that it cannot differentiate.
@@ -13,6 +13,7 @@ the rest.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from tracegrad.insight.explaining.custom_rules import (
     of_right_dtypes,
     refuse_closed_over,
 )
+from tracegrad.insight.explaining.detail import Detail, telling
 from tracegrad.insight.explaining.observed import Key
 from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.rectifiers import bounds_of, may_be_rectifier
@@ -49,6 +51,7 @@ from tracegrad.insight.explaining.visits import (
     first_of,
     is_called,
     is_entered,
+    is_in_scan,
     or_zeros,
     strong,
 )
@@ -83,15 +86,15 @@ class MeasuredPass:
 
     Args:
       graph: a traced function.
-      close: whether to measure every value, and what each VJP gives to each operand.
+      detail: how much is measured.
 
     `keys` lists the keys of the statistics, in the order of measuring; for `refused` and `lines`
     see `Observed`.
     """
 
-    def __init__(self, graph: Graph, close: bool):
+    def __init__(self, graph: Graph, detail: Detail):
         self.graph = graph
-        self.close = close
+        self.detail = detail
         self.walk = Walk()
         self.refused: dict[Occurrence, str] = {}
         self.lines: dict[Occurrence, Origin] = {}
@@ -161,12 +164,12 @@ class MeasuredPass:
 
     def is_measured(self, node: Node) -> bool:
         """Whether the forward pass measures a node that is not entered."""
-        return self.close or may_be_rectifier(node)
+        return self.detail is Detail.ALL or may_be_rectifier(node)
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
         """Runs and measures a node that is not entered; returns its results."""
         node, results = here.node, run_node(here.node, operands)
-        if self.close:
+        if self.detail is Detail.ALL:
             self._note_each("value", here, results)
         if may_be_rectifier(node):
             maximum = [] if isinstance(node, CustomGradient) else operands
@@ -257,6 +260,8 @@ class MeasuredPass:
         path: Path,
     ) -> list[Any]:
         """Returns the cotangents of the wanted inputs of a graph; None for inputs without one."""
+        is_few = self.detail is Detail.FEW and not is_in_scan(path)
+        told = frozenset(itertools.compress(graph.nodes, telling(graph)) if is_few else graph.nodes)
         seeds: dict[Value, list[Any]] = {}
         for value, ct in zip(graph.outputs, cotangents, strict=True):
             if ct is not None and isinstance(value, Value) and has_gradient(value):
@@ -266,9 +271,8 @@ class MeasuredPass:
             node: Node, values: Mapping[Value, Any], given: Sequence[Any], active: Sequence[int]
         ) -> list[Any]:
             visit = Visit(Occurrence(path, node), kept, given, active)
-            for k, ct in enumerate(given):
-                if ct is not None:
-                    self.note("ct", visit.here, k, exact if self.close else norms, ct)
+            if node in told:
+                self._note_cotangents(visit.here, given)
             if node not in kept.inner:
                 return self._pull_back(visit)
             results = self._backward_region(visit)
@@ -282,6 +286,12 @@ class MeasuredPass:
         results = pull_back(graph, kept.values, seeds, inputs, reached, through)
         found = dict(zip(inputs, results, strict=True))
         return [found.get(value) for value in graph.inputs]
+
+    def _note_cotangents(self, here: Occurrence, given: Sequence[Any]) -> None:
+        """Measures the cotangents of the results of a node."""
+        for k, ct in enumerate(given):
+            if ct is not None:
+                self.note("ct", here, k, exact if self.detail is Detail.ALL else norms, ct)
 
     def _pull_back(self, visit: Visit) -> list[Any]:
         """Applies and measures the VJP of a node that is one operation; None for a cotangent that
@@ -300,7 +310,7 @@ class MeasuredPass:
         is_rule = isinstance(node, CustomGradient) and may_change(node) and not keeps_zeros(node)
         if is_rule and not self.is_muted:
             compare_with_primal(self, visit, results)
-            if self.close:
+            if self.detail is Detail.ALL:
                 look_into_rule(self, visit)
         scale = None if self.is_muted else scale_of_normalisation(self._region(visit), node)
         for i, ct in zip(visit.active, results, strict=True):
@@ -312,7 +322,7 @@ class MeasuredPass:
 
     def _note_edges(self, visit: Visit, results: Sequence[Any]) -> None:
         """Measures the cotangent that the VJP of a node gives to each operand."""
-        if not self.close:
+        if self.detail is not Detail.ALL:
             return
         operands = visit.operands
         for i, ct in zip(visit.active, results, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tracegrad.insight.explaining.detail import Detail
 from tracegrad.ir import Graph, Node, Occurrence, Origin
 from tracegrad.ir.occurrence import Path
 
@@ -20,13 +21,13 @@ from tracegrad.ir.occurrence import Path
 #   "rule": a custom rule's gradient and the derivative of its function
 #   "amplified": the cotangent of an operand that a normalisation scales
 #   "input", "output", "source": an input or output of the graph, the gradient of an input (no node)
-# "value", "edge" and "input" are measured only in the close form.
+# "value", "edge" and "input" are measured only with `Detail.ALL`.
 Key = tuple[str, Occurrence | None, int]
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A graph and the statistics measured in it.
+    """A graph and the statistics measured in it, with some `detail`.
 
     `stats` has the statistics, `refused` the nodes that JAX cannot differentiate, with JAX's
     message, and `lines` the line that makes a NaN or Inf in the backward of a rule. Inside of scans
@@ -34,6 +35,7 @@ class Observed:
     """
 
     graph: Graph
+    detail: Detail
     stats: Mapping[Key, np.ndarray[Any, Any]]
     refused: Mapping[Occurrence, str]
     lines: Mapping[Occurrence, Origin]

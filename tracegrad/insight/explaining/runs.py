@@ -21,6 +21,7 @@ from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import reached_from
 from tracegrad.insight.explaining.custom_rules import refuse_closed_over
 from tracegrad.insight.explaining.cutting import LIMIT, runs_of
+from tracegrad.insight.explaining.detail import Detail, telling_inside
 from tracegrad.insight.explaining.measuring import Deferred, MeasuredPass
 from tracegrad.insight.explaining.observed import Key, Observed
 from tracegrad.insight.explaining.statistics import exact, norms
@@ -47,8 +48,7 @@ def measure(
     sources: Sequence[bool],
     inputs: Sequence[Any],
     seeds: Sequence[Any],
-    *,
-    close: bool,
+    detail: Detail,
 ) -> Observed:
     """Measures a graph in a forward and a reverse pass.
 
@@ -57,26 +57,26 @@ def measure(
       sources: for each input whether it gets a cotangent.
       inputs: the arrays of the inputs.
       seeds: for each output its cotangent, or None.
-      close: whether to measure every value, and what each VJP gives to each operand.
+      detail: how much to measure.
     """
-    found = _Measured(close)
+    found = _Measured(detail)
     # JAX's own checks would raise at the NaN that is to be explained.
     with jax.debug_nans(False), jax.debug_infs(False):
         level = _Level(found, graph, ())
         outs = level.forward(list(inputs))
         cotangents = level.backward(list(seeds), sources)
         found.note_each("source", cotangents)
-        if close:
+        if detail is Detail.ALL:
             found.note_each("input", inputs)
         found.note_each("output", outs)
-    return Observed(graph, found.stats, found.refused, found.lines)
+    return Observed(graph, detail, found.stats, found.refused, found.lines)
 
 
 class _Measured:
-    """The statistics measured so far; `close` as for `measure`."""
+    """The statistics measured so far; `detail` as for `measure`."""
 
-    def __init__(self, close: bool):
-        self.close = close
+    def __init__(self, detail: Detail):
+        self.detail = detail
         self.walk = Walk()
         self.stats: dict[Key, np.ndarray[Any, Any]] = {}
         self.refused: dict[Occurrence, str] = {}
@@ -115,7 +115,7 @@ class _Level:
     def _is_eager(self, node: Node) -> bool:
         """Whether a node runs by itself, uncompiled: only then the line of a NaN in a custom rule
         can be found."""
-        if not self.measured.close or not isinstance(node, CustomGradient):
+        if self.measured.detail is not Detail.ALL or not isinstance(node, CustomGradient):
             return False
         return node.kind == "vjp" and not keeps_zeros(node)
 
@@ -171,7 +171,7 @@ class _Call:
     ) -> list[Any]:
         for k, ct in enumerate(given):
             if ct is not None:
-                statistic = exact if self.measured.close else norms
+                statistic = exact if self.measured.detail is Detail.ALL else norms
                 self.measured.stats["ct", self.here, k] = np.asarray(statistic(ct))
         return self.level.backward(given, wanted)
 
@@ -198,25 +198,20 @@ class _Run:
             equations=[node.equation for node in nodes],
         )
         graph = Graph(program=program, nodes=tuple(nodes), name=level.graph.name)
-        self.programs = _programs_of(graph, level.measured.close, is_eager)
+        self.programs = _programs_of(graph, level.measured.detail, is_eager)
         # Effects must happen once, so that the values of such a run are not recomputed.
         self.is_kept = any(node.effects for node in nodes)
         self.kept: Any = None
 
     def forward(self, args: Sequence[Any]) -> list[Any]:
-        outs, kept = self._take(self.programs.forward(args))
-        if self.is_kept:
-            self.kept = kept
+        outs, self.kept = self._take(self.programs.forward(args, self.is_kept))
         return list(outs)
 
     def backward(
         self, args: Sequence[Any], given: Sequence[Any], wanted: tuple[bool, ...]
     ) -> list[Any]:
-        kept = self.kept
-        if kept is None:
-            (_, kept), *_ = self.programs.forward(args)
-        self.kept = None
-        return list(self._take(self.programs.backward(kept, given, wanted)))
+        kept, self.kept = self.kept, None
+        return list(self._take(self.programs.backward(args, kept, given, wanted)))
 
     def _take(self, answer: _Answer) -> Any:
         """Returns the result of a program, and notes what it has measured, under the nodes of this
@@ -271,9 +266,9 @@ _Answer = tuple[
 class _Programs:
     """The programs that equal runs share."""
 
-    def __init__(self, graph: Graph, close: bool, is_eager: bool):
+    def __init__(self, graph: Graph, detail: Detail, is_eager: bool):
         self.graph = graph
-        self._pass = MeasuredPass(graph, close)
+        self._pass = MeasuredPass(graph, detail)
         self._is_eager = is_eager
         self._jitted: dict[Any, Callable[..., Any]] = {}
         # For each program: the tree of its results, the index of each leaf, the refused nodes.
@@ -281,22 +276,30 @@ class _Programs:
         # The pass has state during a trace. (Reentrant: traced code may call `explain`.)
         self._one_at_a_time = threading.RLock()
 
-    def forward(self, args: Sequence[Any]) -> _Answer:
-        """Returns the outputs of the run, and the values that its reverse pass needs."""
+    def forward(self, args: Sequence[Any], is_kept: bool) -> _Answer:
+        """Returns the outputs of the run; if `is_kept`, also the values that its reverse pass
+        needs, else None."""
 
         def run(args: Sequence[Any]) -> Any:
-            return self._pass.forward(self.graph, args, ())
+            outs, kept = self._pass.forward(self.graph, args, ())
+            return outs, kept if is_kept else None
 
         return self._run("forward", run, list(args))
 
-    def backward(self, kept: Any, given: Sequence[Any], wanted: tuple[bool, ...]) -> _Answer:
-        """Returns the cotangents of the wanted inputs."""
+    def backward(
+        self, args: Sequence[Any], kept: Any, given: Sequence[Any], wanted: tuple[bool, ...]
+    ) -> _Answer:
+        """Returns the cotangents of the wanted inputs. If `kept` is None, it computes the values
+        that the reverse pass needs again: XLA then fuses them into that pass."""
 
-        def run(kept: Any, given: Sequence[Any]) -> Any:
+        def run(args: Sequence[Any], kept: Any, given: Sequence[Any]) -> Any:
+            if kept is None:
+                with self._pass.mute():
+                    _, kept = self._pass.forward(self.graph, args, ())
             return self._pass.backward(self.graph, kept, given, wanted, ())
 
         key = wanted, tuple(ct is not None for ct in given)
-        return self._run(key, run, kept, list(given))
+        return self._run(key, run, list(args), kept, list(given))
 
     def _run(self, key: Any, run: Callable[..., Any], *args: Any) -> _Answer:
         """Runs a pass, compiled unless the run is eager, and computes its statistics."""
@@ -337,12 +340,13 @@ def _statistic(found: Any) -> np.ndarray[Any, Any]:
     return np.asarray(found.measure(*found.args) if isinstance(found, Deferred) else found)
 
 
-def _programs_of(graph: Graph, close: bool, is_eager: bool) -> _Programs:
+def _programs_of(graph: Graph, detail: Detail, is_eager: bool) -> _Programs:
     if is_eager:
-        return _Programs(graph, close, is_eager)
-    key = "explained", close, key_of(graph)
+        return _Programs(graph, detail, is_eager)
+    measured = telling_inside(graph) if detail is Detail.FEW else detail
+    key = "explained", measured, key_of(graph)
     known: _Programs | None = PROGRAMS.get(key)
-    return PROGRAMS.put(key, _Programs(graph, close, is_eager)) if known is None else known
+    return PROGRAMS.put(key, _Programs(graph, detail, is_eager)) if known is None else known
 
 
 def key_of(graph: Graph) -> Any:

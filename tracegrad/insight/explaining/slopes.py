@@ -18,6 +18,7 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.insight.explaining.culprits import operand_ranges
+from tracegrad.insight.explaining.detail import PREPARING, Detail
 from tracegrad.insight.explaining.layers import are_layers, scanned_layers
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.padding import scale_of_normalisation
@@ -25,7 +26,7 @@ from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explaining.streams import Link, Streams, total
 from tracegrad.insight.explaining.visits import is_called
 from tracegrad.insight.explanation import Finding, number_text, scope_of, shared_scope
-from tracegrad.ir import Atom, Occurrence, Value, operations
+from tracegrad.ir import Atom, Occurrence, Value
 from tracegrad.ir.inlined import outside
 from tracegrad.ir.occurrence import Path
 
@@ -38,8 +39,6 @@ _STEP_LIMIT = 1e-8
 _BLAMED = math.log(100.0)
 _MOST = 0.8
 
-# Operations that may prepare a parameter for its use.
-_PREPARING = operations.VIEWS | {"convert_element_type"}
 _SATURATING = frozenset({"tanh", "logistic", "erf", "exp", "exp2", "log1p"})
 _CURES = {
     "saturated": "where it is flat, normalise what goes in; a residual connection past it, or "
@@ -52,27 +51,27 @@ _CURES = {
 
 
 def slopes(
-    observed: Observed,
-    close: Callable[[], Observed],
+    look: Callable[[Detail], Observed],
     norms: Mapping[str, float],
     sources: Mapping[str, int | None],
 ) -> Iterator[Finding]:
     """Returns findings on gradients that vanish or explode.
 
     Args:
-      close: returns what the close form of the pass measures.
+      look: returns what is observed with some detail.
       norms: the norms of the gradients of the sources, by their paths.
       sources: maps the path of a source to the index of its input.
     """
     found: dict[Any, _Fall] = {}
     streams: Streams | None = None
+    observed = look(Detail.FEW)
     near = Streams(observed)
     for slope in _layer_slopes(norms):
         inputs = [i for path in slope.members if (i := sources[path]) is not None]
         values = [observed.graph.inputs[i] for i in inputs]
         slope = slope if slope.cause else _slope_of_stream(slope, near, values)
         if slope.cause and are_layers(observed.graph, inputs):
-            streams = streams or Streams(close())
+            streams = streams or Streams(look(Detail.ALL))
             for fall in _falls(slope, _through_layers(slope, map(streams.to, values))):
                 known = found.get(fall.key)
                 if known is None or fall.size > known.size:
@@ -82,8 +81,8 @@ def slopes(
         yield _finding_of_layers(fall, streams, norms, sources)
     names = {i: path for path in norms if (i := sources[path]) is not None}
     for scan, slope in _step_slopes(observed, names):
-        if slope.cause:  # no close form: it is expensive in loops, and gradients often vanish there
-            streams = streams or Streams(observed)
+        if slope.cause:  # to measure all is expensive in loops, where gradients often vanish
+            streams = streams or Streams(look(Detail.FEW))
             yield _finding_of_steps(scan, slope, streams)
 
 
@@ -148,7 +147,7 @@ def _slope_of_stream(slope: _Slope, streams: Streams, values: Sequence[Value]) -
     along = []
     for value in values:
         path: Path = ()
-        while (link := streams.next(path, value)) and link.occurrence.node.op in _PREPARING:
+        while (link := streams.next(path, value)) and link.occurrence.node.op in PREPARING:
             path, value = link.occurrence.path, link.result
         along.append(link.before if link else 0.0)
     name = f"what is computed with {slope.name}"
@@ -185,7 +184,7 @@ def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
     while isinstance(value, Value):
         region = observed.region(path)
         node = region.producers.get(value)
-        if node is not None and node.op in _PREPARING:
+        if node is not None and node.op in PREPARING:
             value = node.inputs[0]
         elif value not in region.inputs:
             return None

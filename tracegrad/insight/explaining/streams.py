@@ -47,7 +47,7 @@ class Link:
 class Streams:
     """The streams in a measured graph.
 
-    In the close form, a use counts by the cotangent that it gives to the value; else by the
+    With `Detail.ALL`, a use counts by the cotangent that it gives to the value; else by the
     cotangent that arrives at the use.
     """
 

@@ -13,6 +13,7 @@ from jax import lax
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import Graph, Node, Occurrence, Recompute, Value
+from tracegrad.ir.occurrence import Path
 from tracegrad.ir.running import read
 
 # Operations that only call a region on their operands.
@@ -77,6 +78,11 @@ def is_entered(node: Node) -> bool:
 def is_called(node: Node) -> bool:
     """Whether a node runs one region, once, on its operands."""
     return isinstance(node, Recompute) or node.op in _ENTERED
+
+
+def is_in_scan(path: Path) -> bool:
+    """Whether a path leads into the body of a scan."""
+    return any(around.primitive is _jax.SCAN for around, _ in path)
 
 
 @of_program

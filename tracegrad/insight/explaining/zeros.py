@@ -10,6 +10,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.culprits import made_by
+from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_UNITS, NORM
 from tracegrad.insight.explaining.visits import is_entered
@@ -63,8 +64,7 @@ _HEALTHY = ("zero derivative", "cancelled")
 
 
 def zero_gradients(
-    observed: Observed,
-    close: Callable[[], Observed],
+    look: Callable[[Detail], Observed],
     reports: Sequence[SourceReport],
     sources: dict[str, int | None],
     inputs: Sequence[Any],
@@ -73,7 +73,7 @@ def zero_gradients(
     """Returns findings on where the gradients of connected sources became all zeros.
 
     Args:
-      close: returns what the close form of the pass measures.
+      look: returns what is observed with some detail.
       inputs: the arrays of the graph's inputs.
       others: the names of inputs that are not sources.
     """
@@ -85,12 +85,13 @@ def zero_gradients(
     if not indices:  # asking each input whether it is all zeros takes time
         return
     named = {**others, **{i: path for path, i in sources.items() if i is not None}}
+    observed = look(Detail.COTANGENTS)
     floats = {i: v for i, v in enumerate(observed.graph.inputs) if has_gradient(v)}
     zeros = {v: named[i] for i, v in floats.items() if i in named and _is_all_zeros(inputs[i])}
     given_some = {r.path for r in reports if r.connected and r.zeros < 1}
     starting = {v: path for v, path in zeros.items() if path in given_some}
     for path, index in indices:
-        for found, (cause, value) in _killers(observed, index, close).items():
+        for found, (cause, value) in _killers(observed, index, look).items():
             dead = None
             if cause == "multiplied by zero":
                 dead = _dead_factor(observed, found, value)
@@ -100,7 +101,7 @@ def zero_gradients(
             words = words.format(dtype=getattr(value.aval, "dtype", ""))
             factor = ""
             if starting and cause == "multiplied by zero":
-                factor = some(_starting_factors(observed, close, found, value, starting), 3)
+                factor = some(_starting_factors(observed, look, found, value, starting), 3)
             if factor:
                 words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
                 cure = "none is needed: the first step changes that"
@@ -122,7 +123,7 @@ def zero_gradients(
 
 def _starting_factors(
     observed: Observed,
-    close: Callable[[], Observed],
+    look: Callable[[Detail], Observed],
     found: Occurrence,
     value: Value,
     starting: Mapping[Value, str],
@@ -138,8 +139,8 @@ def _starting_factors(
             if not isinstance(v, Value):
                 continue
             is_shared = len(region.users.get(v, ())) > 1 or v in region.results
-            # If the value has other uses, its cotangent may come from them: ask the close form.
-            if v not in region.producers or not is_shared or _gives_some(close(), here, v):
+            # If the value has other uses, its cotangent may come from them.
+            if v not in region.producers or not is_shared or _gives_some(look, here, v):
                 yield v
 
     factors = [v for v in found.node.inputs if isinstance(v, Value) and v is not value]
@@ -202,7 +203,7 @@ def _is_all_zeros(array: Any) -> bool:
 
 
 def _killers(
-    observed: Observed, source: int, close: Callable[[], Observed]
+    observed: Observed, source: int, look: Callable[[Detail], Observed]
 ) -> dict[Occurrence, tuple[str, Value]]:
     """Returns the nodes at which the gradient of a connected source becomes zero, each with the
     cause and the operand whose cotangent is zero."""
@@ -226,7 +227,7 @@ def _killers(
             if not any(_arrives(observed, here, k) for k in range(len(node.outputs))):
                 pending += [(path, out, False) for out in node.outputs]
             elif not is_entered(node):
-                if is_sum and _gives_some(close(), here, value):
+                if is_sum and _gives_some(look, here, value):
                     found[here] = "cancelled", value
                     break
                 found[here] = _why_zero(observed, here, value), value
@@ -250,11 +251,10 @@ def _killers(
     return found
 
 
-def _gives_some(close: Observed, here: Occurrence, value: Value) -> bool:
+def _gives_some(look: Callable[[Detail], Observed], here: Occurrence, value: Value) -> bool:
     """Whether the VJP of a node gives an operand a cotangent that is not zero."""
-    edges = [
-        close.get("edge", Place(here), i) for i, v in enumerate(here.node.inputs) if v is value
-    ]
+    places = [i for i, v in enumerate(here.node.inputs) if v is value]
+    edges = [look(Detail.ALL).get("edge", Place(here), i) for i in places]
     return any(edge is not None and np.any(edge[..., EDGE_NORM] > 0) for edge in edges)
 
 

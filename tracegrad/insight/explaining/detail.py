@@ -1,0 +1,53 @@
+"""How much of a graph the passes measure, and of which operations they always measure something.
+
+Most gradients are healthy, and a few numbers show that. XLA fuses all operations that are not
+measured, so that measuring few of them halves the time of the first call of `explain`.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from tracegrad._jax.caches import of_program
+from tracegrad.insight.explaining.rectifiers import may_be_rectifier
+from tracegrad.ir import Graph, Value, operations
+from tracegrad.ir.program_keys import Structure
+from tracegrad.ir.scopes import around, scopes
+
+# Operations that may prepare a parameter for its use.
+PREPARING = operations.VIEWS | {"convert_element_type"}
+
+
+class Detail(enum.IntEnum):
+    """What the passes measure beside the inputs, the results and the gradients."""
+
+    FEW = 0  # the cotangents of `telling` operations
+    COTANGENTS = 1  # the cotangents of all operations
+    ALL = 2  # also every value, and what each VJP gives to each operand
+
+
+@of_program
+def telling(graph: Graph) -> tuple[bool, ...]:
+    """Returns for each node of a graph whether its cotangents are always measured.
+
+    The cotangents of operations on inputs of the graph (on parameters) tell whether the gradient
+    vanishes or explodes along layers, those of the last operation of a scope belong to the answer,
+    and those of rectifiers and operations with effects tell whether the gradient gets there.
+    """
+    inputs: set[object] = {*graph.inputs, *graph.constants}
+    last = {scopes(around(node)): node for node in graph.nodes}
+    found = []
+    for node in graph.nodes:
+        of_input = any(isinstance(v, Value) and v in inputs for v in node.inputs)
+        if of_input and node.op in PREPARING:
+            inputs.update(node.outputs)
+        is_last = last[scopes(around(node))] is node
+        found.append(of_input or is_last or may_be_rectifier(node) or bool(node.effects))
+    return tuple(found)
+
+
+@of_program
+def telling_inside(graph: Graph) -> Structure:
+    """Returns a key that is equal for graphs with the same `telling` operations, at any depth."""
+    regions = (r for node in graph.nodes for r in node.regions.values())
+    return Structure((telling(graph), tuple(map(telling_inside, regions))))
