@@ -111,8 +111,14 @@ def test_the_softmax_of_a_masked_row_is_blamed_and_not_the_product_that_spreads_
     line = attention.__code__.co_firstlineno
     assert (finding.cause, finding.origin.line) == ("NaN in the forward pass", line + 3)
     assert f"dot_general at test_explain_cures.py:{line + 4} multiplies a" in finding.what
-    assert "strong_zero` does not help" in finding.cure
-    assert finding.rule is None
+    cured = loss
+    for _ in range(4):  # the product, then what made its factor
+        cured = tg.rewrite(cured, explain(cured, *args).problems[0].rule)
+        if not explain(cured, *args).problems:
+            break
+    right = jax.grad(loss)(args[0], args[1], jnp.ones((4, 4), bool))  # any weights will do
+    found = jax.grad(cured)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, right)
 
 
 def test_what_made_the_infinity_in_a_masked_product_of_matrices_is_blamed():

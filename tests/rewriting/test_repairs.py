@@ -132,6 +132,22 @@ def loops_branches_and_batches(x):
     return jnp.sum(total + jax.lax.cond(x[0] < 1, jax.checkpoint(root), jnp.sin, x))
 
 
+def _attention(x, mask):
+    return jax.nn.softmax(jnp.where(mask, x @ x.T, -jnp.inf)) @ x
+
+
+@masked([[1.0, 2.0], [0.5, -1.0], [0.3, 0.1]], lambda x: jnp.sum(_attention(x, True)[::2] ** 2))
+def attention_of_a_masked_row(x):
+    row = jnp.arange(3)[:, None] == 1
+    return jnp.sum(jnp.where(row, 0.0, _attention(x, ~row)) ** 2)
+
+
+@masked([1.0, 2.0], lambda x: x[0] * np.log(3.0) + x[1] * np.log(4.0))
+def convolution_at_the_ends_of_a_signal(x):
+    found = jnp.convolve(jnp.log(jnp.array([0.0, 4.0, 3.0, 0.0])), x)
+    return jnp.sum(jnp.where(jnp.isfinite(found), found, 0.0))
+
+
 @masked(
     np.array([0.0, 1.0 + 1.0j], np.complex64),
     lambda z: jnp.log(z[1]).real + jnp.sqrt(z[1]).imag + jnp.abs(z[1]),
@@ -211,6 +227,22 @@ def test_only_operations_are_touched_whose_derivative_may_be_no_number():
     program = tg.graph(tg.rewrite(fun, rules.strong_zero()), jnp.ones(2), jnp.ones(2))
     rule = [o.node.name for o in program.walk() if isinstance(o.node, CustomGradient)]
     assert rule == ["relu", "exp", "mul", "div"]  # relu has a rule by itself
+
+
+def test_a_matrix_product_keeps_the_zeros_of_masked_rows_and_no_others():
+    def loss(w, x):
+        rows = jnp.array([True, True, False])[:, None]
+        return jnp.sum(jnp.where(rows, (x @ w) ** 2, 0.0))
+
+    w, x = jnp.array([[2.0], [3.0]]), jnp.array([[1.0, 2.0], [3.0, 4.0], [jnp.nan, jnp.inf]])
+    strong = tg.rewrite(loss, rules.strong_zero())
+    right = jax.grad(loss)(w, x.at[2].set(0.0))
+    for each in (jax.grad(strong), jax.jit(jax.grad(strong)), lambda w, x: tg.grad(strong)(w, x)):
+        np.testing.assert_allclose(each(w, x), right, rtol=1e-6)
+    batched = jax.vmap(jax.grad(strong), (None, 0))(w, jnp.stack([x, x.at[2].set(1.0)]))
+    np.testing.assert_allclose(batched, jnp.stack([right, right]), rtol=1e-6)
+    np.testing.assert_allclose(tg.hessian(strong)(w, x), jax.hessian(loss)(w, x.at[2].set(0.0)))
+    assert not np.isfinite(jax.grad(strong)(w, x.at[0, 0].set(jnp.nan))).all()
 
 
 def test_the_table_of_bounded_derivatives_is_jaxs():

@@ -46,7 +46,8 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
     `jnp.where` selects one of two values, and gives the other a cotangent of zero. If the
     derivative of the other value is infinite, zero times infinity is NaN, and the whole gradient is
     lost. With this rule, an elementwise operation maps a zero cotangent to zero, whatever its
-    derivative is.
+    derivative is, and a matrix product or convolution leaves out the terms whose cotangent is zero
+    and whose factor is not finite.
 
     Args:
       where: a selector; the rule changes the operations in its matches whose derivative may not be
@@ -65,10 +66,6 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
     Its replacements have a custom backward pass. So use `tracegrad.jvp`, `tracegrad.hvp` and
     `tracegrad.hessian` for forward mode; `jax.jvp` and `jax.hessian` raise an error, as for any
     `jax.custom_vjp`.
-
-    A matrix product is a sum of products, and a NaN in an operand makes the sum NaN, whatever the
-    cotangent of its row is: the rule does not change that. Apply `jnp.where` to the operand before
-    the product.
 
     If the selected value itself has a derivative that is not finite, the gradient is not finite
     either; see `finite_derivative`.
@@ -101,8 +98,9 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
 
     Args:
       where: a selector; the rule changes the operations in its matches whose derivative may not be
-        finite: elementwise operations, rules of kind JVP, and calls of functions with a rule of
-        kind VJP (`jax.custom_vjp`, `tracegrad.custom_gradient`), each call as one operation.
+        finite: elementwise operations, matrix products and convolutions, rules of kind JVP, and
+        calls of functions with a rule of kind VJP (`jax.custom_vjp`, `tracegrad.custom_gradient`),
+        each call as one operation.
       missing_ok: whether there may be no such operation.
 
     Returns:

@@ -19,11 +19,6 @@ _DOUBLE_WHERE = (
     "0 * inf is NaN"
 )
 
-OUT_OF_REACH = (
-    "`rules.strong_zero` does not help here: it keeps zeros through operations element by element, "
-    "and a product of matrices adds 0 * NaN to the gradient of every row"
-)
-
 
 def backward_cure(
     op: str, operands: Sequence[float], given: float, makers: Sequence[str], users: Sequence[str]

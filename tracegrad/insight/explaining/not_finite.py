@@ -19,7 +19,7 @@ from tracegrad.insight.explaining.culprits import (
     operand_ranges,
     users,
 )
-from tracegrad.insight.explaining.cures import OUT_OF_REACH, backward_cure, forward_cure
+from tracegrad.insight.explaining.cures import backward_cure, forward_cure
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import INF, NAN, NORM
 from tracegrad.insight.explanation import Finding, number_text
@@ -139,10 +139,10 @@ def _forward_finding(
         product = factor_of.place.occurrence
         where = at(product.origin and product.origin.place)
         words += f"; in the reverse pass {product.node.name}{where} multiplies a cotangent by that"
-        if product.node.op in operations.CONTRACTIONS:
-            cure = f"{cure}; {OUT_OF_REACH}" if cure else OUT_OF_REACH
-        else:
-            rule = by_rule.not_finite(product, factor_of.given, False)
+        is_contraction = product.node.op in operations.CONTRACTIONS
+        # The result is finite: whatever a contraction makes of the NaN is masked.
+        given = 0.0 if is_contraction else factor_of.given
+        rule = by_rule.not_finite(product, given, False)
     return Finding.of(
         found,
         f"{culprit.kind} in the forward pass",
