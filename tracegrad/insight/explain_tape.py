@@ -61,8 +61,8 @@ def explain_tape(
     record = tape._record
     targets = jax.tree.leaves(values_of(target))
     seeds = [
-        jnp.ones_like(target) if seed is None else seed  # the tape's default
-        for target, seed in zip(targets, seeds_for(targets, output_gradients), strict=True)
+        jnp.ones_like(array) if seed is None else seed  # the tape's default
+        for array, seed in zip(targets, seeds_for(target, targets, output_gradients), strict=True)
     ]
     made = {slot for entry in record.entries for slot in entry.results}
     # Arrays that the tape did not compute are explained together; an array that it computed is

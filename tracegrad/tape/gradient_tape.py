@@ -264,7 +264,7 @@ class GradientTape(Recording):
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
         targets, variables = arrays_of(target)
-        seeds = seeds_for(targets, output_gradients)
+        seeds = seeds_for(target, targets, output_gradients)
         derivative = SPARSE_GRADIENT if sparse else GRADIENT
         return self._differentiate(targets, variables, sources, unconnected, derivative, seeds)
 
