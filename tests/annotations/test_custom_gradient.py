@@ -361,16 +361,16 @@ def test_gradients_are_returned_flat_or_nested(returned):
 @pytest.mark.parametrize(
     ("params", "returned", "names"),
     [
-        ({"a": 1.0, "b": 1.0}, lambda a, b: {"a": a, "x": b}, "a and x for the inputs params.a"),
-        ({"a": 1.0, "b": 1.0}, lambda a, b: [{"a": a, "x": b}], "0.a and 0.x for the inputs"),
-        (OrderedDict(b=1.0, a=1.0), lambda a, b: {"a": a, "b": b}, "a and b for the inputs params.b"),
-        ([1.0, 1.0], lambda a, b: {"a": a, "b": b}, "a and b for the inputs params.0 and params.1"),
+        ({"a": 1.0, "b": 1.0}, lambda a, b: {"a": a, "x": b}, "a and x for the inputs p.a and p.b"),
+        ({"a": 1.0, "b": 1.0}, lambda a, b: [{"a": a, "x": b}], "0.a and 0.x for the inputs p.a"),
+        (OrderedDict(b=1.0, a=1.0), lambda a, b: {"a": a, "b": b}, "a and b for the inputs p.b"),
+        ([1.0, 1.0], lambda a, b: {"a": a, "b": b}, "a and b for the inputs p.0 and p.1"),
     ],
 )
 def test_gradients_under_other_keys_than_the_inputs_have_are_an_error(params, returned, names):
     @custom_gradient
-    def f(params):
-        return sum(jax.tree.leaves(params)), lambda dy: returned(dy, 2 * dy)
+    def f(p):
+        return sum(jax.tree.leaves(p)), lambda dy: returned(dy, 2 * dy)
 
     params = jax.tree.map(jnp.float32, params)
     with pytest.raises(ValueError, match=f"'f'.* returned gradients named {names}"):
