@@ -61,6 +61,11 @@ class MatchRule:
         return parameters_of(self.where, graph, True, self)
 
     def __call__(self, graph: Graph) -> Graph:
+        if not isinstance(graph, Graph):
+            raise TypeError(
+                f"{self!r} is a rule for a Graph; it was given {brief(graph)}. For a function, "
+                "write tracegrad.trace(fun, rules=rule) or tracegrad.rewrite(fun, rule)"
+            )
         if isinstance(self.where, Parameters):
             assert self.identity is not None
             found = parameters_of(self.where, graph, self.missing_ok, self)

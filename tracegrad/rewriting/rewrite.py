@@ -8,7 +8,7 @@ from typing import Any, Never
 
 from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
-from tracegrad.ir.wording import name_of
+from tracegrad.ir.wording import code_name
 from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays, shows_arguments
 from tracegrad.tracing.arguments import Call, Indices, Names, TakingApart, resolve
 from tracegrad.tracing.callable import call_traced
@@ -104,7 +104,7 @@ def rewrite(
     if more:
         raise TypeError(
             "rewrite takes one rule or a list of them: write "
-            f"tracegrad.rewrite({name_of(fun)}, {[rules, *more]!r})"
+            f"tracegrad.rewrite({code_name(fun)}, {[rules, *more]!r})"
         )
     return RewrittenFunction(fun, as_rules(rules), static_argnums, static_argnames)
 
