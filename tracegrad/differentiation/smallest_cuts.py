@@ -34,6 +34,7 @@ from tracegrad.ir.dependence import Masks, back_around, enter, mask_of, node_dep
 from tracegrad.ir.inlined import RegionCall, is_loop, may_take_no_step, region_calls
 from tracegrad.ir.occurrence import at
 from tracegrad.rewriting.forward_mode import place_of
+from tracegrad.variables.capture import READ
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,13 @@ class Cut:
             face = "backward" if node.kind == "vjp" else "derivative"
             place = place_of(self.occurrence)
             return f"the custom gradient {node.name}{place}, whose {face} gives it nothing"
+        if node.primitive is READ:
+            name, line = node.params["name"], node.params["assigned_at"]
+            whose_value = f"the Variable {name!r}" if name else "a Variable"
+            return (
+                f"the assignment of {whose_value}{f' ({line})' if line else ''}, which is not "
+                f"differentiated, before its read{place}"
+            )
         if is_connectable(self.result):
             return f"{node.name}{place}, whose derivative is zero"
         dtype = getattr(self.result.aval, "dtype", None)
