@@ -97,8 +97,7 @@ def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
 
 def _shown(argument: object) -> str:
     if isinstance(argument, Selector):
-        # The repr of combined selectors has parentheses; the call's parentheses replace them.
-        return repr(argument)[1:-1] if repr(argument).startswith("(") else repr(argument)
+        return repr(argument)
     if isinstance(argument, jax.Array | np.ndarray):
         return brief(argument)
     return name_of(argument) if callable(argument) else shortened(repr(argument))
