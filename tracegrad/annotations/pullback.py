@@ -29,7 +29,7 @@ from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.wording import counted, described, listed
 from tracegrad.rewriting.operation import checked_cotangent
-from tracegrad.rewriting.traced_gradients import Program
+from tracegrad.rewriting.traced_gradients import OpenedProgram
 from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.paths import is_named_alike, path_name
 from tracegrad.variables.statics import is_none
@@ -55,7 +55,7 @@ class RunResiduals:
 class Pullback:
     """A traced gradient function: from cotangents of the outputs to gradients of the inputs."""
 
-    program: Program
+    program: OpenedProgram
     differentiable: Sequence[bool]  # for each output, whether the program takes its cotangent
     given: Sequence[bool]  # for each input, whether the program returns its gradient
 
@@ -111,7 +111,7 @@ def trace_pullback(
         zeros = list(map(zero_cotangent, avals))
         of_zeros = functools.partial(_jax.eval_program, traced, zeros)
         traced = jax.make_jaxpr(of_zeros)()
-    program, residuals = Program.of(traced)
+    program, residuals = OpenedProgram.of(traced)
     return Pullback(program, differentiable, given), residuals
 
 

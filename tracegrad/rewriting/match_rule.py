@@ -17,7 +17,7 @@ from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.stretches import refuse_references
 from tracegrad.ir.wording import brief, name_of, shortened
-from tracegrad.rewriting.edits import check_selector, matches_of, parameters_of
+from tracegrad.rewriting.edits import check_selector, matches_of, selected_parameters
 
 Edit = Callable[[Graph, Sequence[Occurrence]], Graph]
 # identity(place): an identity function with another tangent; `place`: the name of the place where
@@ -58,7 +58,7 @@ class MatchRule:
         """Returns the parameters of a graph at which the rule acts; {} for a rule on operations."""
         if not isinstance(self.where, Parameters):
             return {}
-        return parameters_of(self.where, graph, True, self)
+        return selected_parameters(self.where, graph, True, self)
 
     def __call__(self, graph: Graph) -> Graph:
         if not isinstance(graph, Graph):
@@ -68,7 +68,7 @@ class MatchRule:
             )
         if isinstance(self.where, Parameters):
             assert self.identity is not None
-            found = parameters_of(self.where, graph, self.missing_ok, self)
+            found = selected_parameters(self.where, graph, self.missing_ok, self)
             return behind_inputs(graph, {v: self.identity(path) for v, path in found.items()})
         matches = matches_of(self.where, graph, self.missing_ok, self)
         return self.edit(graph, matches) if matches else graph

@@ -15,7 +15,7 @@ from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, as_rules, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.signatures import require_takes
-from tracegrad.tracing.user_errors import explain, explain_rule
+from tracegrad.tracing.user_errors import explain_rule, explained
 
 
 class RewrittenFunction:
@@ -60,7 +60,7 @@ class RewrittenFunction:
         try:
             return traced_under(self.rules, trace)
         except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
+            raise explained(error)  # noqa: B904 (the same error)
 
     def __repr__(self) -> str:
         return f"<rewritten {self.__wrapped__!r}>"

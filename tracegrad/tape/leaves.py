@@ -60,7 +60,7 @@ def are_known_arrays(leaves: Sequence[Any]) -> bool:
     return bool(leaves)
 
 
-def are_arrays(tree: Any) -> list[bool]:
+def must_be_arrays(tree: Any) -> list[bool]:
     """For each leaf of a tree, whether it must be an array: it is not a setting of a model.
 
     Settings are functions, and attributes of objects that are no arrays (a rate, a name). A number
@@ -100,7 +100,7 @@ def _is_variable_or_none(leaf: Any) -> bool:
 def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: bool = False) -> None:
     """Raises TypeError, with the path in the tree, for a leaf that is no array and no Variable.
 
-    `settings`: whether settings of models are allowed; see `are_arrays`.
+    `settings`: whether settings of models are allowed; see `must_be_arrays`.
     """
     if tree is not None and all(isinstance(leaf, _ARRAYS) for leaf in leaves):
         return

@@ -31,7 +31,7 @@ from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.stages import called_by
 from tracegrad.tracing.tools import refuse_positional
-from tracegrad.tracing.user_errors import explain
+from tracegrad.tracing.user_errors import explained
 
 _JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
 P = ParamSpec("P")
@@ -105,7 +105,7 @@ class TracedFunction(Generic[P, R]):
             result = pipeline.call(given, kwargs, graph)
             return result
         except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
+            raise explained(error)  # noqa: B904 (the same error)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
@@ -123,7 +123,7 @@ class TracedFunction(Generic[P, R]):
             call = TakingApart(self._pipeline.static)((*self._first, *args), kwargs)
             return self._pipeline.graph(call)
         except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
+            raise explained(error)  # noqa: B904 (the same error)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function as ``jax.jit(fun).lower`` does: `.as_text()` is the StableHLO text,

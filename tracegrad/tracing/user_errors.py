@@ -150,7 +150,7 @@ def explaining() -> Iterator[None]:
         raise
 
 
-def explain(error: Exception, program: Callable[[], Graph] | None = None) -> Exception:
+def explained(error: Exception, program: Callable[[], Graph] | None = None) -> Exception:
     """Returns the same error, with the user's line and a cure added, and without our frames.
 
     Raise the returned error at the outermost frame of this package: then only this frame is left

@@ -225,7 +225,7 @@ def _closing_over(found: Occurrence) -> Finding:
     )
 
 
-def no_gradient(path: str, leaf: Any) -> Finding:
+def type_without_gradient(path: str, leaf: Any) -> Finding:
     """Returns the finding on a source whose type has no gradient."""
     aval = type_of(leaf)
     kind = type(leaf).__name__ if aval is None else str(aval.dtype)
