@@ -49,7 +49,7 @@ from tracegrad.planning import BudgetTooSmall, plan_recompute
 from tracegrad.planning.cuts import Network, hulls
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion
-from tracegrad.planning.measuring import Gradient
+from tracegrad.planning.measuring import MeasuredGradient
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
 from tracegrad.planning.options import Measure
@@ -550,7 +550,7 @@ def best(points: Sequence[tuple[int, int]], budget: int, m: MemoryModel) -> str:
 
 def fusion_of(graph: Graph) -> Fusion:
     """As XLA was seen to fuse the gradient of a program."""
-    return Gradient(graph).held_and_fusion(graph)[1]
+    return MeasuredGradient(graph).held_and_fusion(graph)[1]
 
 
 def repeated(fusion: Fusion, short: int, long: int, times: int) -> Fusion:

@@ -614,3 +614,24 @@ def test_what_is_computed_anew_does_not_say_how_long_its_operand_is_needed():
     assert mul.until == 4  # one half of it was taken before, and now the other
     assert tanh.until == 7  # for its cosine, of which one half was written before
     assert (low.until, sub.until, high.until) == (2, 3, 4)  # results
+
+
+def test_a_replacement_that_could_not_be_made_is_made_for_the_next_user():
+    class Layer:
+        def call(self):
+            return "original"
+
+    def refused(original):
+        raise ValueError("not now")
+
+    def replaced(original):
+        return lambda self: f"replaced {original(self)}"
+
+    replacement = _jax.Replacement()
+    for places in ([(Layer, "call", refused)], [(Layer, "call", replaced), (Layer, "x", refused)]):
+        with pytest.raises(ValueError if len(places) == 1 else AttributeError):
+            replacement.put(places)
+        assert Layer().call() == "original"
+    with replacement.in_place([(Layer, "call", replaced)]):
+        assert Layer().call() == "replaced original"
+    assert Layer().call() == "original"

@@ -5,6 +5,7 @@ import inspect
 import re
 import types
 import weakref
+from collections import OrderedDict
 from functools import partial
 
 import jax
@@ -355,6 +356,30 @@ def test_gradients_are_returned_flat_or_nested(returned):
 
     gradients = jax.grad(f, argnums=(0, 1))({"a": 1.0, "b": 1.0}, 1.0, "name", None)
     assert gradients == ({"a": 2.0, "b": 3.0}, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "returned", "names"),
+    [
+        ({"a": 1.0, "b": 1.0}, lambda a, b: {"a": a, "x": b}, "a and x for the inputs p.a and p.b"),
+        ({"a": 1.0, "b": 1.0}, lambda a, b: [{"a": a, "x": b}], "0.a and 0.x for the inputs p.a"),
+        (OrderedDict(b=1.0, a=1.0), lambda a, b: {"a": a, "b": b}, "a and b for the inputs p.b"),
+        ([1.0, 1.0], lambda a, b: {"a": a, "b": b}, "a and b for the inputs p.0 and p.1"),
+    ],
+)
+def test_gradients_under_other_keys_than_the_inputs_have_are_an_error(params, returned, names):
+    @custom_gradient
+    def f(p):
+        return sum(jax.tree.leaves(p)), lambda dy: returned(dy, 2 * dy)
+
+    params = jax.tree.map(jnp.float32, params)
+    with pytest.raises(ValueError, match=f"'f'.* returned gradients named {names}"):
+        jax.grad(f)(params)
+    with tg.GradientTape() as tape:
+        tape.watch(params)
+        y = f(params)
+    with pytest.raises(ValueError, match=f"'f'.* returned gradients named {names}"):
+        tape.gradient(y, params)
 
 
 def test_none_stands_for_the_gradient_of_one_input_or_of_a_whole_argument():

@@ -94,6 +94,38 @@ def test_what_only_a_gradient_function_reads_is_differentiated_in_higher_orders(
         assert floats(by_tape(slope, x, sources=[v, w])) == [5.0, 3.0]
 
 
+def test_a_gradient_function_reads_at_the_gradient_on_an_eager_tape_and_at_the_call_when_traced():
+    """The first is what TensorFlow does. A Variable that the function reads too has one value."""
+    scale = Variable(2.0, trainable=False)
+
+    @tg.custom_gradient
+    def late(x):
+        return x, lambda dy: dy * scale
+
+    @tg.custom_gradient
+    def at_the_call(x):
+        now = scale.read_value()
+        return x, lambda dy: dy * now
+
+    def by_a_tape(f, x):
+        scale.assign(2.0)
+        with GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        scale.assign(10.0)
+        return tape.gradient(y, x)
+
+    def by_vjp(f, x):
+        scale.assign(2.0)
+        y, pullback = jax.vjp(f, x)
+        scale.assign(10.0)
+        return pullback(y)[0]
+
+    for f, expected in ((late, [10, 2, 2, 2]), (at_the_call, [2, 2, 2, 2])):
+        steps = (by_a_tape, tg.trace(by_a_tape), by_vjp, tg.trace(by_vjp))
+        assert [float(step(f, jnp.float32(1.0))) for step in steps] == expected
+
+
 def test_a_variable_that_is_closed_over_and_not_read_is_no_input():
     also = Variable(5.0)
 

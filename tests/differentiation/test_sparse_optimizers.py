@@ -137,3 +137,23 @@ def test_a_norm_is_that_of_the_array_that_slices_stand_for():
     dense = {"table": of_table.to_dense(), "bias": tree["bias"]}
     np.testing.assert_allclose(tg.global_norm(tree), optax.tree.norm(dense), rtol=1e-6)
     assert tg.global_norm({}) == 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("gradients", "problem"),
+    [
+        ({"table": slices([0], [[1.0, 2.0]]), "bias": jnp.ones(1)}, r"bias .* \[1\].* \[2\] there"),
+        ({"table": jnp.ones((4, 2)), "bias": jnp.ones(2)}, r"table .* \[4, 2\].* \[5, 2\] there"),
+        (
+            {"table": tg.IndexedSlices(jnp.ones((3, 2)), jnp.arange(3), (9, 2)), "bias": None},
+            r"table .* \[9, 2\].* \[5, 2\] there",
+        ),
+    ],
+)
+def test_the_gradient_of_another_table_is_an_error_with_its_path(name, gradients, problem):
+    optimizer, _ = OPTIMIZERS[name]
+    bias = None if gradients["bias"] is None else jnp.zeros(2)
+    state = optimizer.init({"table": jnp.zeros((5, 2)), "bias": bias})
+    with pytest.raises(ValueError, match=f"gradients.{problem}"):
+        optimizer.update(gradients, state)

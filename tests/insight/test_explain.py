@@ -827,3 +827,22 @@ def test_what_is_used_by_another_path_is_said_to_be_that():
     (finding,) = report.findings
     assert (finding.cause, finding.sources) == ("unused", ("p.table",))
     assert finding.what == "nothing uses it by this path; p.head is the same array"
+
+
+@pytest.mark.filterwarnings("ignore:the Variable 'total' is read after it was assigned")
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_gradient_that_ends_at_an_assignment_names_its_line_the_variable_and_the_cure(trainable):
+    total = tg.Variable(0.0, name="total", trainable=trainable)
+
+    def loss(w):
+        total.assign(3 * w)
+        return total * 2
+
+    line = f"test_explain.py:{loss.__code__.co_firstlineno + 1}"
+    (finding,) = tg.explain(loss, jnp.float32(1.0)).findings
+    named = "the Variable 'total'" if trainable else "a Variable"
+    assert finding.cause == "assignment"
+    assert finding.what.startswith(f"the assignment of {named} ({line}), which is not diff")
+    assert "use the value itself" in finding.cure
+    with pytest.raises(tg.UnconnectedError, match=rf"the assignment of {named} \({line}\)"):
+        tg.grad(loss, unconnected="raise")(1.0)

@@ -18,7 +18,7 @@ import pytest
 
 import tracegrad as tg
 from tests.compilation import compiled_to, kept_on_disk
-from tracegrad.insight.value_flow import Flow
+from tracegrad.insight.value_flow import ValueFlow
 from tracegrad.insight.xla_buffers import account_of_buffers
 from tracegrad.planning import hlo
 
@@ -347,7 +347,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 
 def test_what_a_gpu_runs_aside_and_as_one_is_followed():
     module = compiled_to(FOR_A_GPU)
-    flow = Flow(module)
+    flow = ValueFlow(module)
     by_op = {each.op: each for each in module.entry.instructions.values()}
     (started,) = flow.readers(by_op["exponential"], ())
     told = flow.reading(started)

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 import tracegrad as tg
-from tracegrad.insight.parts import parts_of
+from tracegrad.insight.parts import parts_of_nodes
 
 
 def parts(fun, *args):
-    found, are_named = parts_of(tg.graph(fun, *args))
+    found, are_named = parts_of_nodes(tg.graph(fun, *args))
     return [
         tuple(re.sub(r"\(\S+?\.py:\d+\)", "()", part) for part in row) for row in found
     ], are_named
@@ -78,7 +78,7 @@ def test_the_passes_of_a_derivative_are_the_outermost_parts():
 def test_inside_of_a_region_they_begin_in_its_function():
     region = jax.jit(lambda x: scaled(x) + 1)
     graph = tg.graph(lambda x: Model()(region(x)), 1.0)
-    found, _ = parts_of(graph.nodes[0].regions["jaxpr"])
+    found, _ = parts_of_nodes(graph.nodes[0].regions["jaxpr"])
     assert [len(row) for row in found] == [1, 1, 0]
 
 

@@ -341,3 +341,12 @@ def test_matches_print_one_a_line_with_scope_and_source():
 def test_what_is_no_selector_is_refused(make, message):
     with pytest.raises(TypeError, match=message):
         make()
+
+
+def test_the_repr_of_a_selector_has_the_parentheses_that_python_needs_and_no_others():
+    a, b, c = match.op("a"), match.call("b"), match.scope("c")
+    for selector in (a & b & c, a & (b & c), a & (b | c), (a | b) & c, a | b & c, a | (b | c)):
+        assert eval(repr(selector), {"match": match}) == selector
+        assert eval(repr(~selector), {"match": match}) == ~selector
+    assert repr(a & b & c) == "match.op('a') & match.call('b') & match.scope('c')"
+    assert repr(a | ~(b & c)) == "match.op('a') | ~(match.call('b') & match.scope('c'))"

@@ -19,7 +19,7 @@ from tracegrad.planning.fusion import (
     seen,
     without_compiling,
 )
-from tracegrad.planning.measuring import Gradient
+from tracegrad.planning.measuring import MeasuredGradient
 
 pytestmark = pytest.mark.both_jax
 
@@ -44,7 +44,7 @@ def program(*nodes: Any) -> Graph:
 
 
 def of_gradient(graph: Graph) -> Fusion:
-    return Gradient(graph).held_and_fusion(graph)[1]
+    return MeasuredGradient(graph).held_and_fusion(graph)[1]
 
 
 # What XLA would write of a gradient: which node is where in it is said by its scope.
@@ -225,7 +225,7 @@ def test_each_example_of_a_vmap_is_seen_as_one():
         return jnp.sum(jax.nn.softmax(jnp.tanh(x @ w)) @ w)
 
     graph = flatten(tg.graph(loss, f32(64, 64), f32(512, 64)))
-    several = Gradient(graph, examples=4).held_and_fusion(graph)[1]
+    several = MeasuredGradient(graph, examples=4).held_and_fusion(graph)[1]
     largest = 4 * 512 * 64
     assert all(fate.beside <= largest for fate in several)
     assert {"exp", "tanh"}.isdisjoint(ops(graph, several, "inlined"))
@@ -247,7 +247,7 @@ def test_of_what_is_split_over_devices_as_much_is_written():
         jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), "d")
     )
     graph = flatten(tg.graph(layers, [f32(64, 64)] * 4, f32(512, 64)))
-    gradient = Gradient(graph, [*[whole] * 4, split])
+    gradient = MeasuredGradient(graph, [*[whole] * 4, split])
     in_parts = gradient.held_and_fusion(graph)[1]
     assert written(graph, in_parts) == written(graph, of_gradient(graph))
 

@@ -15,9 +15,9 @@ from tracegrad.ir import Recompute
 from tracegrad.ir.editing import around_each
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fate
-from tracegrad.planning.measuring import Gradient
+from tracegrad.planning.measuring import MeasuredGradient
 from tracegrad.planning.modelling import model
-from tracegrad.planning.regions import with_regions
+from tracegrad.planning.regions import with_planned_regions
 from tracegrad.planning.scan_groups import in_groups
 from tracegrad.planning.simulation import Piece, Segment
 
@@ -66,7 +66,7 @@ def saving(loss, args, op):
     m = model(flatten(tg.graph(loss, *args)))
     saved = frozenset(i for i, node in enumerate(m.nodes) if op in (node.op, node.name))
     assert saved
-    return with_regions(m, [Segment(0, len(m), True, saved)]).to_callable()
+    return with_planned_regions(m, [Segment(0, len(m), True, saved)]).to_callable()
 
 
 def products(fun, *args):
@@ -170,14 +170,14 @@ GATED = (
 def keeping_gates(m):
     """A region that keeps what a user's policy would."""
     saved = frozenset(i for i, node in enumerate(m.nodes) if node.op in ("logistic", "tanh"))
-    return with_regions(m, [Segment(0, len(m), True, saved)])
+    return with_planned_regions(m, [Segment(0, len(m), True, saved)])
 
 
 def test_what_one_operation_alone_reads_is_run_again_when_its_turn_comes(
     monkeypatch: pytest.MonkeyPatch,
 ):
     graph = flatten(tg.graph(unrolled, *GATED))
-    planned, gradient = keeping_gates(model(graph)), Gradient(graph)
+    planned, gradient = keeping_gates(model(graph)), MeasuredGradient(graph)
     (region,) = (node for node in planned.nodes if isinstance(node, Recompute))
     late = [node for node in region.regions["jaxpr"].nodes if isinstance(node, Recompute)]
     ops = [[node.op for node in each.regions["jaxpr"].nodes] for each in late]
@@ -227,7 +227,7 @@ def test_what_xla_inlines_is_computed_in_each_region_that_reads_it():
     m = model(graph, tuple(Fate(inlined=node.op in ("mul", "add")) for node in graph.nodes))
     assert [node.op for node in m.nodes] == ["dot_general", "tanh", "dot_general", "reduce_sum"]
     kept = frozenset([0, 1])
-    planned = with_regions(m, [Segment(0, 2, True, kept), Segment(2, 4, True, frozenset())])
+    planned = with_planned_regions(m, [Segment(0, 2, True, kept), Segment(2, 4, True, frozenset())])
     first, second = (node for node in planned.nodes if isinstance(node, Recompute))
     inside = [[n.op for n in node.regions["jaxpr"].nodes] for node in (first, second)]
     assert "mul" not in inside[0]
@@ -251,10 +251,10 @@ def test_a_region_that_saves_all_that_it_computes_holds_no_more_than_none():
     f32 = jnp.float32
     args = [jax.ShapeDtypeStruct((32, 32), f32)] * 4, jax.ShapeDtypeStruct((2048, 32), f32)
     graph = flatten(tg.graph(loss, *args))
-    gradient = Gradient(graph)
+    gradient = MeasuredGradient(graph)
     held, fusion = gradient.held_and_fusion(graph)
     m = model(graph, fusion)
     for cut in range(1, len(m)):
         plan = [Segment(0, cut, True, frozenset(range(cut))), Segment(cut, len(m))]
         # XLA's tuples have pointers.
-        assert gradient.held(with_regions(m, plan)) <= held + 1024, m.nodes[cut]
+        assert gradient.held(with_planned_regions(m, plan)) <= held + 1024, m.nodes[cut]

@@ -10,7 +10,7 @@ from jax import lax
 import tracegrad as tg
 from tracegrad import custom_gradient
 from tracegrad.rewriting.forward_mode import with_forward_mode
-from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
+from tracegrad.rewriting.linearity import TermKinds, constant_part, zero_outputs
 
 pytestmark = pytest.mark.both_jax
 
@@ -71,4 +71,5 @@ def test_zeros_are_known_by_structure_and_a_while_loop_that_hands_on_adds_nothin
     def handed_on(x, dy):
         return lax.while_loop(lambda c: c[0] < x, lambda c: c, (x, dy))[1]
 
-    assert constant_part(tg.graph(handed_on, 1.0, 1.0), [Part.CONSTANT, Part.LINEAR]) is None
+    terms = [TermKinds.CONSTANT, TermKinds.LINEAR]
+    assert constant_part(tg.graph(handed_on, 1.0, 1.0), terms) is None

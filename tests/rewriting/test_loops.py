@@ -306,7 +306,7 @@ def replayed(steps: int, slots: int) -> int:
     places = slots + 1
     position, level, positions = 0, 0, np.zeros(places, np.int64)
     while position < steps:
-        positions[loop_schedule.place_of(position, places, np)] = position
+        positions[loop_schedule.place_of_state(position, places, np)] = position
         position, level = map(int, loop_schedule.next_to_keep(position, level, places, np))
     count, end, reached = 0, steps, loop_schedule.reaches(slots)
     while end > 0:

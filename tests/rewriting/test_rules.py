@@ -93,13 +93,8 @@ def test_values_are_clipped_as_jax_clips_them(dtype):
     beyond = clipped(jnp.array([INF, -INF], dtype), max_value=1e300)
     most = float(jnp.finfo(dtype).max)
     np.testing.assert_array_equal(np.asarray(beyond, np.float64), [most, -most])
-
-
-@pytest.mark.parametrize("limit", ["max_value", "max_norm"])
-@pytest.mark.parametrize("cotangent", [[INF, 1.0, -2.0], [1.0, 2.0]])
-def test_an_infinite_limit_changes_no_gradient(limit, cotangent):
-    got = clipped(jnp.array(cotangent), **{limit: INF})
-    np.testing.assert_array_equal(got, np.array(cotangent, np.float32))
+    unlimited = np.asarray(clipped(cotangent, max_value=INF), np.float32)
+    np.testing.assert_array_equal(unlimited, np.asarray(cotangent, np.float32))
 
 
 def test_the_root_at_zero_gets_the_limit_as_its_gradient():
@@ -130,7 +125,7 @@ def test_norms_are_clipped_where_squares_are_out_of_range(dtype):
         5e-5: [([6e-5, 8e-5, 0], [3e-5, 4e-5, 0])],
         20 * tiny: [([30 * tiny, 40 * tiny, 0], [12 * tiny, 16 * tiny, 0])],
         1e300: [([most, 1, 0], [most, 1, 0]), ([INF, 1, 0], [most, 0, 0])],
-        INF: [([INF, 1, 0], [INF, 1, 0]), ([most, 1, NAN], [most, 1, NAN])],
+        INF: [(row, row) for row in ([INF, 1, 0], [1, -2, 0], [most, 1, NAN])],
     }
     for limit, rows in cases.items():
         cotangents, expected = zip(*rows, strict=True)

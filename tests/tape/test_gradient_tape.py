@@ -1,5 +1,7 @@
 """What a tape answers: gradients, None and zero, identity, targets and sources, Jacobians."""
 
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -244,6 +246,17 @@ def test_a_number_of_another_kind_is_no_gradient():
             y = x * x
         with pytest.raises(TypeError, match=f"{kind}.*its target float16"):
             tape.gradient(y, x, output_gradients=seed)
+
+
+def test_output_gradients_have_the_keys_of_the_target():
+    x = jnp.ones(2)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = {"a": 2 * x, "b": 3 * x}
+    for seed in ({"a": x, "x": x}, OrderedDict(b=x, a=x)):
+        with pytest.raises(ValueError, match=r"output_gradients has .*, the target a and b"):
+            tape.gradient(y, x, output_gradients=seed)
+    np.testing.assert_array_equal(tape.gradient(y, x, output_gradients={"b": x, "a": -x}), [1, 1])
 
 
 def test_output_gradients_are_checked():

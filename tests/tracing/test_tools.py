@@ -52,6 +52,32 @@ def test_a_tool_takes_the_function_then_its_arguments_by_position_or_by_name(nam
     assert str(tool(loss, W, X, shift=jnp.ones((4, 2)))) != str(tool(loss, W, X))
 
 
+def powers(x, n):
+    return sum(jnp.sum(jnp.sin(x) ** k) for k in range(n))
+
+
+POWERS = {
+    "jit": jax.jit(powers, static_argnums=1),
+    "trace": tg.trace(powers, static_argnames="n"),
+    "plain": powers,
+}
+TAKES_PYTHON_VALUES = {"explain": POWERS, "memory": ["jit", "trace"], "show": ["trace"]}
+
+
+@pytest.mark.parametrize("kind", POWERS)
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_python_value_is_bound_and_the_error_says_so(name, kind):
+    tool, f = functools.partial(getattr(tg, name), **TOOLS[name]), POWERS[kind]
+    tool(functools.partial(f, n=2), X)
+    if kind in TAKES_PYTHON_VALUES.get(name, ()):
+        tool(f, X, 2)
+    else:
+        kinds = (ValueError, jax.errors.TracerIntegerConversionError)
+        with pytest.raises(kinds) as caught:
+            tool(f, X, 2)
+        assert "functools.partial" in "".join(caught.value.__notes__)
+
+
 @pytest.mark.parametrize("name", TOOLS)
 def test_without_arguments_the_right_call_is_shown_in_the_words_of_the_function(name):
     """As of the form with two pairs of parentheses, which is one with none in the first."""

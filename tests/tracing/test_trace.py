@@ -519,6 +519,29 @@ def test_what_is_over_before_it_has_run_is_refused():
             ask(each, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        (lambda f, rule, x: tg.trace(f, rule), "tracegrad.trace(f, rules=...)"),
+        (lambda f, rule, x: tg.trace(f, [rule, rule]), "tracegrad.trace(f, rules=...)"),
+        (lambda f, rule, x: tg.trace(f, x), "tracegrad.trace(f)(...)"),
+        (lambda f, rule, x: tg.rewrite(f, rule, rule), "tracegrad.rewrite(f, [rules.strong_zero()"),
+        (lambda f, rule, x: tg.trace(rule)(f), "tracegrad.trace(fun, rules=rule)"),
+        (lambda f, rule, x: tg.rewrite(rule, f)(x), "tracegrad.rewrite(fun, rule)"),
+        (
+            lambda f, rule, x: tg.recompute_grad(f, jax.checkpoint_policies.dots_saveable),
+            "tracegrad.recompute_grad(f, policy=...)",
+        ),
+    ],
+)
+def test_what_does_not_belong_by_position_is_shown_the_right_call(call, shown):
+    def f(x):
+        return 2 * x
+
+    with pytest.raises(TypeError, match=re.escape(shown)):
+        call(f, tg.rules.strong_zero(), jnp.ones(2))
+
+
 def test_an_unknown_keyword_is_told_the_nearest():
     with pytest.raises(TypeError, match=r"'memory_buget'; did you mean 'memory_budget'"):
         tg.trace(jnp.sin, memory_buget="2GiB")

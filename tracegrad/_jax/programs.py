@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +18,6 @@ from tracegrad._jax.arrays import is_tracer, struct
 from tracegrad._jax.compat import (
     INLINED_WHEN_LOWERED,
     PROGRAM_TYPES,
-    constants_of,
     effects_of,
     opened,
     parts_of,
@@ -144,21 +144,26 @@ def with_inputs(program: Any, avals: Sequence[Any], places: Sequence[int | None]
     `places`: for each constant, the index of the new input that replaces it; None: it stays.
     """
     open_form, constants = parts_of(program)
-    new = [jex.Var(aval) for aval in avals]
-    placed = list(zip(open_form.constvars, constants, places, strict=True))
-    kept = [(var, constant) for var, constant, place in placed if place is None]
-    now = {var: new[place] for var, _, place in placed if place is not None}
+    kept: dict[Any, Any] = {}
+    new: dict[int, Any] = {}
+    now: dict[Any, Any] = {}  # of several constants with one place, all but the first
+    for var, constant, place in zip(open_form.constvars, constants, places, strict=True):
+        if place is None:
+            kept[var] = constant
+        elif new.setdefault(place, var) is not var:
+            now[var] = new[place]
 
     def read(atoms: Sequence[Any]) -> list[Any]:
         return [a if isinstance(a, jex.Literal) else now.get(a, a) for a in atoms]
 
-    open_form = open_form.replace(
-        constvars=[var for var, _ in kept],
-        invars=[*open_form.invars, *new],
-        outvars=read(open_form.outvars),
-        eqns=[eqn.replace(invars=read(eqn.invars)) for eqn in open_form.eqns],
+    inputs = [new[i] if i in new else jex.Var(aval) for i, aval in enumerate(avals)]
+    return program_of(
+        program,
+        constants=kept,
+        inputs=[*open_form.invars, *inputs],
+        outputs=read(open_form.outvars),
+        equations=[e.replace(invars=read(e.invars)) if now else e for e in open_form.eqns],
     )
-    return program.replace(jaxpr=open_form, consts=[constant for _, constant in kept])
 
 
 def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -250,20 +255,15 @@ def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
     cannot inline a call that late: there, this calls `eval_program`."""
     if INLINED_WHEN_LOWERED is None:
         return eval_program(program, args)
-    parts = opened(program)
-    constants = dict(zip(parts.constvars, constants_of(program), strict=True))
+    parts, constants = parts_of(program)
     # JAX differentiates a call only with respect to operands: constants that are tracers become so.
-    tracers = {v: array for v, array in constants.items() if is_tracer(array)}
+    tracers = list(filter(is_tracer, constants))
     if tracers:
-        program = program_of(
-            program,
-            constants={v: array for v, array in constants.items() if v not in tracers},
-            inputs=[*tracers, *parts.invars],
-            outputs=parts.outvars,
-            equations=parts.eqns,
-        )
+        numbers = itertools.count()
+        places = [next(numbers) if is_tracer(constant) else None for constant in constants]
+        program = with_inputs(program, list(map(jax.typeof, tracers)), places)
     with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the current mesh is a parameter
-    operands = [*tracers.values(), *args]
+    operands = [*args, *tracers]
     params = wider_jit(with_mesh.eqns[0].params, len(operands), len(parts.outvars))
     params |= {"jaxpr": program, "name": name, "inline": INLINED_WHEN_LOWERED}
     results = bind(JIT, operands, params)

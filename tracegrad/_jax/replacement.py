@@ -39,14 +39,17 @@ class Replacement:
             self.put_back()
 
     def put(self, places: Iterable[Place]) -> None:
-        """Replaces the functions, and counts one more user, who has to call `put_back` once."""
+        """Replaces the functions, and counts one more user, who has to call `put_back` once. If a
+        replacement cannot be made, nothing is replaced, and no user is counted."""
         with self._lock:
+            originals: dict[tuple[Any, str], Function] = {}
             new: dict[tuple[Any, str], Function] = {}
             for owner, name, make in places:
                 if (owner, name) not in self._originals:
-                    original = self._originals[owner, name] = vars(owner).get(name, _INHERITED)
+                    original = originals[owner, name] = vars(owner).get(name, _INHERITED)
                     inherited = original is _INHERITED
                     new[owner, name] = make(getattr(owner, name) if inherited else original)
+            self._originals |= originals
             _put(new)
             self._user_count += 1
 

@@ -91,9 +91,10 @@ def custom_gradient(f: Any = None) -> Any:
         TypeError: ``f`` is not callable or does not return ``(y, grad_fn)``; under
             differentiation, a gradient has another dtype than its input, or is not an array.
         ValueError: under differentiation, ``grad_fn`` returns a wrong number of gradients, or one
-            of a wrong shape; or ``y`` depends on a value that is being differentiated, but that
-            ``f`` closes over or gets by keyword: the value would silently get no gradient. Pass it
-            as a positional argument, or through ``stop_gradient``.
+            of a wrong shape, or under another key than its input; or ``y`` depends on a value that
+            is being differentiated, but that ``f`` closes over or gets by keyword: the value would
+            silently get no gradient. Pass it as a positional argument, or through
+            ``stop_gradient``.
         RecursionError: a derivative of sixth or higher order is taken, and ``grad_fn`` calls the
             function itself, or another function whose gradient calls it.
 

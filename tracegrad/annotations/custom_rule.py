@@ -30,7 +30,7 @@ from tracegrad.annotations.pullback import (
 from tracegrad.annotations.variables import listed_with
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
-from tracegrad.rewriting.traced_gradients import Program
+from tracegrad.rewriting.traced_gradients import OpenedProgram
 from tracegrad.tape.rules import MadeOf, tell_made_of
 from tracegrad.variables.parted import Parted
 from tracegrad.variables.paths import path_name
@@ -155,7 +155,7 @@ def bind_with_values(call: AnnotatedCall) -> Any:
 def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
     """Calls a `jax.custom_vjp` of the traced function; the values that the function closes over are
     further arguments."""
-    traced, values = Program.of(program)
+    traced, values = OpenedProgram.of(program)
     # The rule must not reference `call`, whose arguments may belong to a trace that ends earlier.
     pullbacks, own = call.pullbacks, len(call.arguments.chosen)
     inputs_given = [*call.arguments.chosen]

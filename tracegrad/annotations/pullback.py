@@ -8,8 +8,10 @@ program: the residuals.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import jax
@@ -22,12 +24,14 @@ from tracegrad.annotations.calls import (
     is_traced,
     noted,
 )
-from tracegrad.differentiation.indexed_slices import is_slices
+from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.wording import counted, described, listed
 from tracegrad.rewriting.operation import checked_cotangent
-from tracegrad.rewriting.traced_gradients import Program
+from tracegrad.rewriting.traced_gradients import OpenedProgram
+from tracegrad.variables.leaves import leaves_with_paths
+from tracegrad.variables.paths import is_named_alike, path_name
 from tracegrad.variables.statics import is_none
 
 
@@ -51,7 +55,7 @@ class RunResiduals:
 class Pullback:
     """A traced gradient function: from cotangents of the outputs to gradients of the inputs."""
 
-    program: Program
+    program: OpenedProgram
     differentiable: Sequence[bool]  # for each output, whether the program takes its cotangent
     given: Sequence[bool]  # for each input, whether the program returns its gradient
 
@@ -107,7 +111,7 @@ def trace_pullback(
         zeros = list(map(zero_cotangent, avals))
         of_zeros = functools.partial(_jax.eval_program, traced, zeros)
         traced = jax.make_jaxpr(of_zeros)()
-    program, residuals = Program.of(traced)
+    program, residuals = OpenedProgram.of(traced)
     return Pullback(program, differentiable, given), residuals
 
 
@@ -153,12 +157,14 @@ def gradients_of_inputs(
         returned = grad_fn(*dys)
     found = _by_argument(args, returned)
     if found is None:
-        flat = jax.tree.leaves(returned, is_leaf=_is_gradient)
-        slots = _slots(args)
+        flat = leaves_with_paths(returned, NoneType, IndexedSlices)
+        leaves = leaves_with_paths(args, NoneType)
+        slots = [is_traced(leaf) for _, leaf in leaves]
+        found = [gradient for _, gradient in flat]
         if len(flat) == len(arrays):
-            found = flat
+            leaves = list(itertools.compress(leaves, slots))
         elif len(flat) == len(slots):
-            found = [gradient for gradient, is_input in zip(flat, slots) if is_input]
+            found = list(itertools.compress(found, slots))
         else:
             by_name = " Keyword arguments are not inputs." if len(flat) > len(arrays) else ""
             raise ValueError(
@@ -166,6 +172,14 @@ def gradients_of_inputs(
                 f"{counted(len(flat), 'gradient')} for {counted(len(arrays), 'input')} "
                 f"({', '.join(input_names(fun, args)) or 'no arrays'}). "
                 f"Return one per input, or None for an input that has no gradient.{by_name}"
+            )
+        if not is_named_alike(flat, leaves):
+            names = [path_name(path) for path, _ in flat]
+            raise ValueError(
+                f"The gradient function {described(grad_fn)} of {described(fun)} returned "
+                f"gradients named {listed(names, 5)} for the inputs "
+                f"{listed(input_names(fun, args), 5)}. Return them nested as the arguments are, "
+                "with the same keys in the same order, or flat, in a tuple."
             )
 
     def function() -> str:
@@ -206,14 +220,9 @@ def _by_argument(args: tuple[Any, ...], returned: Any) -> list[Any] | None:
             leaves, structure_found = jax.tree.flatten(gradient, is_leaf=_is_gradient)
         if structure_found != structure:
             return None
-        found += [leaf for leaf, is_input in zip(leaves, slots) if is_input]
+        found += itertools.compress(leaves, slots)
     return found
 
 
 def _is_gradient(tree: object) -> bool:
     return tree is None or is_slices(tree)
-
-
-def _slots(tree: Any) -> list[bool]:
-    """Returns for each leaf, None included, whether it is an input."""
-    return [is_traced(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_none)]

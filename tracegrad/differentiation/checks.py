@@ -85,7 +85,7 @@ def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
     return result
 
 
-def flattened(
+def flat_outputs(
     fun: Callable[..., Any], result: Any, has_aux: bool, shape_of_result: list[Any]
 ) -> tuple[list[Any], Any]:
     """Returns the leaves of a function's outputs, and `aux`. The call writes the structure of the

@@ -24,7 +24,7 @@ def zeros_for(leaf: Any) -> Any:
     return None if not is_numeric(leaf) else jnp.zeros_like(leaf)
 
 
-def no_gradient(leaf: Any) -> None:
+def none_for(leaf: Any) -> None:
     """Returns None for a leaf that is not differentiated, to tell "no gradient" from zero."""
 
 

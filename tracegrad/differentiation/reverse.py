@@ -17,13 +17,13 @@ from tracegrad import _jax
 from tracegrad.differentiation.checks import (
     Unconnected,
     check,
-    flattened,
+    flat_outputs,
     named_after,
     scalar_result,
     wrt_or_argnums,
 )
 from tracegrad.differentiation.connectivity import UnconnectedError, connections
-from tracegrad.differentiation.gradient_types import Kind, no_gradient, zero_block, zeros_for
+from tracegrad.differentiation.gradient_types import Kind, none_for, zero_block, zeros_for
 from tracegrad.differentiation.lookups import call_with_slices
 from tracegrad.differentiation.partition import Partition
 from tracegrad.differentiation.smallest_cuts import explain_unconnected, smallest_cuts
@@ -186,7 +186,7 @@ def value_and_grad(
             given, results = call_with_slices(run, leaves) if sparse else run(leaves)
         if unconnected != "zero":
             (results,) = _marked(call, scalar, unconnected, [results])
-        absent = zeros_for if unconnected != "none" else no_gradient
+        absent = zeros_for if unconnected != "none" else none_for
         value, beside = given
         aux = call.settle(beside)
         return ((value, aux) if has_aux else value), call.answer(results, absent)
@@ -246,7 +246,7 @@ def jacobian(
         allowed: Sequence[Kind] = ("exact",) if allow_int else ()
         call = partition(fun, wrt, args, kwargs).differentiable(unconnected, allowed)
         shape_of_result: list[Any] = []  # its structure and the shapes of its leaves
-        flat = call.of_leaves(lambda outcome: flattened(fun, outcome, has_aux, shape_of_result))
+        flat = call.of_leaves(lambda outcome: flat_outputs(fun, outcome, has_aux, shape_of_result))
         leaves = call.leaves
         if leaves:
             with explaining(), differentiating():
@@ -261,7 +261,7 @@ def jacobian(
         aux = call.settle(beside)
         structure, shapes = shape_of_result
         blocks = [
-            call.answer(row, partial(zero_block, shape) if unconnected != "none" else no_gradient)
+            call.answer(row, partial(zero_block, shape) if unconnected != "none" else none_for)
             for row, shape in zip(rows, shapes, strict=True)
         ]
         answer = jax.tree.unflatten(structure, blocks)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.differentiation.checks import (
     check,
-    flattened,
+    flat_outputs,
     named_after,
     scalar_result,
     wrt_or_argnums,
@@ -70,7 +70,7 @@ def hessian(
     def hessian_of(*args: Any, **kwargs: Any) -> Any:
         call = partition(fun, wrt, args, kwargs).differentiable()
         shape_of_result: list[Any] = []
-        flat = call.of_leaves(lambda outcome: flattened(fun, outcome, has_aux, shape_of_result))
+        flat = call.of_leaves(lambda outcome: flat_outputs(fun, outcome, has_aux, shape_of_result))
 
         def first(leaves: list[Any]) -> Any:
             return _jax.jacobian_rows(flat, leaves, holomorphic=holomorphic)

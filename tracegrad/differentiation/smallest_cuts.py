@@ -33,7 +33,8 @@ from tracegrad.ir.authors import whose
 from tracegrad.ir.dependence import Masks, back_around, enter, mask_of, node_dependence, spread
 from tracegrad.ir.inlined import RegionCall, is_loop, may_take_no_step, region_calls
 from tracegrad.ir.occurrence import at
-from tracegrad.rewriting.forward_mode import place_of
+from tracegrad.rewriting.forward_mode import line_of_rule
+from tracegrad.variables.capture import READ
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,15 @@ class Cut:
             return f"stop_gradient{place}"
         if isinstance(node, CustomGradient):
             face = "backward" if node.kind == "vjp" else "derivative"
-            place = place_of(self.occurrence)
+            place = line_of_rule(self.occurrence)
             return f"the custom gradient {node.name}{place}, whose {face} gives it nothing"
+        if node.primitive is READ:
+            name, line = node.params["name"], node.params["assigned_at"]
+            whose_value = f"the Variable {name!r}" if name else "a Variable"
+            return (
+                f"the assignment of {whose_value}{f' ({line})' if line else ''}, which is not "
+                f"differentiated, before its read{place}"
+            )
         if is_connectable(self.result):
             return f"{node.name}{place}, whose derivative is zero"
         dtype = getattr(self.result.aval, "dtype", None)

@@ -11,7 +11,7 @@ A gradient that is an array is treated as if all of its rows had been looked up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 
 from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.differentiation.row_updates import read_rows, write_rows
+from tracegrad.variables.leaves import leaves_with_paths
+from tracegrad.variables.paths import path_name
 
 LearningRate = float | Callable[[Any], Any]
 # Takes the number of the step (from 1), a gradient, and the moments of the same rows. Returns the
@@ -119,7 +121,8 @@ def sparse_adam(
 
     Returns:
       An optax transformation of trees of arrays and `IndexedSlices`. The updates of a table are
-      slices, which `optax.apply_updates` adds.
+      slices, which `optax.apply_updates` adds. `update` raises ValueError for a gradient whose
+      shape is not that of its moments.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> params = {"table": jnp.ones((5, 2)), "bias": jnp.zeros(2)}
@@ -195,6 +198,8 @@ def _by_rows(
         structure: Any
         leaves, structure = jax.tree.flatten(gradients, is_leaf=is_slices)
         tables = [structure.flatten_up_to(tree) for tree in state.moments]
+        for table in tables[:1]:
+            _require_shapes(gradients, leaves, table)
         found = [of_leaf(*each) for each in zip(leaves, *tables, strict=True)]
         trees = [
             jax.tree.unflatten(structure, [each[k] for each in found])
@@ -203,3 +208,17 @@ def _by_rows(
         return trees[0], SparseState(count, tuple(trees[1:]))
 
     return GradientTransformation(init, update)
+
+
+def _require_shapes(gradients: Any, leaves: Sequence[Any], moments: Sequence[Any]) -> None:
+    """Raises ValueError, with the path, for a gradient of another shape than the moments of its
+    parameter. `leaves`: those of the tree `gradients`."""
+    for i, (gradient, moment) in enumerate(zip(leaves, moments, strict=True)):
+        shape = gradient.shape if is_slices(gradient) else jnp.shape(gradient)
+        if shape not in (None, jnp.shape(moment)):
+            path, _ = leaves_with_paths(gradients, IndexedSlices)[i]
+            raise ValueError(
+                f"{path_name(path, 'gradients')} is the gradient of an array of shape "
+                f"{list(shape)}; the optimiser was given a parameter of shape "
+                f"{list(jnp.shape(moment))} there. Is it the gradient of another parameter?"
+            )

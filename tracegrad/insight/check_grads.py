@@ -17,7 +17,7 @@ from tracegrad._jax.progress import progress
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.wrt import partition
 from tracegrad.insight.bounded import bounded
-from tracegrad.insight.check_rules import check_rules, operands_in, without_rules
+from tracegrad.insight.check_rules import check_rules, functions_of_rules, operands_in
 from tracegrad.insight.comparisons import Checked, GradCheck
 from tracegrad.insight.finite_differences import (
     Estimate,
@@ -34,7 +34,7 @@ from tracegrad.insight.finite_differences import (
     status_of,
     weighed,
 )
-from tracegrad.insight.held import STOP, hint_of, hold, is_sample, without_verdict
+from tracegrad.insight.held import STOP, hint_of, is_sample, with_stops_held, without_verdict
 from tracegrad.insight.raising import arithmetic_for, in_double
 from tracegrad.ir import CustomGradient, Graph, StopGradient
 from tracegrad.ir.authors import is_jaxs_rule, whose
@@ -212,9 +212,9 @@ def _check(
             return limits_of(graph, arithmetic(), *tolerances)
 
         rules = tuple(check_rules(program, operands, declared, limits_for, random))
-        program, held = hold(program, samples)
+        program, held = with_stops_held(program, samples)
         if declared(STOP):
-            program, more = hold(program, stops)
+            program, more = with_stops_held(program, stops)
             held += more
         free = next(iter(program.find(is_sample)), None)
         whole = _without(program, rules, declared)
@@ -370,4 +370,4 @@ def _without(program: Graph, rules: Sequence[Checked], declared: Callable[[str],
         # A rule that a deliberate rule calls has not been checked: ask the user's declaration.
         return node.name in names or (node.name not in checked and bool(declared(node.name)))
 
-    return without_rules(program, is_deliberate)
+    return functions_of_rules(program, is_deliberate)

@@ -265,7 +265,7 @@ def _own_derivative(
 ) -> Estimate:
     """Returns JAX's own derivative of a rule's function along an input; NaN if there is none."""
     flowing = [k for k, weight in enumerate(weights) if weight is not None]
-    own = without_rules(node.primal, lambda inner: inner.kind == "vjp")
+    own = functions_of_rules(node.primal, lambda inner: inner.kind == "vjp")
 
     def along(operand: Any) -> list[Any]:
         outs = arithmetic.run_graph(own, [*args[:i], operand, *args[i + 1 :]])
@@ -280,7 +280,7 @@ def _own_derivative(
     return Estimate(direction, value, 0.0, True)
 
 
-def without_rules(program: Graph, chosen: Callable[[CustomGradient], bool]) -> Graph:
+def functions_of_rules(program: Graph, chosen: Callable[[CustomGradient], bool]) -> Graph:
     """Replaces the chosen rules of a program by their functions."""
 
     def is_chosen(found: Occurrence) -> bool:

@@ -19,7 +19,7 @@ from tracegrad.tape.gradient_tape import GradientTape
 from tracegrad.tape.leaves import seeds_for
 from tracegrad.tape.record import Record, following, own_results
 from tracegrad.tape.sources import before_calls
-from tracegrad.tape.under_rules import graph_of
+from tracegrad.tape.under_rules import graph_of_entries
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.trees import values_of
@@ -61,8 +61,8 @@ def explain_tape(
     record = tape._record
     targets = jax.tree.leaves(values_of(target))
     seeds = [
-        jnp.ones_like(target) if seed is None else seed  # the tape's default
-        for target, seed in zip(targets, seeds_for(targets, output_gradients), strict=True)
+        jnp.ones_like(array) if seed is None else seed  # the tape's default
+        for array, seed in zip(targets, seeds_for(target, targets, output_gradients), strict=True)
     ]
     made = {slot for entry in record.entries for slot in entry.results}
     # Arrays that the tape did not compute are explained together; an array that it computed is
@@ -219,7 +219,7 @@ def _explain(
         if slot not in used and not _jax.has_gradient(arrays[slot])
     ]
     outputs = [*(at[i] for i in inside), *ends]
-    graph, given = graph_of(entries, arrays, outputs, list(slots.values()))
+    graph, given = graph_of_entries(entries, arrays, outputs, list(slots.values()))
     number = {slot: i for i, slot in enumerate(given)}
     return explain_graph(
         graph,

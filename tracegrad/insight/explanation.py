@@ -355,8 +355,7 @@ def _section(finding: Finding, is_open: bool) -> str:
 def _rule_text(finding: Finding) -> str:
     if finding.rule is None:
         return "none; it takes an edit"
-    changes = f" ({finding.changes})" if finding.changes else ""
-    return f"{finding.rule!r}{changes}"
+    return "; ".join(filter(None, (repr(finding.rule), finding.changes)))
 
 
 def _in_step(finding: Finding) -> str:

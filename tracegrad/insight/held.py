@@ -21,7 +21,9 @@ STOP = "stop_gradient"  # its name in the argument `deliberate`
 _IMPLICIT = "its derivative is that of the distribution, not of the algorithm that draws it"
 
 
-def hold(program: Graph, stops: dict[Occurrence, Any]) -> tuple[Graph, tuple[Checked, ...]]:
+def with_stops_held(
+    program: Graph, stops: dict[Occurrence, Any]
+) -> tuple[Graph, tuple[Checked, ...]]:
     """Replaces stopped values, or samples, by constants with their values in `stops`.
 
     Returns the program, and a deliberate `Checked` for each place. Removes them from `stops`; those

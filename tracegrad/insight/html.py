@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from tracegrad.insight.colours import HUES, WORDS
 from tracegrad.insight.gradient_flow import Flow, RegionFlow
-from tracegrad.insight.parts import Part, parts_of
+from tracegrad.insight.parts import Part, parts_of_nodes
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, has_gradient
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.text import header, operands_text, statement, types_text
@@ -122,7 +122,7 @@ class _Writer:
         key = str(graph) if flow is None else flow  # a rule is traced anew for each call
         if key in self._links:
             return self._links[key], True
-        parts, are_scopes = parts_of(graph)
+        parts, are_scopes = parts_of_nodes(graph)
         rows = [
             (part, self._row(graph, node, path, flow), self._count_node(node, flow))
             for part, node in zip(parts, graph.nodes, strict=True)

@@ -16,7 +16,7 @@ from tracegrad.ir.occurrence import Origin, is_user_file
 Part = tuple[str, ...]  # the names of the parts around a node, from the outside in
 
 
-def parts_of(graph: Graph) -> tuple[list[Part], bool]:
+def parts_of_nodes(graph: Graph) -> tuple[list[Part], bool]:
     """Returns the parts of a graph that each node lies in, and whether these are named scopes.
 
     The parts are named scopes if at least half of the nodes have a scope. Otherwise they are calls,

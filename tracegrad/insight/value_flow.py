@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from tracegrad.planning.compiled import COPIES
-from tracegrad.planning.hlo import Computation, Frame, Instruction, Module
+from tracegrad.planning.hlo import Computation, HloFrame, Instruction, Module
 
 Index = tuple[int, ...]  # the position of a part in nested tuples; () for all of the result
 Part = tuple[int, Index]  # the key of an instruction, and the index of a part of its result
@@ -44,7 +44,7 @@ class Operation(NamedTuple):
 
     name: str
     path: str
-    frames: tuple[Frame, ...]
+    frames: tuple[HloFrame, ...]
     is_backward: bool
 
 
@@ -92,7 +92,7 @@ class Value(NamedTuple):
 Buffers = dict[str, list[list[Value]]]
 
 
-class Flow:
+class ValueFlow:
     """The flow of values through a program: who computes them, and who reads them.
 
     Attributes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from tracegrad.insight.program_lines import ProgramLines
-from tracegrad.insight.value_flow import Buffers, Flow, Operation, Part, Value
+from tracegrad.insight.value_flow import Buffers, Operation, Part, Value, ValueFlow
 from tracegrad.ir.occurrence import Origin
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.planning.hlo import Message, Module, decoded, first, numbers
@@ -95,7 +95,7 @@ def account_of_buffers(module: Module, analysis: Any, lines: ProgramLines) -> Ac
     message = getattr(analysis, "serialized_buffer_assignment_proto", b"")
     if not message:
         return Account("", [], (), 0)
-    flow = Flow(module)
+    flow = ValueFlow(module)
     assignment = Assignment(flow, decoded(message))
     values = assignment.buffers()
     temporary = [value for of_one in values["temporary"] for value in of_one]
@@ -134,7 +134,7 @@ class Assignment:
       constants: bytes of arrays that are part of the program.
     """
 
-    def __init__(self, flow: Flow, message: Message):
+    def __init__(self, flow: ValueFlow, message: Message):
         self._flow = flow
         self._allocations = [_allocation(decoded(a)) for a in message.get(3, ())]
         self._places: dict[int, Part] = {}  # by the value's number
@@ -170,7 +170,7 @@ class Assignment:
 
 
 def _buffer(
-    flow: Flow, lines: ProgramLines, moment: int, value: Value, lasting: Kind | None, size: int
+    flow: ValueFlow, lines: ProgramLines, moment: int, value: Value, lasting: Kind | None, size: int
 ) -> Buffer:
     """Describes a buffer that holds `value` at the instruction `moment`; `lasting`: the kind of the
     buffer of an argument or a result."""

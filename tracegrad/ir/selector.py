@@ -108,7 +108,7 @@ class _And(_Two):
         return []
 
     def __repr__(self) -> str:
-        return f"({self.left!r} & {self.right!r})"
+        return f"{_operand(self.left, _Or)} & {_operand(self.right, _Two)}"
 
 
 class _Or(_Two):
@@ -125,7 +125,7 @@ class _Or(_Two):
         return [*self.left.names(graph), *self.right.names(graph)]
 
     def __repr__(self) -> str:
-        return f"({self.left!r} | {self.right!r})"
+        return f"{self.left!r} | {_operand(self.right, _Or)}"
 
 
 class _Not(Selector):
@@ -144,7 +144,12 @@ class _Not(Selector):
         return Found(outside, lambda path, node: not inner.covers(path, node))
 
     def __repr__(self) -> str:
-        return f"~{self.inner!r}"
+        return f"~{_operand(self.inner, _Two)}"
+
+
+def _operand(selector: Selector, kind: type) -> str:
+    """Returns the repr of an operand, in parentheses if it is of a kind that needs them there."""
+    return f"({selector!r})" if isinstance(selector, kind) else repr(selector)
 
 
 def _lies_in(match: Occurrence, covers: Covers) -> bool:

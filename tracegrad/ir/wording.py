@@ -21,6 +21,12 @@ def name_of(fun: object) -> str:
     return getattr(fun, "__name__", None) or type(fun).__name__
 
 
+def code_name(fun: object) -> str:
+    """Returns the name of a function for code in a message; ``fun`` if it has none, as a model."""
+    name = getattr(fun, "__name__", "")
+    return name if name.isidentifier() and not name.startswith("__") else "fun"
+
+
 def described(fun: object) -> str:
     """Returns a function's name, and its source line if it has one: ``'relu' (layers.py:12)``."""
     code = code_of(fun)

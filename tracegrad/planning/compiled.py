@@ -45,7 +45,7 @@ def saying_why_not() -> Iterator[None]:
         raise NotMeasuredError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
-class Written(NamedTuple):
+class WrittenBuffer(NamedTuple):
     """A buffer that an instruction writes to memory; buffers are numbered in the order of writing.
 
     Attributes:
@@ -67,9 +67,9 @@ class Written(NamedTuple):
     until: int
 
 
-def written_by(module: Module) -> list[Written]:
+def written_by(module: Module) -> list[WrittenBuffer]:
     """Returns the buffers that a program writes, in order, without those inside of loops."""
-    found: list[Written] = []
+    found: list[WrittenBuffer] = []
     until: dict[int, int] = {}
     computed = set[tuple[int, Hashable]]()
     places: dict[int, tuple[int, ...]] = {}  # the buffers that an instruction is, or is a view of
@@ -97,7 +97,9 @@ def written_by(module: Module) -> list[Written]:
                 if now[1] in written or not is_part:
                     computed.add(now)
         places[key] = (len(found),)
-        found.append(Written(each.type.nbytes, _once(scopes), _once(inside), reads, len(found)))
+        found.append(
+            WrittenBuffer(each.type.nbytes, _once(scopes), _once(inside), reads, len(found))
+        )
     return [each._replace(until=until.get(k, k)) for k, each in enumerate(found)]
 
 

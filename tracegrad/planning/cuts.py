@@ -30,7 +30,7 @@ _ARCS = 8_000  # of networks that are solved together, to call SciPy less often
 
 
 @dataclass(frozen=True)
-class Cut:
+class SaveSet:
     """The cheapest choice for a price: the `saved` operations, their bytes, and the FLOPs of the
     recomputed operations."""
 
@@ -93,22 +93,22 @@ class Network:
         found[count : 2 * count] = np.minimum(np.floor(self._flops * scale), _INFINITE)
         return found
 
-    def cut(self, is_beyond: np.ndarray) -> Cut:
+    def cut(self, is_beyond: np.ndarray) -> SaveSet:
         """Returns the choice of a minimum cut; `is_beyond`: for each node, if it is on the sink's
         side."""
         is_run = ~is_beyond[3::2]
         is_saved = is_beyond[3::2] & ~is_beyond[2::2]
         saved = frozenset(itertools.compress(self.values, is_saved))
-        return Cut(saved, int(self._sizes[is_saved].sum()), int(self._flops[is_run].sum()))
+        return SaveSet(saved, int(self._sizes[is_saved].sum()), int(self._flops[is_run].sum()))
 
 
-def hulls(networks: Sequence[Network], most: int) -> list[list[Cut]]:
+def hulls(networks: Sequence[Network], most: int) -> list[list[SaveSet]]:
     """Returns save sets of each network on the convex hull of bytes and FLOPs.
 
     They go from the fewest FLOPs to the fewest bytes, at most `most` of them; the widest gaps are
     searched first.
     """
-    found: dict[int, list[Cut]] = {}
+    found: dict[int, list[SaveSet]] = {}
     searches = {k: _hull(most) for k in range(len(networks))}
     prices = {k: next(search) for k, search in searches.items()}
     while prices:
@@ -122,7 +122,7 @@ def hulls(networks: Sequence[Network], most: int) -> list[list[Cut]]:
     return [found[k] for k in searches]
 
 
-def _hull(most: int) -> Generator[float, Cut, list[Cut]]:
+def _hull(most: int) -> Generator[float, SaveSet, list[SaveSet]]:
     """A generator that yields prices, is sent the cheapest choice for each, and returns the
     hull."""
     first = yield 0.0
@@ -143,14 +143,14 @@ def _hull(most: int) -> Generator[float, Cut, list[Cut]]:
     return sorted(cuts, key=lambda cut: -cut.bytes)
 
 
-def _area(a: Cut, b: Cut) -> float:
+def _area(a: SaveSet, b: SaveSet) -> float:
     return float(a.bytes - b.bytes) * float(b.flops - a.flops)
 
 
-def minimum_cuts(asked: Sequence[tuple[Network, float]]) -> list[Cut]:
+def minimum_cuts(asked: Sequence[tuple[Network, float]]) -> list[SaveSet]:
     """Returns the cheapest choice of each network for its price. Several networks are joined into
     one at their sources and sinks, and solved together."""
-    cuts, begin = list[Cut](), 0
+    cuts, begin = list[SaveSet](), 0
     while begin < len(asked):
         end, arcs = begin, 0
         while end < len(asked) and (end == begin or arcs + len(asked[end][0].arcs) <= _ARCS):

@@ -86,7 +86,7 @@ class Computation(NamedTuple):
     instructions: Mapping[int, Instruction]
 
 
-class Frame(NamedTuple):
+class HloFrame(NamedTuple):
     """A Python frame, with the attribute names that JAX uses for the frames of equations."""
 
     file_name: str
@@ -109,13 +109,13 @@ class Module:
         self.computations = {computation.key: computation for computation in made}
         self.entry = self.computations[first(module, 6)]
 
-    def frames(self, frame: int) -> Iterator[Frame]:
+    def frames(self, frame: int) -> Iterator[HloFrame]:
         """Yields the Python frames of an instruction, innermost first."""
         while frame:
             here = decoded(self._frames[4][frame - 1])
             place = decoded(self._frames[3][first(here, 1) - 1])
             file, function = self._files[first(place, 1) - 1], self._functions[first(place, 2) - 1]
-            yield Frame(file, first(place, 3), function)
+            yield HloFrame(file, first(place, 3), function)
             frame = first(here, 2)
 
 

@@ -62,7 +62,7 @@ def _options(program: Graph, device: Any) -> dict[str, Any]:
     return options
 
 
-class Gradient:
+class MeasuredGradient:
     """Measures the gradients of a program, and of programs that compute the same.
 
     `measured_on`: the backend and the JAX version that compile the gradients.

@@ -12,7 +12,7 @@ import numpy as np
 from tracegrad._jax.packages import require
 from tracegrad.ir import Graph, folding
 from tracegrad.ir.wording import in_units, table
-from tracegrad.planning.regions import nodes_of, with_regions
+from tracegrad.planning.regions import nodes_of, with_planned_regions
 from tracegrad.planning.simulation import Segment, Simulation
 from tracegrad.tracing import to_callable
 
@@ -156,7 +156,7 @@ class RecomputePlan:
 
     def rewritten(self) -> Graph:
         """Returns the program with a `Recompute` node for every recomputed segment."""
-        return with_regions(self._search.whole, self.segments)
+        return with_planned_regions(self._search.whole, self.segments)
 
     def apply(self) -> Callable[..., Any]:
         """Returns the planned function, with the arguments and results of the original function.

@@ -23,7 +23,7 @@ from tracegrad.ir.wording import in_units
 from tracegrad.planning.compiled import NotMeasuredError
 from tracegrad.planning.fitting import fitted
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.measuring import Gradient, shardings_of
+from tracegrad.planning.measuring import MeasuredGradient, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.options import (
     Measure,
@@ -234,7 +234,7 @@ class FitToBudget:
             if self.plans:
                 try:
                     begin("compiling with nothing recomputed")
-                    gradient = Gradient(program, shardings, examples)
+                    gradient = MeasuredGradient(program, shardings, examples)
                     return self._measured(program, gradient, examples, begin)
                 except NotMeasuredError as error:
                     why_not = str(error)
@@ -249,7 +249,7 @@ class FitToBudget:
     def _measured(
         self,
         program: Graph,
-        gradient: Gradient,
+        gradient: MeasuredGradient,
         examples: int,
         begin: Callable[[str], None],
     ) -> RecomputePlan:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tracegrad.planning.cuts import Cut, Network, hulls
+from tracegrad.planning.cuts import Network, SaveSet, hulls
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.simulation import Local, Piece, Segment, keep_all
 from tracegrad.planning.spans import alive
@@ -183,7 +183,7 @@ class Planner:
         }
         return [found[key] for key in keys]
 
-    def _ways_of(self, start: int, stop: int, piece: Piece, cuts: Sequence[Cut]) -> _Ways:
+    def _ways_of(self, start: int, stop: int, piece: Piece, cuts: Sequence[SaveSet]) -> _Ways:
         is_fixed = any(self.model.fixed[start:stop])
         ways = [Segment(0, stop - start), *(() if is_fixed else recomputing(piece, cuts))]
         runs = [(way, piece.run(way)) for way in ways]
@@ -225,7 +225,7 @@ def network_of(piece: Piece) -> Network:
     return Network(sizes, flops, args, piece.needed, must_run)
 
 
-def recomputing(piece: Piece, cuts: Iterable[Cut]) -> list[Segment]:
+def recomputing(piece: Piece, cuts: Iterable[SaveSet]) -> list[Segment]:
     """Returns the ways to recompute a piece, one for each save set."""
     count = len(piece.sizes)
     saved = ([v for v in cut.saved if v < count] for cut in cuts)

@@ -15,7 +15,7 @@ from tracegrad.planning.simulation import Piece, Segment
 from tracegrad.planning.tuning import TUNING
 
 
-def with_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:
+def with_planned_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:
     """Returns the graph of a model, rewritten by a plan; the model's graph is not changed."""
     assert model.graph is not None
     stretches = [_stretch(model, segment) for segment in plan]

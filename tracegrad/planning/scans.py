@@ -29,7 +29,7 @@ from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel, ScanWay
 from tracegrad.planning.modelling import cotangents_around, handed_bytes, model
 from tracegrad.planning.planner import frontier, network_of, recomputing
-from tracegrad.planning.regions import with_regions
+from tracegrad.planning.regions import with_planned_regions
 from tracegrad.planning.residuals import residuals_of
 from tracegrad.planning.scan_groups import group_size, in_groups, in_turn, part_of
 from tracegrad.planning.simulation import Local, Piece, Segment
@@ -115,15 +115,15 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         """Returns the scan with its body run in these ways in turn, or in groups of `size`."""
         first, *others = ways
         if others:
-            inside = with_regions(body, [Segment(0, len(body), step=first.step)])
+            inside = with_planned_regions(body, [Segment(0, len(body), step=first.step)])
             bodies = []
             for k, way in enumerate(ways):
                 part = modelled(flatten(part_of(scan, inside, k, len(ways))))
                 assert len(part) == len(body), "a part adds only views to the body"
-                bodies.append(with_regions(part, [replace(way, step=0)]))
+                bodies.append(with_planned_regions(part, [replace(way, step=0)]))
             run = in_turn(scan, bodies)
         else:
-            run = in_groups(scan, with_regions(body, [first]), size)
+            run = in_groups(scan, with_planned_regions(body, [first]), size)
         return flatten(trace_graph(run, *given))
 
     carry = sum(nbytes(v.aval) for v in body.graph.inputs[constants : constants + carried])

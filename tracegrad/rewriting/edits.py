@@ -42,7 +42,7 @@ def check_selector(where: object) -> None:
         )
 
 
-def parameters_of(
+def selected_parameters(
     where: Parameters, graph: Graph, missing_ok: bool, rule: object
 ) -> dict[Value, str]:
     """Returns the parameters at which a rule acts: inputs of a graph, with their paths.

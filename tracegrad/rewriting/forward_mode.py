@@ -27,7 +27,7 @@ from tracegrad.ir.importer import import_program
 from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.ir.running import run_graph, run_node
 from tracegrad.rewriting.kept_zeros import keeps_zeros
-from tracegrad.rewriting.linearity import Part, constant_part, zero_outputs
+from tracegrad.rewriting.linearity import TermKinds, constant_part, zero_outputs
 from tracegrad.rewriting.overriding import with_tangents
 
 
@@ -237,8 +237,8 @@ def _require_linear(passes: _Passes, found: Occurrence) -> None:
         if (value & here) << count & ~tangent & along:
             raise ValueError(_not_linear(found, "its derivative by the cotangent is zero"))
     zeros = zero_outputs(passes.forward_graph)[passes.result_count :]
-    residuals = [Part.ZERO if zero else Part.CONSTANT for zero in zeros]
-    added = constant_part(passes.backward_graph, residuals + [Part.LINEAR] * count)
+    residuals = [TermKinds.ZERO if zero else TermKinds.CONSTANT for zero in zeros]
+    added = constant_part(passes.backward_graph, residuals + [TermKinds.LINEAR] * count)
     if added is not None:
         raise ValueError(_not_linear(found, added))
 
@@ -251,7 +251,7 @@ def _require_unchecked_axes(found: Occurrence) -> None:
     for value in found.node.inputs:
         if axes := _jax.varying_axes(value.aval):
             raise ValueError(
-                f"the custom gradient {found.node.name}{place_of(found)} is in a shard_map and "
+                f"the custom gradient {found.node.name}{line_of_rule(found)} is in a shard_map and "
                 f"varies over its axes {', '.join(map(str, axes))}: it can get a forward-mode "
                 "derivative only with jax.shard_map(..., check_vma=False)"
             )
@@ -264,12 +264,12 @@ def _not_linear(found: Occurrence, reason: str) -> str:
 def _refusal(found: Occurrence, reason: str) -> str:
     assert isinstance(found.node, CustomGradient)
     return (
-        f"the custom gradient {found.node.name}{place_of(found)} has no forward-mode derivative: "
-        f"that is the transpose of its backward, which {reason}"
+        f"the custom gradient {found.node.name}{line_of_rule(found)} has no forward-mode "
+        f"derivative: that is the transpose of its backward, which {reason}"
     )
 
 
-def place_of(found: Occurrence) -> str:
+def line_of_rule(found: Occurrence) -> str:
     """Returns the line that calls a custom gradient or, if unknown, the line that defines it."""
     assert isinstance(found.node, CustomGradient)
     if found.origin is not None:

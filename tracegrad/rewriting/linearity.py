@@ -21,7 +21,7 @@ from tracegrad.ir.dependence import Masks, Run, data_flow, enter, joined, spread
 from tracegrad.ir.occurrence import at
 
 
-class Part(IntFlag):
+class TermKinds(IntFlag):
     """The terms of a value: a constant, a linear function of the inputs marked LINEAR, or both.
 
     It is a mask, which is propagated through a program like the masks of `dependence`.
@@ -32,7 +32,7 @@ class Part(IntFlag):
     LINEAR = 2
 
 
-def constant_part(graph: Graph, inputs: Sequence[Part]) -> str | None:
+def constant_part(graph: Graph, inputs: Sequence[TermKinds]) -> str | None:
     """Describes a constant that a graph adds to a linear function of its linear inputs. Returns a
     phrase that names the operation and its line, or the result that is a constant; None if there is
     no such constant."""
@@ -40,21 +40,21 @@ def constant_part(graph: Graph, inputs: Sequence[Part]) -> str | None:
     outs = _part_propagator(added)(graph, list(inputs))
     if added:
         return f"{added[0].node.op}{at(added[0].origin)} adds a constant to it"
-    if Part.CONSTANT not in outs:
+    if TermKinds.CONSTANT not in outs:
         return None
-    return f"result {outs.index(Part.CONSTANT)} does not depend on it"
+    return f"result {outs.index(TermKinds.CONSTANT)} does not depend on it"
 
 
 def zero_outputs(graph: Graph) -> list[bool]:
     """For each output of a graph, whether it is zero by structure."""
     return [
-        mask == Part.ZERO
-        for mask in _part_propagator([])(graph, [Part.CONSTANT] * len(graph.inputs))
+        mask == TermKinds.ZERO
+        for mask in _part_propagator([])(graph, [TermKinds.CONSTANT] * len(graph.inputs))
     ]
 
 
 def _part_propagator(added: list[Occurrence]) -> Run:
-    """Returns a function that propagates `Part` masks through a graph. The function appends to
+    """Returns a function that propagates `TermKinds` masks through a graph. The function appends to
     `added` the nodes with a result that is both CONSTANT and LINEAR, inner nodes before outer
     ones."""
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
@@ -73,10 +73,10 @@ def _part_propagator(added: list[Occurrence]) -> Run:
         ins = [_part_of_array(v.val) if isinstance(v, Literal) else mask for v, mask in pairs]
         calls.append(node)
         # A cond's branch index and a while loop's condition are not terms of the result.
-        given = [Part.ZERO, *ins[1:]] if node.primitive is _jax.COND else ins
+        given = [TermKinds.ZERO, *ins[1:]] if node.primitive is _jax.COND else ins
         entered = None if node.primitive in _jax.WHILES else enter(node, given, run)
         outs = _result_parts(node, ins) if entered is None else entered[0]
-        if Part.CONSTANT | Part.LINEAR in outs:
+        if TermKinds.CONSTANT | TermKinds.LINEAR in outs:
             added.append(_innermost_occurrence(calls))
         calls.pop()
         return outs
@@ -94,24 +94,24 @@ def _innermost_occurrence(calls: Sequence[Node]) -> Occurrence:
 
 
 def _result_parts(node: Node, ins: Masks) -> Masks:
-    """Returns the `Part` of each result of an operation whose regions are not entered."""
+    """Returns the `TermKinds` of each result of an operation whose regions are not entered."""
     if node.op == "select_n":
         return [joined(ins[1:])]
     if node.op in operations.ADDITIVE:
         places = operations.ADDITIVE[node.op]
         return [joined(ins if places is None else [ins[i] for i in places])]
-    if (node.op in operations.PRODUCTS and Part.ZERO in ins) or (
-        node.op in operations.LINEAR and ins[0] == Part.ZERO
+    if (node.op in operations.PRODUCTS and TermKinds.ZERO in ins) or (
+        node.op in operations.LINEAR and ins[0] == TermKinds.ZERO
     ):
-        return [Part.ZERO] * len(node.outputs)
+        return [TermKinds.ZERO] * len(node.outputs)
     parts = data_flow(node, ins)
-    return [Part.LINEAR if mask & Part.LINEAR else Part.CONSTANT for mask in parts]
+    return [TermKinds.LINEAR if mask & TermKinds.LINEAR else TermKinds.CONSTANT for mask in parts]
 
 
-def _part_of_array(array: Any) -> Part:
+def _part_of_array(array: Any) -> TermKinds:
     if isinstance(array, jax.core.Tracer) or not _is_number(array):
-        return Part.CONSTANT
-    return Part.CONSTANT if np.any(np.asarray(array)) else Part.ZERO
+        return TermKinds.CONSTANT
+    return TermKinds.CONSTANT if np.any(np.asarray(array)) else TermKinds.ZERO
 
 
 def _is_number(array: Any) -> bool:

@@ -118,7 +118,7 @@ def _recorded(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
 
     def stretch(carry: Any) -> Any:
         position, live, state, level, positions, states = carry
-        place = schedule.place_of(position, places, jnp)
+        place = schedule.place_of_state(position, places, jnp)
         (positions,) = _put([positions], place, [position])
         states = _put(states, place, state)
         end, level = schedule.next_to_keep(position, level, places, jnp)
@@ -199,7 +199,7 @@ def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangent
     def back_stretch(carry: Any) -> Any:
         end, places, stack, sums, cotangents = carry
         start = schedule.last_before(end, level, positions, jnp)
-        base = _take(states, schedule.place_of(start, len(positions), jnp))
+        base = _take(states, schedule.place_of_state(start, len(positions), jnp))
         places, stack = places.at[0].set(start), _put(stack, 0, base)
         inner = (jnp.int32(0), places, stack, end, start, sums, cotangents)
         _, places, stack, end, _, sums, cotangents = checkpointed_while_loop(

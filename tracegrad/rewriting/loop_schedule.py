@@ -34,7 +34,7 @@ _MOST_STEPS = 10**6
 _MOST_REPETITIONS = 192
 
 
-def place_of(position: Any, places: int, np: Any) -> Any:
+def place_of_state(position: Any, places: int, np: Any) -> Any:
     """Returns the place of the state after `position` steps, if that state is kept.
 
     The first states fill the places in order. A later state replaces the state that is
@@ -70,7 +70,7 @@ def last_before(end: Any, level: Any, positions: Any, np: Any) -> Any:
     """
     finer = np.maximum(level - 1, 0)
     near, far = ((end - 1) >> finer) << finer, ((end - 1) >> level) << level
-    is_kept = positions[place_of(near, len(positions), np)] == near
+    is_kept = positions[place_of_state(near, len(positions), np)] == near
     return np.where(is_kept, near, far)
 
 

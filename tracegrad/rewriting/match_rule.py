@@ -17,7 +17,7 @@ from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.stretches import refuse_references
 from tracegrad.ir.wording import brief, name_of, shortened
-from tracegrad.rewriting.edits import check_selector, matches_of, parameters_of
+from tracegrad.rewriting.edits import check_selector, matches_of, selected_parameters
 
 Edit = Callable[[Graph, Sequence[Occurrence]], Graph]
 # identity(place): an identity function with another tangent; `place`: the name of the place where
@@ -58,12 +58,17 @@ class MatchRule:
         """Returns the parameters of a graph at which the rule acts; {} for a rule on operations."""
         if not isinstance(self.where, Parameters):
             return {}
-        return parameters_of(self.where, graph, True, self)
+        return selected_parameters(self.where, graph, True, self)
 
     def __call__(self, graph: Graph) -> Graph:
+        if not isinstance(graph, Graph):
+            raise TypeError(
+                f"{self!r} is a rule for a Graph; it was given {brief(graph)}. For a function, "
+                "write tracegrad.trace(fun, rules=rule) or tracegrad.rewrite(fun, rule)"
+            )
         if isinstance(self.where, Parameters):
             assert self.identity is not None
-            found = parameters_of(self.where, graph, self.missing_ok, self)
+            found = selected_parameters(self.where, graph, self.missing_ok, self)
             return behind_inputs(graph, {v: self.identity(path) for v, path in found.items()})
         matches = matches_of(self.where, graph, self.missing_ok, self)
         return self.edit(graph, matches) if matches else graph
@@ -92,8 +97,7 @@ def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
 
 def _shown(argument: object) -> str:
     if isinstance(argument, Selector):
-        # The repr of combined selectors has parentheses; the call's parentheses replace them.
-        return repr(argument)[1:-1] if repr(argument).startswith("(") else repr(argument)
+        return repr(argument)
     if isinstance(argument, jax.Array | np.ndarray):
         return brief(argument)
     return name_of(argument) if callable(argument) else shortened(repr(argument))

@@ -8,14 +8,14 @@ from typing import Any, Never
 
 from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
-from tracegrad.ir.wording import name_of
+from tracegrad.ir.wording import code_name
 from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays, shows_arguments
 from tracegrad.tracing.arguments import Call, Indices, Names, TakingApart, resolve
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, as_rules, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.signatures import require_takes
-from tracegrad.tracing.user_errors import explain, explain_rule
+from tracegrad.tracing.user_errors import explain_rule, explained
 
 
 class RewrittenFunction:
@@ -60,7 +60,7 @@ class RewrittenFunction:
         try:
             return traced_under(self.rules, trace)
         except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
+            raise explained(error)  # noqa: B904 (the same error)
 
     def __repr__(self) -> str:
         return f"<rewritten {self.__wrapped__!r}>"
@@ -104,7 +104,7 @@ def rewrite(
     if more:
         raise TypeError(
             "rewrite takes one rule or a list of them: write "
-            f"tracegrad.rewrite({name_of(fun)}, {[rules, *more]!r})"
+            f"tracegrad.rewrite({code_name(fun)}, {[rules, *more]!r})"
         )
     return RewrittenFunction(fun, as_rules(rules), static_argnums, static_argnames)
 

@@ -21,7 +21,7 @@ from tracegrad import _jax
 
 
 @dataclass(frozen=True)
-class Program:
+class OpenedProgram:
     """A traced function whose closed-over tracers and arrays have become arguments.
 
     (To a tape, programs that close over different arrays would be different functions.)
@@ -31,10 +31,10 @@ class Program:
     captured: tuple[int, ...]  # the positions of these arguments among the program's constants
 
     @classmethod
-    def of(cls, program: Any) -> tuple[Program, list[Any]]:
-        """Splits a program into a `Program` without those values, and the values.
+    def of(cls, program: Any) -> tuple[OpenedProgram, list[Any]]:
+        """Splits a program into an `OpenedProgram` without those values, and the values.
 
-        The `Program` may outlive the traces of the values.
+        The `OpenedProgram` may outlive the traces of the values.
         """
         constants = list(_jax.constants_of(program))
         captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c))
@@ -103,7 +103,7 @@ def trace_gradient(
         return functools.partial(_raise, error), []
     finally:
         _tracing.is_on = False
-    traced, values = Program.of(program)
+    traced, values = OpenedProgram.of(program)
 
     def run(captured: Any, *given: Sequence[Any]) -> Sequence[Any]:
         found = iter(traced(captured, [leaf for part in given for leaf in part]))

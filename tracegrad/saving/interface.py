@@ -37,7 +37,7 @@ _ANY = inspect.Signature(
 )
 
 
-def name_of(fun: Any) -> str:
+def saved_name(fun: Any) -> str:
     """Returns the name to save a function under. Raises TypeError if `fun` is not a function."""
     if not callable(fun):
         raise TypeError(
@@ -50,7 +50,7 @@ def name_of(fun: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Given:
+class BoundSpecs:
     """Specs, bound to the parameters of a function.
 
     Attributes:
@@ -88,14 +88,14 @@ class Given:
             return fun(*bound.args, **bound.kwargs)
 
         functools.update_wrapper(function, fun, updated=())
-        function.__name__ = name_of(fun)
+        function.__name__ = saved_name(fun)
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         names = [inspect.Parameter(name, kind) for name in self.specs]
         function.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
         return function
 
 
-def given_to(name: str, fun: Function, specs: Any) -> Given:
+def given_to(name: str, fun: Function, specs: Any) -> BoundSpecs:
     """Binds specs to the parameters of a function. Raises TypeError if the specs do not fit."""
     if specs is None:
         raise TypeError(
@@ -120,7 +120,7 @@ def given_to(name: str, fun: Function, specs: Any) -> Given:
             f"jax.ShapeDtypeStruct for each argument; there are {len(specs)}"
         ) from None
     static = _static_names(fun, signature)
-    return Given(
+    return BoundSpecs(
         signature,
         {key: value for key, value in given.items() if key in static},
         {key: _spec(value, key) for key, value in given.items() if key not in static},
@@ -172,7 +172,7 @@ def _spec(spec: Any, parameter: str) -> Any:
     return jax.tree.map(convert, spec)
 
 
-def traced_for(name: str, fun: Function, given: Given, modules: ModuleVariables) -> Graph:
+def traced_for(name: str, fun: Function, given: BoundSpecs, modules: ModuleVariables) -> Graph:
     """Traces a function for its specs, and returns the graph; `modules` makes Variables of the
     arrays of its flax.nnx module, if it has one."""
 
@@ -210,7 +210,7 @@ class Trees:
         check(self.result, f"the result of {name}")
 
 
-def trees_of(traced: Graph, given: Given, name: str) -> Trees:
+def trees_of(traced: Graph, given: BoundSpecs, name: str) -> Trees:
     """Returns the `Trees` of a graph. Raises TypeError if a leaf cannot be written."""
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
     arguments, _ = unpacked(*of_types(traced.in_tree, inputs))
@@ -230,7 +230,7 @@ def _check_no_module(tree: Any, where: str) -> None:
         )
 
 
-def signature_text(name: str, given: Given, trees: Trees) -> str:
+def signature_text(name: str, given: BoundSpecs, trees: Trees) -> str:
     """Returns the signature as one line of text: ``score(x: f32[b,2]) -> f32[b]``."""
     shown = [
         f"{kind if kind in ('*', '**') else ''}{parameter}: {tree_text(trees.arguments[parameter])}"

@@ -33,7 +33,7 @@ from tracegrad.saving import outside_calls, refusals
 from tracegrad.saving.file import sha256
 from tracegrad.saving.interface import Trees
 from tracegrad.saving.manifest import OWN, Gradient, Program
-from tracegrad.saving.source import Source
+from tracegrad.saving.source import ExportedFunction
 from tracegrad.saving.trees import check_containers
 
 MOST_SINGLE = 16
@@ -72,7 +72,7 @@ class Programs:
     _texts: dict[str, str] = field(default_factory=dict)
     _compares: bool = False
 
-    def write(self, source: Source, order: int = 0, width: int = 1) -> Program:
+    def write(self, source: ExportedFunction, order: int = 0, width: int = 1) -> Program:
         """Exports a program and, below `self.order`, its gradient programs; returns its record.
         `width`: how many gradient programs of this order there are."""
         self._compares |= order == 0 and _has_rules(source.graph)
@@ -98,7 +98,7 @@ class Programs:
         return Program(array, gradients, value, refused, adds)
 
     def _gradients(
-        self, source: Source, active: Sequence[int], size: int, order: int, width: int
+        self, source: ExportedFunction, active: Sequence[int], size: int, order: int, width: int
     ) -> tuple[Gradient, ...]:
         connected = [set(inputs).intersection(active) for inputs in connections(source.graph)]
         flowing = [j for j in _floats(source.graph.out_avals[: source.count]) if connected[j]]
@@ -116,7 +116,7 @@ class Programs:
             for results in choices
         )
 
-    def _export(self, source: Source, order: int) -> tuple[str, int]:
+    def _export(self, source: ExportedFunction, order: int) -> tuple[str, int]:
         """Exports a program; returns the name of its array, and its size in bytes."""
         what = f"the derivative of order {order} of {self.name}" if order else self.name
         if order > self._has_begun:
@@ -145,7 +145,9 @@ class Programs:
             self.contents[name], self.calls[name] = contents, tuple(calls)
         return name, len(contents)
 
-    def _function(self, source: Source, order: int) -> tuple[Callable[..., Any], list[Any]]:
+    def _function(
+        self, source: ExportedFunction, order: int
+    ) -> tuple[Callable[..., Any], list[Any]]:
         """Returns the function to export, and the types of its arguments. Below the highest order
         it runs the graph, which was traced to make the gradients."""
         run: Callable[..., Any] = lambda *operands: source.run(operands)  # noqa: E731
@@ -169,7 +171,9 @@ class Programs:
         return program, given
 
 
-def export(source: Source, trees: Trees, order: int, platforms: Sequence[str] | None) -> Programs:
+def export(
+    source: ExportedFunction, trees: Trees, order: int, platforms: Sequence[str] | None
+) -> Programs:
     """Exports the programs of a function and of its derivatives.
 
     Args:
@@ -213,7 +217,7 @@ def _has_rules(graph: Graph) -> bool:
     return any(not live.isdisjoint(rule.steps[0].outputs) for rule in rules)
 
 
-def _refused(source: Source, active: Sequence[int]) -> tuple[tuple[int, str], ...]:
+def _refused(source: ExportedFunction, active: Sequence[int]) -> tuple[tuple[int, str], ...]:
     """Returns the operands for which there is no gradient, with the reason.
 
     A custom gradient has no gradient for values that its function closes over, for example a

@@ -12,7 +12,7 @@ import jax.export
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Occurrence
 from tracegrad.ir.running import run_node
-from tracegrad.saving.source import Source
+from tracegrad.saving.source import ExportedFunction
 from tracegrad.tracing import rule_errors
 
 _LOOP = (
@@ -33,7 +33,11 @@ def exported(fun: Callable[..., Any], specs: Sequence[Any], platforms: Sequence[
 
 
 def reason(
-    source: Source, what: str, order: int, platforms: Sequence[str] | None, error: Exception
+    source: ExportedFunction,
+    what: str,
+    order: int,
+    platforms: Sequence[str] | None,
+    error: Exception,
 ) -> str | None:
     """Returns why the program of `source` was not written; None if no better reason than JAX's
     error is found.

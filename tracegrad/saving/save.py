@@ -17,7 +17,7 @@ from tracegrad.saving.file import Array, stored, write_file
 from tracegrad.saving.interface import (
     Function,
     given_to,
-    name_of,
+    saved_name,
     signature_text,
     traced_for,
     trees_of,
@@ -161,7 +161,7 @@ def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
 def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
     """Returns the name, the function and the specs of each function to save."""
     if not isinstance(fun, Mapping):
-        return [(name_of(fun), fun, specs)]
+        return [(saved_name(fun), fun, specs)]
     if specs is not None:
         raise TypeError("give the specs in the dictionary: save({name: (fun, specs)}, path)")
     if not fun:
@@ -177,7 +177,7 @@ def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
                 "the dictionary should map each name to a pair (fun, specs), as in "
                 f"save({{name: (fun, specs)}}, path), but it maps {name!r} to {entry!r}"
             )
-        name_of(entry[0])  # raises TypeError if this is not a function
+        saved_name(entry[0])  # raises TypeError if this is not a function
         requests.append((name, *entry))
     return requests
 

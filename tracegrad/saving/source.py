@@ -16,7 +16,7 @@ Flat = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportedFunction:
     """A function of flat arrays, from which a program is exported.
 
     Attributes:
@@ -33,8 +33,8 @@ class Source:
     avals: Sequence[Any]
     fun: Flat
     count: int
-    fresh: Callable[[], Source]
-    above: Source | None = None
+    fresh: Callable[[], ExportedFunction]
+    above: ExportedFunction | None = None
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -45,7 +45,7 @@ class Source:
         """Runs the Graph."""
         return run_graph(self.graph, operands)
 
-    def gradient(self, operands: Sequence[int], results: Sequence[int]) -> Source:
+    def gradient(self, operands: Sequence[int], results: Sequence[int]) -> ExportedFunction:
         """Returns the Source of a gradient: it takes this function's operands and the cotangents of
         `results`, and returns the gradients of `operands`."""
         count = len(self.avals)
@@ -54,33 +54,33 @@ class Source:
             arguments, cotangents = given[:count], given[count:]
             return _jax.pull_back_of_some(self.run, arguments, operands, results, cotangents)
 
-        def fresh() -> Source:
+        def fresh() -> ExportedFunction:
             return self.fresh().gradient(operands, results)
 
         flowing = [self.graph.out_avals[j] for j in results]
         avals = [*self.avals, *(_jax.struct(aval.shape, aval.dtype) for aval in flowing)]
         gradient.__name__ = name = f"{self.name}_gradient"
-        return Source(name, avals, gradient, len(operands), fresh, self)
+        return ExportedFunction(name, avals, gradient, len(operands), fresh, self)
 
-    def value(self, operands: Sequence[int]) -> Source:
+    def value(self, operands: Sequence[int]) -> ExportedFunction:
         """Returns the Source of the results that JAX computes when it differentiates the function:
         those of the forward passes of custom rules."""
 
         def value(*given: Any) -> list[Any]:
             return list(_jax.vjp_of_some(self.run, given, operands)[0])
 
-        def fresh() -> Source:
+        def fresh() -> ExportedFunction:
             return self.fresh().value(operands)
 
         value.__name__ = self.name
-        return Source(self.name, self.avals, value, self.count, fresh, self)
+        return ExportedFunction(self.name, self.avals, value, self.count, fresh, self)
 
 
-def source_of(name: str, trace: Callable[[], Graph]) -> Source:
+def source_of(name: str, trace: Callable[[], Graph]) -> ExportedFunction:
     """Returns the Source of the function whose Graph `trace` makes."""
     graph = trace()
     fresh = functools.partial(source_of, name, trace)
     run = lambda *operands: run_graph(graph, operands)  # noqa: E731
-    source = Source(name, graph.in_avals, run, graph.result_count, fresh)
+    source = ExportedFunction(name, graph.in_avals, run, graph.result_count, fresh)
     vars(source)["graph"] = graph
     return source

@@ -24,7 +24,7 @@ from tracegrad.tape.record import Entry, Record, on_the_way
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import not_overridden
 from tracegrad.tape.rules import Rule
-from tracegrad.tape.under_rules import graph_of, vjp_under_rules
+from tracegrad.tape.under_rules import graph_of_entries, vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
 
 Path = Sequence[tuple[Entry, tuple[int, ...]]]
@@ -381,6 +381,6 @@ def _is_cast(entry: Entry) -> bool:
 
 def _explain(error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]) -> None:
     """Adds to an error the user's line of the operation that failed, and what to do."""
-    graph = graph_of([entry], arrays, ()).graph
+    graph = graph_of_entries([entry], arrays, ()).graph
     (node,) = graph.nodes
     explain_node(error, node, lambda: graph)

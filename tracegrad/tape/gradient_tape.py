@@ -23,9 +23,9 @@ from tracegrad.tape.cotangents import (
 from tracegrad.tape.leaves import (
     Unconnected,
     UnconnectedGradients,
-    are_arrays,
     are_known_arrays,
     arrays_of,
+    must_be_arrays,
     one_array,
     real,
     require_arrays,
@@ -40,7 +40,7 @@ from tracegrad.tape.sources import (
     warn_of_unseen,
     warn_of_unwatched,
 )
-from tracegrad.tape.under_rules import graph_of
+from tracegrad.tape.under_rules import graph_of_entries
 from tracegrad.variables.kept_programs import reads_change
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
@@ -159,7 +159,7 @@ class GradientTape(Recording):
         self._check_thread()
         leaves = jax.tree.leaves(tensor, is_leaf=is_variable)
         if not all(isinstance(leaf, (jax.Array, Variable)) for leaf in leaves):
-            leaves = list(itertools.compress(leaves, are_arrays(tensor)))
+            leaves = list(itertools.compress(leaves, must_be_arrays(tensor)))
         for leaf in leaves:
             if isinstance(leaf, Variable):
                 self._record.watch_variable(leaf)
@@ -206,7 +206,7 @@ class GradientTape(Recording):
     def graph(self) -> Graph:
         """Returns the recorded operations as a `Graph`; print it to see what the tape saw."""
         record = self._record
-        return graph_of(record.entries, record.arrays, (), runs_rules=False).graph
+        return graph_of_entries(record.entries, record.arrays, (), runs_rules=False).graph
 
     def explain(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
         """Explains why gradients of a target are None, zero, NaN, or far too large.
@@ -264,7 +264,7 @@ class GradientTape(Recording):
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
         targets, variables = arrays_of(target)
-        seeds = seeds_for(targets, output_gradients)
+        seeds = seeds_for(target, targets, output_gradients)
         derivative = SPARSE_GRADIENT if sparse else GRADIENT
         return self._differentiate(targets, variables, sources, unconnected, derivative, seeds)
 
@@ -367,7 +367,7 @@ class GradientTape(Recording):
         wanted = None
         if not are_known_arrays(leaves):
             require_arrays("source", sources, leaves, settings=True)
-            wanted = are_arrays(sources)
+            wanted = must_be_arrays(sources)
             leaves = list(itertools.compress(leaves, wanted))
         if not self._persistent:
             self._used = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any, Literal
 
 import jax
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad.differentiation.gradient_types import as_inexact
-from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.ir.wording import brief, with_article
+from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
+from tracegrad.ir.wording import brief, listed, with_article
+from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.nnx_objects import refuse_hijax
-from tracegrad.variables.paths import path_name
+from tracegrad.variables.paths import is_named_alike, path_name
 from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
@@ -58,7 +60,7 @@ def are_known_arrays(leaves: Sequence[Any]) -> bool:
     return bool(leaves)
 
 
-def are_arrays(tree: Any) -> list[bool]:
+def must_be_arrays(tree: Any) -> list[bool]:
     """For each leaf of a tree, whether it must be an array: it is not a setting of a model.
 
     Settings are functions, and attributes of objects that are no arrays (a rate, a name). A number
@@ -98,7 +100,7 @@ def _is_variable_or_none(leaf: Any) -> bool:
 def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: bool = False) -> None:
     """Raises TypeError, with the path in the tree, for a leaf that is no array and no Variable.
 
-    `settings`: whether settings of models are allowed; see `are_arrays`.
+    `settings`: whether settings of models are allowed; see `must_be_arrays`.
     """
     if tree is not None and all(isinstance(leaf, _ARRAYS) for leaf in leaves):
         return
@@ -149,24 +151,29 @@ def require_batches(target: Any, source: Any) -> None:
         )
 
 
-def seeds_for(targets: Sequence[Any], output_gradients: Any) -> list[Any]:
+def seeds_for(target: Any, targets: Sequence[Any], output_gradients: Any) -> list[Any]:
     """Returns the seeds of a backward pass: the checked `output_gradients`, or None for ones.
 
-    Python numbers and NumPy integers are converted to the dtype of the target. Raises ValueError
-    for a wrong number or shape of seeds, TypeError for a wrong dtype, and TypeError for a complex
-    target without a seed.
+    `targets`: the arrays of the tree `target`. Python numbers and NumPy integers are converted to
+    the dtype of the target. Raises ValueError for a wrong number, structure or shape of seeds,
+    TypeError for a wrong dtype, and TypeError for a complex target without a seed.
     """
-    given: list[Any] = [None] * len(targets)
-    if output_gradients is not None:
-        given = jax.tree.leaves(
-            output_gradients, is_leaf=lambda leaf: leaf is None or is_slices(leaf)
-        )
+    if output_gradients is None:
+        return [_seed(array, None) for array in targets]
+    given = leaves_with_paths(output_gradients, NoneType, IndexedSlices)
     if len(given) != len(targets):
         raise ValueError(
             f"output_gradients has {len(given)} arrays, the target {len(targets)}: give one (or "
             "None) for each"
         )
-    return [_seed(target, seed) for target, seed in zip(targets, given, strict=True)]
+    leaves = leaves_with_paths(target)
+    if not is_named_alike(given, leaves):
+        own, others = ([path_name(path) for path, _ in tree] for tree in (given, leaves))
+        raise ValueError(
+            f"output_gradients has {listed(own, 5)}, the target {listed(others, 5)}: give a list, "
+            "or the same keys in the same order"
+        )
+    return [_seed(array, seed) for array, (_, seed) in zip(targets, given, strict=True)]
 
 
 def _seed(target: Any, seed: Any) -> Any:

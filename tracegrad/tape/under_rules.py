@@ -46,7 +46,7 @@ class Recorded(NamedTuple):
     inputs: list[int]
 
 
-def graph_of(
+def graph_of_entries(
     entries: Sequence[Entry],
     types: Sequence[Any] | Mapping[int, Any],
     outputs: Sequence[int],

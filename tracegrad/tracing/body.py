@@ -17,7 +17,7 @@ from tracegrad.tracing.jit_options import signature_behind
 from tracegrad.tracing.shardings import constrained, refuse_other_shardings
 from tracegrad.tracing.uses import Use
 from tracegrad.variables.inside import hands_out
-from tracegrad.variables.modules import Contents, Update
+from tracegrad.variables.modules import Snapshot, Update
 from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.packed import Packed, unpacked
 from tracegrad.variables.statics import has_modules, has_statics, with_statics
@@ -163,7 +163,7 @@ class Body:
                 raise Outgrown(self, None)
         elif not pipeline.take.looks_for_modules and nnx() is not None:
             dynamic, *_ = pipeline.static.apart(*unpacked(call.args, call.kwargs))
-            if Contents(dynamic).objects:
+            if Snapshot(dynamic).objects:
                 pipeline.take.looks_for_modules = True
                 raise Outgrown(self, None)
         return call

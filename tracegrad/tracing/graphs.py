@@ -29,7 +29,7 @@ from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
 from tracegrad.tracing.signatures import argument_names, leaves_of_call
 from tracegrad.tracing.tools import tool
-from tracegrad.tracing.user_errors import explain
+from tracegrad.tracing.user_errors import explained
 from tracegrad.variables.inside import Inside
 from tracegrad.variables.states import Changes, States, is_passed_on
 
@@ -87,7 +87,7 @@ def graph_of_call(
     try:
         return trace_to_graph(fun, TakingApart(static)(args, kwargs), static)
     except Exception as error:
-        raise explain(error)  # noqa: B904 (the same error)
+        raise explained(error)  # noqa: B904 (the same error)
 
 
 def as_rules(rules: Rule | Sequence[Rule]) -> tuple[Rule, ...]:

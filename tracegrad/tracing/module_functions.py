@@ -21,7 +21,7 @@ import jax
 from tracegrad._jax.caches import Cache
 from tracegrad.tracing.arguments import TakingApart
 from tracegrad.variables.nnx_objects import is_module as is_module_of_nnx
-from tracegrad.variables.statics import is_known_by_identity, is_module
+from tracegrad.variables.statics import is_equinox_module, is_known_by_identity
 
 
 class ModuleFunction:
@@ -76,7 +76,7 @@ def taking_module(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[An
     a module or a method of a flax.nnx module (a method of an equinox module is a module)."""
     if isinstance(fun, types.MethodType) and is_module_of_nnx(fun.__self__):
         return fun.__func__, (fun.__self__,)
-    if is_module(fun) or is_module_of_nnx(fun):
+    if is_equinox_module(fun) or is_module_of_nnx(fun):
         return _function_of(fun), (fun,)
     return fun, ()
 

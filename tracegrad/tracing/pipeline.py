@@ -32,7 +32,7 @@ from tracegrad.tracing.donation import refuse_sharing
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
 from tracegrad.tracing.in_force import traced_under
 from tracegrad.tracing.programs import Program
-from tracegrad.tracing.retracing import Signature, TraceHistory
+from tracegrad.tracing.retracing import CallTypes, TraceHistory
 from tracegrad.tracing.shardings import (
     is_for_all,
     maps,
@@ -42,7 +42,7 @@ from tracegrad.tracing.shardings import (
     structure_of,
 )
 from tracegrad.tracing.signatures import argument_names
-from tracegrad.tracing.user_errors import explain, explain_rule
+from tracegrad.tracing.user_errors import explain_rule, explained
 from tracegrad.tracing.uses import Packs, Use
 from tracegrad.variables.trees import without_variables
 
@@ -245,7 +245,7 @@ class Pipeline:
             if graph.loses:
                 warn_where_called(changes_lost(self.__name__, graph.loses), UserWarning)
         except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
+            raise explained(error)  # noqa: B904 (the same error)
         if not _jax.is_part_of_a_program():  # inside another program, this trace compiles nothing
             self._note(call)
         return graph
@@ -273,7 +273,7 @@ class Pipeline:
         _, positions, static_kwargs = self.static.apart(call.args, call.kwargs)
         fixed = {*(names[i] for i in positions), *static_kwargs}
         self.history.note(
-            Signature.of(
+            CallTypes.of(
                 {name: v for name, v in named.items() if name not in fixed},
                 {name: v for name, v in named.items() if name in fixed},
             )

@@ -33,7 +33,15 @@ from tracegrad.tracing.shardings import shardings_of_result
 from tracegrad.tracing.uses import Use
 from tracegrad.variables import kept_programs
 from tracegrad.variables.inside import put_together
-from tracegrad.variables.lending import dispatching, free, hold, lend, settle, show, take_back
+from tracegrad.variables.lending import (
+    dispatching,
+    free,
+    hold,
+    lend,
+    settle,
+    show_values,
+    take_back,
+)
 from tracegrad.variables.listening import listeners
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed
@@ -207,7 +215,7 @@ class Program:
         values: Any = [ref() for ref in use.values]
         trace = _jax.current_trace(None)
         if isinstance(trace, ForwardingTrace) and not self._has_options and trace.gives_back:
-            values = (*show(values), *args)
+            values = (*show_values(values), *args)
             new, result = trace.call_jitted(self.nested, self._forms, values, kwargs)
         else:
             values = [variable.value for variable in values]

@@ -20,7 +20,7 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import shortened
 from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.modules import is_module_or_variable, with_modules
-from tracegrad.variables.nnx_objects import described, differences, is_module
+from tracegrad.variables.nnx_objects import attribute_texts, differences, is_module
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.paths import path_name
 from tracegrad.variables.statics import Given, Static, are_traced, given_of, is_variable
@@ -59,7 +59,7 @@ class RetraceWarning(UserWarning):
     """
 
 
-class Signature(NamedTuple):
+class CallTypes(NamedTuple):
     """The types and the static values of the arguments for which a function was compiled."""
 
     tree: Any
@@ -68,7 +68,7 @@ class Signature(NamedTuple):
     modules: tuple[tuple[str, Any], ...] = ()  # the structures of arguments with flax.nnx modules
 
     @classmethod
-    def of(cls, args: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:
+    def of(cls, args: Mapping[str, Any], static: Mapping[str, Any]) -> CallTypes:
         """Returns the signature of a call with these packed arguments."""
         types: list[tuple[str, str | Given, str, bool]] = []
         values = dict(static)
@@ -108,18 +108,18 @@ class TraceHistory:
     """The latest signatures for which one function was traced; warns if there are too many."""
 
     name: str
-    _signatures: deque[Signature] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _signatures: deque[CallTypes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _causes: Counter[tuple[str, str]] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def note(self, signature: Signature) -> None:
+    def note(self, signature: CallTypes) -> None:
         """Records a trace; warns (`RetraceWarning`) if one cause recurs."""
         with self._lock:
             if signature in self._signatures:
                 return  # JAX traces again for its own reasons: another mesh, precision, ...
             before = self._signatures[-1] if self._signatures else signature
             self._signatures.append(signature)
-            changes = difference(before, signature)
+            changes = changes_between(before, signature)
             self._causes.update((where, kind) for where, kind, _, _ in changes)
             loud = [c for c in changes if _is_due(self._causes[c[0], c[1]])]
         for where, kind, old, new in loud:
@@ -139,7 +139,7 @@ def _is_due(count: int) -> bool:
     return count >= FIRST_WARNING and count % FIRST_WARNING == 0 and (count & (count - 1)) == 0
 
 
-def difference(old: Signature, new: Signature) -> list[tuple[str, str, str, str]]:
+def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str, str]]:
     """Returns the changes as (argument, kind, before, after): ``("x", "shape", "[8]", "[9]")``.
 
     The kinds: ``"shape"``, ``"dtype"``, ``"weak type"``, ``"static value"``, ``"static object"``,
@@ -204,7 +204,7 @@ def _described(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
                 modules.append(node)
                 names.append(path_name(path, argument))
     with finding([]):  # so that flattening does not read the Variables in them
-        return described(modules, names)
+        return attribute_texts(modules, names)
 
 
 def _paired(

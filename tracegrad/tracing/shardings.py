@@ -12,7 +12,7 @@ import jax
 
 from tracegrad.ir import Graph
 from tracegrad.tracing.arguments import StaticArguments
-from tracegrad.variables.modules import Again, Contents, Update
+from tracegrad.variables.modules import Again, Snapshot, Update
 from tracegrad.variables.nnx_objects import is_variable_of_nnx, keys_of_path
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.statics import is_variable
@@ -113,7 +113,7 @@ def constrained(
             of_objects.update((id(node), of_node) for of_node, node in _mapped(sharding, part))
 
     jax.tree.map(of_part, shardings, tuple(trees[: len(shardings)]), is_leaf=_is_sharding)
-    objects = Contents(trees).objects
+    objects = Snapshot(trees).objects
     laid_out = [of_objects.get(id(objects[update.place])) for update in updates]
     return [
         value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ def refuse_other_shardings(shardings: Any, args: Sequence[Any]) -> None:
                     f"{i}, for which in_shardings has {shardings[first]} and {shardings[i]}. "
                     "Give both the same sharding, or pass a copy (nnx.clone) as one of them"
                 )
-        owners += [i] * len(Contents(arg.argument()).objects)
+        owners += [i] * len(Snapshot(arg.argument()).objects)
 
 
 def _places_again(structure: Any) -> Iterator[int]:

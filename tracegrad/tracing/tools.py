@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from tracegrad.ir.selector import Selector
-from tracegrad.ir.wording import described, listed, name_of
+from tracegrad.ir.wording import code_name, described, listed, name_of
 from tracegrad.tracing.signatures import parameters_of, positional
 
 P = ParamSpec("P")
@@ -59,7 +59,7 @@ def _require_all(
         written[option] = repr(rest[-1]) if is_option else "..."
     words = [p.name if p in positional(_required(fun)) else f"{p.name}=..." for p in _required(fun)]
     options = [f"{option}={text}" for option, text in written.items()]
-    call = ", ".join([_word(fun), *words, *options])
+    call = ", ".join([code_name(fun), *words, *options])
     if missing := needed - given.keys():
         raise TypeError(
             f"{name} needs {listed(sorted(missing), 2)}, as a keyword beside the function's own "
@@ -83,7 +83,7 @@ def _refuse_shared(name: str, args: tuple[Any, ...], given: Mapping[str, Any]) -
         raise TypeError(
             f"{option} is an option of {name} and a parameter of {described(fun)}, and it is not "
             f"clear which is meant. Bind the function's own first: tracegrad.{name}("
-            f"functools.partial({_word(fun)}, {option}=...), ...), or a lambda"
+            f"functools.partial({code_name(fun)}, {option}=...), ...), or a lambda"
         )
 
 
@@ -92,7 +92,12 @@ def _required(fun: Callable[..., Any]) -> list[inspect.Parameter]:
     return [p for p in parameters_of(fun) if p.default is p.empty and p.kind not in variadic]
 
 
-def _word(fun: Callable[..., Any]) -> str:
-    """Returns the name of a function for code in a message; ``fun`` if it has none, as a model."""
-    name = getattr(fun, "__name__", "")
-    return name if name.isidentifier() and not name.startswith("__") else "fun"
+def refuse_positional(name: str, fun: object, option: str, more: Sequence[Any]) -> None:
+    """Raises TypeError, which shows the right call, if a decorator with options by keyword was
+    given more than a function by position."""
+    if more:
+        raise TypeError(
+            f"{name} takes a function, and options by keyword: write tracegrad.{name}("
+            f"{code_name(fun)}, {option}=...), or, to call the result, tracegrad.{name}("
+            f"{code_name(fun)})(...)"
+        )

@@ -13,7 +13,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, Unpack, overload
 
 import jax
 
@@ -30,7 +30,8 @@ from tracegrad.tracing.shardings import of_jit
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.stages import called_by
-from tracegrad.tracing.user_errors import explain
+from tracegrad.tracing.tools import refuse_positional
+from tracegrad.tracing.user_errors import explained
 
 _JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
 P = ParamSpec("P")
@@ -104,7 +105,7 @@ class TracedFunction(Generic[P, R]):
             result = pipeline.call(given, kwargs, graph)
             return result
         except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
+            raise explained(error)  # noqa: B904 (the same error)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
@@ -122,7 +123,7 @@ class TracedFunction(Generic[P, R]):
             call = TakingApart(self._pipeline.static)((*self._first, *args), kwargs)
             return self._pipeline.graph(call)
         except Exception as error:
-            raise explain(error)  # noqa: B904 (the same error)
+            raise explained(error)  # noqa: B904 (the same error)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function as ``jax.jit(fun).lower`` does: `.as_text()` is the StableHLO text,
@@ -278,7 +279,7 @@ def trace(
 ) -> Callable[[Callable[P, R]], TracedFunction[P, R]]: ...
 def trace(
     fun: Callable[..., Any] | None = None,
-    *,
+    *more: Never,
     rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
     **jit_options: Any,
@@ -345,6 +346,7 @@ def trace(
         near = difflib.get_close_matches(name, ["rules", "memory_budget", *_JIT_OPTIONS], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"trace() and jax.jit have no keyword {name!r}{hint}")
+    refuse_positional("trace", fun, "rules", more)
     if fun is None:
         return functools.partial(trace, rules=rules, memory_budget=memory_budget, **jit_options)
     applied = as_rules(rules)

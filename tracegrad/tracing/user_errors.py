@@ -17,23 +17,23 @@ from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_own_file, line_of_error
 from tracegrad.tracing import foreign_modules, rule_errors
 
+_STATIC = "bind it (`functools.partial`, `static_argnames`)"
+
 # (class of the error, words in its message or "", advice). An advice has at most 200 characters, so
 # that there is room for the line above it.
 _ADVICE: tuple[tuple[type[Exception], str, str], ...] = (
     (
         jax.errors.TracerBoolConversionError,
         "",
-        "This line branches in Python on an array whose value is known only when the compiled "
-        "program runs. Write `jnp.where`, `jax.lax.cond`, `jax.lax.while_loop`; or make it static "
-        "(`static_argnames`).",
+        "This line branches in Python on an array whose value is known only when the "
+        f"program runs. Write `jnp.where`, `jax.lax.cond`, `jax.lax.while_loop`, or {_STATIC}.",
     ),
     *(
         (
             kind,
             words,
             "This line needs a Python integer (an index, a shape, the end of a range), but has an "
-            "array. Index with `jnp.take`, loop with `jax.lax.fori_loop`, or make it static "
-            "(`static_argnames`).",
+            f"array. Index with `jnp.take`, loop with `jax.lax.fori_loop`, or {_STATIC}.",
         )
         for kind, words in (
             (jax.errors.TracerIntegerConversionError, ""),
@@ -58,8 +58,7 @@ _ADVICE: tuple[tuple[type[Exception], str, str], ...] = (
         jax.errors.ConcretizationTypeError,
         "",
         "This line needs the value of an array while the program is being traced, when only its "
-        "shape and dtype are known. Compute in `jax.numpy`, or make it static "
-        "(`static_argnames`).",
+        f"shape and dtype are known. Compute in `jax.numpy`, or {_STATIC}.",
     ),
 )
 
@@ -80,8 +79,9 @@ _NO_VARIABLE = (
 
 
 _STATIC_INSIDE = (
-    "A static argument of an inner jax.jit is a traced array here. Make it static here too, "
-    "`tracegrad.trace(f, static_argnums=1)`, or fill it in by functools.partial."
+    "A static argument of an inner jax.jit is a traced array here. Fill it in, "
+    "`functools.partial(f, n=2)`, or make it static here too, as `tracegrad.trace(f, "
+    "static_argnums=1)` and `rewrite` do."
 )
 
 
@@ -150,7 +150,7 @@ def explaining() -> Iterator[None]:
         raise
 
 
-def explain(error: Exception, program: Callable[[], Graph] | None = None) -> Exception:
+def explained(error: Exception, program: Callable[[], Graph] | None = None) -> Exception:
     """Returns the same error, with the user's line and a cure added, and without our frames.
 
     Raise the returned error at the outermost frame of this package: then only this frame is left

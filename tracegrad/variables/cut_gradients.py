@@ -15,6 +15,10 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.ir.occurrence import calling_line, warn_where_called
 
+CURE = (
+    "use the value itself; or, if no gradient is meant, assign `jax.lax.stop_gradient` of the value"
+)
+
 
 class _Cuts(threading.local):
     def __init__(self) -> None:
@@ -69,7 +73,6 @@ def warn_of_cut(name: str, place: str) -> None:
     warn_where_called(
         f"the Variable {name!r} is read after it was assigned a value that is being "
         f"differentiated{where}. Assignment is not differentiated, so no gradient flows from this "
-        "read to that value. Use the value itself; or, if no gradient is meant, assign "
-        "`jax.lax.stop_gradient` of the value.",
+        f"read to that value: {CURE}.",
         UserWarning,
     )

@@ -15,8 +15,8 @@ import jax
 from tracegrad.variables.capture import Capture
 from tracegrad.variables.modules import (
     Again,
-    Contents,
     Root,
+    Snapshot,
     Survey,
     Twins,
     Update,
@@ -82,7 +82,7 @@ class Inside:
                 result, updates = self._packed(fun(*args, **kwargs), []), []
             else:
                 states = States({**dict(zip(names(len(args)), args)), **kwargs})
-                before = Contents(dynamic(args, kwargs))
+                before = Snapshot(dynamic(args, kwargs))
                 result = fun(*args, **kwargs)
                 updates = self._updates(before, dynamic(args, kwargs), gone)
                 self.lost = states.changes(result)
@@ -92,7 +92,7 @@ class Inside:
             values = [*self.variables.last_values(), *updates]
             return (result, values) if values else result  # JAX's messages give the path in this
 
-    def _updates(self, before: Contents, arguments: Any, gone: Sequence[Any]) -> list[Any]:
+    def _updates(self, before: Snapshot, arguments: Any, gone: Sequence[Any]) -> list[Any]:
         if not before.objects:
             return []
         changed = before.changed(arguments, gone)

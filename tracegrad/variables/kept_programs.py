@@ -80,7 +80,7 @@ def while_tracing() -> Iterator[None]:
         reads_change()  # for the trace around, which is the innermost again
 
 
-def is_traced() -> bool:
+def is_tracing() -> bool:
     """Whether a function is being traced, so that inner functions may read Variables."""
     return bool(_thread.traces)
 

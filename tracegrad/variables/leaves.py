@@ -102,12 +102,12 @@ def _is_params(key: Any) -> bool:
     return path_name((key,)) == "params"
 
 
-def leaves_with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+def leaves_with_paths(tree: Any, *kinds: type) -> list[tuple[tuple[Any, ...], Any]]:
     """Returns the leaves of a tree, each with its path as JAX has it, without the key for the value
-    of an nnx.Variable. A `Variable` is a leaf itself."""
+    of an nnx.Variable. A `Variable` is a leaf itself, and so are objects of the classes `kinds`."""
     holders = _holders()
     found: list[tuple[tuple[Any, ...], Any]] = []
-    for path, node in _nodes(tree, holders):
+    for path, node in _nodes(tree, (*holders, *kinds)):
         if isinstance(node, holders) and not isinstance(node, Variable):
             leaves = jax.tree_util.tree_leaves_with_path(node)
             found += [((*path, *inner[1:]), leaf) for inner, leaf in leaves]

@@ -44,7 +44,7 @@ _waiting = 0  # how many threads wait for this condition
 _lenders: set[int] = set()  # the ids of the threads that have ever lent
 
 
-def stored(variable: Variable) -> Any:
+def stored_value(variable: Variable) -> Any:
     """Returns the value of a Variable for a read without listeners."""
     warn_if_cut(variable)
     if _jax.staging_trace() is not None and not _jax.is_tracer(variable._value):
@@ -211,7 +211,7 @@ def peek(variables: Sequence[Variable]) -> list[Any]:
     return [v._value if v._borrower is None else _awaited(v) for v in variables]
 
 
-def show(variables: Sequence[Variable]) -> list[Any]:
+def show_values(variables: Sequence[Variable]) -> list[Any]:
     """Returns the values that this thread's listeners give, for a program that only reads them.
 
     Only the listeners get the arrays. Each of them may keep an array until `give_back`.

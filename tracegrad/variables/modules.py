@@ -288,7 +288,7 @@ class Update(NamedTuple):
             set_leaf(node, self.leaf, value)
 
 
-class Contents:
+class Snapshot:
     """A snapshot of the objects and arrays in the modules of a call.
 
     Attributes:
@@ -312,7 +312,7 @@ class Contents:
           tree: the same arguments, after the function has run.
           gone: donated arrays. They count as changed, since the caller needs a new array.
         """
-        now = Contents(tree)
+        now = Snapshot(tree)
         is_same = self._tree == now._tree and len(self.objects) == len(now.objects)
         if self._is_opaque or not is_same:
             return None

@@ -88,7 +88,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[st
     ]
 
 
-def described(modules: Sequence[Any], names: Sequence[str]) -> dict[str, str]:
+def attribute_texts(modules: Sequence[Any], names: Sequence[str]) -> dict[str, str]:
     """Returns texts for the classes and static attributes of modules and their parts, by path.
 
     `names`: the names of the modules.

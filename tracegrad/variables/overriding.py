@@ -99,7 +99,7 @@ class ForwardingTrace(jax.core.Trace):
 
     @property
     def gives_back(self) -> bool:
-        """Whether it gives back the values of Variables that it was shown; see `lending.show`."""
+        """Whether it gives back the values that `lending.show_values` showed it."""
         return False
 
     def call_jitted(

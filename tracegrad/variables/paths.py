@@ -41,6 +41,30 @@ def path_name(path: Iterable[Any], of: str = "") -> str:
     return ".".join(filter(None, (of, *map(_key_name, path))))
 
 
+def is_named_alike(leaves: Iterable[tuple[Any, Any]], others: Iterable[tuple[Any, Any]]) -> bool:
+    """Whether the keys and attributes on the path to each leaf begin those on the path to the leaf
+    at the same place of `others`.
+
+    Positions in lists do not count. So the leaves of a flat list fit any tree, and those of a dict
+    fit a tree with the same keys in the same order.
+
+    >>> import jax
+    >>> leaves = jax.tree.leaves_with_path
+    >>> params = leaves(({"w": 1.0, "b": 2.0}, 3.0))
+    >>> [is_named_alike(leaves(tree), params) for tree in ([4, 5, 6], [{"b": 4, "x": 5}, 6])]
+    [True, False]
+    """
+
+    def names(leaf: tuple[Any, Any]) -> list[str]:
+        return [_key_name(key) for key in leaf[0] if not isinstance(key, _POSITIONS)]
+
+    pairs = zip(map(names, leaves), map(names, others), strict=True)
+    return all(own == other[: len(own)] for own, other in pairs)
+
+
+_POSITIONS = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
+
+
 def _key_name(key: Any) -> str:
     if isinstance(key, PathKey):
         return key.name

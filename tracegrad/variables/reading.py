@@ -45,7 +45,7 @@ class ReadsOutside(Listener):
             yield
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        if kept_programs.is_traced() or _jax.staging_trace() is self._own:
+        if kept_programs.is_tracing() or _jax.staging_trace() is self._own:
             return self.own_read(variable, outside)
         return outside()
 

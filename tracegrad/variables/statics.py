@@ -239,7 +239,7 @@ def _module_of_equinox() -> type | None:
     return getattr(sys.modules.get("equinox"), "Module", None)
 
 
-def is_module(node: object) -> bool:
+def is_equinox_module(node: object) -> bool:
     """Whether an object is a module of equinox."""
     module = _module_of_equinox()
     return module is not None and isinstance(node, module)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.variables import kept_programs
-from tracegrad.variables.lending import hold, settle, store, stored, take_back
+from tracegrad.variables.lending import hold, settle, store, stored_value, take_back
 from tracegrad.variables.listening import heard_assignment, heard_read, listeners
 
 T = TypeVar("T")
@@ -137,7 +137,7 @@ class Variable:
         Raises RuntimeError if JAX would keep the value as a constant of a program for all later
         calls: inside `jax.jit`, or inside a `jax.lax.scan` outside of a traced function.
         """
-        return heard_read(self, stored)
+        return heard_read(self, stored_value)
 
     def read_value(self) -> Any:
         """Returns `value`."""

@@ -13,10 +13,7 @@ from tracegrad.rewriting.kept_zeros import may_make_nan
 from tracegrad.rewriting.repairs import position_past
 
 NOTHING = ByRule()
-_PAST = (
-    "the gradient goes past {name} as if that were the identity, where it was zero or there was "
-    "none (a straight-through estimator)"
-)
+_PAST = "the gradient passes {name} as if {name} were the identity"
 
 
 def _selector_of(found: Occurrence) -> Selector | None:

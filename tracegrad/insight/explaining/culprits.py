@@ -161,7 +161,7 @@ def _is_finite(stat: np.ndarray[Any, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Given:
+class FromOutside:
     """A NaN or Inf that no operation made: it is in an input of the graph, or in an array that the
     graph closes over."""
 
@@ -172,7 +172,7 @@ class Given:
 
 def forward_culprit(
     observed: Observed, path: Path, steps: tuple[int, ...], value: Atom, which: int
-) -> Culprit | Given | None:
+) -> Culprit | FromOutside | None:
     """Follows a NaN (or Inf) from a value back to the node that made it.
 
     Returns None if the value has no NaN (or Inf). `which`: `NAN` or `INF`.
@@ -200,7 +200,7 @@ class _Made:
     k: int
 
 
-def _is_bad(observed: Observed, maker: _Made | Given, which: int) -> bool:
+def _is_bad(observed: Observed, maker: _Made | FromOutside, which: int) -> bool:
     """Whether a value has a NaN (or Inf)."""
     if isinstance(maker, _Made):
         made = observed.get("value", maker.place, maker.k)
@@ -215,14 +215,14 @@ def _is_bad(observed: Observed, maker: _Made | Given, which: int) -> bool:
     return bool(np.any(test(np.asarray(array, np.complex128))))
 
 
-def _makers(observed: Observed, place: Place, which: int = NAN) -> list[_Made | Given]:
+def _makers(observed: Observed, place: Place, which: int = NAN) -> list[_Made | FromOutside]:
     """Returns the origin of each operand of a node."""
     return [_maker(observed, place.path, place.steps, v, which) for v in place.node.inputs]
 
 
 def _maker(
     observed: Observed, path: Path, steps: tuple[int, ...], value: Atom, which: int
-) -> _Made | Given:
+) -> _Made | FromOutside:
     """Returns the operation that computed a value (followed into and out of regions), or the input
     or constant that the value is.
 
@@ -233,10 +233,10 @@ def _maker(
     while True:
         region = observed.region(path)
         if isinstance(value, Literal):
-            return Given(None, value.val)
+            return FromOutside(None, value.val)
         if value in region.constants:
             users = region.users.get(value, ())
-            return Given(None, region.constants[value], next(iter(users), None))
+            return FromOutside(None, region.constants[value], next(iter(users), None))
         is_exact = len(steps) == sum(node.primitive is _jax.SCAN for node, _ in path)
         node = region.producers.get(value)
         if node is not None:
@@ -258,7 +258,7 @@ def _maker(
             continue
         around = outside(path, value) if path else []
         if not around:
-            return Given(None if path else region.inputs.index(value))
+            return FromOutside(None if path else region.inputs.index(value))
         outer, *before = around
         call = path[-1][0]
         if call.primitive is _jax.SCAN and not is_exact:

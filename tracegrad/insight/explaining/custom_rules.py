@@ -18,7 +18,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
-from tracegrad.insight.explaining.statistics import difference
+from tracegrad.insight.explaining.statistics import norms_of_rule
 from tracegrad.insight.explaining.visits import Visit, first_of, is_in_scan, or_zeros, zeros_of
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, has_gradient
@@ -102,7 +102,7 @@ def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[
         return
     for i, ct in zip(visit.active, results, strict=True):
         pair = or_zeros(ct, operands[i]), or_zeros(own[i], operands[i])
-        measured.note("rule", visit.here, i, difference, *pair, first_of(visit.given))
+        measured.note("rule", visit.here, i, norms_of_rule, *pair, first_of(visit.given))
 
 
 def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:

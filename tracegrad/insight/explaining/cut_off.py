@@ -27,6 +27,8 @@ from tracegrad.ir.authors import whose
 from tracegrad.ir.occurrence import at, is_own_file
 from tracegrad.ir.wording import listed
 from tracegrad.tracing.rule_errors import is_about_closing_over
+from tracegrad.variables import cut_gradients
+from tracegrad.variables.capture import READ
 from tracegrad.variables.statics import Static
 
 _CUT_CURES = {
@@ -39,6 +41,7 @@ _CUT_CURES = {
     "`tracegrad.numpy_function(..., grad=...)`, or a `tracegrad.custom_gradient` around it",
     "custom rule": "let the rule return a cotangent for this input",
     "stop_gradient": "take it away, or move it to what is to be constant",
+    "assignment": cut_gradients.CURE,
 }
 _INTEGER_CURE = (
     "return floats: convert back inside of the function that has the rule, or put the rule around "
@@ -105,6 +108,8 @@ def _cause_of_cut(cut: Cut) -> str:
         return "stop_gradient"
     if isinstance(node, CustomGradient):
         return "custom rule"
+    if node.primitive is READ:
+        return "assignment"
     if node.op in operations.CALLBACKS:
         return "host conversion"
     if node.op in ("convert_element_type", "bitcast_convert_type") or _called(node, "astype"):
@@ -220,7 +225,7 @@ def _closing_over(found: Occurrence) -> Finding:
     )
 
 
-def no_gradient(path: str, leaf: Any) -> Finding:
+def type_without_gradient(path: str, leaf: Any) -> Finding:
     """Returns the finding on a source whose type has no gradient."""
     aval = type_of(leaf)
     kind = type(leaf).__name__ if aval is None else str(aval.dtype)

@@ -14,7 +14,12 @@ from tracegrad import _jax
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
 from tracegrad.insight.explaining.custom_rules import changed_rules
-from tracegrad.insight.explaining.cut_off import cut_off, no_gradient, refusals, state_of_model
+from tracegrad.insight.explaining.cut_off import (
+    cut_off,
+    refusals,
+    state_of_model,
+    type_without_gradient,
+)
 from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed, Place
@@ -79,7 +84,7 @@ def explain_graph(
         elif path in untrained:
             findings.append(state_of_model(path))
         elif i is None:
-            findings.append(no_gradient(path, unselectable[path]))
+            findings.append(type_without_gradient(path, unselectable[path]))
         else:
             cuts = cuts or _cuts(program, targets, ends)
             if path in updated and cuts[i] is None:

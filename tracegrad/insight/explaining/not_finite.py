@@ -11,7 +11,7 @@ import numpy as np
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.culprits import (
     Culprit,
-    Given,
+    FromOutside,
     backward_culprit,
     forward_culprit,
     is_all_of_its_rule,
@@ -83,7 +83,7 @@ def not_finite(
 
 def _given_finding(
     observed: Observed,
-    given: Given,
+    given: FromOutside,
     which: int,
     names: Mapping[int, str],
     others: Mapping[int, str],

@@ -191,7 +191,7 @@ def _bad_terms(xp: Any, given: Any, operands: Sequence[Any]) -> Any:
 
 
 @_by_place
-def difference(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
+def norms_of_rule(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
     """Returns four norms: of a rule's cotangent, of the derivative's, of their difference, and of
     the cotangent that came in."""
     given, own, cotangent = (_real(xp, x) for x in (given, own, cotangent))
