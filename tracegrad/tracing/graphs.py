@@ -27,6 +27,7 @@ from tracegrad.tracing.arguments import (
 )
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
+from tracegrad.tracing.shardings import lay_out, refuse_other_shardings
 from tracegrad.tracing.signatures import argument_names, leaves_of_call
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explain
@@ -124,11 +125,13 @@ def trace_to_graph(
     call: Call,
     static: StaticArguments,
     donated: StaticArguments = NONE_STATIC,
+    shardings: Any = None,
 ) -> Graph:
     """Traces `fun` on the arguments of a call.
 
     `in_tree` of the graph is the structure of the arguments that are not static. If an array in a
-    module is donated, its value is an output, also if the function does not change it.
+    module is donated, or if an `nnx.StateSharding` in `shardings` says its sharding, its value is
+    an output, also if the function does not change it.
     """
     dynamic, positions, static_kwargs = static.apart(call.args, call.kwargs)
     for name, value in static_kwargs.items():
@@ -148,7 +151,9 @@ def trace_to_graph(
     while program is None:
         with Attempt() as attempt:
             inside = Inside()
-            entered = _Entered(call, static, donated, static_kwargs, within, inside, known)
+            entered = _Entered(
+                call, static, donated, shardings, static_kwargs, within, inside, known
+            )
             fresh = _fresh(fun, entered)
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])
         if attempt.is_left:
@@ -206,6 +211,7 @@ class _Entered(NamedTuple):
     call: Call
     static: StaticArguments
     donated: StaticArguments
+    shardings: Any
     static_kwargs: Mapping[str, Any]
     within: Within
     inside: Inside
@@ -226,7 +232,12 @@ class _Entered(NamedTuple):
             _, positions, named = self.donated.apart(args, kwargs)
             return [args[i] for i in positions], named
 
-        called = functools.partial(_call, fun, self.within)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            refuse_other_shardings(self.shardings, dynamic(args, kwargs)[0])
+            result = _call(fun, self.within, *args, **kwargs)
+            lay_out(self.shardings, dynamic(args, kwargs)[0])
+            return result
+
         names = functools.partial(argument_names, fun)
         kwargs = {**kwargs, **self.static_kwargs}
         traced = jax.tree.leaves(dynamic(args, kwargs))

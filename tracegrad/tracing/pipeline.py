@@ -36,7 +36,6 @@ from tracegrad.tracing.retracing import Signature, TraceHistory
 from tracegrad.tracing.shardings import (
     is_for_all,
     maps,
-    moved,
     of_jit,
     shardings_of_arguments,
     structure_of,
@@ -230,11 +229,8 @@ class Pipeline:
 
     def graph(self, call: Call) -> Graph:
         """Returns the graph for the arguments of a call, after the rules."""
-        given_new = self._donated
-        if self._shardings is not None:
-            places = moved(self._shardings, self.static, len(call.args))
-            given_new = given_new._replace(positions=given_new.positions | places)
-        trace = functools.partial(trace_to_graph, self.fun, call, self.static, given_new)
+        options = self._donated, self.in_shardings
+        trace = functools.partial(trace_to_graph, self.fun, call, self.static, *options)
         with with_jit():  # so that rules find nested jitted functions by name
             return traced_under(self.rules, trace)
 
