@@ -114,7 +114,7 @@ def _mapped(sharding: Any, part: Any) -> list[tuple[Any, Any]]:
     return [(node, sharding.map_prefix(path, node)) for path, node in nodes]
 
 
-def lay_out(shardings: Any, args: Sequence[Any]) -> None:
+def lay_out(shardings: Sequence[Any], args: Sequence[Any]) -> None:
     """Constrains the nnx.Variables in arguments to the shardings that an `nnx.StateSharding` says.
 
     Args:
@@ -132,7 +132,7 @@ def lay_out(shardings: Any, args: Sequence[Any]) -> None:
             lay = functools.partial(constrained, sharding=of_node)
             node.set_raw_value(jax.tree.map(lay, node.get_raw_value()))
 
-    if isinstance(shardings, tuple) and maps(shardings):
+    if maps(shardings):
         jax.tree.map(of_part, shardings, tuple(args[: len(shardings)]), is_leaf=_is_sharding)
 
 
@@ -140,13 +140,13 @@ def _is_sharding(node: object) -> bool:
     return node is None or _is_mapping(node)
 
 
-def refuse_other_shardings(shardings: Any, args: Sequence[Any]) -> None:
+def refuse_other_shardings(shardings: Sequence[Any], args: Sequence[Any]) -> None:
     """Raises ValueError if an nnx.Variable is in two arguments with different shardings.
 
     Args:
       args: the arguments that are not static.
     """
-    if not isinstance(shardings, tuple) or nnx() is None:
+    if nnx() is None:
         return
     found: dict[int, tuple[int, Any]] = {}  # the first argument of each nnx.Variable, its sharding
     for i, (sharding, arg) in enumerate(zip(shardings, args, strict=False)):
