@@ -98,9 +98,9 @@ def _along(prefix: Any, packed: Packed) -> Packed:
             found.extend((sharding, leaf) for leaf in jax.tree.leaves(part, is_leaf=is_variable))
             return
         of_nodes = {id(node): of_node for node, of_node in _mapped(sharding, part)}
-        for node in jax.tree.leaves(part, is_leaf=is_variable_of_nnx):
+        for node in jax.tree.leaves(part, is_leaf=_is_any_variable):
             of_node = of_nodes.get(id(node))
-            found.extend((of_node, leaf) for leaf in jax.tree.leaves(node))
+            found.extend((of_node, leaf) for leaf in jax.tree.leaves(node, is_leaf=is_variable))
 
     jax.tree.map(of_part, prefix, packed.argument(), is_leaf=_is_sharding)
     return Packed(packed.of_arrays(found), packed.structure)
@@ -134,6 +134,10 @@ def lay_out(shardings: Sequence[Any], args: Sequence[Any]) -> None:
 
     if maps(shardings):
         jax.tree.map(of_part, shardings, tuple(args[: len(shardings)]), is_leaf=_is_sharding)
+
+
+def _is_any_variable(node: object) -> bool:
+    return is_variable(node) or is_variable_of_nnx(node)
 
 
 def _is_sharding(node: object) -> bool:
