@@ -798,12 +798,106 @@ def test_shardings_of_flax_lay_out_what_goes_in_what_is_assigned_and_what_comes_
     assert made(X)["model"].linear.bias.sharding == along
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_shardings_that_flax_makes_along_a_module_lay_it_out(graph):
+    across, along, _ = layouts()
+    layout = {nnx.PathContains("bias"): along, ...: across}
+    of_module = nnx.prefix(Plain(nnx.Rngs(0)), layout, graph=graph)
+    made = tg.trace(lambda: Plain(nnx.Rngs(0)), out_shardings=of_module)()
+    assert (made.linear.kernel.sharding, made.linear.bias.sharding) == (across, along)
+    assert_same(arrays_of(made), arrays_of(Plain(nnx.Rngs(0))))
+    of_kernel = nnx.prefix(made.linear.kernel, layout, graph=graph)
+    layer = tg.trace(lambda w, model, x: model(x) @ w.T, in_shardings=(of_kernel, of_module, None))
+    kernel, model = nnx.Param(jnp.ones((3, 4))), Plain(nnx.Rngs(0))
+    np.testing.assert_allclose(layer(kernel, model, X), model(X) @ jnp.ones((4, 3)), rtol=1e-5)
+    compiled = layer.lower(kernel, model, X).compile()
+    assert [*jax.tree.leaves(compiled.input_shardings)[:3]] == [across, along, across]
+
+
+class Round(Plain):
+    """Refers to itself and, by two names, to one layer; holds a setting and a Variable of ours."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.itself, self.again, self.count = self, self.linear, nnx.Param(3)
+        self.total = nnx.data(tg.Variable(1.0))
+
+
+class OpaqueLinear(nnx.Module, pytree=False):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 4, rngs=rngs)
+
+
+def replaced(model, layout):
+    model.linear.kernel = nnx.Param(jax.lax.with_sharding_constraint(2 * X.T[:, :4], layout))
+
+
+def assigned(model, layout):
+    model.linear.bias[...] = jax.lax.with_sharding_constraint(X[:4, 0], layout)
+
+
+def nothing(model, layout):
+    pass
+
+
+@pytest.mark.parametrize("change", [replaced, assigned, nothing])
+@pytest.mark.parametrize("kind", [Plain, Round, OpaqueLinear])
+def test_a_module_comes_back_in_the_layout_that_is_said_whatever_is_changed(kind, change):
+    across, along, _ = layouts()
+    layout = [(nnx.PathContains("kernel"), across), (nnx.PathContains("bias"), along), (..., None)]
+    within = jax.sharding.NamedSharding(across.mesh, jax.sharding.PartitionSpec())
+    model, expected = kind(nnx.Rngs(0)), kind(nnx.Rngs(0))
+    step = tg.trace(change, static_argnums=1, in_shardings=(nnx.StateSharding(layout),))
+    for _ in range(2):
+        step(model, within)
+        assert (model.linear.kernel.sharding, model.linear.bias.sharding) == (across, along)
+    change(expected, within)
+    assert_same(arrays_of(model.linear), arrays_of(expected.linear))
+
+
+def test_a_variable_without_a_sharding_is_on_all_devices_after_the_call():
+    across, _, _ = layouts()
+    model = Plain(nnx.Rngs(0))
+    state = nnx.StateSharding({nnx.PathContains("kernel"): across, ...: None})
+    tg.trace(Plain.__call__, in_shardings=(state, None))(model, X)
+    assert model.linear.bias.sharding.device_set == across.device_set
+
+
 def test_two_shardings_of_one_module_are_refused():
     _, along, _ = layouts()
     model = Plain(nnx.Rngs(0))
     add = tg.trace(lambda a, b: a.linear.bias + b.linear.bias, in_shardings=(None, along))
     with pytest.raises(ValueError, match=r"Inconsistent aliasing.*arguments 0 and 1"):
         add(model, model)
+
+
+def test_one_sharding_of_one_module_may_be_said_in_two_ways():
+    _, along, state = layouts()
+    bias = nnx.StateSharding({...: along})
+    model = Plain(nnx.Rngs(0))
+    add = tg.trace(lambda a, b: a.linear.bias + b, in_shardings=(state, bias))
+    np.testing.assert_array_equal(add(model, model.linear.bias), jnp.zeros(4))
+    add = tg.trace(lambda a, b: a.linear.bias + b, in_shardings=(state, along))
+    np.testing.assert_array_equal(add(model, model.linear.bias), jnp.zeros(4))
+
+
+def test_a_partial_of_flax_that_caches_its_modules_trains_them():
+    @tg.trace
+    def steps(cached, optimizer, model, x):
+        assert cached is not model
+        assert cached.linear.kernel is model.linear.kernel
+        return train_step(cached, optimizer, x), cached
+
+    model, expected = Plain(nnx.Rngs(0)), Plain(nnx.Rngs(0))
+    cached, optimizer = nnx.compat.cached_partial(steps, model, adam(model)), adam(expected)
+    found = set()
+    for _ in range(2):
+        value, module = cached(model, X)
+        np.testing.assert_allclose(value, train_step(expected, optimizer, X), rtol=1e-5)
+        assert module.linear.kernel is model.linear.kernel
+        found.add(module)
+    assert len(found) == 1
+    assert_same(arrays_of(model), arrays_of(expected))
 
 
 class Holder(nnx.Module):

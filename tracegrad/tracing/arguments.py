@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tracegrad.tracing.signatures import parameters_of, positional
 from tracegrad.variables.modules import Survey
-from tracegrad.variables.nnx_objects import nnx
+from tracegrad.variables.nnx_objects import ignore_cached_partial, nnx
 from tracegrad.variables.packed import NoTree, Packed, PackedStatic, Packing, packed_by_flax
 from tracegrad.variables.statics import Given
 from tracegrad.variables.trees import flattened
@@ -106,7 +106,10 @@ class TakingApart:
         self.looks_for_modules = looks_for_modules
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return self._with_static(args, kwargs) if self._has_static else self._call(args, kwargs)
+        call = (self._with_static if self._has_static else self._call)(args, kwargs)
+        if call.objects:
+            ignore_cached_partial()
+        return call
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         pack, found = self._pack, list[Given]()

@@ -14,7 +14,6 @@ from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
 from tracegrad.tracing.arguments import Call, TakingApart
 from tracegrad.tracing.jit_options import signature_behind
-from tracegrad.tracing.shardings import constrained, refuse_other_shardings
 from tracegrad.tracing.uses import Use
 from tracegrad.variables.inside import hands_out
 from tracegrad.variables.modules import Snapshot, Update
@@ -124,9 +123,7 @@ class Body:
             raise Outgrown(self, None)
         values, args = args[: len(use.values)], args[len(use.values) :]
         call = self._taken_apart(pipeline, args, kwargs)
-        dynamic, *_ = pipeline.static.apart(call.args, call.kwargs)
-        refuse_other_shardings(pipeline.in_shardings, dynamic[0])
-        flat, tree = jax.tree.flatten(dynamic)
+        flat, tree = jax.tree.flatten(pipeline.static.apart(call.args, call.kwargs)[0])
         graph, traced.graph = traced.graph, None
         if graph is None or not _is_of(graph, flat, tree):
             graph = pipeline.traced(call)
@@ -136,7 +133,6 @@ class Body:
         flat += [of_variable[id(variable)] for variable in graph.variables]
         outs = run_graph(graph, flat, as_call=True)
         count, last = graph.result_count, len(outs) - len(graph.updates)
-        outs[last:] = constrained(graph.updates, outs[last:], pipeline.in_shardings, dynamic[0])
         if self._packs and not use.is_plain and graph.out_tree != _ONE_ARRAY:
             result = Packed(outs[:count], graph.out_tree)
         else:

@@ -27,6 +27,7 @@ from tracegrad.tracing.arguments import (
 )
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
+from tracegrad.tracing.shardings import lay_out, maps, refuse_other_shardings
 from tracegrad.tracing.signatures import argument_names, leaves_of_call
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explained
@@ -124,11 +125,16 @@ def trace_to_graph(
     call: Call,
     static: StaticArguments,
     donated: StaticArguments = NONE_STATIC,
+    shardings: Sequence[Any] = (),
 ) -> Graph:
     """Traces `fun` on the arguments of a call.
 
-    `in_tree` of the graph is the structure of the arguments that are not static. If an array in a
-    module is donated, its value is an output, also if the function does not change it.
+    `in_tree` of the graph is the structure of the arguments that are not static. If a module is
+    donated, or if its sharding is an `nnx.StateSharding`, the values of all its arrays are outputs,
+    also if the function does not change them.
+
+    Args:
+      shardings: the shardings of the arguments that are not static.
     """
     dynamic, positions, static_kwargs = static.apart(call.args, call.kwargs)
     for name, value in static_kwargs.items():
@@ -148,7 +154,9 @@ def trace_to_graph(
     while program is None:
         with Attempt() as attempt:
             inside = Inside()
-            entered = _Entered(call, static, donated, static_kwargs, within, inside, known)
+            entered = _Entered(
+                call, static, donated, shardings, static_kwargs, within, inside, known
+            )
             fresh = _fresh(fun, entered)
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])
         if attempt.is_left:
@@ -206,6 +214,7 @@ class _Entered(NamedTuple):
     call: Call
     static: StaticArguments
     donated: StaticArguments
+    shardings: Sequence[Any]
     static_kwargs: Mapping[str, Any]
     within: Within
     inside: Inside
@@ -222,11 +231,16 @@ class _Entered(NamedTuple):
             return self.static.apart(*own(args, kwargs))[0]
 
         def donated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            args, kwargs = own(args, kwargs)
-            _, positions, named = self.donated.apart(args, kwargs)
-            return [args[i] for i in positions], named
+            _, positions, named = self.donated.apart(*own(args, kwargs))
+            parts = zip(self.shardings, dynamic(args, kwargs)[0], strict=False)
+            return [args[i] for i in positions], named, [arg for part, arg in parts if maps(part)]
 
-        called = functools.partial(_call, fun, self.within)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            refuse_other_shardings(self.shardings, dynamic(args, kwargs)[0])
+            result = _call(fun, self.within, *args, **kwargs)
+            lay_out(self.shardings, dynamic(args, kwargs)[0])
+            return result
+
         names = functools.partial(argument_names, fun)
         kwargs = {**kwargs, **self.static_kwargs}
         traced = jax.tree.leaves(dynamic(args, kwargs))

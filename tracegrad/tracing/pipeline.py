@@ -36,7 +36,6 @@ from tracegrad.tracing.retracing import CallTypes, TraceHistory
 from tracegrad.tracing.shardings import (
     is_for_all,
     maps,
-    moved,
     of_jit,
     shardings_of_arguments,
     structure_of,
@@ -86,9 +85,10 @@ class Pipeline:
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._lock = threading.RLock()
         # Shardings of the parts of an argument or of a result come in a tree of its structure.
-        self.in_shardings = shardings = options.get("in_shardings")
-        parts = shardings if isinstance(shardings, tuple) else (shardings,)
-        self._shardings = None if all(map(is_for_all, parts)) else shardings
+        shardings = options.get("in_shardings")
+        self._of_arguments = shardings if isinstance(shardings, tuple) else ()
+        is_tree = not all(map(is_for_all, self._of_arguments or (shardings,)))
+        self._shardings = shardings if is_tree else None
         self._donated = donated_by(fun, options)
         self.packs_results: Packs = "if it has parts"
         if not is_for_all(self.out_shardings):  # they come in the tree of a result
@@ -230,11 +230,8 @@ class Pipeline:
 
     def graph(self, call: Call) -> Graph:
         """Returns the graph for the arguments of a call, after the rules."""
-        given_new = self._donated
-        if self._shardings is not None:
-            places = moved(self._shardings, self.static, len(call.args))
-            given_new = given_new._replace(positions=given_new.positions | places)
-        trace = functools.partial(trace_to_graph, self.fun, call, self.static, given_new)
+        options = self._donated, self._of_arguments
+        trace = functools.partial(trace_to_graph, self.fun, call, self.static, *options)
         with with_jit():  # so that rules find nested jitted functions by name
             return traced_under(self.rules, trace)
 

@@ -232,7 +232,7 @@ class Program:
 
     def called_compiled(self, compiled: Callable[..., Any], call: Call) -> Any:
         """Runs a call by a compiled result of `lower`."""
-        args, kwargs = call.of_trees()
+        args, kwargs = self._shown(call)
         outcome = (self._held if self.use.calls_host else self._lent)(compiled, args, kwargs)
         has_new = isinstance(outcome, tuple) and outcome and isinstance(outcome[0], NewValues)
         return _settled(outcome[0], outcome[1], call.objects) if has_new else outcome
@@ -241,7 +241,7 @@ class Program:
         """Returns `lower`, `trace` or `eval_shape` of the jit, for the arguments of a call."""
         variables: list[Any] = [ref() for ref in self.use.values]
         values = [variable.value for variable in variables]
-        args, kwargs = call.of_trees()
+        args, kwargs = self._shown(call)
         traced.graph = graph
         try:
             result = getattr(self._unpacked(stage), stage)(*values, *args, **kwargs)
@@ -249,6 +249,11 @@ class Program:
             traced.graph = None
         is_pair = isinstance(result, tuple) and bool(result) and isinstance(result[0], NewValues)
         return result[1] if stage == "eval_shape" and is_pair else result
+
+    def _shown(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) as the jit of `staged` takes them: trees, unless the user's
+        shardings are packed."""
+        return call.of_trees() if self._shardings is None else (call.args, call.kwargs)
 
     def _unpacked(self, stage: str) -> Any:
         """Returns the jit whose result is not packed, but has its own tree."""

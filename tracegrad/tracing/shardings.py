@@ -5,15 +5,15 @@ An `nnx.StateSharding` determines the sharding of each nnx.Variable in a module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from tracegrad.ir import Graph
-from tracegrad.tracing.arguments import StaticArguments
-from tracegrad.variables.modules import Again, Snapshot, Update
-from tracegrad.variables.nnx_objects import is_variable_of_nnx, keys_of_path
+from tracegrad.variables.modules import nodes_in
+from tracegrad.variables.nnx_objects import is_variable_of_nnx, nnx
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.statics import is_variable
 
@@ -21,6 +21,24 @@ from tracegrad.variables.statics import is_variable
 def structure_of(argument: Any) -> Any:
     """Returns the structure of a packed argument; None for an array."""
     return argument.structure if type(argument) is Packed else None
+
+
+def with_mappings(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options with an `nnx.StateSharding` for each module of shardings that
+    ``nnx.prefix(graph=True)`` has made."""
+
+    def is_prefix(node: object) -> bool:
+        return hasattr(node, "graphdef") and hasattr(node, "state")
+
+    def mapping(node: Any) -> Any:
+        if not is_prefix(node):
+            return node
+        flax = nnx()
+        whole = node.state if isinstance(node.state, flax.State) else {...: node.state}
+        return flax.StateSharding(whole)
+
+    names = options.keys() & {"in_shardings", "out_shardings"}
+    return options | {n: jax.tree.map(mapping, options[n], is_leaf=is_prefix) for n in names}
 
 
 def of_jit(options: dict[str, Any]) -> dict[str, Any]:
@@ -79,87 +97,68 @@ def _along(prefix: Any, packed: Packed) -> Packed:
         if not _is_mapping(sharding):
             found.extend((sharding, leaf) for leaf in jax.tree.leaves(part, is_leaf=is_variable))
             return
-        for of_node, node in _mapped(sharding, part):
-            found.extend((of_node, leaf) for leaf in jax.tree.leaves(node))
+        of_nodes = {id(node): of_node for node, of_node in _mapped(sharding, part)}
+        for node in jax.tree.leaves(part, is_leaf=_is_any_variable):
+            of_node = of_nodes.get(id(node))
+            found.extend((of_node, leaf) for leaf in jax.tree.leaves(node, is_leaf=is_variable))
 
     jax.tree.map(of_part, prefix, packed.argument(), is_leaf=_is_sharding)
     return Packed(packed.of_arrays(found), packed.structure)
 
 
-def _mapped(sharding: Any, part: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields (sharding, node) for the nnx.Variables and the other leaves of a tree; other leaves
-    have None."""
-    for path, node in jax.tree_util.tree_leaves_with_path(part, is_leaf=is_variable_of_nnx):
-        is_variable_there = is_variable_of_nnx(node)
-        yield sharding.map_prefix(keys_of_path(path), node) if is_variable_there else None, node
+def _mapped(sharding: Any, part: Any) -> list[tuple[Any, Any]]:
+    """Returns (nnx.Variable, its sharding) for each nnx.Variable in a tree."""
+    nodes = [(path, node) for path, node in nodes_in(part) if is_variable_of_nnx(node)]
+    if not _is_mapping(sharding):
+        return [(node, sharding) for _, node in nodes]
+    return [(node, sharding.map_prefix(path, node)) for path, node in nodes]
 
 
-def constrained(
-    updates: Sequence[Update], values: Sequence[Any], shardings: Any, args: Sequence[Any]
-) -> list[Any]:
-    """Returns the new arrays of modules, constrained to the shardings of the arguments.
+def lay_out(shardings: Sequence[Any], args: Sequence[Any]) -> None:
+    """Constrains the nnx.Variables in arguments to the shardings that an `nnx.StateSharding` says.
 
     Args:
       shardings: the shardings of the arguments.
-      args: the packed arguments that are not static.
+      args: the arguments that are not static, as the traced function has left them.
     """
-    if not updates or not maps(shardings) or not isinstance(shardings, tuple):
-        return list(values)
-    trees = [arg.argument() if type(arg) is Packed else arg for arg in args]
-    of_objects: dict[int, Any] = {}
+
+    def constrained(value: Any, sharding: Any) -> Any:
+        if sharding is None or not isinstance(value, jax.Array):
+            return value
+        return jax.lax.with_sharding_constraint(value, sharding)  # type: ignore[no-untyped-call]
 
     def of_part(sharding: Any, part: Any) -> None:
-        if _is_mapping(sharding):
-            of_objects.update((id(node), of_node) for of_node, node in _mapped(sharding, part))
+        for node, of_node in _mapped(sharding, part) if _is_mapping(sharding) else ():
+            lay = functools.partial(constrained, sharding=of_node)
+            node.set_raw_value(jax.tree.map(lay, node.get_raw_value()))
 
-    jax.tree.map(of_part, shardings, tuple(trees[: len(shardings)]), is_leaf=_is_sharding)
-    objects = Snapshot(trees).objects
-    laid_out = [of_objects.get(id(objects[update.place])) for update in updates]
-    return [
-        value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)  # type: ignore[no-untyped-call]
-        for value, sharding in zip(values, laid_out, strict=True)
-    ]
+    if maps(shardings):
+        jax.tree.map(of_part, shardings, tuple(args[: len(shardings)]), is_leaf=_is_sharding)
+
+
+def _is_any_variable(node: object) -> bool:
+    return is_variable(node) or is_variable_of_nnx(node)
 
 
 def _is_sharding(node: object) -> bool:
     return node is None or _is_mapping(node)
 
 
-def refuse_other_shardings(shardings: Any, args: Sequence[Any]) -> None:
-    """Raises ValueError if an object of flax.nnx is in two arguments with different shardings.
+def refuse_other_shardings(shardings: Sequence[Any], args: Sequence[Any]) -> None:
+    """Raises ValueError if an nnx.Variable is in two arguments with different shardings.
 
     Args:
-      args: the packed arguments that are not static.
+      args: the arguments that are not static.
     """
-    if not isinstance(shardings, tuple):
+    if nnx() is None:
         return
-    owners: list[int] = []  # for each object, the index of its first argument
-    for i, arg in enumerate(args[: len(shardings)]):
-        if type(arg) is not Packed:
-            continue
-        for place in _places_again(arg.structure):
-            first = owners[place] if place < len(owners) else i
-            if shardings[first] != shardings[i]:
+    found: dict[int, tuple[int, Any]] = {}  # the first argument of each nnx.Variable, its sharding
+    for i, (sharding, arg) in enumerate(zip(shardings, args, strict=False)):
+        for node, of_node in _mapped(sharding, arg):
+            first, of_first = found.setdefault(id(node), (i, of_node))
+            if of_first != of_node:
                 raise ValueError(
-                    f"Inconsistent aliasing: an object of flax.nnx is in the arguments {first} and "
-                    f"{i}, for which in_shardings has {shardings[first]} and {shardings[i]}. "
+                    f"Inconsistent aliasing: one {type(node).__name__} is in the arguments {first} "
+                    f"and {i}, for which in_shardings has {of_first} and {of_node}. "
                     "Give both the same sharding, or pass a copy (nnx.clone) as one of them"
                 )
-        owners += [i] * len(Snapshot(arg.argument()).objects)
-
-
-def _places_again(structure: Any) -> Iterator[int]:
-    node = structure.node_data()
-    if node is not None and node[0] is Again:
-        yield node[1].place
-    elif node is not None:
-        for child in structure.children():
-            yield from _places_again(child)
-
-
-def moved(shardings: Any, static: StaticArguments, count: int) -> frozenset[int]:
-    """Returns the positions of the arguments whose shardings contain an `nnx.StateSharding`: all
-    arrays of their modules are outputs, changed or not."""
-    parts = shardings if isinstance(shardings, tuple) else ()
-    dynamic = [i for i in range(count) if i not in static.positions]
-    return frozenset(i for i, part in zip(dynamic, parts, strict=False) if maps(part))

@@ -26,7 +26,7 @@ from tracegrad.tracing.jit_options import JitOptions, options_behind_module
 from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
 from tracegrad.tracing.programs import Program
-from tracegrad.tracing.shardings import of_jit
+from tracegrad.tracing.shardings import of_jit, with_mappings
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.stages import called_by
@@ -68,7 +68,7 @@ class TracedFunction(Generic[P, R]):
         rules: Sequence[Rule] = (),
         jit_options: dict[str, Any] | None = None,
     ):
-        options = dict(jit_options or {})
+        options = with_mappings(jit_options or {})
         jax.jit(fun, **of_jit(options))  # raises jit's own errors for a wrong function or option
         require_function(fun)
         functools.update_wrapper(self, fun, updated=())

@@ -260,9 +260,13 @@ def with_modules(tree: Any) -> Any:
 def objects_in(tree: Any) -> list[Any]:
     """Returns all objects of flax.nnx in a tree, in the order in which flax finds them."""
     roots = list(filter(is_module, jax.tree.leaves(tree, is_leaf=is_module_or_variable)))
+    return [node for _, node in nodes_in(roots) if is_module(node)]
+
+
+def nodes_in(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns flax's paths and the nodes of a tree, each object once."""
     with finding([]):  # flax would have JAX read the Variables in them
-        nodes = list(nnx().iter_graph(roots, graph=True))
-    return [node for _, node in nodes if is_module(node)]
+        return list(nnx().iter_graph(tree, graph=True))
 
 
 # ------------------------------------------------------------------------- what a function changes

@@ -58,6 +58,15 @@ def set_leaf(variable: Any, leaf: int, value: Any) -> None:
     variable.set_raw_value(jax.tree.unflatten(structure, leaves))
 
 
+def ignore_cached_partial() -> None:
+    """Ends the wait of `nnx.cached_partial` for a transformation of flax: it raises an error if the
+    function that it calls enters none. Its cache is not needed here."""
+    context = getattr(nnx().graphlib, "GRAPH_CONTEXT", None)  # entering it takes microseconds
+    if getattr(context, "tmp_static_cache", None) is not None:
+        with nnx().update_context("tracegrad"):
+            pass
+
+
 def refuse_hijax(leaf: object) -> None:
     """Raises TypeError for an nnx.Variable that is a value of a JAX type of its own, and not a tree
     (an experiment of flax and JAX; `nnx.jit` does not support it on all versions either)."""
