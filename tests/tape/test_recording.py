@@ -969,6 +969,30 @@ def test_an_unbounded_while_loop_raises_as_jax_does_and_names_the_line(compiled)
     assert "test_recording.py" in "".join(raised.value.__notes__)
 
 
+def test_a_second_derivative_that_jax_does_not_have_raises_as_jax_does_and_names_the_line():
+    """The operation that fails is the pull-back of a sampler: several operations, with a loop."""
+    x = jnp.ones(3)
+    with GradientTape() as outer:
+        outer.watch(x)
+        with GradientTape() as inner:
+            inner.watch(x)
+            y = jax.random.gamma(jax.random.key(0), x).sum()
+        z = inner.gradient(y, x).sum()
+    with pytest.raises(ValueError, match="lax.while_loop") as caught:
+        outer.gradient(z, x)
+    notes = "\n".join(caught.value.__notes__)
+    assert "How often this loop runs" in notes
+    assert "pull _gamma" in notes
+    assert "test_recording.py" in notes
+
+
+def test_a_function_of_jaxs_with_a_rule_and_branches_has_its_gradient_at_the_first_call():
+    tg.clear_caches()
+    for _ in range(2):
+        (dx,) = tape_gradients(lambda x: jax.scipy.special.expi(x).sum(), X)
+        np.testing.assert_allclose(dx, jnp.exp(X) / X, rtol=1e-5)
+
+
 def test_what_was_compiled_ahead_of_time_is_not_recorded():
     x = F32(2.0)
     compiled = jax.jit(lambda x: x * x).lower(x).compile()

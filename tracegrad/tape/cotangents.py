@@ -19,7 +19,7 @@ from tracegrad import _jax
 from tracegrad._jax.caches import Cache, cached
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_of_known
-from tracegrad.tape.computations import Computation, add_computation
+from tracegrad.tape.computations import Computation, add_computation, compiled
 from tracegrad.tape.record import Entry, Record, on_the_way
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import not_overridden
@@ -381,6 +381,11 @@ def _is_cast(entry: Entry) -> bool:
 
 def _explain(error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]) -> None:
     """Adds to an error the user's line of the operation that failed, and what to do."""
-    graph = graph_of([entry], arrays, ()).graph
-    (node,) = graph.nodes
+    graph = whole = graph_of([entry], arrays, ()).graph
+    if len(graph.nodes) != 1:  # a pull-back, in which several operations run
+        computation = cast(Computation, entry.computation)
+        called = compiled(computation.called, computation.name)
+        called_once = entry._replace(computation=replace(computation, called=called))
+        whole = graph_of([called_once], arrays, ()).graph
+    (node,) = whole.nodes
     explain_node(error, node, lambda: graph)
