@@ -704,6 +704,14 @@ W = jnp.linspace(-1.0, 1.0, 3)
 closing = jax.jit(lambda x: x * W)
 
 
+def sine(carry, _):
+    return jnp.sin(carry), None
+
+
+def tripled(x):
+    return 3 * x
+
+
 def one_tape(fun, x):
     with GradientTape() as tape:
         tape.watch([x, W])
@@ -733,6 +741,11 @@ ON_ONE_TAPE = [
     lambda x: lax.cond(True, lambda x: x * x, lambda x: x, x).sum(),
     lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum(),
     lambda x: jax.jit(lambda x: jnp.exp(x) * x)(x).sum(),
+    # Functions of which JAX makes programs anew at each call:
+    lambda x: lax.map(jnp.sin, x).sum(),
+    lambda x: jax.grad(lambda x: lax.scan(sine, x, None, length=2)[0].sum())(x).sum(),
+    lambda x: jax.grad(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x).sum())(x).sum(),
+    lambda x: jax.scipy.sparse.linalg.cg(tripled, x)[0].sum(),
 ]
 ON_TWO_TAPES = [jnp.tanh, jax.nn.relu, doubled_rule, tripled_rule, closing, jax.jit(halved_rule)]
 

@@ -149,7 +149,8 @@ def cotangents(
       aggregate: adds the cotangents that reach one value; default: one after the other.
       gated: whether the cotangents of one operation's operands wait for one another.
     """
-    rules = rules_for_recorded()
+    forces = rules_in_force()
+    rules = rules_for_recorded() if forces else ()
     is_plain = derivative is GRADIENT and not (rules or stopped or aggregate or gated)
     looks_inside = jax.config.jax_debug_nans or jax.config.jax_disable_jit
     if is_plain and not looks_inside and _jax.is_top_level():
@@ -175,7 +176,7 @@ def cotangents(
     def run() -> list[Any]:
         return derivative.run(backward, seeds, [arrays[slot] for slot in targets])
 
-    if rules_in_force():
+    if forces:
         with not_overridden():
             return run()
     return run()
@@ -247,7 +248,7 @@ class _Pass:
     def _total(self, terms_of: dict[int, list[Any]], slot: int) -> Any:
         terms = terms_of[slot]
         if len(terms) > 1:
-            if any(map(is_slices, terms)):  # put the slices of the lookup that ran first in front
+            if self.tables and any(map(is_slices, terms)):  # put the slices of the lookup that ran first in front
                 terms = terms[::-1]
             terms_of[slot] = terms = [sum_of_known(terms, self.aggregate)]
         return terms[0]
@@ -257,7 +258,7 @@ class _Pass:
     ) -> dict[int, Any]:
         """Returns the cotangents of an entry's active operands, by position in `active`."""
         computation = entry.computation
-        if any(map(is_slices, of_results.values())):
+        if self.tables and any(map(is_slices, of_results.values())):
             if _is_cast(entry) and entry.args[0] in self.tables:
                 return {0: of_results[0].shaped_as(jax.typeof(self.arrays[entry.args[0]]))}
             of_results = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in of_results.items()}
