@@ -248,7 +248,7 @@ class _Pass:
     def _total(self, terms_of: dict[int, list[Any]], slot: int) -> Any:
         terms = terms_of[slot]
         if len(terms) > 1:
-            if self.tables and any(map(is_slices, terms)):  # put the slices of the lookup that ran first in front
+            if any(map(is_slices, terms)):  # put the slices of the lookup that ran first in front
                 terms = terms[::-1]
             terms_of[slot] = terms = [sum_of_known(terms, self.aggregate)]
         return terms[0]
