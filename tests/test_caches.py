@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import tracegrad as tg
 from tests.derivatives import value_by_tape
 from tracegrad._jax.caches import Cache, WeakCache, cached, clear_caches, of_program
+from tracegrad.tape import known_computations
 
 pytestmark = pytest.mark.both_jax
 
@@ -163,6 +166,23 @@ def objects_after(steps):
 def test_steps_with_a_fresh_function_each_do_not_grow():
     before, after = objects_after([60, 60])
     assert after - before < 60
+
+
+def test_new_arrays_in_the_program_of_each_step_are_let_go(monkeypatch):
+    """A loop in which a new jitted function closes over a new array."""
+    monkeypatch.setattr(known_computations._holding_arrays, "_maxsize", 2)
+    x, arrays = jnp.ones(3), []
+    for i in range(6):
+        array = jnp.full(3, float(i))
+        scaled = jax.jit(lambda x, array=array: x * array)
+        slope = value_by_tape(
+            lambda x, f=scaled: jnp.sum(lax.scan(lambda c, _: (f(c), None), x, None, 2)[0]), x
+        )
+        np.testing.assert_allclose(slope[1], array**2)
+        arrays.append(weakref.ref(array))
+        del array, scaled
+    gc.collect()
+    assert sum(each() is not None for each in arrays) <= 3
 
 
 @pytest.mark.slow

@@ -704,6 +704,14 @@ W = jnp.linspace(-1.0, 1.0, 3)
 closing = jax.jit(lambda x: x * W)
 
 
+def sine(carry, _):
+    return jnp.sin(carry), None
+
+
+def tripled(x):
+    return 3 * x
+
+
 def one_tape(fun, x):
     with GradientTape() as tape:
         tape.watch([x, W])
@@ -733,6 +741,11 @@ ON_ONE_TAPE = [
     lambda x: lax.cond(True, lambda x: x * x, lambda x: x, x).sum(),
     lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum(),
     lambda x: jax.jit(lambda x: jnp.exp(x) * x)(x).sum(),
+    # Functions of which JAX makes programs anew at each call:
+    lambda x: lax.map(jnp.sin, x).sum(),
+    lambda x: jax.grad(lambda x: lax.scan(sine, x, None, length=2)[0].sum())(x).sum(),
+    lambda x: jax.grad(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x).sum())(x).sum(),
+    lambda x: jax.scipy.sparse.linalg.cg(tripled, x)[0].sum(),
 ]
 ON_TWO_TAPES = [jnp.tanh, jax.nn.relu, doubled_rule, tripled_rule, closing, jax.jit(halved_rule)]
 
@@ -967,6 +980,30 @@ def test_an_unbounded_while_loop_raises_as_jax_does_and_names_the_line(compiled)
     with pytest.raises(ValueError, match="Reverse-mode differentiation") as raised:
         tape.gradient(y, x)
     assert "test_recording.py" in "".join(raised.value.__notes__)
+
+
+def test_a_second_derivative_that_jax_does_not_have_raises_as_jax_does_and_names_the_line():
+    """The operation that fails is the pull-back of a sampler: several operations, with a loop."""
+    x = jnp.ones(3)
+    with GradientTape() as outer:
+        outer.watch(x)
+        with GradientTape() as inner:
+            inner.watch(x)
+            y = jax.random.gamma(jax.random.key(0), x).sum()
+        z = inner.gradient(y, x).sum()
+    with pytest.raises(ValueError, match=r"lax\.while_loop") as caught:
+        outer.gradient(z, x)
+    notes = "\n".join(caught.value.__notes__)
+    assert "How often this loop runs" in notes
+    assert "pull _gamma" in notes
+    assert "test_recording.py" in notes
+
+
+def test_a_function_of_jaxs_with_a_rule_and_branches_has_its_gradient_at_the_first_call():
+    tg.clear_caches()
+    for _ in range(2):
+        (dx,) = tape_gradients(lambda x: jax.scipy.special.expi(x).sum(), X)
+        np.testing.assert_allclose(dx, jnp.exp(X) / X, rtol=1e-5)
 
 
 def test_what_was_compiled_ahead_of_time_is_not_recorded():

@@ -138,6 +138,25 @@ def test_a_linear_function_has_a_zero_hessian():
 # ---------------------------------------------------------------------------------------- bad input
 
 
+def test_under_a_tape_an_x_that_the_tape_does_not_follow_has_no_part_of_its_gradient():
+    """The tape has recorded ``w * x``, and not ``x * x``: what it could give is half of the sum."""
+    w, x = jnp.float32(2.0), jnp.float32(3.0)
+    with GradientTape() as tape:
+        tape.watch(w)
+        y = w * x + x * x
+        with pytest.warns(UserWarning, match="did not watch it"):
+            assert gradients(y, [w, x])[1] is None
+        with pytest.warns(UserWarning, match=r"gradient of xs\.1 is None"):
+            (dw, dx) = gradients(y, [w, x], unconnected_gradients="zero")
+        assert floats([dw, dx]) == [3.0, 0.0]
+        with pytest.warns(UserWarning, match="did not watch it"):
+            assert float(hessians(y, x)[0]) == 0.0
+    with GradientTape() as tape:
+        tape.watch([w, x])
+        y = w * x + x * x
+        assert floats(gradients(y, [w, x])) == [3.0, 8.0]
+
+
 def test_outside_of_a_traced_function_and_of_a_tape_it_says_what_to_use():
     x = jnp.float32(1.0)
     with pytest.raises(RuntimeError, match=r"tracegrad\.trace.*tracegrad\.grad"):

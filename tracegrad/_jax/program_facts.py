@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from tracegrad._jax.arrays import is_reference
 from tracegrad._jax.caches import of_program
 from tracegrad._jax.compat import parts_of
 from tracegrad._jax.programs import CUSTOM_JVP, sub_programs
@@ -26,6 +27,7 @@ class ProgramFacts(NamedTuple):
       asks_what_varies: whether a custom rule is told which operands are differentiated
         (``symbolic_zeros=True``): then its result for one operand may depend on whether another
         operand is differentiated.
+      has_references: whether an operation uses a `jax.Ref`.
     """
 
     primitives: frozenset[Any] = frozenset()
@@ -35,6 +37,7 @@ class ProgramFacts(NamedTuple):
     has_effects: bool = False
     closes_over: bool = False
     asks_what_varies: bool = False
+    has_references: bool = False
 
 
 _NOTHING = ProgramFacts()
@@ -44,11 +47,12 @@ _NOTHING = ProgramFacts()
 def program_facts(program: Any) -> ProgramFacts:
     """Returns the facts of one program."""
     open_form, constants = parts_of(program)
-    primitives, count, closes_over, asks = set[Any](), 0, False, False
+    primitives, count, closes_over, asks, refers = set[Any](), 0, False, False, False
     below = []
     for equation in open_form.eqns:
         primitives.add(equation.primitive)
         asks |= bool(equation.params.get("symbolic_zeros"))
+        refers = refers or any(is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
         inner = facts_below(equation.params)
         if inner is _NOTHING:
             count += 1
@@ -67,6 +71,7 @@ def program_facts(program: Any) -> ProgramFacts:
         bool(open_form.effects),
         closes_over,
         asks or any(inner.asks_what_varies for inner in below),
+        refers or any(inner.has_references for inner in below),
     )
 
 
@@ -83,6 +88,7 @@ def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
         any(facts.has_effects for facts in each),
         any(facts.closes_over for facts in each),
         any(facts.asks_what_varies for facts in each),
+        any(facts.has_references for facts in each),
     )
 
 

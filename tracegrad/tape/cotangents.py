@@ -19,7 +19,7 @@ from tracegrad import _jax
 from tracegrad._jax.caches import Cache, cached
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_of_known
-from tracegrad.tape.computations import Computation, add_computation
+from tracegrad.tape.computations import Computation, add_computation, compiled
 from tracegrad.tape.record import Entry, Record, on_the_way
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import not_overridden
@@ -149,7 +149,8 @@ def cotangents(
       aggregate: adds the cotangents that reach one value; default: one after the other.
       gated: whether the cotangents of one operation's operands wait for one another.
     """
-    rules = rules_for_recorded()
+    forces = rules_in_force()
+    rules = rules_for_recorded() if forces else ()
     is_plain = derivative is GRADIENT and not (rules or stopped or aggregate or gated)
     looks_inside = jax.config.jax_debug_nans or jax.config.jax_disable_jit
     if is_plain and not looks_inside and _jax.is_top_level():
@@ -175,7 +176,7 @@ def cotangents(
     def run() -> list[Any]:
         return derivative.run(backward, seeds, [arrays[slot] for slot in targets])
 
-    if rules_in_force():
+    if forces:
         with not_overridden():
             return run()
     return run()
@@ -257,7 +258,7 @@ class _Pass:
     ) -> dict[int, Any]:
         """Returns the cotangents of an entry's active operands, by position in `active`."""
         computation = entry.computation
-        if any(map(is_slices, of_results.values())):
+        if self.tables and any(map(is_slices, of_results.values())):
             if _is_cast(entry) and entry.args[0] in self.tables:
                 return {0: of_results[0].shaped_as(jax.typeof(self.arrays[entry.args[0]]))}
             of_results = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in of_results.items()}
@@ -381,6 +382,11 @@ def _is_cast(entry: Entry) -> bool:
 
 def _explain(error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]) -> None:
     """Adds to an error the user's line of the operation that failed, and what to do."""
-    graph = graph_of_entries([entry], arrays, ()).graph
-    (node,) = graph.nodes
+    graph = whole = graph_of_entries([entry], arrays, ()).graph
+    if len(graph.nodes) != 1:  # a pull-back, in which several operations run
+        computation = cast(Computation, entry.computation)
+        called = compiled(computation.called, computation.name)
+        called_once = entry._replace(computation=replace(computation, called=called))
+        whole = graph_of_entries([called_once], arrays, ()).graph
+    (node,) = whole.nodes
     explain_node(error, node, lambda: graph)

@@ -77,7 +77,7 @@ def _computation(program: Any) -> Computation:
     facts = _jax.facts_below(call.params)
     if not same or facts.has_effects or facts.arrays or facts.numpy_arrays:
         raise NotDirect
-    computation = computation_with_programs(call.primitive, call.params, ())
+    computation = computation_with_programs(call.primitive, call.params, (), facts)
     if not (computation.is_compiled and computation.is_kept):
         raise NotDirect
     return computation

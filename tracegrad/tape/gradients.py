@@ -24,14 +24,15 @@ from tracegrad.differentiation.pull_back import (
     sum_of_known,
     tree_sum,
 )
-from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT, Derivative, cotangents
+from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT
 from tracegrad.tape.leaves import Unconnected, UnconnectedGradients, require_arrays, seeds_for
-from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record, on_the_way
 from tracegrad.tape.recorders import recorder_around, recorder_here
+from tracegrad.tape.sources import cotangents_of_arrays, warn_of_unwatched
 from tracegrad.tracing.attempts import trace_again, tracing_depth
+from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.listening import Listener, listening
-from tracegrad.variables.statics import is_variable
+from tracegrad.variables.statics import is_none, is_variable
 from tracegrad.variables.variable import Variable
 
 
@@ -71,6 +72,12 @@ class _Everything(Record, Listener):
 
     trace: Any
     depth: int
+
+    def follows(self, array: Any) -> bool:
+        return True
+
+    def was_used_unfollowed(self, array: Any) -> bool:
+        return False
 
     def tracks(self, arrays: Iterable[Any]) -> bool:
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
@@ -188,9 +195,13 @@ def gradients(
     with jax.named_scope(name):
         derivative = SPARSE_GRADIENT if sparse else GRADIENT
         terms = iter(
-            _pull_back(record, targets, each, derivative, seeds, stops, sums, gate_gradients)
+            cotangents_of_arrays(
+                record, each, targets, derivative, seeds, stops, sums, gate_gradients
+            )
         )
         found = [sum_of_known([next(terms) for _ in of], sums) for of in reads]
+        if any(map(is_none, found)) and not stops:  # which may be why
+            warn_of_unwatched(record, sources, leaves_of(sources), found, "xs")
         if colocate_gradients_with_ops:
             found = [_colocated(g, of[-1]) for g, of in zip(found, reads, strict=True)]
         if unconnected is UnconnectedGradients.ZERO:
@@ -227,7 +238,7 @@ def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     record = _record_here(_values(x))
     reads = _reads(record, x)
     _refuse_outer_values(record, [first], [x], reads, ())
-    total = sum_of_known(_pull_back(record, [first], reads, JACOBIAN))
+    total = sum_of_known(cotangents_of_arrays(record, reads, [first], JACOBIAN))
     return jnp.zeros((*x.shape, *x.shape), x.dtype) if total is None else total
 
 
@@ -303,23 +314,6 @@ def _record_here(sources: Sequence[Any]) -> Record:
         "tracegrad.trace compiles (not in the body of a scan, cond or jit in it), or inside a "
         "GradientTape. For the gradient of a function use tracegrad.grad." + disabled
     )
-
-
-def _pull_back(
-    record: Record,
-    targets: Sequence[Any],
-    sources: Sequence[Any],
-    derivative: Derivative,
-    seeds: Sequence[Any] = (),
-    stops: Sequence[Any] = (),
-    aggregate: Aggregation | None = None,
-    gated: bool = False,
-) -> list[Any]:
-    """Returns the cotangents of sources; None for a source that is not connected to a target."""
-    stopped = frozenset(map(record.slot, stops))
-    warn_of_lost(record, sources, targets)
-    ends = tuple(map(record.slot, sources)), tuple(map(record.slot, targets))
-    return cotangents(record, *ends, derivative, seeds, stopped, aggregate, gated)
 
 
 def _refuse_outer_values(

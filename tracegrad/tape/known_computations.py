@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache, WeakCache, of_program
+from tracegrad._jax.caches import Cache, WeakCache
 from tracegrad.ir.program_keys import params_key
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import Computation, compiled
@@ -29,6 +29,8 @@ _JIT = _jax.JIT
 
 # By the parameters of an operation; programs among the parameters count by their structure.
 _computations: Cache[Any, Computation] = Cache(2048)
+# Likewise, of programs that hold arrays: new arrays in each step may take much memory.
+_holding_arrays: Cache[Any, Computation] = Cache(32)
 # By the first program of an operation, as long as JAX keeps that program; then by the other
 # parameters of the operation.
 _of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
@@ -86,17 +88,18 @@ def simple_call(params: Mapping[str, Any]) -> Computation | None:
 def computation_of_rule(primitive: Any, params: Mapping[str, Any]) -> Computation:
     """Returns a new computation of a function with a custom rule, traced for this call only. The
     rule is a Python function, which may read values that change between calls."""
-    return _with_programs(primitive, params, (), is_kept=False)
+    return _with_programs(primitive, params, (), _jax.facts_below(params), is_kept=False)
 
 
 def computation_with_programs(
-    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], facts: _jax.ProgramFacts
 ) -> Computation:
     """Returns the cached computation of an operation that has programs.
 
     Args:
       primitive, params: those of the JAX operation.
       captured: the arrays that the programs close over and that become operands.
+      facts: the facts of its programs.
     """
     ids = tuple(map(id, captured))
     if primitive is _JIT:
@@ -114,9 +117,9 @@ def computation_with_programs(
     try:
         computation = known.get(key)
     except TypeError:  # a parameter without a hash
-        return _with_programs(primitive, params, captured)
+        return _with_programs(primitive, params, captured, facts)
     if computation is None:
-        computation = _of_structure(primitive, params, captured)
+        computation = _of_structure(primitive, params, captured, facts)
         if not any(map(_jax.is_tracer, captured)):  # a tracer is gone after its transformation
             known[key] = computation
     elif not computation.is_kept:  # this is its second call: compile it
@@ -126,36 +129,40 @@ def computation_with_programs(
 
 
 def _of_structure(
-    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any]
+    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], facts: _jax.ProgramFacts
 ) -> Computation:
     """Returns the computation of an operation whose programs JAX has just traced.
 
-    It may be that of an equal operation from before: JAX often traces bodies of loops and
-    recomputed functions again for each call.
+    It may be that of an equal operation from before. JAX traces again at each call what
+    `jax.lax.map`, `jax.grad` of a loop or branch, and a linear solver run, and the bodies of loops
+    that are written in place.
     """
-    if captured:
-        return _with_programs(primitive, params, captured)
-    facts = _jax.facts_below(params)
-    if not facts.primitives.isdisjoint(RULES):
-        return _with_programs(primitive, params, (), is_kept=primitive is not _jax.REMAT)
+    if captured or not facts.primitives.isdisjoint(RULES):
+        is_kept = bool(captured) or primitive is not _jax.REMAT
+        return _with_programs(primitive, params, captured, facts, is_kept)
     # Compares structures only if an operation with the same outline has come before.
     outline = primitive, params.get("name"), facts.operations, facts.primitives
-    first = _computations.get(outline)
+    table = _holding_arrays if facts.arrays else _computations
+    first = table.get(outline)
     if first is None:
-        return _computations.put(outline, _with_programs(primitive, params, ()))
+        return table.put(outline, _with_programs(primitive, params, (), facts))
     key = primitive, params_key(without_donation(params))
     if key == (primitive, params_key(first.params)):
         return first
-    known = _computations.get(key)
-    return _computations.put(key, _with_programs(primitive, params, ())) if known is None else known
+    known = table.get(key)
+    return table.put(key, _with_programs(primitive, params, (), facts)) if known is None else known
 
 
 def _with_programs(
-    primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], is_kept: bool = True
+    primitive: Any,
+    params: Mapping[str, Any],
+    captured: Sequence[Any],
+    facts: _jax.ProgramFacts,
+    is_kept: bool = True,
 ) -> Computation:
     """Returns a new computation of an operation that has programs. `is_kept`: whether later calls
     find it; if not, nothing is compiled for it."""
-    facts, programs = _jax.facts_below(params), _jax.sub_programs(params)
+    programs = _jax.sub_programs(params)
     refused: dict[int, str] = {}
     for _, program in programs if captured else ():
         refused.update(refused_arrays(program, captured))
@@ -186,8 +193,8 @@ def _with_programs(
     is_one = whole is inlined or primitive in (_jax.SCAN, _jax.COND, _jax.WHILE)
     below = (primitive, *facts.primitives)
     calls_host = any(_jax.calls_host(p.name) for p in facts.primitives)
-    has_references = any(_has_references(program) for _, program in programs)
     is_run_once = calls_host or not _RUN_ONCE.isdisjoint(below)
+    has_references = facts.has_references
     return Computation(
         fun,
         name,
@@ -204,16 +211,6 @@ def _with_programs(
         has_effects=facts.has_effects and calls_host,
         is_simple=not captured and not facts.has_effects,
         is_kept=is_kept,
-    )
-
-
-@of_program
-def _has_references(program: Any) -> bool:
-    """Whether a program uses a `jax.Ref`."""
-    return any(
-        any(_jax.is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
-        or any(_has_references(inner) for _, inner in _jax.sub_programs(equation.params))
-        for equation in _jax.opened(program).eqns
     )
 
 

@@ -158,7 +158,7 @@ class OperationRecorder(ForwardingTrace):
         else:
             captured = [c for c in captured if self.watching((c,))]
         with set_current_trace(self.parent_trace):
-            computation = computation_with_programs(primitive, params, captured)
+            computation = computation_with_programs(primitive, params, captured, facts)
         if not watching and computation.saves:  # run the program that JAX itself has compiled
             with set_current_trace(self.parent_trace):
                 return _bind(primitive, args, without_donation(params))

@@ -135,8 +135,12 @@ class Record:
         self.arrays.append(array)
         return len(self.arrays) - 1
 
+    def follows(self, array: Any) -> bool:
+        """Whether gradients may be taken in an array, and of it."""
+        return id(array) in self.tracked
+
     def tracks(self, arrays: Iterable[Any]) -> bool:
-        """Whether one of the arrays is followed."""
+        """Whether an operation on these arrays is recorded: it follows one of them."""
         tracked = self.tracked
         for array in arrays:
             if id(array) in tracked:

@@ -85,10 +85,18 @@ class Recorder(OperationRecorder):
         if self.takes_rules and not rules_in_force():
             with set_current_trace(self.parent_trace):
                 known = rule_of_jax(primitive, subfuns, args, params)
-            if known is not None:
-                return list(self.apply(known.computation, args, self.watching(args)))
-            return self._run_rule_on_values(primitive, subfuns, args, params)
-        return self._run_traced_rule(primitive, subfuns, args, params)
+            if known is None:
+                return self._run_rule_on_values(primitive, subfuns, args, params)
+            results = list(self.apply(known.computation, args, self.watching(args)))
+        else:
+            with set_current_trace(self.parent_trace):
+                traced = traced_rule(primitive, subfuns, args, params)
+            results = self._run_equation_with_rule(*traced)
+        # JAX reads the tree of the results from the function or from its rule, and expects exactly
+        # one of them to have run. The rule has run if the parent or the tape differentiates it.
+        if _jax.has_run(subfuns[1]):
+            _jax.forget_result_trees(subfuns[0])
+        return results
 
     def _run_rule_on_values(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
@@ -169,22 +177,9 @@ class Recorder(OperationRecorder):
         rules = [e for e in _jax.opened(program).eqns if e.primitive in RULES]
         return str(_jax.traced_from(rules[0].params["call_jaxpr"]).name) if rules else "a function"
 
-    def _run_traced_rule(
-        self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
-    ) -> list[Any]:
-        """Traces a function with a rule to an equation, and runs the equation. In it, the values
-        that the function closes over are operands."""
-        with set_current_trace(self.parent_trace):
-            traced = traced_rule(primitive, subfuns, args, params)
-        results = self._run_equation_with_rule(*traced)
-        # JAX reads the tree of the results from the function or from its rule, and expects exactly
-        # one of them to have run. The rule has run if the parent differentiates.
-        if _jax.has_run(subfuns[1]):
-            _jax.forget_result_trees(subfuns[0])
-        return results
-
     def _run_equation_with_rule(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
-        """Runs and records the equation; raises if the function closes over a watched array."""
+        """Runs and records a function with a rule that was traced to an equation. In it, the values
+        that the function closes over are operands; raises if one of them is watched."""
         primitive, params = equation.primitive, equation.params
         constants = _jax.count_closed_over(params)
         facts = _jax.facts_below(params)

@@ -10,7 +10,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
-from tracegrad.differentiation.pull_back import sum_of_known
+from tracegrad.differentiation.pull_back import Aggregation, sum_of_known
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import listed
 from tracegrad.tape.cotangents import Derivative, cotangents
@@ -43,7 +43,7 @@ def cotangents_of(
     arrays = [record.reads_of(source) for source in sources]
     if variables:
         arrays = [_with_target(variables, source, of) for source, of in zip(sources, arrays)]
-    found = _of_arrays(record, list(chain(*arrays)), targets, derivative, seeds)
+    found = cotangents_of_arrays(record, list(chain(*arrays)), targets, derivative, seeds)
     if set(map(len, arrays)) == {1}:  # the common case
         return found
     each = iter(found)
@@ -57,29 +57,33 @@ def _with_target(variables: Mapping[Variable, Any], source: Any, reads: list[Any
     return [*reads, value] if is_new else reads
 
 
-def _of_arrays(
+def cotangents_of_arrays(
     record: Record,
     sources: Sequence[Any],
     targets: Sequence[Any],
     derivative: Derivative,
-    seeds: Sequence[Any],
+    seeds: Sequence[Any] = (),
+    stops: Sequence[Any] = (),
+    aggregate: Aggregation | None = None,
+    gated: bool = False,
 ) -> list[Any]:
-    """Returns the cotangents of source arrays; None for an array that is not connected."""
+    """Returns the cotangents of source arrays; None for an array that is not connected, or that the
+    record does not follow. `stops`: arrays that count as constants; the rest: see `cotangents`."""
     warn_of_lost(record, sources, targets)
-    tracked = record.tracked
-    # The gradient of a source that is a target is its seed, whether it is watched or not.
+    # The gradient of a source that is a target is its seed, whether it is followed or not.
     ends = {id(target) for target in targets}
     from_sources: dict[int, int] = {}
     for source in sources:
-        identity = id(source)
-        if (identity in tracked or identity in ends) and _jax.has_gradient(source):
-            from_sources[identity] = record.slot(source)
-    inside = [i for i, t in enumerate(targets) if id(t) in tracked or id(t) in from_sources]
+        if (id(source) in ends or record.follows(source)) and _jax.has_gradient(source):
+            from_sources[id(source)] = record.slot(source)
+    inside = [i for i, t in enumerate(targets) if id(t) in from_sources or record.follows(t)]
     if not inside or not from_sources:
         return [None] * len(sources)
     to_targets = tuple([record.slot(targets[i]) for i in inside])
     given = [seeds[i] for i in inside] if seeds else []
-    found = cotangents(record, tuple(from_sources.values()), to_targets, derivative, given)
+    stopped = frozenset(map(record.slot, stops))
+    starts = tuple(from_sources.values())
+    found = cotangents(record, starts, to_targets, derivative, given, stopped, aggregate, gated)
     if len(from_sources) == len(sources):  # every source has a slot of its own
         return found
     by_source = dict(zip(from_sources, found, strict=True))
@@ -200,16 +204,20 @@ def _places(program: Any) -> Mapping[int, int]:
 
 
 def warn_of_unwatched(
-    record: Record, arrays: Sequence[Any], leaves: Sequence[Leaf], found: Sequence[Any]
+    record: Record,
+    arrays: Sequence[Any],
+    leaves: Sequence[Leaf],
+    found: Sequence[Any],
+    role: str = "sources",
 ) -> None:
     """Warns, at the user's line, of sources whose gradients are None because they were used before
-    they were watched.
+    they were watched. `role`: the name of the argument that has the sources.
 
     Does not warn of Variables, arrays used while the tape did not record, and state that a module
     does not train.
     """
     names = [
-        f"sources.{leaf.name}" if leaf.name else "the source"
+        f"{role}.{leaf.name}" if leaf.name else "the source"
         for array, leaf, gradient in zip(arrays, leaves, found, strict=True)
         if gradient is None and _is_unwatched(record, array, leaf)
     ]
