@@ -53,6 +53,23 @@ def slices(ids, values):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+def test_in_half_precision_without_promotion_of_dtypes(name):
+    optimizer, _ = OPTIMIZERS[name]
+    table, values = jnp.ones((5, 2)), [[1.0, -2.0]]
+
+    def updates(dtype):
+        half = table.astype(dtype)
+        gradient = tg.IndexedSlices(jnp.array(values, dtype), jnp.array([3]), (5, 2))
+        return optimizer.update(gradient, optimizer.init(half), half)[0].to_dense()
+
+    with jax.numpy_dtype_promotion("strict"):
+        half = updates(jnp.bfloat16)
+    single = updates(jnp.float32)
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(jnp.float32), single, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_numbers_are_those_of_pytorch_and_tensorflow(name):
     optimizer, recorded = OPTIMIZERS[name]
 

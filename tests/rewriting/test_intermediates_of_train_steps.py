@@ -246,3 +246,14 @@ def test_the_gradient_of_what_is_shown_is_that_of_the_step():
 
     expected = jax.grad(lambda w: jnp.sum(jax.grad(loss_of)(w, X) ** 2))(W)
     np.testing.assert_allclose(jax.jit(jax.grad(first))(W), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_value_that_is_the_same_at_each_step_of_a_scan_is_found_once():
+    def loss(w):
+        return jnp.sum(jax.lax.scan(lambda carry, x: (carry * jnp.tanh(w) + x, None), w, X[0])[0])
+
+    w = jnp.float32(0.4)
+    (value, slope), values = tg.intermediates(jax.value_and_grad(loss), w, where=TANH)
+    assert_close((value, slope), jax.value_and_grad(loss)(w))
+    assert list(values) == ["tanh"]
+    assert_close(values["tanh"], jnp.tanh(w))

@@ -360,6 +360,21 @@ def test_under_jit_vmap_and_scan():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+def test_a_call_may_take_numbers_beside_a_parameter():
+    def of_loop(w):
+        return jax.lax.fori_loop(0, 3, lambda _, carry: carry * w, 1.0)
+
+    def of_jit(w):
+        return jax.jit(lambda three, w: three * w)(3.0, w)
+
+    def of_branch(w):
+        return jax.lax.cond(w > 0, lambda three, w: three * w, lambda three, w: three, 3.0, w)
+
+    rule = tg.rules.scale_gradient(tg.match.param("w"), 2.0)
+    for f, expected in [(of_loop, 3 * 2.0**2), (of_jit, 3.0), (of_branch, 3.0)]:
+        assert jax.grad(tg.rewrite(f, rule))(2.0) == 2 * expected
+
+
 # ---------------------------------------------------------------------------------- what is refused
 
 

@@ -400,6 +400,74 @@ def test_a_match_that_jax_has_differentiated_raises_and_says_where():
         both(X)
 
 
+# JAX moves what is the same at each step of a scan out of it, and out of all named scopes.
+
+
+def recurrent(sine, w, x):
+    def step(carry, _):
+        return carry * sine(w) + carry, None
+
+    def outer(carry, _):
+        return jax.lax.scan(step, carry, None, length=2)
+
+    return jnp.sum(jax.lax.scan(outer, x, None, length=2)[0])
+
+
+def rounded(rounding, w, x):
+    def step(carry, _):
+        return jnp.tanh(carry * rounding(4 * w) / 4 + x), None
+
+    return jnp.sum(jax.lax.scan(step, jnp.zeros_like(x), None, length=3)[0])
+
+
+@jax.custom_jvp
+def straight(x):
+    return jnp.round(x)
+
+
+straight.defjvp(lambda x, dx: (straight(*x), *dx))
+W = jnp.array([0.3, 0.7, 1.1])
+
+
+@pytest.mark.parametrize("way", GRADIENTS)
+def test_a_rounding_that_is_the_same_at_each_step_of_a_scan(way):
+    rule = rules.straight_through(match.op("round"))
+    step = tg.trace(lambda w: GRADIENTS[way](lambda w: rounded(jnp.round, w, X), w), rules=[rule])
+    expected = jax.grad(lambda w: rounded(straight, w, X))(W)
+    np.testing.assert_allclose(step(W), expected, rtol=1e-5)
+
+
+HIGHER = {
+    "gradient of a gradient": lambda f, x: jax.grad(lambda w: jnp.sum(jax.grad(f)(w) * x))(W),
+    "tangent of a gradient": lambda f, x: jax.jvp(jax.grad(f), (W,), (x,))[1],
+    "hessian": lambda f, x: tg.hessian(f)(W),
+    "by tapes": lambda f, x: by_tape(lambda w: jnp.sum(by_tape(f, w) * x), W),
+}
+
+
+@pytest.mark.parametrize("way", HIGHER)
+def test_an_operation_that_is_the_same_at_each_step_is_edited_once(way):
+    def twice(x):
+        sine = jnp.sin(x)
+        return 3 * sine - jax.lax.stop_gradient(2 * sine)
+
+    def step(sine):
+        return lambda x: HIGHER[way](lambda w: recurrent(sine, w, x), x)
+
+    np.testing.assert_allclose(
+        tg.trace(step(jnp.sin), rules=[TRIPLE])(X), jax.jit(step(twice))(X), rtol=1e-5
+    )
+
+
+def test_whoever_differentiates_a_step_with_a_scan_has_its_operations_edited_once():
+    def step(sine):
+        return lambda w: jnp.sum(jax.grad(lambda w: recurrent(sine, w, X))(w) * X)
+
+    edited = tg.trace(step(jnp.sin), rules=[TRIPLE])
+    sine = jax.grad(step(lambda x: 3 * jnp.sin(x) - jax.lax.stop_gradient(2 * jnp.sin(x))))
+    np.testing.assert_allclose(jax.grad(edited)(W), sine(W), rtol=1e-5)
+
+
 # -------------------------------------------------------------------------------- memory budgets
 
 

@@ -1,4 +1,5 @@
-"""Under `jax.disable_jit` a traced function runs as plain Python, as a jitted one does."""
+"""Under `jax.disable_jit` a traced function runs as plain Python, as a jitted one does, and under
+`jax.debug_nans` it raises the error that a jitted one raises."""
 
 import functools
 
@@ -149,3 +150,22 @@ def test_programs_can_be_looked_at_all_the_same():
         assert "multiply" in f.lower(1.0).as_text()
         assert f.eval_shape(1.0).shape == ()
         assert f.graph(1.0).variables == (v,)
+
+
+RUNS = {
+    "trace": tg.trace,
+    "rewrite": lambda f: tg.rewrite(f, rules.scale_gradient(match.op("log"), 2.0, missing_ok=True)),
+    "graph": lambda f: lambda x: tg.graph(f, x).to_callable()(x),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_nan_is_the_error_of_debug_nans(run):
+    twice = jax.jit(lambda x: 2 * jnp.log(x))
+    x = jnp.zeros(2)
+    of_one_operation, of_a_call = RUNS[run](lambda x: jnp.log(x - 1)), RUNS[run](twice)
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in log"):
+            of_one_operation(x)
+        with pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in jit"):
+            of_a_call(x - 1)

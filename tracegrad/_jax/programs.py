@@ -22,7 +22,7 @@ from tracegrad._jax.compat import (
     opened,
     parts_of,
 )
-from tracegrad._jax.traces import in_a_new_thread
+from tracegrad._jax.traces import in_a_new_thread, staging_trace
 
 JIT = primitives.jit_p
 REMAT = primitives.remat_p
@@ -217,13 +217,30 @@ def programs_in(primitive: Any, params: Mapping[str, Any]) -> list[tuple[str, An
 
 def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
     """Binds every equation of a program with unchanged parameters, scopes and source lines."""
-    return list(jax.core.eval_jaxpr(*parts_of(program), *args))
+    try:
+        return list(jax.core.eval_jaxpr(*parts_of(program), *args))
+    except Exception as error:
+        raise _public(error)  # noqa: B904 (the same error)
 
 
 def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     """Binds one primitive; always returns a list."""
-    out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
+    try:
+        out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
+    except Exception as error:
+        raise _public(error)  # noqa: B904 (the same error)
     return list(out) if primitive.multiple_results else [out]
+
+
+def _public(error: Exception) -> Exception:
+    """Returns the error that `jax.jit` raises for an error in a jitted call that it has not bound
+    itself: where `jax_debug_nans` finds a NaN in such a call, JAX raises an error of its own."""
+    if type(error).__name__ != "InternalFloatingPointError":
+        return error
+    name, what = error.args
+    public = FloatingPointError(f"invalid value ({what}) encountered in {name}")
+    public.__suppress_context__ = True
+    return public
 
 
 @contextmanager
@@ -252,8 +269,9 @@ def weak_as(array: Any, aval: Any) -> Any:
 def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
     """Binds a closed program as one call, which JAX inlines when it lowers the enclosing program.
     So the equations of the program are not bound again, unlike in `eval_program`. JAX before 0.12
-    cannot inline a call that late: there, this calls `eval_program`."""
-    if INLINED_WHEN_LOWERED is None:
+    cannot inline a call that late: there, this calls `eval_program`. So does a call that is part of
+    no program, by which `jax_debug_nans` looks for the operation that makes a NaN."""
+    if INLINED_WHEN_LOWERED is None or staging_trace() is None:
         return eval_program(program, args)
     parts, constants = parts_of(program)
     # JAX differentiates a call only with respect to operands: constants that are tracers become so.

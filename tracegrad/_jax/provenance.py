@@ -36,6 +36,12 @@ def user_context() -> Callable[[Any], AbstractContextManager[Any]]:
     return make(())
 
 
+def inside_scope(name: str, source_info: Any) -> Any:
+    """Returns the source info of an equation inside of one more named scope, the outermost."""
+    stack = source_info_util.new_name_stack(name) + source_info.name_stack
+    return source_info.replace(name_stack=stack)
+
+
 def frame_positions(source_info: Any) -> tuple[list[Any], list[int]]:
     """Returns the code objects of the frames that bound an equation, and the offset of the current
     instruction in each."""

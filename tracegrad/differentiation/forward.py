@@ -67,7 +67,7 @@ def jvp(
         )
     primals, tangents = without_variables(tuple(primals)), tuple(tangents)
     program = traced_in_force(lambda: graph(fun, *primals))
-    run = under_rules_already(to_callable(with_forward_mode(program)))
+    run = under_rules_already(with_forward_mode(program), to_callable)
     structure: Any
     given: Any
     values, structure = jax.tree.flatten(primals, is_leaf=is_none)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.differentiation.row_updates import read_rows, write_rows
@@ -142,9 +143,10 @@ def sparse_adam(
     def rule(count: Any, gradient: Any, first: Any, second: Any) -> tuple[Any, ...]:
         first = b1 * first + (1 - b1) * gradient
         second = b2 * second + (1 - b2) * gradient**2
-        steps = count.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+        steps = count.astype(np.promote_types(gradient.dtype, np.float32))
         scale = jnp.sqrt(1 - b2**steps) / (1 - b1**steps)
-        return (scale * first / (jnp.sqrt(second) + eps)).astype(gradient.dtype), first, second
+        step = scale * first.astype(scale.dtype) / (jnp.sqrt(second) + eps).astype(scale.dtype)
+        return step.astype(gradient.dtype), first, second
 
     return _by_rows(rule, learning_rate, (0.0, 0.0))
 

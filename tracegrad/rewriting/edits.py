@@ -88,8 +88,12 @@ def _readers(
         yield Occurrence(path, node)
         for call in region_calls(node):
             region = node.regions[call.name]
-            pairs = zip(region.inputs, call.operands, strict=True)
-            inside = frozenset(inner for inner, i in pairs if node.inputs[i] in values)
+            outer = [node.inputs[i] for i in call.operands]
+            inside = frozenset(
+                inner
+                for inner, atom in zip(region.inputs, outer, strict=True)
+                if isinstance(atom, Value) and atom in values
+            )
             yield from _readers(region, inside, (*path, (node, call.name)), seen)
 
 

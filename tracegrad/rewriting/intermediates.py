@@ -164,12 +164,15 @@ def intermediate_gradients(
     tapped = behind_each(program, found, lambda match: perturbed, wanted=has_gradient, tapped=True)
     call = TakingApart()(args, kwargs)
 
-    def result(taps: Sequence[Any]) -> tuple[Any, list[Any]]:
-        results = _run(tapped.graph, call, taps)
-        return results[0], results
+    def to_result(graph: Graph) -> Callable[..., Any]:
+        def result(taps: Sequence[Any]) -> tuple[Any, list[Any]]:
+            results = _run(graph, call, taps)
+            return results[0], results
+
+        return result
 
     # The rules in force were applied here; the mark keeps enclosing code from applying them again.
-    marked = under_rules_already(result)
+    marked = under_rules_already(tapped.graph, to_result)
     zeros = [jnp.zeros(port.value.aval.shape, port.value.aval.dtype) for port in tapped.ins]
     with differentiating():
         cotangents, results = _jax.grad(marked, has_aux=True)(zeros)

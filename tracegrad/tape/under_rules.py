@@ -15,6 +15,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.importer import import_program
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.scopes import UNDER_RULES
+from tracegrad.ir.scopes_in_scans import in_scope_in_scans
 from tracegrad.rewriting.identities import perturbed
 from tracegrad.tape.derivatives import transposed
 from tracegrad.tape.effects import silenced
@@ -168,7 +169,7 @@ def vjp_under_rules(
         variables.get(id(arrays[slot])) or argument_path(arrays[slot]) for slot in (*given, *added)
     )
     graph = replace(graph, hints=hints, differentiated=differentiated)
-    edited = apply_in_force(graph, rules)
+    edited = in_scope_in_scans(apply_in_force(graph, rules), UNDER_RULES)
 
     def run(*operands: Any) -> list[Any]:
         return run_graph(edited, operands)

@@ -28,6 +28,7 @@ from tracegrad.ir.dependence import flat_forms
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.scopes import UNDER_RULES
+from tracegrad.ir.scopes_in_scans import in_scope_in_scans
 from tracegrad.tracing.argument_paths import argument_path, known_by_path
 from tracegrad.tracing.graphs import Rule, function_name, graph
 from tracegrad.tracing.signatures import leaves_of_call
@@ -300,7 +301,7 @@ def under_rules(
             )
 
         with _only(forces):
-            run = under_rules_already(lower(traced_in_force(trace)))
+            run = under_rules_already(traced_in_force(trace), lower)
         results = run(*given)
         return others[0].combine(results)
 
@@ -315,6 +316,11 @@ def _differentiated(program: Graph, given: Sequence[Any]) -> tuple[bool, ...]:
     return (*moved, *[False] * (len(program.inputs) - len(moved))) if any(moved) else ()
 
 
-def under_rules_already(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function to which the rules in force were applied, so that they are not again."""
-    return jax.named_call(fun, name=UNDER_RULES) if rules_in_force() else fun
+def under_rules_already(
+    program: Graph, lower: Callable[[Graph], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Returns ``lower(program)``, marked as a program to which the rules in force were applied, so
+    that they are not applied to it again when it is differentiated inside a traced function."""
+    if not rules_in_force():
+        return lower(program)
+    return jax.named_call(lower(in_scope_in_scans(program, UNDER_RULES)), name=UNDER_RULES)
