@@ -37,7 +37,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = {"ir": 50, "rewriting": 44, "differentiation": 42, "tape": 48}
+ROOMS = {
+    "ir": 36,
+    "rewriting": 34,
+    "differentiation": 32,
+    "tape": 34,
+    "tracing": 34,
+    "variables": 10,
+}
 IMPORTED_ONCE = ["numpy", "jax", "jax.numpy", "flax.nnx", "flax.linen", "optax", "equinox"]
 IMPORTED_ONCE += ["hypothesis", "hypothesis.strategies", "pytest", "nbclient", "sklearn.datasets"]
 
