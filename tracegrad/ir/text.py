@@ -220,7 +220,7 @@ def operands_text(graph: Graph, atoms: Iterable[Atom]) -> str:
 
 def operand_text(graph: Graph, atom: Atom) -> str:
     """Returns a value's name, or a literal's number."""
-    return graph.names.get(atom, "?") if isinstance(atom, Value) else str(atom.val)
+    return graph.names.get(atom, "?") if isinstance(atom, Value) else str(np.asarray(atom.val))
 
 
 def value_text(graph: Graph, atom: Atom) -> str:
