@@ -138,6 +138,7 @@ def test_a_class_and_a_method_are_names_of_calls():
     assert ops(found(f, match.call("Layer"))) == [["sin", "mul"]]
     assert ops(found(f, match.call("Layer.scaled"))) == [["cos", "mul"]]
     assert ops(found(f, match.call("scal*"))) == [["cos", "mul"]]
+    assert [m.name for m in found(f, match.call("Layer*"))] == ["Layer", "Layer.scaled"]
 
 
 def test_a_jitted_method_is_told_from_one_of_the_same_name_that_it_calls():

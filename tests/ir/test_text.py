@@ -74,6 +74,16 @@ def test_a_product_tells_its_axes_unless_it_is_the_ordinary_one():
     assert "dot_general(x, y) contract=(2)·(2) batch=(0)·(0) " in text
 
 
+def test_a_number_is_printed_as_it_was_written():
+    def f(x, half):
+        return 0.1 * x, 0.25 * half, x + jnp.float32(3), jnp.pad(x, 1), jnp.full(2, 0.7)
+
+    text = str(tg.graph(f, jnp.ones(3), jnp.ones(3, "bfloat16")))
+    for operation in ["mul(0.1, x)", "mul(0.25, half)", "add(x, 3.0)", "_pad(x, 0)"]:
+        assert operation in text
+    assert "broadcast_in_dim(0.7)" in text
+
+
 def test_a_shared_region_is_printed_once():
     inner = jax.jit(lambda x: jnp.sin(x) * 3)
     text = str(tg.graph(lambda x: inner(x) + inner(x), 1.0))

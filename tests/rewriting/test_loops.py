@@ -264,6 +264,12 @@ def test_the_derivative_of_a_loop_lets_no_value_out_of_its_trace():
     assert np.allclose([value, slope], [2.0, 0.25], rtol=1e-3)
 
 
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jax.jit"])
+def test_a_linearised_loop_runs_as_the_linear_function_that_it_is(compile):
+    root, along = jax.linearize(checkpointed(newton), 4.0)
+    np.testing.assert_allclose([root, compile(along)(3.0)], [2.0, 3 / 4], rtol=1e-6)
+
+
 def test_rules_of_a_trace_and_tapes_reach_loops():
     rule = rules.checkpointed_loop(LOOPS)
     a = jnp.asarray(4.0)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 import tracegrad as tg
 from tracegrad import match, rules
@@ -381,6 +382,19 @@ def test_variables_are_read_and_assigned_by_an_edited_function():
     edited = tg.rewrite(f, rules.scale_gradient(SIN, 0.0))
     np.testing.assert_allclose(edited(1.0), 3 * jnp.sin(1.0), rtol=1e-6)
     assert float(v.value) == 3.0
+
+
+def test_a_graph_that_a_rule_makes_anew_reads_the_variables_too():
+    v = tg.Variable(2.0)
+
+    def ten_times(graph):
+        program = jaxpr_as_fun(graph.program)
+        return tg.graph(lambda *args: 10 * program(*args)[0], *graph.in_avals)
+
+    f = tg.trace(lambda x: x * v, rules=[ten_times])
+    assert f(3.0) == 60.0
+    v.assign(5.0)
+    assert f(3.0) == 150.0
 
 
 @pytest.mark.parametrize(

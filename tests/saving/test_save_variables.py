@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -134,6 +135,17 @@ def test_they_come_back(tmp_path):
         else:
             assert variable.numpy().tobytes() == np.asarray(expected).tobytes()
     np.testing.assert_array_equal(other["layers"][0].call(jnp.ones((1, 2))), 2 * np.ones((1, 3)))
+
+
+def test_what_another_thread_has_trained_comes_back(tmp_path):
+    w = tg.Variable(1.0)
+    training = threading.Thread(target=tg.trace(lambda x: w.assign_add(x)), args=(2.0,))
+    training.start()
+    training.join()
+    path = write(tmp_path / "state", {"w": w})
+    w.assign(0.0)
+    load_variables({"w": w}, path)
+    assert float(w) == 3.0
 
 
 def test_orbax_alone_reads_them_too(tmp_path):

@@ -179,6 +179,22 @@ def test_a_module_that_a_jitted_function_hands_on_is_one_source():
                 np.testing.assert_allclose(a, times * b, rtol=1e-5)
 
 
+def test_a_module_that_a_scan_carries_unchanged_is_one_source():
+    model, weights = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.arange(2.0)
+    jitted = nnx.jit(lambda model, x: jnp.sum(weights * model(x) ** 2))
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def each(model, x):
+        return model, jitted(model, x)
+
+    with tg.GradientTape() as tape:
+        tape.watch(model)
+        loss = jnp.sum(each(model, X)[1])
+    expected = nnx.grad(lambda model: jnp.sum(weights * model(X) ** 2))(model)
+    for a, b in zip(*map(jax.tree.leaves, (tape.gradient(loss, model), expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def test_modules_may_be_changed_where_the_tape_was_made_and_no_deeper():
     model, jaxs_own = Noisy(nnx.Rngs(0)), jax.extend.core.get_opaque_trace_state
     with tg.GradientTape():

@@ -1054,6 +1054,23 @@ def test_what_is_added_to_a_ref_inside_a_compiled_function_is_kept():
     np.testing.assert_allclose(tape.gradient(y, x), np.sin(1.0), rtol=1e-6)
 
 
+def test_a_ref_beside_an_effect_which_would_happen_twice_is_refused(capfd):
+    @jax.jit
+    def f(x):
+        ref = jax.new_ref(x)
+        jax.debug.print("met {}", x)
+        return ref[...] ** 2
+
+    x = F32(3.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    with pytest.raises(NotImplementedError, match=r"f has effects.*jax\.Ref.*run once more"):
+        tape.gradient(y, x)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "met 3.0\n"
+
+
 # -------------------------------------------------------------------------------------- libraries
 
 

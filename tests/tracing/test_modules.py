@@ -791,6 +791,13 @@ def test_shardings_of_flax_lay_out_what_goes_in_what_is_assigned_and_what_comes_
     value = tg.trace(step, in_shardings=(state, None))(model, 2.0)
     np.testing.assert_allclose(value, step(expected, 2.0), rtol=1e-5)
     assert (model.linear.kernel.sharding, model.linear.bias.sharding) == (across, along)
+
+    def fill(model, number):  # XLA sees no array there whose layout it could take over
+        model.linear.kernel[...] = jnp.full(model.linear.kernel.shape, number)
+
+    for compiled in (tg.trace, nnx.jit):
+        compiled(fill, in_shardings=(state, None))(model, 3.0)
+        assert model.linear.kernel.sharding == across
     made = tg.trace(lambda x: {"model": Plain(nnx.Rngs(0)), "x": x}, out_shardings=state)
     result = tg.trace(lambda x: (Plain(nnx.Rngs(0)), x), out_shardings=(state, along))(jnp.ones(4))
     assert (result[0].linear.kernel.sharding, result[1].sharding) == (across, along)

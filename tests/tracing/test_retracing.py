@@ -24,6 +24,10 @@ CHANGES = {
         r"weak type of `x\.0` changed.*from a Python number's to an array's",
     ),
     "static value": (lambda i: {"x": 1.0, "n": i}, r"static value of `n` changed.*from 7 to 8"),
+    "a string or an array": (
+        lambda i: {"x": {"k": jnp.ones(i) if i % 2 else str(i)}},
+        r"static value of `x\.k` changed.*from float32\[7\] to '8'",
+    ),
     "tree": (
         lambda i: {"x": {f"k{j}": 1.0 for j in range(i)}},
         r"tree of the arguments changed",

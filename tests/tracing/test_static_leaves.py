@@ -674,6 +674,11 @@ class StaticCall(eqx.Module):
         return x + 1
 
 
+def test_the_arguments_of_a_traced_gradient_are_named_as_those_of_its_function():
+    graph = tg.trace(eqx.filter_grad(lambda net, x: net(x) ** 2)).graph(NET, 2.0)
+    assert list(map(graph.names.get, graph.inputs)) == ["net.weight", "x"]
+
+
 def test_a_module_whose_call_is_static_is_traced():
     call = tg.trace(StaticCall(jnp.ones(2)))
     assert (call(1.0), call(2.0)) == (2.0, 3.0)

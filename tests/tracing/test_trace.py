@@ -630,6 +630,7 @@ def test_inspect_sees_the_signature_of_the_function():
     traced = tg.trace(scaled)
     assert inspect.signature(traced) == inspect.signature(scaled)
     assert inspect.getfullargspec(traced) == inspect.getfullargspec(scaled)
+    assert inspect.signature(tg.graph(scaled, 1.0).to_callable()) == inspect.signature(scaled)
 
     class Model:
         @tg.trace

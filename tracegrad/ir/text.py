@@ -220,10 +220,7 @@ def operands_text(graph: Graph, atoms: Iterable[Atom]) -> str:
 
 def operand_text(graph: Graph, atom: Atom) -> str:
     """Returns a value's name, or a literal's number."""
-    if isinstance(atom, Value):
-        return graph.names.get(atom, "?")
-    array = np.asarray(atom.val) if np.ndim(atom.val) == 0 else None
-    return str(atom.val if array is None else array.item())
+    return graph.names.get(atom, "?") if isinstance(atom, Value) else str(np.asarray(atom.val))
 
 
 def value_text(graph: Graph, atom: Atom) -> str:
@@ -275,11 +272,11 @@ def _parameter(value: Any) -> str:
 
 
 def _tuple(value: tuple[Any, ...]) -> str:
-    if not value or any(isinstance(v, _jax.PROGRAM_TYPES) for v in value):
+    if any(isinstance(v, _jax.PROGRAM_TYPES) for v in value):
         return ""
     fields = getattr(value, "_fields", None)  # a named tuple, as gather's dimension numbers are
-    parts = [_parameter(v) or ("()" if v == () else "") for v in value]
-    if fields is not None:
-        parts = [f"{k}={p}" for k, p in zip(fields, parts, strict=True) if p and p != "()"]
-    parts = [p for p in parts if p]
-    return f"({parts[0]},)" if len(parts) == 1 and fields is None else f"({', '.join(parts)})"
+    names = [""] * len(value) if fields is None else [f"{field}=" for field in fields]
+    parts = [name + part for name, part in zip(names, map(_parameter, value)) if part]
+    if fields is None and len(parts) == 1:
+        return f"({parts[0]},)"
+    return f"({', '.join(parts)})" if parts else ""

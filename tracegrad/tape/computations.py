@@ -134,8 +134,9 @@ class Computation:
             _forward(self, (active,), list(map(jax.typeof, operands)))
         raise NotImplementedError(
             f"{self.name} has effects, and ran where the tape could not save what its derivative "
-            "needs (rules were in force): to differentiate it, it would have to run once more. "
-            "Call the functions with effects outside of it, and pass their results in"
+            "needs (it uses a jax.Ref, or rules were in force): to differentiate it, it would have "
+            "to run once more. Call the functions with effects outside of it, and pass their "
+            "results in"
         )
 
     def pull(

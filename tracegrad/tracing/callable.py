@@ -78,7 +78,7 @@ def settle_call(graph: Graph, call: Call, outs: Sequence[Any]) -> Any:
 def _check_types(graph: Graph, args: list[Any]) -> None:
     if len(args) != len(graph.inputs):
         raise TypeError(f"{graph.name} takes {len(graph.inputs)} arrays, {len(args)} were given")
-    for value, arg in zip(graph.inputs, args, strict=True):
+    for value, arg in zip(graph.inputs, args):
         aval = jax.typeof(arg)
         given = (getattr(aval, "shape", None), getattr(aval, "dtype", None))
         if given != (getattr(value.aval, "shape", None), getattr(value.aval, "dtype", None)):
