@@ -22,8 +22,7 @@ class Detail(enum.IntEnum):
     """What the passes measure beside the inputs, the results and the gradients."""
 
     FEW = 0  # the cotangents of `telling` operations
-    COTANGENTS = 1  # the cotangents of all operations
-    ALL = 2  # also every value, and what each VJP gives to each operand
+    ALL = 1  # every value and cotangent, and what each VJP gives to each operand
 
 
 @of_program

@@ -85,13 +85,13 @@ def zero_gradients(
     if not indices:  # asking each input whether it is all zeros takes time
         return
     named = {**others, **{i: path for path, i in sources.items() if i is not None}}
-    observed = look(Detail.COTANGENTS)
+    observed = look(Detail.ALL)
     floats = {i: v for i, v in enumerate(observed.graph.inputs) if has_gradient(v)}
     zeros = {v: named[i] for i, v in floats.items() if i in named and _is_all_zeros(inputs[i])}
     given_some = {r.path for r in reports if r.connected and r.zeros < 1}
     starting = {v: path for v, path in zeros.items() if path in given_some}
     for path, index in indices:
-        for found, (cause, value) in _killers(observed, index, look).items():
+        for found, (cause, value) in _killers(observed, index).items():
             dead = None
             if cause == "multiplied by zero":
                 dead = _dead_factor(observed, found, value)
@@ -101,7 +101,7 @@ def zero_gradients(
             words = words.format(dtype=getattr(value.aval, "dtype", ""))
             factor = ""
             if starting and cause == "multiplied by zero":
-                factor = some(_starting_factors(observed, look, found, value, starting), 3)
+                factor = some(_starting_factors(observed, found, value, starting), 3)
             if factor:
                 words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
                 cure = "none is needed: the first step changes that"
@@ -123,7 +123,6 @@ def zero_gradients(
 
 def _starting_factors(
     observed: Observed,
-    look: Callable[[Detail], Observed],
     found: Occurrence,
     value: Value,
     starting: Mapping[Value, str],
@@ -140,7 +139,7 @@ def _starting_factors(
                 continue
             is_shared = len(region.users.get(v, ())) > 1 or v in region.results
             # If the value has other uses, its cotangent may come from them.
-            if v not in region.producers or not is_shared or _gives_some(look, here, v):
+            if v not in region.producers or not is_shared or _gives_some(observed, here, v):
                 yield v
 
     factors = [v for v in found.node.inputs if isinstance(v, Value) and v is not value]
@@ -202,9 +201,7 @@ def _is_all_zeros(array: Any) -> bool:
     return not np.any(np.asarray(array) if is_here else array)
 
 
-def _killers(
-    observed: Observed, source: int, look: Callable[[Detail], Observed]
-) -> dict[Occurrence, tuple[str, Value]]:
+def _killers(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Value]]:
     """Returns the nodes at which the gradient of a connected source becomes zero, each with the
     cause and the operand whose cotangent is zero."""
     found: dict[Occurrence, tuple[str, Value]] = {}
@@ -227,7 +224,7 @@ def _killers(
             if not any(_arrives(observed, here, k) for k in range(len(node.outputs))):
                 pending += [(path, out, False) for out in node.outputs]
             elif not is_entered(node):
-                if is_sum and _gives_some(look, here, value):
+                if is_sum and _gives_some(observed, here, value):
                     found[here] = "cancelled", value
                     break
                 found[here] = _why_zero(observed, here, value), value
@@ -251,10 +248,10 @@ def _killers(
     return found
 
 
-def _gives_some(look: Callable[[Detail], Observed], here: Occurrence, value: Value) -> bool:
+def _gives_some(observed: Observed, here: Occurrence, value: Value) -> bool:
     """Whether the VJP of a node gives an operand a cotangent that is not zero."""
     places = [i for i, v in enumerate(here.node.inputs) if v is value]
-    edges = [look(Detail.ALL).get("edge", Place(here), i) for i in places]
+    edges = [observed.get("edge", Place(here), i) for i in places]
     return any(edge is not None and np.any(edge[..., EDGE_NORM] > 0) for edge in edges)
 
 
