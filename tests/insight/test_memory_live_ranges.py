@@ -11,7 +11,7 @@ PROGRAM = r"""
 import pathlib, re, sys
 import jax, jax.numpy as jnp
 from tracegrad.insight.xla_buffers import Assignment, bytes_in_use
-from tracegrad.insight.value_flow import Flow
+from tracegrad.insight.value_flow import ValueFlow
 from tracegrad.planning.hlo import Module, decoded, first
 
 folder = pathlib.Path(sys.argv[1])
@@ -92,7 +92,7 @@ for name, f in programs.items():
     analysis = compiled.memory_analysis()
     told = decoded(analysis.serialized_buffer_assignment_proto)
     ours = theirs = 0
-    for values in Assignment(Flow(Module(message)), told).buffers()["temporary"]:
+    for values in Assignment(ValueFlow(Module(message)), told).buffers()["temporary"]:
         ours += max(bytes_in_use(0, values, len(names)), default=0)
         spans = [(v, ranges[names[v.each.key], v.part]) for v in values]
         xlas = [v._replace(first=start, last=end) for v, (start, end) in spans]
