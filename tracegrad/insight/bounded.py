@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.explaining.visits import strong
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
@@ -48,9 +47,7 @@ def bounded(fun: Function, at: Sequence[Any]) -> Function:
 class _CountingPass(MeasuredPass):
     """A forward pass that counts the iterations of each `while` loop, and stops at a limit."""
 
-    def __init__(self, program: Graph):
-        super().__init__(program, Detail.FEW)
-        self._limit: Any = jnp.inf
+    _limit: Any = jnp.inf
 
     def counted(self, leaves: Sequence[Any], limit: Any) -> tuple[list[Any], Any]:
         """Returns the results, and the iterations of the loop that had the most."""

@@ -200,7 +200,7 @@ def gradients(
             )
         )
         found = [sum_of_known([next(terms) for _ in of], sums) for of in reads]
-        if any(map(is_none, found)) and not stops:  # which may be why
+        if any(map(is_none, found)) and not stops:  # stops may cut an x off, watched or not
             warn_of_unwatched(record, sources, leaves_of(sources), found, "xs")
         if colocate_gradients_with_ops:
             found = [_colocated(g, of[-1]) for g, of in zip(found, reads, strict=True)]
