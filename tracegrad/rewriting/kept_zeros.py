@@ -32,7 +32,7 @@ from tracegrad.ir import (
 from tracegrad.ir.authors import file_of_primal
 from tracegrad.ir.dependence import without_unused
 from tracegrad.ir.editing import Op, around_each
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.occurrence import Occurrence, Path
 from tracegrad.ir.running import run_graph, run_node
 from tracegrad.rewriting.overriding import with_gradient
@@ -157,7 +157,7 @@ def _backward_graph(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Gr
         _, back = _jax.vjp_of_some(lambda xs: run(*xs), operands, active, flowing)
         return back(cotangents)
 
-    graph = import_program(jax.make_jaxpr(pull)(list(avals), [outs[j] for j in flowing]))
+    graph = graph_of(jax.make_jaxpr(pull)(list(avals), [outs[j] for j in flowing]))
     # The forward pass has run already, with its effects: the graph need not repeat them.
     return without_unused(graph, keeps_effects=False)
 

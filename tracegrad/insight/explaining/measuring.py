@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -217,9 +217,7 @@ class MeasuredPass(Collector):
             if ct is not None and isinstance(value, Value) and has_gradient(value):
                 seeds.setdefault(value, []).append(ct)
 
-        def through(
-            node: Node, values: Mapping[Value, Any], given: Sequence[Any], active: Sequence[int]
-        ) -> list[Any]:
+        def through(node: Node, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
             visit = Visit(Occurrence(path, node), kept, given, active)
             if node in told:
                 self._note_cotangents(visit.here, given)
@@ -233,7 +231,7 @@ class MeasuredPass(Collector):
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
         reached = reached_from(graph, inputs, self.walk)
         refuse_closed_over(self.refused, graph, reached, path)
-        results = pull_back(graph, kept.values, seeds, inputs, reached, through)
+        results = pull_back(graph, seeds, inputs, reached, through)
         found = dict(zip(inputs, results, strict=True))
         return [found.get(value) for value in graph.inputs]
 
