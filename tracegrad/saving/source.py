@@ -54,9 +54,7 @@ class ExportedFunction:
             arguments, cotangents = given[:count], given[count:]
             return _jax.pull_back_of_some(self.run, arguments, operands, results, cotangents)
 
-        def fresh() -> ExportedFunction:
-            return self.fresh().gradient(operands, results)
-
+        fresh = lambda: self.fresh().gradient(operands, results)  # noqa: E731
         flowing = [self.graph.out_avals[j] for j in results]
         avals = [*self.avals, *(_jax.struct(aval.shape, aval.dtype) for aval in flowing)]
         gradient.__name__ = name = f"{self.name}_gradient"
@@ -69,9 +67,7 @@ class ExportedFunction:
         def value(*given: Any) -> list[Any]:
             return list(_jax.vjp_of_some(self.run, given, operands)[0])
 
-        def fresh() -> ExportedFunction:
-            return self.fresh().value(operands)
-
+        fresh = lambda: self.fresh().value(operands)  # noqa: E731
         value.__name__ = self.name
         return ExportedFunction(self.name, self.avals, value, self.count, fresh, self)
 
