@@ -19,11 +19,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
-from tracegrad.annotations.calls import (
-    input_names,
-    is_traced,
-    noted,
-)
+from tracegrad.annotations.calls import input_names, is_traced, noted
 from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import graph_of

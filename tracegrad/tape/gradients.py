@@ -18,12 +18,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.differentiation.gradient_types import as_inexact
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.differentiation.pull_back import (
-    Aggregation,
-    running_sum,
-    sum_of_known,
-    tree_sum,
-)
+from tracegrad.differentiation.pull_back import Aggregation, running_sum, sum_of_known, tree_sum
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT
 from tracegrad.tape.leaves import Unconnected, UnconnectedGradients, require_arrays, seeds_for
 from tracegrad.tape.record import Record, on_the_way

@@ -53,15 +53,7 @@ from tracegrad.insight.explaining.visits import (
     or_zeros,
     strong,
 )
-from tracegrad.ir import (
-    CustomGradient,
-    Graph,
-    Node,
-    Occurrence,
-    Recompute,
-    Value,
-    has_gradient,
-)
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, Value, has_gradient
 from tracegrad.ir.authors import may_change
 from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.ir.running import read, run_node, run_nodes
