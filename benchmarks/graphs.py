@@ -21,7 +21,7 @@ from report import print_table
 from transformer import init, train_step
 
 import tracegrad
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 
 NODES, PLACES = 20_000, 100
 
@@ -50,7 +50,7 @@ def round_of(args: tuple[Any, ...]) -> dict[str, float]:
     program = long_program(NODES)
     found: dict[str, float] = {}
     found["make_jaxpr"], traced = timed(lambda: jax.make_jaxpr(program)(x))
-    found["import"], graph = timed(lambda: import_program(traced, name="program"))
+    found["import"], graph = timed(lambda: graph_of(traced))
     where = tracegrad.match.op("sin")
     found["find"], matches = timed(lambda: graph.find(where))
     assert len(matches) == PLACES

@@ -142,12 +142,6 @@ class WeakCache(Generic[V]):
         entries[identity] = ref, value
         return value
 
-    def forget(self, unwanted: Callable[[V], bool]) -> None:
-        """Removes the entries whose values are unwanted."""
-        for identity, (_, value) in list(self._entries.items()):
-            if unwanted(value):
-                self._entries.pop(identity, None)
-
     def values(self) -> list[V]:
         """Lists the values."""
         return [value for _, value in list(self._entries.values())]

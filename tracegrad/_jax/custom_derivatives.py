@@ -155,12 +155,8 @@ _RESULTS: Any = jex.Primitive("results_of_custom_jvp")
 _RESULTS.multiple_results = True
 
 
-def keeping_rule(function: Callable[..., Any], primals: Sequence[Any], results: Any = None) -> Any:
-    """Returns ``function(*primals)``; its derivatives apply the function's rule, at any order.
-
-    `results`: the value of ``function(*primals)``, if the caller has it already. It is returned
-    as it is, unless older JAX would drop the rule.
-    """
+def keeping_rule(function: Callable[..., Any], primals: Sequence[Any]) -> Any:
+    """Returns ``function(*primals)``; its derivatives apply the function's rule, at any order."""
     leaves, tree = jax.tree.flatten(primals)
 
     def run(*leaves: Any) -> list[Any]:
@@ -170,7 +166,7 @@ def keeping_rule(function: Callable[..., Any], primals: Sequence[Any], results: 
         program, shape = jax.make_jaxpr(function, return_shape=True)(*primals)
         if not program.effects:  # `_RESULTS` declares no effects
             return jax.tree.unflatten(jax.tree.structure(shape), _RESULTS.bind(*leaves, run=run))
-    return function(*primals) if results is None else results
+    return function(*primals)
 
 
 def _run(*leaves: Any, run: Callable[..., list[Any]]) -> list[Any]:

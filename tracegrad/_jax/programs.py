@@ -15,13 +15,7 @@ from jax.extend import source_info_util
 from jax.extend.core import primitives
 
 from tracegrad._jax.arrays import is_tracer, struct
-from tracegrad._jax.compat import (
-    INLINED_WHEN_LOWERED,
-    PROGRAM_TYPES,
-    effects_of,
-    opened,
-    parts_of,
-)
+from tracegrad._jax.compat import INLINED_WHEN_LOWERED, PROGRAM_TYPES, effects_of, opened, parts_of
 from tracegrad._jax.traces import in_a_new_thread, staging_trace
 
 JIT = primitives.jit_p

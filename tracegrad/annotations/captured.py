@@ -15,7 +15,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.closures import values_closed_over
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.paths import path_name
 from tracegrad.variables.statics import is_variable
@@ -49,7 +49,7 @@ def problem_of(
     the output depends, or None. `perturbed`: for each input, whether it is being differentiated."""
     for each in captured:
         if perturbed[each.position]:
-            primal = import_program(jax.make_jaxpr(each.primal)(*map(jax.typeof, inputs)))
+            primal = graph_of(jax.make_jaxpr(each.primal)(*map(jax.typeof, inputs)))
             if depends_on(primal, each.position):
                 return each.message(inputs)
     return None

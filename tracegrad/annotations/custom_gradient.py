@@ -23,17 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.annotations.calls import (
-    AnnotatedFunction,
-    inputs_in,
-    require_callable,
-)
+from tracegrad.annotations.calls import AnnotatedFunction, inputs_in, require_callable
 from tracegrad.annotations.custom_rule import AnnotatedCall, bind_traced, bind_with_values
-from tracegrad.annotations.pullback import (
-    RunResiduals,
-    gradients_of_inputs,
-    zero_cotangent,
-)
+from tracegrad.annotations.pullback import RunResiduals, gradients_of_inputs, zero_cotangent
 from tracegrad.annotations.variables import (
     flat_with_variables,
     given_variables,

@@ -11,22 +11,9 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
-from tracegrad.annotations.calls import (
-    is_array_like,
-    noted,
-    with_users_name,
-)
-from tracegrad.annotations.captured import (
-    Captured,
-    captured_name,
-    captured_text,
-    problem_of,
-)
-from tracegrad.annotations.pullback import (
-    Pullback,
-    RunResiduals,
-    trace_pullback,
-)
+from tracegrad.annotations.calls import is_array_like, noted, with_users_name
+from tracegrad.annotations.captured import Captured, captured_name, captured_text, problem_of
+from tracegrad.annotations.pullback import Pullback, RunResiduals, trace_pullback
 from tracegrad.annotations.variables import listed_with
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described

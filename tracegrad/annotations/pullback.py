@@ -19,14 +19,10 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
-from tracegrad.annotations.calls import (
-    input_names,
-    is_traced,
-    noted,
-)
+from tracegrad.annotations.calls import input_names, is_traced, noted
 from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.ir.dependence import dependence
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.wording import counted, described, listed
 from tracegrad.rewriting.operation import checked_cotangent
 from tracegrad.rewriting.traced_gradients import OpenedProgram
@@ -106,7 +102,7 @@ def trace_pullback(
     avals = [aval.update(weak_type=False) for aval, takes in zip(outputs, taken) if takes]
     traced = jax.make_jaxpr(gradients)(*avals)
     if not is_flowing and avals:
-        if any(dependence(import_program(traced))):
+        if any(dependence(graph_of(traced))):
             raise TypeError(_no_cotangent(fun, grad_fn, outputs))
         zeros = list(map(zero_cotangent, avals))
         of_zeros = functools.partial(_jax.eval_program, traced, zeros)

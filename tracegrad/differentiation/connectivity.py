@@ -42,7 +42,7 @@ from tracegrad.ir.dependence import (
     of_each,
     spread,
 )
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.operations import CONNECTING
 from tracegrad.ir.running import run_node
 
@@ -283,7 +283,7 @@ def _rows(
         program = jax.make_jaxpr(pullback)(list(avals), [cotangents[j] for j in flowing])
     except Exception:
         return None
-    results = dependence(import_program(program))
+    results = dependence(graph_of(program))
     rows = [0] * len(cotangents)
     for place, j in enumerate(flowing, len(avals)):
         rows[j] = joined(1 << i for i, m in zip(active, results, strict=True) if m >> place & 1)

@@ -21,7 +21,7 @@ from jax.lax import GatherScatterMode
 from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import IndexedSlices, row_indices
 from tracegrad.ir import Atom, Literal, Node, Occurrence, has_gradient
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.inlined import Inlined, Ref
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.running import run_node
@@ -42,7 +42,7 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
       dense gradient or a lookup in the body of a loop, of a branch or of a recomputed function, or
       in a table on a mesh with explicit axes. Unused results are not computed; effects are kept.
     """
-    graph = import_program(program)
+    graph = graph_of(program)
     written_out = Inlined(graph)
     scatters = [
         _scatters(written_out, value) if flag and has_gradient(value) else None

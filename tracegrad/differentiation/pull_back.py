@@ -11,10 +11,8 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
@@ -40,9 +38,9 @@ from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
 # Adds up the cotangents of one value, at least one, that come from its different uses.
 Aggregation = Callable[[Sequence[Any]], Any]
-# Takes a node, the values of the graph, the cotangents of the node's results, and the positions of
-# some inputs; returns the cotangents of these inputs. None stands for no cotangent.
-NodeVJP = Callable[[Node, Mapping[Value, Any], Sequence[Any], Sequence[int]], list[Any]]
+# Takes a node, the cotangents of its results, and the positions of some inputs; returns the
+# cotangents of these inputs. None stands for no cotangent.
+NodeVJP = Callable[[Node, Sequence[Any], Sequence[int]], list[Any]]
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
@@ -71,86 +69,60 @@ def sum_of_known(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> 
 
 def pull_back(
     graph: Graph,
-    values: Mapping[Value, Any],
     cotangents: Mapping[Value, Sequence[Any]],
     wanted: Sequence[Value],
     reached: AbstractSet[Value],
     through: NodeVJP,
-    *,
-    stopped: AbstractSet[Value] = frozenset(),
-    aggregate: Aggregation = running_sum,
-    gated: bool = False,
 ) -> list[Any]:
     """Pulls cotangents back through a graph.
 
     Args:
       graph: the graph; each node is pulled back once, in reverse order.
-      values: the array of each value of the graph; results that no VJP needs may be left out.
       cotangents: for any values of the graph, cotangents of the value's shape and dtype; several
         cotangents of one value are added up.
       wanted: the values whose cotangents are returned.
       reached: the values on the paths to the wanted values, from `reached_from`.
-      through: pulls cotangents back through one node: `node_vjp`, or a function that calls it.
-      stopped: values that count as constants: no cotangent passes through them.
-      aggregate: adds up the cotangents of one value.
-      gated: whether the cotangents of a node's inputs are released together, by a barrier.
+      through: pulls cotangents back through one node.
 
     Returns:
       The cotangent of each wanted value, or None if no value with a cotangent depends on it.
     """
     found = {value: list(terms) for value, terms in cotangents.items()}
+
+    def total(value: Value) -> Any:
+        terms = found.get(value, [])
+        terms[:] = [running_sum(terms)] if len(terms) > 1 else terms
+        return terms[0] if terms else None
+
     for node in reversed(graph.nodes):
-        given = [None if v in stopped else _total(found, v, aggregate) for v in node.outputs]
+        given = [total(v) for v in node.outputs]
         active = active_inputs(node, reached)
         if not active or all(ct is None for ct in given):
             continue
-        results = through(node, values, given, active)
-        if gated:
-            results = _released_together(results)
-        for i, ct in zip(active, results, strict=True):
+        for i, ct in zip(active, through(node, given, active), strict=True):
             value = node.inputs[i]
             assert isinstance(value, Value)
             if ct is not None:
                 found.setdefault(value, []).append(ct)
     # The cotangent of an intermediate value stays in `found` after its producer has used it.
-    return [_total(found, value, aggregate) for value in wanted]
+    return [total(value) for value in wanted]
 
 
-def _total(found: dict[Value, list[Any]], value: Value, aggregate: Aggregation) -> Any:
-    """Returns the cotangent of a value whose readers are all pulled back; None if it has none."""
-    terms = found.get(value)
-    if not terms:
-        return None
-    if len(terms) > 1:
-        found[value] = terms = [aggregate(terms)]
-    return terms[0]
-
-
-def reached_from(
-    graph: Graph,
-    wanted: Sequence[Value],
-    walk: Walk,
-    stopped: AbstractSet[Value] = frozenset(),
-    deciding: Mapping[Node, int] = MappingProxyType({}),
-) -> AbstractSet[Value]:
+def reached_from(graph: Graph, wanted: Sequence[Value], walk: Walk) -> AbstractSet[Value]:
     """Returns the values through which a gradient may come back to a wanted value.
 
     A node's result is included only if it is connected to a reached operand. JAX fails at some
     operations (a linear solve) if only the unconnected results vary, although no gradient arrives
     through them.
-
-    `deciding`: maps a node to the number of its first results that are always included: the node
-    itself decides what they are connected to, when cotangents are pulled back through it.
     """
     start = {value for value in wanted if has_gradient(value)}
 
     def rule(node: Node, ins: Masks) -> Masks:
-        whole = len(node.outputs) if _is_whole(node) else deciding.get(node, 0)
-        found: Masks = [any(ins)] * whole
-        if whole < len(node.outputs):
-            found += walk.links(node, [i for i, mask in enumerate(ins) if mask])[whole:]
-        pairs = zip(node.outputs, found, strict=True)
-        return [v in start or (v not in stopped and mask != 0) for v, mask in pairs]
+        if _is_whole(node):
+            found: Masks = [any(ins)] * len(node.outputs)
+        else:
+            found = walk.links(node, [i for i, mask in enumerate(ins) if mask])
+        return [v in start or mask != 0 for v, mask in zip(node.outputs, found, strict=True)]
 
     masks: dict[Value, int] = {}
     spread(graph, [value in start for value in graph.inputs], rule, masks)
@@ -237,9 +209,3 @@ def explain_node(error: Exception, node: Node, program: Callable[[], Graph]) -> 
     # Only the innermost node is named: the note may exist already.
     if not any(note.startswith("while ") for note in getattr(error, "__notes__", ())):
         add_note(error, f"while differentiating {Occurrence((), node)}")
-
-
-def _released_together(cotangents: Sequence[Any]) -> list[Any]:
-    """Returns the cotangents behind a barrier, which waits until all of them are computed."""
-    barrier: Callable[[list[Any]], list[Any]] = jax.lax.optimization_barrier
-    return barrier(list(cotangents))

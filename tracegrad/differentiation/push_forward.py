@@ -17,7 +17,7 @@ from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Occurrence, Value
 from tracegrad.ir.dependence import dependence, spread_below
 from tracegrad.ir.editing import around_each
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.running import run_graph
 from tracegrad.rewriting.forward_mode import with_forward_mode
@@ -56,7 +56,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
 
     types = [value.aval for value in graph.inputs]
     program = jax.make_jaxpr(pushed)(types, [types[i] for i in active])
-    imported = import_program(program)
+    imported = graph_of(program)
     # An output is connected if, in the program, its tangent depends on a tangent of an input.
     linked = [mask >> len(types) for mask in dependence(imported)]
     run = jax.extend.core.jaxpr_as_fun(program)

@@ -200,8 +200,8 @@ def _by_rows(
         structure: Any
         leaves, structure = jax.tree.flatten(gradients, is_leaf=is_slices)
         tables = [structure.flatten_up_to(tree) for tree in state.moments]
-        for table in tables[:1]:
-            _require_shapes(gradients, leaves, table)
+        if tables:
+            _require_shapes(gradients, tables[0])
         found = [of_leaf(*each) for each in zip(leaves, *tables, strict=True)]
         trees = [
             jax.tree.unflatten(structure, [each[k] for each in found])
@@ -212,13 +212,13 @@ def _by_rows(
     return GradientTransformation(init, update)
 
 
-def _require_shapes(gradients: Any, leaves: Sequence[Any], moments: Sequence[Any]) -> None:
+def _require_shapes(gradients: Any, moments: Sequence[Any]) -> None:
     """Raises ValueError, with the path, for a gradient of another shape than the moments of its
-    parameter. `leaves`: those of the tree `gradients`."""
-    for i, (gradient, moment) in enumerate(zip(leaves, moments, strict=True)):
+    parameter."""
+    leaves = leaves_with_paths(gradients, IndexedSlices)
+    for (path, gradient), moment in zip(leaves, moments, strict=True):
         shape = gradient.shape if is_slices(gradient) else jnp.shape(gradient)
         if shape not in (None, jnp.shape(moment)):
-            path, _ = leaves_with_paths(gradients, IndexedSlices)[i]
             raise ValueError(
                 f"{path_name(path, 'gradients')} is the gradient of an array of shape "
                 f"{list(shape)}; the optimiser was given a parameter of shape "

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.explaining.visits import strong
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import run_graph, run_node
 
 Function = Callable[[Sequence[Any]], list[Any]]
@@ -31,7 +30,7 @@ def bounded(fun: Function, at: Sequence[Any]) -> Function:
     program = jax.make_jaxpr(fun)(list(at))
     if _jax.program_facts(program).primitives.isdisjoint(_jax.WHILES):
         return jax.jit(fun)
-    counting = _CountingPass(import_program(program))
+    counting = _CountingPass(graph_of(program))
     run = jax.jit(counting.counted)
     _, longest = run(list(at), jnp.inf)
     most = 16 * float(longest) + 1000
@@ -48,9 +47,7 @@ def bounded(fun: Function, at: Sequence[Any]) -> Function:
 class _CountingPass(MeasuredPass):
     """A forward pass that counts the iterations of each `while` loop, and stops at a limit."""
 
-    def __init__(self, program: Graph):
-        super().__init__(program, Detail.FEW)
-        self._limit: Any = jnp.inf
+    _limit: Any = jnp.inf
 
     def counted(self, leaves: Sequence[Any], limit: Any) -> tuple[list[Any], Any]:
         """Returns the results, and the iterations of the loop that had the most."""

@@ -14,7 +14,6 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.insight.bounded import bounded
 from tracegrad.insight.comparisons import Checked
-from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import (
     Estimate,
@@ -87,9 +86,6 @@ def check_rules(
 
 class _Operands(MeasuredPass):
     """The forward pass of `operands_in`."""
-
-    def __init__(self, program: Graph):
-        super().__init__(program, Detail.FEW)
 
     def given(self, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
         """See `operands_in`."""

@@ -221,19 +221,14 @@ def without_unused(graph: Graph, *, keeps_effects: bool = True) -> Graph:
     return graph if len(kept) == len(graph.nodes) else graph.replace(nodes=kept[::-1])
 
 
-def region_outputs_leading_to(
-    node: Node, name: str, outputs: Sequence[bool], rule: Rule | None = None
-) -> list[bool]:
-    """Returns on which outputs of a node's region the chosen results of the node depend.
-
-    `rule`: as in `leading_to`, for the nodes of the region.
-    """
+def region_outputs_leading_to(node: Node, name: str, outputs: Sequence[bool]) -> list[bool]:
+    """Returns on which outputs of a node's region the chosen results of the node depend."""
     region = node.regions[name]
     if node.primitive in _jax.WHILES:
         return [True] * len(region.outputs)  # each may decide when the loop ends
 
     def back(wanted: list[bool]) -> list[bool]:
-        live = leading_to(region, wanted, rule)
+        live = leading_to(region, wanted)
         return [value in live for value in region.inputs]
 
     return back_around(node, outputs, back, operator.or_)

@@ -15,16 +15,16 @@ def report(headline: str, *parts: str) -> str:
     return f'<div style="line-height:1.5"><b>{html.escape(headline)}</b>{"".join(parts)}</div>'
 
 
-def of_text(text: str, *, most: int = 40) -> str:
+def of_text(text: str) -> str:
     """Returns text as a report: its first line is the headline, the other lines fold.
 
-    They are open at first if there are at most `most` of them.
+    They are open at first if there are at most 40 of them.
     """
     headline, *lines = text.splitlines()
     style = "margin:0;line-height:1.35;white-space:pre"
     body = f'<pre style="{style}">{html.escape(chr(10).join(lines))}</pre>'
     title = "1 line" if len(lines) == 1 else f"{len(lines)} lines"
-    return report(headline, section(title, body, is_open=len(lines) <= most))
+    return report(headline, section(title, body, is_open=len(lines) <= 40))
 
 
 def section(title: str, body: str, *, is_open: bool = False) -> str:

@@ -40,27 +40,17 @@ _KINDS: dict[Any, type[Node]] = {
 }
 
 
-def import_program(
-    program: Any, function: _jax.TracedFrom | None = None, *, name: str | None = None
-) -> Graph:
-    """Returns the graph of a program made by `jax.make_jaxpr`.
-
-    Args:
-      program: a ``ClosedJaxpr`` (or an open one without constants).
-      function: the function that was traced; default: the one that JAX recorded.
-      name: the graph's name; default: the function's name.
-    """
+def import_program(program: Any, function: _jax.TracedFrom) -> Graph:
+    """Returns the graph of a program that was traced from a function; JAX may have recorded another
+    function as its origin."""
     graph = graph_of(program)
-    if function is None and name is None:
-        return graph
-    function = function or _jax.traced_from(program)
     nodes = graph.nodes
     if function.source != graph.function_source:
         nodes = tuple(dataclasses.replace(node, function=function.source) for node in nodes)
     return dataclasses.replace(
         graph,
         nodes=nodes,
-        name=name or function.name,
+        name=function.name,
         function_source=function.source,
         hints=_hints(graph.inputs, function.arguments),
     )
@@ -72,6 +62,7 @@ def graph_of(
     """Returns the graph of a program; for the same program the same graph.
 
     Args:
+      program: a ``ClosedJaxpr`` (or an open one without constants).
       operands: the operands of the call, if the program is a region.
       hints: the names of operands, for a program whose arguments have no names.
     """

@@ -53,8 +53,6 @@ BY_ELEMENT = _names(
     "bessel_i0e bessel_i1e regularized_incomplete_beta",
     *(CHEAP - {"iota"}, COSTLY),
 )
-# The result is the first operand times a function of the second operand.
-FACTORS = _names("mul div")
 # Their derivatives are finite even if an operand is infinite or NaN.
 BOUNDED = _names("max min clamp select_n sign")
 
@@ -89,6 +87,7 @@ ADDITIVE: Mapping[str, tuple[int, ...] | None] = {
     "scatter-add": (0, 2),
 }
 PRODUCTS = CONTRACTIONS | {"mul"}
+FACTORS = PRODUCTS | {"div"}  # products of the first operand and a function of the second
 # The result is linear in the first operand, with no other term.
 LINEAR = REARRANGES | _names(
     "neg broadcast_in_dim slice dynamic_slice gather reduce_sum cumsum real imag conj "

@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.ir.nodes import (
-    Atom,
-    CustomGradient,
-    Node,
-    Recompute,
-    StopGradient,
-    Value,
-)
+from tracegrad.ir.nodes import Atom, CustomGradient, Node, Recompute, StopGradient, Value
 from tracegrad.ir.occurrence import Occurrence, Path
 from tracegrad.ir.scopes import around
 from tracegrad.ir.scopes import text as scope_text

@@ -25,12 +25,7 @@ from tracegrad.planning.fitting import fitted
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.measuring import MeasuredGradient, shardings_of
 from tracegrad.planning.modelling import model
-from tracegrad.planning.options import (
-    Measure,
-    MemoryBudget,
-    budget_bytes,
-    plans_to_compile,
-)
+from tracegrad.planning.options import Measure, MemoryBudget, budget_bytes, plans_to_compile
 from tracegrad.planning.plan import PlanSummary, RecomputePlan, StepPlan
 from tracegrad.planning.search import BudgetTooSmall, Search
 from tracegrad.planning.whole_step import warn_if_larger

@@ -23,7 +23,7 @@ from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.dependence import dependence, without_unused
 from tracegrad.ir.editing import Op, around_each
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.ir.running import run_graph, run_node
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -209,8 +209,8 @@ def _trace_passes(
     backward_program = jax.make_jaxpr(backward)(residuals, cotangents)
     # Both may contain custom gradients, even this one, and may be differentiated again.
     return _Passes(
-        with_forward_mode(import_program(forward_program)),
-        with_forward_mode(import_program(backward_program)),
+        with_forward_mode(graph_of(forward_program)),
+        with_forward_mode(graph_of(backward_program)),
         len(outs),
         cotangents,
     )
@@ -227,7 +227,7 @@ def _require_linear(passes: _Passes, found: Occurrence) -> None:
 
     avals = passes.backward_graph.in_avals
     program = jax.make_jaxpr(derivative)(avals[:split], passes.cotangents, passes.cotangents)
-    masks = dependence(import_program(program))
+    masks = dependence(graph_of(program))
     count = len(passes.cotangents)
     here, along = (((1 << count) - 1) << split << shift for shift in (0, count))
     half = len(masks) // 2

@@ -3,8 +3,8 @@
 A backward pass multiplies cotangents by factors (such as ``0.5 / sqrt(x)``), and zero times
 infinity is NaN. So an operation gets a custom gradient: JAX's own backward pass, as a graph in
 which a select follows each product of a cotangent and a factor. Where the cotangent is zero and
-the product is not finite, the select returns zero. From a matrix product or convolution, which sums
-products, those terms are left out. The operations of this backward pass get such custom gradients
+the product is not finite, the select returns zero. A matrix product or convolution, which sums
+products, leaves those terms out. The operations of this backward pass get such custom gradients
 too, for higher derivatives.
 """
 
@@ -32,7 +32,7 @@ from tracegrad.ir import (
 from tracegrad.ir.authors import file_of_primal
 from tracegrad.ir.dependence import without_unused
 from tracegrad.ir.editing import Op, around_each
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.occurrence import Occurrence, Path
 from tracegrad.ir.running import run_graph, run_node
 from tracegrad.rewriting.overriding import with_gradient
@@ -47,9 +47,8 @@ def may_make_nan(found: Occurrence) -> bool:
 
     It may be if the node is an elementwise operation, a contraction (a matrix product or a
     convolution), or a custom gradient of kind "jvp", whose backward pass multiplies cotangents by
-    factors that are not constant. Operations with bounded
-    derivatives are excluded, and so are nodes inside a custom gradient or a solve, since these
-    nodes are not differentiated.
+    factors that are not constant. Operations with bounded derivatives are excluded, and so are
+    nodes inside a custom gradient or a solve, since these nodes are not differentiated.
     """
     return found.rule_around is None and _is_concerned(found.node)
 
@@ -59,13 +58,11 @@ def _is_concerned(node: Node) -> bool:
         first = node.closed_over  # what the function closes over has no gradient
         own = [v for i, v in enumerate(node.inputs) if isinstance(v, Value) and i >= first]
         return node.kind == "jvp" and _has_factors(node, [v.aval for v in node.operands], len(own))
-    if not isinstance(node, Apply) or node.op not in _CONCERNED:
-        return False
     is_sum = node.op in operations.CONTRACTIONS
+    may_be_infinite = node.op in operations.BY_ELEMENT and node.op not in operations.BOUNDED
+    if not isinstance(node, Apply) or not (is_sum or may_be_infinite):
+        return False
     return has_gradient(node.outputs[0]) and (is_sum or _is_nonlinear(node))
-
-
-_CONCERNED = operations.BY_ELEMENT - operations.BOUNDED | operations.CONTRACTIONS
 
 
 # Caches whether the derivative of an operation has factors that are not constant. For the
@@ -157,7 +154,7 @@ def _backward_graph(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Gr
         _, back = _jax.vjp_of_some(lambda xs: run(*xs), operands, active, flowing)
         return back(cotangents)
 
-    graph = import_program(jax.make_jaxpr(pull)(list(avals), [outs[j] for j in flowing]))
+    graph = graph_of(jax.make_jaxpr(pull)(list(avals), [outs[j] for j in flowing]))
     # The forward pass has run already, with its effects: the graph need not repeat them.
     return without_unused(graph, keeps_effects=False)
 
@@ -245,8 +242,7 @@ def _factors(
         if node.primitive is _jax.JIT:
             yield from _factors(node.region("jaxpr"), along, found.into("jaxpr"), others)
         elif along:
-            is_product = node.op in operations.FACTORS | operations.CONTRACTIONS
-            if is_product and len(along) < len(node.operands):
+            if node.op in operations.FACTORS and len(along) < len(node.operands):
                 yield found, along[0]
         elif others(node):
             yield found, None

@@ -55,11 +55,12 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
       missing_ok: whether there may be no such operation; always true for None.
 
     Returns:
-      A rule. Values do not change. A select follows each product of a cotangent and a factor in the
-      backward pass: where the cotangent is zero, the product becomes zero, and elsewhere it does
-      not change. (The last bits of a compiled program may differ, since XLA may fuse it in another
-      way.) The rule also changes the derivatives of rules of kind JVP (`jax.custom_jvp`:
-      `jax.nn.softmax`, `jnp.logaddexp`), but not of kind VJP. It holds for second derivatives too.
+      A rule. Values do not change. A select follows each elementwise product of a cotangent and a
+      factor in the backward pass: where the cotangent is zero, the product becomes zero, and
+      elsewhere it does not change. (The last bits of a compiled program may differ, since XLA may
+      fuse it in another way.) The rule also changes the derivatives of rules of kind JVP
+      (`jax.custom_jvp`: `jax.nn.softmax`, `jnp.logaddexp`), but not of kind VJP. It holds for
+      second derivatives too.
       Make it the last of several rules: the rules after it would find its replacements, which are
       custom gradients, and not the original operations.
 

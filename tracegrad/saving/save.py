@@ -24,13 +24,7 @@ from tracegrad.saving.interface import (
 )
 from tracegrad.saving.libraries import msgspec, needed
 from tracegrad.saving.loaded import LoadedFunction
-from tracegrad.saving.manifest import (
-    HIGHEST_ORDER,
-    OWN,
-    FunctionRecord,
-    Manifest,
-    VariableRecord,
-)
+from tracegrad.saving.manifest import HIGHEST_ORDER, OWN, FunctionRecord, Manifest, VariableRecord
 from tracegrad.saving.modules import ModuleVariables
 from tracegrad.saving.placement import array_record
 from tracegrad.saving.program import export

@@ -24,9 +24,9 @@ class ExportedFunction:
       avals: the types of its operands.
       fun: the function.
       count: how many of its results may have cotangents; new values of Variables follow them.
-      fresh: makes an equal Source by tracing again. It is needed after JAX failed to differentiate
-        a rule, because JAX cannot differentiate that rule again in the same program.
-      above: the Source of which this is the gradient or the value; None: the saved function.
+      fresh: traces again, and returns an equal function. It is needed after JAX failed to
+        differentiate a rule: JAX cannot differentiate that rule again in the same program.
+      above: the function that this is the gradient or the value of; None for the saved function.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ExportedFunction:
         return run_graph(self.graph, operands)
 
     def gradient(self, operands: Sequence[int], results: Sequence[int]) -> ExportedFunction:
-        """Returns the Source of a gradient: it takes this function's operands and the cotangents of
+        """Returns a gradient: it takes the operands of this function and the cotangents of
         `results`, and returns the gradients of `operands`."""
         count = len(self.avals)
 
@@ -54,30 +54,26 @@ class ExportedFunction:
             arguments, cotangents = given[:count], given[count:]
             return _jax.pull_back_of_some(self.run, arguments, operands, results, cotangents)
 
-        def fresh() -> ExportedFunction:
-            return self.fresh().gradient(operands, results)
-
+        fresh = lambda: self.fresh().gradient(operands, results)  # noqa: E731
         flowing = [self.graph.out_avals[j] for j in results]
         avals = [*self.avals, *(_jax.struct(aval.shape, aval.dtype) for aval in flowing)]
         gradient.__name__ = name = f"{self.name}_gradient"
         return ExportedFunction(name, avals, gradient, len(operands), fresh, self)
 
     def value(self, operands: Sequence[int]) -> ExportedFunction:
-        """Returns the Source of the results that JAX computes when it differentiates the function:
-        those of the forward passes of custom rules."""
+        """Returns a function whose results are those that JAX computes when it differentiates this
+        function: those of the forward passes of custom rules."""
 
         def value(*given: Any) -> list[Any]:
             return list(_jax.vjp_of_some(self.run, given, operands)[0])
 
-        def fresh() -> ExportedFunction:
-            return self.fresh().value(operands)
-
+        fresh = lambda: self.fresh().value(operands)  # noqa: E731
         value.__name__ = self.name
         return ExportedFunction(self.name, self.avals, value, self.count, fresh, self)
 
 
 def source_of(name: str, trace: Callable[[], Graph]) -> ExportedFunction:
-    """Returns the Source of the function whose Graph `trace` makes."""
+    """Returns the function whose Graph `trace` makes."""
     graph = trace()
     fresh = functools.partial(source_of, name, trace)
     run = lambda *operands: run_graph(graph, operands)  # noqa: E731

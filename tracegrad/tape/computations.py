@@ -20,7 +20,7 @@ from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.lookups import with_slices
 from tracegrad.ir import Graph
 from tracegrad.ir.dependence import of_each
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.tape.derivatives import PullBack, next_forward, pull_back_at_operands
 from tracegrad.tracing.in_force import differentiating
 
@@ -216,7 +216,7 @@ def _pull_function(
 
 def traced(called: Fun, types: Sequence[Any]) -> Graph:
     """Traces a function to a graph, for operands of these types."""
-    return import_program(jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types))
+    return graph_of(jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types))
 
 
 def links_of(called: Fun, types: Sequence[Any]) -> Sequence[int]:

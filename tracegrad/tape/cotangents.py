@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -173,13 +174,8 @@ def cotangents(
             passing = _Pass(arrays, set(sources), stopped, tables, aggregate or _sum, gated)
             return passing.run(path, sources, found)
 
-    def run() -> list[Any]:
+    with not_overridden() if forces else nullcontext():
         return derivative.run(backward, seeds, [arrays[slot] for slot in targets])
-
-    if forces:
-        with not_overridden():
-            return run()
-    return run()
 
 
 def run_here(computation: Computation, operands: Sequence[Any]) -> Any:

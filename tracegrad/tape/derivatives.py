@@ -21,7 +21,7 @@ from tracegrad.ir.dependence import (
     spread,
     without_unused,
 )
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import run_graph
 from tracegrad.tape.effects import silenced
 
@@ -127,7 +127,7 @@ def _reaching(program: Any) -> list[bool]:
     """For each input of a program, whether it reaches an output."""
     open_form = _jax.opened(program)
     if open_form.effects or any(_jax.sub_programs(e.params) for e in open_form.eqns):
-        reached = joined(dependence(import_program(program)))
+        reached = joined(dependence(graph_of(program)))
         return [bool(reached >> i & 1) for i in range(len(open_form.invars))]
     live = {v for v in open_form.outvars if not hasattr(v, "val")}
     for equation in reversed(open_form.eqns):
@@ -156,7 +156,7 @@ def _silently_transposed(
         trees.append(needs_tree)
         return needs
 
-    before = silenced(import_program(jax.make_jaxpr(transposed)(saved)))
+    before = silenced(graph_of(jax.make_jaxpr(transposed)(saved)))
     transpose: Callable[..., Any] = jax.tree.unflatten(trees[-1], run_graph(before, saved))
     return transpose
 
@@ -214,7 +214,7 @@ def next_forward(
 
     program = jax.make_jaxpr(saving)(*types)
     count = of_results[0].num_leaves
-    open_form, graph = _jax.opened(program), import_program(program)
+    open_form, graph = _jax.opened(program), graph_of(program)
     # The forward does not return residuals that are operands (JAX would copy them), duplicates (a
     # VJP under jit returns an array up to four times) or constants (zeros). It returns a residual
     # that is also a result twice, so that a gradient computed from the residual does not count as

@@ -8,7 +8,7 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Occurrence
 from tracegrad.ir.editing import around_each
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.occurrence import Path
 from tracegrad.rewriting.host_calls import would_run_again
 from tracegrad.tape.rules import parts_of_rule
@@ -18,7 +18,7 @@ def reads_the_host(program: Any) -> bool:
     """Whether an operation with an effect has results, on which later operations may depend."""
     return any(
         node.effects and node.outputs and not (node.regions or node.has_references)
-        for region in import_program(program).regions_below
+        for region in graph_of(program).regions_below
         for node in region.nodes
     )
 

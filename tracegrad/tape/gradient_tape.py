@@ -34,12 +34,7 @@ from tracegrad.tape.leaves import (
 )
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import Recording
-from tracegrad.tape.sources import (
-    before_calls,
-    cotangents_of,
-    warn_of_unseen,
-    warn_of_unwatched,
-)
+from tracegrad.tape.sources import before_calls, cotangents_of, warn_of_unseen, warn_of_unwatched
 from tracegrad.tape.under_rules import graph_of_entries
 from tracegrad.variables.kept_programs import reads_change
 from tracegrad.variables.leaves import leaves_of
@@ -289,7 +284,7 @@ class GradientTape(Recording):
           ValueError: an unknown `unconnected_gradients`, or a target that is not one array.
           TypeError: a complex target; a target or source that is no array and no Variable.
 
-        Behaves as ``tf.GradientTape.jacobian``. Runs one vectorised backward pass.
+        Runs one vectorised backward pass.
 
         >>> import jax.numpy as jnp
         >>> from tracegrad import GradientTape
@@ -330,8 +325,6 @@ class GradientTape(Recording):
           RuntimeError: a tape that is not persistent was used before.
           ValueError: fewer than two axes, batches of different sizes, or not one array.
           TypeError: a complex target; a target or source that is no array and no Variable.
-
-        Behaves as ``tf.GradientTape.batch_jacobian``.
 
         >>> import jax.numpy as jnp
         >>> from tracegrad import GradientTape

@@ -18,12 +18,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.differentiation.gradient_types import as_inexact
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.differentiation.pull_back import (
-    Aggregation,
-    running_sum,
-    sum_of_known,
-    tree_sum,
-)
+from tracegrad.differentiation.pull_back import Aggregation, running_sum, sum_of_known, tree_sum
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT
 from tracegrad.tape.leaves import Unconnected, UnconnectedGradients, require_arrays, seeds_for
 from tracegrad.tape.record import Record, on_the_way
@@ -200,7 +195,7 @@ def gradients(
             )
         )
         found = [sum_of_known([next(terms) for _ in of], sums) for of in reads]
-        if any(map(is_none, found)) and not stops:  # which may be why
+        if any(map(is_none, found)) and not stops:  # stops may cut an x off, watched or not
             warn_of_unwatched(record, sources, leaves_of(sources), found, "xs")
         if colocate_gradients_with_ops:
             found = [_colocated(g, of[-1]) for g, of in zip(found, reads, strict=True)]

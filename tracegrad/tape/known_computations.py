@@ -19,11 +19,7 @@ from tracegrad.ir.program_keys import params_key
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import Computation, compiled
 from tracegrad.tape.derivatives import pull_back_at_operands
-from tracegrad.tape.programs import (
-    RULES,
-    refused_arrays,
-    run_program,
-)
+from tracegrad.tape.programs import RULES, refused_arrays, run_program
 
 _JIT = _jax.JIT
 
@@ -194,18 +190,17 @@ def _with_programs(
     below = (primitive, *facts.primitives)
     calls_host = any(_jax.calls_host(p.name) for p in facts.primitives)
     is_run_once = calls_host or not _RUN_ONCE.isdisjoint(below)
-    has_references = facts.has_references
     return Computation(
         fun,
         name,
         compiled(whole, name) if is_one else fun,
-        pull_back_at_operands(fun, primitive is _jax.REMAT, has_references),
+        pull_back_at_operands(fun, primitive is _jax.REMAT, facts.has_references),
         primitive=primitive,
         params=params,
         captured=captured,
         refused=refused,
-        saves=not has_references and (is_run_once or _is_costly(params, facts)),
-        is_run_once=is_run_once and not has_references,
+        saves=not facts.has_references and (is_run_once or _is_costly(params, facts)),
+        is_run_once=is_run_once and not facts.has_references,
         has_rules=not set(RULES).isdisjoint(below),
         has_nones=_jax.CUSTOM_VJP in below,
         has_effects=facts.has_effects and calls_host,

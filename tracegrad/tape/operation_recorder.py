@@ -166,15 +166,11 @@ class OperationRecorder(ForwardingTrace):
             if any(identity in record.tracked for record in self.records):
                 raise closes_over_watched(function)
         reads = is_jit and facts.has_effects and reads_the_host(params["jaxpr"])
-        if reads and not self._may_save(watching):
-            return self._run_program(params["jaxpr"], args)
+        if reads and not self._may_save(watching):  # run it operation by operation
+            with set_current_trace(self):
+                return _jax.eval_program(params["jaxpr"], args)
         results: Sequence[Any] = self.apply(computation, [*computation.captured, *args], watching)
         return results
-
-    def _run_program(self, program: Any, args: Sequence[Any]) -> list[Any]:
-        """Runs a program operation by operation."""
-        with set_current_trace(self):
-            return _jax.eval_program(program, args)
 
     def _may_save(self, watching: Sequence[Record]) -> bool:
         """Whether an operation may save residuals for these records. Rules in force, and

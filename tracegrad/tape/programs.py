@@ -18,7 +18,7 @@ from tracegrad.ir.borders import Edited, with_regions
 from tracegrad.ir.dependence import spread_below
 from tracegrad.ir.draft import Draft
 from tracegrad.ir.editing import Op, around_each
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.nodes import Node, Value
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.writing import Port, Where
@@ -41,7 +41,7 @@ def run_program(program: Any, args: Sequence[Any], instead: Instead) -> list[Any
       args: its operands.
       instead: the replacements of arrays that it closes over.
     """
-    graph, steps = _staying_in_scans(end_gradients_at_host(import_program(program)))
+    graph, steps = _staying_in_scans(end_gradients_at_host(graph_of(program)))
     return run_graph(_closing_over(graph, instead), [*args, *steps])
 
 
@@ -129,7 +129,7 @@ def refused_arrays(program: Any, captured: Sequence[Any]) -> dict[int, str]:
     if _jax.program_facts(program).primitives.isdisjoint(RULES):
         return {}
     ids = list(map(id, captured))
-    edited = _opened(import_program(program), dict(zip(ids, captured)), Where())
+    edited = _opened(graph_of(program), dict(zip(ids, captured)), Where())
     inputs = [*(port.value for port in edited.ins), *edited.graph.inputs]
     graph = edited.graph.replace(inputs=inputs)
     at = [ids.index(id(port.closed_over)) for port in edited.ins]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.ir.importer import import_program
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.ir.scopes_in_scans import in_scope_in_scans
@@ -74,7 +74,7 @@ def graph_of_entries(
         return [known[slot] for slot in outputs]
 
     program = jax.make_jaxpr(tape)(*[type_of_kept(types[slot]) for slot in inputs])
-    return Recorded(import_program(program), inputs)
+    return Recorded(graph_of(program), inputs)
 
 
 def run_entries(
@@ -159,7 +159,7 @@ def vjp_under_rules(
         return [used(slot, known[slot]) for slot in targets]
 
     types = [jax.typeof(arrays[slot]) for slot in (*given, *added)]
-    graph = import_program(jax.make_jaxpr(tape)(*types))
+    graph = graph_of(jax.make_jaxpr(tape)(*types))
     if graph.effects:
         graph = silenced(graph)
     places = {slot: i for i, slot in enumerate([*given, *added])}

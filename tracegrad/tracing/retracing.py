@@ -1,7 +1,7 @@
-"""Warns if a function is traced again and again, and says what differs between the signatures.
+"""Warns if a function is traced again and again, and says what differs between the calls.
 
-Each new signature (shapes, dtypes, weak types, static values, trees) costs a trace and a
-compilation. A function that gets ever new signatures is slow without a visible cause.
+Each call with new types (shapes, dtypes, weak types, static values, trees) costs a trace and a
+compilation. A function whose calls have ever new types is slow without a visible cause.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CallTypes(NamedTuple):
 
     @classmethod
     def of(cls, args: Mapping[str, Any], static: Mapping[str, Any]) -> CallTypes:
-        """Returns the signature of a call with these packed arguments."""
+        """Returns the types of a call with these packed arguments."""
         types: list[tuple[str, str | Given, str, bool]] = []
         values = dict(static)
         trees: dict[str, Any] = {}
@@ -105,21 +105,21 @@ def _type_of(leaf: Any) -> tuple[str, str, bool]:
 
 @dataclass
 class TraceHistory:
-    """The latest signatures for which one function was traced; warns if there are too many."""
+    """The latest types of calls for which one function was traced; warns if there are too many."""
 
     name: str
-    _signatures: deque[CallTypes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _calls: deque[CallTypes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _causes: Counter[tuple[str, str]] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def note(self, signature: CallTypes) -> None:
+    def note(self, call: CallTypes) -> None:
         """Records a trace; warns (`RetraceWarning`) if one cause recurs."""
         with self._lock:
-            if signature in self._signatures:
+            if call in self._calls:
                 return  # JAX traces again for its own reasons: another mesh, precision, ...
-            before = self._signatures[-1] if self._signatures else signature
-            self._signatures.append(signature)
-            changes = changes_between(before, signature)
+            before = self._calls[-1] if self._calls else call
+            self._calls.append(call)
+            changes = changes_between(before, call)
             self._causes.update((where, kind) for where, kind, _, _ in changes)
             loud = [c for c in changes if _is_due(self._causes[c[0], c[1]])]
         for where, kind, old, new in loud:

@@ -65,9 +65,9 @@ def words_at(node: CustomGradient, error: Exception) -> str:
     return words_of(error)
 
 
-def words_of(error: Exception, program: Callable[[], Graph] | None = None) -> str:
+def words_of(error: Exception) -> str:
     """Returns an error in one line: our advice if there is one, else JAX's first line."""
-    found = advice(error, program)
+    found = advice(error)
     return first_line(error) if found is None else found[0]
 
 

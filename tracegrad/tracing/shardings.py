@@ -24,8 +24,8 @@ def structure_of(argument: Any) -> Any:
 
 
 def with_mappings(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options with an `nnx.StateSharding` for each module of shardings that
-    ``nnx.prefix(graph=True)`` has made."""
+    """Returns the options; shardings that ``nnx.prefix(graph=True)`` made get an
+    `nnx.StateSharding` for each module."""
 
     def is_prefix(node: object) -> bool:
         return hasattr(node, "graphdef") and hasattr(node, "state")
@@ -97,10 +97,10 @@ def _along(prefix: Any, packed: Packed) -> Packed:
         if not _is_mapping(sharding):
             found.extend((sharding, leaf) for leaf in jax.tree.leaves(part, is_leaf=is_variable))
             return
-        of_nodes = {id(node): of_node for node, of_node in _mapped(sharding, part)}
-        for node in jax.tree.leaves(part, is_leaf=_is_any_variable):
-            of_node = of_nodes.get(id(node))
-            found.extend((of_node, leaf) for leaf in jax.tree.leaves(node, is_leaf=is_variable))
+        known = {id(node): of_node for node, of_node in _mapped(sharding, part)}
+        for x in jax.tree.leaves(part, is_leaf=lambda x: is_variable(x) or is_variable_of_nnx(x)):
+            leaves = jax.tree.leaves(x, is_leaf=is_variable)
+            found.extend((known.get(id(x)), leaf) for leaf in leaves)
 
     jax.tree.map(of_part, prefix, packed.argument(), is_leaf=_is_sharding)
     return Packed(packed.of_arrays(found), packed.structure)
@@ -115,7 +115,7 @@ def _mapped(sharding: Any, part: Any) -> list[tuple[Any, Any]]:
 
 
 def lay_out(shardings: Sequence[Any], args: Sequence[Any]) -> None:
-    """Constrains the nnx.Variables in arguments to the shardings that an `nnx.StateSharding` says.
+    """Constrains the nnx.Variables in arguments to the shardings of an `nnx.StateSharding`.
 
     Args:
       shardings: the shardings of the arguments.
@@ -134,10 +134,6 @@ def lay_out(shardings: Sequence[Any], args: Sequence[Any]) -> None:
 
     if maps(shardings):
         jax.tree.map(of_part, shardings, tuple(args[: len(shardings)]), is_leaf=_is_sharding)
-
-
-def _is_any_variable(node: object) -> bool:
-    return is_variable(node) or is_variable_of_nnx(node)
 
 
 def _is_sharding(node: object) -> bool:

@@ -150,15 +150,15 @@ def explaining() -> Iterator[None]:
         raise
 
 
-def explained(error: Exception, program: Callable[[], Graph] | None = None) -> Exception:
+def explained(error: Exception) -> Exception:
     """Returns the same error, with the user's line and a cure added, and without our frames.
 
     Raise the returned error at the outermost frame of this package: then only this frame is left
     between the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all
-    frames. `program`: see `rule_errors.advice`.
+    frames.
     """
     explain_loop(error)
-    explain_rule(error, program)
+    explain_rule(error)
     advice = next(
         (text for kind, words, text in _ADVICE if isinstance(error, kind) and words in str(error)),
         None,

@@ -4,7 +4,7 @@ A program takes the arrays of a module like those of any tree, and the function 
 of traced arrays. Modules differ from other trees in two ways. First, an object can occur twice, in
 another argument or inside itself, and must be one object inside the function too: `Again` takes the
 place of the second occurrence. Second, the caller sees what the function assigns in a module: the
-new values are outputs of the program (`Contents.changed`), and the caller's objects get them
+new values are outputs of the program (`Snapshot.changed`), and the caller's objects get them
 (`Update.assign`). If the function changes the structure of a module, the program returns whole
 modules, and the caller's objects take over their attributes (`Twins`).
 

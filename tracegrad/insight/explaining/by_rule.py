@@ -56,7 +56,7 @@ def not_finite(found: Occurrence, given: float, is_all: bool) -> ByRule:
         # The node then passes zero on to the operations before it, often on the same line.
         return ByRule(rules.strong_zero(match.source(around.origin.place)))
     where = _selector_of(around)
-    if where is None or around.node.op in operations.FACTORS | operations.CONTRACTIONS:
+    if where is None or around.node.op in operations.FACTORS:
         return NOTHING  # the cure is to mend the operation that made the other factor infinite
     return ByRule(rules.finite_derivative(where))
 

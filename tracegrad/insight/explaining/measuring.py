@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +24,7 @@ from jax import lax
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import node_vjp, pull_back, reached_from
+from tracegrad.insight.explaining.collecting import Collector
 from tracegrad.insight.explaining.custom_rules import (
     compare_with_primal,
     look_into_rule,
@@ -33,7 +32,6 @@ from tracegrad.insight.explaining.custom_rules import (
     refuse_closed_over,
 )
 from tracegrad.insight.explaining.detail import Detail, telling
-from tracegrad.insight.explaining.observed import Key
 from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.rectifiers import bounds_of, may_be_rectifier
 from tracegrad.insight.explaining.statistics import (
@@ -55,15 +53,7 @@ from tracegrad.insight.explaining.visits import (
     or_zeros,
     strong,
 )
-from tracegrad.ir import (
-    CustomGradient,
-    Graph,
-    Node,
-    Occurrence,
-    Recompute,
-    Value,
-    has_gradient,
-)
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, Value, has_gradient
 from tracegrad.ir.authors import may_change
 from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.ir.running import read, run_node, run_nodes
@@ -72,71 +62,23 @@ from tracegrad.rewriting.kept_zeros import keeps_zeros
 from tracegrad.tracing.rule_errors import CLOSES_OVER
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["args"], meta_fields=["measure"])
-@dataclass(frozen=True)
-class Deferred:
-    """A statistic to be computed later, from the arrays `args`."""
-
-    measure: Callable[..., Any]
-    args: Any
-
-
-class MeasuredPass:
+class MeasuredPass(Collector):
     """The measuring passes over one graph.
 
     Args:
       graph: a traced function.
       detail: how much is measured.
 
-    `keys` lists the keys of the statistics, in the order of measuring; for `refused` and `lines`
-    see `Observed`.
+    For `refused` and `lines` see `Observed`.
     """
 
-    def __init__(self, graph: Graph, detail: Detail):
+    def __init__(self, graph: Graph, detail: Detail = Detail.FEW):
+        super().__init__()
         self.graph = graph
         self.detail = detail
         self.walk = Walk()
         self.refused: dict[Occurrence, str] = {}
         self.lines: dict[Occurrence, Origin] = {}
-        self._numbers: dict[Key, int] = {}
-        self._found: dict[int, Any] = {}
-        self._is_deferring = False
-        self.is_muted = False
-
-    @property
-    def keys(self) -> list[Key]:
-        return list(self._numbers)
-
-    # ------------------------------------------------------------------------------- collecting
-
-    @contextmanager
-    def collecting(self, *, defer: bool = False) -> Iterator[dict[int, Any]]:
-        """Yields a dict that gets the statistics measured inside the block, by the number of their
-        key. With `defer` it gets `Deferred`, so that a compiled program returns only the arrays."""
-        outer, self._found = self._found, {}
-        before, self._is_deferring = self._is_deferring, defer
-        try:
-            yield self._found
-        finally:
-            self._found, self._is_deferring = outer, before
-
-    @contextmanager
-    def mute(self) -> Iterator[None]:
-        """Notes nothing inside the block: for values that the reverse pass recomputes."""
-        before, self.is_muted = self.is_muted, True
-        try:
-            yield
-        finally:
-            self.is_muted = before
-
-    def note(
-        self, kind: str, of: Occurrence | None, k: int, measure: Callable[..., Any], *args: Any
-    ) -> None:
-        """Measures arrays and keeps the statistic under the key ``(kind, of, k)``."""
-        if not self.is_muted:
-            number = self._numbers.setdefault((kind, of, k), len(self._numbers))
-            is_later = self._is_deferring
-            self._found[number] = Deferred(measure, args) if is_later else measure(*args)
 
     def _note_each(self, kind: str, of: Occurrence | None, arrays: Sequence[Any]) -> None:
         """Measures those arrays of a list that are not None and may have a gradient."""
@@ -207,7 +149,7 @@ class MeasuredPass:
             return outs[:count], (outs[count:], carry, found)
 
         final, (stacked, carries, found) = _scan(node, step, list(map(strong, init)), scanned)
-        self._found.update(found)
+        self.add(found)
         return [*final, *stacked], carries
 
     def _forward_cond(self, here: Occurrence, args: list[Any]) -> list[Any]:
@@ -246,7 +188,7 @@ class MeasuredPass:
             return run
 
         outs, found = lax.switch(index, [padded(*branch) for branch in traced], *operands)
-        self._found.update(found)
+        self.add(found)
         return list(outs)
 
     # --------------------------------------------------------------------------------- backward
@@ -267,9 +209,7 @@ class MeasuredPass:
             if ct is not None and isinstance(value, Value) and has_gradient(value):
                 seeds.setdefault(value, []).append(ct)
 
-        def through(
-            node: Node, values: Mapping[Value, Any], given: Sequence[Any], active: Sequence[int]
-        ) -> list[Any]:
+        def through(node: Node, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
             visit = Visit(Occurrence(path, node), kept, given, active)
             if node in told:
                 self._note_cotangents(visit.here, given)
@@ -283,7 +223,7 @@ class MeasuredPass:
         inputs = [v for v, chosen in zip(graph.inputs, wanted, strict=True) if chosen]
         reached = reached_from(graph, inputs, self.walk)
         refuse_closed_over(self.refused, graph, reached, path)
-        results = pull_back(graph, kept.values, seeds, inputs, reached, through)
+        results = pull_back(graph, seeds, inputs, reached, through)
         found = dict(zip(inputs, results, strict=True))
         return [found.get(value) for value in graph.inputs]
 
@@ -386,7 +326,7 @@ class MeasuredPass:
             (args[last:], carries, list(given[count:])),
             backward=True,
         )
-        self._found.update(found)
+        self.add(found)
         places = [*constants, *(first + j for j in carried), *scanned]
         results = dict(zip(places, [*sums, *flowing, *stacked], strict=True))
         return [results[i] for i in active]

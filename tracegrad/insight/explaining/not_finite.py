@@ -61,7 +61,7 @@ def not_finite(
             if isinstance(culprit, Culprit):
                 found.append(_forward_finding(observed, culprit, touched))
             elif culprit is not None:
-                found.append(_given_finding(observed, culprit, which, names, others, touched))
+                found.append(_outside_finding(observed, culprit, which, names, others, touched))
     is_explained = bool(found)
     found += [
         _in_an_input("NaN", path, int(stat[NAN]), (path,))
@@ -81,9 +81,9 @@ def not_finite(
     return found
 
 
-def _given_finding(
+def _outside_finding(
     observed: Observed,
-    given: FromOutside,
+    outside: FromOutside,
     which: int,
     names: Mapping[int, str],
     others: Mapping[int, str],
@@ -91,14 +91,14 @@ def _given_finding(
 ) -> Finding:
     """Returns the finding on a NaN or Inf that was in an input or in a constant."""
     kind = "NaN" if which == NAN else "Inf"
-    if given.index is None:
-        origin = None if given.user is None else Occurrence((), given.user).origin
+    if outside.index is None:
+        origin = None if outside.user is None else Occurrence((), outside.user).origin
         return Finding(
             f"{kind} in an input", f"the function closes over a {kind}", (), origin=origin
         )
-    path = names.get(given.index) or others.get(given.index, "that is not a source")
-    count = int(observed.stats["input", None, given.index][which])
-    return _in_an_input(kind, path, count, (path,) if given.index in names else touched)
+    path = names.get(outside.index) or others.get(outside.index, "that is not a source")
+    count = int(observed.stats["input", None, outside.index][which])
+    return _in_an_input(kind, path, count, (path,) if outside.index in names else touched)
 
 
 def _in_an_input(kind: str, path: str, count: int, sources: tuple[str, ...]) -> Finding:
@@ -139,9 +139,8 @@ def _forward_finding(
         product = factor_of.place.occurrence
         where = at(product.origin and product.origin.place)
         words += f"; in the reverse pass {product.node.name}{where} multiplies a cotangent by that"
-        is_contraction = product.node.op in operations.CONTRACTIONS
-        # The result is finite: whatever a contraction makes of the NaN is masked.
-        given = 0.0 if is_contraction else factor_of.given
+        # The result is finite, so the cotangent is zero where a contraction makes NaN of the NaN.
+        given = 0.0 if product.node.op in operations.CONTRACTIONS else factor_of.given
         rule = by_rule.not_finite(product, given, False)
     return Finding.of(
         found,

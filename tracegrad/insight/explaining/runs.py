@@ -19,10 +19,11 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import reached_from
+from tracegrad.insight.explaining.collecting import Deferred
 from tracegrad.insight.explaining.custom_rules import refuse_closed_over
 from tracegrad.insight.explaining.cutting import LIMIT, runs_of
 from tracegrad.insight.explaining.detail import Detail, telling_inside
-from tracegrad.insight.explaining.measuring import Deferred, MeasuredPass
+from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.explaining.observed import Key, Observed
 from tracegrad.insight.explaining.statistics import exact, norms
 from tracegrad.insight.explaining.visits import is_called, is_entered

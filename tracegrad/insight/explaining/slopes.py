@@ -82,8 +82,7 @@ def slopes(
     names = {i: path for path in norms if (i := sources[path]) is not None}
     for scan, slope in _step_slopes(observed, names):
         if slope.cause:  # to measure all is expensive in loops, where gradients often vanish
-            streams = streams or Streams(look(Detail.FEW))
-            yield _finding_of_steps(scan, slope, streams)
+            yield _finding_of_steps(scan, slope, streams or near)
 
 
 @dataclass(frozen=True)

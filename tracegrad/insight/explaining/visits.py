@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tracegrad import _jax
-from tracegrad._jax.caches import of_program
-from tracegrad.ir import Graph, Node, Occurrence, Recompute, Value
+from tracegrad.ir import Node, Occurrence, Recompute, Value
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.running import read
 
@@ -72,7 +71,7 @@ def is_entered(node: Node) -> bool:
     if not node.regions or not (loops or is_called(node)):
         return False
     # A value written to a Ref may be read anywhere; JAX differentiates such a region as a whole.
-    return not (node.has_references or any(map(_has_references, node.regions.values())))
+    return not (node.has_references or _jax.facts_below(node.params).has_references)
 
 
 def is_called(node: Node) -> bool:
@@ -83,14 +82,6 @@ def is_called(node: Node) -> bool:
 def is_in_scan(path: Path) -> bool:
     """Whether a path leads into the body of a scan."""
     return any(around.primitive is _jax.SCAN for around, _ in path)
-
-
-@of_program
-def _has_references(graph: Graph) -> bool:
-    return any(
-        node.has_references or any(map(_has_references, node.regions.values()))
-        for node in graph.nodes
-    )
 
 
 def zeros_of(value: Any) -> Any:
