@@ -279,6 +279,6 @@ def test_results_that_compute_the_same_of_other_arguments_have_gradients_of_thei
     loaded = saved(fun, [X, X], tmp_path, order=2)
     args = jnp.float32(0.3), jnp.float32(1.2)
     for result, i, j in itertools.product(range(2), repeat=3):
-        gradients = [jax.grad(lambda *xs, f=f: f(*xs)[result], i) for f in (fun, loaded)]
+        gradients = [jax.grad(lambda *xs, f=f, j=result: f(*xs)[j], i) for f in (fun, loaded)]
         np.testing.assert_allclose(*[each(*args) for each in gradients], rtol=1e-5)
         np.testing.assert_allclose(*[jax.grad(g, j)(*args) for g in gradients], rtol=1e-5)
