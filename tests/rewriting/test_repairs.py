@@ -245,6 +245,17 @@ def test_a_matrix_product_keeps_the_zeros_of_masked_rows_and_no_others():
     assert not np.isfinite(jax.grad(strong)(w, x.at[0, 0].set(jnp.nan))).all()
 
 
+def test_second_derivatives_of_a_matrix_product_are_jaxs_where_no_cotangent_is_zero():
+    def loss(x, w):
+        return jnp.sum((x @ w) * jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+
+    x, w = jnp.array([[1.0, jnp.inf], [3.0, 4.0]]), jnp.array([[1.0, 2.0], [3.0, 5.0]])
+    strong = tg.rewrite(loss, rules.strong_zero())
+    for first, second in ((0, 1), (1, 0)):
+        of = [jax.jacrev(jax.grad(f, first), second)(x, w) for f in (strong, loss)]
+        np.testing.assert_array_equal(*of)
+
+
 def test_the_table_of_bounded_derivatives_is_jaxs():
     """At zeros, infinities and NaNs, by JAX's own derivative."""
     points = jnp.array([0.0, 1.0, -1.0, jnp.inf, -jnp.inf, jnp.nan])

@@ -437,6 +437,59 @@ def test_a_rounding_that_is_the_same_at_each_step_of_a_scan(way):
     np.testing.assert_allclose(step(W), expected, rtol=1e-5)
 
 
+def in_a_scan(step, x):
+    return jax.lax.scan(lambda carry, _: (step(carry), None), x, None, length=3)[0]
+
+
+def in_two_scans(step, x):
+    return in_a_scan(lambda carry: in_a_scan(step, carry), x)
+
+
+def in_a_loop_of_a_jitted_function(step, x):
+    return jax.lax.fori_loop(0, 3, lambda i, carry: jax.jit(step)(carry), x)
+
+
+@pytest.mark.both_jax
+@pytest.mark.parametrize("run", [in_a_scan, in_two_scans, in_a_loop_of_a_jitted_function])
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit, jax.vmap], ids=["as it is", "jit", "vmap"])
+def test_a_rule_for_what_jax_moved_out_of_a_scan_of_a_gradient_by_name_raises(run, outer):
+    """Outside of the scan the rounding is not marked as differentiated; the rule did nothing."""
+
+    def loss(w):
+        def step(carry):
+            return jnp.tanh(carry * jnp.round(4 * w) / 4 + 1.0)
+
+        return jnp.sum(run(step, jnp.zeros_like(w)))
+
+    rule = rules.straight_through(match.op("round"))
+    w = jnp.stack([W, W])
+    with pytest.raises(tg.GraphError, match="differentiated already"):
+        tg.trace(lambda w: outer(grad_by_name(loss))(w), rules=[rule])(w)
+    found = tg.trace(lambda w: outer(jax.grad(loss))(w), rules=[rule])(w)
+    np.testing.assert_allclose(found, outer(jax.grad(tg.rewrite(loss, rule)))(w), rtol=1e-6)
+
+
+@pytest.mark.both_jax
+def test_a_rule_for_what_was_computed_before_a_scan_of_a_gradient_by_name_is_taken():
+    """Whoever differentiates the traced function gets the gradient of the rounding."""
+
+    def twice(w, carry):
+        return jnp.tanh(carry * w)
+
+    def gradient(w):
+        quantised = jnp.round(4 * w) / 4
+        first = jax.jit(twice)(quantised, 1 + w)
+
+        def loss(v):
+            return jnp.sum(in_a_scan(lambda carry: twice(v, carry), first))
+
+        return grad_by_name(loss)(quantised)
+
+    rule = rules.straight_through(match.op("round"))
+    found = jax.grad(lambda w: jnp.sum(tg.trace(gradient, rules=[rule])(w)))(W)
+    assert np.all(np.abs(found) > 0)
+
+
 HIGHER = {
     "gradient of a gradient": lambda f, x: jax.grad(lambda w: jnp.sum(jax.grad(f)(w) * x))(W),
     "tangent of a gradient": lambda f, x: jax.jvp(jax.grad(f), (W,), (x,))[1],

@@ -243,3 +243,42 @@ def test_programs_of_single_results_are_bounded_for_higher_orders_too(tmp_path):
     loaded = load(tmp_path / "f")
     slope = jax.grad(lambda *xs: loaded(*xs)[0] ** 2)  # 2 x y²
     np.testing.assert_allclose(jax.grad(slope, 1)(X, X + 1, X, X, X), 4 * 2 * 3)
+
+
+@jax.custom_jvp
+def sine(x, y):
+    return jnp.sin(x) * y
+
+
+sine.defjvp(
+    lambda xs, dxs: (
+        sine(*xs),
+        3 * jnp.cos(xs[0]) * xs[1] * dxs[0] + jnp.sin(xs[0]) * dxs[1],
+    )
+)
+
+
+@tg.custom_gradient
+def one_sine(x):
+    return jnp.sin(x), lambda dy: 3 * dy * jnp.cos(x)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, y: (one_sine(x), one_sine(y)),
+        lambda x, y: (jnp.sin(y), one_sine(x)),
+        lambda x, y: (sine(x, y) * y, sine(y, jnp.ones_like(x))),
+        lambda x, y: (sine(x, y), sine(y, x)),
+    ],
+)
+def test_results_that_compute_the_same_of_other_arguments_have_gradients_of_their_own(
+    fun, tmp_path
+):
+    """The gradient programs of such results have one text, in which arguments have no names."""
+    loaded = saved(fun, [X, X], tmp_path, order=2)
+    args = jnp.float32(0.3), jnp.float32(1.2)
+    for result, i, j in itertools.product(range(2), repeat=3):
+        gradients = [jax.grad(lambda *xs, f=f, j=result: f(*xs)[j], i) for f in (fun, loaded)]
+        np.testing.assert_allclose(*[each(*args) for each in gradients], rtol=1e-5)
+        np.testing.assert_allclose(*[jax.grad(g, j)(*args) for g in gradients], rtol=1e-5)

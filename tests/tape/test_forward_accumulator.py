@@ -603,6 +603,25 @@ def test_a_variable_moves_at_every_read_also_after_an_assignment():
         ForwardAccumulator([v, v], [1.0, 1.0])
 
 
+@pytest.mark.filterwarnings("ignore:the Variable .* is read after it was assigned")
+def test_an_assignment_of_what_moves_changes_no_tangent_of_a_variable():
+    """The numbers are TensorFlow's (2.21), also those of a `tf.function`."""
+    for wrap in (lambda fun: fun, tg.trace):
+        v, w = Variable(3.0), Variable(1.0)
+
+        @wrap
+        def fun(v=v, w=w):
+            v.assign(2 * v.value)
+            w.assign(v.value)
+            return v.value * v.value, v.value + 0, w.value * w.value
+
+        with ForwardAccumulator(v, 1.0) as accumulator:
+            results = fun()
+        assert [float(result) for result in results] == [36, 6, 36]
+        assert accumulator.jvp(results) == (12, 1, None)
+        assert accumulator.jvp(v) == 1
+
+
 def test_a_hessian_vector_product_of_variables():
     v = Variable([1.0, 2.0])
     with ForwardAccumulator(v, jnp.asarray([1.0, 0.0])) as accumulator:

@@ -249,15 +249,27 @@ def written_out(call: Node, node: Node) -> Source:
     return node.source._replace(info=info)
 
 
+def was_called_by(node: Node, function_source: str) -> bool:
+    """Whether the function of a region (`Graph.function_source`) was running when JAX traced a
+    node."""
+    return _frame_of(_jax.frames(node.source.info), function_source) is not None
+
+
 def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
     """Returns the frames from the innermost one up to the function of a region."""
+    found = _frame_of(stack, function_source)
+    return stack if found is None else stack[: found + 1]
+
+
+def _frame_of(stack: Sequence[Any], function_source: str) -> int | None:
+    """Returns the index of the innermost frame of a region's function; None if there is none."""
     function = origin_of_function(function_source)
     if function is None:
-        return stack
+        return None
     for i, frame in enumerate(stack):
         if frame.function_start_line == function.line and frame.file_name == function.file:
-            return stack[: i + 1]
-    return stack
+            return i
+    return None
 
 
 def origin_of_function(function_source: str) -> Origin | None:

@@ -22,7 +22,13 @@ from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.inlined import region_calls
-from tracegrad.ir.occurrence import Path, is_of_nothing, is_own_file, is_under_rules
+from tracegrad.ir.occurrence import (
+    Path,
+    is_of_nothing,
+    is_own_file,
+    is_under_rules,
+    was_called_by,
+)
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import nearest
@@ -133,6 +139,7 @@ def matches_of(
             _refuse_inside_of_rules(match, asked)
         if gradients:
             refuse_differentiated(match, asked)
+            _refuse_moved(match, graph, asked)
     if not matches and not missing_ok:
         raise NoMatchError(lambda: _no_match(graph, where, asked))
     return matches
@@ -158,23 +165,57 @@ def _no_match(graph: Graph, where: Selector, rule: object) -> str:
     )
 
 
-def refuse_differentiated(
-    match: Occurrence, rule: object, of_loss: str = "tracegrad.rewrite(loss, rule)"
-) -> None:
+_OF_LOSS = "tracegrad.rewrite(loss, rule)"
+
+
+def refuse_differentiated(match: Occurrence, rule: object, of_loss: str = _OF_LOSS) -> None:
     """Raises GraphError, with the line of the `jax.grad`, for a match that JAX has differentiated.
 
     `of_loss`: the code of the function to differentiate instead, for the message.
     """
     for node in match.steps:
-        if "jvp" in scopes.transformations(scopes.around(node)):
-            raise GraphError(
-                f"{rule!r}: {match} lies in code that JAX has differentiated already"
-                f"{_grad_call(node)}, where an edit of gradients would do nothing. The rules of an "
-                "enclosing trace reach tracegrad.grad, and jax.grad and the like where they are "
-                "looked up in jax while it runs (`import jax` rather than `from jax import grad`, "
-                "and inside of the traced function). Or give it to the loss: "
-                f"jax.grad({of_loss})"
-            )
+        if _is_differentiated(node):
+            raise _differentiated_already(match, rule, node, of_loss)
+
+
+def _differentiated_already(
+    match: Occurrence, rule: object, node: Node, of_loss: str = _OF_LOSS
+) -> GraphError:
+    return GraphError(
+        f"{rule!r}: {match} lies in code that JAX has differentiated already"
+        f"{_grad_call(node)}, where an edit of gradients would do nothing. The rules of an "
+        "enclosing trace reach tracegrad.grad, and jax.grad and the like where they are "
+        "looked up in jax while it runs (`import jax` rather than `from jax import grad`, "
+        "and inside of the traced function). Or give it to the loss: "
+        f"jax.grad({of_loss})"
+    )
+
+
+def _is_differentiated(node: Node) -> bool:
+    return "jvp" in scopes.transformations(scopes.around(node))
+
+
+def _refuse_moved(match: Occurrence, graph: Graph, rule: object) -> None:
+    """Raises GraphError for a match that JAX moved out of a scan when it differentiated the scan.
+
+    JAX moves operations that are the same at each step. Outside of the scan an operation has no
+    mark of the differentiation, but it was called by the function of the scan's body, and not by
+    the function of the region that it is in; and the scan uses its results.
+    """
+    regions = [graph, *(node.region(name) for node, name in match.path)]
+    for depth, (node, region) in enumerate(zip(match.steps, regions, strict=True)):
+        scans = [n for n in region.nodes if n.primitive is _jax.SCAN and _is_differentiated(n)]
+        if not scans or was_called_by(node, region.function_source):
+            continue
+        used = set(node.outputs)
+        for each in region.nodes:
+            if each in scans and not used.isdisjoint(each.operands):
+                bodies = [below for body in each.regions.values() for below in body.regions_below]
+                sources = {body.function_source for body in bodies}
+                if any(was_called_by(step, s) for step in match.steps[depth:] for s in sources):
+                    raise _differentiated_already(match, rule, each)
+            elif not (_is_differentiated(each) or used.isdisjoint(each.operands)):
+                used.update(each.outputs)
 
 
 # The file of JAX's transformations; other files of JAX have functions of the same names.

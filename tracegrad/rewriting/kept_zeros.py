@@ -170,8 +170,10 @@ def _keep_zeros_in(graph: Graph, cotangents: Sequence[Any], every: bool) -> Grap
         (node,) = op.nodes
         run, position = _on_values(node), found[op.match]
         if position is not None:
-            is_sum = node.op in operations.CONTRACTIONS
-            run = (_sum_of_products if is_sum else _product)(run, position, every)
+            if node.op in operations.CONTRACTIONS:
+                run = _sum_of_products(run, position, node.name, every)
+            else:
+                run = _product(run, position, every)
         return _with_rule(run, node.name, every)(*_without_literals(node, operands))
 
     return around_each(graph, list(found), replacement, depends_on=found.__getitem__).graph
@@ -195,7 +197,7 @@ def _product(run: Run, position: int, every: bool) -> Run:
     return product
 
 
-def _sum_of_products(run: Run, position: int, every: bool) -> Run:
+def _sum_of_products(run: Run, position: int, name: str, every: bool) -> Run:
     """Wraps `run`, a contraction of a factor and the cotangent at `position`, to keep zeros.
 
     Where an element of the factor is not finite, and the element of the cotangent is zero
@@ -205,7 +207,7 @@ def _sum_of_products(run: Run, position: int, every: bool) -> Run:
     def contraction(*values: Any) -> list[Any]:
         ct, is_bad = values[position], ~jnp.isfinite(values[1 - position])
 
-        def contracted(ct: Any, factor: Any) -> Any:
+        def contracted(ct: Any, factor: Any, run: Run = run) -> Any:
             (result,) = run(*([ct, factor] if position == 0 else [factor, ct]))
             return result
 
@@ -214,7 +216,8 @@ def _sum_of_products(run: Run, position: int, every: bool) -> Run:
             if every:
                 return kept
             count = contracted((ct != 0).astype(ct.dtype), is_bad.astype(factor.dtype))
-            as_it_is = contracted(*map(jax.lax.stop_gradient, (ct, factor)))
+            # Its own derivatives keep zeros, too: those of the elements that are not selected.
+            as_it_is = contracted(ct, factor, _with_rule(run, name, every))
             return jnp.where(count != 0, as_it_is, kept)
 
         # Most factors are finite, and the plain contraction takes a third of the time.

@@ -69,7 +69,7 @@ class Programs:
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tree: Program = field(default_factory=lambda: Program(""))
     _has_begun: int = -1  # the highest order of which a program was begun
-    _texts: dict[str, str] = field(default_factory=dict)
+    _known: dict[Any, str] = field(default_factory=dict)
     _compares: bool = False
 
     def write(self, source: ExportedFunction, order: int = 0, width: int = 1) -> Program:
@@ -140,7 +140,7 @@ class Programs:
         self.platforms = exported.platforms
         name = f"{OWN}program/{sha256(contents)[:16]}"
         if self._compares:
-            name = self._texts.setdefault(_text(exported), name)
+            name = self._known.setdefault(_whole(exported), name)
         if name not in self.contents:
             self.contents[name], self.calls[name] = contents, tuple(calls)
         return name, len(contents)
@@ -204,10 +204,14 @@ def _floats(avals: Sequence[Any]) -> list[int]:
     return [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
 
 
-def _text(exported: Any) -> str:
-    """Returns the text of a program without source lines, which may differ in equal programs."""
+def _whole(exported: Any) -> tuple[Any, ...]:
+    """Returns a program without source lines, which may differ in equal programs: its text, and the
+    arguments and results that it takes and returns. The text has only the arguments that are used:
+    two programs with one text may use different arguments."""
     lines = (line for line in exported.mlir_module().splitlines() if not line.startswith("#loc"))
-    return _LOCATION.sub("", "\n".join(lines))
+    text = _LOCATION.sub("", "\n".join(lines))
+    used = exported.module_kept_var_idx
+    return text, used, exported.in_tree, str(exported.in_avals), exported.out_tree
 
 
 def _has_rules(graph: Graph) -> bool:

@@ -42,8 +42,9 @@ class ForwardAccumulator(Recording):
       TypeError: the dtype of a tangent differs from its primal's.
       RuntimeError: another thread uses the accumulator while its block runs.
 
-    A Variable has its tangent at every read, whatever it is assigned. The tangent of a result is
-    None if a tape would not see the operation either: see `GradientTape`.
+    A Variable has its tangent at every read, whatever it is assigned: also after
+    ``v.assign(2 * v.value)`` the tangent is the given one, not twice that. The tangent of a result
+    is None if a tape would not see the operation either: see `GradientTape`.
 
     The semantics are those of ``tf.autodiff.ForwardAccumulator``, and for complex numbers those of
     `jax.jvp`. The tangent of a function with a custom gradient is computed by the transpose of its
