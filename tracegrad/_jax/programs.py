@@ -231,7 +231,7 @@ def _public(error: Exception) -> Exception:
     itself: where `jax_debug_nans` finds a NaN in such a call, JAX raises an error of its own."""
     if type(error).__name__ != "InternalFloatingPointError":
         return error
-    name, what = error.args
+    name, what = error.args[:2]
     public = FloatingPointError(f"invalid value ({what}) encountered in {name}")
     public.__suppress_context__ = True
     return public

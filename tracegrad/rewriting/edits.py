@@ -134,12 +134,14 @@ def matches_of(
     matches = where.look(graph).matches
     if gradients:
         matches = [m for m in matches if not (is_under_rules(m) or is_of_nothing(m))]
+    has_scans = _jax.SCAN in _jax.program_facts(graph.program).primitives
     for match in matches:
         if match.path:
             _refuse_inside_of_rules(match, asked)
         if gradients:
             refuse_differentiated(match, asked)
-            _refuse_moved(match, graph, asked)
+            if has_scans:
+                _refuse_moved(match, graph, asked)
     if not matches and not missing_ok:
         raise NoMatchError(lambda: _no_match(graph, where, asked))
     return matches
