@@ -205,13 +205,12 @@ def _floats(avals: Sequence[Any]) -> list[int]:
 
 
 def _whole(exported: Any) -> tuple[Any, ...]:
-    """Returns a program without source lines, which may differ in equal programs: its text, and the
-    arguments and results that it takes and returns. The text has only the arguments that are used:
-    two programs with one text may use different arguments."""
+    """Returns a program without source lines, which may differ in equal programs: its text, the
+    types of its flat arguments, and which of them it uses. The text has only arguments that are
+    used, so two programs with one text may use different arguments."""
     lines = (line for line in exported.mlir_module().splitlines() if not line.startswith("#loc"))
     text = _LOCATION.sub("", "\n".join(lines))
-    used = exported.module_kept_var_idx
-    return text, used, exported.in_tree, str(exported.in_avals), exported.out_tree
+    return text, str(exported.in_avals), exported.module_kept_var_idx
 
 
 def _has_rules(graph: Graph) -> bool:
