@@ -326,6 +326,22 @@ def test_an_array_of_two_modules_is_not_donated():
     assert float(tg.trace(step)(model, target=model, x=X)) == 0
 
 
+def test_the_first_argument_that_a_partial_leaves_open_is_donated():
+    """An argument that is donated, and not returned in full, would be a warning of JAX's."""
+
+    def step(scale, model, x):
+        model.bias[...] += 1.0
+        return scale * model(x)
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    kernel, was = np.array(model.kernel[...]), model.kernel[...]
+    run = tg.trace(functools.partial(step, 2.0), donate_argnums=0)
+    for count in (1, 2):
+        np.testing.assert_allclose(run(model, jnp.ones((1, 2))), [2 * (kernel.sum(0) + count)])
+    assert was.is_deleted()
+    np.testing.assert_array_equal(model.kernel[...], kernel)
+
+
 @pytest.mark.parametrize("donated", [{"donate_argnums": 0}, {"donate_argnames": "model"}])
 def test_the_first_argument_alone_is_donated_and_there_after_the_call(donated):
     model = Plain(nnx.Rngs(0))

@@ -231,13 +231,16 @@ class _Entered(NamedTuple):
             return self.static.apart(*own(args, kwargs))[0]
 
         def donated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            _, positions, named = self.donated.apart(*own(args, kwargs))
-            parts = zip(self.shardings, dynamic(args, kwargs)[0], strict=False)
+            args, kwargs = own(args, kwargs)
+            _, positions, named = self.donated.apart(args, kwargs)
+            parts = zip(self.shardings, self.static.apart(args, kwargs)[0][0], strict=False)
             return [args[i] for i in positions], named, [arg for part, arg in parts if maps(part)]
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        called = functools.partial(_call, fun, self.within)
+
+        def laid_out(*args: Any, **kwargs: Any) -> Any:
             refuse_other_shardings(self.shardings, dynamic(args, kwargs)[0])
-            result = _call(fun, self.within, *args, **kwargs)
+            result = called(*args, **kwargs)
             lay_out(self.shardings, dynamic(args, kwargs)[0])
             return result
 
@@ -245,7 +248,8 @@ class _Entered(NamedTuple):
         kwargs = {**kwargs, **self.static_kwargs}
         traced = jax.tree.leaves(dynamic(args, kwargs))
         with known_by_path(traced, self.paths):
-            return self.inside.run(called, args, kwargs, names, dynamic, donated)
+            run = laid_out if self.shardings else called
+            return self.inside.run(run, args, kwargs, names, dynamic, donated)
 
 
 def _fresh(fun: Callable[..., Any], entered: _Entered) -> Callable[..., Any]:
