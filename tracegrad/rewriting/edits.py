@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tracegrad import _jax
 from tracegrad.ir import (
@@ -134,14 +135,13 @@ def matches_of(
     matches = where.look(graph).matches
     if gradients:
         matches = [m for m in matches if not (is_under_rules(m) or is_of_nothing(m))]
-    has_scans = _jax.SCAN in _jax.program_facts(graph.program).primitives
+    scans_of = functools.cache(_differentiated_scans)  # looks at each region once
     for match in matches:
         if match.path:
             _refuse_inside_of_rules(match, asked)
         if gradients:
             refuse_differentiated(match, asked)
-            if has_scans:
-                _refuse_moved(match, graph, asked)
+            _refuse_moved(match, graph, scans_of, asked)
     if not matches and not missing_ok:
         raise NoMatchError(lambda: _no_match(graph, where, asked))
     return matches
@@ -197,7 +197,14 @@ def _is_differentiated(node: Node) -> bool:
     return "jvp" in scopes.transformations(scopes.around(node))
 
 
-def _refuse_moved(match: Occurrence, graph: Graph, rule: object) -> None:
+def _differentiated_scans(region: Graph) -> list[Node]:
+    """Returns the scans among the nodes of a region that JAX has differentiated."""
+    return [n for n in region.nodes if n.primitive is _jax.SCAN and _is_differentiated(n)]
+
+
+def _refuse_moved(
+    match: Occurrence, graph: Graph, scans_of: Callable[[Graph], list[Node]], rule: object
+) -> None:
     """Raises GraphError for a match that JAX moved out of a scan when it differentiated the scan.
 
     JAX moves operations that are the same at each step. Outside of the scan an operation has no
@@ -206,7 +213,7 @@ def _refuse_moved(match: Occurrence, graph: Graph, rule: object) -> None:
     """
     regions = [graph, *(node.region(name) for node, name in match.path)]
     for depth, (node, region) in enumerate(zip(match.steps, regions, strict=True)):
-        scans = [n for n in region.nodes if n.primitive is _jax.SCAN and _is_differentiated(n)]
+        scans = scans_of(region)
         if not scans or was_called_by(node, region.function_source):
             continue
         used = set(node.outputs)
