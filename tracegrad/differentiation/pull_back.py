@@ -90,9 +90,12 @@ def pull_back(
     found = {value: list(terms) for value, terms in cotangents.items()}
 
     def total(value: Value) -> Any:
-        terms = found.get(value, [])
-        terms[:] = [running_sum(terms)] if len(terms) > 1 else terms
-        return terms[0] if terms else None
+        terms = found.get(value)
+        if not terms:
+            return None
+        if len(terms) > 1:
+            found[value] = terms = [running_sum(terms)]
+        return terms[0]
 
     for node in reversed(graph.nodes):
         given = [total(v) for v in node.outputs]
