@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-FAR = 2.0**32  # factor that makes the reciprocal of a float32 or normal float64 a normal number
+_FAR = 2.0**32  # factor that makes the reciprocal of a float32 or normal float64 a normal number
 _finfo: Any = jnp.finfo  # JAX has no type annotations for it
 
 
@@ -24,11 +24,16 @@ def over_largest(x: Any, axis: int | None = None, xp: Any = jnp) -> tuple[Any, A
       xp: `numpy` or `jax.numpy`.
     """
     largest = xp.max(xp.abs(x), axis=axis, keepdims=True, initial=0)  # NaN if there is one
-    # XLA divides by multiplying with the reciprocal, and treats subnormal numbers as zero.
-    near = xp.where(largest > 1, 1 / FAR, FAR).astype(x.dtype)
+    near = near_one(largest, xp)
     scale = largest * near
     usable = (scale >= xp.finfo(x.dtype).tiny) & (scale < xp.inf)
     return x * xp.where(usable, near, 1) / xp.where(usable, scale, 1), xp.where(usable, largest, 1)
+
+
+def near_one(x: Any, xp: Any = jnp) -> Any:
+    """Returns factors for absolute values: the reciprocal of the product is a normal number. XLA
+    divides by multiplying with the reciprocal, and treats subnormal numbers as zero."""
+    return xp.where(x > 1, 1 / _FAR, _FAR).astype(x.dtype)
 
 
 # --------------------------------------------------------------------------------- limits on norms

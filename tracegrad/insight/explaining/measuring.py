@@ -231,7 +231,7 @@ class MeasuredPass(Collector):
         """Measures the cotangents of the results of a node."""
         for k, ct in enumerate(given):
             if ct is not None:
-                self.note("ct", here, k, exact if self.detail is Detail.ALL else norms, ct)
+                self.note("ct", here, k, of_cotangent(self.detail), ct)
 
     def _pull_back(self, visit: Visit) -> list[Any]:
         """Applies and measures the VJP of a node that is one operation; None for a cotangent that
@@ -359,6 +359,11 @@ class MeasuredPass(Collector):
 
 
 # -------------------------------------------------------------------------------------- details
+
+
+def of_cotangent(detail: Detail) -> Callable[[Any], Any]:
+    """Returns the statistic of a cotangent."""
+    return exact if detail is Detail.ALL else norms
 
 
 def _scan(node: Node, step: Any, init: Any, scanned: Any, backward: bool = False) -> Any:

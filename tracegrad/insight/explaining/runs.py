@@ -23,9 +23,9 @@ from tracegrad.insight.explaining.collecting import Deferred
 from tracegrad.insight.explaining.custom_rules import refuse_closed_over
 from tracegrad.insight.explaining.cutting import LIMIT, runs_of
 from tracegrad.insight.explaining.detail import Detail, telling_inside
-from tracegrad.insight.explaining.measuring import MeasuredPass
+from tracegrad.insight.explaining.measuring import MeasuredPass, of_cotangent
 from tracegrad.insight.explaining.observed import Key, Observed
-from tracegrad.insight.explaining.statistics import exact, norms
+from tracegrad.insight.explaining.statistics import exact
 from tracegrad.insight.explaining.visits import is_called, is_entered
 from tracegrad.ir import (
     Atom,
@@ -172,8 +172,8 @@ class _Call:
     ) -> list[Any]:
         for k, ct in enumerate(given):
             if ct is not None:
-                statistic = exact if self.measured.detail is Detail.ALL else norms
-                self.measured.stats["ct", self.here, k] = np.asarray(statistic(ct))
+                statistic = of_cotangent(self.measured.detail)(ct)
+                self.measured.stats["ct", self.here, k] = np.asarray(statistic)
         return self.level.backward(given, wanted)
 
 

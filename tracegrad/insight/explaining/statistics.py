@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tracegrad.rewriting.norms import FAR, over_largest
+from tracegrad.rewriting.norms import near_one, over_largest
 
 # The positions of the numbers in `exact` (`norms` has its first two), in `edge` and in `units`.
 NORM, ZEROS, NAN, INF, LEAST, GREATEST = range(6)
@@ -78,19 +78,20 @@ def _norm_and_share_of_zeros(xp: Any, x: Any) -> tuple[Any, Any]:
     if xp is np:
         norm, zeros = _norm(xp, x), x.size - np.count_nonzero(x)
     else:
-        largest, squares, zeros = _in_one_pass(x)
-        norm = largest * xp.sqrt(squares)
+        norm, zeros = _in_one_pass(x)
     below = xp.minimum(zeros / max(1, x.size), 1 - 2.0**-20)
     return norm, xp.where(zeros == x.size, 1.0, below) if x.size else xp.zeros(())
 
 
-def _in_one_pass(x: Any) -> Any:
-    """Returns the largest absolute value, the sum of the squares of all values divided by it, and
-    the number of zeros. XLA makes one kernel of this: in a loop the statistics make most of the
-    time to compile. (The sum is that of LAPACK's ``nrm2``.)"""
+def _in_one_pass(x: Any) -> tuple[Any, Any]:
+    """Returns the Euclidean norm and the number of zeros. XLA makes one kernel of both: in a loop
+    the statistics make most of the time to compile.
+
+    Each part of the array has its largest absolute value, and the sum of the squares of its
+    entries divided by that value, as in LAPACK's ``nrm2``."""
 
     def share(squares: Any, of: Any, largest: Any) -> Any:
-        near = jnp.where(largest > 1, 1 / FAR, FAR).astype(x.dtype)
+        near = near_one(largest)
         ratio = jnp.where(of == largest, 1, (of * near) / (largest * near))
         return squares * jnp.square(ratio)
 
@@ -103,16 +104,19 @@ def _in_one_pass(x: Any) -> Any:
     size, zero = jnp.abs(x), jnp.zeros((), x.dtype)
     operands = size, (size != 0).astype(x.dtype), (size == 0).astype(int)
     start = zero, zero, jnp.zeros((), int)
-    return jax.lax.reduce(operands, start, joined, tuple(range(x.ndim)))
+    largest, squares, zeros = jax.lax.reduce(operands, start, joined, tuple(range(x.ndim)))
+    return largest * jnp.sqrt(squares), zeros
 
 
 def _norm(xp: Any, x: Any) -> Any:
     """Returns the Euclidean norm, also of entries whose squares overflow or underflow."""
+    if xp is jnp:
+        return _in_one_pass(x)[0]
     flat = x.reshape(-1)  # einsum, not dot: threads of BLAS would wait for those of XLA
-    if xp is np and 1e-280 < (square := np.einsum("i,i->", flat, flat)) < 1e280:
+    if 1e-280 < (square := np.einsum("i,i->", flat, flat)) < 1e280:
         return np.sqrt(square)
-    x, largest = over_largest(x, xp=xp)
-    return xp.max(largest) * xp.sqrt(xp.sum(xp.square(x)))
+    x, largest = over_largest(x, xp=np)
+    return np.max(largest) * np.sqrt(np.sum(np.square(x)))
 
 
 def _vector(xp: Any, *values: Any) -> Any:
