@@ -75,18 +75,16 @@ class CallTypes(NamedTuple):
         trees: dict[str, Any] = {}
         modules = []
         for argument, packed in args.items():
+            of_arrays = jax.tree_util.tree_leaves_with_path(packed)
+            types += [(path_name(path, argument), *_type_of(array)) for path, array in of_arrays]
             tree = packed.argument() if isinstance(packed, Packed) else packed
-            places = leaves_with_paths(tree)
-            leaves, structure = jax.tree.flatten(tree, is_leaf=is_variable)
-            are_arrays = are_traced(leaves, structure)
-            for (place, leaf), is_array in zip(places, are_arrays, strict=True):
-                name = path_name(place, argument)
-                if isinstance(leaf, Variable):
-                    types.append((name, given_of(leaf), "", False))
-                elif not is_array:
-                    values[name] = Static(leaf)
-                else:
-                    types.append((name, *_type_of(leaf)))
+            if isinstance(packed, Packed) and packed.has_parts:
+                arrays = set(map(id, packed.arrays))
+                for path, leaf in leaves_with_paths(tree):
+                    if isinstance(leaf, Variable):
+                        types.append((path_name(path, argument), given_of(leaf), "", False))
+                    elif id(leaf) not in arrays:
+                        values[path_name(path, argument)] = Static(leaf)
             trees[argument] = tree
             if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module_or_variable))):
                 modules.append((argument, packed.structure))
@@ -162,9 +160,8 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
             *changes,
             ("the arguments", "tree", shortened(repr(old.tree)), shortened(repr(new.tree))),
         ]
-    for (name, dtype, shape, weak), (_, dtype2, shape2, weak2) in zip(
-        arrays_before.values(), arrays_after.values(), strict=True
-    ):
+    for name, (_, dtype, shape, weak) in arrays_before.items():
+        _, dtype2, shape2, weak2 = arrays_after[name]
         if isinstance(dtype, Given) or isinstance(dtype2, Given):
             if dtype is not dtype2:
                 changes.append((f"`{name}`", "Variable", f"{dtype}{shape}", f"{dtype2}{shape2}"))

@@ -55,11 +55,12 @@ _IMMUTABLE = frozenset({str, bytes, type, np.dtype, Again})
 class Packed:
     """An argument or a result, taken apart into its arrays and its structure."""
 
-    __slots__ = ("arrays", "structure")
+    __slots__ = ("_paths", "arrays", "structure")
 
     def __init__(self, arrays: Sequence[Any], structure: Any):
         self.arrays = arrays
         self.structure = structure
+        self._paths: list[PathKey] | None = None  # to the arrays; asked for several times a trace
 
     def argument(self) -> Any:
         """Returns the argument, put together; `Again` and `Root` still stand for their objects of
@@ -100,9 +101,10 @@ class PackedStatic(Packed):
 
 
 def _flatten_with_paths(packed: Packed) -> tuple[Iterable[tuple[PathKey, Any]], Any]:
-    paths = packed.of_arrays(leaves_with_paths(packed.argument()))
-    keys = [PathKey(path_name(path)) for path in paths]
-    return list(zip(keys, packed.arrays, strict=True)), packed.structure
+    if packed._paths is None:
+        paths = packed.of_arrays(leaves_with_paths(packed.argument()))
+        packed._paths = [PathKey(path_name(path)) for path in paths]
+    return list(zip(packed._paths, packed.arrays, strict=True)), packed.structure
 
 
 jax.tree_util.register_pytree_with_keys(

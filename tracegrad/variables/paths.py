@@ -63,9 +63,17 @@ def is_named_alike(leaves: Iterable[tuple[Any, Any]], others: Iterable[tuple[Any
 
 
 _POSITIONS = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
+# The attribute with the text of a key. `jax.tree_util.keystr` finds it in five times the time, and
+# tracing a model names thousands of keys.
+_TEXTS = {
+    PathKey: "name",
+    jax.tree_util.GetAttrKey: "name",
+    jax.tree_util.DictKey: "key",
+    jax.tree_util.FlattenedIndexKey: "key",
+    jax.tree_util.SequenceKey: "idx",
+}
 
 
 def _key_name(key: Any) -> str:
-    if isinstance(key, PathKey):
-        return key.name
-    return jax.tree_util.keystr((key,), simple=True)  # for a key of flax, the key as text
+    attribute = _TEXTS.get(type(key))
+    return str(key if attribute is None else getattr(key, attribute))  # a key of flax is a text

@@ -41,10 +41,11 @@ class States:
             if structure != new_structure:
                 changes.structures.append(f"{name} (its structure)")
                 continue
-            for leaf, old, new in zip(leaves_of(state), leaves, now, strict=True):
-                if old is not new and id(new) not in returned:
-                    changes.paths.append(leaf.within(name).name)
-                    changes.values.append((old, new))
+            pairs = list(zip(leaves, now, strict=True))
+            lost = [i for i, (old, new) in enumerate(pairs) if old is not new and id(new) not in returned]
+            names = leaves_of(state) if lost else []
+            changes.paths += [names[i].within(name).name for i in lost]
+            changes.values += [pairs[i] for i in lost]
         return changes
 
 
