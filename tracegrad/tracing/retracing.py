@@ -23,7 +23,7 @@ from tracegrad.variables.modules import is_module_or_variable, with_modules
 from tracegrad.variables.nnx_objects import attribute_texts, differences, is_module
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.paths import path_name
-from tracegrad.variables.statics import Given, Static, are_traced, given_of, is_variable
+from tracegrad.variables.statics import Given, Static, given_of, is_variable
 from tracegrad.variables.trees import finding
 from tracegrad.variables.variable import Variable
 
@@ -63,14 +63,15 @@ class CallTypes(NamedTuple):
     """The types and the static values of the arguments for which a function was compiled."""
 
     tree: Any
-    types: tuple[tuple[str, str | Given, str, bool], ...]  # path, dtype or Variable, shape, weak
+    # path, dtype or Variable, shape, whether it is weak
+    types: tuple[tuple[str, Any, tuple[Any, ...], bool], ...]
     static: tuple[tuple[str, Any], ...]
     modules: tuple[tuple[str, Any], ...] = ()  # the structures of arguments with flax.nnx modules
 
     @classmethod
     def of(cls, args: Mapping[str, Any], static: Mapping[str, Any]) -> CallTypes:
         """Returns the types of a call with these packed arguments."""
-        types: list[tuple[str, str | Given, str, bool]] = []
+        types: list[tuple[str, Any, tuple[Any, ...], bool]] = []
         values = dict(static)
         trees: dict[str, Any] = {}
         modules = []
@@ -82,7 +83,7 @@ class CallTypes(NamedTuple):
                 arrays = set(map(id, packed.arrays))
                 for path, leaf in leaves_with_paths(tree):
                     if isinstance(leaf, Variable):
-                        types.append((path_name(path, argument), given_of(leaf), "", False))
+                        types.append((path_name(path, argument), given_of(leaf), (), False))
                     elif id(leaf) not in arrays:
                         values[path_name(path, argument)] = Static(leaf)
             trees[argument] = tree
@@ -93,12 +94,11 @@ class CallTypes(NamedTuple):
         return cls(structure, tuple(types), tuple(ordered), tuple(modules))
 
 
-def _type_of(leaf: Any) -> tuple[str, str, bool]:
+def _type_of(leaf: Any) -> tuple[Any, tuple[Any, ...], bool]:
     """Returns the dtype, the shape, and whether the type is weak."""
     aval = _jax.type_of(leaf) or leaf  # a part of a JAX reference has a shape and a dtype itself
-    dtype = str(getattr(aval, "dtype", aval))
-    shape = str(list(getattr(aval, "shape", ())))
-    return dtype, shape, bool(getattr(aval, "weak_type", False))
+    dtype, shape = getattr(aval, "dtype", aval), getattr(aval, "shape", ())
+    return dtype, shape, getattr(aval, "weak_type", False)
 
 
 @dataclass
@@ -148,8 +148,8 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
     for name, before, after in _paired(old.static, new.static):
         if before != after:
             was, is_now = arrays_before.pop(name, None), arrays_after.pop(name, None)
-            old_text = shortened(repr(before)) if was is None else _array_text(*was)
-            new_text = shortened(repr(after)) if is_now is None else _array_text(*is_now)
+            old_text = shortened(repr(before)) if was is None else _type_text(*was[1:])
+            new_text = shortened(repr(after)) if is_now is None else _type_text(*is_now[1:])
             is_object = isinstance(after, Static) and after.is_known_by_identity
             kind = "static object" if is_object else "static value"
             changes.append((f"`{name}`", kind, old_text, new_text))
@@ -164,20 +164,22 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
         _, dtype2, shape2, weak2 = arrays_after[name]
         if isinstance(dtype, Given) or isinstance(dtype2, Given):
             if dtype is not dtype2:
-                changes.append((f"`{name}`", "Variable", f"{dtype}{shape}", f"{dtype2}{shape2}"))
+                texts = _type_text(dtype, shape), _type_text(dtype2, shape2)
+                changes.append((f"`{name}`", "Variable", *texts))
             continue
         if shape != shape2:
-            changes.append((f"`{name}`", "shape", shape, shape2))
+            changes.append((f"`{name}`", "shape", str(list(shape)), str(list(shape2))))
         if dtype != dtype2:
-            changes.append((f"`{name}`", "dtype", dtype, dtype2))
+            changes.append((f"`{name}`", "dtype", str(dtype), str(dtype2)))
         elif weak != weak2:
             kinds = ("an array's", "a Python number's")
             changes.append((f"`{name}`", "weak type", kinds[weak], kinds[weak2]))
     return changes
 
 
-def _array_text(name: str, dtype: str | Given, shape: str, weak: bool) -> str:
-    return f"{'weak ' if weak else ''}{dtype}{shape}"
+def _type_text(dtype: Any, shape: tuple[Any, ...], weak: bool = False) -> str:
+    sizes = "" if isinstance(dtype, Given) else str(list(shape))
+    return f"{'weak ' if weak else ''}{dtype}{sizes}"
 
 
 def _in_modules(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.paths import path_name
+from tracegrad.variables.paths import key_name, path_name
 from tracegrad.variables.variable import Variable
 
 
@@ -64,7 +64,7 @@ def leaves_of(tree: Any) -> list[Leaf]:
     }
     found = []
     for path, node in nodes:
-        is_beside = any(
+        is_beside = bool(with_params) and any(
             path[:depth] in with_params and not _is_params(key) for depth, key in enumerate(path)
         )
         if not isinstance(node, holders):
@@ -99,7 +99,7 @@ def named_leaves(
 
 
 def _is_params(key: Any) -> bool:
-    return path_name((key,)) == "params"
+    return key_name(key) == "params"
 
 
 def leaves_with_paths(tree: Any, *kinds: type) -> list[tuple[tuple[Any, ...], Any]]:

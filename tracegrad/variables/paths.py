@@ -38,7 +38,7 @@ def path_name(path: Iterable[Any], of: str = "") -> str:
     >>> [path_name(path, "model") for path, _ in jax.tree.leaves_with_path(model)]
     ['model.blocks.0.kernel']
     """
-    return ".".join(filter(None, (of, *map(_key_name, path))))
+    return ".".join(filter(None, (of, *map(key_name, path))))
 
 
 def is_named_alike(leaves: Iterable[tuple[Any, Any]], others: Iterable[tuple[Any, Any]]) -> bool:
@@ -56,7 +56,7 @@ def is_named_alike(leaves: Iterable[tuple[Any, Any]], others: Iterable[tuple[Any
     """
 
     def names(leaf: tuple[Any, Any]) -> list[str]:
-        return [_key_name(key) for key in leaf[0] if not isinstance(key, _POSITIONS)]
+        return [key_name(key) for key in leaf[0] if not isinstance(key, _POSITIONS)]
 
     pairs = zip(map(names, leaves), map(names, others), strict=True)
     return all(own == other[: len(own)] for own, other in pairs)
@@ -74,6 +74,7 @@ _TEXTS = {
 }
 
 
-def _key_name(key: Any) -> str:
+def key_name(key: Any) -> str:
+    """Returns a key of a path of JAX or of flax as text."""
     attribute = _TEXTS.get(type(key))
     return str(key if attribute is None else getattr(key, attribute))  # a key of flax is a text

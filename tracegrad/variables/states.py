@@ -42,7 +42,11 @@ class States:
                 changes.structures.append(f"{name} (its structure)")
                 continue
             pairs = list(zip(leaves, now, strict=True))
-            lost = [i for i, (old, new) in enumerate(pairs) if old is not new and id(new) not in returned]
+            lost = [
+                i
+                for i, (old, new) in enumerate(pairs)
+                if old is not new and id(new) not in returned
+            ]
             names = leaves_of(state) if lost else []
             changes.paths += [names[i].within(name).name for i in lost]
             changes.values += [pairs[i] for i in lost]

@@ -304,10 +304,15 @@ def has_statics(structure: Any) -> bool:
 
 def has_nodes(structure: Any, kinds: tuple[type, ...]) -> bool:
     """Whether a structure contains a node of one of some classes."""
-    node = structure.node_data()
-    if node is None:
-        return False
-    return node[0] in kinds or any(has_nodes(child, kinds) for child in structure.children())
+    waiting = [structure]
+    while waiting:
+        structure = waiting.pop()
+        node = structure.node_data()
+        if node is not None:
+            if node[0] in kinds:
+                return True
+            waiting += structure.children()
+    return False
 
 
 def structure_with(structure: Any, leaves: Sequence[Any]) -> Any:
