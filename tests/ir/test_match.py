@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import jax
@@ -155,6 +156,26 @@ def test_a_jitted_method_is_told_from_one_of_the_same_name_that_it_calls():
 
     assert ops(found(f, match.call("Outer"))) == [["sin", "mul", "add"]]
     assert ops(found(f, match.call("Inner"))) == [["sin", "mul"]]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_call_is_found_between_calls_of_one_function_that_calls_itself(transform):
+    """As a `Sequential` in a `Sequential`."""
+
+    def both(one, other, x):
+        return other(one(x))
+
+    def block(x):
+        return both(jnp.sin, jnp.tanh, x)
+
+    def f(x):
+        return both(block, jnp.exp, x)
+
+    assert ops(found(transform(f), match.call("block"))) == [["sin", "tanh"]]
+    of_itself = transform(functools.partial(both, block, jnp.exp))
+    assert ops(found(lambda x: both(jnp.cos, of_itself, x), match.call("block"))) == [
+        ["sin", "tanh"]
+    ]
 
 
 def test_who_traces_is_no_call_in_the_program():

@@ -81,13 +81,16 @@ def stack_of(node: Node, *, root: bool) -> Stack:
     codes, offsets = _jax.frame_positions(node.source.info)
     function = origin_of_function(node.function)
     file, line = (function.file, function.line) if function else ("", 0)
+    end = len(codes)
     for i, code in enumerate(codes):
-        # By line and not by name: in a file of layers, most functions are named ``__call__``.
+        # By line and not by name: in a file of layers, most functions are named ``__call__``. The
+        # outermost such frame counts: a function may call itself, as nested `Sequential`s do.
         if code.co_firstlineno == line and code.co_filename == file:
-            return Stack(codes[: i + 1], offsets[: i + 1])
+            end = i + 1
         if root and code in CALLS_TRACED:
-            return Stack(codes[:i], offsets[:i])
-    return Stack(codes, offsets)
+            end = min(i, end)
+            break
+    return Stack(codes[:end], offsets[:end])
 
 
 def is_in_loop(frame: Frame) -> bool:
