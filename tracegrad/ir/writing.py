@@ -128,8 +128,6 @@ def write(
             (others[old],) = renamed([new], names)
     nodes = [node_of(equation, beside.function).renaming(names) for equation in open_form.eqns]
     outs = [Port(key, atom) for atom in renamed(open_form.outvars[len(results) :], names)]
-    if len(nodes) == 1 and nodes[0].primitive is beside.primitive and nodes[0].regions:
-        nodes = [dataclasses.replace(nodes[0], key=beside.key)]  # later edits find the node by key
     return Written(nodes, others, ins, outs, constants)
 
 
