@@ -123,6 +123,27 @@ def test_a_factor_that_is_zero_for_good_is_a_problem():
         assert [f.sources[-1] for f in explain(loss, p, X).problems if "w" in f.sources[-1]]
 
 
+@pytest.mark.parametrize("read", [0, slice(None)], ids=["first", "all"])
+def test_the_state_that_a_recurrence_starts_with_is_zero_for_good(read):
+    """If only the first step is read, as at the last position of a bidirectional RNN. The bias is
+    zero, too, and the states of later steps are computed of it."""
+
+    def recurrent(p, x):
+        def step(h, x):
+            h = jnp.tanh(x @ p["in"] + h @ p["w"] + p["bias"])
+            return h, h
+
+        _, states = jax.lax.scan(step, jnp.zeros(6), x[:4])
+        return jnp.sum(states[read] ** 2)
+
+    p = {"in": W, "w": W, "bias": jnp.zeros(6)}
+    found = explain(recurrent, p, X)
+    is_zero = not jnp.any(jax.grad(recurrent)(p, X)["w"])
+    assert is_zero == (read == 0)
+    assert [f.sources for f in found.findings] == ([("p.w",)] if is_zero else [])
+    assert found.problems == found.findings
+
+
 # ------------------------------------------------------------------------- what adds up to zero
 
 

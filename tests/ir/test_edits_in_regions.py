@@ -169,6 +169,34 @@ def test_a_shard_map_is_rebuilt_in_its_mesh():
     )
 
 
+def test_a_shard_map_in_a_shard_map_is_edited_and_checked_in_both_meshes():
+    spec, everywhere = jax.sharding.PartitionSpec, jax.sharding.PartitionSpec()
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=types)
+
+    def fun(w, x):
+        def local(w, x):
+            return jax.lax.psum(jnp.sum(jnp.sin(x @ w)), "b")
+
+        def outer(w, x):
+            specs = {"in_specs": (everywhere, spec("b")), "out_specs": everywhere}
+            inner = jax.shard_map(local, axis_names={"b"}, **specs)
+            return jax.lax.psum(jnp.cos(inner(w, x)), "a")
+
+        specs = {"in_specs": (everywhere, spec("a")), "out_specs": everywhere}
+        return jax.shard_map(outer, mesh=mesh, axis_names={"a"}, **specs)(w, x)
+
+    w, x = jnp.ones((2, 3)), jnp.arange(8.0).reshape(4, 2)
+    graph = tg.graph(fun, w, x)
+    graph.verify()
+    edited = tg.rewrite(fun, tg.rules.scale_gradient(tg.match.op("sin"), 2.0))
+    tg.graph(edited, w, x).verify()
+    tangents = (jnp.ones_like(w), jnp.zeros_like(x))
+    value, tangent = jax.jit(lambda w, x: jax.jvp(fun, (w, x), tangents))(w, x)
+    found = jax.jit(lambda w, x: jax.jvp(edited, (w, x), tangents))(w, x)
+    close(found, (value, 2 * tangent))
+
+
 def test_a_clean_graph_is_the_very_program_that_came_in():
     def fun(x):
         return jax.lax.scan(lambda c, y: (jnp.sin(c) * y, c), x, jnp.arange(3.0))

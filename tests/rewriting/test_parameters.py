@@ -349,6 +349,33 @@ def test_a_gradient_penalty_is_taken_of_what_it_is_and_clipped_outside():
     assert_trees_close(step(params, X), expected)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_parameter_that_is_stopped_is_frozen_in_gradients_of_gradients_too(jitted):
+    """Where a gradient of the parameter is taken inside, the rule has acted already."""
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params["w"]) * params["b"])
+
+    def inner(params, x):
+        gradient = jax.grad(loss)
+        return (jax.jit(gradient) if jitted else gradient)(params, x)
+
+    def adapted(params, x):  # one step of an inner loop, as in MAML
+        gradients = inner(params, x)
+        return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), x + 1)
+
+    rule = tg.rules.stop_gradient(tg.match.param("params.w"))
+    params = {"w": jnp.array([[0.3], [0.2], [-0.4]]), "b": jnp.array(2.0)}
+    found = tg.trace(lambda params, x: jax.grad(adapted)(params, x), rules=[rule])(params, X)
+    assert not jnp.any(found["w"])
+
+    def frozen(params, x):
+        gradients = {**inner(params, x), "w": 0.0}
+        return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), x + 1)
+
+    np.testing.assert_allclose(found["b"], jax.grad(frozen)(params, X)["b"], rtol=1e-6)
+
+
 def test_under_jit_vmap_and_scan():
     rule = tg.rules.clip_gradient(tg.match.param("w"), max_norm=1.0)
     f = tg.rewrite(lambda w, x: jnp.sum(w * x), rule)

@@ -272,6 +272,41 @@ def test_rules_compose_in_order():
     np.testing.assert_allclose(scaled_last / COS, 3 * jnp.minimum(ARRIVING, 5.0), rtol=1e-6)
 
 
+def layer(x):
+    with jax.named_scope("layer"):
+        return jax.nn.relu(3.0 * x)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        match.call("relu"),
+        match.op("custom_jvp_call"),
+        match.call("layer"),
+        match.scope("layer"),
+        match.source("layer") & match.call("relu"),
+        match.where(
+            lambda found: found.scope == "layer" and not found.path and found.name != "mul"
+        ),
+    ],
+    ids=["call", "op", "inlined", "scope", "source", "where"],
+)
+def test_rules_at_one_place_compose_in_order_and_act_once(where):
+    """The code of a rule is a custom gradient itself, in the scope and line of its match."""
+    seen = []
+    tap = rules.tap_gradient(where, lambda place, g: seen.append(np.asarray(g)))
+    double, clip = rules.scale_gradient(where, 2.0), rules.clip_gradient(where, max_value=30.0)
+    edited = tg.rewrite(
+        lambda x: jnp.sum(layer(x) * ARRIVING), [double, rules.recompute(where), clip, tap, double]
+    )
+    gradient = jax.grad(edited)(X)
+    jax.effects_barrier()
+    tapped = jnp.minimum(2 * ARRIVING, 30.0)
+    np.testing.assert_allclose(seen, [tapped])
+    np.testing.assert_allclose(gradient, 2 * tapped * 3.0 * (X > 0))
+    assert edited(X) == jnp.sum(layer(X) * ARRIVING)
+
+
 def test_a_rule_of_ones_own():
     def straight_through(op, x):
         return x + jax.lax.stop_gradient(op(x) - x)

@@ -15,7 +15,14 @@ from jax.extend import source_info_util
 from jax.extend.core import primitives
 
 from tracegrad._jax.arrays import is_tracer, struct
-from tracegrad._jax.compat import INLINED_WHEN_LOWERED, PROGRAM_TYPES, effects_of, opened, parts_of
+from tracegrad._jax.compat import (
+    INLINED_WHEN_LOWERED,
+    PROGRAM_TYPES,
+    effects_of,
+    opened,
+    parts_of,
+    shard_map_options,
+)
 from tracegrad._jax.traces import in_a_new_thread, staging_trace
 
 JIT = primitives.jit_p
@@ -308,6 +315,24 @@ def equation_context(source_info: Any, settings: Any) -> tuple[AbstractContextMa
     stack = source_info_util.current_name_stack() + source_info.name_stack
     scope = source_info_util.user_context(source_info.traceback, name_stack=stack)
     return scope, nullcontext() if settings is None else settings.manager
+
+
+def in_mesh_of(shard_map: Mapping[str, Any], run: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that calls `run` inside a `jax.shard_map` with these parameters, where
+    collectives know their axes, and types say over which axes values vary."""
+
+    def body() -> tuple[()]:
+        run()
+        return ()
+
+    mapped: Callable[[], tuple[()]] = jax.shard_map(
+        body, mesh=shard_map["mesh"], in_specs=(), out_specs=(), **shard_map_options(shard_map)
+    )
+
+    def run_inside() -> None:
+        jax.make_jaxpr(lambda: mapped())()
+
+    return run_inside
 
 
 def abstract_eval(

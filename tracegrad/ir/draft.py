@@ -82,11 +82,14 @@ class Draft:
     ) -> None:
         """Replaces adjacent nodes with the nodes of `new`; no later match may overlap `match`."""
         self._add_ports_and_names(new)
+        first, nodes = members[0], list(new.nodes)
         for node in members:
             self.now[node.key] = []
             if match is not None:
                 self._replaced_by[node.key] = match
-        self.now[members[0].key] = list(new.nodes)
+        if len(nodes) == 1 and nodes[0].primitive is first.primitive and nodes[0].regions:
+            nodes = [replace(nodes[0], key=first.key)]  # later edits find the node by its key
+        self.now[first.key] = nodes
 
     def insert(
         self, new: Written, *, before: Node | None = None, behind: Node | None = None

@@ -132,7 +132,9 @@ def param(*globs: str) -> Parameters:
     A path is the name of a leaf of an argument in messages:
     ``model.blocks.0.attention.query.kernel``, whether the argument is a module of flax.nnx or of
     equinox, a dict or a list. A rule acts where the parameter enters the function, on the sum of
-    the gradients from all its uses.
+    the gradients from all its uses. If a gradient of a parameter is taken inside of another one
+    (meta-learning, a penalty on that gradient), a rule acts on the inner gradient, and the outer
+    one is the derivative of what the rule made of it; `rules.stop_gradient` acts on both.
 
     Args:
       *globs: patterns for paths; ``*`` stands for any letters, also dots. A glob may leave out the

@@ -5,7 +5,8 @@ The tests call `Graph.verify()` after every rewrite.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad import _jax
@@ -37,7 +38,12 @@ def _verify(graph: Graph, path: Path, seen: set[Graph]) -> None:
             raise GraphError(f"{error}\n  at {Occurrence(path, node)}") from None
         defined.update(node.outputs)
         for name, region in node.regions.items():
-            _verify(region, (*path, (node, name)), seen)
+            check: Callable[[], None] = functools.partial(
+                _verify, region, (*path, (node, name)), seen
+            )
+            if node.op == "shard_map":
+                check = _jax.in_mesh_of(node.params, check)
+            check()
     for value in graph.outputs:
         if isinstance(value, Value) and value not in defined:
             kind = _jax.type_text(value.aval)

@@ -128,8 +128,6 @@ def write(
             (others[old],) = renamed([new], names)
     nodes = [node_of(equation, beside.function).renaming(names) for equation in open_form.eqns]
     outs = [Port(key, atom) for atom in renamed(open_form.outvars[len(results) :], names)]
-    if len(nodes) == 1 and nodes[0].primitive is beside.primitive and nodes[0].regions:
-        nodes = [dataclasses.replace(nodes[0], key=beside.key)]  # later edits find the node by key
     return Written(nodes, others, ins, outs, constants)
 
 
@@ -166,31 +164,10 @@ def trace_beside(
         with beside.source.settings.manager:
             programs.append(jax.make_jaxpr(here)(*avals))
 
-    for node in where.meshes:
-        trace = _in_mesh(node, trace)
+    for node in reversed(where.meshes):
+        trace = _jax.in_mesh_of(node.params, trace)
     trace()
     return programs[0]
-
-
-def _in_mesh(shard_map: Node, trace: Callable[[], None]) -> Callable[[], None]:
-    """Returns `trace` run inside a `jax.shard_map`, where types say over which axes values vary."""
-
-    def body() -> tuple[()]:
-        trace()
-        return ()
-
-    mapped: Callable[[], tuple[()]] = jax.shard_map(
-        body,
-        mesh=shard_map.params["mesh"],
-        in_specs=(),
-        out_specs=(),
-        **_jax.shard_map_options(shard_map.params),
-    )
-
-    def trace_inside() -> None:
-        jax.make_jaxpr(lambda: mapped())()
-
-    return trace_inside
 
 
 def _as_type(new: Any, aval: Any, place: object) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from tracegrad import _jax
 from tracegrad.ir import (
@@ -127,12 +128,16 @@ def matches_of(
         gradient passes through, and matches in a loss to which `tracegrad.grad` and the like have
         already applied the rules in force.
 
+    An identity that an earlier rule put behind a match has the scope and the line of the match. It
+    is no match, and no match ends with it, so that the gradient meets rules in their order, and
+    each of them once.
+
     Raises:
       NoMatchError: nothing matches, and `missing_ok` is false.
       GraphError: a match is in a custom gradient or in a solve or, if `gradients`, in code that JAX
         has already differentiated.
     """
-    matches = where.look(graph).matches
+    matches = [left for m in where.look(graph).matches if (left := _before_rules(m))]
     if gradients:
         matches = [m for m in matches if not (is_under_rules(m) or is_of_nothing(m))]
     scans_of = functools.cache(_differentiated_scans)  # looks at each region once
@@ -145,6 +150,28 @@ def matches_of(
     if not matches and not missing_ok:
         raise NoMatchError(lambda: _no_match(graph, where, asked))
     return matches
+
+
+def _before_rules(match: Occurrence) -> Occurrence | None:
+    """Returns a match without the identities of rules at its end; None if it is one of these."""
+    if not any(map(_is_identity_of_rule, match.nodes)):
+        return match
+    kept: list[Node] = []
+    used: set[Value] = set()
+    for node in reversed(match.nodes):
+        if not _is_identity_of_rule(node) or not used.isdisjoint(node.outputs):
+            kept.insert(0, node)
+            used.update(node.operands)
+    return replace(match, members=tuple(kept)) if isinstance(match, Fragment) and kept else None
+
+
+def _is_identity_of_rule(node: Node) -> bool:
+    """Whether a node is an identity by which a rule of this package changes a gradient."""
+    return (
+        isinstance(node, CustomGradient)
+        and not node.primal.nodes
+        and code_of_rule(node) in CHANGES_GRADIENT
+    )
 
 
 def _no_match(graph: Graph, where: Selector, rule: object) -> str:

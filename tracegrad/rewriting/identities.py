@@ -26,10 +26,13 @@ def rule_of(
     identity: Callable[[Any], Any],
     missing_ok: bool,
     inputs: int | Sequence[int] | None = None,
+    *,
+    again: bool = False,
 ) -> MatchRule:
     """Returns a rule that passes values through `identity`, which has another tangent.
 
     The values are parameters, or the values that leave a match, or its operands at `inputs`.
+    `again`: see `MatchRule`.
     """
     if isinstance(where, Parameters) and inputs is not None:
         raise TypeError(
@@ -37,7 +40,7 @@ def rule_of(
             "parameters: leave out inputs="
         )
     edit = of_arrays(through(identity, inputs))
-    return MatchRule(name, where, edit, missing_ok, identity=lambda place: identity)
+    return MatchRule(name, where, edit, missing_ok, identity=lambda place: identity, again=again)
 
 
 def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None = None) -> Edit:

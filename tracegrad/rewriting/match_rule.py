@@ -31,7 +31,9 @@ class MatchRule:
     """A rule: its name, the selector that finds its matches, and the edit at the matches.
 
     ``edit(graph, matches)`` returns the edited graph. For parameters (`match.param`),
-    ``identity(path)`` returns the function that a parameter is passed through.
+    ``identity(path)`` returns the function that a parameter is passed through. `again`: whether the
+    rule also acts on a gradient that is taken of a gradient on which it has acted; of the rules for
+    parameters only one that stops does.
 
     A call of the rule raises:
       NoMatchError: nothing matches (unless `missing_ok`).
@@ -45,6 +47,7 @@ class MatchRule:
     missing_ok: bool = False
     text: str | None = None  # the arguments in the repr; None: the selector alone
     identity: Identity | None = None
+    again: bool = False
 
     def __post_init__(self) -> None:
         if self.identity is None or not self.of_parameters:

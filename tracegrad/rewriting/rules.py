@@ -143,7 +143,8 @@ def stop_gradient(
     >>> print(jax.grad(f, (0, 1))(2 * jnp.ones(2), jnp.ones((1, 2))))
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
-    return identities.rule_of("stop_gradient", where, jax.lax.stop_gradient, missing_ok, inputs)
+    stop: Any = jax.lax.stop_gradient
+    return identities.rule_of("stop_gradient", where, stop, missing_ok, inputs, again=True)
 
 
 @shows_arguments

@@ -12,7 +12,7 @@ from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.culprits import made_by
 from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.observed import Observed, Place
-from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_UNITS, NORM
+from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_UNITS, NORM, ZEROS
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, has_gradient, operations
@@ -150,7 +150,8 @@ def _starting_factors(
         node = observed.region(path).producers.get(value)
         before: list[tuple[Path, Any]] = []
         if node is None:
-            before = outside(path, value) if path else []
+            first, *fed_back = outside(path, value) if path else [(path, value)]
+            before = [first, *(each for each in fed_back if not _is_never_zero(observed, *each))]
         elif _arrives(observed, here := Occurrence(path, node), node.outputs.index(value)):
             if is_entered(node):
                 before = [inside_result(here, value, name) for name in node.regions]
@@ -160,6 +161,16 @@ def _starting_factors(
         seen |= new
         pending += new
     return [name for each, name in starting.items() if ((), each) in seen]
+
+
+def _is_never_zero(observed: Observed, path: Path, carried: Any) -> bool:
+    """Whether what a step of a loop hands to the next one is all zeros at no step. Then the zeros
+    of the first step are those that the loop was given."""
+    node = observed.region(path).producers.get(carried)
+    if node is None:
+        return False
+    stat = observed.get("value", Place(Occurrence(path, node)), node.outputs.index(carried))
+    return stat is not None and not np.any(stat[..., ZEROS] >= 1)
 
 
 def _zero_input(
