@@ -402,14 +402,16 @@ def test_a_scan_keeps_the_residuals_of_every_iteration():
 def test_calls_are_written_out_at_every_depth_and_compute_the_same():
     inner = jax.jit(lambda x: jnp.sin(x) * 2)
     outer = jax.jit(lambda x: inner(x) + inner(x + 1))
+    single = jax.jit(jax.jit(jnp.sin))
 
-    def fun(x: jax.Array) -> jax.Array:
+    def nested(x: jax.Array) -> jax.Array:
         return outer(x) * outer(inner(x))
 
-    flat = flatten(tracegrad.graph(fun, 0.5))
-    flat.verify()
-    assert not [node for node in flat.nodes if node.regions]
-    assert float(flat.to_callable()(0.5)) == pytest.approx(float(fun(jnp.float32(0.5))))
+    for fun in (nested, single, lambda x: single(single(x))):
+        flat = flatten(tracegrad.graph(fun, 0.5))
+        flat.verify()
+        assert not [node for node in flat.nodes if node.regions]
+        assert float(flat.to_callable()(0.5)) == pytest.approx(float(fun(jnp.float32(0.5))))
 
 
 def batch_norm(x: jax.Array) -> jax.Array:

@@ -38,6 +38,8 @@ def _is_plain_call(node: Node) -> bool:
 
 def _written_out(graph: Graph) -> Graph:
     """Returns the graph with the calls of jitted functions replaced by the functions' nodes."""
+    if not any(map(_is_plain_call, graph.nodes)):
+        return graph
     names: dict[Value, Atom] = {}
     constants = dict(graph.constants)
     nodes = []
@@ -62,8 +64,6 @@ def _written_out(graph: Graph) -> Graph:
             source = written_out(node, each).info
             equation = each.renaming(inner).equation.replace(source_info=source)
             nodes.append(dataclasses.replace(each, equation=equation, key=equation))
-    if len(nodes) == len(graph.nodes) and not names:
-        return graph
     outputs = renamed(graph.outputs, names)
     return graph.replace(nodes=nodes, outputs=outputs, constants=constants)
 
