@@ -206,6 +206,20 @@ def test_a_table_that_is_looked_up_in_another_precision():
     np.testing.assert_array_equal(slices.values, np.ones((3, 4)))
 
 
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_a_gradient_that_is_a_number_in_the_program(compile):
+    def scaled_sum(t, a):
+        return a * jnp.sum(t[IDS])
+
+    def loss(t, a, unused):
+        return compile(scaled_sum)(t, 2.0) + 3 * a
+
+    found, *others = grad(loss, (0, 1, 2), sparse=True)(TABLE, 1.0, 5.0)
+    assert others == [3.0, 0.0]
+    assert isinstance(found, IndexedSlices)
+    np.testing.assert_array_equal(found.values, np.full((3, 4), 2.0))
+
+
 @pytest.mark.parametrize("spec", [P("x", None), P(None, "x")], ids=["rows", "columns"])
 def test_a_table_that_is_spread_over_devices(spec):
     for axis_type, kind in [(AxisType.Auto, IndexedSlices), (AxisType.Explicit, jax.Array)]:

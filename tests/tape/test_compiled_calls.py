@@ -128,6 +128,50 @@ def test_what_a_function_closed_over_is_freed_with_it():
         gc.enable()
 
 
+@pytest.mark.parametrize("way", ["cond", "switch"])
+def test_a_new_branch_beside_one_that_stays_is_not_taken_for_one_that_was_freed(way):
+    """A new branch may have the address of a branch that was freed."""
+
+    def known(x):
+        return 2 * x
+
+    x = jnp.float32(3.0)
+    for factor in map(float, range(3, 28)):
+        new = times(factor)
+        with tg.GradientTape() as tape:
+            tape.watch(x)
+            if way == "cond":
+                y = jax.lax.cond(x < 4, new, known, x)
+            else:
+                y = jax.lax.switch(2, [known, known, new], x)
+        assert (y, tape.gradient(y, x)) == (factor * x, factor)
+        del y, tape, new
+
+
+def test_what_was_compiled_for_a_new_function_beside_one_that_stays_is_freed_with_it():
+    def known(x):
+        return 2 * x
+
+    def not_yet(state):
+        return state[0] < 2
+
+    x, counts = jnp.float32(3.0), []
+    for factor in map(float, range(3, 8)):
+        new = times(factor)
+        with tg.ForwardAccumulator(x, 1.0) as accumulator:
+            y = jax.lax.cond(x < 4, new, known, x)
+            y *= jax.lax.while_loop(not_yet, lambda s, new=new: (s[0] + 1, new(s[1])), (0, 1.0))[1]
+        assert accumulator.jvp(y) == factor**3
+        del y, accumulator, new
+        gc.collect()
+        counts.append(sum(map(len, known_computations._of_programs.values())))
+    assert counts[-1] == counts[1]
+
+
+def times(factor):
+    return lambda x: factor * x
+
+
 def test_a_tape_that_is_used_up_still_shows_what_it_saw():
     w, x, shift = arguments()
     with tg.GradientTape() as tape:

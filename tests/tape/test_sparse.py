@@ -62,6 +62,23 @@ def test_a_computed_table_is_dense_for_what_it_was_computed_from():
     np.testing.assert_allclose(of_table, 2 * expected, rtol=1e-6)
 
 
+def test_a_table_that_is_looked_up_in_two_precisions_has_slices_of_its_own():
+    def looked_up(table):
+        return jnp.sum(table.astype("bfloat16")[IDS].astype("float32") ** 2)
+
+    def both(table):
+        return looked_up(table) + jnp.sum(table[jnp.array([1])] ** 3)
+
+    for fun in (looked_up, both):
+        with GradientTape() as tape:
+            tape.watch(TABLE)
+            y = fun(TABLE)
+        slices = tape.gradient(y, TABLE, sparse=True)
+        assert isinstance(slices, IndexedSlices)
+        assert slices.dtype == TABLE.dtype
+        np.testing.assert_allclose(slices.to_dense(), jax.grad(fun)(TABLE), rtol=1e-2)
+
+
 def test_other_sources_get_arrays_or_none_or_zeros():
     x, unused = jnp.ones(4), jnp.ones((5, 2))
     with GradientTape(persistent=True) as tape:

@@ -175,6 +175,10 @@ class IndexedSlices(metaclass=_OfSlices):
         known = self.dense_shape is not None or self.values.shape[1:] != aval.shape[1:]
         return self if known else _make(self.values, self._rows, tuple(aval.shape))
 
+    def astype(self, dtype: Any) -> IndexedSlices:
+        """Returns the slices with values of another dtype."""
+        return _make(self.values.astype(dtype), self._rows, self.dense_shape)
+
     def _added_to(self, array: Any) -> Any:
         values, indices = _placed(self.values, self._rows)
         return jnp.asarray(array).at[indices].add(values, mode="drop")

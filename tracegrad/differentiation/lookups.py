@@ -20,7 +20,7 @@ from jax.lax import GatherScatterMode
 
 from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import IndexedSlices, row_indices
-from tracegrad.ir import Atom, Literal, Node, Occurrence, has_gradient
+from tracegrad.ir import Atom, Literal, Node, Occurrence, Value, has_gradient
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.inlined import Inlined, Ref
 from tracegrad.ir.occurrence import Path
@@ -107,12 +107,17 @@ _Values = dict[Ref, Any]
 
 def _needed(main: Inlined, wanted: Iterable[Ref]) -> list[Occurrence]:
     """Returns the operations that the wanted values depend on, and the operations with effects."""
-    needed, chosen = set(wanted), []
+    needed, chosen = set(_values(wanted)), []
     for step in reversed(main.steps):
         if step.node.effects or any((step.path, v) in needed for v in step.node.outputs):
-            needed.update(main.origin(step.path, v) for v in step.node.operands)
+            needed.update(_values(main.origin(step.path, v) for v in step.node.operands))
             chosen.append(step)
     return chosen[::-1]
+
+
+def _values(refs: Iterable[Ref]) -> list[Ref]:
+    """Returns the refs without the literals."""
+    return [ref for ref in refs if isinstance(ref[1], Value)]
 
 
 def _run(main: Inlined, steps: Sequence[Occurrence], args: Sequence[Any]) -> _Values:

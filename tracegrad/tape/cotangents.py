@@ -256,7 +256,8 @@ class _Pass:
         computation = entry.computation
         if self.tables and any(map(is_slices, of_results.values())):
             if _is_cast(entry) and entry.args[0] in self.tables:
-                return {0: of_results[0].shaped_as(jax.typeof(self.arrays[entry.args[0]]))}
+                table = jax.typeof(self.arrays[entry.args[0]])
+                return {0: of_results[0].shaped_as(table).astype(table.dtype)}
             of_results = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in of_results.items()}
         slots = [entry.args[i] for i in active]
         sparse = tuple([slot in self.tables for slot in slots])

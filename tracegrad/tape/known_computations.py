@@ -8,6 +8,7 @@ compute anything.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,11 +103,13 @@ def computation_with_programs(
         program: Any = params["jaxpr"]
         key: Any = primitive, _jax.jit_settings(params), ids
     else:
-        name, program = _jax.sub_programs(params)[0]
+        (_, program), *others = _jax.sub_programs(params)
         rest = {k: tuple(v) if type(v) is list else v for k, v in params.items()}
-        rest.pop(name.split("[")[0].split(".")[0])
-        others = tuple(id(p) for _, p in _jax.sub_programs(params))
-        key = primitive, tuple(rest.items()), others, ids
+        for name, _ in _jax.sub_programs(params):
+            rest.pop(name.split("[")[0].split(".")[0], None)
+        # A weak reference equals no later one to another program, an id may.
+        refs = tuple([(name, weakref.ref(other)) for name, other in others])
+        key = primitive, tuple(rest.items()), ids, refs
     known = _of_programs.get(program)
     if known is None:
         known = _of_programs.put(program, {})
@@ -117,11 +120,19 @@ def computation_with_programs(
     if computation is None:
         computation = _of_structure(primitive, params, captured, facts)
         if not any(map(_jax.is_tracer, captured)):  # a tracer is gone after its transformation
+            _drop_freed(known)
             known[key] = computation
     elif not computation.is_kept:  # this is its second call: compile it
         computation.is_kept = True
         computation.derived.clear()
     return computation
+
+
+def _drop_freed(known: dict[Any, Computation]) -> None:
+    """Drops the computations of which JAX has freed another program than the first one."""
+    for key in list(known):
+        if any(ref() is None for refs in key[3:] for _, ref in refs):
+            known.pop(key, None)
 
 
 def _of_structure(
