@@ -64,6 +64,13 @@ def test_a_rule_that_recomputes_its_function_is_not_put_at_zero_as_a_whole(loss,
     assert finding.rule is None
 
 
+@pytest.mark.parametrize("power", [2, 3, -1], ids=str)
+def test_a_power_that_overflows_divides_by_nothing(power):
+    (finding,) = explain(lambda x: jnp.sum(x**power), jnp.array([1e30, 0.0])).problems
+    assert ("divisor is zero" in finding.cure) == (power < 0)
+    assert ("overflow" in finding.cure) == (power > 0)
+
+
 @pytest.mark.parametrize("sums", [False, True])
 def test_a_rule_is_put_at_zero_where_what_is_not_finite_is_all_that_it_gives(sums):
     @jax.custom_vjp

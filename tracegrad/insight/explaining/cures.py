@@ -81,8 +81,8 @@ _BACKWARD = _by_name(
         "scale the matrix, or add a small distinct diagonal",
         "cholesky lu triangular_solve custom_linear_solve": "the matrix is singular: add "
         "`eps * jnp.eye(n)`",
-        "mul dot_general": "an operand is not finite (or the product overflows): see what made "
-        "it; where a `where` masks it, " + _DOUBLE_WHERE,
+        "mul square dot_general": "an operand is not finite (or the product overflows): see what "
+        "made it; where a `where` masks it, " + _DOUBLE_WHERE,
     }
 )
 _FORWARD = _by_name(
@@ -95,8 +95,8 @@ _FORWARD = _by_name(
         "div rem integer_pow": "the divisor is zero: add eps to it, or " + _DOUBLE_WHERE,
         "sub": "inf - inf: in a softmax over a row that is masked as a whole, use a large negative "
         "number for -inf, or leave such rows out by `where`",
-        "mul dot_general reduce_sum add cumsum cumprod reduce_prod": "the numbers overflow (or an "
-        "Inf meets a zero): normalise, or compute with logarithms",
+        "mul square dot_general reduce_sum add cumsum cumprod reduce_prod": "the numbers overflow "
+        "(or an Inf meets a zero): normalise, or compute with logarithms",
         " ".join(operations.INVERSES): "the argument is outside of the domain: clip it",
         "cholesky eigh svd lu": "the matrix is not (positive) definite: add `eps * jnp.eye(n)`",
         "convert_element_type": "the number does not fit the smaller dtype: scale it, or use "

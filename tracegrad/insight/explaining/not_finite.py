@@ -134,7 +134,7 @@ def _forward_finding(
         culprit, found = made_inf, first
     place = culprit.place
     operation = _operation(found.node)
-    cure, rule = forward_cure(operation, users(observed, place)), by_rule.NOTHING
+    cure, rule = forward_cure(_cured_as(found.node), users(observed, place)), by_rule.NOTHING
     if factor_of is not None:
         product = factor_of.place.occurrence
         where = at(product.origin and product.origin.place)
@@ -172,6 +172,12 @@ def _for_float16(node: Node, cure: str) -> str:
 def _operation(node: Node) -> str:
     """Returns the name of a node's operation, also if a cure replaced it by a custom gradient."""
     return node.name if isinstance(node, CustomGradient) and keeps_zeros(node) else node.op
+
+
+def _cured_as(node: Node) -> str:
+    """Returns the operation whose cures a node has: a positive power is a product."""
+    is_product = node.op == "integer_pow" and node.params["y"] > 0
+    return "mul" if is_product else _operation(node)
 
 
 def _maker_of_factor(observed: Observed, culprit: Culprit) -> Culprit | None:
@@ -223,7 +229,7 @@ def _backward_finding(
     operation = _operation(node)
     is_kept = isinstance(node, CustomGradient) and keeps_zeros(node)
     is_all = is_kept or is_all_of_its_rule(observed, place)
-    cure = backward_cure(operation, culprit.operands, culprit.given, made_by, used_by)
+    cure = backward_cure(_cured_as(node), culprit.operands, culprit.given, made_by, used_by)
     if grown > _LARGE:
         cure = "the gradient explodes: normalisation, a smaller initialisation, fewer steps"
     return Finding.of(

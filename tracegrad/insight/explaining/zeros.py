@@ -45,7 +45,8 @@ _CAUSES = {
 }
 _ZERO_CURES = {
     "dead units": "smaller steps or biases, `jax.nn.leaky_relu`, `jax.nn.gelu`",
-    "multiplied by zero": "initialise with small random numbers",
+    "multiplied by zero": "a factor that is not all zeros: see what makes it (a mask, the state "
+    "that a loop starts with, a normalisation of one example, an initialisation with zeros)",
     "saturated": "normalise what goes in, or compute with the logarithm",
     "untaken branch": "arguments for which it is taken: a call that does not use it says nothing",
     "no steps": "arguments for which it takes some: a call without steps says nothing",
