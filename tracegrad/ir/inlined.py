@@ -35,7 +35,6 @@ class RegionCall:
       fed_back_from: for each input the position of the output of the loop's body that enters it at
         the next step; None: the operand enters it at each step.
       sliced: the number of inputs, from the end, that are slices of their operands.
-      stacked: the number of outputs, from the end, that are slices of their results.
     """
 
     name: str
@@ -43,7 +42,6 @@ class RegionCall:
     results: Sequence[int | None]
     fed_back_from: Sequence[int | None]
     sliced: int = 0
-    stacked: int = 0
 
 
 def region_calls(node: Node) -> list[RegionCall]:
@@ -56,7 +54,7 @@ def region_calls(node: Node) -> list[RegionCall]:
         first, carried = _jax.scan_split(params)
         ahead = [None] * first, range(carried), [None] * (len(ins) - first - carried)
         around = [position for part in ahead for position in part]
-        return [RegionCall("jaxpr", ins, outs, around, len(ahead[2]), len(outs) - carried)]
+        return [RegionCall("jaxpr", ins, outs, around, len(ahead[2]))]
     if node.primitive in _jax.WHILES:
         conditions, bodies = params["cond_nconsts"], params["body_nconsts"]
         carry = ins[conditions + bodies :]

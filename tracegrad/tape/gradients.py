@@ -179,7 +179,9 @@ def gradients(
         raise ValueError(f"unknown aggregation method {aggregation_method!r}; there are {known}")
     seeds = [
         jnp.ones_like(target) if seed is None else seed
-        for target, seed in zip(targets, seeds_for(targets, targets, grad_ys), strict=True)
+        for target, seed in zip(
+            targets, seeds_for(targets, targets, grad_ys, "grad_ys"), strict=True
+        )
     ]
     record = _record_here(_values(sources))
     reads = [_reads(record, x) for x in sources]

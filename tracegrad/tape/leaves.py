@@ -151,37 +151,40 @@ def require_batches(target: Any, source: Any) -> None:
         )
 
 
-def seeds_for(target: Any, targets: Sequence[Any], output_gradients: Any) -> list[Any]:
+def seeds_for(
+    target: Any, targets: Sequence[Any], output_gradients: Any, name: str = "output_gradients"
+) -> list[Any]:
     """Returns the seeds of a backward pass: the checked `output_gradients`, or None for ones.
 
-    `targets`: the arrays of the tree `target`. Python numbers and NumPy integers are converted to
+    `targets`: the arrays of the tree `target`. `name`: the name of the argument with the seeds, for
+    messages. Python numbers and NumPy integers are converted to
     the dtype of the target. Raises ValueError for a wrong number, structure or shape of seeds,
     TypeError for a wrong dtype, and TypeError for a complex target without a seed.
     """
     if output_gradients is None:
-        return [_seed(array, None) for array in targets]
+        return [_seed(array, None, name) for array in targets]
     given = leaves_with_paths(output_gradients, NoneType, IndexedSlices)
     if len(given) != len(targets):
         raise ValueError(
-            f"output_gradients has {len(given)} arrays, the target {len(targets)}: give one (or "
+            f"{name} has {len(given)} arrays, the target {len(targets)}: give one (or "
             "None) for each"
         )
     leaves = leaves_with_paths(target)
     if not is_named_alike(given, leaves):
         own, others = ([path_name(path) for path, _ in tree] for tree in (given, leaves))
         raise ValueError(
-            f"output_gradients has {listed(own, 5)}, the target {listed(others, 5)}: give a list, "
+            f"{name} has {listed(own, 5)}, the target {listed(others, 5)}: give a list, "
             "or the same keys in the same order"
         )
-    return [_seed(array, seed) for array, (_, seed) in zip(targets, given, strict=True)]
+    return [_seed(array, seed, name) for array, (_, seed) in zip(targets, given, strict=True)]
 
 
-def _seed(target: Any, seed: Any) -> Any:
+def _seed(target: Any, seed: Any, name: str) -> Any:
     """Returns a checked seed as an array of the target's type; None for a seed of ones."""
     if seed is None:
         if getattr(getattr(target, "dtype", None), "kind", "") == "c":
             raise TypeError(
-                f"the target is {target.dtype}: say with output_gradients which combination of "
+                f"the target is {target.dtype}: say with {name} which combination of "
                 "real and imaginary part to differentiate"
             )
         return None
@@ -191,8 +194,8 @@ def _seed(target: Any, seed: Any) -> Any:
     seed = jnp.asarray(as_inexact(seed, aval.dtype))
     if seed.shape != jnp.shape(target):
         raise ValueError(
-            f"an output gradient has the shape {seed.shape}, its target {jnp.shape(target)}"
+            f"one of {name} has the shape {seed.shape}, its target {jnp.shape(target)}"
         )
     if seed.dtype != target.dtype:
-        raise TypeError(f"an output gradient is {seed.dtype}, its target {target.dtype}")
+        raise TypeError(f"one of {name} is {seed.dtype}, its target {target.dtype}")
     return seed
