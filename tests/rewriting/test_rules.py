@@ -73,6 +73,19 @@ def test_clipping_keeps_nan_dtype_and_second_derivatives():
     assert not jnp.isnan(twice).any()
 
 
+def test_the_norm_that_several_matches_are_clipped_to_is_lowered_once():
+    """The limit of a norm is forty operations, and a model may have hundreds of matches."""
+
+    def chain(x):
+        for _ in range(5):
+            x = jnp.sin(x)
+        return jnp.sum(x)
+
+    clip = rules.clip_gradient(SIN, max_norm=1.0)
+    program = jax.jit(jax.grad(tg.rewrite(chain, clip))).lower(X).as_text()
+    assert program.count("stablehlo.sqrt") == 1
+
+
 def clipped(cotangent, **limits):
     """What a rule that clips makes of a cotangent, in a compiled function."""
     f = tg.rewrite(jnp.sin, rules.clip_gradient(SIN, **limits))
@@ -490,6 +503,18 @@ def test_an_edit_inside_a_custom_gradient_is_refused():
     outside = SIN & ~match.call("clipped")
     f = tg.rewrite(lambda x: jnp.sum(clipped(x) + jnp.sin(x)), rules.scale_gradient(outside, 2.0))
     np.testing.assert_allclose(jax.grad(f)(X), 1 + 2 * COS, rtol=1e-6)
+
+
+def test_a_rule_for_what_an_earlier_rule_overrides_is_to_be_given_first():
+    seen = []
+    override = rules.override_gradient(SIN, lambda op, dy: 3 * dy)
+    tap = rules.tap_gradient(SIN, lambda place, g: seen.append(np.asarray(g)))
+    with pytest.raises(tg.GraphError, match=r"an earlier rule matches.*Give this rule before"):
+        tg.rewrite(weighted_sin, [override, tap])(X)
+    gradient = jax.grad(tg.rewrite(weighted_sin, [tap, override]))(X)
+    jax.effects_barrier()
+    np.testing.assert_allclose(seen, [ARRIVING])
+    np.testing.assert_allclose(gradient, 3 * ARRIVING)
 
 
 def test_an_edit_inside_a_solve_is_refused():

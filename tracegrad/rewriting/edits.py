@@ -277,11 +277,16 @@ def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
     """Raises GraphError for a match in the primal of a custom gradient or in a solve."""
     node = match.rule_around
     if isinstance(node, CustomGradient) and code_of_rule(node) in CHANGES_GRADIENT:
+        advice = (
+            f"Remove the outer rule, or exclude the matches in {node.name}: "
+            f"& ~match.call({node.name!r})"
+        )
+        if len(node.primal.nodes) == len(match.nodes):  # the earlier rule has the same match
+            advice = "Give this rule before that one: it acts on what arrives there"
         raise GraphError(
             f"{rule!r}: {match} lies inside of {node.name}, which an earlier rule matches and "
             "gives a gradient of its own: of the two the outer rule is taken, and the edit would "
-            f"vanish. Remove the outer rule, or exclude the matches in {node.name}: "
-            f"& ~match.call({node.name!r})"
+            f"vanish. {advice}"
         )
     if isinstance(node, CustomGradient):
         raise GraphError(

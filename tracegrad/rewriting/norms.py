@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -82,6 +83,7 @@ def at_least_32_bits(x: Any) -> Any:
     return x.astype(jnp.float32) if _finfo(x.dtype).bits < 32 else x
 
 
+@functools.partial(jax.jit, static_argnames="axis")  # traced and lowered once for all matches
 def _norm_exceeds(x: Any, limit: float, axis: int | None) -> tuple[Any, Any]:
     """Returns whether the Euclidean norm along an axis is above a limit, and the unit vector.
 
