@@ -94,8 +94,8 @@ def _next(
     4. `less` is the peak at which XLA would hold the budget, extrapolated from the last plan and
        the next larger one. If `less` is below the target of 3, because XLA's bytes fell little or
        rose, the target is `less` times `careful`, but at least `TUNING.fewest` times the lowest
-       peak, unless `less` is not positive: the plan with the lowest peak costs the most by far, and
-       XLA often holds no less for it.
+       peak, if the last plan was larger: the plan with the lowest peak costs the most by far, and
+       XLA often holds no less for it than for the next, or even more.
     """
     peak, last = search.kept.peak, tried[-1]
     here, held = last.peak, max(1, _held(last))
@@ -113,7 +113,7 @@ def _next(
     margin = max(TUNING.careful, (budget / held) ** 2) if is_last else 1
     careful = TUNING.careful * margin * target
     if less < careful:
-        fewest = TUNING.fewest * search.lowest_peak if less > 0 else 0
+        fewest = min(TUNING.fewest * search.lowest_peak, here - 1)
         careful = max(TUNING.careful * less, fewest)
     return int(careful)
 
