@@ -213,7 +213,7 @@ def test_layers_that_are_multiplied_by_zeros_are_one_finding_and_so_is_their_bat
     assert "multiplied by x, all zeros" in batch.what
     assert batch.cure == "values of x that are not all zeros"
     assert (note.problem, note.sources) == (False, tuple(f"layers.{i}.w" for i in range(1, 6)))
-    assert note.what.endswith("; there, 4 more operations with other factors")
+    assert note.what.endswith("; the same in 4 more operations there, with other factors")
 
 
 def test_a_gradient_that_dies_in_a_branch_that_runs_at_some_steps_is_followed():

@@ -244,7 +244,7 @@ def test_what_is_measured_at_one_line_in_each_of_many_layers_is_one_finding():
 
     (finding,) = explain(loss, weights(6, 0.4), X).findings
     assert finding.cause == "changed by a rule"
-    assert finding.what.endswith("; there, 5 more operations with other numbers")
+    assert finding.what.endswith("; the same in 5 more operations there, with other numbers")
 
 
 def test_a_long_table_has_both_ends_and_folds_what_differs_in_numbers_alone():

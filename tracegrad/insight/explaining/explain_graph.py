@@ -212,7 +212,8 @@ def merged(findings: Sequence[Finding]) -> Iterator[Finding]:
         what = group[0].what
         if others - {what}:
             other = "factors" if group[0].cause == "multiplied by zero" else "numbers"
-            what += f"; there, {counted(len(group) - 1, 'more operation')} with other {other}"
+            more = counted(len(group) - 1, "more operation")
+            what += f"; the same in {more} there, with other {other}"
         yield dataclasses.replace(group[0], what=what, sources=sources, scope=scope)
 
 
