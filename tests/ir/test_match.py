@@ -13,6 +13,7 @@ import tracegrad as tg
 from tracegrad import match
 
 X = jnp.ones(3)
+SQUARE, HALF = jnp.ones((3, 3)), jnp.ones((3, 3), jnp.bfloat16)
 
 
 def ops(found):
@@ -267,6 +268,32 @@ def test_source_finds_lines_functions_and_files():
     assert ops(found(f, match.source("g"))) == [["sin", "mul", "add"]] * 2
     assert found(f, match.source("other.py")) == []
     assert sum(map(len, ops(found(f, match.source("test_match.py"))))) == 6
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(
+    ("step", "last"),
+    [
+        (lambda x: x * HALF, "mul"),
+        (lambda x: X + x, "add"),
+        (lambda x: x + jnp.mean(x, keepdims=True), "add"),
+        (functools.partial(jnp.mean, axis=0, keepdims=True), "div"),
+    ],
+    ids=["converted", "broadcast", "two calls", "inlined"],
+)
+def test_what_one_call_of_jax_computes_on_a_line_is_one_match(step, last, times):
+    """JAX gives the frames of the call to all operations that it inlines."""
+
+    def f(x):
+        for _ in range(times):
+            x = step(x)  # the line
+        return x
+
+    graph = tg.graph(f, SQUARE)
+    place = f"test_match.py:{line(f, '# the line')}"
+    matches = graph.find(match.source(place, "<lambda>"))
+    assert [m.nodes[-1].op for m in matches] == [last] * times
+    assert sum(len(m.nodes) for m in matches) == len(graph.nodes)
 
 
 # ---------------------------------------------------------------------------- where, composition

@@ -320,6 +320,18 @@ def test_rules_at_one_place_compose_in_order_and_act_once(where):
     assert edited(X) == jnp.sum(layer(X) * ARRIVING)
 
 
+def test_a_rule_at_a_line_acts_once_where_jax_computes_it_in_two_operations():
+    def loss(x):
+        promoted = x * ARRIVING
+        return jnp.mean(promoted)
+
+    for line in (1, 2):
+        where = match.source(f"test_rules.py:{loss.__code__.co_firstlineno + line}")
+        edited = tg.rewrite(loss, rules.scale_gradient(where, 3.0))
+        x = X.astype(jnp.bfloat16)
+        np.testing.assert_allclose(jax.grad(edited)(x), 3 * jax.grad(loss)(x), rtol=1e-2)
+
+
 def test_a_rule_of_ones_own():
     def straight_through(op, x):
         return x + jax.lax.stop_gradient(op(x) - x)

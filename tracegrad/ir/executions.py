@@ -81,7 +81,7 @@ class _ByFrame(Grouping):
         executions = [[run[0]]]
         unsure: set[int] = set()  # groups that may belong to the execution before
         for before, now in itertools.pairwise(run):
-            went_back = _went_back(before, now, level)
+            went_back = _went_back(before, now, level, run[-1].node)
             if not went_back:
                 executions[-1].append(now)
                 continue
@@ -120,10 +120,16 @@ def _deciding_level(run: Sequence[_Bound]) -> tuple[int, bool]:
     return 0, may_loop
 
 
-def _went_back(before: _Bound, now: _Bound, level: int) -> str:
-    """Returns ``"in a loop"`` or ``"again"`` if execution went back at a level; ``""`` if not."""
+def _went_back(before: _Bound, now: _Bound, level: int, last: Node) -> str:
+    """Returns ``"in a loop"`` or ``"again"`` if execution went back at a level; ``""`` if not.
+
+    At level 0 no frame tells. JAX gives the frames of the call to all operations of a jitted
+    function that it inlines (`jnp.mean`; a product that converts or broadcasts an operand first).
+    Each execution ends with the same operation, that of the `last` node of all.
+    """
     if level == 0:
-        return "again" if len(before.inner) == len(now.inner) else ""
+        is_end = before.node.primitive is last.primitive
+        return "again" if is_end and len(before.inner) == len(now.inner) else ""
     old, new = before.inner[-level], now.inner[-level]
     if old.code is not new.code or new.at >= old.at:
         return ""
