@@ -366,14 +366,17 @@ def test_a_parameter_that_is_stopped_is_frozen_in_gradients_of_gradients_too(jit
 
     rule = tg.rules.stop_gradient(tg.match.param("params.w"))
     params = {"w": jnp.array([[0.3], [0.2], [-0.4]]), "b": jnp.array(2.0)}
-    found = tg.trace(lambda params, x: jax.grad(adapted)(params, x), rules=[rule])(params, X)
-    assert not jnp.any(found["w"])
+    inside = tg.trace(lambda params, x: jax.grad(adapted)(params, x), rules=[rule])
+    traced, edited = tg.trace(adapted, rules=[rule]), tg.rewrite(adapted, rule)
+    ways = [f(params, X) for f in (inside, jax.grad(traced), jax.grad(edited))]
+    assert not any(jnp.any(found["w"]) for found in ways)
 
     def frozen(params, x):
         gradients = {**inner(params, x), "w": 0.0}
         return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), x + 1)
 
-    np.testing.assert_allclose(found["b"], jax.grad(frozen)(params, X)["b"], rtol=1e-6)
+    expected = jax.grad(frozen)(params, X)["b"]
+    np.testing.assert_allclose([found["b"] for found in ways], [expected] * 3, rtol=1e-6)
 
 
 def test_under_jit_vmap_and_scan():

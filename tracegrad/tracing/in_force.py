@@ -78,15 +78,15 @@ class Force:
 
         `since`: how often each rule had matched before the program was traced. A rule with
         `of_parameters` that has matched since then acts on gradients inside the program, and is not
-        applied to the program itself, unless that is differentiated and the rule acts `again`.
+        applied to the program itself, unless the rule acts `again`.
         """
         is_inner = _INNER in _in_force.forces
         for place, rule in enumerate(self.rules):
             if is_inner and getattr(rule, "for_the_outermost", False):
                 continue
             is_inside = since is not None and self._matches[place] > since[place]
-            again = program.differentiated and getattr(rule, "again", False)
-            if is_inside and getattr(rule, "of_parameters", False) and not again:
+            once = getattr(rule, "of_parameters", False) and not getattr(rule, "again", False)
+            if is_inside and once:
                 continue
             try:
                 with differentiating():
