@@ -21,7 +21,7 @@ from rich.console import Console
 
 import tracegrad as tg
 from tracegrad.insight import Explanation, explain
-from tracegrad.insight.explaining.runs import key_of
+from tracegrad.insight.explaining.cutting import key_of
 from tracegrad.ir.authors import whose
 
 X = jnp.array([0.3, -1.2, 2.0])
@@ -846,3 +846,35 @@ def test_a_gradient_that_ends_at_an_assignment_names_its_line_the_variable_and_t
     assert "use the value itself" in finding.cure
     with pytest.raises(tg.UnconnectedError, match=rf"the assignment of {named} \({line}\)"):
         tg.grad(loss, unconnected="raise")(1.0)
+
+
+def test_operations_that_differ_in_a_parameter_alone_have_their_own_derivatives():
+    x, left, right = (jax.random.normal(jax.random.key(i), (9,)) for i in range(3))
+
+    def loss(params):
+        x, y, z = params
+        sums = jax.lax.cumsum(x) * left + jax.lax.cumsum(y, reverse=True) * right
+        return jnp.sum(sums) + jnp.sum(jax.lax.cumsum(z) * right) + jnp.sum(x**2 + y**3)
+
+    found = explain(loss, [x, 2 * x, 3 * x])
+    expected = [jnp.linalg.norm(g) for g in jax.grad(loss)([x, 2 * x, 3 * x])]
+    np.testing.assert_allclose([source.norm for source in found.sources], expected, rtol=1e-5)
+
+
+def test_effects_of_a_healthy_function_happen_once():
+    seen = []
+
+    def loss(w, x):
+        h = jnp.tanh(x @ w)
+        jax.debug.callback(seen.append, jnp.sum(h))
+
+        def step(h, _):
+            jax.debug.callback(seen.append, jnp.max(h))
+            return jnp.sin(h), None
+
+        return jnp.sum(jax.lax.scan(step, h, None, length=3)[0] ** 2)
+
+    found = explain(loss, jnp.ones((4, 4)), jnp.ones((2, 4)))
+    jax.effects_barrier()
+    assert found.findings == ()
+    assert len(seen) == 4

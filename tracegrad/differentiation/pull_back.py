@@ -13,12 +13,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
+from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir import (
+    Apply,
     CustomGradient,
     Graph,
     Node,
@@ -33,6 +36,7 @@ from tracegrad.ir.importer import graph_of
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import users_line
 from tracegrad.ir.operations import CONNECTING
+from tracegrad.ir.program_keys import params_key
 from tracegrad.ir.running import read, run_node
 from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
@@ -41,6 +45,8 @@ Aggregation = Callable[[Sequence[Any]], Any]
 # Takes a node, the cotangents of its results, and the positions of some inputs; returns the
 # cotangents of these inputs. None stands for no cotangent.
 NodeVJP = Callable[[Node, Sequence[Any], Sequence[int]], list[Any]]
+
+_VJPS: Cache[Any, list[Any]] = Cache(2048)  # see `_traced_once`
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
@@ -193,15 +199,41 @@ def _jax_vjp(
     # Results without a cotangent are left out, instead of getting zeros. Then a custom rule that
     # only such results depend on is not called; it could return a gradient even for zeros.
     given = [i for i, ct in enumerate(cotangents) if ct is not None]
-    run = functools.partial(run_node, node)
+    operands = read(node.inputs, values)
+
+    def pull(operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        run = functools.partial(run_node, node)
+        _, vjp = _jax.vjp_of_some(run, operands, active, given)
+        return list(vjp(list(cotangents)))
+
     try:
-        _, vjp = _jax.vjp_of_some(run, read(node.inputs, values), active, given)
-        return list(vjp([cotangents[i] for i in given]))
+        if isinstance(node, Apply) and not node.effects:
+            pull = _traced_once(node, pull, active, given)
+        return pull(operands, [cotangents[i] for i in given])
     except Exception as error:
         types = [atom.aval for atom in node.inputs]
         one = functools.partial(_jax.program_of_one, node.primitive, node.params, types)
         explain_node(error, node, lambda: graph_of(one()))
         raise
+
+
+def _traced_once(
+    node: Node, pull: Callable[..., Any], active: Sequence[int], given: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """Returns the function `pull` of operands and cotangents. If an equal operation has asked
+    before, `pull` is traced once for all: models repeat operations, and to trace a VJP takes ten
+    times as long as to run it."""
+    operands, results = ([v.aval for v in atoms] for atoms in (node.inputs, node.outputs))
+    types = (*operands, *(results[i] for i in given))
+    params, settings = params_key(node.params), node.source[1]
+    key = node.primitive, params, settings, types, tuple(active), tuple(given)
+    known = _VJPS.get(key)
+    if known is None:
+        _VJPS.put(key, [])
+        return pull
+    if not known:
+        known.append(jax.make_jaxpr(pull)(operands, [results[i] for i in given]))
+    return lambda operands, cotangents: _jax.eval_program(known[0], [*operands, *cotangents])
 
 
 def explain_node(error: Exception, node: Node, program: Callable[[], Graph]) -> None:

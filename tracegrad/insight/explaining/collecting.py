@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tracegrad.insight.explaining.observed import Key
+from tracegrad.insight.explaining.statistics import norms, norms_of_part
 from tracegrad.ir import Occurrence
+
+_STACKED = 1 << 23  # bytes; the norms of arrays with larger stacks are computed in their loop
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["args"], meta_fields=["measure"])
@@ -29,7 +35,7 @@ class Collector:
     def __init__(self) -> None:
         self._numbers: dict[Key, int] = {}
         self._found: dict[int, Any] = {}
-        self._is_deferring = False
+        self._steps: tuple[int, ...] | None = None
         self.is_muted = False
 
     @property
@@ -37,15 +43,16 @@ class Collector:
         return list(self._numbers)
 
     @contextmanager
-    def collecting(self, *, defer: bool = False) -> Iterator[dict[int, Any]]:
+    def collecting(self, steps: tuple[int, ...] | None = None) -> Iterator[dict[int, Any]]:
         """Yields a dict that gets the statistics measured inside the block, by the number of their
-        key. With `defer` it gets `Deferred`, so that a compiled program returns only the arrays."""
+        key. With `steps` it gets `Deferred`, so that a compiled program returns only the arrays;
+        `steps` are the lengths of the scans around the block, which stack these arrays."""
         outer, self._found = self._found, {}
-        before, self._is_deferring = self._is_deferring, defer
+        before, self._steps = self._steps, steps
         try:
             yield self._found
         finally:
-            self._found, self._is_deferring = outer, before
+            self._found, self._steps = outer, before
 
     @contextmanager
     def mute(self) -> Iterator[None]:
@@ -62,9 +69,53 @@ class Collector:
         """Measures arrays and keeps the statistic under the key ``(kind, of, k)``."""
         if not self.is_muted:
             number = self._numbers.setdefault((kind, of, k), len(self._numbers))
-            is_later = self._is_deferring
+            is_later = self._steps is not None
+            if self._steps:  # in scans
+                stacked = math.prod(self._steps) * args[0].nbytes if measure is norms else math.inf
+                is_later = stacked <= _STACKED
             self._found[number] = Deferred(measure, args) if is_later else measure(*args)
+
+    def scan(self, step: Any, init: Any, scanned: Any, length: int, reverse: bool) -> Any:
+        """Calls `jax.lax.scan`, and adds the statistics of all steps."""
+        expand: Callable[[Sequence[Any]], Any]
+
+        def measured(state: Any, item: Any) -> Any:
+            nonlocal expand
+            with self.collecting(None if self._steps is None else (*self._steps, length)) as found:
+                state, results = step(state, item)
+            arrays, expand = distinct((results, _joined(found)))
+            return state, arrays
+
+        state, stacks = jax.lax.scan(measured, init, scanned, length=length, reverse=reverse)
+        results, found = expand(stacks)
+        self.add(found)
+        return state, results
 
     def add(self, found: dict[int, Any]) -> None:
         """Adds statistics that an inner `collecting` got."""
         self._found.update(found)
+
+
+def distinct(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Returns the leaves of a tree, each once, and the function that makes the tree of them."""
+    leaves, form = jax.tree.flatten(tree)
+    once = {id(leaf): leaf for leaf in leaves}
+    places = {name: k for k, name in enumerate(once)}
+    which = [places[id(leaf)] for leaf in leaves]
+    return list(once.values()), lambda arrays: jax.tree.unflatten(form, [arrays[k] for k in which])
+
+
+def _joined(found: Mapping[int, Any]) -> dict[int, Any]:
+    """Joins the arrays whose norms are computed later to one vector for each dtype: each array that
+    a loop returns costs XLA a kernel."""
+    later = {n: s.args[0] for n, s in found.items() if getattr(s, "measure", None) is norms}
+    parts: dict[Any, list[Any]] = defaultdict(list)
+    places: dict[int, tuple[int, int]] = {}
+    for array in {id(array): array for array in later.values()}.values():
+        start = sum(part.size for part in parts[array.dtype])
+        places[id(array)] = start, start + array.size
+        parts[array.dtype].append(array)
+    barrier: Callable[[Any], Any] = jax.lax.optimization_barrier  # else XLA computes parts twice
+    joined = {t: jnp.concatenate([jnp.ravel(x) for x in barrier(parts[t])]) for t in parts}
+    measures = {n: functools.partial(norms_of_part, *places[id(x)]) for n, x in later.items()}
+    return {**found, **{n: Deferred(measures[n], (joined[x.dtype],)) for n, x in later.items()}}

@@ -8,22 +8,39 @@ from typing import Any
 
 import numpy as np
 
-from tracegrad.ir import CustomGradient, Node
-from tracegrad.ir.program_keys import params_key
+from tracegrad.insight.explaining.visits import is_called, is_entered
+from tracegrad.ir import CustomGradient, Graph, Node
+from tracegrad.ir.authors import is_jaxs_rule
+from tracegrad.ir.program_keys import params_key, program_key, rule_key
 from tracegrad.planning.costs import nbytes_anywhere
+from tracegrad.rewriting.kept_zeros import keeps_zeros
 
-LIMIT = 100  # the most operations in a run
 _FEWEST = 8  # the fewest operations in a period
+_LARGE = 100  # calls of more operations are cut into runs
 
 
-def runs_of(nodes: Sequence[Node]) -> list[Sequence[Node]]:
-    """Cuts operations into runs.
+def runs_of(nodes: Sequence[Node], most: int) -> list[Sequence[Node]]:
+    """Cuts operations into runs of at most `most` operations.
 
     Finds the longest sequence that repeats itself with some period, and cuts it into its periods
     where the fewest bytes cross. Then does the same with the operations before and after it."""
     numbers: dict[Hashable, int] = {}
     symbols = [numbers.setdefault(_symbol(node), len(numbers)) for node in nodes]
-    return _by_repeats(nodes, np.array(symbols, int))
+    return _by_repeats(nodes, np.array(symbols, int), most)
+
+
+def is_large_call(node: Node) -> bool:
+    """Whether a node calls one region with so many operations that the region is cut into runs."""
+    return is_called(node) and is_entered(node) and _count(node, _LARGE) > _LARGE
+
+
+def _count(node: Node, most: int) -> int:
+    """Counts the operations inside a node and the node itself, until there are more than `most`."""
+    count, waiting = 0, [node]
+    while waiting and count <= most:
+        count += 1
+        waiting += [n for region in waiting.pop().regions.values() for n in region.nodes]
+    return count
 
 
 def _symbol(node: Node) -> Hashable:
@@ -35,7 +52,7 @@ def _symbol(node: Node) -> Hashable:
     return node.primitive, params, *types
 
 
-def _by_repeats(nodes: Sequence[Node], symbols: Any) -> list[Sequence[Node]]:
+def _by_repeats(nodes: Sequence[Node], symbols: Any, most: int) -> list[Sequence[Node]]:
     best = 0, 0, 0
     for period in range(_FEWEST, len(nodes) // 2 + 1):
         same = np.concatenate([[False], symbols[period:] == symbols[:-period], [False]])
@@ -45,21 +62,21 @@ def _by_repeats(nodes: Sequence[Node], symbols: Any) -> list[Sequence[Node]]:
             best = max(best, (int(lengths.max()), -period, -int(edges[2 * lengths.argmax()])))
     length, period, start = best[0], -best[1], -best[2]
     if not length:  # nothing repeats
-        return _by_width(nodes)
+        return _by_width(nodes, most)
     start += int(np.argmin(_crossing(nodes)[start : start + length % period + 1]))
     end = start + (length // period + 1) * period
-    found = _by_repeats(nodes[:start], symbols[:start]) if start else []
+    found = _by_repeats(nodes[:start], symbols[:start], most) if start else []
     for i in range(start, end, period):
-        found += _by_width(nodes[i : i + period])
-    return found + (_by_repeats(nodes[end:], symbols[end:]) if end < len(nodes) else [])
+        found += _by_width(nodes[i : i + period], most)
+    return found + (_by_repeats(nodes[end:], symbols[end:], most) if end < len(nodes) else [])
 
 
-def _by_width(nodes: Sequence[Node]) -> list[Sequence[Node]]:
-    """Cuts into runs of at most `LIMIT` operations, where the fewest bytes cross."""
+def _by_width(nodes: Sequence[Node], most: int) -> list[Sequence[Node]]:
+    """Cuts into runs of at most `most` operations, where the fewest bytes cross."""
     found, i, crossing = [], 0, _crossing(nodes)
-    while len(nodes) - i > LIMIT:
-        j = i + LIMIT // 3
-        j += int(np.argmin(crossing[j : i + LIMIT + 1]))
+    while len(nodes) - i > most:
+        j = i + most // 3
+        j += int(np.argmin(crossing[j : i + most + 1]))
         found.append(nodes[i:j])
         i = j
     return [*found, nodes[i:]]
@@ -76,3 +93,22 @@ def _crossing(nodes: Sequence[Node]) -> Any:
         change[made[v] + 1] += size
         change[last + 1] -= size
     return np.cumsum(change)
+
+
+def key_of(graph: Graph) -> Any:
+    """Returns a key that is equal for programs with equal operations and equal derivatives.
+
+    JAX makes new functions for a custom rule whenever it traces a call, so that the functions are
+    never equal. The key has the programs that the rules trace to.
+    """
+    nodes = (o.node for o in graph.walk() if isinstance(o.node, CustomGradient))
+    return program_key(graph.program), tuple(map(_rule_key, dict.fromkeys(nodes)))
+
+
+def _rule_key(node: CustomGradient) -> Any:
+    if is_jaxs_rule(node):
+        return node.primal.function_source
+    try:
+        return rule_key(node, is_of_operation=keeps_zeros(node))
+    except Exception:  # the rule cannot be traced by itself: it equals no other one
+        return object()

@@ -53,13 +53,25 @@ from tracegrad.insight.explaining.visits import (
     or_zeros,
     strong,
 )
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute, Value, has_gradient
+from tracegrad.ir import (
+    CustomGradient,
+    Graph,
+    Node,
+    Occurrence,
+    Recompute,
+    Value,
+    has_gradient,
+    operations,
+)
 from tracegrad.ir.authors import may_change
 from tracegrad.ir.occurrence import Origin, Path
 from tracegrad.ir.running import read, run_node, run_nodes
 from tracegrad.ir.wording import first_line
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 from tracegrad.tracing.rule_errors import CLOSES_OVER
+
+# Operations whose VJP moves elements, and changes none.
+_REARRANGES = operations.REARRANGES - {"convert_element_type"}
 
 
 class MeasuredPass(Collector):
@@ -143,13 +155,13 @@ class MeasuredPass(Collector):
 
         def step(carry: list[Any], x: list[Any]) -> Any:
             operands = [*constants, *carry, *x]
-            with self.collecting() as found:
-                outs, _ = self.forward(node.regions["jaxpr"], operands, here.into("jaxpr"))
+            outs, _ = self.forward(node.regions["jaxpr"], operands, here.into("jaxpr"))
             outs = list(map(strong, outs))
-            return outs[:count], (outs[count:], carry, found)
+            return outs[:count], (outs[count:], carry)
 
-        final, (stacked, carries, found) = _scan(node, step, list(map(strong, init)), scanned)
-        self.add(found)
+        length, is_reverse = node.params["length"], bool(node.params["reverse"])
+        start = list(map(strong, init))
+        final, (stacked, carries) = self.scan(step, start, scanned, length, is_reverse)
         return [*final, *stacked], carries
 
     def _forward_cond(self, here: Occurrence, args: list[Any]) -> list[Any]:
@@ -202,19 +214,27 @@ class MeasuredPass(Collector):
         path: Path,
     ) -> list[Any]:
         """Returns the cotangents of the wanted inputs of a graph; None for inputs without one."""
-        is_few = self.detail is Detail.FEW and not is_in_scan(path)
+        is_looped = is_in_scan(path)
+        is_few = self.detail is Detail.FEW and not is_looped
         told = frozenset(itertools.compress(graph.nodes, telling(graph)) if is_few else graph.nodes)
         seeds: dict[Value, list[Any]] = {}
         for value, ct in zip(graph.outputs, cotangents, strict=True):
             if ct is not None and isinstance(value, Value) and has_gradient(value):
                 seeds.setdefault(value, []).append(ct)
+        # In loops, by the `id` of a cotangent: the cotangent itself, and one of the same elements
+        # that is measured in its place, so that XLA need not compute both.
+        rearranged: dict[int, tuple[Any, Any]] = {}
 
         def through(node: Node, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
             visit = Visit(Occurrence(path, node), kept, given, active)
+            same = [rearranged.get(id(ct), (ct, ct))[1] for ct in given]
             if node in told:
-                self._note_cotangents(visit.here, given)
+                self._note_cotangents(visit.here, same)
             if node not in kept.inner:
-                return self._pull_back(visit)
+                results = self._pull_back(visit)
+                if is_looped and node.op in _REARRANGES and results[0] is not None:
+                    rearranged[id(results[0])] = results[0], same[0]
+                return results
             results = self._backward_region(visit)
             if not is_called(node):
                 self._note_edges(visit, results)
@@ -307,26 +327,20 @@ class MeasuredPass(Collector):
             with self.mute():
                 _, values = self.forward(region, operands, path)
             outs: list[Any] = [None] * count
-            with self.collecting() as found:
-                for j, ct in zip(carried, flowing, strict=True):
-                    self.note("carry", visit.here, j, norms, ct)
-                    outs[j] = ct
-                ins = self.backward(region, values, [*outs, *ct_y], wanted, path)
+            for j, ct in zip(carried, flowing, strict=True):
+                self.note("carry", visit.here, j, norms, ct)
+                outs[j] = ct
+            ins = self.backward(region, values, [*outs, *ct_y], wanted, path)
             flowing = [or_zeros(ins[first + j], operands[first + j]) for j in carried]
             sums = [
                 s if ins[i] is None else s + ins[i] for s, i in zip(sums, constants, strict=True)
             ]
-            return (flowing, sums), ([or_zeros(ins[i], operands[i]) for i in scanned], found)
+            return (flowing, sums), [or_zeros(ins[i], operands[i]) for i in scanned]
 
         sums = [or_zeros(None, args[i]) for i in constants]
-        (flowing, sums), (stacked, found) = _scan(
-            node,
-            step,
-            (list(map(strong, final)), sums),
-            (args[last:], carries, list(given[count:])),
-            backward=True,
-        )
-        self.add(found)
+        start, items = list(map(strong, final)), (args[last:], carries, list(given[count:]))
+        length, is_reverse = node.params["length"], not node.params["reverse"]
+        (flowing, sums), stacked = self.scan(step, (start, sums), items, length, is_reverse)
         places = [*constants, *(first + j for j in carried), *scanned]
         results = dict(zip(places, [*sums, *flowing, *stacked], strict=True))
         return [results[i] for i in active]
@@ -364,13 +378,3 @@ class MeasuredPass(Collector):
 def of_cotangent(detail: Detail) -> Callable[[Any], Any]:
     """Returns the statistic of a cotangent."""
     return exact if detail is Detail.ALL else norms
-
-
-def _scan(node: Node, step: Any, init: Any, scanned: Any, backward: bool = False) -> Any:
-    return lax.scan(
-        step,
-        init,
-        scanned,
-        length=node.params["length"],
-        reverse=bool(node.params["reverse"]) != backward,
-    )

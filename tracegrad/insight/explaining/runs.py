@@ -3,14 +3,15 @@
 A run has two programs: one returns its values, the other its cotangents. Both also return the
 arrays to be measured; NumPy computes the statistics. XLA does not optimise the programs: each runs
 only a few times, so that compiling costs most. The forward pass keeps the values that cross between
-runs. The reverse pass recomputes the values of one run at a time.
+runs. The reverse pass recomputes the values of one run at a time. The last run is one program: the
+cotangents of its results are known before it runs.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +20,13 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import reached_from
-from tracegrad.insight.explaining.collecting import Deferred
+from tracegrad.insight.explaining.collecting import Deferred, distinct
 from tracegrad.insight.explaining.custom_rules import refuse_closed_over
-from tracegrad.insight.explaining.cutting import LIMIT, runs_of
+from tracegrad.insight.explaining.cutting import is_large_call, key_of, runs_of
 from tracegrad.insight.explaining.detail import Detail, telling_inside
 from tracegrad.insight.explaining.measuring import MeasuredPass, of_cotangent
-from tracegrad.insight.explaining.observed import Key, Observed
+from tracegrad.insight.explaining.observed import Key, Observed, Places
 from tracegrad.insight.explaining.statistics import exact
-from tracegrad.insight.explaining.visits import is_called, is_entered
 from tracegrad.ir import (
     Atom,
     CustomGradient,
@@ -38,10 +38,12 @@ from tracegrad.ir import (
     dtype_of,
     has_gradient,
 )
-from tracegrad.ir.authors import is_jaxs_rule
 from tracegrad.ir.occurrence import Path
-from tracegrad.ir.program_keys import PROGRAMS, program_key, rule_key
+from tracegrad.ir.program_keys import PROGRAMS
 from tracegrad.rewriting.kept_zeros import keeps_zeros
+
+# The most operations in a run: its programs return all that they measure at once.
+_MOST = {Detail.FEW: 500, Detail.ALL: 100}
 
 
 def measure(
@@ -64,8 +66,8 @@ def measure(
     # JAX's own checks would raise at the NaN that is to be explained.
     with jax.debug_nans(False), jax.debug_infs(False):
         level = _Level(found, graph, ())
-        outs = level.forward(list(inputs))
-        cotangents = level.backward(list(seeds), sources)
+        level.seed(seeds, sources)
+        outs, cotangents = level.forward(inputs), level.backward()
         found.note_each("source", cotangents)
         if detail is Detail.ALL:
             found.note_each("input", inputs)
@@ -103,14 +105,18 @@ class _Level:
         self.path = path
         self.items: list[_Call | _Run] = []
         self.values: dict[Value, Any] = {}
-        for is_large, group in itertools.groupby(graph.nodes, _is_large_call):
+        self.cotangents: dict[Value, Any] = {}
+        self.wanted: Sequence[Value] = ()
+        self.reached: Collection[Value] = ()
+        self.last_pulled: list[Any] | None = None
+        for is_large, group in itertools.groupby(graph.nodes, is_large_call):
             nodes = tuple(group)
             if is_large:
                 self.items += [_Call(self, node) for node in nodes]
                 continue
             for is_eager, part in itertools.groupby(nodes, self._is_eager):
                 few = tuple(part)
-                runs = [few] if is_eager else runs_of(few)
+                runs = [few] if is_eager else runs_of(few, _MOST[measured.detail])
                 self.items += [_Run(self, tuple(run), is_eager) for run in runs]
 
     def _is_eager(self, node: Node) -> bool:
@@ -121,40 +127,55 @@ class _Level:
         return node.kind == "vjp" and not keeps_zeros(node)
 
     def forward(self, args: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of the graph."""
+        """Returns the outputs of the graph. If it has got `seed`, the last item also computes its
+        cotangents: then XLA computes the values of a last run once."""
         self.values = {**self.graph.constants, **dict(zip(self.graph.inputs, args, strict=True))}
         for item in self.items:
-            results = item.forward(_read(item.inputs, self.values))
+            operands = _read(item.inputs, self.values)
+            if item is self.items[-1] and (pulled := self._given_and_asked(item)):
+                results, self.last_pulled = item.forward_and_backward(operands, *pulled)
+            else:
+                results = item.forward(operands)
             self.values.update(zip(item.outputs, results, strict=True))
         return _read(self.graph.outputs, self.values)
 
-    def backward(self, cotangents: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    def seed(self, cotangents: Sequence[Any], wanted: Sequence[bool]) -> None:
+        """Takes the cotangents of the outputs, and for which inputs `backward` is asked."""
+        self.wanted = [v for v, chosen in zip(self.graph.inputs, wanted, strict=True) if chosen]
+        self.reached = reached_from(self.graph, self.wanted, self.measured.walk)
+        refuse_closed_over(self.measured.refused, self.graph, self.reached, self.path)
+        self._add(self.graph.outputs, cotangents)
+
+    def backward(self) -> list[Any]:
         """Returns the cotangents of the wanted inputs of the graph; None for inputs without one."""
-        inputs = [v for v, chosen in zip(self.graph.inputs, wanted, strict=True) if chosen]
-        reached = reached_from(self.graph, inputs, self.measured.walk)
-        refuse_closed_over(self.measured.refused, self.graph, reached, self.path)
-        found: dict[Value, Any] = {}
-
-        def add(values: Sequence[Atom], terms: Sequence[Any]) -> None:
-            for value, term in zip(values, terms, strict=True):
-                if term is not None and isinstance(value, Value) and has_gradient(value):
-                    found[value] = _sum(found[value], term) if value in found else term
-
-        add(self.graph.outputs, cotangents)
         for item in reversed(self.items):
-            given = [found.get(v) for v in item.outputs]
-            asked = tuple(isinstance(v, Value) and v in reached for v in item.inputs)
-            if any(asked) and any(ct is not None for ct in given):
-                operands = _read(item.inputs, self.values)
-                add(item.inputs, item.backward(operands, given, asked))
+            if pulled := self._given_and_asked(item):
+                terms, self.last_pulled = self.last_pulled, None
+                if terms is None:
+                    terms = item.backward(_read(item.inputs, self.values), *pulled)
+                self._add(item.inputs, terms)
             for value in item.outputs:
                 self.values.pop(value, None)
-                found.pop(value, None)
-        return [found.get(v) if v in inputs else None for v in self.graph.inputs]
+                self.cotangents.pop(value, None)
+        return [self.cotangents.get(v) if v in self.wanted else None for v in self.graph.inputs]
+
+    def _add(self, values: Sequence[Atom], terms: Sequence[Any]) -> None:
+        known = self.cotangents
+        for value, term in zip(values, terms, strict=True):
+            if term is not None and isinstance(value, Value) and has_gradient(value):
+                known[value] = _sum(known[value], term) if value in known else term
+
+    def _given_and_asked(self, item: _Call | _Run) -> tuple[list[Any], tuple[bool, ...]] | None:
+        """Returns the cotangents of an item's outputs, and for each input whether a cotangent is
+        wanted; None if there is no such cotangent, or no such input."""
+        given = [self.cotangents.get(v) for v in item.outputs]
+        asked = tuple(isinstance(v, Value) and v in self.reached for v in item.inputs)
+        flows = any(asked) and any(ct is not None for ct in given)
+        return (given, asked) if flows else None
 
 
 class _Call:
-    """A node that calls one region with many operations (`_is_large_call`)."""
+    """A node that calls one region with many operations (`is_large_call`)."""
 
     def __init__(self, level: _Level, node: Node):
         self.here = Occurrence(level.path, node)
@@ -170,11 +191,21 @@ class _Call:
     def backward(
         self, args: Sequence[Any], given: Sequence[Any], wanted: Sequence[bool]
     ) -> list[Any]:
+        self._seed(given, wanted)
+        return self.level.backward()
+
+    def forward_and_backward(
+        self, args: Sequence[Any], given: Sequence[Any], wanted: Sequence[bool]
+    ) -> tuple[list[Any], list[Any]]:
+        self._seed(given, wanted)
+        return self.level.forward(args), self.level.backward()
+
+    def _seed(self, given: Sequence[Any], wanted: Sequence[bool]) -> None:
         for k, ct in enumerate(given):
             if ct is not None:
                 statistic = of_cotangent(self.measured.detail)(ct)
                 self.measured.stats["ct", self.here, k] = np.asarray(statistic)
-        return self.level.backward(given, wanted)
+        self.level.seed(given, wanted)
 
 
 class _Run:
@@ -212,45 +243,28 @@ class _Run:
         self, args: Sequence[Any], given: Sequence[Any], wanted: tuple[bool, ...]
     ) -> list[Any]:
         kept, self.kept = self.kept, None
-        return list(self._take(self.programs.backward(args, kept, given, wanted)))
+        return list(self._take(self.programs.backward(args, kept, given, wanted))[1])
+
+    def forward_and_backward(
+        self, args: Sequence[Any], given: Sequence[Any], wanted: tuple[bool, ...]
+    ) -> tuple[list[Any], list[Any]]:
+        if self.programs.has_run:  # an equal run has compiled the two programs
+            return self.forward(args), self.backward(args, given, wanted)
+        answer = self.programs.backward(args, None, given, wanted, has_run=False)
+        outs, cotangents = self._take(answer)
+        return list(outs), list(cotangents)
 
     def _take(self, answer: _Answer) -> Any:
         """Returns the result of a program, and notes what it has measured, under the nodes of this
         run (the program may have been traced from an equal run)."""
         result, stats, refused, lines = answer
-        place = _Places(self.programs.graph.nodes, self.nodes, self.path)
+        place = Places(self.programs.graph.nodes, self.nodes, self.path)
         for (kind, here, k), stat in stats.items():
             self.measured.stats[kind, here and place.of(here), k] = stat
         for here, words in refused.items():
             self.measured.refused.setdefault(place.of(here), words)
         self.measured.lines.update((place.of(here), line) for here, line in lines.items())
         return result
-
-
-class _Places:
-    """Maps a node of one run to the corresponding node of an equal run."""
-
-    def __init__(self, nodes: Sequence[Node], others: Sequence[Node], path: Path):
-        self._path = path
-        self._nodes, self._others = nodes, others
-        self._known: dict[Any, Any] = {}
-
-    def of(self, here: Occurrence) -> Occurrence:
-        nodes, others = self._nodes, self._others
-        path = list(self._path)
-        for node, name in here.path:
-            other = self._one(nodes, others, node)
-            path.append((other, name))
-            nodes, others = node.region(name).nodes, other.region(name).nodes
-        return Occurrence(tuple(path), self._one(nodes, others, here.node))
-
-    def _one(self, nodes: Sequence[Node], others: Sequence[Node], node: Node) -> Any:
-        if nodes is others:
-            return node
-        if (node, id(others)) not in self._known:
-            pairs = zip(nodes, others, strict=True)
-            self._known.update(((a, id(others)), b) for a, b in pairs)
-        return self._known[node, id(others)]
 
 
 # ---------------------------------------------------------------------------- the programs of a run
@@ -272,7 +286,7 @@ class _Programs:
         self._pass = MeasuredPass(graph, detail)
         self._is_eager = is_eager
         self._jitted: dict[Any, Callable[..., Any]] = {}
-        # For each program: the tree of its results, the index of each leaf, the refused nodes.
+        # For each program: what makes the tree of its results, the refused nodes.
         self._layouts: dict[Any, Any] = {}
         # The pass has state during a trace. (Reentrant: traced code may call `explain`.)
         self._one_at_a_time = threading.RLock()
@@ -288,19 +302,33 @@ class _Programs:
         return self._run("forward", run, list(args))
 
     def backward(
-        self, args: Sequence[Any], kept: Any, given: Sequence[Any], wanted: tuple[bool, ...]
+        self,
+        args: Sequence[Any],
+        kept: Any,
+        given: Sequence[Any],
+        wanted: tuple[bool, ...],
+        has_run: bool = True,
     ) -> _Answer:
-        """Returns the cotangents of the wanted inputs. If `kept` is None, it computes the values
-        that the reverse pass needs again: XLA then fuses them into that pass."""
+        """Returns the outputs of the run (None if it `has_run`), and the cotangents of the wanted
+        inputs. If `kept` is None, it computes the values that the reverse pass needs again: XLA
+        then fuses them into that pass."""
 
         def run(args: Sequence[Any], kept: Any, given: Sequence[Any]) -> Any:
-            if kept is None:
+            outs = None
+            if not has_run:
+                outs, kept = self._pass.forward(self.graph, args, ())
+            elif kept is None:
                 with self._pass.mute():
                     _, kept = self._pass.forward(self.graph, args, ())
-            return self._pass.backward(self.graph, kept, given, wanted, ())
+            return outs, self._pass.backward(self.graph, kept, given, wanted, ())
 
-        key = wanted, tuple(ct is not None for ct in given)
+        key = has_run, wanted, tuple(ct is not None for ct in given)
         return self._run(key, run, list(args), kept, list(given))
+
+    @property
+    def has_run(self) -> bool:
+        """Whether `forward` has run."""
+        return "forward" in self._jitted
 
     def _run(self, key: Any, run: Callable[..., Any], *args: Any) -> _Answer:
         """Runs a pass, compiled unless the run is eager, and computes its statistics."""
@@ -309,16 +337,13 @@ class _Programs:
         def observed(*args: Any) -> Any:
             measured.refused.clear()
             measured.lines.clear()
-            with measured.collecting(defer=not self._is_eager) as found:
+            with measured.collecting(None if self._is_eager else ()) as found:
                 return run(*args), found
 
         def packed(*args: Any) -> list[Any]:
-            leaves, form = jax.tree.flatten(observed(*args))
-            once = {id(leaf): leaf for leaf in leaves}
-            places = {name: k for k, name in enumerate(once)}
-            which = [places[id(leaf)] for leaf in leaves]
-            self._layouts[key] = form, which, dict(measured.refused)
-            return list(once.values())
+            leaves, expand = distinct(observed(*args))
+            self._layouts[key] = expand, dict(measured.refused)
+            return leaves
 
         with self._one_at_a_time:
             if self._is_eager:
@@ -329,8 +354,8 @@ class _Programs:
                     options = _jax.quick_options(jax.default_backend())
                     self._jitted[key] = jax.jit(packed, compiler_options=options)
                 leaves = self._jitted[key](*args)
-                form, which, refused = self._layouts[key]
-                result, found = jax.tree.unflatten(form, [leaves[k] for k in which])
+                expand, refused = self._layouts[key]
+                result, found = expand(leaves)
                 lines = {}
             keys = measured.keys
         stats = {keys[number]: _statistic(found[number]) for number in sorted(found)}
@@ -350,39 +375,7 @@ def _programs_of(graph: Graph, detail: Detail, is_eager: bool) -> _Programs:
     return PROGRAMS.put(key, _Programs(graph, detail, is_eager)) if known is None else known
 
 
-def key_of(graph: Graph) -> Any:
-    """Returns a key that is equal for programs with equal operations and equal derivatives.
-
-    JAX makes new functions for a custom rule whenever it traces a call, so that the functions are
-    never equal. The key has the programs that the rules trace to.
-    """
-    nodes = (o.node for o in graph.walk() if isinstance(o.node, CustomGradient))
-    return program_key(graph.program), tuple(map(_rule_key, dict.fromkeys(nodes)))
-
-
-def _rule_key(node: CustomGradient) -> Any:
-    if is_jaxs_rule(node):
-        return node.primal.function_source
-    try:
-        return rule_key(node, is_of_operation=keeps_zeros(node))
-    except Exception:  # the rule cannot be traced by itself: it equals no other one
-        return object()
-
-
 # --------------------------------------------------------------------------------------- operations
-
-
-def _is_large_call(node: Node) -> bool:
-    return is_called(node) and is_entered(node) and _count(node, LIMIT) > LIMIT
-
-
-def _count(node: Node, most: int) -> int:
-    """Counts the operations inside a node and the node itself, until there are more than `most`."""
-    count, waiting = 0, [node]
-    while waiting and count <= most:
-        count += 1
-        waiting += [n for region in waiting.pop().regions.values() for n in region.nodes]
-    return count
 
 
 def _read(atoms: Sequence[Atom], values: Mapping[Value, Any]) -> list[Any]:

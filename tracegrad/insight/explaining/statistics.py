@@ -1,13 +1,15 @@
 """The statistics that `explain` computes of arrays; each is a vector of a few floats.
 
-Inside of a loop a statistic is part of the compiled program. Elsewhere NumPy computes it, in double
-precision, since XLA would compile a program for each shape. XLA also computes it for arrays that
-are partly on other processes, and for large arrays on an accelerator.
+NumPy computes a statistic, in double precision, since XLA would compile a program for each shape. A
+loop stacks the arrays whose norms are computed, if the stacks are small. Every other statistic
+inside of a loop is part of the compiled program. XLA also computes statistics of arrays that are
+partly on other processes, and of large arrays on an accelerator.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,21 +33,23 @@ Measure = Callable[..., Any]
 def _by_place(measure: Measure) -> Measure:
     """Turns a `measure` that takes ``(xp, *arrays)`` into a function of arrays that chooses ``xp``:
     NumPy or `jax.numpy`."""
-    compiled = jax.jit(functools.partial(measure, jnp))  # traced once for each shape
+    # Traced once for each shape.
+    options_of: tuple[str, ...] = tuple(getattr(measure, "__kwdefaults__", None) or ())
+    compiled = jax.jit(functools.partial(measure, jnp), static_argnames=options_of)
     # Without the barrier XLA fuses into each statistic all operations that lead to its array: the
     # time to compile grew with the square of a program's length.
     barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
 
     @functools.wraps(measure)
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: Any, **options: int) -> Any:
         leaves = arrays if len(arrays) == 1 else jax.tree.leaves(arrays)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return compiled(*barrier(arrays))
+            return compiled(*barrier(arrays), **options)
         if not all(map(_is_for_numpy, leaves)):
-            return compiled(*arrays)
+            return compiled(*arrays, **options)
         with np.errstate(all="ignore"):
             if len(arrays) == 1:
-                return measure(np, _on_host(arrays[0]))
+                return measure(np, _on_host(arrays[0]), **options)
             return measure(np, *jax.tree.map(_on_host, arrays))
 
     return run
@@ -72,20 +76,22 @@ def _real(xp: Any, x: Any) -> Any:
     return x.astype(xp.float32) if x.dtype.itemsize < 4 else x
 
 
-def _norm_and_share_of_zeros(xp: Any, x: Any) -> tuple[Any, Any]:
+def _norm_and_share_of_zeros(xp: Any, x: Any, axes: int = 0) -> tuple[Any, Any]:
     """Returns the Euclidean norm, also of entries whose squares overflow or underflow; and the
-    share of zeros, which is below 1 even after rounding unless all elements are zero."""
+    share of zeros, which is below 1 even after rounding unless all elements are zero. Both are
+    arrays over the first `axes` axes."""
+    size = math.prod(x.shape[axes:])
     if xp is np:
-        norm, zeros = _norm(xp, x), x.size - np.count_nonzero(x)
+        norm, zeros = _norm(xp, x, axes), size - np.count_nonzero(x, tuple(range(axes, x.ndim)))
     else:
-        norm, zeros = _in_one_pass(x)
-    below = xp.minimum(zeros / max(1, x.size), 1 - 2.0**-20)
-    return norm, xp.where(zeros == x.size, 1.0, below) if x.size else xp.zeros(())
+        norm, zeros = _in_one_pass(x, axes)
+    below = xp.minimum(zeros / max(1, size), 1 - 2.0**-20)
+    return norm, xp.where(zeros == size, 1.0, below) if size else xp.zeros(x.shape[:axes])
 
 
-def _in_one_pass(x: Any) -> tuple[Any, Any]:
-    """Returns the Euclidean norm and the number of zeros. XLA makes one kernel of both: in a loop
-    the statistics make most of the time to compile.
+def _in_one_pass(x: Any, axes: int = 0) -> tuple[Any, Any]:
+    """Returns the Euclidean norm and the number of zeros, over the axes after the first ones. XLA
+    makes one kernel of both.
 
     Each part of the array has its largest absolute value, and the sum of the squares of its
     entries divided by that value, as in LAPACK's ``nrm2``."""
@@ -104,24 +110,27 @@ def _in_one_pass(x: Any) -> tuple[Any, Any]:
     size, zero = jnp.abs(x), jnp.zeros((), x.dtype)
     operands = size, (size != 0).astype(x.dtype), (size == 0).astype(int)
     start = zero, zero, jnp.zeros((), int)
-    largest, squares, zeros = jax.lax.reduce(operands, start, joined, tuple(range(x.ndim)))
+    largest, squares, zeros = jax.lax.reduce(operands, start, joined, tuple(range(axes, x.ndim)))
     return largest * jnp.sqrt(squares), zeros
 
 
-def _norm(xp: Any, x: Any) -> Any:
-    """Returns the Euclidean norm, also of entries whose squares overflow or underflow."""
+def _norm(xp: Any, x: Any, axes: int = 0) -> Any:
+    """Returns the Euclidean norm over the axes after the first ones, also of entries whose squares
+    overflow or underflow."""
     if xp is jnp:
-        return _in_one_pass(x)[0]
-    flat = x.reshape(-1)  # einsum, not dot: threads of BLAS would wait for those of XLA
-    if 1e-280 < (square := np.einsum("i,i->", flat, flat)) < 1e280:
-        return np.sqrt(square)
-    x, largest = over_largest(x, xp=np)
-    return np.max(largest) * np.sqrt(np.sum(np.square(x)))
+        return _in_one_pass(x, axes)[0]
+    rows = x.reshape(*x.shape[:axes], math.prod(x.shape[axes:]))
+    # einsum, not dot: threads of BLAS would wait for those of XLA
+    squares = np.einsum("...i,...i->...", rows, rows)
+    if np.all((squares > 1e-280) & (squares < 1e280)):
+        return np.sqrt(squares)
+    rows, largest = over_largest(rows, -1, np)
+    return largest[..., 0] * np.sqrt(np.sum(np.square(rows), -1))
 
 
 def _vector(xp: Any, *values: Any) -> Any:
     dtype = jax.dtypes.canonicalize_dtype(float) if xp is jnp else np.dtype(float)
-    return xp.stack([xp.asarray(v).astype(dtype) for v in values])
+    return xp.stack([xp.asarray(v).astype(dtype) for v in values], axis=-1)
 
 
 @_by_place
@@ -131,10 +140,16 @@ def index(xp: Any, x: Any) -> Any:
 
 
 @_by_place
-def norms(xp: Any, x: Any) -> Any:
-    """Returns the norm and the share of zeros."""
+def norms(xp: Any, x: Any, *, axes: int = 0) -> Any:
+    """Returns the norm and the share of zeros: of each part along the first `axes` axes, if any."""
     x = _real(xp, x)
-    return _vector(xp, *_norm_and_share_of_zeros(xp, x))
+    return _vector(xp, *_norm_and_share_of_zeros(xp, x, axes))
+
+
+def norms_of_part(start: int, stop: int, stack: Any) -> Any:
+    """Returns `norms` of a part of each row of a stack of vectors."""
+    here = _on_host(stack) if _is_for_numpy(stack) else stack
+    return norms(here[..., start:stop], axes=here.ndim - 1)
 
 
 @_by_place
