@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.visits import is_called, is_entered
 from tracegrad.ir import CustomGradient, Graph, Node
 from tracegrad.ir.authors import is_jaxs_rule
@@ -17,15 +18,21 @@ from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 _FEWEST = 8  # the fewest operations in a period
 _LARGE = 100  # calls of more operations are cut into runs
+# The most operations in a run. A program holds all the values of its run at once, and what it
+# returns to be measured. So only small values may be many.
+_MOST, _MOST_SMALL = 100, 500
+_SMALL = 1 << 28  # bytes of the values of a run
 
 
-def runs_of(nodes: Sequence[Node], most: int) -> list[Sequence[Node]]:
-    """Cuts operations into runs of at most `most` operations.
+def runs_of(nodes: Sequence[Node], detail: Detail) -> list[Sequence[Node]]:
+    """Cuts operations into runs.
 
     Finds the longest sequence that repeats itself with some period, and cuts it into its periods
     where the fewest bytes cross. Then does the same with the operations before and after it."""
     numbers: dict[Hashable, int] = {}
     symbols = [numbers.setdefault(_symbol(node), len(numbers)) for node in nodes]
+    size = sum(nbytes_anywhere(value.aval) for node in nodes for value in node.outputs)
+    most = _MOST_SMALL if detail is Detail.FEW and size <= _SMALL else _MOST
     return _by_repeats(nodes, np.array(symbols, int), most)
 
 

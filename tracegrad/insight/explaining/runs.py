@@ -42,9 +42,6 @@ from tracegrad.ir.occurrence import Path
 from tracegrad.ir.program_keys import PROGRAMS
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 
-# The most operations in a run: its programs return all that they measure at once.
-_MOST = {Detail.FEW: 500, Detail.ALL: 100}
-
 
 def measure(
     graph: Graph,
@@ -116,7 +113,7 @@ class _Level:
                 continue
             for is_eager, part in itertools.groupby(nodes, self._is_eager):
                 few = tuple(part)
-                runs = [few] if is_eager else runs_of(few, _MOST[measured.detail])
+                runs = [few] if is_eager else runs_of(few, measured.detail)
                 self.items += [_Run(self, tuple(run), is_eager) for run in runs]
 
     def _is_eager(self, node: Node) -> bool:
