@@ -156,10 +156,13 @@ def seeds_for(
 ) -> list[Any]:
     """Returns the seeds of a backward pass: the checked `output_gradients`, or None for ones.
 
-    `targets`: the arrays of the tree `target`. `name`: the name of the argument with the seeds, for
-    messages. Python numbers and NumPy integers are converted to
-    the dtype of the target. Raises ValueError for a wrong number, structure or shape of seeds,
-    TypeError for a wrong dtype, and TypeError for a complex target without a seed.
+    Args:
+      targets: the arrays of the tree `target`.
+      name: the name of the argument with the seeds, for messages.
+
+    Python numbers and NumPy integers are converted to the dtype of the target. Raises ValueError
+    for a wrong number, structure or shape of seeds, TypeError for a wrong dtype, and TypeError for
+    a complex target without a seed.
     """
     if output_gradients is None:
         return [_seed(array, None, name) for array in targets]

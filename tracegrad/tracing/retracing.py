@@ -98,7 +98,7 @@ def _type_of(leaf: Any) -> tuple[Any, tuple[Any, ...], bool]:
     """Returns the dtype, the shape, and whether the type is weak."""
     aval = _jax.type_of(leaf) or leaf  # a part of a JAX reference has a shape and a dtype itself
     dtype, shape = getattr(aval, "dtype", aval), getattr(aval, "shape", ())
-    return dtype, shape, getattr(aval, "weak_type", False)
+    return dtype, shape, bool(getattr(aval, "weak_type", False))
 
 
 @dataclass

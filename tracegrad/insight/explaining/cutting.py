@@ -17,9 +17,9 @@ from tracegrad.planning.costs import nbytes_anywhere
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 _FEWEST = 8  # the fewest operations in a period
-_LARGE = 100  # calls of more operations are cut into runs
-# The most operations in a run. A program holds all the values of its run at once, and what it
-# returns to be measured. So only small values may be many.
+# The most operations in a run; a call of more operations is cut into runs. A program holds all the
+# values of its run at once, and what it returns to be measured. So a run may have more operations
+# only if its values are small.
 _MOST, _MOST_SMALL = 100, 500
 _SMALL = 1 << 28  # bytes of the values of a run
 
@@ -38,13 +38,13 @@ def runs_of(nodes: Sequence[Node], detail: Detail) -> list[Sequence[Node]]:
 
 def is_large_call(node: Node) -> bool:
     """Whether a node calls one region with so many operations that the region is cut into runs."""
-    return is_called(node) and is_entered(node) and _count(node, _LARGE) > _LARGE
+    return is_called(node) and is_entered(node) and _count(node) > _MOST
 
 
-def _count(node: Node, most: int) -> int:
-    """Counts the operations inside a node and the node itself, until there are more than `most`."""
+def _count(node: Node) -> int:
+    """Counts the operations inside a node and the node itself, up to one more than `_MOST`."""
     count, waiting = 0, [node]
-    while waiting and count <= most:
+    while waiting and count <= _MOST:
         count += 1
         waiting += [n for region in waiting.pop().regions.values() for n in region.nodes]
     return count

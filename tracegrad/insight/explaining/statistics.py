@@ -50,7 +50,7 @@ def _by_place(measure: Measure) -> Measure:
         with np.errstate(all="ignore"):
             if len(arrays) == 1:
                 return measure(np, _on_host(arrays[0]), **options)
-            return measure(np, *jax.tree.map(_on_host, arrays))
+            return measure(np, *jax.tree.map(_on_host, arrays), **options)
 
     return run
 
