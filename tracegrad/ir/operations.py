@@ -30,6 +30,11 @@ VIEWS = REARRANGES | _names(
 # -------------------------------------------------------------------------- element by element
 
 COMPARISONS = _names("eq ne lt le gt ge is_finite")
+# Each element of a result equals some element of an operand, by order.
+EXTREMES = _names(
+    "max min reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min "
+    "sort top_k approx_top_k"
+)
 # JAX defines their derivatives as zero.
 ROUNDINGS = _names("floor ceil round sign nextafter")
 # One or two instructions per element.

@@ -9,7 +9,8 @@ zero bytes, and so do gradients of arguments, which are results.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tracegrad import _jax
 from tracegrad.differentiation.pull_back import active_inputs
@@ -122,13 +123,18 @@ class _Modelling:
                 values = [atom for atom in atoms if isinstance(atom, Value)]
                 needs[at].update(*(self.roots.get(v, ()) for v in values))
                 extra[at] += read.extra
+                if read.compares and not fate.inlined:
+                    extra[at] = max(extra[at], 1)  # see `_compared`
                 if is_by_element(node):
                     behind[at].update(*(self.behind.get(v, ()) for v in values))
                     beside[at] += fate.beside
+        args = [tuple(sorted({r for v in node.operands for r in self.roots[v]})) for node in ops]
+        for i in self._compared(args):
+            extra[i] = max(extra[i], 1)
         return MemoryModel(
             sizes=[sum(nbytes(v.aval) for v in node.outputs) for node in ops],
             flops=self.flops,
-            args=[tuple(sorted({r for v in node.operands for r in self.roots[v]})) for node in ops],
+            args=args,
             needs=[tuple(sorted(found)) for found in needs],
             behind=[tuple(sorted(b - a)) for a, b in zip(needs, behind, strict=True)],
             cotangents=peaks,
@@ -142,6 +148,21 @@ class _Modelling:
             again=[self.scans[n].flops if n in self.scans else 0 for n in ops],
             scans=self.scans,
         )
+
+    def _compared(self, args: Sequence[Sequence[int]]) -> Iterator[int]:
+        """Yields the operations whose results are compared with the values that they are chosen of.
+
+        Examples are a maximum, and the smallest of the largest k elements. XLA may round a value in
+        another way when it is computed again. If the maximum of the value was saved, then no
+        element would be equal to the maximum, and the gradient would be wrong. So the maximum is
+        computed again, too.
+        """
+        for node in self.graph.nodes if self.ops else ():
+            if node.op in operations.COMPARISONS:
+                read = [self.roots[v] for v in node.operands]
+                for one, other in itertools.permutations(read, 2):
+                    chosen = (i for i in one if self.ops[i].op in operations.EXTREMES)
+                    yield from (i for i in chosen if not other.isdisjoint(args[i]))
 
     def _cotangent_bytes(self) -> list[int]:
         """Returns the bytes of cotangents that are alive while each node is pulled back.

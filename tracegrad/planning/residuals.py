@@ -9,7 +9,7 @@ own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,13 @@ class Residuals:
     Attributes:
       operands, results: the positions of the operands and results that it reads.
       extra: bytes of the other values that it reads; at least 1 if these are on the host.
+      compares: whether it compares a result with an operand, as the derivative of a maximum does.
     """
 
     operands: tuple[int, ...]
     results: tuple[int, ...]
     extra: int
+    compares: bool
 
 
 class NodeResiduals:
@@ -112,7 +114,7 @@ def residuals_of(
                 break
             (var,) = producer[var].invars  # a reshaped result is the same buffer
     reads: set[Any] = set()
-    extra = 0
+    extra, compares = 0, False
     pending = [v for v in program.outvars[count:] if not hasattr(v, "val")]
     while pending:
         var = pending.pop()
@@ -125,22 +127,39 @@ def residuals_of(
                 # It needs no device memory, but must be recomputed; `extra` > 0 says so.
                 extra = max(extra, 1)
                 continue
-            if equation.primitive.name in operations.KERNELS or _has_costly(equation):
+            if _has(equation, operations.KERNELS):
                 extra += nbytes(var.aval)
-            else:
-                pending += [v for v in equation.invars if not hasattr(v, "val")]
+                continue
+            pending += [v for v in equation.invars if not hasattr(v, "val")]
+            if _has(equation, operations.COMPARISONS):
+                origins = _origins(equation, producer, result)
+                compares |= not (origins.isdisjoint(result) or origins.isdisjoint(operand))
     return Residuals(
         operands=tuple(sorted({operand[v] for v in reads if v in operand})),
         results=tuple(sorted({result[v] for v in reads if v in result and v not in operand})),
         extra=extra,
+        compares=compares,
     )
 
 
-def _has_costly(equation: Any) -> bool:
-    """Whether an equation calls a program with a costly operation, at any depth."""
-    for value in equation.params.values():
-        if isinstance(value, _jax.PROGRAM_TYPES):
-            inner = _jax.opened(value).eqns
-            if any(e.primitive.name in operations.KERNELS or _has_costly(e) for e in inner):
-                return True
-    return False
+def _has(equation: Any, names: Collection[str]) -> bool:
+    """Whether an equation is one of these operations, or calls a program with one, at any depth."""
+    programs = (v for v in equation.params.values() if isinstance(v, _jax.PROGRAM_TYPES))
+    return equation.primitive.name in names or any(
+        _has(inner, names) for program in programs for inner in _jax.opened(program).eqns
+    )
+
+
+def _origins(equation: Any, producer: Mapping[Any, Any], result: Collection[Any]) -> set[Any]:
+    """Returns the results, operands and constants that an equation is computed from."""
+    found, seen, pending = set[Any](), set[Any](), [*equation.invars]
+    while pending:
+        var = pending.pop()
+        if hasattr(var, "val") or var in seen:
+            continue
+        seen.add(var)
+        if var in result or var not in producer:
+            found.add(var)
+        else:
+            pending += producer[var].invars
+    return found
