@@ -58,7 +58,9 @@ class ModuleVariables:
             if changed != structure:
                 raise TypeError(
                     f"a call changes the structure of {type(module).__name__}, which a file cannot "
-                    "represent: call it once before it is saved"
+                    "represent: call it once before it is saved. If it collects values (`sow`), "
+                    "save functools.partial(f, module) of a function f that calls the module, "
+                    "and then removes the values: nnx.pop(module, nnx.Intermediate)"
                 )
             for variable, old, new in zip(variables, before, after, strict=True):
                 if new is not old and isinstance(variable, Variable):
@@ -134,21 +136,20 @@ def _read(leaf: Any, unused: Collection[Variable]) -> Any:
 def _module_of(fun: Any) -> Any:
     """Returns the flax.nnx module of a function, or None. The function is the module or a method of
     it, possibly traced, or jitted by JAX or flax (which makes partial functions of methods)."""
-    if isinstance(fun, TracedFunction):
+    if isinstance(fun, TracedFunction) or _is_jitted(fun):
         return _module_of(fun.__wrapped__)
     if isinstance(fun, BoundTracedFunction):
         found: Any = fun.__self__
     elif isinstance(fun, functools.partial):
         found = next(iter(fun.args), None)
-    elif _is_jitted_by_flax(fun):
-        found = fun.__wrapped__
     else:
         found = next(iter(taking_module(fun)[1]), None)
     return found if is_module(found) else None
 
 
-def _is_jitted_by_flax(fun: Any) -> bool:
-    return type(fun).__module__.partition(".")[0] == "flax" and hasattr(fun, "__wrapped__")
+def _is_jitted(fun: Any) -> bool:
+    is_method = isinstance(fun, types.MethodType)  # which has the attributes of its function
+    return not is_method and hasattr(fun, "lower") and hasattr(fun, "__wrapped__")
 
 
 def _called_with(fun: Any, module: Any) -> Callable[..., Any]:
@@ -157,6 +158,8 @@ def _called_with(fun: Any, module: Any) -> Callable[..., Any]:
         return BoundTracedFunction(fun.__func__, module)
     if isinstance(fun, TracedFunction):
         return TracedFunction(_called_with(fun.__wrapped__, module), *fun._made_with)
+    if _is_jitted(fun):
+        return _called_with(fun.__wrapped__, module)
     if isinstance(fun, functools.partial):
         return functools.partial(fun.func, module, *fun.args[1:], **fun.keywords)
     return types.MethodType(fun.__func__, module) if isinstance(fun, types.MethodType) else module

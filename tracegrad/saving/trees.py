@@ -133,4 +133,4 @@ def tree_text(tree: Any) -> str:
         sizes = (str(size).replace(" ", "") for size in leaf.shape)
         return _Shown(f"{kind}[{','.join(sizes)}]")
 
-    return str(original_form(jax.tree.map(text, tree)))
+    return repr(original_form(jax.tree.map(text, tree)))
