@@ -222,10 +222,11 @@ class LoadedFunction(HasVariables):
         except Exception as error:
             # JAX writes kwargs['x']['w'].shape[0], and refers to its manual: both are removed.
             text = re.sub(r"kwargs\['(\w+)'\]", r"\1", str(error))
-            text = re.sub(r"[.,]* *Please see https?://.*", "", text, flags=re.DOTALL)
+            manual = r"(?s)( Obtained dimension variables:)?[.,:\s]*(Please see https?://.*)?$"
+            text = re.sub(manual, "", text)
             text = text.replace("a <class 'int'>", "an array")  # JAX's word for a leaf
             text = text.replace("a <class 'tracegrad.saving.trees.Text'>", "a string")
-            raise TypeError(f"{self.signature}: {text.rstrip(' ,:')}") from None
+            raise TypeError(f"{self.signature}: {text}") from None
 
     def _beyond(self, order: int) -> Exception:
         return ValueError(
