@@ -19,7 +19,7 @@ from tracegrad import _jax
 from tracegrad.ir.notes import add_note
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import KINDS, FunctionRecord
-from tracegrad.saving.trees import is_original, of_types, original_form, written_form
+from tracegrad.saving.trees import is_original, node_types, of_types, original_form, written_form
 from tracegrad.saving.variables import HasVariables
 from tracegrad.variables.variable import Variable
 
@@ -131,7 +131,7 @@ class LoadedFunction(HasVariables):
         self._out_tree = program.out_tree
         self.signature = self._described(program)
         self._is_plain = is_original(self._structure)
-        self._mappings = _mapping_types(self._structure)
+        self._types = node_types(self._structure) - {dict}
         self._returns_plain = is_original(self._out_tree)
         self._flat = differentiable(record.program, exported, record, self._beyond)
         self._compiled: Compiled = jax.jit(_named(self._checked, record.name))
@@ -174,7 +174,7 @@ class LoadedFunction(HasVariables):
             return self._compiled(given, values)
         # Converts containers that JAX takes for other types; an error that remains is explained.
         try:
-            given = written_form(_in_dictionaries(arguments, self._mappings))
+            given = written_form(_in_dictionaries(arguments, self._types))
             return self._compiled(given, values)
         except TypeError as error:
             if "forward-mode" not in str(error):
@@ -260,19 +260,6 @@ def _of_dtype(leaf: Any, aval: Any) -> Any:
     if getattr(found, "weak_type", False) and jnp.result_type(leaf, aval.dtype) == aval.dtype:
         return jax.lax.convert_element_type(leaf, aval.dtype)
     return leaf
-
-
-def _mapping_types(structure: Any) -> set[type]:
-    """Returns the types of the mappings in a tree of this structure, except dictionaries."""
-    found: set[type] = set()
-
-    def add(node: Any) -> bool:
-        if isinstance(node, Mapping) and type(node) is not dict:
-            found.add(type(node))
-        return False
-
-    jax.tree.leaves(jax.tree.unflatten(structure, range(structure.num_leaves)), is_leaf=add)
-    return found
 
 
 def _in_dictionaries(tree: Any, kept: Collection[type]) -> Any:
