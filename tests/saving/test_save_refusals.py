@@ -348,3 +348,12 @@ def test_a_loaded_function_says_that_it_is_not_copied(tmp_path):
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"<loaded sin\(.*> cannot be copied .* load its file"):
             copied(load(tmp_path / "f"))
+
+
+def test_a_loaded_function_is_saved_again_with_the_derivatives_that_it_has(tmp_path):
+    save(jnp.sin, tmp_path / "f", [X], gradient_order=0)
+    loaded = load(tmp_path / "f")
+    with pytest.raises(ValueError, match="or the loaded function with gradient_order=0"):
+        save(loaded, tmp_path / "f")
+    save(loaded, tmp_path / "f", gradient_order=0)
+    np.testing.assert_allclose(load(tmp_path / "f")(X), np.sin(X), rtol=1e-6)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -184,3 +185,25 @@ def test_a_module_that_collects_values_is_saved_in_a_function_that_removes_them(
     loaded = tg.load(path)
     np.testing.assert_allclose(loaded(X), model.linear(X), rtol=1e-6)
     assert loaded.variables["linear.kernel"].trainable
+
+
+class Trainer(nnx.Module):
+    def __init__(self, rngs):
+        self.model = Normed(rngs)
+        self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+    def step(self, x):
+        value, gradient = nnx.value_and_grad(Normed.loss)(self.model, x)
+        self.optimizer.update(self.model, gradient)
+        return value
+
+
+def test_a_train_step_of_a_model_and_its_optimizer_is_saved_as_a_method(tmp_path):
+    trainer, path = Trainer(nnx.Rngs(0)), tmp_path / "saved"
+    tg.save(trainer.step, path, [X], gradient_order=0)
+    loaded = tg.load(path)
+    found = [loaded(X) for _ in range(10)]
+    np.testing.assert_allclose(found, [trainer.step(X) for _ in range(10)], rtol=1e-4)
+    kernel, mean = (loaded.variables[f"model.{name}"] for name in ("linear.kernel", "norm.mean"))
+    np.testing.assert_allclose(kernel, trainer.model.linear.kernel[...], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(mean, trainer.model.norm.mean[...], rtol=1e-3, atol=1e-4)
