@@ -39,6 +39,10 @@ class State(NamedTuple):
 jax.export.register_namedtuple_serialization(State, serialized_name="test_save.State")
 
 
+class Moments(NamedTuple):
+    mean: Any
+
+
 @tg.custom_gradient
 def wrong(x):  # on purpose
     return x * x, lambda dy: dy * (3.0 * x + 1.0)
@@ -345,6 +349,32 @@ def test_arguments_go_where_their_names_say_whatever_was_called_before(path):
             assert float(loaded(way(a=5.0, b=1.0), k=3.0)) == 295
 
 
+def test_a_mapping_that_was_saved_as_itself_is_called_as_itself(path):
+    d, number = OrderedDict(b=X, a=2 * X), {1: X}
+    loaded = saved(path, lambda d, n, how: d["b"] - 3 * d["a"] + n[1], [d, number, "text"])
+    np.testing.assert_allclose(loaded(d, number, "text"), -4 * X, rtol=1e-6)
+    found = loaded(OrderedDict(b=X, a=X), MappingProxyType(number), "text")
+    np.testing.assert_allclose(found, -X, rtol=1e-6)
+    with pytest.raises(TypeError, match=r"Rank mismatch for d\['a'\]: expected \(2, 3\)"):
+        loaded(OrderedDict(b=X, a=X[0]), number, "text")
+    with pytest.raises(TypeError, match=r"d is a .*dict.* and a .*OrderedDict.* types differ"):
+        loaded(dict(d), number, "text")
+
+
+def test_a_class_that_is_not_registered_where_the_file_is_loaded_is_named(path):
+    jax.export.register_namedtuple_serialization(Moments, serialized_name="test_save.Moments")
+    save(lambda s: s.mean, path, [Moments(X)])
+    script = "import sys, tracegrad as tg; tg.load(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert "container test_save.Moments, whose class was registered" in done.stderr
+    assert "register_pytree_node_serialization, with serialized_name='test_save." in done.stderr
+
+
 def test_a_named_tuple_is_saved_where_its_class_is_registered_and_is_of_that_class(path):
     loaded = saved(path, lambda s: s.mean - 10 * s.rest, [State(np.float32(1), np.float32(2))])
     other = namedtuple("Other", "mean rest")
@@ -624,6 +654,20 @@ def test_strings_are_what_it_was_saved_for_and_come_back(path):
         assert (got["how"], got["pair"][0]) == ("scaled", "a")
     gradient = jax.grad(lambda w: loaded({"w": w, "how": "scaled"}, X)["y"])(X)
     np.testing.assert_array_equal(gradient, X)
+
+
+def test_a_string_argument_is_the_one_it_was_saved_for(path):
+    def reduced(x, how):
+        return jnp.sum(x) if how == "sum" else x
+
+    loaded = saved(path, reduced, [X, "sum"])
+    for result in (loaded(X, "sum"), loaded(X, how="sum"), saved(path, loaded, None)(X, "sum")):
+        np.testing.assert_allclose(result, np.sum(X))
+    np.testing.assert_array_equal(jax.grad(lambda x: loaded(x, "sum"))(X), np.ones((2, 3)))
+    with pytest.raises(TypeError, match=r"how: 'sum'\)(?s:.*)how is .* mean .* sum when exported"):
+        loaded(X, "mean")
+    compiled = jax.jit(reduced, static_argnames="how")
+    np.testing.assert_allclose(saved(path, compiled, [X, "sum"])(X, "sum"), np.sum(X))
 
 
 @pytest.mark.parametrize("other", ["another", 1.0, None])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 import sys
 from collections import namedtuple
 from dataclasses import dataclass
@@ -13,12 +16,15 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import tracegrad as tg
 from tracegrad import ArtefactError, load, save
 
 X = np.ones((2, 3), np.float32)
+ROWS = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 3"), "float32")
 
 
 def calls_back(x):
@@ -141,7 +147,16 @@ def test_what_cannot_be_saved_is_named_with_its_line(fun, words, message, path):
         save(fun, path, [spec])
     assert f"{Path(__file__).name}:{line_of(words)}" in str(refused.value)
     # The loop that has a derivative is for a loop that stands by itself, and has no rule.
-    assert ("tracegrad.checkpointed_loop" in str(refused.value)) == (fun is loops)
+    assert ("tracegrad.rules.checkpointed_loop()" in str(refused.value)) == (fun is loops)
+
+
+def test_the_cure_for_a_loop_gives_it_a_gradient(tmp_path):
+    cured = tg.rewrite(loops, tg.rules.checkpointed_loop())
+    save(cured, tmp_path / "f", [X], gradient_order=2)
+    loaded = load(tmp_path / "f")
+    np.testing.assert_allclose(loaded(X), loops(X))
+    steps = np.log2((loops(X) + 1) / (X + 1))  # c -> 2 c + 1 doubles c + 1 and its gradient
+    np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(loaded(x)))(X), 2**steps, rtol=1e-6)
 
 
 def test_a_compiled_function_is_named_with_its_line(path):
@@ -181,7 +196,7 @@ class Spec:
         (lambda x, y: x @ y, [X, X], "contracting dimensions"),
         (lambda x: x, X, r"of type ndarray: write \[spec\] for one argument"),
         (lambda x: x, None, "specs are missing"),
-        (lambda x: x, ["text"], "the spec of x should be an array"),
+        (lambda x: x, [print], "the spec of x should be an array"),
         (
             lambda x: x,
             [Spec(None)],
@@ -191,6 +206,16 @@ class Spec:
             lambda x: x,
             [Spec((None, 3))],
             r"the spec of x has the shape \(None, 3\): name the sizes",
+        ),
+        (
+            lambda x: x,
+            [jax.ShapeDtypeStruct(("b", 3), "float32")],
+            r"the spec of x has the shape \('b', 3\): name the sizes",
+        ),
+        (
+            lambda x, y: x + y,
+            [ROWS, jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 3"), "float32")],
+            r"specs of <lambda> .* several calls of jax\.export\.symbolic_shape",
         ),
         (
             lambda m: m.w,
@@ -298,3 +323,37 @@ def test_a_missing_package_is_named_with_what_to_install(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "flatbuffers", None)
     with pytest.raises(ImportError, match=r"pip install 'tracegrad\[save\]'"):
         save(jnp.sin, path, [X])
+
+
+def train(model, optimizer, x):
+    return optimizer.update(model, nnx.grad(lambda m: jnp.sum(m(x)))(model))
+
+
+def test_modules_as_arguments_are_refused_before_anything_is_traced(path):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(
+        TypeError,
+        match=r"model has an object of flax\.nnx \(Linear\).*Put several modules into one",
+    ):
+        save(train, path, [model, optimizer, X])
+    with pytest.raises(TypeError, match=r"argument optimizer has .* \(Optimizer\)"):
+        save(functools.partial(train, model), path, [optimizer, X])
+    with pytest.raises(TypeError, match=r"argument state has .* \(Param\)"):
+        save(lambda state: state, path, [nnx.state(model)])
+
+
+def test_a_loaded_function_says_that_it_is_not_copied(tmp_path):
+    save(jnp.sin, tmp_path / "f", [X])
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"<loaded sin\(.*> cannot be copied .* load its file"):
+            copied(load(tmp_path / "f"))
+
+
+def test_a_loaded_function_is_saved_again_with_the_derivatives_that_it_has(tmp_path):
+    save(jnp.sin, tmp_path / "f", [X], gradient_order=0)
+    loaded = load(tmp_path / "f")
+    with pytest.raises(ValueError, match="or the loaded function with gradient_order=0"):
+        save(loaded, tmp_path / "f")
+    save(loaded, tmp_path / "f", gradient_order=0)
+    np.testing.assert_allclose(load(tmp_path / "f")(X), np.sin(X), rtol=1e-6)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -54,9 +55,21 @@ class Normed(nnx.Module):
         lambda m: tg.trace(m.__call__),
         lambda m: nnx.jit(m),
         lambda m: tg.trace(nnx.jit(m)),
+        lambda m: jax.jit(m),
+        lambda m: tg.trace(jax.jit(m.__call__)),
         lambda m: functools.partial(Normed.__call__, m),
     ],
-    ids=["module", "traced", "method", "traced method", "jitted", "traced jitted", "partial"],
+    ids=[
+        "module",
+        "traced",
+        "method",
+        "traced method",
+        "jitted",
+        "traced jitted",
+        "jax.jit",
+        "traced jax.jit of a method",
+        "partial",
+    ],
 )
 def test_arrays_are_variables_by_their_path_and_a_call_changes_them(tmp_path, function):
     model = Normed(nnx.Rngs(0))
@@ -145,3 +158,52 @@ def test_a_module_that_changes_what_it_consists_of_is_refused(tmp_path):
     with pytest.raises(TypeError, match="changes the structure of Growing"):
         tg.save(Growing(), tmp_path / "growing", (X,))
     assert not list(tmp_path.iterdir())
+
+
+class Sowing(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.linear(x)
+        self.sow(nnx.Intermediate, "y", y)
+        return y
+
+
+def without_values(module, x):
+    y = module(x)
+    nnx.pop(module, nnx.Intermediate)
+    return y
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_a_module_that_collects_values_is_saved_in_a_function_that_removes_them(tmp_path):
+    model, path = Sowing(nnx.Rngs(0)), tmp_path / "saved"
+    with pytest.raises(TypeError, match=r"structure of Sowing, .*`sow`.*nnx\.pop\(module, nnx"):
+        tg.save(model, path, [X])
+    tg.save(functools.partial(without_values, model), path, [X])
+    loaded = tg.load(path)
+    np.testing.assert_allclose(loaded(X), model.linear(X), rtol=1e-6)
+    assert loaded.variables["linear.kernel"].trainable
+
+
+class Trainer(nnx.Module):
+    def __init__(self, rngs):
+        self.model = Normed(rngs)
+        self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+    def step(self, x):
+        value, gradient = nnx.value_and_grad(Normed.loss)(self.model, x)
+        self.optimizer.update(self.model, gradient)
+        return value
+
+
+def test_a_train_step_of_a_model_and_its_optimizer_is_saved_as_a_method(tmp_path):
+    trainer, path = Trainer(nnx.Rngs(0)), tmp_path / "saved"
+    tg.save(trainer.step, path, [X], gradient_order=0)
+    loaded = tg.load(path)
+    found = [loaded(X) for _ in range(10)]
+    np.testing.assert_allclose(found, [trainer.step(X) for _ in range(10)], rtol=1e-4)
+    kernel, mean = (loaded.variables[f"model.{name}"] for name in ("linear.kernel", "norm.mean"))
+    np.testing.assert_allclose(kernel, trainer.model.linear.kernel[...], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(mean, trainer.model.norm.mean[...], rtol=1e-3, atol=1e-4)

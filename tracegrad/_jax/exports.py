@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,12 @@ def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
             ):
                 found[constraint.debug_str] = None
     return list(found)
+
+
+def symbolic_scopes(leaves: Iterable[Any]) -> set[Any]:
+    """Returns the scopes of the symbolic dimensions of types; JAX mixes sizes of one scope only."""
+    sizes = (size for leaf in leaves for size in getattr(leaf, "shape", None) or ())
+    return {size.scope for size in sizes if hasattr(size, "scope")}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
@@ -37,8 +37,7 @@ _WRITABLE |= {f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)}
 _BEGIN = b'{"__metadata__":{"tracegrad":"'
 _BLANK = b"0" * 64  # replaces the header's digest while the digest is computed
 _HEAD = re.compile(re.escape(_BEGIN) + rb"(\d{1,9}) ([0-9a-f]{64}) ")
-# Digests take most of the loading time. From this many bytes on, this many threads compute them.
-_LARGE, _AT_ONCE = 16 << 20, 4
+_AT_ONCE = 4  # threads that compute digests, which take most of the time of loading
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -54,7 +53,6 @@ class Contents:
     """The contents of a file. The arrays match the digests in the manifest. They are copies in
     memory, so later changes to the file do not affect them."""
 
-    size: int
     manifest: Manifest
     arrays: dict[str, memoryview]
 
@@ -64,12 +62,12 @@ def sha256(contents: Any) -> str:
     return hashlib.sha256(contents).hexdigest()
 
 
-def digests_of(contents: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the SHA-256 of each array; threads compute them if the arrays are large in total."""
-    if sum(each.nbytes for each in contents.values()) < _LARGE:
-        return {name: sha256(each) for name, each in contents.items()}
+def digests_of(
+    contents: Mapping[str, Any], digest: Callable[[Any], str] = sha256
+) -> dict[str, str]:
+    """Returns the SHA-256 of each array, or the `digest` of each item; threads compute them."""
     with ThreadPoolExecutor(_AT_ONCE) as several:
-        return dict(zip(contents, several.map(sha256, contents.values()), strict=True))
+        return dict(zip(contents, several.map(digest, contents.values()), strict=True))
 
 
 def stored(array: Array) -> Array:
@@ -207,7 +205,7 @@ def read_file(path: str | os.PathLike[str]) -> Contents:
       OSError: the file does not exist or cannot be read.
     """
     with open_file(path) as file:
-        size, manifest, spans = read_header(file)
+        _, manifest, spans = read_header(file)
         arrays = {}
         for name, (first, end) in spans.items():
             file.seek(first)
@@ -216,7 +214,7 @@ def read_file(path: str | os.PathLike[str]) -> Contents:
         if found != (expected := manifest.digests[name]):
             reason = f"its SHA-256 is {found}, but the manifest has {expected}"
             raise ArtefactError(name, f"its contents were changed: {reason}")
-    return Contents(size, manifest, arrays)
+    return Contents(manifest, arrays)
 
 
 def _read_into_own_memory(file: BufferedReader, size: int) -> memoryview:

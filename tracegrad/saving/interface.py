@@ -119,6 +119,13 @@ def given_to(name: str, fun: Function, specs: Any) -> BoundSpecs:
             f"the specs do not fit {name}{signature}: {error}. Give one array or "
             f"jax.ShapeDtypeStruct for each argument; there are {len(specs)}"
         ) from None
+    if len(_jax.symbolic_scopes(jax.tree.leaves(given))) > 1:
+        raise TypeError(
+            f"the specs of {name} have symbolic sizes from several calls of "
+            "jax.export.symbolic_shape, which are different sizes for JAX even if they have the "
+            'same name: make all sizes in one call, b, n = jax.export.symbolic_shape("b, n"), or '
+            "give all calls one scope=jax.export.SymbolicScope()"
+        )
     static = _static_names(fun, signature)
     return BoundSpecs(
         signature,
@@ -141,11 +148,12 @@ def _static_names(fun: Function, signature: inspect.Signature) -> set[str]:
 def _spec(spec: Any, parameter: str) -> Any:
     """Converts the leaves of a spec that have a shape and a dtype, such as specs of other
     libraries, to `jax.ShapeDtypeStruct`s. Raises TypeError for a leaf that is not a spec."""
+    _check_no_module(spec, f"the argument {parameter}")
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex)):
             return leaf
-        if leaf is not spec and not is_array(leaf):
+        if isinstance(leaf, str) or (leaf is not spec and not is_array(leaf)):
             return leaf  # static, as in a call of the function
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise TypeError(
@@ -159,7 +167,7 @@ def _spec(spec: Any, parameter: str) -> Any:
                 "rank. Save one function for each rank, save({name: (fun, specs), ...}, path). For "
                 'sizes that are not fixed, use jax.export.symbolic_shape("b, 3")'
             )
-        if any(size is None for size in shape):
+        if any(size is None or isinstance(size, str) for size in shape):
             raise TypeError(
                 f"the spec of {parameter} has the shape {tuple(shape)}: name the sizes that are "
                 "not fixed, so that equal sizes have the same name, by "
@@ -215,18 +223,21 @@ def trees_of(traced: Graph, given: BoundSpecs, name: str) -> Trees:
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
     arguments, _ = unpacked(*of_types(traced.in_tree, inputs))
     result = of_types(traced.out_tree, traced.out_avals[: traced.result_count])
-    Trees(dict(zip(given.specs, arguments, strict=True)), result).check(_check_no_module, name)
+    _check_no_module(result, f"the result of {name}")
     found = Trees(dict(zip(given.specs, written_form(arguments))), written_form(result))
     found.check(check_leaves, name)
     return found
 
 
 def _check_no_module(tree: Any, where: str) -> None:
-    if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
+    leaves = jax.tree.leaves(tree, is_leaf=is_module)
+    if (module := next(filter(is_module, leaves), None)) is not None:
         raise TypeError(
-            f"{where} has a module of flax.nnx, which only its Python code can rebuild, but no "
-            "code is saved: save the module, its method, a function that closes over the module, "
-            "or a function of nnx.to_pure_dict(nnx.state(module))"
+            f"{where} has an object of flax.nnx ({type(module).__name__}), which only its Python "
+            "code can rebuild, but no code is saved: save the module, its method, "
+            "functools.partial(f, module), a function that closes over the module, or a function "
+            "of nnx.to_pure_dict(nnx.state(module)). Put several modules into one, for example a "
+            "model and its optimizer"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,6 +109,15 @@ def _exported(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
         found = _jax.outside_calls(exported)
     except Exception as error:
         reason = first_line(error)[:200].rstrip(" .:")
+        unregistered = re.search("unregistered type `(.*?)`", str(error))
+        if unregistered is not None:
+            raise ArtefactError(
+                name,
+                f"it takes or returns a container {unregistered[1]}, whose class was registered in "
+                "the process that saved it: register the class here too before the file is loaded, "
+                "by jax.export.register_namedtuple_serialization or "
+                f"register_pytree_node_serialization, with serialized_name={unregistered[1]!r}",
+            ) from error
         versions = contents.manifest.versions
         raise ArtefactError(
             name,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from tracegrad import _jax
 from tracegrad.ir.notes import add_note
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import KINDS, FunctionRecord
-from tracegrad.saving.trees import is_original, of_types, original_form, written_form
+from tracegrad.saving.trees import is_original, node_types, of_types, original_form, written_form
 from tracegrad.saving.variables import HasVariables
 from tracegrad.variables.variable import Variable
 
@@ -131,6 +131,7 @@ class LoadedFunction(HasVariables):
         self._out_tree = program.out_tree
         self.signature = self._described(program)
         self._is_plain = is_original(self._structure)
+        self._types = node_types(self._structure) - {dict}
         self._returns_plain = is_original(self._out_tree)
         self._flat = differentiable(record.program, exported, record, self._beyond)
         self._compiled: Compiled = jax.jit(_named(self._checked, record.name))
@@ -168,12 +169,13 @@ class LoadedFunction(HasVariables):
 
     def _run(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
         """Returns the flat results, followed by the new values of the Variables it assigns."""
-        if self._is_plain:
-            with contextlib.suppress(TypeError, ValueError):
-                return self._compiled(arguments, values)
+        with contextlib.suppress(TypeError, ValueError):
+            given = arguments if self._is_plain else written_form(arguments)
+            return self._compiled(given, values)
         # Converts containers that JAX takes for other types; an error that remains is explained.
         try:
-            return self._compiled(written_form(_in_dictionaries(arguments)), values)
+            given = written_form(_in_dictionaries(arguments, self._types))
+            return self._compiled(given, values)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -220,7 +222,8 @@ class LoadedFunction(HasVariables):
         except Exception as error:
             # JAX writes kwargs['x']['w'].shape[0], and refers to its manual: both are removed.
             text = re.sub(r"kwargs\['(\w+)'\]", r"\1", str(error))
-            text = re.sub(r"[.,]* *Please see https?://.*", "", text, flags=re.DOTALL)
+            manual = r"(?s)( Obtained dimension variables:)?[.,:\s]*(Please see https?://.*)?$"
+            text = re.sub(manual, "", text)
             text = text.replace("a <class 'int'>", "an array")  # JAX's word for a leaf
             text = text.replace("a <class 'tracegrad.saving.trees.Text'>", "a string")
             raise TypeError(f"{self.signature}: {text}") from None
@@ -230,6 +233,12 @@ class LoadedFunction(HasVariables):
             f"{self.__name__} was saved with gradient_order={self.gradient_order}, but a "
             f"derivative of order {order} is needed: save it with gradient_order={order}. "
             f"({_NO_FORWARD_MODE})"
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled: load its file again, which makes a function "
+            "with Variables of its own"
         )
 
     def __repr__(self) -> str:
@@ -253,16 +262,16 @@ def _of_dtype(leaf: Any, aval: Any) -> Any:
     return leaf
 
 
-def _in_dictionaries(tree: Any) -> Any:
-    """Replaces each mapping in a tree by a dictionary."""
+def _in_dictionaries(tree: Any, kept: Collection[type]) -> Any:
+    """Replaces each mapping in a tree by a dictionary, except those of the types `kept`."""
 
     def is_mapping(node: Any) -> bool:
-        return isinstance(node, Mapping)
+        return isinstance(node, Mapping) and type(node) not in kept
 
     def convert(node: Any) -> Any:
         if not is_mapping(node):
             return node
-        return {key: _in_dictionaries(part) for key, part in node.items()}
+        return {key: _in_dictionaries(part, kept) for key, part in node.items()}
 
     return jax.tree.map(convert, tree, is_leaf=is_mapping)
 

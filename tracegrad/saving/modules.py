@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Graph, Value
 from tracegrad.saving.variables import is_key
-from tracegrad.tracing.module_functions import taking_module
 from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
 from tracegrad.variables.lending import peek
 from tracegrad.variables.nnx_objects import (
@@ -43,8 +42,8 @@ class ModuleVariables:
         """Returns a function that takes only the arguments: it builds its module from Variables,
         and assigns to them what a call changes in the module. Returns `fun` if it has no flax.nnx
         module. `unused`: Variables whose values `fun` does not need."""
-        module = _module_of(fun)
-        if module is None:
+        module, of = _taken_apart(fun)
+        if not is_module(module):
             return fun
 
         @functools.wraps(fun, updated=())
@@ -53,12 +52,14 @@ class ModuleVariables:
             variables, structure = self._variables(module, state)
             before = [_read(v, unused) for v in variables]
             copy = nnx().merge(graphdef, jax.tree.unflatten(structure, before))
-            result = _called_with(fun, copy)(*args, **kwargs)
+            result = of(copy)(*args, **kwargs)
             after, changed = jax.tree.flatten(nnx().split(copy)[1])
             if changed != structure:
                 raise TypeError(
                     f"a call changes the structure of {type(module).__name__}, which a file cannot "
-                    "represent: call it once before it is saved"
+                    "represent: call it once before it is saved. If it collects values (`sow`), "
+                    "save functools.partial(f, module) of a function f that calls the module, "
+                    "and then removes the values: nnx.pop(module, nnx.Intermediate)"
                 )
             for variable, old, new in zip(variables, before, after, strict=True):
                 if new is not old and isinstance(variable, Variable):
@@ -131,32 +132,20 @@ def _read(leaf: Any, unused: Collection[Variable]) -> Any:
     return peek([leaf])[0] if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _module_of(fun: Any) -> Any:
-    """Returns the flax.nnx module of a function, or None. The function is the module or a method of
-    it, possibly traced, or jitted by JAX or flax (which makes partial functions of methods)."""
+def _taken_apart(fun: Any) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
+    """Returns the object that a function calls, or whose method it is, and a function that makes
+    the same of another object. It may be traced, or jitted by JAX or flax (which makes partial
+    functions of methods)."""
     if isinstance(fun, TracedFunction):
-        return _module_of(fun.__wrapped__)
+        found, of = _taken_apart(fun.__wrapped__)
+        return found, lambda other: TracedFunction(of(other), *fun._made_with)
     if isinstance(fun, BoundTracedFunction):
-        found: Any = fun.__self__
-    elif isinstance(fun, functools.partial):
-        found = next(iter(fun.args), None)
-    elif _is_jitted_by_flax(fun):
-        found = fun.__wrapped__
-    else:
-        found = next(iter(taking_module(fun)[1]), None)
-    return found if is_module(found) else None
-
-
-def _is_jitted_by_flax(fun: Any) -> bool:
-    return type(fun).__module__.partition(".")[0] == "flax" and hasattr(fun, "__wrapped__")
-
-
-def _called_with(fun: Any, module: Any) -> Callable[..., Any]:
-    """Returns the function with its module replaced by `module`."""
-    if isinstance(fun, BoundTracedFunction):
-        return BoundTracedFunction(fun.__func__, module)
-    if isinstance(fun, TracedFunction):
-        return TracedFunction(_called_with(fun.__wrapped__, module), *fun._made_with)
-    if isinstance(fun, functools.partial):
-        return functools.partial(fun.func, module, *fun.args[1:], **fun.keywords)
-    return types.MethodType(fun.__func__, module) if isinstance(fun, types.MethodType) else module
+        return fun.__self__, lambda other: BoundTracedFunction(fun.__func__, other)
+    if isinstance(fun, functools.partial) and fun.args:
+        _, *more = fun.args
+        return fun.args[0], lambda other: functools.partial(fun.func, other, *more, **fun.keywords)
+    if isinstance(fun, types.MethodType):
+        return fun.__self__, lambda other: types.MethodType(fun.__func__, other)
+    if hasattr(fun, "lower") and hasattr(fun, "__wrapped__"):  # jitted
+        return _taken_apart(fun.__wrapped__)
+    return fun, lambda other: other

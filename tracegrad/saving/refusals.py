@@ -16,8 +16,9 @@ from tracegrad.saving.source import ExportedFunction
 from tracegrad.tracing import rule_errors
 
 _LOOP = (
-    " XLA's while loops keep no residuals for a backward pass; use tracegrad.checkpointed_loop, a "
-    "while loop with a gradient, or jax.lax.scan if the number of steps is fixed."
+    " XLA's while loops keep no residuals for a backward pass. A rule gives them a gradient: save "
+    "tracegrad.rewrite(fun, tracegrad.rules.checkpointed_loop()); or use jax.lax.scan if the "
+    "number of steps is fixed."
 )
 _RUNTIME_CHECK = (
     "it is a runtime check of equinox (`equinox.error_if`), which raises its error in Python, and "

@@ -60,19 +60,21 @@ def save(
 
     Arguments:
       fun: a plain, jitted, traced or loaded function of pytrees of arrays. The pytrees consist of
-        dictionaries, lists, tuples, named tuples and None; a string in them is static: the function
-        is saved for that string only. If the function is a flax.nnx module, a method of one, or a
-        `functools.partial` with one as first argument, the arrays of the module that it uses become
-        Variables, named by their path. For other models, pass the arrays as arguments. Arrays of a
-        model that the function closes over are constants. To save several functions that share
-        Variables, pass ``{name: (fun, specs)}`` as `fun`, and leave out the argument `specs`.
+        dictionaries, lists, tuples and None, and of classes that are registered with `jax.export`
+        (named tuples: ``jax.export.register_namedtuple_serialization``); a string in them is
+        static: the function is saved for that string only. If the function is a flax.nnx module, a
+        method of one (also jitted or traced), or a `functools.partial` with one as first argument,
+        the arrays of the module that it uses become Variables, named by their path. For other
+        models, pass the arrays as arguments. Arrays of a model that the function closes over are
+        constants. To save several functions that share Variables, pass ``{name: (fun, specs)}`` as
+        `fun`, and leave out the argument `specs`.
       path: the file to write, or to replace.
       specs: a list with one entry for each argument: an array, a `jax.ShapeDtypeStruct`, or a
-        pytree of these. The entry of a static argument is its value. For arguments passed by
-        keyword, give a dictionary from their names to such entries in place of the list. For a
-        dimension of any size, use ``jax.export.symbolic_shape("batch, 3")`` as the shape. A loaded
-        function needs no specs: without them its programs are written unchanged, with the current
-        values of its Variables.
+        pytree of these. The entry of a static argument of a traced function is its value. For
+        arguments passed by keyword, give a dictionary from their names to such entries in place of
+        the list. For a dimension of any size, use ``jax.export.symbolic_shape("batch, 3")`` as the
+        shape. A loaded function needs no specs: without them its programs are written unchanged,
+        with the current values of its Variables.
       gradient_order: how many times the loaded function can be differentiated in reverse mode; 0:
         never. Each order adds a program about as large as that of the order before. Above 1: if a
         custom gradient is not the true derivative, or clips its cotangent, its second derivatives
@@ -228,7 +230,8 @@ class _Contents:
         if self.order > fun.gradient_order:
             raise ValueError(
                 f"{name} was saved with gradient_order={fun.gradient_order}, so has no derivative "
-                f"of order {self.order}: save the original with gradient_order={self.order}"
+                f"of order {self.order}: save the original with gradient_order={self.order}, or the "
+                f"loaded function with gradient_order={fun.gradient_order}"
             )
         if self.platforms is not None and set(self.platforms) != set(fun.platforms):
             raise ValueError(

@@ -13,20 +13,18 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tracegrad import _jax
 from tracegrad._version import __version__
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.file import sha256
+from tracegrad.saving.file import digests_of, sha256
 from tracegrad.saving.libraries import msgspec
 from tracegrad.saving.manifest import FORMAT, ArrayRecord, Record
 
 SEAL = "tracegrad.seal"
 _STEP = re.compile(r"tracegrad-(\d+)")
-_AT_ONCE = 4  # threads that compute digests
 
 
 class Seal(Record, frozen=True):
@@ -73,12 +71,11 @@ def files_of(step: Path) -> list[str]:
 def digests_of_files(step: Path, files: Sequence[str]) -> dict[str, str]:
     """Returns the SHA-256 of each file."""
 
-    def digest(name: str) -> str:
-        with open(step / name, "rb") as file:
+    def digest(path: Path) -> str:
+        with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    with ThreadPoolExecutor(_AT_ONCE) as several:
-        return dict(zip(files, several.map(digest, files), strict=True))
+    return digests_of({name: step / name for name in files}, digest)
 
 
 def seal(step: Path, arrays: Mapping[str, ArrayRecord], files: Mapping[str, str]) -> None:

@@ -77,10 +77,21 @@ def original_form(tree: Any) -> Any:
     return jax.tree.map(convert, tree, is_leaf=is_ours)
 
 
+def node_types(structure: Any) -> set[type]:
+    """Returns the types of the containers, and of the leaves, in a tree of this structure."""
+    found: set[type] = set()
+
+    def add(node: Any) -> bool:
+        found.add(type(node))
+        return False
+
+    jax.tree.leaves(jax.tree.unflatten(structure, range(structure.num_leaves)), is_leaf=add)
+    return found
+
+
 def is_original(structure: Any) -> bool:
     """Whether a tree of this structure has no `Text` and no `Numbered`."""
-    tree = jax.tree.unflatten(structure, range(structure.num_leaves))
-    return bool(jax.tree.structure(original_form(tree)) == structure)
+    return node_types(structure).isdisjoint((Text, Numbered))
 
 
 def of_types(structure: Any, avals: Sequence[Any]) -> Any:
@@ -133,4 +144,4 @@ def tree_text(tree: Any) -> str:
         sizes = (str(size).replace(" ", "") for size in leaf.shape)
         return _Shown(f"{kind}[{','.join(sizes)}]")
 
-    return str(original_form(jax.tree.map(text, tree)))
+    return repr(original_form(jax.tree.map(text, tree)))
