@@ -41,6 +41,7 @@ from tracegrad.insight.explaining.statistics import (
     index,
     multiplied,
     norms,
+    shown_by_edge,
     units,
 )
 from tracegrad.insight.explaining.visits import (
@@ -287,7 +288,9 @@ class MeasuredPass(Collector):
         operands = visit.operands
         for i, ct in zip(visit.active, results, strict=True):
             if ct is not None:
-                self.note("edge", visit.here, i, edge, ct, first_of(visit.given), operands)
+                given = first_of(visit.given)
+                shown = shown_by_edge(ct, given, operands)
+                self.note("edge", visit.here, i, edge, ct, given, shown)
 
     def _region(self, visit: Visit) -> Graph:
         path = visit.here.path
