@@ -72,12 +72,12 @@ def _search(observed: Observed, graph: Graph, path: Path, steps: tuple[int, ...]
 def _bad_edge(observed: Observed, place: Place) -> Culprit | None:
     """Returns a culprit if the VJP of a node makes NaN or Inf of finite cotangents."""
     node = place.node
-    given = [observed.get("ct", place, k) for k in range(len(node.outputs))]
-    if any(ct is not None and not _is_finite(ct) for ct in given):
-        return None
     for i in range(len(node.inputs)):
         edge = observed.get("edge", place, i)
         if edge is not None and edge[EDGE_NAN] + edge[EDGE_INF] > 0:
+            given = [observed.get("ct", place, k) for k in range(len(node.outputs))]
+            if any(ct is not None and not _is_finite(ct) for ct in given):
+                return None
             kind = "NaN" if edge[EDGE_NAN] else "Inf"
             if node.op in operations.CONTRACTIONS:  # an element is a sum: no operand to show
                 return Culprit(place, kind)
@@ -308,6 +308,11 @@ def operand_ranges(observed: Observed, place: Place) -> str:
 
 def _value_statistic(observed: Observed, place: Place, value: Value) -> np.ndarray[Any, Any] | None:
     """Returns the `exact` statistic of an operand of a node; None if it was not measured."""
+    node = observed.region(place.path).producers.get(value)
+    if node is not None:  # if the node is entered, it may have been measured without its regions
+        made = Place(Occurrence(place.path, node), place.steps)
+        if (whole := observed.get("value", made, node.outputs.index(value))) is not None:
+            return whole if whole.ndim == 1 else None
     maker = _maker(observed, place.path, place.steps, value, NAN)
     if isinstance(maker, _Made):
         found = observed.get("value", maker.place, maker.k)

@@ -100,11 +100,12 @@ def explain_graph(
         """Returns what is observed with at least so much detail; measures again if needed."""
         nonlocal observed
         if observed.detail < detail:
-            observed = measure(program, flowing, inputs, seeds, detail)
+            more = measure(program, flowing, inputs, seeds, detail)
+            observed = dataclasses.replace(more, stats={**observed.stats, **more.stats})
         return observed
 
     if _looks_bad(observed):
-        findings += not_finite(look(Detail.ALL), sources, targets, others)
+        findings += not_finite(look(Detail.BAD), sources, targets, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(look, reports, sources, inputs, others)

@@ -80,7 +80,7 @@ class MeasuredPass(Collector):
 
     Args:
       graph: a traced function.
-      detail: how much is measured.
+      detail: how much is measured, `Detail.FEW` or `Detail.ALL`.
 
     For `refused` and `lines` see `Observed`.
     """
@@ -380,4 +380,4 @@ class MeasuredPass(Collector):
 
 def of_cotangent(detail: Detail) -> Callable[[Any], Any]:
     """Returns the statistic of a cotangent."""
-    return exact if detail is Detail.ALL else norms
+    return norms if detail is Detail.FEW else exact

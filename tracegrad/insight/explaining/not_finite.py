@@ -40,7 +40,7 @@ def not_finite(
     """Returns findings on where the NaNs and Infs of a result or a gradient began.
 
     Args:
-      observed: what was measured with `Detail.ALL`.
+      observed: what was measured with `Detail.BAD`.
       sources: maps the path of a source to the index of its input.
       targets: the outputs with cotangents.
       others: the names of inputs that are not sources.

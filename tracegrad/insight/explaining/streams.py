@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import EDGE_NORM, NORM
 from tracegrad.insight.explaining.visits import is_called, is_entered
@@ -54,10 +54,6 @@ class Streams:
     observed: Observed
     _known: dict[tuple[Path, Value], Link | None] = field(default_factory=dict)
 
-    @cached_property
-    def _has_edges(self) -> bool:
-        return any(kind == "edge" for kind, *_ in self.observed.stats)
-
     def to(self, value: Value, path: Path = ()) -> list[Link]:
         """Returns the stream to a value of a region, from the value to the stream's start."""
         found = []
@@ -92,7 +88,7 @@ class Streams:
                     yield from self._uses(*each)
                 continue
             given = [self._norm("edge", here, i) for i, v in enumerate(node.inputs) if v is value]
-            if not self._has_edges:
+            if self.observed.detail is not Detail.ALL:
                 given = [self._norm("ct", here, k) for k in range(len(node.outputs))]
             if any(norm is not None for norm in given):
                 yield max(filter(None, given), default=0.0), here
