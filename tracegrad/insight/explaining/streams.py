@@ -69,7 +69,7 @@ class Streams:
         return self._known[path, value]
 
     def _strongest(self, path: Path, value: Value) -> Link | None:
-        most, here = max(self._uses(path, value), key=lambda use: use[0], default=(0.0, None))
+        most, here = max(self.uses(path, value), key=lambda use: use[0], default=(0.0, None))
         if here is None:
             return None
         norms = [self._norm("ct", here, k) or 0.0 for k in range(len(here.node.outputs))]
@@ -77,7 +77,7 @@ class Streams:
         after = self._of_value(path, value) or most
         return Link(here, here.node.outputs[k], here.origin, norms[k], after)
 
-    def _uses(self, path: Path, value: Value) -> Iterator[tuple[float, Occurrence]]:
+    def uses(self, path: Path, value: Value) -> Iterator[tuple[float, Occurrence]]:
         """Returns the operations that use a value (also in called regions), each with the norm of
         the cotangent that it gives to the value."""
         region = self.observed.region(path)
@@ -85,7 +85,7 @@ class Streams:
             here = Occurrence(path, node)
             if _is_looked_into(node):
                 for each in inside(here, value):
-                    yield from self._uses(*each)
+                    yield from self.uses(*each)
                 continue
             given = [self._norm("edge", here, i) for i, v in enumerate(node.inputs) if v is value]
             if self.observed.detail is not Detail.ALL:
@@ -94,7 +94,7 @@ class Streams:
                 yield max(filter(None, given), default=0.0), here
         if path and is_called(path[-1][0]):
             for each in onward(path, value):
-                yield from self._uses(*each)
+                yield from self.uses(*each)
 
     def _of_value(self, path: Path, value: Value) -> float | None:
         """Returns the norm of the cotangent of a value; None if it is not known."""
