@@ -239,3 +239,50 @@ def complex_numbers(z):
 @healthy(X, (X,))
 def flag_that_is_a_python_value(x, rest, training=True):
     return jnp.sum(x * rest[0]) if training else jnp.float32(0.0)
+
+
+SERIES = jnp.asarray(np.random.default_rng(2).normal(size=(20, 8, 3)), jnp.float32)
+
+
+@healthy(W, SERIES)
+def loop_that_carries_its_last_output(w, series):
+    def step(carry, x):
+        number, _ = carry
+        return (number + 1, jnp.tanh(x @ w)), None
+
+    (_, last), _ = jax.lax.scan(step, (0, jnp.zeros((8, 3))), series)
+    return jnp.mean(last**2)
+
+
+@healthy(W, SERIES, jnp.arange(20) == 10)
+def episodes_that_start_anew_by_where(w, series, starts):
+    def step(h, step):
+        x, starts = step
+        return jnp.tanh(x + jnp.where(starts, 0.0, h) @ w), None
+
+    return jnp.mean(jax.lax.scan(step, jnp.zeros((8, 3)), (series, starts))[0] ** 2)
+
+
+@healthy(W, SERIES, jnp.arange(20) == 10)
+def episodes_that_start_anew_by_a_factor(w, series, starts):
+    def step(h, step):
+        x, starts = step
+        return jnp.tanh(x + (h * (1.0 - starts)) @ w), None
+
+    return jnp.mean(jax.lax.scan(step, jnp.zeros((8, 3)), (series, starts))[0] ** 2)
+
+
+@healthy(W)
+def newtons_method(w):
+    def step(root, _):
+        return root - (root**3 - jnp.sum(w**2)) / (3 * root**2), None
+
+    return jax.lax.scan(step, jnp.float32(2.0), None, length=12)[0]
+
+
+@healthy(W, X)
+def equilibrium_of_a_layer(w, x):
+    def step(h, _):
+        return jnp.tanh(h @ w / (2 * jnp.linalg.norm(w)) + x), None
+
+    return jnp.mean(jax.lax.scan(step, jnp.zeros((8, 3)), None, length=60)[0] ** 2)

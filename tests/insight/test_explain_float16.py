@@ -33,3 +33,18 @@ def test_a_value_that_overflows_names_float16():
     assert finding.operation == "square"
     assert "float16" in finding.what
     assert "float32" in finding.cure
+
+
+def test_a_product_whose_cotangent_underflows_is_not_said_to_be_multiplied_by_zeros():
+    def loss(w, x, scale=1e-7):
+        h = jnp.matmul(x, w, preferred_element_type=jnp.float32)  # a cotangent in float32
+        return scale * jnp.mean((h + 1) ** 2)
+
+    w, x = jnp.full((8, 4), 0.1, jnp.float16), jnp.full((20, 8), 0.3, jnp.float16)
+    assert not jnp.any(jax.grad(loss)(w, x))
+    assert jnp.all(jax.grad(loss)(w, x, 1.0))
+    (finding,) = explain(loss, w, x).findings
+    assert (finding.cause, finding.operation) == ("underflow", "dot_general")
+    assert "loss scale" in finding.cure
+    (finding,) = explain(loss, w, jnp.zeros_like(x)).problems
+    assert finding.cause == "multiplied by zero"

@@ -227,6 +227,33 @@ def test_layers_in_a_scan_vanish_as_they_do_one_by_one_and_a_recurrence_may_forg
     assert explain(recurrence, {"w": weights(1, 0.3)[0]}, X[:10], wrt=(0, 1)).problems == ()
 
 
+def test_an_iteration_vanishes_if_its_parameters_or_its_start_get_next_to_nothing():
+    def iteration(p, x):
+        def step(h, _):
+            return jnp.tanh(h @ p["w"]), None
+
+        return jnp.sum(jax.lax.scan(step, p["start"] + x, None, length=20)[0])
+
+    p = {"w": 0.01 * jnp.eye(8), "start": jnp.zeros(8)}
+    for wrt in ("w", "start"):
+        (finding,) = explain(iteration, p, X, wrt=wrt).problems
+        assert (finding.cause, finding.operation) == ("vanishing", "dot_general")
+
+
+def test_a_recurrence_whose_carry_vanishes_after_a_mask_is_told():
+    def recurrence(w, xs, starts):
+        def cell(h, step):
+            x, starts = step
+            return jnp.tanh(jnp.where(starts, 0.0, h) @ w + x), None
+
+        return jnp.mean(jax.lax.scan(cell, jnp.zeros(8), (xs, starts))[0])
+
+    xs = jnp.tile(X[:1], (30, 1))
+    (finding,) = explain(recurrence, 0.2 * jnp.eye(8), xs, jnp.arange(30) == 10).problems
+    assert finding.cause == "vanishing"
+    assert finding.what.endswith("over 20 steps, most of it in dot_general")
+
+
 # -------------------------------------------------------------------------------------- the table
 
 

@@ -306,3 +306,23 @@ def written_out_softmax():
         return -jnp.sum(labels * jnp.log(softmax(logits)))
 
     return Bug(loss, (jnp.array([[200.0, 1.0]]), jnp.array([[1.0, 0.0]])), cure="softmax")
+
+
+@bug
+def variance_of_one_element():
+    """The variance of a sample of one divides by zero: JAX writes NaN into the program."""
+
+    def loss(x):
+        return jnp.sum(x) + jnp.var(x[:1], ddof=1)  # cause: NaN in an input
+
+    return Bug(loss, (jnp.ones(3),), cure="ddof")
+
+
+@bug
+def inverse_of_a_singular_matrix():
+    """A solution of a linear system without one."""
+
+    def loss(a):
+        return jnp.sum(jnp.linalg.inv(a))  # cause: NaN in the forward pass
+
+    return Bug(loss, (jnp.zeros((3, 3)),), cure="jnp.eye")

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad.insight.explaining.observed import Key
-from tracegrad.insight.explaining.statistics import norms, norms_of_part
+from tracegrad.insight.explaining.statistics import edge, exact, norms, of_parts
 from tracegrad.ir import Occurrence
 
-_STACKED = 1 << 23  # bytes; the norms of arrays with larger stacks are computed in their loop
+_STACKED = 1 << 23  # bytes; arrays with larger stacks are measured in their loop
+_OF_STACKS = (norms, exact, edge)  # the measures of stacks
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["args"], meta_fields=["measure"])
@@ -71,8 +72,8 @@ class Collector:
             number = self._numbers.setdefault((kind, of, k), len(self._numbers))
             is_later = self._steps is not None
             if self._steps:  # in scans
-                stacked = math.prod(self._steps) * args[0].nbytes if measure is norms else math.inf
-                is_later = stacked <= _STACKED
+                size = sum(array.nbytes for array in jax.tree.leaves(args))
+                is_later = measure in _OF_STACKS and math.prod(self._steps) * size <= _STACKED
             self._found[number] = Deferred(measure, args) if is_later else measure(*args)
 
     def scan(self, step: Any, init: Any, scanned: Any, length: int, reverse: bool) -> Any:
@@ -106,16 +107,21 @@ def distinct(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 
 def _joined(found: Mapping[int, Any]) -> dict[int, Any]:
-    """Joins the arrays whose norms are computed later to one vector for each dtype: each array that
-    a loop returns costs XLA a kernel."""
-    later = {n: s.args[0] for n, s in found.items() if getattr(s, "measure", None) is norms}
+    """Joins the arrays that are measured later to one vector for each dtype: each array that a loop
+    returns costs XLA a kernel."""
+    is_later = {n: getattr(s, "measure", None) in _OF_STACKS for n, s in found.items()}
+    later = {n: jax.tree.flatten(s.args) for n, s in found.items() if is_later[n]}
     parts: dict[Any, list[Any]] = defaultdict(list)
-    places: dict[int, tuple[int, int]] = {}
-    for array in {id(array): array for array in later.values()}.values():
-        start = sum(part.size for part in parts[array.dtype])
-        places[id(array)] = start, start + array.size
+    starts: dict[int, int] = {}
+    for array in {id(x): x for leaves, _ in later.values() for x in leaves}.values():
+        starts[id(array)] = sum(part.size for part in parts[array.dtype])
         parts[array.dtype].append(array)
     barrier: Callable[[Any], Any] = jax.lax.optimization_barrier  # else XLA computes parts twice
     joined = {t: jnp.concatenate([jnp.ravel(x) for x in barrier(parts[t])]) for t in parts}
-    measures = {n: functools.partial(norms_of_part, *places[id(x)]) for n, x in later.items()}
-    return {**found, **{n: Deferred(measures[n], (joined[x.dtype],)) for n, x in later.items()}}
+
+    def deferred(measure: Any, leaves: Sequence[Any], form: Any) -> Deferred:
+        places = tuple((starts[id(x)], x.shape) for x in leaves)
+        stacks = tuple(joined[x.dtype] for x in leaves)
+        return Deferred(functools.partial(of_parts, measure, form, places), stacks)
+
+    return {**found, **{n: deferred(found[n].measure, *each) for n, each in later.items()}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from tracegrad.insight.explaining.statistics import (
 )
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import number_text
-from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Node, Occurrence, Value, operations
+from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Occurrence, Value, operations
 from tracegrad.ir.inlined import inside, inside_result, onward, outside
 from tracegrad.ir.occurrence import Path
 
@@ -72,12 +73,12 @@ def _search(observed: Observed, graph: Graph, path: Path, steps: tuple[int, ...]
 def _bad_edge(observed: Observed, place: Place) -> Culprit | None:
     """Returns a culprit if the VJP of a node makes NaN or Inf of finite cotangents."""
     node = place.node
-    given = [observed.get("ct", place, k) for k in range(len(node.outputs))]
-    if any(ct is not None and not _is_finite(ct) for ct in given):
-        return None
     for i in range(len(node.inputs)):
         edge = observed.get("edge", place, i)
         if edge is not None and edge[EDGE_NAN] + edge[EDGE_INF] > 0:
+            given = [observed.get("ct", place, k) for k in range(len(node.outputs))]
+            if any(ct is not None and not _is_finite(ct) for ct in given):
+                return None
             kind = "NaN" if edge[EDGE_NAN] else "Inf"
             if node.op in operations.CONTRACTIONS:  # an element is a sum: no operand to show
                 return Culprit(place, kind)
@@ -162,12 +163,11 @@ def _is_finite(stat: np.ndarray[Any, Any]) -> bool:
 
 @dataclass(frozen=True)
 class FromOutside:
-    """A NaN or Inf that no operation made: it is in an input of the graph, or in an array that the
-    graph closes over."""
+    """A NaN or Inf that no operation made: it is in an input of the graph, or in a constant."""
 
     index: int | None  # the index of the input
-    array: Any = None  # the array that the graph closes over
-    user: Node | None = None  # a node that uses the array
+    array: Any = None  # the constant
+    user: Occurrence | None = None  # an operation that uses it
 
 
 def forward_culprit(
@@ -177,7 +177,7 @@ def forward_culprit(
 
     Returns None if the value has no NaN (or Inf). `which`: `NAN` or `INF`.
     """
-    maker = _maker(observed, path, steps, value, which)
+    maker, user = _maker(observed, path, steps, value, which), None
     if not _is_bad(observed, maker, which):
         return None
     while isinstance(maker, _Made):
@@ -188,8 +188,8 @@ def forward_culprit(
         ]
         if not bad:
             return Culprit(maker.place, "NaN" if which == NAN else "Inf")
-        maker = bad[0]
-    return maker
+        user, maker = maker.place.occurrence, bad[0]
+    return maker if isinstance(maker, _Made) else dataclasses.replace(maker, user=user)
 
 
 @dataclass(frozen=True)
@@ -235,8 +235,7 @@ def _maker(
         if isinstance(value, Literal):
             return FromOutside(None, value.val)
         if value in region.constants:
-            users = region.users.get(value, ())
-            return FromOutside(None, region.constants[value], next(iter(users), None))
+            return FromOutside(None, region.constants[value])
         is_exact = len(steps) == sum(node.primitive is _jax.SCAN for node, _ in path)
         node = region.producers.get(value)
         if node is not None:
@@ -308,11 +307,35 @@ def operand_ranges(observed: Observed, place: Place) -> str:
 
 def _value_statistic(observed: Observed, place: Place, value: Value) -> np.ndarray[Any, Any] | None:
     """Returns the `exact` statistic of an operand of a node; None if it was not measured."""
+    node = observed.region(place.path).producers.get(value)
+    if node is not None:  # if the node is entered, it may have been measured without its regions
+        made = Place(Occurrence(place.path, node), place.steps)
+        if (whole := observed.get("value", made, node.outputs.index(value))) is not None:
+            return whole if whole.ndim == 1 else None
     maker = _maker(observed, place.path, place.steps, value, NAN)
     if isinstance(maker, _Made):
         found = observed.get("value", maker.place, maker.k)
         return None if found is None or found.ndim != 1 else found
     return None if maker.index is None else observed.stats.get(("input", None, maker.index))
+
+
+def largest_of(observed: Observed, place: Place, operand: Atom) -> float:
+    """Returns the largest absolute value of an operand of a node, over all runs; NaN if it was not
+    measured."""
+    maker = _maker(observed, place.path, place.steps, operand, NAN)
+    stat = None
+    if isinstance(maker, _Made):
+        stat = observed.get("value", maker.place, maker.k)
+    elif maker.index is not None:
+        stat = observed.stats.get(("input", None, maker.index))
+    elif _jax.has_gradient(maker.array) or isinstance(maker.array, float):
+        return float(np.max(np.abs(np.asarray(maker.array)), initial=0.0))
+    return math.nan if stat is None else largest_in(stat)
+
+
+def largest_in(stat: np.ndarray[Any, Any]) -> float:
+    """Returns the largest absolute value in the arrays with an `exact` statistic."""
+    return max(-float(np.min(stat[..., LEAST])), float(np.max(stat[..., GREATEST])))
 
 
 def made_by(observed: Observed, place: Place, operand: Atom) -> Place | None:

@@ -99,6 +99,7 @@ _FORWARD = _by_name(
         "(or an Inf meets a zero): normalise, or compute with logarithms",
         " ".join(operations.INVERSES): "the argument is outside of the domain: clip it",
         "cholesky eigh svd lu": "the matrix is not (positive) definite: add `eps * jnp.eye(n)`",
+        "triangular_solve custom_linear_solve": "the matrix is singular: add `eps * jnp.eye(n)`",
         "convert_element_type": "the number does not fit the smaller dtype: scale it, or use "
         "bfloat16 or float32",
     }

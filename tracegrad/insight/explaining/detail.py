@@ -1,7 +1,8 @@
 """How much of a graph the passes measure, and of which operations they always measure something.
 
 Most gradients are healthy, and a few numbers show that. XLA fuses all operations that are not
-measured, so that measuring few of them halves the time of the first call of `explain`.
+measured, so that measuring few of them halves the time of the first call of `explain`. Where a NaN
+or Inf began, only the runs of operations need be measured that make it or pass it on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Detail(enum.IntEnum):
     """What the passes measure beside the inputs, the results and the gradients."""
 
     FEW = 0  # the cotangents of `telling` operations
-    ALL = 1  # every value and cotangent, and what each VJP gives to each operand
+    BAD = 1  # also as `ALL`, in runs that return NaN or Inf
+    ALL = 2  # every value and cotangent, and what each VJP gives to each operand
 
 
 @of_program

@@ -27,6 +27,7 @@ from tracegrad.insight.explaining.padding import normalised_padding
 from tracegrad.insight.explaining.runs import measure
 from tracegrad.insight.explaining.slopes import scope_norms, slopes
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, NORM, ZEROS
+from tracegrad.insight.explaining.steps import slopes_of_steps
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
 from tracegrad.insight.explanation import (
     Explanation,
@@ -100,11 +101,12 @@ def explain_graph(
         """Returns what is observed with at least so much detail; measures again if needed."""
         nonlocal observed
         if observed.detail < detail:
-            observed = measure(program, flowing, inputs, seeds, detail)
+            more = measure(program, flowing, inputs, seeds, detail)
+            observed = dataclasses.replace(more, stats={**observed.stats, **more.stats})
         return observed
 
     if _looks_bad(observed):
-        findings += not_finite(look(Detail.ALL), sources, targets, others)
+        findings += not_finite(look(Detail.BAD), sources, targets, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(look, reports, sources, inputs, others)
@@ -115,7 +117,8 @@ def explain_graph(
         for f in findings
         if f.cause == "rows without variance" or f.cause.endswith("in the reverse pass")
     }
-    changing = slopes(look, norms, sources)
+    changing = list(slopes(look, norms, sources))
+    changing += slopes_of_steps(observed, norms, sources)
     findings += (f for f in changing if (f.origin, f.scope) not in known)
     findings += changed_rules(observed)
     findings += dead_units(observed, findings)

@@ -41,6 +41,7 @@ from tracegrad.insight.explaining.statistics import (
     index,
     multiplied,
     norms,
+    shown_by_edge,
     units,
 )
 from tracegrad.insight.explaining.visits import (
@@ -79,7 +80,7 @@ class MeasuredPass(Collector):
 
     Args:
       graph: a traced function.
-      detail: how much is measured.
+      detail: how much is measured, `Detail.FEW` or `Detail.ALL`.
 
     For `refused` and `lines` see `Observed`.
     """
@@ -287,7 +288,9 @@ class MeasuredPass(Collector):
         operands = visit.operands
         for i, ct in zip(visit.active, results, strict=True):
             if ct is not None:
-                self.note("edge", visit.here, i, edge, ct, first_of(visit.given), operands)
+                given = first_of(visit.given)
+                shown = shown_by_edge(ct, given, operands)
+                self.note("edge", visit.here, i, edge, ct, given, shown)
 
     def _region(self, visit: Visit) -> Graph:
         path = visit.here.path
@@ -377,4 +380,4 @@ class MeasuredPass(Collector):
 
 def of_cotangent(detail: Detail) -> Callable[[Any], Any]:
     """Returns the statistic of a cotangent."""
-    return exact if detail is Detail.ALL else norms
+    return norms if detail is Detail.FEW else exact

@@ -40,7 +40,7 @@ def not_finite(
     """Returns findings on where the NaNs and Infs of a result or a gradient began.
 
     Args:
-      observed: what was measured with `Detail.ALL`.
+      observed: what was measured with `Detail.BAD`.
       sources: maps the path of a source to the index of its input.
       targets: the outputs with cotangents.
       others: the names of inputs that are not sources.
@@ -92,9 +92,12 @@ def _outside_finding(
     """Returns the finding on a NaN or Inf that was in an input or in a constant."""
     kind = "NaN" if which == NAN else "Inf"
     if outside.index is None:
-        origin = None if outside.user is None else Occurrence((), outside.user).origin
         return Finding(
-            f"{kind} in an input", f"the function closes over a {kind}", (), origin=origin
+            f"{kind} in an input",
+            f"a constant of the function (an array that it closes over, a number) is {kind}",
+            (),
+            origin=outside.user.origin if outside.user else None,
+            cure="see what the constant is computed of: a division by zero, as by `n - ddof`, say",
         )
     path = names.get(outside.index) or others.get(outside.index, "that is not a source")
     count = int(observed.stats["input", None, outside.index][which])

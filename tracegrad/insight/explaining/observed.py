@@ -21,7 +21,8 @@ from tracegrad.ir.occurrence import Path
 #   "rule": a custom rule's gradient and the derivative of its function
 #   "amplified": the cotangent of an operand that a normalisation scales
 #   "input", "output", "source": an input or output of the graph, the gradient of an input (no node)
-# "value", "edge" and "input" are measured only with `Detail.ALL`.
+# "input" is not measured with `Detail.FEW`; "value" and "edge" are measured with `Detail.ALL`, and
+# with `Detail.BAD` where the runs of operations return NaN or Inf.
 Key = tuple[str, Occurrence | None, int]
 
 

@@ -1,17 +1,20 @@
 """Measures a graph in runs (of neighbouring operations); equal runs share compiled programs.
 
-A run has two programs: one returns its values, the other its cotangents. Both also return the
-arrays to be measured; NumPy computes the statistics. XLA does not optimise the programs: each runs
-only a few times, so that compiling costs most. The forward pass keeps the values that cross between
-runs. The reverse pass recomputes the values of one run at a time. The last run is one program: the
-cotangents of its results are known before it runs.
+The forward pass keeps the values that cross between runs. The reverse pass recomputes the values of
+one run at a time. The last run is one program: the cotangents of its results are known before it
+runs.
+
+Compiling a program that returns everything takes several times as long as compiling the run without
+that. With `Detail.ALL` only the reverse pass does it. With `Detail.BAD` a run does it after a pass
+that measures few: forward if a result of the run is not finite, backward if the run turns finite
+cotangents into others.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -20,13 +23,13 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.pull_back import reached_from
-from tracegrad.insight.explaining.collecting import Deferred, distinct
 from tracegrad.insight.explaining.custom_rules import refuse_closed_over
-from tracegrad.insight.explaining.cutting import is_large_call, key_of, runs_of
-from tracegrad.insight.explaining.detail import Detail, telling_inside
-from tracegrad.insight.explaining.measuring import MeasuredPass, of_cotangent
+from tracegrad.insight.explaining.cutting import is_large_call, runs_of
+from tracegrad.insight.explaining.detail import Detail
+from tracegrad.insight.explaining.measuring import of_cotangent
 from tracegrad.insight.explaining.observed import Key, Observed, Places
-from tracegrad.insight.explaining.statistics import exact
+from tracegrad.insight.explaining.programs import Answer, Programs, programs_of
+from tracegrad.insight.explaining.statistics import INF, NAN, exact
 from tracegrad.ir import (
     Atom,
     CustomGradient,
@@ -39,7 +42,6 @@ from tracegrad.ir import (
     has_gradient,
 )
 from tracegrad.ir.occurrence import Path
-from tracegrad.ir.program_keys import PROGRAMS
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 
@@ -64,19 +66,23 @@ def measure(
     with jax.debug_nans(False), jax.debug_infs(False):
         level = _Level(found, graph, ())
         level.seed(seeds, sources)
-        outs, cotangents = level.forward(inputs), level.backward()
-        found.note_each("source", cotangents)
-        if detail is Detail.ALL:
-            found.note_each("input", inputs)
+        outs = level.forward(inputs)
         found.note_each("output", outs)
+        if detail is not Detail.FEW:
+            found.note_each("input", inputs)
+        # A gradient of a result that is not finite says nothing.
+        if detail is not Detail.BAD or _are_finite(outs):
+            found.note_each("source", level.backward())
     return Observed(graph, detail, found.stats, found.refused, found.lines)
 
 
 class _Measured:
-    """The statistics measured so far; `detail` as for `measure`."""
+    """The statistics measured so far; `detail` as for `measure`. `is_over`: whether a reverse pass
+    with `Detail.BAD` has found a run that turns finite cotangents into others."""
 
     def __init__(self, detail: Detail):
         self.detail = detail
+        self.is_over = False
         self.walk = Walk()
         self.stats: dict[Key, np.ndarray[Any, Any]] = {}
         self.refused: dict[Occurrence, str] = {}
@@ -119,7 +125,7 @@ class _Level:
     def _is_eager(self, node: Node) -> bool:
         """Whether a node runs by itself, uncompiled: only then the line of a NaN in a custom rule
         can be found."""
-        if self.measured.detail is not Detail.ALL or not isinstance(node, CustomGradient):
+        if self.measured.detail is Detail.FEW or not isinstance(node, CustomGradient):
             return False
         return node.kind == "vjp" and not keeps_zeros(node)
 
@@ -146,11 +152,15 @@ class _Level:
     def backward(self) -> list[Any]:
         """Returns the cotangents of the wanted inputs of the graph; None for inputs without one."""
         for item in reversed(self.items):
+            if self.measured.is_over:
+                break
             if pulled := self._given_and_asked(item):
                 terms, self.last_pulled = self.last_pulled, None
                 if terms is None:
                     terms = item.backward(_read(item.inputs, self.values), *pulled)
                 self._add(item.inputs, terms)
+            elif self.measured.detail is Detail.ALL:
+                item.note_values(_read(item.inputs, self.values))
             for value in item.outputs:
                 self.values.pop(value, None)
                 self.cotangents.pop(value, None)
@@ -197,6 +207,10 @@ class _Call:
         self._seed(given, wanted)
         return self.level.forward(args), self.level.backward()
 
+    def note_values(self, args: Sequence[Any]) -> None:
+        for item in self.level.items:
+            item.note_values(_read(item.inputs, self.level.values))
+
     def _seed(self, given: Sequence[Any], wanted: Sequence[bool]) -> None:
         for k, ct in enumerate(given):
             if ct is not None:
@@ -227,149 +241,100 @@ class _Run:
             equations=[node.equation for node in nodes],
         )
         graph = Graph(program=program, nodes=tuple(nodes), name=level.graph.name)
-        self.programs = _programs_of(graph, level.measured.detail, is_eager)
+        self._graph, self._is_eager = graph, is_eager
         # Effects must happen once, so that the values of such a run are not recomputed.
-        self.is_kept = any(node.effects for node in nodes)
-        self.kept: Any = None
+        self._is_kept = any(node.effects for node in nodes)
+        self._kept: Any = None
+
+    @cached_property
+    def _few(self) -> Programs:
+        return programs_of(self._graph, Detail.FEW, False)
+
+    @cached_property
+    def _all(self) -> Programs:
+        return programs_of(self._graph, Detail.ALL, self._is_eager)
+
+    @property
+    def _backward(self) -> Programs:
+        """The programs that always run in the reverse pass."""
+        least = Detail.BAD if self._is_kept else Detail.ALL
+        return self._few if self.measured.detail < least else self._all
 
     def forward(self, args: Sequence[Any]) -> list[Any]:
-        outs, self.kept = self._take(self.programs.forward(args, self.is_kept))
+        programs = self._backward if self._is_kept else self._few
+        outs, self._kept = self._take(programs.forward(args, self._is_kept), programs)
+        self._look_at_values(args, outs)
         return list(outs)
 
     def backward(
         self, args: Sequence[Any], given: Sequence[Any], wanted: tuple[bool, ...]
     ) -> list[Any]:
-        kept, self.kept = self.kept, None
-        return list(self._take(self.programs.backward(args, kept, given, wanted))[1])
+        programs, kept, self._kept = self._backward, self._kept, None
+        has_run = self._is_kept or programs is self._few
+        answer = programs.backward(args, kept, given, wanted, has_run=has_run)
+        _, terms = self._take(answer, programs)
+        self._look_at_cotangents(args, given, wanted, terms)
+        return list(terms)
 
     def forward_and_backward(
         self, args: Sequence[Any], given: Sequence[Any], wanted: tuple[bool, ...]
     ) -> tuple[list[Any], list[Any]]:
-        if self.programs.has_run:  # an equal run has compiled the two programs
+        programs = self._backward
+        if programs.has_run:  # an equal run has compiled the two programs
             return self.forward(args), self.backward(args, given, wanted)
-        answer = self.programs.backward(args, None, given, wanted, has_run=False)
-        outs, cotangents = self._take(answer)
-        return list(outs), list(cotangents)
+        answer = programs.backward(args, None, given, wanted, has_run=False)
+        outs, terms = self._take(answer, programs)
+        if self._look_at_values(args, outs):
+            self._look_at_cotangents(args, given, wanted, terms)
+        return list(outs), list(terms)
 
-    def _take(self, answer: _Answer) -> Any:
+    def note_values(self, args: Sequence[Any]) -> None:
+        """Measures all values, unless the forward pass has."""
+        if not self._is_kept:
+            self._take(self._all.forward(args, False), self._all)
+
+    def _look_at_values(self, args: Sequence[Any], outs: Sequence[Any]) -> bool:
+        """With `Detail.BAD`, measures the results, and all values if a result is not finite.
+        Returns whether the results are finite."""
+        if self.measured.detail is not Detail.BAD:
+            return True
+        known = {v: array for v, array in zip(self.outputs, outs, strict=True) if has_gradient(v)}
+        for node in self.nodes:
+            for k, v in enumerate(node.outputs):
+                if v in known:
+                    here = Occurrence(self.path, node)
+                    self.measured.stats["value", here, k] = np.asarray(exact(known[v]))
+        is_finite = _are_finite(known.values())
+        if not is_finite:
+            self.note_values(args)
+        return is_finite
+
+    def _look_at_cotangents(
+        self,
+        args: Sequence[Any],
+        given: Sequence[Any],
+        wanted: tuple[bool, ...],
+        terms: Sequence[Any],
+    ) -> None:
+        """With `Detail.BAD`, measures everything if the run turns finite cotangents into others."""
+        is_bad = self.measured.detail is Detail.BAD and not _are_finite(terms)
+        if not is_bad or not _are_finite(given):
+            return
+        self.measured.is_over = True
+        if not self._is_kept:
+            self._take(self._all.backward(args, None, given, wanted, has_run=False), self._all)
+
+    def _take(self, answer: Answer, programs: Programs) -> Any:
         """Returns the result of a program, and notes what it has measured, under the nodes of this
         run (the program may have been traced from an equal run)."""
         result, stats, refused, lines = answer
-        place = Places(self.programs.graph.nodes, self.nodes, self.path)
+        place = Places(programs.graph.nodes, self.nodes, self.path)
         for (kind, here, k), stat in stats.items():
             self.measured.stats[kind, here and place.of(here), k] = stat
         for here, words in refused.items():
             self.measured.refused.setdefault(place.of(here), words)
         self.measured.lines.update((place.of(here), line) for here, line in lines.items())
         return result
-
-
-# ---------------------------------------------------------------------------- the programs of a run
-
-# The result of a program, and its statistics, refused nodes and lines, as in `Observed`.
-_Answer = tuple[
-    Any,
-    Mapping[Key, np.ndarray[Any, Any]],
-    Mapping[Occurrence, str],
-    Mapping[Occurrence, Origin],
-]
-
-
-class _Programs:
-    """The programs that equal runs share."""
-
-    def __init__(self, graph: Graph, detail: Detail, is_eager: bool):
-        self.graph = graph
-        self._pass = MeasuredPass(graph, detail)
-        self._is_eager = is_eager
-        self._jitted: dict[Any, Callable[..., Any]] = {}
-        # For each program: what makes the tree of its results, the refused nodes.
-        self._layouts: dict[Any, Any] = {}
-        # The pass has state during a trace. (Reentrant: traced code may call `explain`.)
-        self._one_at_a_time = threading.RLock()
-
-    def forward(self, args: Sequence[Any], is_kept: bool) -> _Answer:
-        """Returns the outputs of the run; if `is_kept`, also the values that its reverse pass
-        needs, else None."""
-
-        def run(args: Sequence[Any]) -> Any:
-            outs, kept = self._pass.forward(self.graph, args, ())
-            return outs, kept if is_kept else None
-
-        return self._run("forward", run, list(args))
-
-    def backward(
-        self,
-        args: Sequence[Any],
-        kept: Any,
-        given: Sequence[Any],
-        wanted: tuple[bool, ...],
-        has_run: bool = True,
-    ) -> _Answer:
-        """Returns the outputs of the run (None if it `has_run`), and the cotangents of the wanted
-        inputs. If `kept` is None, it computes the values that the reverse pass needs again: XLA
-        then fuses them into that pass."""
-
-        def run(args: Sequence[Any], kept: Any, given: Sequence[Any]) -> Any:
-            outs = None
-            if not has_run:
-                outs, kept = self._pass.forward(self.graph, args, ())
-            elif kept is None:
-                with self._pass.mute():
-                    _, kept = self._pass.forward(self.graph, args, ())
-            return outs, self._pass.backward(self.graph, kept, given, wanted, ())
-
-        key = has_run, wanted, tuple(ct is not None for ct in given)
-        return self._run(key, run, list(args), kept, list(given))
-
-    @property
-    def has_run(self) -> bool:
-        """Whether `forward` has run."""
-        return "forward" in self._jitted
-
-    def _run(self, key: Any, run: Callable[..., Any], *args: Any) -> _Answer:
-        """Runs a pass, compiled unless the run is eager, and computes its statistics."""
-        measured = self._pass
-
-        def observed(*args: Any) -> Any:
-            measured.refused.clear()
-            measured.lines.clear()
-            with measured.collecting(None if self._is_eager else ()) as found:
-                return run(*args), found
-
-        def packed(*args: Any) -> list[Any]:
-            leaves, expand = distinct(observed(*args))
-            self._layouts[key] = expand, dict(measured.refused)
-            return leaves
-
-        with self._one_at_a_time:
-            if self._is_eager:
-                result, found = observed(*args)
-                refused, lines = dict(measured.refused), dict(measured.lines)
-            else:
-                if key not in self._jitted:
-                    options = _jax.quick_options(jax.default_backend())
-                    self._jitted[key] = jax.jit(packed, compiler_options=options)
-                leaves = self._jitted[key](*args)
-                expand, refused = self._layouts[key]
-                result, found = expand(leaves)
-                lines = {}
-            keys = measured.keys
-        stats = {keys[number]: _statistic(found[number]) for number in sorted(found)}
-        return result, stats, refused, lines
-
-
-def _statistic(found: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(found.measure(*found.args) if isinstance(found, Deferred) else found)
-
-
-def _programs_of(graph: Graph, detail: Detail, is_eager: bool) -> _Programs:
-    if is_eager:
-        return _Programs(graph, detail, is_eager)
-    measured = telling_inside(graph) if detail is Detail.FEW else detail
-    key = "explained", measured, key_of(graph)
-    known: _Programs | None = PROGRAMS.get(key)
-    return PROGRAMS.put(key, _Programs(graph, detail, is_eager)) if known is None else known
 
 
 # --------------------------------------------------------------------------------------- operations
@@ -380,6 +345,12 @@ def _read(atoms: Sequence[Atom], values: Mapping[Value, Any]) -> list[Any]:
         values[atom] if isinstance(atom, Value) else np.asarray(atom.val, dtype_of(atom))
         for atom in atoms
     ]
+
+
+def _are_finite(arrays: Iterable[Any]) -> bool:
+    """Whether no array has a NaN or Inf (None counts as zeros)."""
+    known = (x for x in arrays if x is not None and _jax.is_inexact(jax.typeof(x).dtype))
+    return not any(np.any(np.asarray(exact(x))[NAN : INF + 1]) for x in known)
 
 
 def _sum(one: Any, other: Any) -> Any:

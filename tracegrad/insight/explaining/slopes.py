@@ -1,4 +1,4 @@
-"""Finds where the norm of the gradient vanishes or explodes, along layers or the steps of a scan.
+"""Finds where the norm of the gradient vanishes or explodes along layers.
 
 A *slope* (a change of the norm) shows in the gradients of the parameters, layer by layer. Its
 cause is sought along the *stream* of the gradient (`streams`) to the first layer: the lines that
@@ -16,31 +16,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracegrad import _jax
 from tracegrad.insight.explaining.culprits import operand_ranges
 from tracegrad.insight.explaining.detail import PREPARING, Detail
-from tracegrad.insight.explaining.layers import are_layers, scanned_layers
+from tracegrad.insight.explaining.layers import are_layers
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explaining.streams import Link, Streams, total
-from tracegrad.insight.explaining.visits import is_called
 from tracegrad.insight.explanation import Finding, number_text, scope_of, shared_scope
-from tracegrad.ir import Atom, Occurrence, Value
-from tracegrad.ir.inlined import outside
+from tracegrad.ir import Value
 from tracegrad.ir.occurrence import Path
 
-_FEWEST_LAYERS = 4
-_FEWEST_STEPS = 8
-_LAYER_LIMIT = 1e-4
-_STEP_LIMIT = 1e-8
+FEWEST_LAYERS = 4
+LAYER_LIMIT = 1e-4
 # A line is blamed if it changes the norm by a factor of 100. The finding counts the fewest layers
 # that together make the share `_MOST` of the change.
 _BLAMED = math.log(100.0)
 _MOST = 0.8
 
 _SATURATING = frozenset({"tanh", "logistic", "erf", "exp", "exp2", "log1p"})
-_CURES = {
+CURES = {
     "saturated": "where it is flat, normalise what goes in; a residual connection past it, or "
     "another activation",
     "normalisation": "what goes in hardly varies: look at what makes it so, mask such rows, or a "
@@ -55,7 +50,7 @@ def slopes(
     norms: Mapping[str, float],
     sources: Mapping[str, int | None],
 ) -> Iterator[Finding]:
-    """Returns findings on gradients that vanish or explode.
+    """Returns findings on gradients that vanish or explode along layers.
 
     Args:
       look: returns what is observed with some detail.
@@ -79,14 +74,10 @@ def slopes(
     for fall in found.values():
         assert streams is not None
         yield _finding_of_layers(fall, streams, norms, sources)
-    names = {i: path for path in norms if (i := sources[path]) is not None}
-    for scan, slope in _step_slopes(observed, names):
-        if slope.cause:  # to measure all is expensive in loops, where gradients often vanish
-            yield _finding_of_steps(scan, slope, streams or near)
 
 
 @dataclass(frozen=True)
-class _Slope:
+class Slope:
     """How the norm of the gradient changes along a stack of layers, or the steps of a scan."""
 
     name: str  # ``layers/*/kernel``, or the carry of a scan
@@ -120,7 +111,7 @@ class _Slope:
         return f"along {self.name} the norm {verb} from {last} to {first} over {len(self.norms)}"
 
 
-def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
+def _layer_slopes(norms: Mapping[str, float]) -> list[Slope]:
     """Returns the slopes along leaves whose paths differ in one number, in the order of the
     numbers."""
     groups: dict[str, dict[int, str]] = defaultdict(dict)
@@ -130,14 +121,14 @@ def _layer_slopes(norms: Mapping[str, float]) -> list[_Slope]:
             groups[pattern][int(match[0])] = path
     found = []
     for pattern, by_number in groups.items():
-        if len(by_number) >= _FEWEST_LAYERS:
+        if len(by_number) >= FEWEST_LAYERS:
             members = tuple(path for _, path in sorted(by_number.items()))
             along = tuple(norms[path] for path in members)
-            found.append(_Slope(pattern, along, _LAYER_LIMIT, members))
+            found.append(Slope(pattern, along, LAYER_LIMIT, members))
     return found
 
 
-def _slope_of_stream(slope: _Slope, streams: Streams, values: Sequence[Value]) -> _Slope:
+def _slope_of_stream(slope: Slope, streams: Streams, values: Sequence[Value]) -> Slope:
     """Returns the slope of the cotangents of the results computed with the layers' parameters if it
     explodes, else `slope`.
 
@@ -154,48 +145,6 @@ def _slope_of_stream(slope: _Slope, streams: Streams, values: Sequence[Value]) -
     return of_stream if of_stream.cause == "exploding" else slope
 
 
-def _step_slopes(
-    observed: Observed, names: Mapping[int, str]
-) -> Iterator[tuple[tuple[Occurrence, int], _Slope]]:
-    """Returns the slopes of the cotangents of the carries of scans, step by step (of scans that are
-    not inside another scan).
-
-    `names`: the paths of the inputs that have gradients. If each step has parameters of its own,
-    the steps are layers.
-    """
-    for scan, j, stat in observed.of("carry"):
-        if stat.ndim != 2 or len(stat) < _FEWEST_LAYERS:
-            continue
-        operands = [scan.node.inputs[k] for k in scanned_layers(scan.node)]
-        inputs = (_input_of(observed, scan.path, value) for value in operands)
-        members = tuple(names[i] for i in inputs if i is not None and i in names)
-        if len(stat) >= _FEWEST_STEPS or members:
-            norms = stat[:, NORM]
-            if scan.node.params["reverse"]:
-                norms = norms[::-1]
-            name = f"carry {j} of the {scan.node.op}"
-            limit = _LAYER_LIMIT if members else _STEP_LIMIT
-            yield (scan, j), _Slope(name, tuple(map(float, norms)), limit, members)
-
-
-def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
-    """Returns the input of the graph of which a value is a view or a cast; None if it is none."""
-    while isinstance(value, Value):
-        region = observed.region(path)
-        node = region.producers.get(value)
-        if node is not None and node.op in PREPARING:
-            value = node.inputs[0]
-        elif value not in region.inputs:
-            return None
-        elif not path:
-            return region.inputs.index(value)
-        elif is_called(path[-1][0]):
-            path, value = outside(path, value)[0]
-        else:
-            return None
-    return None
-
-
 # ----------------------------------------------------------------------------------- blaming lines
 
 
@@ -203,7 +152,7 @@ def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
 class _Fall:
     """How one line changes the norm along a slope."""
 
-    slope: _Slope
+    slope: Slope
     links: tuple[Link, ...]  # those with most of the change, from the input's side to the output's
     size: float  # the logarithm of the change
 
@@ -212,13 +161,13 @@ class _Fall:
         return self.slope.cause, self.links[0].origin
 
 
-def _falls(slope: _Slope, links: Sequence[Link]) -> Iterator[_Fall]:
+def _falls(slope: Slope, links: Sequence[Link]) -> Iterator[_Fall]:
     """Returns the lines to blame for a slope.
 
     Args:
       links: the stream through its layers, from the input's side to the output's.
     """
-    changes = _changes_by_line(links, slope.sign)
+    changes = changes_by_line(links, slope.sign)
     sizes = {line: sum(change for change, _ in of_line) for line, of_line in changes.items()}
     # If only several lines together reach the limit, those with the largest change are blamed.
     least = min(_BLAMED, max(sizes.values())) if sum(sizes.values()) >= _BLAMED else _BLAMED
@@ -234,7 +183,7 @@ def _falls(slope: _Slope, links: Sequence[Link]) -> Iterator[_Fall]:
         yield _Fall(slope, tuple(ordered), size)
 
 
-def _through_layers(slope: _Slope, ways: Iterable[Sequence[Link]]) -> Sequence[Link]:
+def _through_layers(slope: Slope, ways: Iterable[Sequence[Link]]) -> Sequence[Link]:
     """Returns the part of the stream to the first layer that lies between the last layer and the
     second one. If less than half of the change lies in this part, it extends to the first layer's
     parameter: in an attention, say, whose gradient leaves the stack.
@@ -250,7 +199,7 @@ def _through_layers(slope: _Slope, ways: Iterable[Sequence[Link]]) -> Sequence[L
     return first[start if 2 * change >= slope.size else 1 : end]
 
 
-def _changes_by_line(links: Sequence[Link], sign: int) -> dict[Any, list[tuple[float, Link]]]:
+def changes_by_line(links: Sequence[Link], sign: int) -> dict[Any, list[tuple[float, Link]]]:
     """Returns how much each operation of a stream changes the norm for good, by its line."""
     lasting = _lasting([sign * link.change for link in links[::-1]])  # from output to input
     found: dict[Any, list[tuple[float, Link]]] = defaultdict(list)
@@ -303,24 +252,7 @@ def _finding_of_layers(
     elif scale_of_normalisation(streams.observed.region(found.path), found.node) is not None:
         kind = "normalisation"
     paths = tuple(path for _, path in concerned)
-    return Finding.of(found, cause, words, paths, cure=_CURES[kind], scope=scope)
-
-
-def _finding_of_steps(carry: tuple[Occurrence, int], slope: _Slope, streams: Streams) -> Finding:
-    """Returns the finding on a carry of a scan whose cotangent vanishes or explodes."""
-    scan, j = carry
-    body, path = scan.node.regions["jaxpr"], scan.into("jaxpr")
-    first, _ = _jax.scan_split(scan.node.params)
-    links = streams.to(body.inputs[first + j], path)
-    found, most = scan, ""
-    if links:
-        by_line = _changes_by_line(links, slope.sign).values()
-        worst = max(by_line, key=lambda changes: sum(change for change, _ in changes))
-        found = max(worst, key=lambda each: each[0])[1].occurrence
-        most = f", most of it in {found.node.name}"
-    words = f"{slope.words} steps{most}"
-    concerned = slope.members or (slope.name,)
-    return Finding.of(found, slope.cause, words, concerned, cure=_CURES[slope.cause])
+    return Finding.of(found, cause, words, paths, cure=CURES[kind], scope=scope)
 
 
 # ----------------------------------------------------------------------------------------- scopes

@@ -1,9 +1,10 @@
 """The statistics that `explain` computes of arrays; each is a vector of a few floats.
 
 NumPy computes a statistic, in double precision, since XLA would compile a program for each shape. A
-loop stacks the arrays whose norms are computed, if the stacks are small. Every other statistic
-inside of a loop is part of the compiled program. XLA also computes statistics of arrays that are
-partly on other processes, and of large arrays on an accelerator.
+loop stacks the arrays to be measured, if the stacks are small and the measure takes `axes`: the
+number of leading axes that count steps. Every other statistic inside of a loop is part of the
+compiled program. XLA also computes statistics of arrays that are partly on other processes, and of
+large arrays on an accelerator.
 """
 
 from __future__ import annotations
@@ -146,67 +147,94 @@ def norms(xp: Any, x: Any, *, axes: int = 0) -> Any:
     return _vector(xp, *_norm_and_share_of_zeros(xp, x, axes))
 
 
-def norms_of_part(start: int, stop: int, stack: Any) -> Any:
-    """Returns `norms` of a part of each row of a stack of vectors."""
-    here = _on_host(stack) if _is_for_numpy(stack) else stack
-    return norms(here[..., start:stop], axes=here.ndim - 1)
-
-
 @_by_place
-def exact(xp: Any, x: Any) -> Any:
+def exact(xp: Any, x: Any, *, axes: int = 0) -> Any:
     """Returns the norm, the share of zeros, the numbers of NaNs and of Infs, the least and the
-    greatest element."""
+    greatest element; along the first `axes` axes as `norms`."""
     x = _real(xp, x)
+    lead, within = x.shape[:axes], tuple(range(axes, x.ndim))
     if x.size == 0:
-        return xp.zeros(6, xp.float32)
+        return xp.zeros((*lead, 6), xp.float32)
     nan, inf = xp.isnan(x), xp.isinf(x)
     return _vector(
         xp,
-        *_norm_and_share_of_zeros(xp, x),
-        xp.sum(nan),
-        xp.sum(inf),
-        xp.min(xp.where(nan, xp.inf, x)),
-        xp.max(xp.where(nan, -xp.inf, x)),
+        *_norm_and_share_of_zeros(xp, x, axes),
+        xp.sum(nan, within),
+        xp.sum(inf, within),
+        xp.min(xp.where(nan, xp.inf, x), within),
+        xp.max(xp.where(nan, -xp.inf, x), within),
     )
 
 
 @_by_place
-def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any]) -> Any:
+def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any], *, axes: int = 0) -> Any:
     """Measures the cotangent that a VJP gives to an operand: the numbers of NaNs and Infs, and the
     norm. Then, at the first NaN or Inf: the cotangent that came in, and the values of the operands
-    (NaN for operands of other shapes)."""
-    flat = _real(xp, result).reshape(-1)
+    (NaN for None, and for operands of other shapes). Along the first `axes` axes as `norms`."""
+    lead = xp.shape(result)[:axes]
+
+    def rows(x: Any) -> Any:
+        return _real(xp, x).reshape(*lead, math.prod(xp.shape(x)[axes:]))
+
+    flat = rows(result)
     if flat.size == 0:
-        return xp.zeros(EDGE_OPERANDS + OPERANDS, xp.float32)
-    if xp.ndim(result) == 0 < xp.ndim(given):  # a scalar factor: its cotangent is a sum of terms
-        shape, score = xp.shape(given), _bad_terms(xp, given, operands)
+        return xp.zeros((*lead, EDGE_OPERANDS + OPERANDS), xp.float32)
+    if xp.ndim(result) == axes < xp.ndim(given):  # a scalar factor: its cotangent is a sum of terms
+        shape, score = xp.shape(given), _bad_terms(xp, rows, given, operands)
     else:
         shape, score = xp.shape(result), ~xp.isfinite(flat)
-    place, is_known = xp.argmax(score), xp.any(score)
+    place, is_known = xp.argmax(score, -1)[..., None], xp.any(score, -1)
+    unknown = xp.full(lead, xp.nan)
 
     def there(x: Any) -> Any:
-        if not jnp.issubdtype(jnp.result_type(x), jnp.number):
-            return xp.nan
-        if xp.ndim(x) == 0:
+        if x is not None and xp.ndim(x) == axes:
             return _real(xp, x)
-        if xp.shape(x) != shape:
-            return xp.nan
-        return xp.where(is_known, _real(xp, x).reshape(-1)[place], xp.nan)
+        if x is None or xp.shape(x) != shape:
+            return unknown
+        return xp.where(is_known, xp.take_along_axis(rows(x), place, -1)[..., 0], unknown)
 
     values = [there(x) for x in operands[:OPERANDS]]
-    values += [xp.nan] * (OPERANDS - len(values))
-    counts = xp.sum(xp.isnan(flat)), xp.sum(xp.isinf(flat)), _norm(xp, flat)
+    values += [unknown] * (OPERANDS - len(values))
+    counts = xp.sum(xp.isnan(flat), -1), xp.sum(xp.isinf(flat), -1), _norm(xp, flat, axes)
     return _vector(xp, *counts, there(given), *values)
 
 
-def _bad_terms(xp: Any, given: Any, operands: Sequence[Any]) -> Any:
+def shown_by_edge(result: Any, given: Any, operands: Sequence[Any]) -> list[Any]:
+    """Returns the operands of which `edge` may show an element; None in the place of others."""
+    shapes = (), jnp.shape(result), jnp.shape(given)
+    return [
+        x if jnp.shape(x) in shapes and jnp.issubdtype(jnp.result_type(x), jnp.number) else None
+        for x in operands[:OPERANDS]
+    ]
+
+
+def _bad_terms(xp: Any, rows: Any, given: Any, operands: Sequence[Any]) -> Any:
     """Returns 1 where a zero cotangent meets a NaN or Inf, 2 where a nonzero one does, else 0."""
-    score = xp.zeros(xp.size(given), xp.int32)
+    terms = rows(given)
+    score = xp.zeros(terms.shape, xp.int32)
     for x in operands:
-        if xp.shape(x) == xp.shape(given) and jnp.issubdtype(x.dtype, jnp.number):
-            is_bad = ~xp.isfinite(_real(xp, x)).reshape(-1)
-            score = xp.maximum(score, is_bad * (1 + (_real(xp, given).reshape(-1) != 0)))
+        if x is not None and xp.shape(x) == xp.shape(given):
+            score = xp.maximum(score, ~xp.isfinite(rows(x)) * (1 + (terms != 0)))
     return score
+
+
+def of_parts(
+    measure: Measure, form: Any, parts: Sequence[tuple[int, tuple[int, ...]]], *stacks: Any
+) -> Any:
+    """Measures parts of each row of stacks of vectors.
+
+    Args:
+      measure: takes `axes`.
+      form: the tree of the arguments of `measure`.
+      parts: for each leaf of the tree, where it starts in its stack, and its shape.
+      stacks: for each leaf, its stack.
+    """
+    arrays = []
+    for (start, shape), stack in zip(parts, stacks, strict=True):
+        here = _on_host(stack) if _is_for_numpy(stack) else stack
+        part = here[..., start : start + math.prod(shape)]
+        arrays.append(part.reshape(*part.shape[:-1], *shape))
+    return measure(*jax.tree.unflatten(form, arrays), axes=stacks[0].ndim - 1)
 
 
 @_by_place

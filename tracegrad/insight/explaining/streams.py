@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import EDGE_NORM, NORM
 from tracegrad.insight.explaining.visits import is_called, is_entered
@@ -54,10 +54,6 @@ class Streams:
     observed: Observed
     _known: dict[tuple[Path, Value], Link | None] = field(default_factory=dict)
 
-    @cached_property
-    def _has_edges(self) -> bool:
-        return any(kind == "edge" for kind, *_ in self.observed.stats)
-
     def to(self, value: Value, path: Path = ()) -> list[Link]:
         """Returns the stream to a value of a region, from the value to the stream's start."""
         found = []
@@ -73,7 +69,7 @@ class Streams:
         return self._known[path, value]
 
     def _strongest(self, path: Path, value: Value) -> Link | None:
-        most, here = max(self._uses(path, value), key=lambda use: use[0], default=(0.0, None))
+        most, here = max(self.uses(path, value), key=lambda use: use[0], default=(0.0, None))
         if here is None:
             return None
         norms = [self._norm("ct", here, k) or 0.0 for k in range(len(here.node.outputs))]
@@ -81,7 +77,7 @@ class Streams:
         after = self._of_value(path, value) or most
         return Link(here, here.node.outputs[k], here.origin, norms[k], after)
 
-    def _uses(self, path: Path, value: Value) -> Iterator[tuple[float, Occurrence]]:
+    def uses(self, path: Path, value: Value) -> Iterator[tuple[float, Occurrence]]:
         """Returns the operations that use a value (also in called regions), each with the norm of
         the cotangent that it gives to the value."""
         region = self.observed.region(path)
@@ -89,16 +85,16 @@ class Streams:
             here = Occurrence(path, node)
             if _is_looked_into(node):
                 for each in inside(here, value):
-                    yield from self._uses(*each)
+                    yield from self.uses(*each)
                 continue
             given = [self._norm("edge", here, i) for i, v in enumerate(node.inputs) if v is value]
-            if not self._has_edges:
+            if self.observed.detail is not Detail.ALL:
                 given = [self._norm("ct", here, k) for k in range(len(node.outputs))]
             if any(norm is not None for norm in given):
                 yield max(filter(None, given), default=0.0), here
         if path and is_called(path[-1][0]):
             for each in onward(path, value):
-                yield from self._uses(*each)
+                yield from self.uses(*each)
 
     def _of_value(self, path: Path, value: Value) -> float | None:
         """Returns the norm of the cotangent of a value; None if it is not known."""

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
-from tracegrad.insight.explaining.culprits import made_by
+from tracegrad.insight.explaining.culprits import largest_in, largest_of, made_by
 from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_UNITS, NORM, ZEROS
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, SourceReport
-from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, has_gradient, operations
+from tracegrad.ir import (
+    CustomGradient,
+    Graph,
+    Occurrence,
+    Value,
+    dtype_of,
+    has_gradient,
+    operations,
+)
 from tracegrad.ir.inlined import Inlined, inside, inside_result, onward, outside
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.wording import some
@@ -291,7 +300,22 @@ def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
     if node.op in ("max", "min", "clamp"):
         units = observed.get("units", Place(found))
         return "dead units" if units is not None and units[..., ALL_UNITS].max() > 0 else "clipped"
-    return _CAUSES.get(node.op, "zero derivative")
+    cause = _CAUSES.get(node.op, "zero derivative")
+    if cause == "multiplied by zero" and _underflows(observed, found, value):
+        return "underflow"
+    return cause
+
+
+def _underflows(observed: Observed, found: Occurrence, value: Value) -> bool:
+    """Whether the largest cotangent of a product times the largest factor is too small for the
+    dtype of an operand, and not zero."""
+    ct, dtype = observed.get("ct", Place(found)), dtype_of(value)
+    if found.node.op == "div" or ct is None:
+        return False
+    factors = (largest_of(observed, Place(found), v) for v in found.node.inputs if v is not value)
+    finfo: Any = jnp.finfo  # knows bfloat16, too
+    tiny = float(finfo(dtype).smallest_subnormal)
+    return any(0 < largest_in(ct) * factor <= tiny for factor in factors)
 
 
 def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Finding]:

@@ -1,0 +1,164 @@
+"""Finds where the norm of the gradient vanishes or explodes along the steps of a scan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tracegrad import _jax
+from tracegrad.insight.explaining.detail import PREPARING
+from tracegrad.insight.explaining.layers import scanned_layers
+from tracegrad.insight.explaining.observed import Observed, Place
+from tracegrad.insight.explaining.slopes import (
+    CURES,
+    FEWEST_LAYERS,
+    LAYER_LIMIT,
+    Slope,
+    changes_by_line,
+)
+from tracegrad.insight.explaining.statistics import NORM
+from tracegrad.insight.explaining.streams import Streams
+from tracegrad.insight.explaining.visits import is_called
+from tracegrad.insight.explanation import Finding
+from tracegrad.ir import Atom, Graph, Node, Occurrence, Value, has_gradient
+from tracegrad.ir.dependence import dependence
+from tracegrad.ir.inlined import outside
+from tracegrad.ir.occurrence import Path
+
+_FEWEST_STEPS = 8
+_STEP_LIMIT = 1e-8
+
+
+def slopes_of_steps(
+    observed: Observed, norms: Mapping[str, float], sources: Mapping[str, int | None]
+) -> Iterator[Finding]:
+    """Returns findings on gradients that vanish or explode along the steps of scans; for `norms`
+    and `sources` see `slopes`. (To measure more is expensive in loops, where gradients often
+    vanish.)"""
+    names = {i: path for path in norms if (i := sources[path]) is not None}
+    for carry, slope in _slopes(observed, names, max(norms.values(), default=0.0)):
+        if slope.cause:
+            yield _finding(carry, slope, Streams(observed))
+
+
+def _slopes(
+    observed: Observed, names: Mapping[int, str], largest: float
+) -> Iterator[tuple[tuple[Occurrence, int], Slope]]:
+    """Returns the slopes of the cotangents of the carries of scans, step by step (of scans that are
+    not inside another scan).
+
+    Args:
+      names: the paths of the inputs that have gradients. If each step has parameters of its own,
+        the steps are layers.
+      largest: the largest norm of the gradient of a source.
+    """
+    for scan, j, stat in observed.of("carry"):
+        if stat.ndim != 2 or not _recurs(scan.node, j):
+            continue
+        operands = [scan.node.inputs[k] for k in scanned_layers(scan.node)]
+        inputs = (_input_of(observed, scan.path, value) for value in operands)
+        members = tuple(names[i] for i in inputs if i is not None and i in names)
+        order = slice(None, None, -1 if scan.node.params["reverse"] else 1)
+        norms = stat[order, NORM][_start(observed, scan, j, stat[:, NORM], order) :]
+        if len(norms) < (FEWEST_LAYERS if members else _FEWEST_STEPS):
+            continue
+        name = f"carry {j} of the {scan.node.op}"
+        limit = LAYER_LIMIT if members else _STEP_LIMIT
+        slope = Slope(name, tuple(map(float, norms)), limit, members)
+        # An iteration to a fixed point forgets where it started; its parameters are used last, too.
+        converges = slope.cause == "vanishing" and largest > limit * slope.norms[-1]
+        if not (converges and _starts_alike(observed, scan, j)):
+            yield (scan, j), slope
+
+
+def _recurs(scan: Node, j: int) -> bool:
+    """Whether a carry of a scan depends on the same carry of some step before."""
+    first, count = _jax.scan_split(scan.params)
+    read = [mask >> first for mask in dependence(scan.regions["jaxpr"])[:count]]
+    after, known = [j], set[int]()
+    while after:
+        i = after.pop()
+        new = {k for k, mask in enumerate(read) if mask >> i & 1} - known
+        known |= new
+        after += new
+    return j in known
+
+
+def _start(
+    observed: Observed, scan: Occurrence, j: int, norms: np.ndarray[Any, Any], order: slice
+) -> int:
+    """Returns the place, in some order of the steps, at which the norms of a carry's cotangents
+    start to tell something: past the step whose carry is masked (an episode that starts anew), and
+    before which they all are zero."""
+    given = np.flatnonzero(norms[order])
+    if not len(given) or not given[0]:
+        return 0
+    step = int(np.arange(len(norms))[order][given[0]])
+    first, _ = _jax.scan_split(scan.node.params)
+    carry = scan.node.regions["jaxpr"].inputs[first + j]
+    uses = Streams(observed).uses(scan.into("jaxpr"), carry)
+    used = [here for _, here in uses if _arrives_in(observed, here, step)]
+    is_masked = used and all(here.node.op in ("select_n", "mul") for here in used)
+    return int(given[0]) if is_masked else 0
+
+
+def _arrives_in(observed: Observed, here: Occurrence, step: int) -> bool:
+    """Whether a nonzero cotangent arrives at a result of an operation in a step of a scan."""
+    place = Place(here, (step,))
+    given = [observed.get("ct", place, k) for k in range(len(here.node.outputs))]
+    return any(ct is not None and np.any(ct[..., NORM] > 0) for ct in given)
+
+
+def _starts_alike(observed: Observed, scan: Occurrence, j: int) -> bool:
+    """Whether every call of a scan starts a carry with the same constant, and each step gets the
+    same."""
+    first, count = _jax.scan_split(scan.node.params)
+    same = not any(map(has_gradient, scan.node.inputs[first + count :]))
+    return same and _is_constant(observed.region(scan.path), scan.node.inputs[first + j])
+
+
+def _is_constant(region: Graph, value: Atom) -> bool:
+    """Whether a value is computed from numbers in the program alone."""
+    if not isinstance(value, Value):
+        return True
+    node = region.producers.get(value)
+    if node is None:
+        return value in region.constants
+    return not node.regions and all(_is_constant(region, v) for v in node.inputs)
+
+
+def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
+    """Returns the input of the graph of which a value is a view or a cast; None if it is none."""
+    while isinstance(value, Value):
+        region = observed.region(path)
+        node = region.producers.get(value)
+        if node is not None and node.op in PREPARING:
+            value = node.inputs[0]
+        elif value not in region.inputs:
+            return None
+        elif not path:
+            return region.inputs.index(value)
+        elif is_called(path[-1][0]):
+            path, value = outside(path, value)[0]
+        else:
+            return None
+    return None
+
+
+def _finding(carry: tuple[Occurrence, int], slope: Slope, streams: Streams) -> Finding:
+    """Returns the finding on a carry of a scan whose cotangent vanishes or explodes."""
+    scan, j = carry
+    body, path = scan.node.regions["jaxpr"], scan.into("jaxpr")
+    first, _ = _jax.scan_split(scan.node.params)
+    links = streams.to(body.inputs[first + j], path)
+    found, most = scan, ""
+    if links:
+        by_line = changes_by_line(links, slope.sign).values()
+        worst = max(by_line, key=lambda changes: sum(change for change, _ in changes))
+        found = max(worst, key=lambda each: each[0])[1].occurrence
+        most = f", most of it in {found.node.name}"
+    words = f"{slope.words} steps{most}"
+    concerned = slope.members or (slope.name,)
+    return Finding.of(found, slope.cause, words, concerned, cure=CURES[slope.cause])
