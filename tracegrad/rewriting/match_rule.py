@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
@@ -17,7 +17,12 @@ from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.stretches import refuse_references
 from tracegrad.ir.wording import brief, name_of, shortened
-from tracegrad.rewriting.edits import check_selector, matches_of, selected_parameters
+from tracegrad.rewriting.edits import (
+    check_parameters,
+    check_selector,
+    matches_of,
+    parameters_of,
+)
 
 Edit = Callable[[Graph, Sequence[Occurrence]], Graph]
 # identity(place): an identity function with another tangent; `place`: the name of the place where
@@ -31,9 +36,8 @@ class MatchRule:
     """A rule: its name, the selector that finds its matches, and the edit at the matches.
 
     ``edit(graph, matches)`` returns the edited graph. For parameters (`match.param`),
-    ``identity(path)`` returns the function that a parameter is passed through. `again`: whether the
-    rule also acts on a gradient that is taken of a gradient on which it has acted; of the rules for
-    parameters only one that stops does.
+    ``identity(path)`` returns the function that a parameter is passed through. `has_tangents`:
+    whether that function has a derivative in forward mode.
 
     A call of the rule raises:
       NoMatchError: nothing matches (unless `missing_ok`).
@@ -47,7 +51,7 @@ class MatchRule:
     missing_ok: bool = False
     text: str | None = None  # the arguments in the repr; None: the selector alone
     identity: Identity | None = None
-    again: bool = False
+    has_tangents: bool = False
 
     def __post_init__(self) -> None:
         if self.identity is None or not self.of_parameters:
@@ -61,7 +65,8 @@ class MatchRule:
         """Returns the parameters of a graph at which the rule acts; {} for a rule on operations."""
         if not isinstance(self.where, Parameters):
             return {}
-        return selected_parameters(self.where, graph, True, self)
+        known = parameters_of(graph).items()
+        return {value: names[0] for value, names in known if self.where.fits(*names)}
 
     def __call__(self, graph: Graph) -> Graph:
         if not isinstance(graph, Graph):
@@ -70,11 +75,28 @@ class MatchRule:
                 "write tracegrad.trace(fun, rules=rule) or tracegrad.rewrite(fun, rule)"
             )
         if isinstance(self.where, Parameters):
-            assert self.identity is not None
-            found = selected_parameters(self.where, graph, self.missing_ok, self)
-            return behind_inputs(graph, {v: self.identity(path) for v, path in found.items()})
+            found = self.parameters_in(graph)
+            check_parameters(found, self.where, graph, self.missing_ok, self)
+            return self._behind(graph, found)
         matches = matches_of(self.where, graph, self.missing_ok, self)
         return self.edit(graph, matches) if matches else graph
+
+    def again(self, graph: Graph, *, forward: bool) -> Graph:
+        """Applies the rule to a graph that takes derivatives on which the rule has acted.
+
+        A rule for parameters acts on every gradient with respect to a parameter. If the graph is
+        differentiated in forward mode (`forward`), a rule without tangents leaves it as it is: the
+        tangent of a gradient is that of what the rule made of the gradient.
+        """
+        if not self.of_parameters:
+            return self(graph)
+        if forward and not self.has_tangents:
+            return graph
+        return self._behind(graph, self.parameters_in(graph))
+
+    def _behind(self, graph: Graph, parameters: Mapping[Value, str]) -> Graph:
+        assert self.identity is not None
+        return behind_inputs(graph, {v: self.identity(path) for v, path in parameters.items()})
 
     def __repr__(self) -> str:
         room = "" if self.name == "edit" else "rules."

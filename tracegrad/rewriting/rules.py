@@ -144,7 +144,7 @@ def stop_gradient(
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
     stop: Any = jax.lax.stop_gradient
-    return identities.rule_of("stop_gradient", where, stop, missing_ok, inputs, again=True)
+    return identities.rule_of("stop_gradient", where, stop, missing_ok, inputs, has_tangents=True)
 
 
 @shows_arguments
@@ -291,7 +291,13 @@ def scale_gradient(
     if not is_array(factor) or jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not {brief(factor)}")
     return identities.rule_of(
-        "scale_gradient", where, lambda x: identities.scaled(x, factor), missing_ok, inputs
+        "scale_gradient",
+        where,
+        lambda x: identities.scaled(x, factor),
+        missing_ok,
+        inputs,
+        has_tangents=True,
+        of_parameter=lambda x: identities.scaled_once(x, factor),
     )
 
 

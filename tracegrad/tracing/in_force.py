@@ -12,6 +12,7 @@ JAX's cache key, so that a trace made under some rules is not reused under other
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import Counter
@@ -72,22 +73,25 @@ class Force:
         """Returns how often each rule has matched, by its index."""
         return self._matches.copy()
 
-    def apply(self, program: Graph, since: Counter[int] | None = None) -> Graph:
+    def apply(
+        self, program: Graph, since: Counter[int] | None = None, *, forward: bool = False
+    ) -> Graph:
         """Applies the rules to a program that is about to be differentiated; a rule may match
         nothing in it.
 
-        `since`: how often each rule had matched before the program was traced. A rule with
-        `of_parameters` that has matched since then acts on gradients inside the program, and is not
-        applied to the program itself, unless the rule acts `again`.
+        Args:
+          since: how often each rule had matched before the program was traced. A rule that has
+            matched since then acts on derivatives that the program takes; if it has a method
+            `again`, that is applied to the program.
+          forward: whether the program is differentiated in forward mode.
         """
         is_inner = _INNER in _in_force.forces
         for place, rule in enumerate(self.rules):
             if is_inner and getattr(rule, "for_the_outermost", False):
                 continue
             is_inside = since is not None and self._matches[place] > since[place]
-            once = getattr(rule, "of_parameters", False) and not getattr(rule, "again", False)
-            if is_inside and once:
-                continue
+            if is_inside and (again := getattr(rule, "again", None)):
+                rule = functools.partial(again, forward=forward)
             try:
                 with differentiating():
                     program = _applied(rule, program)
@@ -240,15 +244,6 @@ def apply_in_force(program: Graph, forces: Sequence[Force] | None = None) -> Gra
     return program
 
 
-def traced_in_force(trace: Callable[[], Graph]) -> Graph:
-    """Returns the graph that `trace` makes, after the rules in force."""
-    before = [(force, force.matches()) for force in rules_in_force()]
-    program = trace()
-    for force, since in before:
-        program = force.apply(program, since)
-    return program
-
-
 def under_rules(
     fun: Callable[..., Any],
     name: str,
@@ -291,18 +286,19 @@ def under_rules(
 
         of_traced.__name__ = of_traced.__qualname__ = name
 
-        def trace() -> Graph:
-            with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
-                program = graph(of_traced, *given)
-            return replace(
-                program,
-                hints=(*known, *program.hints[len(known) :]),
-                aliases=(*own, *program.hints[len(own) :]),
-                differentiated=() if forward else _differentiated(program, given),
-            )
-
+        before = [force.matches() for force in forces]
+        with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
+            program = graph(of_traced, *given)
+        program = replace(
+            program,
+            hints=(*known, *program.hints[len(known) :]),
+            aliases=(*own, *program.hints[len(own) :]),
+            differentiated=() if forward else _differentiated(program, given),
+        )
         with _only(forces):
-            run = under_rules_already(traced_in_force(trace), lower)
+            for force, since in zip(forces, before, strict=True):
+                program = force.apply(program, since, forward=forward)
+            run = under_rules_already(program, lower)
         results = run(*given)
         return others[0].combine(results)
 
