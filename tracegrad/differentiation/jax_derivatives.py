@@ -126,7 +126,7 @@ def _hessian(original: Callable[..., Any]) -> Callable[..., Any]:
 
 # These return results; the other functions return a function.
 _AT_ONCE = (_jax.vjp, _jax.jvp, _jax.linearize)
-_PLACES = (
+_PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     *((jax, name, functools.partial(_by_rules, forward=f)) for name, f in _FORWARD_FIRST.items()),
     (jax, "hessian", _hessian),
 )

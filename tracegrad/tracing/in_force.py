@@ -57,8 +57,8 @@ class Force:
         self.rules = tuple(rules)
         self.everywhere = everywhere
         self.key = next(_numbers) if key is None else key
-        # By the index of the rule: how often it matched; the error of its latest miss; the shapes
-        # of the differentiated inputs of the programs in which it matched nothing.
+        # By the index of the rule: how often it matched; the error of its latest miss; the paths
+        # and shapes of the differentiated inputs of the programs in which it matched nothing.
         self._matches: Counter[int] = Counter()
         self._missed: dict[int, NoMatchError] = {}
         self._passed_by: dict[int, set[Any]] = {}
@@ -98,8 +98,8 @@ class Force:
             except NoMatchError as error:
                 if not self.everywhere:  # rules that act everywhere are not required to match
                     self._missed[place] = error.with_traceback(None)
-                    each = zip(program.inputs, program.differentiated, strict=False)
-                    shapes = {_shape(value) for value, is_moved in each if is_moved}
+                    each = zip(program.inputs, program.hints, program.differentiated, strict=False)
+                    shapes = {(path, _shape(value)) for value, path, is_moved in each if is_moved}
                     self._passed_by.setdefault(place, set()).update(shapes)
                 continue
             self._matches[place] += 1
@@ -115,7 +115,7 @@ class Force:
             # match it here, silently without effect on the gradient.
             found: Any = getattr(self.rules[place], "parameters_in", lambda _: {})(program)
             shapes = {*map(_shape, found), *map(_shape, flat_forms(program, found))}
-            if not self._passed_by[place].isdisjoint(shapes):
+            if any(s in shapes and path not in program.hints for path, s in self._passed_by[place]):
                 raise before[place].with_text()
         program = self.apply(program, Counter())
         # The errors of differentiated functions say more. (Errors hold graphs, and cache keys hold
