@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import grad as grad_by_name
+from jax import jvp as jvp_by_name
 
 import tracegrad as tg
 from tests.derivatives import by_tape
@@ -192,3 +194,33 @@ def test_a_parameter_that_is_stopped_is_frozen_in_gradients_of_gradients_too(jit
 
     expected = jax.grad(frozen)(params, X)["b"]
     np.testing.assert_allclose([found["b"] for found in ways], [expected] * 3, rtol=1e-6)
+
+
+@pytest.mark.both_jax
+@pytest.mark.parametrize("inner", [jax.grad, of_tape], ids=["jax.grad", "tape"])
+def test_an_outer_gradient_that_the_rule_does_not_reach_is_refused(inner):
+    """The rule acted on the inner gradient alone."""
+    if inner is jax.grad:
+        inner = lambda f: jax.grad(f)  # noqa: E731 (looked up while the step is traced)
+    rule = tg.rules.scale_gradient(tg.match.param("w"), 3.0)
+    clip = tg.rules.clip_gradient(tg.match.param("w"), max_value=2.0)
+    w = jnp.array([2.0, -0.5])
+    for each in (rule, clip):
+        step = tg.trace(lambda w: grad_by_name(lambda w: adapted_by(inner, w))(w), rules=[each])
+        with pytest.raises(tg.GraphError, match="and another one around it"):
+            step(w)
+    other = tg.trace(
+        lambda w, x: grad_by_name(lambda x: jnp.sum(inner(cube)(w) * x))(x), rules=rule
+    )
+    np.testing.assert_allclose(other(w, w), 3 * 3 * w**2, rtol=1e-6)  # that one is of x alone
+
+
+def test_a_tangent_by_name_of_a_clipped_gradient_is_that_of_what_was_clipped():
+    clip = tg.rules.clip_gradient(tg.match.param("w"), max_value=1.0)
+    w = jnp.array([0.1, 2.0])
+    step = tg.trace(lambda w: jvp_by_name(jax.grad(cube), (w,), (jnp.ones(2),))[1], rules=[clip])
+    np.testing.assert_allclose(step(w), [0.6, 0.0], rtol=1e-6)
+    scale = tg.rules.scale_gradient(tg.match.param("w"), 3.0)
+    step = tg.trace(lambda w: jvp_by_name(jax.grad(cube), (w,), (jnp.ones(2),))[1], rules=[scale])
+    with pytest.raises(tg.GraphError, match="another one around it"):
+        step(w)

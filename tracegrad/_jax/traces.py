@@ -113,6 +113,11 @@ def primal_of(tracer: Any) -> Any:
     return getattr(tracer, "primal", None)
 
 
+def is_forward(tracer: Any) -> bool:
+    """Whether a tracer of a derivative is one of forward mode; a reverse mode linearises."""
+    return type(tracer).__name__ == "JVPTracer"
+
+
 class _PlaceholderTrace(jax.core.Trace):
     """The trace of a `Placeholder`: it raises TypeError for every primitive."""
 

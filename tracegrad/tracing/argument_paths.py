@@ -32,8 +32,18 @@ def known_by_path(arrays: Sequence[Any], paths: Sequence[str]) -> Iterator[None]
 def argument_path(array: Any) -> str:
     """Returns the path of an array that is an argument of a function being traced, or a tracer of
     a derivative whose primal is one: ``params.0.kernel``; "" for any other array."""
-    while array is not None:
-        if id(array) in _here.paths:
-            return _here.paths[id(array)]
-        array = _jax.primal_of(array)
-    return ""
+    return _here.paths.get(id(_primals(array)[-1]), "")
+
+
+def derivatives_of_argument(array: Any) -> list[Any]:
+    """Returns the tracers of derivatives that an array with an `argument_path` is, the innermost
+    first: one for each derivative that is being taken with respect to the argument."""
+    return _primals(array)[:-1] if argument_path(array) else []
+
+
+def _primals(array: Any) -> list[Any]:
+    """Returns an array, its primal, the primal of that, and so on, up to a known argument."""
+    found = [array]
+    while id(array) not in _here.paths and (array := _jax.primal_of(array)) is not None:
+        found.append(array)
+    return found

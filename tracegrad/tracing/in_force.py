@@ -16,7 +16,7 @@ import functools
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,13 +24,17 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph
+from tracegrad.ir import Graph, GraphError
 from tracegrad.ir.dependence import flat_forms
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.ir.scopes_in_scans import in_scope_in_scans
-from tracegrad.tracing.argument_paths import argument_path, known_by_path
+from tracegrad.tracing.argument_paths import (
+    argument_path,
+    derivatives_of_argument,
+    known_by_path,
+)
 from tracegrad.tracing.graphs import Rule, function_name, graph
 from tracegrad.tracing.signatures import leaves_of_call
 from tracegrad.variables.overriding import ForwardingTrace
@@ -104,6 +108,25 @@ class Force:
                 continue
             self._matches[place] += 1
         return program
+
+    def refuse_outer(self, program: Graph, outer: Mapping[Any, Sequence[Any]]) -> None:
+        """Raises GraphError for a rule for parameters that does not reach an outer derivative.
+
+        `outer`: for inputs of the program, the derivatives that are taken around it.
+        """
+        for rule in self.rules:
+            found: Any = getattr(rule, "parameters_in", lambda _: {})(program)
+            tangents = getattr(rule, "has_tangents", True)
+            for value, path in found.items():
+                if any(tangents or not _jax.is_forward(each) for each in outer.get(value, ())):
+                    raise GraphError(
+                        f"{rule!r}: a gradient with respect to {path} is taken of "
+                        f"{program.name}, and another one around it, which the rule does not "
+                        "reach: by a function of JAX that was imported by name (`from jax import "
+                        "grad`) or made before the trace. Call jax.grad there, inside of the "
+                        "traced function; or give the rule to the inner loss alone: "
+                        "jax.grad(tracegrad.rewrite(loss, rule))"
+                    )
 
     def finish(self, program: Graph) -> Graph:
         """Applies the rules to the traced function itself. Raises NoMatchError for a rule that has
@@ -295,8 +318,14 @@ def under_rules(
             aliases=(*own, *program.hints[len(own) :]),
             differentiated=() if forward else _differentiated(program, given),
         )
+        here = _jax.current_trace_outside_of(ForwardingTrace)
+        outer = {
+            value: [each for each in derivatives_of_argument(x) if _jax.trace_of(each) is not here]
+            for value, x in zip(program.inputs, given, strict=False)
+        }
         with _only(forces):
             for force, since in zip(forces, before, strict=True):
+                force.refuse_outer(program, outer)
                 program = force.apply(program, since, forward=forward)
             run = under_rules_already(program, lower)
         results = run(*given)
