@@ -331,6 +331,18 @@ def test_under_jit_vmap_and_scan():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.both_jax
+@pytest.mark.parametrize("glob", ["params.w", "q.w"])
+def test_parameters_of_an_ensemble_that_vmap_maps_have_the_paths_of_the_step(glob):
+    def gradients(params):
+        return jax.vmap(jax.grad(lambda q: jnp.sum(q["w"] ** 2) / 2))(params)
+
+    rule = tg.rules.clip_gradient(tg.match.param(glob), max_norm=1.0)
+    params = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4]])}
+    found = tg.trace(lambda params: gradients(params), rules=[rule])(params)
+    np.testing.assert_allclose(found["w"], [[0.6, 0.8], [0.3, 0.4]], rtol=1e-6)
+
+
 def test_a_call_may_take_numbers_beside_a_parameter():
     def of_loop(w):
         return jax.lax.fori_loop(0, 3, lambda _, carry: carry * w, 1.0)

@@ -52,6 +52,7 @@ class MatchRule:
     text: str | None = None  # the arguments in the repr; None: the selector alone
     identity: Identity | None = None
     has_tangents: bool = False
+    made_by: Callable[[], MatchRule] | None = None  # makes the rule again, in another process
 
     def __post_init__(self) -> None:
         if self.identity is None or not self.of_parameters:
@@ -98,13 +99,17 @@ class MatchRule:
         assert self.identity is not None
         return behind_inputs(graph, {v: self.identity(path) for v, path in parameters.items()})
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return super().__reduce_ex__(protocol) if self.made_by is None else (self.made_by, ())
+
     def __repr__(self) -> str:
         room = "" if self.name == "edit" else "rules."
         return f"{room}{self.name}({_shown(self.where) if self.text is None else self.text})"
 
 
 def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
-    """Decorates a function that makes rules: the repr of a rule shows the function's arguments.
+    """Decorates a function that makes rules: the repr of a rule shows the function's arguments, and
+    a pickled rule is these arguments.
 
     The selector is shown by position, the other arguments by name.
     """
@@ -115,7 +120,8 @@ def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
         rule = make(*args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         texts = [f"{'' if name == where else f'{name}='}{_shown(x)}" for name, x in given.items()]
-        return replace(rule, text=", ".join(texts))
+        again = functools.partial(shown, *args, **kwargs)
+        return replace(rule, text=", ".join(texts), made_by=again)
 
     return shown
 
