@@ -224,3 +224,42 @@ def test_a_tangent_by_name_of_a_clipped_gradient_is_that_of_what_was_clipped():
     step = tg.trace(lambda w: jvp_by_name(jax.grad(cube), (w,), (jnp.ones(2),))[1], rules=[scale])
     with pytest.raises(tg.GraphError, match="another one around it"):
         step(w)
+
+
+@pytest.mark.both_jax
+def test_a_traced_function_that_takes_gradients_is_clipped_under_every_transformation():
+    """Of a function that takes a gradient inside, and for which the rule acts on its own, too."""
+    clip = tg.rules.clip_gradient(tg.match.param("w"), max_norm=2.0)
+    traced = tg.trace(adapted, rules=[clip])
+
+    def within_norm(gradient):
+        return gradient * jnp.minimum(1.0, 2.0 / jnp.linalg.norm(gradient))
+
+    ws = jnp.array([[2.0, -0.5], [0.1, 3.0], [0.2, 0.1]])
+    expected = jnp.stack([after_each(within_norm, w) for w in ws])
+    gradient = jax.grad(traced)
+    np.testing.assert_allclose(jax.vmap(gradient)(ws), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.grad(lambda ws: jnp.sum(jax.vmap(traced)(ws)))(ws), expected, rtol=1e-5
+    )
+    np.testing.assert_allclose(jax.jit(jax.vmap(gradient, 1, 1))(ws.T).T, expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.lax.map(gradient, ws), expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient(ws[0]), expected[0], rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(jax.checkpoint(traced))(ws[0]), expected[0], rtol=1e-5)
+    scanned = lambda w: jax.lax.scan(lambda c, _: (c, traced(c)), w, None, length=1)[1][0]  # noqa: E731
+    np.testing.assert_allclose(jax.grad(scanned)(ws[0]), expected[0], rtol=1e-5)
+    mesh, everywhere = jax.make_mesh((1,), ("i",)), jax.sharding.PartitionSpec()
+    sharded = jax.shard_map(traced, mesh=mesh, in_specs=everywhere, out_specs=everywhere)
+    np.testing.assert_allclose(jax.grad(sharded)(ws[0]), expected[0], rtol=1e-5)
+
+
+@pytest.mark.both_jax
+def test_forward_mode_over_a_traced_gradient_is_that_of_the_clipped_gradient():
+    clip = tg.rules.clip_gradient(tg.match.param("w"), max_value=1.0)
+    gradient = tg.trace(lambda w: jax.grad(cube)(w), rules=[clip])
+    w = jnp.array([0.1, 2.0])  # 3 w² is below 1, and above
+    np.testing.assert_allclose(jax.jvp(gradient, (w,), (jnp.ones(2),))[1], [0.6, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(tg.jvp(gradient, (w,), (jnp.ones(2),))[1], [0.6, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(jax.jacfwd(gradient)(w), jnp.diag(jnp.array([0.6, 0.0])), rtol=1e-6)
+    with pytest.raises(TypeError, match="forward-mode"):  # no gradient is taken inside
+        jax.jvp(tg.trace(cube, rules=[clip]), (w,), (w,))

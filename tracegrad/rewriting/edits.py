@@ -167,11 +167,9 @@ def _before_rules(match: Occurrence) -> Occurrence | None:
 
 def _is_identity_of_rule(node: Node) -> bool:
     """Whether a node is an identity by which a rule of this package changes a gradient."""
-    return (
-        isinstance(node, CustomGradient)
-        and not node.primal.nodes
-        and code_of_rule(node) in CHANGES_GRADIENT
-    )
+    if isinstance(node, CustomGradient):
+        return not node.primal.nodes and code_of_rule(node) in CHANGES_GRADIENT
+    return node.primitive is _jax.CHANGED_COTANGENT
 
 
 def _no_match(graph: Graph, where: Selector, rule: object) -> str:

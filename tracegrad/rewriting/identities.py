@@ -27,16 +27,16 @@ def rule_of(
     missing_ok: bool,
     inputs: int | Sequence[int] | None = None,
     *,
-    has_tangents: bool = False,
     of_parameter: Callable[[Any], Any] | None = None,
+    again: Callable[[Any], Any] | None = None,
 ) -> MatchRule:
     """Returns a rule that passes values through `identity`, which has another tangent.
 
     The values are parameters, or the values that leave a match, or its operands at `inputs`.
 
     Args:
-      has_tangents: see `MatchRule`.
       of_parameter: the identity for parameters; default: `identity`.
+      again: see `MatchRule.identity_again`.
     """
     if isinstance(where, Parameters) and inputs is not None:
         raise TypeError(
@@ -51,7 +51,7 @@ def rule_of(
         edit,
         missing_ok,
         identity=lambda place: for_parameter,
-        has_tangents=has_tangents,
+        identity_again=again and (lambda place: again),
     )
 
 

@@ -36,8 +36,8 @@ class MatchRule:
     """A rule: its name, the selector that finds its matches, and the edit at the matches.
 
     ``edit(graph, matches)`` returns the edited graph. For parameters (`match.param`),
-    ``identity(path)`` returns the function that a parameter is passed through. `has_tangents`:
-    whether that function has a derivative in forward mode.
+    ``identity(path)`` returns the function that a parameter is passed through. If that function
+    refuses forward mode, ``identity_again(path)`` returns one that leaves tangents as they are.
 
     A call of the rule raises:
       NoMatchError: nothing matches (unless `missing_ok`).
@@ -51,7 +51,7 @@ class MatchRule:
     missing_ok: bool = False
     text: str | None = None  # the arguments in the repr; None: the selector alone
     identity: Identity | None = None
-    has_tangents: bool = False
+    identity_again: Identity | None = None
     made_by: Callable[[], MatchRule] | None = None  # makes the rule again, in another process
 
     def __post_init__(self) -> None:
@@ -78,26 +78,24 @@ class MatchRule:
         if isinstance(self.where, Parameters):
             found = self.parameters_in(graph)
             check_parameters(found, self.where, graph, self.missing_ok, self)
-            return self._behind(graph, found)
+            return _behind(graph, found, self.identity)
         matches = matches_of(self.where, graph, self.missing_ok, self)
         return self.edit(graph, matches) if matches else graph
 
-    def again(self, graph: Graph, *, forward: bool) -> Graph:
+    def again(self, graph: Graph) -> Graph:
         """Applies the rule to a graph that takes derivatives on which the rule has acted.
 
-        A rule for parameters acts on every gradient with respect to a parameter. If the graph is
-        differentiated in forward mode (`forward`), a rule without tangents leaves it as it is: the
-        tangent of a gradient is that of what the rule made of the gradient.
+        A rule for parameters acts on every gradient with respect to a parameter. In forward mode
+        the tangent of a gradient is that of what the rule made of the gradient.
         """
-        if not self.of_parameters:
+        if not isinstance(self.where, Parameters):
             return self(graph)
-        if forward and not self.has_tangents:
-            return graph
-        return self._behind(graph, self.parameters_in(graph))
+        return _behind(graph, self.parameters_in(graph), self.identity_again or self.identity)
 
-    def _behind(self, graph: Graph, parameters: Mapping[Value, str]) -> Graph:
-        assert self.identity is not None
-        return behind_inputs(graph, {v: self.identity(path) for v, path in parameters.items()})
+    @property
+    def has_tangents(self) -> bool:
+        """Whether the rule also acts on tangents with respect to parameters."""
+        return self.identity_again is None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return super().__reduce_ex__(protocol) if self.made_by is None else (self.made_by, ())
@@ -105,6 +103,11 @@ class MatchRule:
     def __repr__(self) -> str:
         room = "" if self.name == "edit" else "rules."
         return f"{room}{self.name}({_shown(self.where) if self.text is None else self.text})"
+
+
+def _behind(graph: Graph, found: Mapping[Value, str], identity: Identity | None) -> Graph:
+    assert identity is not None
+    return behind_inputs(graph, {value: identity(path) for value, path in found.items()})
 
 
 def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:

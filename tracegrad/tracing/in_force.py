@@ -12,7 +12,6 @@ JAX's cache key, so that a trace made under some rules is not reused under other
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections import Counter
@@ -77,25 +76,20 @@ class Force:
         """Returns how often each rule has matched, by its index."""
         return self._matches.copy()
 
-    def apply(
-        self, program: Graph, since: Counter[int] | None = None, *, forward: bool = False
-    ) -> Graph:
+    def apply(self, program: Graph, since: Counter[int] | None = None) -> Graph:
         """Applies the rules to a program that is about to be differentiated; a rule may match
         nothing in it.
 
-        Args:
-          since: how often each rule had matched before the program was traced. A rule that has
-            matched since then acts on derivatives that the program takes; if it has a method
-            `again`, that is applied to the program.
-          forward: whether the program is differentiated in forward mode.
+        `since`: how often each rule had matched before the program was traced. A rule that has
+        matched since then acts on derivatives that the program takes; if it has a method `again`,
+        that is applied to the program.
         """
         is_inner = _INNER in _in_force.forces
         for place, rule in enumerate(self.rules):
             if is_inner and getattr(rule, "for_the_outermost", False):
                 continue
             is_inside = since is not None and self._matches[place] > since[place]
-            if is_inside and (again := getattr(rule, "again", None)):
-                rule = functools.partial(again, forward=forward)
+            rule = getattr(rule, "again", rule) if is_inside else rule
             try:
                 with differentiating():
                     program = _applied(rule, program)
@@ -326,7 +320,7 @@ def under_rules(
         with _only(forces):
             for force, since in zip(forces, before, strict=True):
                 force.refuse_outer(program, outer)
-                program = force.apply(program, since, forward=forward)
+                program = force.apply(program, since)
             run = under_rules_already(program, lower)
         results = run(*given)
         return others[0].combine(results)
