@@ -320,65 +320,6 @@ def test_variables_are_known_by_their_names():
         assert db == 1.0
 
 
-def test_a_rule_acts_on_the_gradient_and_not_again_on_what_is_taken_of_it():
-    rule = tg.rules.scale_gradient(tg.match.param("w"), 10.0)
-
-    def cube(w):
-        return jnp.sum(w**3)
-
-    w = jnp.array([0.1, 2.0])  # 3 w² is below 1, and above
-    found = tg.trace(lambda w: tg.hvp(cube, (w,), jnp.ones(2)), rules=[rule])(w)
-    np.testing.assert_allclose(found, 10 * 6 * w * 10, rtol=1e-6)  # as of a map of derivative 10
-    clip = tg.rules.clip_gradient(tg.match.param("w"), max_value=1.0)
-    found = tg.trace(lambda w: tg.hvp(cube, (w,), jnp.ones(2)), rules=[clip])(w)
-    np.testing.assert_allclose(found, [0.6, 0.0], rtol=1e-6)  # the derivative of what was clipped
-
-
-def test_a_gradient_penalty_is_taken_of_what_it_is_and_clipped_outside():
-    def critic(params, x):
-        return jnp.sum(jnp.tanh(x @ params["w"]))
-
-    def loss(params, x):
-        return critic(params, x) + jnp.sum(jax.grad(critic, argnums=1)(params, x) ** 2)
-
-    rule = tg.rules.clip_gradient(tg.match.param("params.w"), max_norm=0.5)
-    params = {"w": jnp.array([[0.3], [0.2], [-0.4]])}
-    expected = jax.tree.map(clipped(0.5), jax.grad(loss)(params, X))
-    assert_trees_close(jax.grad(tg.trace(loss, rules=[rule]))(params, X), expected)
-    step = tg.trace(lambda params, x: jax.grad(loss)(params, x), rules=[rule])
-    assert_trees_close(step(params, X), expected)
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-def test_a_parameter_that_is_stopped_is_frozen_in_gradients_of_gradients_too(jitted):
-    """Where a gradient of the parameter is taken inside, the rule has acted already."""
-
-    def loss(params, x):
-        return jnp.sum(jnp.tanh(x @ params["w"]) * params["b"])
-
-    def inner(params, x):
-        gradient = jax.grad(loss)
-        return (jax.jit(gradient) if jitted else gradient)(params, x)
-
-    def adapted(params, x):  # one step of an inner loop, as in MAML
-        gradients = inner(params, x)
-        return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), x + 1)
-
-    rule = tg.rules.stop_gradient(tg.match.param("params.w"))
-    params = {"w": jnp.array([[0.3], [0.2], [-0.4]]), "b": jnp.array(2.0)}
-    inside = tg.trace(lambda params, x: jax.grad(adapted)(params, x), rules=[rule])
-    traced, edited = tg.trace(adapted, rules=[rule]), tg.rewrite(adapted, rule)
-    ways = [f(params, X) for f in (inside, jax.grad(traced), jax.grad(edited))]
-    assert not any(jnp.any(found["w"]) for found in ways)
-
-    def frozen(params, x):
-        gradients = {**inner(params, x), "w": 0.0}
-        return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), x + 1)
-
-    expected = jax.grad(frozen)(params, X)["b"]
-    np.testing.assert_allclose([found["b"] for found in ways], [expected] * 3, rtol=1e-6)
-
-
 def test_under_jit_vmap_and_scan():
     rule = tg.rules.clip_gradient(tg.match.param("w"), max_norm=1.0)
     f = tg.rewrite(lambda w, x: jnp.sum(w * x), rule)
@@ -388,6 +329,18 @@ def test_under_jit_vmap_and_scan():
     np.testing.assert_allclose(jax.jit(jax.grad(f))(w, xs[0]), expected[0], rtol=1e-6)
     _, found = jax.lax.scan(lambda w, x: (w, jax.grad(f)(w, x)), w, xs)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.both_jax
+@pytest.mark.parametrize("glob", ["params.w", "q.w"])
+def test_parameters_of_an_ensemble_that_vmap_maps_have_the_paths_of_the_step(glob):
+    def gradients(params):
+        return jax.vmap(jax.grad(lambda q: jnp.sum(q["w"] ** 2) / 2))(params)
+
+    rule = tg.rules.clip_gradient(tg.match.param(glob), max_norm=1.0)
+    params = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4]])}
+    found = tg.trace(lambda params: gradients(params), rules=[rule])(params)
+    np.testing.assert_allclose(found["w"], [[0.6, 0.8], [0.3, 0.4]], rtol=1e-6)
 
 
 def test_a_call_may_take_numbers_beside_a_parameter():

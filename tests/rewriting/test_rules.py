@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 import jax
@@ -904,3 +905,22 @@ def test_a_rule_refuses_what_is_in_a_root_whose_derivative_is_that_of_the_whole(
     x = jnp.float32(0.5)
     expected = jax.grad(lambda a: fun(a) - jax.lax.erf(a))(x)
     np.testing.assert_allclose(jax.grad(tg.rewrite(fun, outside))(x), expected, rtol=1e-5)
+
+
+def twofold(op, dy):
+    return 2 * dy
+
+
+def test_rules_can_be_pickled_with_their_selectors_and_functions():
+    made = [
+        rules.scale_gradient(where=SIN & ~match.call("relu"), factor=jnp.asarray(3.0)),
+        rules.clip_gradient(match.param("x"), max_value=2.0),
+        rules.override_gradient(SIN, twofold),
+        rules.recompute(SIN, policy=jax.checkpoint_policies.dots_saveable),
+        rules.strong_zero(),
+    ]
+    for rule in made:
+        copied = pickle.loads(pickle.dumps(rule))
+        assert repr(copied) == repr(rule)
+        found, expected = (jax.grad(tg.rewrite(weighted_sin, each))(X) for each in (copied, rule))
+        np.testing.assert_array_equal(found, expected)

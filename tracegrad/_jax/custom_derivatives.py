@@ -29,13 +29,19 @@ def with_tangent(
     run: Callable[..., Any],
     tangent: Callable[[Sequence[Any], Sequence[Any]], Any],
     name: str | None = None,
+    *,
+    at_any_order: bool = True,
 ) -> Callable[..., Any]:
-    """Returns `run` as a `jax.custom_jvp` function; its rule holds at any order.
+    """Returns `run` as a `jax.custom_jvp` function.
 
-    ``tangent(primals, tangents)`` returns the tangents of the results. It is called only if an
-    operand is differentiated, and may raise. A mark on `tangent` also marks the rule (see
-    `ir.frames`). `name` is the function's name in traced programs (it is set on `run` itself);
-    default: ``run.__name__``.
+    Args:
+      tangent: ``tangent(primals, tangents)`` returns the tangents of the results. It is called only
+        if an operand is differentiated, and may raise. A mark on `tangent` also marks the rule (see
+        `ir.frames`).
+      name: the function's name in traced programs (it is set on `run` itself); default:
+        ``run.__name__``.
+      at_any_order: whether the rule holds at any order; if not, second derivatives are those of
+        `run` and `tangent`.
     """
     run.__name__ = run.__qualname__ = name or run.__name__
     rule: Any = jax.custom_jvp(run)
@@ -43,7 +49,7 @@ def with_tangent(
     @functools.wraps(tangent)
     def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         out_tangents = tangent(primals, tangents)
-        return keeping_rule(rule, primals), out_tangents
+        return keeping_rule(rule, primals) if at_any_order else run(*primals), out_tangents
 
     rule.defjvp(jvp_rule)
     return rule  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir  # noqa: TID251 (see `identity_primitive`)
@@ -52,6 +53,38 @@ def identity_primitive(
     ad.primitive_jvps[primitive] = jvp
     mlir.register_lowering(primitive, lower)
     return primitive
+
+
+CHANGED_COTANGENT: Any = jex.Primitive("changed_cotangent")
+
+
+def with_cotangent_alone(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns an identity function that maps its cotangent by ``change(cotangent)``, and leaves its
+    tangent as it is. `with_cotangent` makes a function that refuses forward mode."""
+    return lambda value: CHANGED_COTANGENT.bind(value, change=change)
+
+
+def _map_cotangents(args: Any, axes: Any, *, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """The rule for `jax.vmap`: each element changes its own cotangent."""
+    (axis,) = axes
+    mapped = jax.vmap(change, in_axes=axis, out_axes=axis)
+    return CHANGED_COTANGENT.bind(*args, change=mapped), axis
+
+
+def _change(cotangent: Any, _: Any, *, change: Callable[[Any], Any]) -> list[Any]:
+    return [cotangent if type(cotangent) is ad.Zero else change(cotangent)]
+
+
+CHANGED_COTANGENT.def_impl(lambda value, **_: value)
+CHANGED_COTANGENT.def_abstract_eval(lambda aval, **_: aval)
+batching.primitive_batchers[CHANGED_COTANGENT] = _map_cotangents
+# A second derivative sees a plain identity, as in `with_cotangent`.
+ad.primitive_jvps[CHANGED_COTANGENT] = lambda primals, tangents, **params: (
+    primals[0],
+    CHANGED_COTANGENT.bind(*tangents, **params),
+)
+ad.primitive_transposes[CHANGED_COTANGENT] = _change
+mlir.register_lowering(CHANGED_COTANGENT, lambda context, value, **_: [value])
 
 
 def mapped_alike(args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:

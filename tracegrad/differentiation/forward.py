@@ -10,8 +10,8 @@ import jax
 from tracegrad import _jax
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
-from tracegrad.tracing.graphs import graph
-from tracegrad.tracing.in_force import differentiating, traced_in_force, under_rules_already
+from tracegrad.tracing.graphs import function_name, graph
+from tracegrad.tracing.in_force import differentiating, under_rules
 from tracegrad.variables.parted import Parted
 from tracegrad.variables.statics import are_traced, is_none, name_of_leaf, with_statics
 from tracegrad.variables.trees import without_variables
@@ -66,8 +66,9 @@ def jvp(
             f"{type(primals).__name__} and {type(tangents).__name__}"
         )
     primals, tangents = without_variables(tuple(primals)), tuple(tangents)
-    program = traced_in_force(lambda: graph(fun, *primals))
-    run = under_rules_already(with_forward_mode(program), to_callable)
+    edited = under_rules(fun, function_name(fun), forward=True)
+    with differentiating():
+        run = to_callable(with_forward_mode(graph(edited, *primals)))
     structure: Any
     given: Any
     values, structure = jax.tree.flatten(primals, is_leaf=is_none)

@@ -36,7 +36,6 @@ _FORWARD_FIRST = {
     "jacrev": False,
     "jacobian": False,
     "jacfwd": True,
-    "hessian": False,
 }
 
 
@@ -113,10 +112,23 @@ def _parted_anew(edited: Callable[..., Any]) -> Callable[..., Any]:
     return parted
 
 
+def _hessian(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `jax.hessian`, which takes two derivatives: the rules in force apply to each."""
+
+    @functools.wraps(original)
+    def hessian(fun: Callable[..., Any], argnums: Any = 0, *options: Any, **named: Any) -> Any:
+        if not in_force.rules_in_force():
+            return original(fun, argnums, *options, **named)
+        return jax.jacfwd(jax.jacrev(fun, argnums, *options, **named), argnums, *options, **named)
+
+    return hessian
+
+
 # These return results; the other functions return a function.
 _AT_ONCE = (_jax.vjp, _jax.jvp, _jax.linearize)
-_PLACES = tuple(
-    (jax, name, functools.partial(_by_rules, forward=f)) for name, f in _FORWARD_FIRST.items()
+_PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    *((jax, name, functools.partial(_by_rules, forward=f)) for name, f in _FORWARD_FIRST.items()),
+    (jax, "hessian", _hessian),
 )
 
 engine.derivatives_by_rules = functools.partial(_jax.Replacement().in_place, _PLACES)

@@ -24,8 +24,8 @@ from tracegrad.differentiation.wrt import Wrt, partition
 from tracegrad.ir.wording import brief
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
-from tracegrad.tracing.graphs import graph
-from tracegrad.tracing.in_force import differentiating
+from tracegrad.tracing.graphs import function_name, graph
+from tracegrad.tracing.in_force import differentiating, under_rules
 
 
 def hessian(
@@ -76,8 +76,9 @@ def hessian(
             return _jax.jacobian_rows(flat, leaves, holomorphic=holomorphic)
 
         leaves = call.leaves
+        rows = under_rules(first, function_name(fun), forward=True, paths=lambda: call.names)
         with differentiating():
-            program = to_callable(with_forward_mode(graph(first, leaves)))
+            program = to_callable(with_forward_mode(graph(rows, leaves)))
             forward = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)
             blocks, beside = forward(leaves)
         aux = call.settle(beside)
@@ -163,7 +164,9 @@ def hvp(
         with differentiating():
             return _jax.grad(scalar, has_aux=True)(leaves)
 
-    _, product, beside = jvp(gradient, (leaves,), (vector,), has_aux=True)
+    edited = under_rules(gradient, function_name(fun), forward=True, paths=lambda: call.names)
+    with differentiating():
+        _, product, beside = jvp(edited, (leaves,), (vector,), has_aux=True)
     call.settle(beside)
     return call.answer(product)
 

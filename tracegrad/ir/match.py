@@ -132,9 +132,20 @@ def param(*globs: str) -> Parameters:
     A path is the name of a leaf of an argument in messages:
     ``model.blocks.0.attention.query.kernel``, whether the argument is a module of flax.nnx or of
     equinox, a dict or a list. A rule acts where the parameter enters the function, on the sum of
-    the gradients from all its uses. If a gradient of a parameter is taken inside of another one
-    (meta-learning, a penalty on that gradient), a rule acts on the inner gradient, and the outer
-    one is the derivative of what the rule made of it; `rules.stop_gradient` acts on both.
+    the gradients from all its uses.
+
+    A rule acts on every gradient with respect to the parameter, as code after each call of
+    `jax.grad` would. If such a gradient is taken inside of another one (meta-learning, a penalty on
+    that gradient), the outer gradient is the derivative of what the rule made of the inner one, and
+    then the rule acts on the outer one as well. To select one of the two, give the argument another
+    name in the inner function: ``match.param("fast.*")`` is the inner gradient then, and
+    ``match.param("params.*") & ~match.param("fast.*")`` the outer one. Forward mode over a gradient
+    (a Hessian-vector product) has no outer gradient: `rules.clip_gradient` and
+    `rules.tap_gradient` act on the inner one, and the other two rules on the tangents too.
+
+    In a function under `jax.jit`, paths begin with the names of its own arguments. A rule does not
+    reach an inner gradient by a name that was imported from jax (``from jax import grad``), or that
+    was made before the trace: call ``jax.grad`` in the traced function.
 
     Args:
       *globs: patterns for paths; ``*`` stands for any letters, also dots. A glob may leave out the

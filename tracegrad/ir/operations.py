@@ -24,7 +24,8 @@ COPIES = _names("copy copy_p name")
 REARRANGES = RESHAPES | COPIES | _names("transpose rev convert_element_type")
 # These compute nothing: XLA writes no array for the result, or reads the operand's array instead.
 VIEWS = REARRANGES | _names(
-    "broadcast_in_dim slice split stop_gradient assigned optimization_barrier sharding_constraint"
+    "broadcast_in_dim slice split stop_gradient assigned optimization_barrier sharding_constraint "
+    "changed_cotangent"
 )
 
 # -------------------------------------------------------------------------- element by element

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from tracegrad import _jax
@@ -50,35 +50,35 @@ def check_selector(where: object) -> None:
         )
 
 
-def selected_parameters(
-    where: Parameters, graph: Graph, missing_ok: bool, rule: object
-) -> dict[Value, str]:
-    """Returns the parameters at which a rule acts: inputs of a graph, with their paths.
-
-    If it is known with respect to which inputs the graph is differentiated, only these inputs are
-    parameters.
-
-    Raises:
-      NoMatchError: no parameter matches, and `missing_ok` is false.
-      GraphError: a parameter enters code that JAX has already differentiated.
-    """
+def parameters_of(graph: Graph) -> dict[Value, tuple[str, str]]:
+    """Returns the parameters of a graph: its float inputs, each with its path and its alias. If it
+    is known with respect to which inputs the graph is differentiated, only these inputs count."""
     moved = graph.differentiated or [True] * len(graph.inputs)
     hints = graph.hints or [""] * len(graph.inputs)
     names = zip(hints, graph.aliases or hints, strict=True)
-    paths = {
+    return {
         value: each
         for value, each, is_moved in zip(graph.inputs, names, moved, strict=False)  # taps come last
         if is_moved and has_gradient(value)
     }
-    found = {value: path for value, (path, alias) in paths.items() if where.fits(path, alias)}
+
+
+def check_parameters(
+    found: Collection[Value], where: Parameters, graph: Graph, missing_ok: bool, rule: object
+) -> None:
+    """Checks the parameters of a graph at which a rule acts.
+
+    Raises:
+      NoMatchError: there is none, and `missing_ok` is false.
+      GraphError: a parameter enters code that JAX has already differentiated.
+    """
     if not found and not missing_ok:
-        known = list(dict.fromkeys(path for path, _ in paths.values()))
+        known = list(dict.fromkeys(path for path, _ in parameters_of(graph).values()))
         raise NoMatchError(lambda: _no_parameter(graph, where, rule, known))
     if not graph.differentiated:
         for match in _readers(graph, frozenset(found), (), set()):
             if not is_under_rules(match):
                 refuse_differentiated(match, rule)
-    return found
 
 
 def _readers(
@@ -167,11 +167,9 @@ def _before_rules(match: Occurrence) -> Occurrence | None:
 
 def _is_identity_of_rule(node: Node) -> bool:
     """Whether a node is an identity by which a rule of this package changes a gradient."""
-    return (
-        isinstance(node, CustomGradient)
-        and not node.primal.nodes
-        and code_of_rule(node) in CHANGES_GRADIENT
-    )
+    if isinstance(node, CustomGradient):
+        return not node.primal.nodes and code_of_rule(node) in CHANGES_GRADIENT
+    return node.primitive is _jax.CHANGED_COTANGENT
 
 
 def _no_match(graph: Graph, where: Selector, rule: object) -> str:

@@ -27,12 +27,16 @@ def rule_of(
     missing_ok: bool,
     inputs: int | Sequence[int] | None = None,
     *,
-    again: bool = False,
+    of_parameter: Callable[[Any], Any] | None = None,
+    again: Callable[[Any], Any] | None = None,
 ) -> MatchRule:
     """Returns a rule that passes values through `identity`, which has another tangent.
 
     The values are parameters, or the values that leave a match, or its operands at `inputs`.
-    `again`: see `MatchRule`.
+
+    Args:
+      of_parameter: the identity for parameters; default: `identity`.
+      again: see `MatchRule.identity_again`.
     """
     if isinstance(where, Parameters) and inputs is not None:
         raise TypeError(
@@ -40,7 +44,15 @@ def rule_of(
             "parameters: leave out inputs="
         )
     edit = of_arrays(through(identity, inputs))
-    return MatchRule(name, where, edit, missing_ok, identity=lambda place: identity, again=again)
+    for_parameter = of_parameter or identity
+    return MatchRule(
+        name,
+        where,
+        edit,
+        missing_ok,
+        identity=lambda place: for_parameter,
+        identity_again=again and (lambda place: again),
+    )
 
 
 def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None = None) -> Edit:
@@ -81,7 +93,13 @@ def _scaled_tangent(primals: Any, tangents: Any) -> Any:
 
 
 scaled = _jax.with_tangent(lambda value, factor: value, _scaled_tangent, "scaled")
-"""Returns the value; multiplies its tangent and cotangent by the factor."""
+"""Returns the value; multiplies its tangent and cotangent by the factor, at any order."""
+
+scaled_once = _jax.with_tangent(
+    lambda value, factor: value, _scaled_tangent, "scaled", at_any_order=False
+)
+"""Returns the value; multiplies its tangent and cotangent by the factor. Derivatives of these see
+the identity."""
 
 perturbed = _jax.with_tangent(
     lambda value, perturbation: value,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
@@ -17,7 +17,12 @@ from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.stretches import refuse_references
 from tracegrad.ir.wording import brief, name_of, shortened
-from tracegrad.rewriting.edits import check_selector, matches_of, selected_parameters
+from tracegrad.rewriting.edits import (
+    check_parameters,
+    check_selector,
+    matches_of,
+    parameters_of,
+)
 
 Edit = Callable[[Graph, Sequence[Occurrence]], Graph]
 # identity(place): an identity function with another tangent; `place`: the name of the place where
@@ -31,9 +36,8 @@ class MatchRule:
     """A rule: its name, the selector that finds its matches, and the edit at the matches.
 
     ``edit(graph, matches)`` returns the edited graph. For parameters (`match.param`),
-    ``identity(path)`` returns the function that a parameter is passed through. `again`: whether the
-    rule also acts on a gradient that is taken of a gradient on which it has acted; of the rules for
-    parameters only one that stops does.
+    ``identity(path)`` returns the function that a parameter is passed through. If that function
+    refuses forward mode, ``identity_again(path)`` returns one that leaves tangents as they are.
 
     A call of the rule raises:
       NoMatchError: nothing matches (unless `missing_ok`).
@@ -47,7 +51,8 @@ class MatchRule:
     missing_ok: bool = False
     text: str | None = None  # the arguments in the repr; None: the selector alone
     identity: Identity | None = None
-    again: bool = False
+    identity_again: Identity | None = None
+    made_by: Callable[[], MatchRule] | None = None  # makes the rule again, in another process
 
     def __post_init__(self) -> None:
         if self.identity is None or not self.of_parameters:
@@ -61,7 +66,8 @@ class MatchRule:
         """Returns the parameters of a graph at which the rule acts; {} for a rule on operations."""
         if not isinstance(self.where, Parameters):
             return {}
-        return selected_parameters(self.where, graph, True, self)
+        known = parameters_of(graph).items()
+        return {value: names[0] for value, names in known if self.where.fits(*names)}
 
     def __call__(self, graph: Graph) -> Graph:
         if not isinstance(graph, Graph):
@@ -70,19 +76,43 @@ class MatchRule:
                 "write tracegrad.trace(fun, rules=rule) or tracegrad.rewrite(fun, rule)"
             )
         if isinstance(self.where, Parameters):
-            assert self.identity is not None
-            found = selected_parameters(self.where, graph, self.missing_ok, self)
-            return behind_inputs(graph, {v: self.identity(path) for v, path in found.items()})
+            found = self.parameters_in(graph)
+            check_parameters(found, self.where, graph, self.missing_ok, self)
+            return _behind(graph, found, self.identity)
         matches = matches_of(self.where, graph, self.missing_ok, self)
         return self.edit(graph, matches) if matches else graph
+
+    def again(self, graph: Graph) -> Graph:
+        """Applies the rule to a graph that takes derivatives on which the rule has acted.
+
+        A rule for parameters acts on every gradient with respect to a parameter. In forward mode
+        the tangent of a gradient is that of what the rule made of the gradient.
+        """
+        if not isinstance(self.where, Parameters):
+            return self(graph)
+        return _behind(graph, self.parameters_in(graph), self.identity_again or self.identity)
+
+    @property
+    def has_tangents(self) -> bool:
+        """Whether the rule also acts on tangents with respect to parameters."""
+        return self.identity_again is None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return super().__reduce_ex__(protocol) if self.made_by is None else (self.made_by, ())
 
     def __repr__(self) -> str:
         room = "" if self.name == "edit" else "rules."
         return f"{room}{self.name}({_shown(self.where) if self.text is None else self.text})"
 
 
+def _behind(graph: Graph, found: Mapping[Value, str], identity: Identity | None) -> Graph:
+    assert identity is not None
+    return behind_inputs(graph, {value: identity(path) for value, path in found.items()})
+
+
 def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
-    """Decorates a function that makes rules: the repr of a rule shows the function's arguments.
+    """Decorates a function that makes rules: the repr of a rule shows the function's arguments, and
+    a pickled rule is these arguments.
 
     The selector is shown by position, the other arguments by name.
     """
@@ -93,7 +123,8 @@ def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
         rule = make(*args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         texts = [f"{'' if name == where else f'{name}='}{_shown(x)}" for name, x in given.items()]
-        return replace(rule, text=", ".join(texts))
+        again = functools.partial(shown, *args, **kwargs)
+        return replace(rule, text=", ".join(texts), made_by=again)
 
     return shown
 

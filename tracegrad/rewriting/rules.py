@@ -144,7 +144,7 @@ def stop_gradient(
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
     stop: Any = jax.lax.stop_gradient
-    return identities.rule_of("stop_gradient", where, stop, missing_ok, inputs, again=True)
+    return identities.rule_of("stop_gradient", where, stop, missing_ok, inputs)
 
 
 @shows_arguments
@@ -257,8 +257,8 @@ def clip_gradient(
             cotangent = within_norm(cotangent, max_norm)
         return cotangent
 
-    clipped = _jax.with_cotangent(clip, "clip_gradient")
-    return identities.rule_of("clip_gradient", where, clipped, missing_ok)
+    clipped, again = _jax.with_cotangent(clip, "clip_gradient"), _jax.with_cotangent_alone(clip)
+    return identities.rule_of("clip_gradient", where, clipped, missing_ok, again=again)
 
 
 @shows_arguments
@@ -291,7 +291,12 @@ def scale_gradient(
     if not is_array(factor) or jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not {brief(factor)}")
     return identities.rule_of(
-        "scale_gradient", where, lambda x: identities.scaled(x, factor), missing_ok, inputs
+        "scale_gradient",
+        where,
+        lambda x: identities.scaled(x, factor),
+        missing_ok,
+        inputs,
+        of_parameter=lambda x: identities.scaled_once(x, factor),
     )
 
 
@@ -322,13 +327,19 @@ def tap_gradient(
     """
     require_takes(callback, 2, "function callback(place, cotangent)")
 
-    def showing(place: str) -> Callable[[Any], Any]:
+    def shown(place: str) -> Callable[[Any], Any]:
         @CHANGES_GRADIENT
         def show(cotangent: Any) -> Any:
             jax.debug.callback(lambda array: callback(place, array), cotangent)
             return cotangent
 
-        return _jax.with_cotangent(show, "tap_gradient")
+        return show
+
+    def showing(place: str) -> Callable[[Any], Any]:
+        return _jax.with_cotangent(shown(place), "tap_gradient")
+
+    def showing_again(place: str) -> Callable[[Any], Any]:
+        return _jax.with_cotangent_alone(shown(place))
 
     def tapped(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
         edits = {match: showing(place_name(match)) for match in matches}
@@ -336,4 +347,12 @@ def tap_gradient(
             graph, matches, edits.__getitem__, wanted=has_gradient, depends_on=place_name
         ).graph
 
-    return MatchRule("tap_gradient", where, of_arrays(tapped), missing_ok, identity=showing)
+    edit = of_arrays(tapped)
+    return MatchRule(
+        "tap_gradient",
+        where,
+        edit,
+        missing_ok,
+        identity=showing,
+        identity_again=showing_again,
+    )

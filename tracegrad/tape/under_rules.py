@@ -21,7 +21,7 @@ from tracegrad.tape.derivatives import transposed
 from tracegrad.tape.effects import silenced
 from tracegrad.tape.record import Entry, type_of_kept
 from tracegrad.tape.rules import Rule, refusing_values
-from tracegrad.tracing.argument_paths import argument_path
+from tracegrad.tracing.argument_paths import argument_path, derivatives_of_argument
 from tracegrad.tracing.in_force import Force, apply_in_force, differentiating
 
 
@@ -169,6 +169,9 @@ def vjp_under_rules(
         variables.get(id(arrays[slot])) or argument_path(arrays[slot]) for slot in (*given, *added)
     )
     graph = replace(graph, hints=hints, differentiated=differentiated)
+    outer = {v: derivatives_of_argument(arrays[slot]) for v, slot in zip(graph.inputs, given)}
+    for force in rules:
+        force.refuse_outer(graph, outer)
     edited = in_scope_in_scans(apply_in_force(graph, rules), UNDER_RULES)
 
     def run(*operands: Any) -> list[Any]:

@@ -31,9 +31,26 @@ def known_by_path(arrays: Sequence[Any], paths: Sequence[str]) -> Iterator[None]
 
 def argument_path(array: Any) -> str:
     """Returns the path of an array that is an argument of a function being traced, or a tracer of
-    a derivative whose primal is one: ``params.0.kernel``; "" for any other array."""
-    while array is not None:
-        if id(array) in _here.paths:
-            return _here.paths[id(array)]
-        array = _jax.primal_of(array)
-    return ""
+    a derivative or of `jax.vmap` that stands for one: ``params.0.kernel``; "" for another array."""
+    return _here.paths.get(id(_behind(array)[-1]), "")
+
+
+def derivatives_of_argument(array: Any) -> list[Any]:
+    """Returns the tracers of derivatives by which an array stands for an argument, the innermost
+    first: one for each derivative that is being taken with respect to the argument."""
+    *tracers, argument = _behind(array)
+    if id(argument) not in _here.paths:
+        return []
+    return [each for each in tracers if _jax.primal_of(each) is not None]
+
+
+def _behind(array: Any) -> list[Any]:
+    """Returns an array, the array for which it stands, and so on, up to a known argument."""
+    found = [array]
+    while id(array) not in _here.paths:
+        primal = _jax.primal_of(array)
+        array = _jax.mapped_of(array) if primal is None else primal
+        if array is None:
+            break
+        found.append(array)
+    return found

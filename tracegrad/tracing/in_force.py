@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -23,13 +23,17 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph
+from tracegrad.ir import Graph, GraphError
 from tracegrad.ir.dependence import flat_forms
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.ir.scopes_in_scans import in_scope_in_scans
-from tracegrad.tracing.argument_paths import argument_path, known_by_path
+from tracegrad.tracing.argument_paths import (
+    argument_path,
+    derivatives_of_argument,
+    known_by_path,
+)
 from tracegrad.tracing.graphs import Rule, function_name, graph
 from tracegrad.tracing.signatures import leaves_of_call
 from tracegrad.variables.overriding import ForwardingTrace
@@ -56,8 +60,8 @@ class Force:
         self.rules = tuple(rules)
         self.everywhere = everywhere
         self.key = next(_numbers) if key is None else key
-        # By the index of the rule: how often it matched; the error of its latest miss; the shapes
-        # of the differentiated inputs of the programs in which it matched nothing.
+        # By the index of the rule: how often it matched; the error of its latest miss; the paths
+        # and shapes of the differentiated inputs of the programs in which it matched nothing.
         self._matches: Counter[int] = Counter()
         self._missed: dict[int, NoMatchError] = {}
         self._passed_by: dict[int, set[Any]] = {}
@@ -76,30 +80,47 @@ class Force:
         """Applies the rules to a program that is about to be differentiated; a rule may match
         nothing in it.
 
-        `since`: how often each rule had matched before the program was traced. A rule with
-        `of_parameters` that has matched since then acts on gradients inside the program, and is not
-        applied to the program itself, unless the rule acts `again`.
+        `since`: how often each rule had matched before the program was traced. A rule that has
+        matched since then acts on derivatives that the program takes; if it has a method `again`,
+        that is applied to the program.
         """
         is_inner = _INNER in _in_force.forces
         for place, rule in enumerate(self.rules):
             if is_inner and getattr(rule, "for_the_outermost", False):
                 continue
             is_inside = since is not None and self._matches[place] > since[place]
-            once = getattr(rule, "of_parameters", False) and not getattr(rule, "again", False)
-            if is_inside and once:
-                continue
+            rule = getattr(rule, "again", rule) if is_inside else rule
             try:
                 with differentiating():
                     program = _applied(rule, program)
             except NoMatchError as error:
                 if not self.everywhere:  # rules that act everywhere are not required to match
                     self._missed[place] = error.with_traceback(None)
-                    each = zip(program.inputs, program.differentiated, strict=False)
-                    shapes = {_shape(value) for value, is_moved in each if is_moved}
+                    each = zip(program.inputs, program.hints, program.differentiated, strict=False)
+                    shapes = {(path, _shape(value)) for value, path, is_moved in each if is_moved}
                     self._passed_by.setdefault(place, set()).update(shapes)
                 continue
             self._matches[place] += 1
         return program
+
+    def refuse_outer(self, program: Graph, outer: Mapping[Any, Sequence[Any]]) -> None:
+        """Raises GraphError for a rule for parameters that does not reach an outer derivative.
+
+        `outer`: for inputs of the program, the derivatives that are taken around it.
+        """
+        for rule in self.rules:
+            found: Any = getattr(rule, "parameters_in", lambda _: {})(program)
+            tangents = getattr(rule, "has_tangents", True)
+            for value, path in found.items():
+                if any(tangents or not _jax.is_forward(each) for each in outer.get(value, ())):
+                    raise GraphError(
+                        f"{rule!r}: a gradient with respect to {path} is taken of "
+                        f"{program.name}, and another one around it, which the rule does not "
+                        "reach: by a function of JAX that was imported by name (`from jax import "
+                        "grad`) or made before the trace. Call jax.grad there, inside of the "
+                        "traced function; or give the rule to the inner loss alone: "
+                        "jax.grad(tracegrad.rewrite(loss, rule))"
+                    )
 
     def finish(self, program: Graph) -> Graph:
         """Applies the rules to the traced function itself. Raises NoMatchError for a rule that has
@@ -111,7 +132,7 @@ class Force:
             # match it here, silently without effect on the gradient.
             found: Any = getattr(self.rules[place], "parameters_in", lambda _: {})(program)
             shapes = {*map(_shape, found), *map(_shape, flat_forms(program, found))}
-            if not self._passed_by[place].isdisjoint(shapes):
+            if any(s in shapes and path not in program.hints for path, s in self._passed_by[place]):
                 raise before[place].with_text()
         program = self.apply(program, Counter())
         # The errors of differentiated functions say more. (Errors hold graphs, and cache keys hold
@@ -240,15 +261,6 @@ def apply_in_force(program: Graph, forces: Sequence[Force] | None = None) -> Gra
     return program
 
 
-def traced_in_force(trace: Callable[[], Graph]) -> Graph:
-    """Returns the graph that `trace` makes, after the rules in force."""
-    before = [(force, force.matches()) for force in rules_in_force()]
-    program = trace()
-    for force, since in before:
-        program = force.apply(program, since)
-    return program
-
-
 def under_rules(
     fun: Callable[..., Any],
     name: str,
@@ -291,18 +303,25 @@ def under_rules(
 
         of_traced.__name__ = of_traced.__qualname__ = name
 
-        def trace() -> Graph:
-            with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
-                program = graph(of_traced, *given)
-            return replace(
-                program,
-                hints=(*known, *program.hints[len(known) :]),
-                aliases=(*own, *program.hints[len(own) :]),
-                differentiated=() if forward else _differentiated(program, given),
-            )
-
+        before = [force.matches() for force in forces]
+        with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
+            program = graph(of_traced, *given)
+        program = replace(
+            program,
+            hints=(*known, *program.hints[len(known) :]),
+            aliases=(*own, *program.hints[len(own) :]),
+            differentiated=() if forward else _differentiated(program, given),
+        )
+        here = _jax.current_trace_outside_of(ForwardingTrace)
+        outer = {
+            value: [each for each in derivatives_of_argument(x) if _jax.trace_of(each) is not here]
+            for value, x in zip(program.inputs, given, strict=False)
+        }
         with _only(forces):
-            run = under_rules_already(traced_in_force(trace), lower)
+            for force, since in zip(forces, before, strict=True):
+                force.refuse_outer(program, outer)
+                program = force.apply(program, since)
+            run = under_rules_already(program, lower)
         results = run(*given)
         return others[0].combine(results)
 
