@@ -25,7 +25,6 @@ from tracegrad._jax.compat import (
     parts_of,
     shard_map_options,
 )
-from tracegrad._jax.provenance import inside_call
 from tracegrad._jax.traces import ReverseTrace, current_trace, in_a_new_thread, staging_trace
 
 JIT = primitives.jit_p
@@ -167,37 +166,6 @@ def with_inputs(program: Any, avals: Sequence[Any], places: Sequence[int | None]
         inputs=[*open_form.invars, *inputs],
         outputs=read(open_form.outvars),
         equations=[e.replace(invars=read(e.invars)) if now else e for e in open_form.eqns],
-    )
-
-
-def copied_inside(call: Any, program: Any) -> Any:
-    """Returns a copy of a program with variables of its own, as if it had been traced inside the
-    scopes and at the line of a call. `call`: the call's source info; None: the line stays."""
-    open_form, constants = parts_of(program)
-    own: dict[Any, Any] = {}
-
-    def copied(atoms: Sequence[Any]) -> list[Any]:
-        return [
-            atom if isinstance(atom, jex.Literal) else own.setdefault(atom, type(atom)(atom.aval))
-            for atom in atoms
-        ]
-
-    def placed(info: Any) -> Any:
-        return info if call is None else inside_call(call, info, has_line=False)
-
-    return program_of(
-        program,
-        constants=dict(zip(copied(open_form.constvars), constants, strict=True)),
-        inputs=copied(open_form.invars),
-        outputs=copied(open_form.outvars),
-        equations=[
-            each.replace(
-                invars=copied(each.invars),
-                outvars=copied(each.outvars),
-                source_info=placed(each.source_info),
-            )
-            for each in open_form.eqns
-        ],
     )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.importer import node_of
-from tracegrad.ir.nodes import Atom, Node, Value, renamed
+from tracegrad.ir.nodes import Atom, Node, Value, is_reference, renamed
 from tracegrad.ir.occurrence import Occurrence
 
 Place = tuple[Any, ...]
@@ -130,8 +130,8 @@ def write_through(
     if key not in traced:
         flat = _of_type(run, result.aval, match)
         traced[key] = _trace(flat, avals, settings, where)
-    program = _jax.copied_inside(info, traced[key])
-    return _defining([result], [operand], program, beside.function, match.node.key, where)
+    of = [result], [operand], traced[key]
+    return _defining(*of, beside.function, match.node.key, where, info)
 
 
 def write_first(
@@ -145,8 +145,7 @@ def write_first(
     if key not in traced:
         place = f"the input {graph.names[operand]} of {graph.name}"
         traced[key] = jax.make_jaxpr(_of_type(run, result.aval, place))(operand.aval)
-    program = _jax.copied_inside(None, traced[key])
-    return _defining([result], [operand], program, graph.function_source, None, Where())
+    return _defining([result], [operand], traced[key], graph.function_source, None, Where())
 
 
 def _of_type(run: Callable[..., Any], aval: Any, place: object) -> Callable[..., Any]:
@@ -175,31 +174,46 @@ def _defining(
     function: str,
     key: Any,
     where: Where,
+    call: Any = None,
 ) -> Written:
     """Returns nodes that define `results`: those of a program of `operands` and taps, which returns
-    further arrays to show after the results. `function`: see `Node`. `key`: that of the match."""
+    further arrays to show after the results.
+
+    The nodes have equations and values of their own, so that one program can be written often.
+    `function`: see `Node`. `key`: that of the match. `call`: the source info of the node inside
+    whose scopes, and at whose line, the nodes are; None: they are where they were traced.
+    """
     open_form, arrays = _jax.parts_of(program)
     inputs, count = open_form.invars, len(operands)
-    ins = [Port((key,), value) for value in inputs[count:]]
+    names: dict[Value, Atom] = dict(zip(inputs[:count], operands, strict=True))
+    made = {value for equation in open_form.eqns for value in equation.outvars}
+    others: dict[Value, Value] = {}  # results that are operands, literals, or an earlier result
+    for old, new in zip(results, open_form.outvars, strict=False):
+        if isinstance(new, Value) and new in made and new not in names:
+            names[new] = old
+        else:
+            others[old] = new
+    for value in (*inputs, *open_form.constvars, *made):
+        if value not in names and not is_reference(value):  # effects name references
+            names[value] = type(value)(value.aval)
+    ins = [Port((key,), value) for value in renamed(inputs[count:], names)]
     constants: dict[Value, Any] = {}
-    for value, array in zip(open_form.constvars, arrays, strict=True):
+    for value, array in zip(renamed(open_form.constvars, names), arrays, strict=True):
         # A tracer must not be a constant of a region: JAX would take its derivative to be zero.
         if isinstance(array, jax.core.Tracer) or not where.holds:
             ins.append(Port((key,), value, array))
         else:
             constants[value] = array
 
-    names: dict[Value, Atom] = dict(zip(inputs[:count], operands, strict=True))
-    made = {value for equation in open_form.eqns for value in equation.outvars}
-    others: dict[Value, Atom] = {}  # results that are operands, literals, or an earlier result
-    for old, new in zip(results, open_form.outvars, strict=False):
-        if isinstance(new, Value) and new in made and new not in names:
-            names[new] = old
-        else:
-            (others[old],) = renamed([new], names)
-    nodes = [node_of(equation, function).renaming(names) for equation in open_form.eqns]
+    def written(equation: Any) -> Node:
+        info = equation.source_info
+        info = info if call is None else _jax.inside_call(call, info, has_line=False)
+        return node_of(equation.replace(source_info=info), function).renaming(names)
+
+    nodes = list(map(written, open_form.eqns))
     outs = [Port((key,), atom) for atom in renamed(open_form.outvars[len(results) :], names)]
-    return Written(nodes, others, ins, outs, constants)
+    renames = dict(zip(others, renamed(list(others.values()), names), strict=True))
+    return Written(nodes, renames, ins, outs, constants)
 
 
 def _as_type(new: Any, aval: Any, place: object) -> Any:
