@@ -19,10 +19,9 @@ def like_but_different(x):
         x = jax.lax.integer_pow(x, 2) + jax.lax.integer_pow(x, 3) / 7
         total += jnp.sum(x, axis=0).mean() + jnp.sum(x, axis=1).max() + x[i, i]
         half = x.astype(jnp.bfloat16) * jnp.bfloat16(2)
-        total += half.astype(x.dtype).sum() * 0 + jnp.cumsum(x, axis=0)[1, 2]
+        total += half.astype(x.dtype).sum() * 0
         total += jnp.cumsum(x, axis=0, dtype=x.dtype)[::-1][0, 1] + jnp.where(x > 0.5, x, -x).sum()
         x = jax.nn.relu(x) - jax.nn.softmax(x) + jax.lax.stop_gradient(x) * 1e-3
-        x = jax.lax.scan(lambda c, y: (c * y, c), jnp.ones(4), x)[1]
     return total
 
 
