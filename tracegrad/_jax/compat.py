@@ -31,6 +31,9 @@ PROGRAM_TYPES: tuple[type, ...] = (getattr(jex, "ClosedJaxpr"), jex.Jaxpr)  # no
 # The value of a call's parameter `inline` with which lowering inlines it; None before 0.12.
 INLINED_WHEN_LOWERED: Any = getattr(getattr(jax, "Inline", None), "JAX_LATE", None)
 
+# The value of that parameter with which tracing inlines the call; before 0.12 it is a bool.
+INLINED_WHEN_TRACED: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+
 
 def constants_of(program: Any) -> Sequence[Any]:
     """Returns the values of ``program.constvars``; an open program has none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,13 +18,14 @@ from jax.extend.core import primitives
 from tracegrad._jax.arrays import is_tracer, struct
 from tracegrad._jax.compat import (
     INLINED_WHEN_LOWERED,
+    INLINED_WHEN_TRACED,
     PROGRAM_TYPES,
     effects_of,
     opened,
     parts_of,
     shard_map_options,
 )
-from tracegrad._jax.traces import in_a_new_thread, staging_trace
+from tracegrad._jax.traces import ReverseTrace, current_trace, in_a_new_thread, staging_trace
 
 JIT = primitives.jit_p
 REMAT = primitives.remat_p
@@ -218,10 +220,68 @@ def programs_in(primitive: Any, params: Mapping[str, Any]) -> list[tuple[str, An
 
 def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
     """Binds every equation of a program with unchanged parameters, scopes and source lines."""
+    # Operation by operation, `jax.jit` would compile a function for each.
+    is_staged = isinstance(current_trace(None), ReverseTrace) and staging_trace() is not None
     try:
+        if is_staged:
+            return _eval_in_reverse_mode(program, args)
         return list(jax.core.eval_jaxpr(*parts_of(program), *args))
     except Exception as error:
         raise _public(error)  # noqa: B904 (the same error)
+
+
+def _eval_in_reverse_mode(program: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a program as `jax.core.eval_jaxpr` does, faster if operations are repeated.
+
+    JAX finds the derivative of an operation anew for each equation, but that of a call once for
+    each program. So repeated operations become calls of one program, which JAX inlines.
+    """
+    open_form, constants = parts_of(program)
+    values = dict(zip([*open_form.constvars, *open_form.invars], [*constants, *args], strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [atom.val if isinstance(atom, jex.Literal) else values[atom] for atom in atoms]
+
+    keys = [_operation_key(equation) for equation in open_form.eqns]
+    counts = Counter(keys)
+    calls: dict[Any, Any] = {}
+    for equation, key in zip(open_form.eqns, keys, strict=True):
+        primitive, params = equation.primitive, equation.params
+        scope, settings = equation_context(equation.source_info, equation.ctx)
+        with scope, settings:
+            if key is not None and counts[key] > 2:
+                if key not in calls:
+                    calls[key] = _call_of(equation, program)
+                primitive, params = JIT, calls[key]
+            results = bind(primitive, read(equation.invars), params)
+        values.update(zip(equation.outvars, results, strict=True))
+    return read(open_form.outvars)
+
+
+def _operation_key(equation: Any) -> Any:
+    """Returns a key that is equal for equations of one operation with equal parameters and types of
+    operands; None if the operation has effects, or is a call."""
+    if equation.effects or equation.primitive is JIT:
+        return None
+    params = tuple([(name, type(value), value) for name, value in equation.params.items()])
+    types = tuple([atom.aval for atom in equation.invars])
+    key = equation.primitive, params, equation.ctx, types
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _call_of(equation: Any, like: Any) -> dict[str, Any]:
+    """Returns the parameters of a call of an operation, which JAX inlines when it traces it."""
+    inputs = [jex.Var(atom.aval) for atom in equation.invars]
+    outputs = [jex.Var(var.aval) for var in equation.outvars]
+    own = equation.replace(
+        invars=inputs, outvars=outputs, source_info=source_info_util.new_source_info()
+    )
+    program = program_of(like, constants={}, inputs=inputs, outputs=outputs, equations=[own])
+    return call_params(program, equation.primitive.name, INLINED_WHEN_TRACED)
 
 
 def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
@@ -281,15 +341,20 @@ def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
         numbers = itertools.count()
         places = [next(numbers) if is_tracer(constant) else None for constant in constants]
         program = with_inputs(program, list(map(jax.typeof, tracers)), places)
-    with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the current mesh is a parameter
-    operands = [*args, *tracers]
-    params = wider_jit(with_mesh.eqns[0].params, len(operands), len(parts.outvars))
-    params |= {"jaxpr": program, "name": name, "inline": INLINED_WHEN_LOWERED}
-    results = bind(JIT, operands, params)
+    results = bind(JIT, [*args, *tracers], call_params(program, name, INLINED_WHEN_LOWERED))
     # An output that is an input is that input itself, as `jax.jit` has it.
     given = dict(zip(parts.invars, args, strict=True))
     pairs = zip(parts.outvars, results, strict=True)
     return [x if isinstance(v, jex.Literal) else given.get(v, x) for v, x in pairs]
+
+
+def call_params(program: Any, name: str, inline: Any) -> dict[str, Any]:
+    """Returns the parameters of a call of a closed program, as `jax.jit` without options binds it
+    here. `inline`: the value of the parameter ``inline``."""
+    with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the current mesh is a parameter
+    open_form = opened(program)
+    params = wider_jit(with_mesh.eqns[0].params, len(open_form.invars), len(open_form.outvars))
+    return {**params, "jaxpr": program, "name": name, "inline": inline}
 
 
 def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[str, Any]:

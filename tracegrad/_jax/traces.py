@@ -34,15 +34,16 @@ def in_a_new_thread(fun: Callable[[], T]) -> T:
         return threads.submit(fun).result()
 
 
-def _top_level_and_staging() -> tuple[Any, type]:
+def _kinds_of_traces() -> tuple[Any, type, type]:
     found: list[Any] = [current_trace(None)]
     jax.make_jaxpr(lambda: found.append(current_trace(None)))()
-    return found[0], type(found[1])
+    jax.vjp(lambda x: found.append(current_trace(None)) or x, 1.0)  # type: ignore[func-returns-value]
+    return found[0], type(found[1]), type(found[2])
 
 
-# The current trace outside all transformations, and the class of the traces that build jaxprs
-# (`jax.make_jaxpr`, the body of a scan).
-_TOP_LEVEL, StagingTrace = in_a_new_thread(_top_level_and_staging)
+# The current trace outside all transformations, and the classes of the traces that build jaxprs
+# (`jax.make_jaxpr`, the body of a scan) and that differentiate in reverse mode.
+_TOP_LEVEL, StagingTrace, ReverseTrace = in_a_new_thread(_kinds_of_traces)
 TopLevelTrace = type(_TOP_LEVEL)
 
 

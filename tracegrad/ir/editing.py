@@ -16,7 +16,6 @@ never changing a graph is an idea of penzai.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ from tracegrad.ir.graph import Graph
 from tracegrad.ir.nodes import Atom, Node, Value, renamed
 from tracegrad.ir.occurrence import Fragment, Occurrence, Path
 from tracegrad.ir.stretches import entering, leaving
-from tracegrad.ir.writing import Place, Port, Where, write, write_first
+from tracegrad.ir.writing import Place, Port, Where, write, write_first, write_through
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +163,8 @@ def behind_each(
     Returns, raises: as `around_each`.
     """
 
+    traced: dict[Any, Any] = {}
+
     def write_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
         makers = {value: node for node in members for value in node.outputs}
         for value in leaving(draft.graph, members):
@@ -171,10 +172,9 @@ def behind_each(
                 own = Value(value.aval)
                 draft.rename(members, {value: own})
                 types = [value.aval] if tapped else []
-                run = functools.partial(_called, behind(match))
-                maker = makers[value]
-                new = write(run, [own], [value], maker, match, draft.where, taps=types)
-                draft.insert(new, behind=maker)
+                place = makers[value], match, draft.where
+                new = write_through(behind(match), own, value, *place, traced, taps=types)
+                draft.insert(new, behind=makers[value])
 
     return _edit(graph, matches, write_at, depends_on)
 
@@ -190,14 +190,16 @@ def before_each(
     ``chosen(region, match, operands)`` returns the positions of these operands.
     """
 
+    traced: dict[Any, Any] = {}
+
     def write_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
         one = None if isinstance(match, Fragment) else members[0]
         operands: Sequence[Atom] = one.inputs if one else entering(members)
         new: dict[int, Atom] = {}
         for place in chosen(draft.graph, match, operands):
             result = Value(operands[place].aval)
-            run = functools.partial(_called, before)
-            written = write(run, [operands[place]], [result], members[0], match, draft.where)
+            beside = members[0], match, draft.where
+            written = write_through(before, operands[place], result, *beside, traced)
             draft.insert(written, before=members[0])
             new[place] = written.names.get(result, result)
         if one:
@@ -214,10 +216,12 @@ def behind_inputs(graph: Graph, behind: Mapping[Value, Callable[[Any], Any]]) ->
     nodes: list[Node] = []
     constants = dict(graph.constants)
     names: dict[Value, Atom] = dict(new)
+    traced: dict[Any, Any] = {}
     for value, run in behind.items():
-        written = write_first(run, value, new[value], graph)
+        written = write_first(run, value, new[value], graph, traced)
         nodes += written.nodes
         constants |= written.constants
+        constants |= {port.value: port.closed_over for port in written.ins}
         names |= written.names
     return graph.replace(
         nodes=[*nodes, *(node.reading(names) for node in graph.nodes)],
@@ -238,10 +242,6 @@ def shown_behind(graph: Graph, matches: Sequence[Occurrence]) -> Edited:
             draft.outs.append(Port((match.node.key,), shown))
 
     return _edit(graph, matches, show_at, lambda match: match)
-
-
-def _called(run: Callable[..., Any], *args: Any) -> list[Any]:
-    return _flat(run(*args))
 
 
 def _flat(results: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.importer import node_of
-from tracegrad.ir.nodes import Atom, Node, Value, renamed
+from tracegrad.ir.nodes import Atom, Node, Value, is_reference, renamed
 from tracegrad.ir.occurrence import Occurrence
 
 Place = tuple[Any, ...]
@@ -92,82 +92,128 @@ def write(
     Raises GraphError for a wrong number or type of results.
     """
     shown = [] if shown is None else shown
-    count = len(operands)
 
     def flat(*args: Any) -> list[Any]:
         shown.clear()
-        new = list(run(*args))
-        if len(new) != len(results):
-            raise GraphError(
-                f"{match}: expected {len(results)} results ({_types(results)}), one for each "
-                f"result of the match; the edit gave {len(new)}"
-            )
-        pairs = zip(new, results, strict=True)
-        return [*(_as_type(array, value.aval, match) for array, value in pairs), *shown]
+        with _jax.standing_for(beside.source.info):  # JAX starts a trace outside of all scopes
+            new = list(run(*args))
+            if len(new) != len(results):
+                raise GraphError(
+                    f"{match}: expected {len(results)} results ({_types(results)}), one for each "
+                    f"result of the match; the edit gave {len(new)}"
+                )
+            pairs = zip(new, results, strict=True)
+            return [*(_as_type(array, value.aval, match) for array, value in pairs), *shown]
 
     avals = [*(atom.aval for atom in operands), *taps]
-    program = trace_beside(flat, avals, beside, where)
-    open_form, arrays = _jax.parts_of(program)
-    inputs, key = open_form.invars, (match.node.key,)
-    ins = [Port(key, value) for value in inputs[count:]]
-    constants: dict[Value, Any] = {}
-    for value, array in zip(open_form.constvars, arrays, strict=True):
-        # A tracer must not be a constant of a region: JAX would take its derivative to be zero.
-        if isinstance(array, jax.core.Tracer) or not where.holds:
-            ins.append(Port(key, value, array))
-        else:
-            constants[value] = array
-
-    names: dict[Value, Atom] = dict(zip(inputs[:count], operands, strict=True))
-    made = {value for equation in open_form.eqns for value in equation.outvars}
-    others: dict[Value, Atom] = {}  # results that are operands, literals, or an earlier result
-    for old, new in zip(results, open_form.outvars, strict=False):
-        if isinstance(new, Value) and new in made and new not in names:
-            names[new] = old
-        else:
-            (others[old],) = renamed([new], names)
-    nodes = [node_of(equation, beside.function).renaming(names) for equation in open_form.eqns]
-    outs = [Port(key, atom) for atom in renamed(open_form.outvars[len(results) :], names)]
-    return Written(nodes, others, ins, outs, constants)
+    program = _trace(flat, avals, beside.source.settings, where)
+    return _defining(results, operands, program, beside.function, match.node.key, where)
 
 
-def write_first(run: Callable[[Any], Any], operand: Value, result: Value, graph: Any) -> Written:
-    """Traces a function of one input of a graph, like `write`, for nodes before all others.
+def write_through(
+    run: Callable[..., Any],
+    operand: Atom,
+    result: Value,
+    beside: Node,
+    match: Occurrence,
+    where: Where,
+    traced: dict[Any, Any],
+    *,
+    taps: Sequence[Any] = (),
+) -> Written:
+    """Traces a function of a value and the taps into nodes that define another value, as `write`.
+
+    `traced`: the programs traced so far. A function is traced once for all values of one type.
+    """
+    avals, (info, settings) = [operand.aval, *taps], beside.source
+    key = run, *avals, settings, where.meshes
+    if key not in traced:
+        flat = _of_type(run, result.aval, match)
+        traced[key] = _trace(flat, avals, settings, where)
+    of = [result], [operand], traced[key]
+    return _defining(*of, beside.function, match.node.key, where, info)
+
+
+def write_first(
+    run: Callable[[Any], Any], operand: Value, result: Value, graph: Any, traced: dict[Any, Any]
+) -> Written:
+    """Traces a function of one input of a graph, as `write_through`, for nodes before all others.
 
     The new nodes are outside of all scopes.
     """
-    place = f"the input {graph.names[operand]} of {graph.name}"
-    program = jax.make_jaxpr(lambda array: _as_type(run(array), result.aval, place))(operand.aval)
-    open_form, arrays = _jax.parts_of(program)
-    (before,), (after,) = open_form.invars, open_form.outvars
-    names: dict[Value, Atom] = {before: operand}
-    if after is before:
-        return Written([], {result: operand})
-    names[after] = result
-    nodes = [node_of(each, graph.function_source).renaming(names) for each in open_form.eqns]
-    return Written(nodes, {}, constants=dict(zip(open_form.constvars, arrays, strict=True)))
+    key = run, operand.aval
+    if key not in traced:
+        place = f"the input {graph.names[operand]} of {graph.name}"
+        traced[key] = jax.make_jaxpr(_of_type(run, result.aval, place))(operand.aval)
+    return _defining([result], [operand], traced[key], graph.function_source, None, Where())
 
 
-def trace_beside(
-    run: Callable[..., Any], avals: Sequence[Any], beside: Node, where: Where = Where()
-) -> Any:
-    """Traces a function of flat arguments to a program, as if it were called where a node is. The
-    program gets the node's scope, source line and settings, and is traced in the meshes around the
-    node."""
+def _of_type(run: Callable[..., Any], aval: Any, place: object) -> Callable[..., Any]:
+    return lambda *args: _as_type(run(*args), aval, place)
+
+
+def _trace(run: Callable[..., Any], avals: Sequence[Any], settings: Any, where: Where) -> Any:
+    """Traces a function of flat arguments to a program, under the settings of an equation and in
+    the meshes around it."""
     programs: list[Any] = []
 
-    def here(*args: Any) -> Any:  # JAX starts a trace outside of all scopes, so enter them inside
-        with _jax.standing_for(beside.source.info):
-            return run(*args)
-
     def trace() -> None:
-        with beside.source.settings.manager:
-            programs.append(jax.make_jaxpr(here)(*avals))
+        with settings.manager:
+            programs.append(jax.make_jaxpr(run)(*avals))
 
     for node in reversed(where.meshes):
         trace = _jax.in_mesh_of(node.params, trace)
     trace()
     return programs[0]
+
+
+def _defining(
+    results: Sequence[Value],
+    operands: Sequence[Atom],
+    program: Any,
+    function: str,
+    key: Any,
+    where: Where,
+    call: Any = None,
+) -> Written:
+    """Returns nodes that define `results`: those of a program of `operands` and taps, which returns
+    further arrays to show after the results.
+
+    The nodes have equations and values of their own, so that one program can be written often.
+    `function`: see `Node`. `key`: that of the match. `call`: the source info of the node inside
+    whose scopes, and at whose line, the nodes are; None: they are where they were traced.
+    """
+    open_form, arrays = _jax.parts_of(program)
+    inputs, count = open_form.invars, len(operands)
+    names: dict[Value, Atom] = dict(zip(inputs[:count], operands, strict=True))
+    made = {value for equation in open_form.eqns for value in equation.outvars}
+    others: dict[Value, Value] = {}  # results that are operands, literals, or an earlier result
+    for old, new in zip(results, open_form.outvars, strict=False):
+        if isinstance(new, Value) and new in made and new not in names:
+            names[new] = old
+        else:
+            others[old] = new
+    for value in (*inputs, *open_form.constvars, *made):
+        if value not in names and not is_reference(value):  # effects name references
+            names[value] = type(value)(value.aval)
+    ins = [Port((key,), value) for value in renamed(inputs[count:], names)]
+    constants: dict[Value, Any] = {}
+    for value, array in zip(renamed(open_form.constvars, names), arrays, strict=True):
+        # A tracer must not be a constant of a region: JAX would take its derivative to be zero.
+        if isinstance(array, jax.core.Tracer) or not where.holds:
+            ins.append(Port((key,), value, array))
+        else:
+            constants[value] = array
+
+    def written(equation: Any) -> Node:
+        info = equation.source_info
+        info = info if call is None else _jax.inside_call(call, info, has_line=False)
+        return node_of(equation.replace(source_info=info), function).renaming(names)
+
+    nodes = list(map(written, open_form.eqns))
+    outs = [Port((key,), atom) for atom in renamed(open_form.outvars[len(results) :], names)]
+    renames = dict(zip(others, renamed(list(others.values()), names), strict=True))
+    return Written(nodes, renames, ins, outs, constants)
 
 
 def _as_type(new: Any, aval: Any, place: object) -> Any:

@@ -49,17 +49,14 @@ def within_value(x: Any, limit: float) -> Any:
         bound = jnp.asarray(limit, x.dtype)
         # `jnp.clip` halves the derivative at entries that are equal to the limit.
         return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
-    exceeds, direction = _norm_exceeds(_parts(x), limit, axis=0)
-    return jnp.where(exceeds, _from_parts(limit * direction, x.dtype), x)
+    return _limited(x, limit, axis=0)
 
 
 def within_norm(x: Any, limit: float) -> Any:
     """Scales an array down to the Euclidean norm `limit`, if its norm is larger."""
     if limit == jnp.inf:
         return x
-    limit = _capped(limit, x.dtype)
-    exceeds, direction = _norm_exceeds(_parts(x), limit, axis=None)
-    return jnp.where(exceeds, _from_parts(limit * direction, x.dtype), x)
+    return _limited(x, _capped(limit, x.dtype), axis=None)
 
 
 def _capped(limit: float, dtype: Any) -> float:
@@ -84,11 +81,12 @@ def at_least_32_bits(x: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="axis")  # traced and lowered once for all matches
-def _norm_exceeds(x: Any, limit: float, axis: int | None) -> tuple[Any, Any]:
-    """Returns whether the Euclidean norm along an axis is above a limit, and the unit vector.
+def _limited(given: Any, limit: float, axis: int | None) -> Any:
+    """Limits the Euclidean norm of the `_parts` of an array along an axis.
 
-    Next to an infinite entry, finite entries count as 0. With a NaN the norm is not above it.
+    Next to an infinite entry, finite entries count as 0. An array with a NaN stays as it is.
     """
+    x = _parts(given)
     infinite = jnp.isinf(x)
     has_infinite = jnp.any(infinite, axis, keepdims=True)
     has_infinite &= ~jnp.any(jnp.isnan(x), axis, keepdims=True)
@@ -97,4 +95,5 @@ def _norm_exceeds(x: Any, limit: float, axis: int | None) -> tuple[Any, Any]:
     squares = jnp.sum(jnp.square(x), axis=axis, keepdims=True)
     norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # no NaN in derivatives at zero
     exceeds = has_infinite | ((squares > 0) & (largest > limit / norm))
-    return jnp.squeeze(exceeds, axis), x / norm
+    limited = _from_parts(limit * (x / norm), given.dtype)
+    return jnp.where(jnp.squeeze(exceeds, axis), limited, given)

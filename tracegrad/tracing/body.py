@@ -12,7 +12,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
-from tracegrad.tracing.arguments import Call, TakingApart
+from tracegrad.tracing.arguments import Call
 from tracegrad.tracing.jit_options import signature_behind
 from tracegrad.tracing.uses import Use
 from tracegrad.variables.inside import hands_out
@@ -151,7 +151,7 @@ class Body:
     ) -> Call:
         """Returns the arguments, packed. Raises `Outgrown` if they contain Variables, modules or
         other non-arrays that the pipeline did not look for when it was called."""
-        call = TakingApart(pipeline.static)(args, kwargs)
+        call = pipeline.take_all(args, kwargs)
         if not pipeline.takes_apart:
             found = call.variables or call.objects or has_modules((args, kwargs))
             if found or any(map(was_a_variable, jax.tree.leaves((args, kwargs)))):

@@ -28,7 +28,7 @@ from tracegrad.tracing.arguments import (
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_scopes import call_scopes
 from tracegrad.tracing.shardings import lay_out, maps, refuse_other_shardings
-from tracegrad.tracing.signatures import argument_names, leaves_of_call
+from tracegrad.tracing.signatures import argument_names, array_names
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explained
 from tracegrad.variables.inside import Inside
@@ -146,7 +146,7 @@ def trace_to_graph(
                 f"of static arguments, and {name}={value!r} is of type {type(value).__name__}"
             ) from error
 
-    paths = [leaf.name for leaf in leaves_of_call(fun, call.args, dynamic[1], positions)]
+    paths = array_names(fun, call.args, dynamic[1], positions)
     arrays = jax.tree.leaves(dynamic)
     known = [argument_path(x) or path for x, path in zip(arrays, paths, strict=True)]
     program = None

@@ -58,7 +58,8 @@ class Pipeline:
     It holds the function weakly: the table of pipelines must not keep the function alive.
 
     Attributes:
-      take: takes the arguments of a call apart.
+      take: takes the arguments of a call apart, as far as the calls so far needed.
+      take_all: takes any arguments apart.
       takes_apart: whether each call takes its arguments apart; set by the first call with an
         argument that is not an array.
       packs_results: which results are packed.
@@ -94,6 +95,7 @@ class Pipeline:
         if not is_for_all(self.out_shardings):  # they come in the tree of a result
             self.packs_results = "always" if maps(self.out_shardings) else "never"
         self.take = TakingApart(static, looks_for_modules=False)
+        self.take_all = TakingApart(static)
         self.takes_apart = False
         self.plain: Callable[..., Any] | None = None  # the jit that serves every call so far
         self._warned = False
@@ -118,7 +120,8 @@ class Pipeline:
         if _jax.config.jax_disable_jit:
             return self.eagerly(args, kwargs)
         if graph is not None:
-            self._grow(Call(args, kwargs), graph)
+            plain = Call(args, kwargs)
+            self._grow(plain, self._key(plain), graph)
         return self.search(args, kwargs, Program.__call__, graph)
 
     @property
@@ -131,7 +134,7 @@ class Pipeline:
         later calls take their arguments apart."""
         if self.takes_apart:
             return False
-        call = TakingApart(self.static)(args, kwargs)
+        call = self.take_all(args, kwargs)
         if call.is_of_arrays:
             return False
         self.take_apart(call)
@@ -154,9 +157,10 @@ class Pipeline:
             self.refuses_plain(args, kwargs)
         for _ in range(_ATTEMPTS):
             call = self.take(args, kwargs) if self.takes_apart else Call(args, kwargs)
-            program = self._programs.get(self._key(call))
+            key = self._key(call)
+            program = self._programs.get(key)
             if program is None or program.use.is_over:
-                program = self._program(call)
+                program = self._program(call, key)
             try:
                 return action(program, call, graph)
             except Outgrown as outgrown:
@@ -166,11 +170,11 @@ class Pipeline:
                     raise
                 graph = outgrown.graph
                 if graph is not None:
-                    self._grow(call, graph)
+                    self._grow(call, key, graph)
             except Exception as error:
                 if isinstance(error, TypeError) and self.refuses_plain(args, kwargs):
                     continue
-                explain_rule(error, lambda: self.graph(TakingApart(self.static)(args, kwargs)))
+                explain_rule(error, lambda: self.graph(self.take_all(args, kwargs)))
                 raise
         raise RuntimeError(
             f"{self.__name__} uses other Variables each time it is traced. Create its "
@@ -185,9 +189,8 @@ class Pipeline:
             return call.variables
         return call.variables, *map(structure_of, call.args)
 
-    def _program(self, call: Call) -> Program:
+    def _program(self, call: Call, key: Any) -> Program:
         """Returns the program of a call; makes it if there is none."""
-        key = self._key(call)
         with self._lock:
             program = self._programs.get(key)
             if program is None or program.use.is_over:
@@ -199,12 +202,12 @@ class Pipeline:
                 self._keep_some()
         return program
 
-    def _grow(self, call: Call, graph: Graph) -> None:
+    def _grow(self, call: Call, key: Any, graph: Graph) -> None:
         """Replaces the program of a call by a larger one if it does not serve the graph."""
         with self._lock:
-            program = self._program(call)
+            program = self._program(call, key)
             if not program.use.serves(graph, self.packs_results):
-                self._programs[self._key(call)] = program.grown(graph)
+                self._programs[key] = program.grown(graph)
                 self._keep_some()
 
     def _keep_some(self) -> None:
@@ -223,7 +226,7 @@ class Pipeline:
         runs the graph one operation after the other."""
         if not self.rules:
             return without_variables(self.fun(*args, **kwargs))
-        call = TakingApart(self.static)(args, kwargs)
+        call = self.take_all(args, kwargs)
         return call_traced(self.traced(call), call, self.static)
 
     # ---------------------------------------------------------------------------------- graphs
@@ -244,7 +247,7 @@ class Pipeline:
         except Exception as error:
             raise explained(error)  # noqa: B904 (the same error)
         if not _jax.is_part_of_a_program():  # inside another program, this trace compiles nothing
-            self._note(call)
+            self._note(call, graph)
         return graph
 
     def warn_of_merging(self) -> None:
@@ -263,7 +266,7 @@ class Pipeline:
             UserWarning,
         )
 
-    def _note(self, call: Call) -> None:
+    def _note(self, call: Call, graph: Graph) -> None:
         """Records the signature of a call that is being traced."""
         names = argument_names(self.fun, len(call.args))
         named = {**dict(zip(names, call.args, strict=True)), **call.kwargs}
@@ -273,6 +276,7 @@ class Pipeline:
             CallTypes.of(
                 {name: v for name, v in named.items() if name not in fixed},
                 {name: v for name, v in named.items() if name in fixed},
+                graph,
             )
         )
 

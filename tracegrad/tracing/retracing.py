@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tracegrad import _jax
+from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import shortened
 from tracegrad.variables.leaves import leaves_with_paths
@@ -69,22 +69,22 @@ class CallTypes(NamedTuple):
     modules: tuple[tuple[str, Any], ...] = ()  # the structures of arguments with flax.nnx modules
 
     @classmethod
-    def of(cls, args: Mapping[str, Any], static: Mapping[str, Any]) -> CallTypes:
-        """Returns the types of a call with these packed arguments."""
-        types: list[tuple[str, Any, tuple[Any, ...], bool]] = []
+    def of(cls, args: Mapping[str, Any], static: Mapping[str, Any], graph: Graph) -> CallTypes:
+        """Returns the types of a call: of its packed arguments, and of the graph traced for it."""
+        arrays = list(zip(graph.hints, graph.in_avals))[: graph.in_tree.num_leaves]
+        types: list[tuple[str, Any, tuple[Any, ...], bool]]
+        types = [(path, *_type_of(aval)) for path, aval in arrays]
         values = dict(static)
         trees: dict[str, Any] = {}
         modules = []
         for argument, packed in args.items():
-            of_arrays = jax.tree_util.tree_leaves_with_path(packed)
-            types += [(path_name(path, argument), *_type_of(array)) for path, array in of_arrays]
             tree = packed.argument() if isinstance(packed, Packed) else packed
             if isinstance(packed, Packed) and packed.has_parts:
-                arrays = set(map(id, packed.arrays))
+                own = set(map(id, packed.arrays))
                 for path, leaf in leaves_with_paths(tree):
                     if isinstance(leaf, Variable):
                         types.append((path_name(path, argument), given_of(leaf), (), False))
-                    elif id(leaf) not in arrays:
+                    elif id(leaf) not in own:
                         values[path_name(path, argument)] = Static(leaf)
             trees[argument] = tree
             if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module_or_variable))):
@@ -94,9 +94,8 @@ class CallTypes(NamedTuple):
         return cls(structure, tuple(types), tuple(ordered), tuple(modules))
 
 
-def _type_of(leaf: Any) -> tuple[Any, tuple[Any, ...], bool]:
+def _type_of(aval: Any) -> tuple[Any, tuple[Any, ...], bool]:
     """Returns the dtype, the shape, and whether the type is weak."""
-    aval = _jax.type_of(leaf) or leaf  # a part of a JAX reference has a shape and a dtype itself
     dtype, shape = getattr(aval, "dtype", aval), getattr(aval, "shape", ())
     return dtype, shape, bool(getattr(aval, "weak_type", False))
 

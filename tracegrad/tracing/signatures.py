@@ -7,8 +7,11 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from tracegrad.ir.wording import described
 from tracegrad.variables.leaves import Leaf, leaves_of
+from tracegrad.variables.paths import path_name
 
 
 def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -36,20 +39,40 @@ def leaves_of_call(
     fun: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    static: Collection[int] = (),
 ) -> list[Leaf]:
     """Returns the leaves of a call in JAX's order of flattening. The name of a leaf is the name of
     its argument and the path in it, ``params.0.kernel``, as in messages, ``wrt`` and `match.param`.
+    """
+    arguments = _arguments(fun, args, kwargs)
+    return [leaf.within(name) for name, tree in arguments for leaf in leaves_of(tree)]
+
+
+def array_names(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static: Collection[int] = (),
+) -> list[str]:
+    """Returns the names of the arrays of a call whose arguments are packed (see `leaves_of_call`).
 
     `static`: the positions of arguments to leave out.
     """
-    names = argument_names(fun, len(args))
-    by_position = [pair for i, pair in enumerate(zip(names, args, strict=True)) if i not in static]
     return [
-        leaf.within(name)
-        for name, tree in (*by_position, *sorted(kwargs.items()))
-        for leaf in leaves_of(tree)
+        path_name(path, name)
+        for name, tree in _arguments(fun, args, kwargs, static)
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]
+
+
+def _arguments(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static: Collection[int] = (),
+) -> list[tuple[str, Any]]:
+    """Returns the arguments of a call with their names, in JAX's order."""
+    pairs = enumerate(zip(argument_names(fun, len(args)), args, strict=True))
+    return [*(pair for i, pair in pairs if i not in static), *sorted(kwargs.items())]
 
 
 def name_in_module(fun: Any) -> str | None:

@@ -19,7 +19,7 @@ import jax
 
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
-from tracegrad.tracing.arguments import Call, TakingApart, resolve
+from tracegrad.tracing.arguments import Call, resolve
 from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.graphs import Rule, as_rules, require_function
 from tracegrad.tracing.jit_options import JitOptions, options_behind_module
@@ -120,7 +120,7 @@ class TracedFunction(Generic[P, R]):
         """Returns the graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the
         rules."""
         try:
-            call = TakingApart(self._pipeline.static)((*self._first, *args), kwargs)
+            call = self._pipeline.take_all((*self._first, *args), kwargs)
             return self._pipeline.graph(call)
         except Exception as error:
             raise explained(error)  # noqa: B904 (the same error)

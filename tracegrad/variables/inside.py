@@ -76,7 +76,7 @@ class Inside:
         Variable, then the new arrays of modules).
         """
         with self.variables.captured():
-            gone = jax.tree.leaves(donated(args, kwargs))
+            packed = args, kwargs
             args, kwargs = unpacked(args, kwargs)
             if nnx() is None:
                 result, updates = self._packed(fun(*args, **kwargs), []), []
@@ -84,6 +84,7 @@ class Inside:
                 states = States({**dict(zip(names(len(args)), args)), **kwargs})
                 before = Snapshot(dynamic(args, kwargs))
                 result = fun(*args, **kwargs)
+                gone = jax.tree.leaves(donated(*packed))
                 updates = self._updates(before, dynamic(args, kwargs), gone)
                 self.lost = states.changes(result)
                 result = self._packed(result, before.objects)

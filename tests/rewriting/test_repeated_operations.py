@@ -1,0 +1,107 @@
+"""Edited programs in which operations, and the identities of rules, are repeated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad import match, rules
+
+X = jnp.linspace(0.3, 1.2, 12).reshape(3, 4)
+
+
+def like_but_different(x):
+    """Operations that are repeated, with other parameters, numbers and types between them."""
+    total = 0.0
+    for i in range(3):
+        x = jnp.sin(x) * 2.0 + x * 3.0 - 0.5
+        x = jax.lax.integer_pow(x, 2) + jax.lax.integer_pow(x, 3) / 7
+        total += jnp.sum(x, axis=0).mean() + jnp.sum(x, axis=1).max() + x[i, i]
+        half = x.astype(jnp.bfloat16) * jnp.bfloat16(2)
+        total += half.astype(x.dtype).sum() * 0
+        total += jnp.cumsum(x, axis=0, dtype=x.dtype)[::-1][0, 1] + jnp.where(x > 0.5, x, -x).sum()
+        x = jax.nn.relu(x) - jax.nn.softmax(x) + jax.lax.stop_gradient(x) * 1e-3
+    return total
+
+
+NOTHING = rules.scale_gradient(match.op("no such operation"), 2.0, missing_ok=True)
+
+
+@pytest.mark.both_jax
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        jax.grad,
+        lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)),
+        lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])),
+        lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(f)(jnp.stack([x, 2 * x])))),
+        lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),)),
+        lambda f: jax.grad(jax.checkpoint(f)),
+    ],
+    ids=["grad", "grad of grad", "vmap of grad", "grad of vmap", "jvp of grad", "remat"],
+)
+def test_a_program_without_an_edit_has_the_derivatives_of_its_function_under_jit(derivative):
+    ours = jax.jit(derivative(tg.rewrite(like_but_different, NOTHING)))(X)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5),
+        ours,
+        jax.jit(derivative(like_but_different))(X),
+    )
+
+
+@pytest.mark.both_jax
+def test_a_rule_acts_at_each_of_many_equal_matches():
+    def deep(x):
+        for _ in range(6):
+            x = jnp.sin(x)
+        return jnp.sum(x)
+
+    halved = tg.rewrite(deep, rules.scale_gradient(match.op("sin"), 0.5))
+    expected = jax.grad(deep)(X) * 0.5**6
+    np.testing.assert_allclose(jax.jit(jax.grad(halved))(X), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(halved)(X), expected, rtol=1e-5)
+    rule = rules.scale_gradient(match.op("sin"), 0.5)
+    traced = tg.trace(lambda x: jax.grad(deep)(x), rules=rule)
+    np.testing.assert_allclose(traced(X), expected, rtol=1e-5)
+
+
+@pytest.mark.both_jax
+def test_equal_matches_in_different_scopes_keep_their_scopes_and_lines():
+    def deep(x):
+        for i in range(4):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.sin(x)
+        return jnp.sum(x)
+
+    edited = tg.graph(tg.rewrite(deep, rules.clip_gradient(match.op("sin"), max_norm=1.0)), X)
+    edited.verify()
+    clips = [found for found in edited.find(match.call("clip_gradient")) if not found.path]
+    assert [found.scope for found in clips] == [f"layer_{i}" for i in range(4)]
+    assert len({found.origin.line for found in clips}) == 1
+
+
+@pytest.mark.both_jax
+def test_a_clipped_gradient_adds_one_call_for_each_match():
+    def text(count):
+        def step(ws, x):
+            def loss(ws):
+                y = x
+                for w in ws:
+                    y = jnp.tanh(y @ w)
+                return jnp.sum(y**2)
+
+            return jax.grad(loss)(ws)
+
+        args = [jnp.eye(4)] * count, X
+        rule = rules.clip_gradient(match.op("tanh"), max_norm=1.0)
+        edited, plain = tg.trace(step, rules=rule), jax.jit(step)
+        return [f.lower(*args).as_text() for f in (edited, plain)]
+
+    def lines_added(count):
+        edited, plain = text(count)
+        return edited.count("\n") - plain.count("\n")
+
+    assert lines_added(20) - lines_added(10) <= 3 * 10  # the call, the limit, the result
+    few, many = (text(count)[0].count("func.func") for count in (10, 20))
+    assert few == many
