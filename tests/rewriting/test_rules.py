@@ -358,6 +358,27 @@ def test_a_tap_with_a_callback_is_called_where_a_gradient_arrives():
     np.testing.assert_allclose(gradient, ARRIVING * COS, rtol=1e-6)
 
 
+def test_taps_of_places_with_one_name_are_told_apart_as_intermediate_gradients_are():
+    @jax.jit
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    def loss(ws, x):
+        for w in ws:
+            x = layer(w, x)
+        return jnp.sum(x @ ws[0] @ ws[1])
+
+    key = jax.random.key(0)
+    ws, x, products = list(jax.random.normal(key, (2, 3, 3))), jnp.ones((4, 3)), match.op("dot*")
+    seen = {}
+    jax.grad(tg.rewrite(loss, rules.tap_gradient(products, seen.__setitem__)))(ws, x)
+    jax.effects_barrier()
+    _, gradients = tg.intermediate_gradients(loss, ws, x, where=products)
+    assert seen.keys() == gradients.keys() and len(seen) == 4
+    for place, gradient in gradients.items():
+        np.testing.assert_allclose(seen[place], gradient, rtol=1e-5)
+
+
 # --------------------------------------------------------------------- what stays, and where
 
 

@@ -33,7 +33,7 @@ from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import brief
 from tracegrad.rewriting import identities
-from tracegrad.rewriting.edits import place_name
+from tracegrad.rewriting.edits import place_names
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
 from tracegrad.rewriting.match_rule import around, of_arrays, shows_arguments
@@ -307,7 +307,8 @@ def tap_gradient(
       where: a selector; or `match.param`, for the gradients of parameters, by their paths.
       callback: ``callback(place, cotangent)``, called on the host each time a gradient arrives in
         a first derivative, in any order (`jax.debug.callback`). `place` is the scope and name of
-        the match (or the path of the parameter), `cotangent` a NumPy array.
+        the match, as in `tracegrad.intermediates` (or the path of the parameter), `cotangent` a
+        NumPy array.
       missing_ok: whether `where` may match nothing.
 
     Returns:
@@ -331,9 +332,10 @@ def tap_gradient(
         return _jax.with_cotangent(show, "tap_gradient")
 
     def tapped(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
-        edits = {match: showing(place_name(match)) for match in matches}
+        places = dict(zip(matches, place_names(matches), strict=True))
+        edits = {match: showing(place) for match, place in places.items()}
         return behind_each(
-            graph, matches, edits.__getitem__, wanted=has_gradient, depends_on=place_name
+            graph, matches, edits.__getitem__, wanted=has_gradient, depends_on=places.__getitem__
         ).graph
 
     return MatchRule("tap_gradient", where, of_arrays(tapped), missing_ok, identity=showing)
