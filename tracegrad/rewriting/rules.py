@@ -86,8 +86,9 @@ def override_gradient(
         output, of its shape and dtype. `grad` returns one cotangent or None for each input; for a
         single input also the cotangent alone. The inputs of a single operation are its operands,
         with scalars written into the program; the inputs of an inlined call or a scope are the
-        arrays that enter it, in the order of their first use. Higher derivatives differentiate the
-        operations in `grad`.
+        arrays that enter it, in the order of their first use. (Broadcasts and casts are no uses: an
+        array that is broadcast or cast counts where the result is used.) Higher derivatives
+        differentiate the operations in `grad`.
       missing_ok: whether `where` may match nothing.
 
     Returns:
