@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,6 +37,17 @@ def assert_unchanged(slices):
 
 
 # ------------------------------------------------------------------------- what leaves them alone
+
+
+def test_a_module_or_a_state_of_slices_is_printed():
+    embed = nnx.Embed(4, 2, rngs=nnx.Rngs(0))
+
+    def loss(embed):
+        return jnp.sum(embed(jnp.array([0, 2, 0])) ** 2)
+
+    gradient = tg.grad(loss, wrt=nnx.Param, sparse=True)(embed)
+    assert "indices=i32[3], dense_shape=(4, 2)" in str(gradient)
+    assert "indices=i32[3], dense_shape=(4, 2)" in str(nnx.state(gradient))
 
 
 def through_a_mesh(slices):

@@ -235,6 +235,60 @@ def test_a_gradient_is_reversed_before_a_head_and_not_in_it():
     np.testing.assert_allclose(dx, -3 * expected_dx, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "temperature",
+    [
+        2.0,
+        jnp.float32(2.0),
+        2 * jnp.ones(3),
+        2 * jnp.ones((4, 1)),
+        2 * jnp.ones((4, 3)),
+        jnp.bfloat16(2),
+    ],
+    ids=lambda x: str(jnp.asarray(x).aval),
+)
+def test_the_inputs_of_a_call_have_one_order_whatever_their_types_are(temperature):
+    def head(features, temperature):
+        return jnp.sum(features / temperature)
+
+    def f(features, temperature):
+        return head(features, temperature)
+
+    features = jax.random.normal(jax.random.key(0), (4, 3))
+    of_features, of_temperature = jax.grad(f, (0, 1))(features, temperature)
+    reverse = rules.scale_gradient(match.call("head"), -1.0, inputs=0)
+    reversed_, kept = jax.grad(tg.rewrite(f, reverse), (0, 1))(features, temperature)
+    np.testing.assert_allclose(reversed_, -of_features)
+    np.testing.assert_allclose(kept, of_temperature)
+
+    def one_and_two(op, dy):
+        return [0 * op.inputs[0] + 1, 0 * op.inputs[1] + 2]
+
+    overridden = tg.rewrite(f, rules.override_gradient(match.call("head"), one_and_two))
+    ones, twos = jax.grad(overridden, (0, 1))(features, temperature)
+    assert jnp.all(ones == 1)
+    assert jnp.all(twos == 2)
+
+
+def test_a_value_that_is_only_broadcast_or_cast_in_a_call_comes_last():
+    def spread(x, y, scale):
+        return jnp.broadcast_to(x, (2, 3)).astype(jnp.bfloat16), y * scale
+
+    def f(x, y, scale):
+        a, b = spread(x, y, scale)
+        return jnp.sum(a.astype(jnp.float32)) + jnp.sum(b)
+
+    def in_order(op, *dys):
+        return [0 * each + i for i, each in enumerate(op.inputs)]
+
+    edited = tg.rewrite(f, rules.override_gradient(match.call("spread"), in_order))
+    x, y, scale = jnp.ones(3), jnp.ones((4, 2)), jnp.ones(2)
+    of_x, of_y, of_scale = jax.grad(edited, (0, 1, 2))(x, y, scale)
+    assert jnp.all(of_x == 2)
+    assert jnp.all(of_y == 0)
+    assert jnp.all(of_scale == 1)
+
+
 def test_overriding_gives_operands_outputs_and_parameters():
     seen = []
 
@@ -357,6 +411,28 @@ def test_a_tap_with_a_callback_is_called_where_a_gradient_arrives():
     assert place == "sin"
     np.testing.assert_allclose(array, ARRIVING)
     np.testing.assert_allclose(gradient, ARRIVING * COS, rtol=1e-6)
+
+
+def test_taps_of_places_with_one_name_are_told_apart_as_intermediate_gradients_are():
+    @jax.jit
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    def loss(ws, x):
+        for w in ws:
+            x = layer(w, x)
+        return jnp.sum(x @ ws[0] @ ws[1])
+
+    key = jax.random.key(0)
+    ws, x, products = list(jax.random.normal(key, (2, 3, 3))), jnp.ones((4, 3)), match.op("dot*")
+    seen = {}
+    jax.grad(tg.rewrite(loss, rules.tap_gradient(products, seen.__setitem__)))(ws, x)
+    jax.effects_barrier()
+    _, gradients = tg.intermediate_gradients(loss, ws, x, where=products)
+    assert seen.keys() == gradients.keys()
+    assert len(seen) == 4
+    for place, gradient in gradients.items():
+        np.testing.assert_allclose(seen[place], gradient, rtol=1e-5)
 
 
 # --------------------------------------------------------------------- what stays, and where

@@ -26,7 +26,7 @@ from tracegrad.ir.draft import Draft
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.nodes import Atom, Node, Value, renamed
 from tracegrad.ir.occurrence import Fragment, Occurrence, Path
-from tracegrad.ir.stretches import entering, leaving
+from tracegrad.ir.stretches import leaving, operands_of
 from tracegrad.ir.writing import Place, Port, Where, write, write_first, write_through
 
 
@@ -116,7 +116,7 @@ def around_each(
         one = None if isinstance(match, Fragment) else members[0]
         if one is None:
             draft.gather(members, match)
-        operands: list[Atom] = list(one.inputs) if one else [*entering(members)]
+        operands: list[Atom] = list(one.inputs) if one else [*operands_of(members)]
         results = list(one.outputs) if one else leaving(draft.graph, members)
         inner = [Value(atom.aval) for atom in operands]
         if one:
@@ -194,7 +194,7 @@ def before_each(
 
     def write_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
         one = None if isinstance(match, Fragment) else members[0]
-        operands: Sequence[Atom] = one.inputs if one else entering(members)
+        operands: Sequence[Atom] = one.inputs if one else operands_of(members)
         new: dict[int, Atom] = {}
         for place in chosen(draft.graph, match, operands):
             result = Value(operands[place].aval)

@@ -22,6 +22,8 @@ RESHAPES = _names("reshape squeeze expand_dims")
 COPIES = _names("copy copy_p name")
 # These may change the order of the elements, or their dtype.
 REARRANGES = RESHAPES | COPIES | _names("transpose rev convert_element_type")
+# JAX writes these in front of an operation whose operands have different types.
+PROMOTIONS = _names("broadcast_in_dim convert_element_type")
 # These compute nothing: XLA writes no array for the result, or reads the operand's array instead.
 VIEWS = REARRANGES | _names(
     "broadcast_in_dim slice split stop_gradient assigned optimization_barrier sharding_constraint "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.nodes import Node, Value, is_reference
 from tracegrad.ir.occurrence import Occurrence
+from tracegrad.ir.operations import PROMOTIONS
 
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
@@ -37,6 +38,25 @@ def entering(nodes: Sequence[Computes]) -> list[Value]:
     made = {value for node in nodes for value in node.outputs}
     used = (value for node in nodes for value in node.operands)
     return list(dict.fromkeys(value for value in used if value not in made))
+
+
+def operands_of(nodes: Sequence[Node]) -> list[Value]:
+    """Returns the values that enter a match of several nodes, in the order of first use.
+
+    A broadcast or a cast is no use, since JAX writes it in front of an operation where the types of
+    the operands differ: the value counts where the result of the broadcast is used. So the order
+    does not depend on types.
+    """
+    made_of: dict[Value, Value] = {}
+    used: list[Value] = []
+    for node in nodes:
+        sources = [made_of.get(value, value) for value in node.operands]
+        if node.op in PROMOTIONS and sources:
+            made_of[node.outputs[0]] = sources[0]
+        else:
+            used += sources
+    entered = dict.fromkeys(entering(nodes))
+    return [*dict.fromkeys(value for value in (*used, *entered) if value in entered)]
 
 
 def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:

@@ -82,17 +82,21 @@ def checked_cotangents(
     def function() -> str:
         return f"{'' if grad is None else ' ' + described(grad)} of {op.name}{at(where)}"
 
+    def types() -> str:
+        return ", ".join(_jax.type_text(jax.typeof(value)) for value in op.inputs)
+
     if len(given) != len(op.inputs):
-        types = ", ".join(_jax.type_text(jax.typeof(value)) for value in op.inputs)
         raise ValueError(
             f"The gradient function{function()} returned {counted(len(given), 'gradient')} for "
-            f"{counted(len(op.inputs), 'input')} ({types or 'no arrays'}). Return one per input, "
+            f"{counted(len(op.inputs), 'input')} ({types() or 'no arrays'}). Return one per input, "
             "or None for an input that has no gradient."
         )
 
     def checked(i: int) -> Any:
-        aval = jax.typeof(op.inputs[i])
-        return checked_cotangent(given[i], aval, function, lambda: f"input {i}")
+        def name() -> str:
+            return f"input {i}" + (f" of ({types()})" if len(given) > 1 else "")
+
+        return checked_cotangent(given[i], jax.typeof(op.inputs[i]), function, name)
 
     return tuple(map(checked, range(len(given))))
 

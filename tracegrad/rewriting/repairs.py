@@ -32,7 +32,7 @@ from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.nodes import same_type
 from tracegrad.ir.running import run_node
 from tracegrad.ir.selector import Found, Selector, within
-from tracegrad.ir.stretches import entering, leaving
+from tracegrad.ir.stretches import leaving, operands_of
 from tracegrad.rewriting.edits import check_selector
 from tracegrad.rewriting.kept_zeros import keeping_zeros, may_make_nan
 from tracegrad.rewriting.match_rule import MatchRule, around, shows_arguments
@@ -246,7 +246,7 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
         positions: dict[Occurrence, int] = {}
         for found in matches:
             node = None if isinstance(found, Fragment) else found.node
-            operands = entering(found.nodes) if node is None else node.inputs
+            operands = operands_of(found.nodes) if node is None else node.inputs
             results = leaving(graph.region_of(found), found.nodes)
             position = position_past(operands, results, varying, node)
             if position is None:

@@ -33,7 +33,7 @@ from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import brief
 from tracegrad.rewriting import identities
-from tracegrad.rewriting.edits import place_name
+from tracegrad.rewriting.edits import place_names
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
 from tracegrad.rewriting.match_rule import around, of_arrays, shows_arguments
@@ -86,8 +86,9 @@ def override_gradient(
         output, of its shape and dtype. `grad` returns one cotangent or None for each input; for a
         single input also the cotangent alone. The inputs of a single operation are its operands,
         with scalars written into the program; the inputs of an inlined call or a scope are the
-        arrays that enter it, in the order of their first use. Higher derivatives differentiate the
-        operations in `grad`.
+        arrays that enter it, in the order of their first use. (Broadcasts and casts are no uses: an
+        array that is broadcast or cast counts where the result is used.) Higher derivatives
+        differentiate the operations in `grad`.
       missing_ok: whether `where` may match nothing.
 
     Returns:
@@ -312,7 +313,8 @@ def tap_gradient(
       where: a selector; or `match.param`, for the gradients of parameters, by their paths.
       callback: ``callback(place, cotangent)``, called on the host each time a gradient arrives in
         a first derivative, in any order (`jax.debug.callback`). `place` is the scope and name of
-        the match (or the path of the parameter), `cotangent` a NumPy array.
+        the match, as in `tracegrad.intermediates` (or the path of the parameter), `cotangent` a
+        NumPy array.
       missing_ok: whether `where` may match nothing.
 
     Returns:
@@ -342,9 +344,10 @@ def tap_gradient(
         return _jax.with_cotangent_alone(shown(place))
 
     def tapped(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
-        edits = {match: showing(place_name(match)) for match in matches}
+        places = dict(zip(matches, place_names(matches), strict=True))
+        edits = {match: showing(place) for match, place in places.items()}
         return behind_each(
-            graph, matches, edits.__getitem__, wanted=has_gradient, depends_on=place_name
+            graph, matches, edits.__getitem__, wanted=has_gradient, depends_on=places.__getitem__
         ).graph
 
     edit = of_arrays(tapped)
