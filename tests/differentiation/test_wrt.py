@@ -228,6 +228,14 @@ def test_what_is_no_way_to_select_is_refused(wrt):
         tg.grad(loss, wrt=wrt)
 
 
+@pytest.mark.parametrize("several", [lambda v: v, lambda v: [v], lambda v: {"v": v}])
+def test_a_variable_is_no_argument_unless_it_is_given_as_one(several):
+    v = tg.Variable(3.0)
+    with pytest.raises(TypeError, match=r"a Variable that the function reads.*GradientTape"):
+        tg.grad(lambda x: x * v, wrt=several(v))
+    assert tg.grad(lambda x, w: x * w, wrt=1)(2.0, v) == 2.0
+
+
 def with_default(x, scale=2.0, *, shift=1.0):
     return x * scale + shift
 

@@ -213,6 +213,12 @@ class Spec:
             r"the spec of x has the shape \('b', 3\): name the sizes",
         ),
         (
+            lambda x: x,
+            {"x": jax.ShapeDtypeStruct((-1, 3), "float32")},
+            r"the spec of x has the shape \(-1, 3\): name the sizes",
+        ),
+        (lambda x: x, [jax.Array], "the spec of x should be an array.* but has <class 'jax"),
+        (
             lambda x, y: x + y,
             [ROWS, jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 3"), "float32")],
             r"specs of <lambda> .* several calls of jax\.export\.symbolic_shape",

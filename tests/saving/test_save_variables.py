@@ -244,6 +244,9 @@ def test_what_is_no_state_and_trees_without_variables_are_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ArtefactError, match=r"weights.safetensors: file: it is not a safetensors"):
         load_variables(layer, path)
+    save(layer.call, tmp_path / "f", [np.ones((1, 2), np.float32)])
+    with pytest.raises(ArtefactError, match=r"its Variables are tracegrad\.load\(path\)\.variab"):
+        load_variables(layer, tmp_path / "f")
     with pytest.raises(FileExistsError, match="is a file: save_variables writes a folder"):
         save_variables(layer, path)
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):

@@ -28,7 +28,8 @@ def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
 
 def symbolic_scopes(leaves: Iterable[Any]) -> set[Any]:
     """Returns the scopes of the symbolic dimensions of types; JAX mixes sizes of one scope only."""
-    sizes = (size for leaf in leaves for size in getattr(leaf, "shape", None) or ())
+    shapes = (getattr(leaf, "shape", None) for leaf in leaves)
+    sizes = (size for shape in shapes if isinstance(shape, tuple) for size in shape)
     return {size.scope for size in sizes if hasattr(size, "scope")}
 
 

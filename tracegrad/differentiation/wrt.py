@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from tracegrad.differentiation.partition import Argument, Partition
 from tracegrad.ir.parameters import Parameters
@@ -23,6 +24,7 @@ from tracegrad.tracing.signatures import (
 )
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.nnx_objects import nnx
+from tracegrad.variables.statics import is_variable
 
 Predicate = Callable[[str, Any], Any]
 Wrt = int | str | Sequence[int | str] | Parameters | Predicate | Any
@@ -109,6 +111,11 @@ def check_wrt(wrt: Any) -> None:
     if callable(wrt):
         return require_takes(wrt, 2, "predicate (path, leaf) -> bool")
     if not _is_several(wrt):
+        if any(map(is_variable, jax.tree.leaves(wrt, is_leaf=is_variable))):
+            raise TypeError(
+                "wrt selects arguments, and a Variable that the function reads is none: make it an "
+                "argument of the function, or take its gradient with a tracegrad.GradientTape"
+            )
         raise TypeError(
             "wrt is a position, an argument name, a glob for paths, a sequence of these, a tree of "
             "bools like the first argument (tracegrad.select), a filter of flax.nnx, or a "
@@ -119,7 +126,7 @@ def check_wrt(wrt: Any) -> None:
 
 
 def _is_key(wrt: Any) -> bool:
-    return isinstance(wrt, str) or (hasattr(type(wrt), "__index__") and not isinstance(wrt, bool))
+    return isinstance(wrt, (str, int, np.integer)) and not isinstance(wrt, bool)
 
 
 def _is_several(wrt: Any) -> bool:

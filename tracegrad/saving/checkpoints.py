@@ -20,7 +20,7 @@ from tracegrad._jax.processes import agree
 from tracegrad.ir.wording import brief, some
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.libraries import needed, safetensors_numpy
-from tracegrad.saving.manifest import ArrayRecord
+from tracegrad.saving.manifest import OWN, ArrayRecord
 from tracegrad.saving.placement import (
     array_record,
     put_on_devices,
@@ -280,6 +280,9 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:
         raise ArtefactError("file", f"it is not a safetensors file: {error}", path) from error
+    if any(name.startswith(OWN) for name in found):
+        reason = "tracegrad.save wrote it: its Variables are tracegrad.load(path).variables"
+        raise ArtefactError("file", reason, path)
     return found
 
 

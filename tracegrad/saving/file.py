@@ -37,7 +37,8 @@ _WRITABLE |= {f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)}
 _BEGIN = b'{"__metadata__":{"tracegrad":"'
 _BLANK = b"0" * 64  # replaces the header's digest while the digest is computed
 _HEAD = re.compile(re.escape(_BEGIN) + rb"(\d{1,9}) ([0-9a-f]{64}) ")
-_AT_ONCE = 4  # threads that compute digests, which take most of the time of loading
+# Digests take most of the loading time. From this many bytes on, this many threads compute them.
+_LARGE, _AT_ONCE = 16 << 20, 4
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -65,7 +66,10 @@ def sha256(contents: Any) -> str:
 def digests_of(
     contents: Mapping[str, Any], digest: Callable[[Any], str] = sha256
 ) -> dict[str, str]:
-    """Returns the SHA-256 of each array, or the `digest` of each item; threads compute them."""
+    """Returns the SHA-256 of each array, or the `digest` of each item; threads compute them, unless
+    the items are arrays that are small in total."""
+    if sum(getattr(each, "nbytes", _LARGE) for each in contents.values()) < _LARGE:
+        return {name: digest(each) for name, each in contents.items()}
     with ThreadPoolExecutor(_AT_ONCE) as several:
         return dict(zip(contents, several.map(digest, contents.values()), strict=True))
 

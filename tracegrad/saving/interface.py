@@ -151,11 +151,11 @@ def _spec(spec: Any, parameter: str) -> Any:
     _check_no_module(spec, f"the argument {parameter}")
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, (bool, int, float, complex)):
+        if isinstance(leaf, (bool, int, float, complex, str)):
             return leaf
-        if isinstance(leaf, str) or (leaf is not spec and not is_array(leaf)):
+        if leaf is not spec and not is_array(leaf):
             return leaf  # static, as in a call of the function
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        if isinstance(leaf, type) or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise TypeError(
                 f"the spec of {parameter} should be an array, a jax.ShapeDtypeStruct or a tree of "
                 f"those, but has {leaf!r} of type {type(leaf).__name__}"
@@ -167,7 +167,8 @@ def _spec(spec: Any, parameter: str) -> Any:
                 "rank. Save one function for each rank, save({name: (fun, specs), ...}, path). For "
                 'sizes that are not fixed, use jax.export.symbolic_shape("b, 3")'
             )
-        if any(size is None or isinstance(size, str) for size in shape):
+        unknown = [s is None or isinstance(s, str) or (isinstance(s, int) and s < 0) for s in shape]
+        if any(unknown):
             raise TypeError(
                 f"the spec of {parameter} has the shape {tuple(shape)}: name the sizes that are "
                 "not fixed, so that equal sizes have the same name, by "

@@ -279,7 +279,8 @@ def _in_dictionaries(tree: Any, kept: Collection[type]) -> Any:
 class LoadedFunctions(Mapping[str, LoadedFunction]):
     """Several functions from one file, which share their Variables; made by `load`.
 
-    It maps names to functions; a function is also an attribute if its name is an identifier.
+    It maps names to functions; a function is also an attribute if its name is an identifier that is
+    no attribute of mappings, such as ``values``.
 
     Attributes:
       variables: the Variables of all the functions, by name.

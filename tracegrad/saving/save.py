@@ -230,8 +230,8 @@ class _Contents:
         if self.order > fun.gradient_order:
             raise ValueError(
                 f"{name} was saved with gradient_order={fun.gradient_order}, so has no derivative "
-                f"of order {self.order}: save the original with gradient_order={self.order}, or the "
-                f"loaded function with gradient_order={fun.gradient_order}"
+                f"of order {self.order}: save the original with gradient_order={self.order}, or "
+                f"the loaded function with gradient_order={fun.gradient_order}"
             )
         if self.platforms is not None and set(self.platforms) != set(fun.platforms):
             raise ValueError(
