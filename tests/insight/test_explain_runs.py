@@ -62,9 +62,8 @@ def test_an_inf_that_is_made_many_runs_before_a_product_is_named():
     worst = explain(loss, 0.1 * jnp.eye(3), X).findings[0]
     assert worst.cause == "NaN in the reverse pass"
     assert worst.origin.line == line_of(loss, "jnp.where")
-    assert (
-        f"div at {__file__.rsplit('/', 1)[-1]}:{line_of(loss, '1.0 /')} made the Inf" in worst.what
-    )
+    place = f"{Path(__file__).name}:{line_of(loss, '1.0 /')}"
+    assert f"div at {place} made the Inf" in worst.what
 
 
 def test_the_range_of_an_operand_is_that_of_a_loop_many_runs_before():
