@@ -47,7 +47,13 @@ def test_a_mistake_is_found_in_any_run(mistake, cause, operation, words, place, 
         return jnp.sum(layers(w, mistake(layers(w, x, place)), 30 - place) ** 2)
 
     loss = jax.jit(model) if is_jitted else model
-    worst = explain(loss, 0.1 * jnp.eye(3), X, wrt=(0, 1)).findings[0]
+    arguments = 0.1 * jnp.eye(3), X
+    found = explain(loss, *arguments, wrt=(0, 1))
+    worst = found.findings[0]
+    gradients = jax.grad(loss, (0, 1))(*arguments)
+    bad = [int(jnp.sum(~jnp.isfinite(gradient))) for gradient in gradients]
+    assert [report.nans + report.infs for report in found.sources] == bad
+    assert len(worst.sources) == sum(count > 0 for count in bad)
     assert (worst.cause, worst.operation) == (cause, operation)
     assert worst.what.startswith(words)
     assert worst.origin.line == line_of(mistake, "return")
