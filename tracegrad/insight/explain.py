@@ -73,10 +73,11 @@ def explain(
 
     The first call takes about as long as compiling the gradient. Later calls take several times as
     long as running it, because the program is compiled in runs of operations that also return the
-    measurements. If something is not finite, or a gradient is zero, vanishes or explodes, `explain`
-    may run the program once more to measure every value. Effects then happen again: the program
-    prints again, and a custom rule that calls the host calls it once more. A note lists the
-    operations with effects that ran more than once.
+    measurements. If something is not finite, `explain` runs the program once more, and measures
+    every value near the place where that began. If a gradient is zero, vanishes or explodes, it
+    runs the program once more and measures every value. The first call then takes two to three
+    times as long. Effects happen again: the program prints again, and a custom rule that calls the
+    host calls it once more. A note lists the operations with effects that ran more than once.
 
     >>> import jax.numpy as jnp
     >>> from tracegrad import explain

@@ -70,15 +70,17 @@ def measure(
         found.note_each("output", outs)
         if detail is not Detail.FEW:
             found.note_each("input", inputs)
-        # A gradient of a result that is not finite says nothing.
-        if detail is not Detail.BAD or _are_finite(outs):
+        if detail is not Detail.BAD:
             found.note_each("source", level.backward())
+        elif _are_finite(outs):  # else the gradient says nothing of where the NaN began
+            level.backward()
     return Observed(graph, detail, found.stats, found.refused, found.lines)
 
 
 class _Measured:
     """The statistics measured so far; `detail` as for `measure`. `is_over`: whether a reverse pass
-    with `Detail.BAD` has found a run that turns finite cotangents into others."""
+    with `Detail.BAD` has found a run that turns finite cotangents into others: it then stops, and
+    leaves the gradients of the sources incomplete."""
 
     def __init__(self, detail: Detail):
         self.detail = detail

@@ -155,15 +155,14 @@ def exact(xp: Any, x: Any, *, axes: int = 0) -> Any:
     lead, within = x.shape[:axes], tuple(range(axes, x.ndim))
     if x.size == 0:
         return xp.zeros((*lead, 6), xp.float32)
-    nan, inf = xp.isnan(x), xp.isinf(x)
-    return _vector(
-        xp,
-        *_norm_and_share_of_zeros(xp, x, axes),
-        xp.sum(nan, within),
-        xp.sum(inf, within),
-        xp.min(xp.where(nan, xp.inf, x), within),
-        xp.max(xp.where(nan, -xp.inf, x), within),
-    )
+    least, greatest = xp.min(x, within), xp.max(x, within)
+    nans = infs = xp.zeros(lead)
+    if xp is jnp or not np.isfinite([least, greatest]).all():
+        nan = xp.isnan(x)
+        nans, infs = xp.sum(nan, within), xp.sum(xp.isinf(x), within)
+        least = xp.min(xp.where(nan, xp.inf, x), within)
+        greatest = xp.max(xp.where(nan, -xp.inf, x), within)
+    return _vector(xp, *_norm_and_share_of_zeros(xp, x, axes), nans, infs, least, greatest)
 
 
 @_by_place
@@ -179,12 +178,16 @@ def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any], *, axes: int
     flat = rows(result)
     if flat.size == 0:
         return xp.zeros((*lead, EDGE_OPERANDS + OPERANDS), xp.float32)
-    if xp.ndim(result) == axes < xp.ndim(given):  # a scalar factor: its cotangent is a sum of terms
-        shape, score = xp.shape(given), _bad_terms(xp, rows, given, operands)
-    else:
-        shape, score = xp.shape(result), ~xp.isfinite(flat)
-    place, is_known = xp.argmax(score, -1)[..., None], xp.any(score, -1)
-    unknown = xp.full(lead, xp.nan)
+    norm, unknown = _norm(xp, flat, axes), xp.full(lead, xp.nan)
+    nans = infs = xp.zeros(lead)
+    shape: Any = None
+    if xp is jnp or not np.isfinite(norm).all():
+        nans, infs = xp.sum(xp.isnan(flat), -1), xp.sum(xp.isinf(flat), -1)
+        if xp.ndim(result) == axes < xp.ndim(given):  # a scalar factor: a sum of terms
+            shape, score = xp.shape(given), _bad_terms(xp, rows, given, operands)
+        else:
+            shape, score = xp.shape(result), ~xp.isfinite(flat)
+        place, is_known = xp.argmax(score, -1)[..., None], xp.any(score, -1)
 
     def there(x: Any) -> Any:
         if x is not None and xp.ndim(x) == axes:
@@ -195,8 +198,7 @@ def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any], *, axes: int
 
     values = [there(x) for x in operands[:OPERANDS]]
     values += [unknown] * (OPERANDS - len(values))
-    counts = xp.sum(xp.isnan(flat), -1), xp.sum(xp.isinf(flat), -1), _norm(xp, flat, axes)
-    return _vector(xp, *counts, there(given), *values)
+    return _vector(xp, nans, infs, norm, there(given), *values)
 
 
 def shown_by_edge(result: Any, given: Any, operands: Sequence[Any]) -> list[Any]:
