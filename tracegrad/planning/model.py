@@ -51,7 +51,7 @@ class MemoryModel:
       nodes: the node that writes the buffer; empty for a model that was made by hand.
       graph: the modelled graph, in which calls are inlined.
       active: the values of the graph that get a cotangent.
-      fusion: what XLA does with the results, if the gradient was compiled.
+      fusion: what XLA does with the results of each node of the graph.
       residuals: the cached residuals of nodes, to share with other models of the same nodes.
       again: FLOPs that the backward step recomputes inside of the operation, whatever the plan is.
       scans: maps each scan that runs in another way to this way.
@@ -71,7 +71,7 @@ class MemoryModel:
     nodes: list[Node] = field(default_factory=list)
     graph: Graph | None = None
     active: Collection[Value] = ()
-    fusion: Fusion | None = None
+    fusion: Fusion = ()
     residuals: NodeResiduals = field(default_factory=NodeResiduals)
     again: list[int] = field(default_factory=list)
     scans: Mapping[Node, ScanWay] = field(default_factory=dict)

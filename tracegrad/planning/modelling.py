@@ -51,10 +51,8 @@ def model(
             "cannot plan what to recompute for a program without a gradient: no result of "
             f"{graph.name} is a float computed from its arguments"
         )
-    fates = fusion or without_compiling(graph)
-    found = _Modelling(graph, fates, active, residuals or NodeResiduals(), scans or {}).assemble()
-    found.fusion = fusion
-    return found
+    fusion = fusion or without_compiling(graph)
+    return _Modelling(graph, fusion, active, residuals or NodeResiduals(), scans or {}).assemble()
 
 
 class _Modelling:
@@ -71,7 +69,7 @@ class _Modelling:
         self.graph, self.active, self.residuals, self.scans = graph, active, residuals, scans
         self.flops_known: dict[Graph, int] = {}
         self.peaks_known: dict[Graph, int] = {}
-        self.fate = dict(zip(graph.nodes, fusion, strict=True))
+        self.fusion, self.fate = fusion, dict(zip(graph.nodes, fusion, strict=True))
         self.ops: list[Node] = []
         self.flops: list[int] = []
         nothing, given = frozenset[int](), (*graph.inputs, *graph.constants)
@@ -144,6 +142,7 @@ class _Modelling:
             nodes=ops,
             graph=self.graph,
             active=self.active,
+            fusion=self.fusion,
             residuals=self.residuals,
             again=[self.scans[n].flops if n in self.scans else 0 for n in ops],
             scans=self.scans,

@@ -154,10 +154,7 @@ def _plan_steps(
             steps[:0] = _in_region(own, stretch, readers, copied)
         else:
             steps[:0] = own
-    unread = set[Node]()  # nodes whose copies are read, and not the nodes themselves
-    for step in reversed(steps):
-        if isinstance(step, _Step) and step.node in copied and _is_unread(step, unread, readers):
-            unread.add(step.node)
+    unread = _unread(steps, readers, copied)
     return [step for step in steps if isinstance(step, _Region) or step.node not in unread]
 
 
@@ -167,12 +164,17 @@ def _step(node: Node, stretch: Stretch, names: Iterator[str]) -> _Step:
     return _Step(node, stretch.instead.get(node), own, is_saved and stretch.saved[node])
 
 
-def _is_unread(step: _Step, unread: Collection[Node], readers: _Readers) -> bool:
-    """Whether only unread nodes read the results of a step."""
-    return all(
-        value not in readers.graph.results and readers.of(value) <= set(unread)
-        for value in step.outputs
-    )
+def _unread(
+    steps: Sequence[_Step | _Region], readers: _Readers, copied: Collection[Node]
+) -> set[Node]:
+    """Returns the copied nodes of which only the copies are read, and not the nodes themselves."""
+    unread, results = set[Node](), readers.graph.results
+    for step in reversed(steps):
+        if isinstance(step, _Region) or step.node not in copied:
+            continue
+        if all(v not in results and readers.of(v) <= unread for v in step.outputs):
+            unread.add(step.node)
+    return unread
 
 
 def _in_region(
@@ -218,10 +220,7 @@ def _make_region(
     steps: Sequence[_Step | _Region], readers: _Readers, copied: Collection[Node]
 ) -> tuple[_Region, list[_Step | _Region]]:
     """Returns the steps as a region, and apart from it the steps of which only copies are read."""
-    unread = set[Node]()
-    for step in reversed(steps):
-        if isinstance(step, _Step) and step.node in copied and _is_unread(step, unread, readers):
-            unread.add(step.node)
+    unread = _unread(steps, readers, copied)
     members = [s for s in steps if isinstance(s, _Region) or s.node not in unread]
     outside: list[_Step | _Region] = [s for s in steps if isinstance(s, _Step) and s.node in unread]
     producers = readers.graph.producers

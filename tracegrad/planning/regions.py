@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import Graph, Node, Value
 from tracegrad.planning.costs import nbytes
-from tracegrad.planning.fusion import without_compiling
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.recomputed import Stretch, in_stretches
 from tracegrad.planning.simulation import Piece, Segment
@@ -47,9 +46,8 @@ def _copied(model: MemoryModel) -> Iterator[Node]:
     a cotangent as large as the whole operand.
     """
     assert model.graph is not None
-    fusion = model.fusion or without_compiling(model.graph)
     there: dict[Value, frozenset[Value]] = {}
-    for node, fate in zip(model.graph.nodes, fusion, strict=True):
+    for node, fate in zip(model.graph.nodes, model.fusion, strict=True):
         taken = node.operands
         made = [v for v in taken if v in model.graph.producers]
         read = frozenset[Value]().union(*(there.get(v, {v}) for v in made))
