@@ -196,6 +196,30 @@ def test_a_parameter_that_is_stopped_is_frozen_in_gradients_of_gradients_too(jit
     np.testing.assert_allclose([found["b"] for found in ways], [expected] * 3, rtol=1e-6)
 
 
+def test_further_steps_and_jitted_functions_of_tapes_have_the_rule_by_the_places_of_sources():
+    """An array that is computed, or that enters a jitted function, has no path in the step."""
+
+    def loss(params):
+        return cube(params["w"])
+
+    def adapted(gradient, params):
+        for _ in range(2):
+            step = jax.tree.map(lambda g: -0.1 * g, gradient(loss, params))
+            params = jax.tree.map(jnp.add, params, step)
+        return loss(params)
+
+    def of_step(params):
+        gradient = jax.jit(lambda params: by_tape(loss, params))
+        return by_tape(lambda p: adapted(lambda f, p: gradient(p), p), params)
+
+    rule = tg.rules.scale_gradient(tg.match.param("w"), 0.5)
+    params = {"w": jnp.array([1.0, -0.5])}
+    expected = jax.grad(lambda p: adapted(lambda f, p: {"w": 0.5 * 3 * p["w"] ** 2}, p))(params)
+    direct = tg.trace(lambda p: by_tape(lambda p: adapted(by_tape, p), p), rules=[rule])
+    for step in (direct, tg.trace(of_step, rules=[rule])):
+        np.testing.assert_allclose(step(params)["w"], 0.5 * expected["w"], rtol=1e-5)
+
+
 @pytest.mark.both_jax
 @pytest.mark.parametrize("inner", [jax.grad, of_tape], ids=["jax.grad", "tape"])
 def test_an_outer_gradient_that_the_rule_does_not_reach_is_refused(inner):
