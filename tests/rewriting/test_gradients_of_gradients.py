@@ -233,10 +233,34 @@ def test_an_outer_gradient_that_the_rule_does_not_reach_is_refused(inner):
         step = tg.trace(lambda w: grad_by_name(lambda w: adapted_by(inner, w))(w), rules=[each])
         with pytest.raises(tg.GraphError, match="and another one around it"):
             step(w)
-    other = tg.trace(
-        lambda w, x: grad_by_name(lambda x: jnp.sum(inner(cube)(w) * x))(x), rules=rule
+
+
+def test_an_outer_gradient_by_name_of_another_argument_is_not_refused():
+    rule = tg.rules.scale_gradient(tg.match.param("w"), 3.0)
+    w = jnp.array([2.0, -0.5])
+    step = tg.trace(
+        lambda w, x: grad_by_name(lambda x: jnp.sum(jax.grad(cube)(w) * x))(x), rules=rule
     )
-    np.testing.assert_allclose(other(w, w), 3 * 3 * w**2, rtol=1e-6)  # that one is of x alone
+    np.testing.assert_allclose(step(w, w), 3 * 3 * w**2, rtol=1e-6)
+
+
+def test_a_second_gradient_that_the_rule_does_not_reach_is_refused():
+    """The rule acted on the first gradient alone."""
+    clip = tg.rules.clip_gradient(tg.match.param("w"), max_value=2.0)
+    w, x = jnp.array([2.0, -0.5]), jnp.array([0.1, 0.2])
+    made = jax.grad(cube)
+    step = tg.trace(lambda w: (jax.grad(cube)(w), made(w)), rules=[clip])
+    with pytest.raises(tg.GraphError, match="differentiated already"):
+        step(w)
+    outer = tg.trace(lambda w: jax.jit(grad_by_name(adapted))(w), rules=[clip])
+    with pytest.raises(tg.GraphError, match="differentiated already"):
+        outer(w)
+
+    def with_slope(w, x):  # inside of a gradient on which the rule acts: of x alone
+        return jnp.sum(grad_by_name(lambda x: jnp.sum(jnp.sin(x * w)))(x) ** 2)
+
+    found = tg.trace(lambda w, x: jax.grad(with_slope)(w, x), rules=[clip])(w, x)
+    np.testing.assert_allclose(found, within_two(jax.grad(with_slope)(w, x)), rtol=1e-6)
 
 
 def test_a_tangent_by_name_of_a_clipped_gradient_is_that_of_what_was_clipped():
