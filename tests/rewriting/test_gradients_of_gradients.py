@@ -196,6 +196,30 @@ def test_a_parameter_that_is_stopped_is_frozen_in_gradients_of_gradients_too(jit
     np.testing.assert_allclose([found["b"] for found in ways], [expected] * 3, rtol=1e-6)
 
 
+def test_further_steps_and_jitted_functions_of_tapes_have_the_rule_by_the_places_of_sources():
+    """An array that is computed, or that enters a jitted function, has no path in the step."""
+
+    def loss(params):
+        return cube(params["w"])
+
+    def adapted(gradient, params):
+        for _ in range(2):
+            step = jax.tree.map(lambda g: -0.1 * g, gradient(loss, params))
+            params = jax.tree.map(jnp.add, params, step)
+        return loss(params)
+
+    def of_step(params):
+        gradient = jax.jit(lambda params: by_tape(loss, params))
+        return by_tape(lambda p: adapted(lambda f, p: gradient(p), p), params)
+
+    rule = tg.rules.scale_gradient(tg.match.param("w"), 0.5)
+    params = {"w": jnp.array([1.0, -0.5])}
+    expected = jax.grad(lambda p: adapted(lambda f, p: {"w": 0.5 * 3 * p["w"] ** 2}, p))(params)
+    direct = tg.trace(lambda p: by_tape(lambda p: adapted(by_tape, p), p), rules=[rule])
+    for step in (direct, tg.trace(of_step, rules=[rule])):
+        np.testing.assert_allclose(step(params)["w"], 0.5 * expected["w"], rtol=1e-5)
+
+
 @pytest.mark.both_jax
 @pytest.mark.parametrize("inner", [jax.grad, of_tape], ids=["jax.grad", "tape"])
 def test_an_outer_gradient_that_the_rule_does_not_reach_is_refused(inner):
@@ -209,10 +233,34 @@ def test_an_outer_gradient_that_the_rule_does_not_reach_is_refused(inner):
         step = tg.trace(lambda w: grad_by_name(lambda w: adapted_by(inner, w))(w), rules=[each])
         with pytest.raises(tg.GraphError, match="and another one around it"):
             step(w)
-    other = tg.trace(
-        lambda w, x: grad_by_name(lambda x: jnp.sum(inner(cube)(w) * x))(x), rules=rule
+
+
+def test_an_outer_gradient_by_name_of_another_argument_is_not_refused():
+    rule = tg.rules.scale_gradient(tg.match.param("w"), 3.0)
+    w = jnp.array([2.0, -0.5])
+    step = tg.trace(
+        lambda w, x: grad_by_name(lambda x: jnp.sum(jax.grad(cube)(w) * x))(x), rules=rule
     )
-    np.testing.assert_allclose(other(w, w), 3 * 3 * w**2, rtol=1e-6)  # that one is of x alone
+    np.testing.assert_allclose(step(w, w), 3 * 3 * w**2, rtol=1e-6)
+
+
+def test_a_second_gradient_that_the_rule_does_not_reach_is_refused():
+    """The rule acted on the first gradient alone."""
+    clip = tg.rules.clip_gradient(tg.match.param("w"), max_value=2.0)
+    w, x = jnp.array([2.0, -0.5]), jnp.array([0.1, 0.2])
+    made = jax.grad(cube)
+    step = tg.trace(lambda w: (jax.grad(cube)(w), made(w)), rules=[clip])
+    with pytest.raises(tg.GraphError, match="differentiated already"):
+        step(w)
+    outer = tg.trace(lambda w: jax.jit(grad_by_name(adapted))(w), rules=[clip])
+    with pytest.raises(tg.GraphError, match="differentiated already"):
+        outer(w)
+
+    def with_slope(w, x):  # inside of a gradient on which the rule acts: of x alone
+        return jnp.sum(grad_by_name(lambda x: jnp.sum(jnp.sin(x * w)))(x) ** 2)
+
+    found = tg.trace(lambda w, x: jax.grad(with_slope)(w, x), rules=[clip])(w, x)
+    np.testing.assert_allclose(found, within_two(jax.grad(with_slope)(w, x)), rtol=1e-6)
 
 
 def test_a_tangent_by_name_of_a_clipped_gradient_is_that_of_what_was_clipped():

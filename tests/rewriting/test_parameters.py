@@ -332,6 +332,23 @@ def test_under_jit_vmap_and_scan():
 
 
 @pytest.mark.both_jax
+@pytest.mark.parametrize("glob", ["model.weight", "weight"])
+def test_in_a_jitted_function_parameters_of_equinox_have_the_names_of_the_loss(glob):
+    def loss(model, x):
+        return jnp.sum(model(x))
+
+    @eqx.filter_jit
+    def gradients(model, x):
+        return eqx.filter_grad(loss)(model, x)
+
+    rule = tg.rules.scale_gradient(tg.match.param(glob), 3.0)
+    model, x = eqx.nn.Linear(2, 1, key=KEY), jnp.array([3.0, 4.0])
+    found = tg.trace(lambda m, x: gradients(m, x), rules=[rule])(model, x)
+    np.testing.assert_allclose(found.weight, [[9.0, 12.0]], rtol=1e-6)
+    np.testing.assert_allclose(found.bias, [1.0], rtol=1e-6)
+
+
+@pytest.mark.both_jax
 @pytest.mark.parametrize("glob", ["params.w", "q.w"])
 def test_parameters_of_an_ensemble_that_vmap_maps_have_the_paths_of_the_step(glob):
     def gradients(params):

@@ -13,6 +13,7 @@ matches an operation in the code that they differentiated raises an error (see `
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from tracegrad.ir.engine import engine
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import in_force, to_callable
 from tracegrad.tracing.graphs import function_name
+from tracegrad.tracing.signatures import argument_names
 
 # Maps the name of a function of `jax` to whether it differentiates in forward mode first: then a
 # custom gradient needs a JVP, which is the transpose of its backward.
@@ -46,6 +48,7 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
     def by_rules(take: Callable[[Any], Any], fun: Callable[..., Any]) -> Any:
         if not in_force.rules_in_force():
             return take(fun)
+        _name_by_users_parameter(fun)
         edited = in_force.under_rules(fun, function_name(fun), lower, forward=forward)
         # The function that `equinox.filter_jvp` differentiates.
         if getattr(fun, "__qualname__", None) == "filter_jvp.<locals>._fn":
@@ -92,6 +95,16 @@ class _Pullback:
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[Any]) -> _Pullback:
         return cls(*children)
+
+
+def _name_by_users_parameter(fun: Any) -> None:
+    """Gives the function that `equinox.filter_grad` differentiates the name of the parameter of the
+    user's function: by that name, `match.param` finds the leaves."""
+    if getattr(fun, "__qualname__", "").endswith("Wrapper.__call__.<locals>.fun_value_and_grad"):
+        (name,) = argument_names(inspect.getclosurevars(fun).nonlocals["self"].__wrapped__, 1)
+        first, *others = inspect.signature(fun).parameters.values()
+        if name.isidentifier():
+            fun.__signature__ = inspect.Signature([first.replace(name=name), *others])
 
 
 def _parted_anew(edited: Callable[..., Any]) -> Callable[..., Any]:

@@ -143,7 +143,8 @@ def param(*globs: str) -> Parameters:
     (a Hessian-vector product) has no outer gradient: `rules.clip_gradient` and
     `rules.tap_gradient` act on the inner one, and the other two rules on the tangents too.
 
-    In a function under `jax.jit`, paths begin with the names of its own arguments. A rule does not
+    In a function under `jax.jit`, paths begin with the names of its own arguments, and those of the
+    sources of a tape, unless they are arguments of the step, with ``sources``. A rule does not
     reach an inner gradient by a name that was imported from jax (``from jax import grad``), or that
     was made before the trace: call ``jax.grad`` in the traced function.
 

@@ -90,7 +90,9 @@ class MatchRule:
         """
         if not isinstance(self.where, Parameters):
             return self(graph)
-        return _behind(graph, self.parameters_in(graph), self.identity_again or self.identity)
+        found = self.parameters_in(graph)
+        check_parameters(found, self.where, graph, True, self)
+        return _behind(graph, found, self.identity_again or self.identity)
 
     @property
     def has_tangents(self) -> bool:

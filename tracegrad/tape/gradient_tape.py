@@ -372,7 +372,7 @@ class GradientTape(Recording):
         if not _jax.is_top_level():
             record.hand_out()
         with _jax.as_computed(targets):
-            found = cotangents_of(record, leaves, targets, variables, derivative, seeds)
+            found = cotangents_of(record, leaves, targets, variables, derivative, seeds, sources)
         if any(map(is_none, found)):
             each_leaf = itertools.compress(leaves_of(sources), wanted or itertools.repeat(True))
             if self._recorder and any(map(self._is_further_inside, targets)):

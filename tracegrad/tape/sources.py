@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, compress, islice
 from typing import Any
 
 import jax
@@ -17,8 +18,11 @@ from tracegrad.tape.cotangents import Derivative, cotangents
 from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record
 from tracegrad.tape.rules import Rule
+from tracegrad.tracing.argument_paths import argument_path, known_by_path
+from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.nnx_objects import nnx
+from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 
@@ -29,6 +33,7 @@ def cotangents_of(
     variables: Mapping[Variable, Any],
     derivative: Derivative,
     seeds: Sequence[Any],
+    tree: Any,
 ) -> list[Any]:
     """Returns the cotangents of sources; None for a source that is not connected to a target.
 
@@ -38,16 +43,27 @@ def cotangents_of(
       targets: arrays.
       variables: the Variables among the targets, with their values.
       derivative, seeds: as for `cotangents`.
+      tree: the tree that the user gave for the sources.
     """
     # A Variable may have been read as several arrays, for example before and after an assignment.
     arrays = [record.reads_of(source) for source in sources]
     if variables:
         arrays = [_with_target(variables, source, of) for source, of in zip(sources, arrays)]
-    found = cotangents_of_arrays(record, list(chain(*arrays)), targets, derivative, seeds)
+    with _named_by_place(tree) if rules_in_force() else nullcontext():
+        found = cotangents_of_arrays(record, list(chain(*arrays)), targets, derivative, seeds)
     if set(map(len, arrays)) == {1}:  # the common case
         return found
     each = iter(found)
     return [sum_of_known(list(islice(each, len(of)))) for of in arrays]
+
+
+def _named_by_place(tree: Any) -> AbstractContextManager[None]:
+    """A block in which the arrays of a tree of sources have paths for rules: ``sources.0.kernel``,
+    unless they stand for arguments of the traced function."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_variable)  # a Variable has its own name
+    nameless = [isinstance(leaf, jax.Array) and not argument_path(leaf) for leaf in leaves]
+    names = [leaf.within("sources").name for leaf in leaves_of(tree)]
+    return known_by_path(list(compress(leaves, nameless)), list(compress(names, nameless)))
 
 
 def _with_target(variables: Mapping[Variable, Any], source: Any, reads: list[Any]) -> list[Any]:
