@@ -352,8 +352,8 @@ def call_params(program: Any, name: str, inline: Any) -> dict[str, Any]:
     """Returns the parameters of a call of a closed program, as `jax.jit` without options binds it
     here. `inline`: the value of the parameter ``inline``."""
     with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the current mesh is a parameter
-    open_form = opened(program)
-    params = wider_jit(with_mesh.eqns[0].params, len(open_form.invars), len(open_form.outvars))
+    counts = len(program.in_avals), len(program.out_avals)
+    params = wider_jit(with_mesh.eqns[0].params, *counts)
     return {**params, "jaxpr": program, "name": name, "inline": inline}
 
 
