@@ -145,6 +145,25 @@ def test_a_program_evaluates_with_its_constants():
     assert result == 6.0
 
 
+def test_a_program_is_differentiated_to_the_same_program_as_its_function():
+    def fun(x):
+        for i in range(4):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.sin(x) * 2.0 + x**3
+        return jnp.sum(x)
+
+    x = jnp.ones(3)
+    program = jax.make_jaxpr(fun)(x)
+
+    def evaluated(x):
+        return _jax.eval_program(program, [x])[0]
+
+    ours, plain = (jax.make_jaxpr(jax.grad(f))(x) for f in (evaluated, fun))
+    assert str(ours) == str(plain)
+    stacks = [[str(e.source_info.name_stack) for e in p.eqns] for p in (ours, plain)]
+    assert [text.count("layer_3") for text in stacks[0]] == [t.count("layer_3") for t in stacks[1]]
+
+
 def test_scopes_are_told_from_transformations_of_the_same_name():
     def f(x):
         with jax.named_scope("jvp(x)"), jax.named_scope("my_jvp(x)"):

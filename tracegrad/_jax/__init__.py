@@ -10,6 +10,7 @@ from tracegrad._jax.compat import *
 from tracegrad._jax.custom_derivatives import *
 from tracegrad._jax.derivatives import *
 from tracegrad._jax.devices import *
+from tracegrad._jax.evaluation import *
 from tracegrad._jax.exports import *
 from tracegrad._jax.primitives import *
 from tracegrad._jax.program_facts import *

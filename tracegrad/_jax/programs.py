@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -15,17 +13,15 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import primitives
 
-from tracegrad._jax.arrays import is_tracer, struct
+from tracegrad._jax.arrays import struct
 from tracegrad._jax.compat import (
-    INLINED_WHEN_LOWERED,
-    INLINED_WHEN_TRACED,
     PROGRAM_TYPES,
     effects_of,
     opened,
     parts_of,
     shard_map_options,
 )
-from tracegrad._jax.traces import ReverseTrace, current_trace, in_a_new_thread, staging_trace
+from tracegrad._jax.traces import in_a_new_thread
 
 JIT = primitives.jit_p
 REMAT = primitives.remat_p
@@ -218,82 +214,16 @@ def programs_in(primitive: Any, params: Mapping[str, Any]) -> list[tuple[str, An
     return [] if primitive.name in OPAQUE_PRIMITIVES else sub_programs(params)
 
 
-def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Binds every equation of a program with unchanged parameters, scopes and source lines."""
-    # Operation by operation, `jax.jit` would compile a function for each.
-    is_staged = isinstance(current_trace(None), ReverseTrace) and staging_trace() is not None
-    try:
-        if is_staged:
-            return _eval_in_reverse_mode(program, args)
-        return list(jax.core.eval_jaxpr(*parts_of(program), *args))
-    except Exception as error:
-        raise _public(error)  # noqa: B904 (the same error)
-
-
-def _eval_in_reverse_mode(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a program as `jax.core.eval_jaxpr` does, faster if operations are repeated.
-
-    JAX finds the derivative of an operation anew for each equation, but that of a call once for
-    each program. So repeated operations become calls of one program, which JAX inlines.
-    """
-    open_form, constants = parts_of(program)
-    values = dict(zip([*open_form.constvars, *open_form.invars], [*constants, *args], strict=True))
-
-    def read(atoms: Sequence[Any]) -> list[Any]:
-        return [atom.val if isinstance(atom, jex.Literal) else values[atom] for atom in atoms]
-
-    keys = [_operation_key(equation) for equation in open_form.eqns]
-    counts = Counter(keys)
-    calls: dict[Any, Any] = {}
-    for equation, key in zip(open_form.eqns, keys, strict=True):
-        primitive, params = equation.primitive, equation.params
-        scope, settings = equation_context(equation.source_info, equation.ctx)
-        with scope, settings:
-            if key is not None and counts[key] > 2:
-                if key not in calls:
-                    calls[key] = _call_of(equation, program)
-                primitive, params = JIT, calls[key]
-            results = bind(primitive, read(equation.invars), params)
-        values.update(zip(equation.outvars, results, strict=True))
-    return read(open_form.outvars)
-
-
-def _operation_key(equation: Any) -> Any:
-    """Returns a key that is equal for equations of one operation with equal parameters and types of
-    operands; None if the operation has effects, or is a call."""
-    if equation.effects or equation.primitive is JIT:
-        return None
-    params = tuple([(name, type(value), value) for name, value in equation.params.items()])
-    types = tuple([atom.aval for atom in equation.invars])
-    key = equation.primitive, params, equation.ctx, types
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _call_of(equation: Any, like: Any) -> dict[str, Any]:
-    """Returns the parameters of a call of an operation, which JAX inlines when it traces it."""
-    inputs = [jex.Var(atom.aval) for atom in equation.invars]
-    outputs = [jex.Var(var.aval) for var in equation.outvars]
-    own = equation.replace(
-        invars=inputs, outvars=outputs, source_info=source_info_util.new_source_info()
-    )
-    program = program_of(like, constants={}, inputs=inputs, outputs=outputs, equations=[own])
-    return call_params(program, equation.primitive.name, INLINED_WHEN_TRACED)
-
-
 def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     """Binds one primitive; always returns a list."""
     try:
         out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
     except Exception as error:
-        raise _public(error)  # noqa: B904 (the same error)
+        raise public_error(error)  # noqa: B904 (the same error)
     return list(out) if primitive.multiple_results else [out]
 
 
-def _public(error: Exception) -> Exception:
+def public_error(error: Exception) -> Exception:
     """Returns the error that `jax.jit` raises for an error in a jitted call that it has not bound
     itself: where `jax_debug_nans` finds a NaN in such a call, JAX raises an error of its own."""
     if type(error).__name__ != "InternalFloatingPointError":
@@ -325,36 +255,6 @@ def weak_as(array: Any, aval: Any) -> Any:
         return array
     convert: Any = primitives.convert_element_type_p
     return convert.bind(array, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)
-
-
-def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
-    """Binds a closed program as one call, which JAX inlines when it lowers the enclosing program.
-    So the equations of the program are not bound again, unlike in `eval_program`. JAX before 0.12
-    cannot inline a call that late: there, this calls `eval_program`. So does a call that is part of
-    no program, by which `jax_debug_nans` looks for the operation that makes a NaN."""
-    if INLINED_WHEN_LOWERED is None or staging_trace() is None:
-        return eval_program(program, args)
-    parts, constants = parts_of(program)
-    # JAX differentiates a call only with respect to operands: constants that are tracers become so.
-    tracers = list(filter(is_tracer, constants))
-    if tracers:
-        numbers = itertools.count()
-        places = [next(numbers) if is_tracer(constant) else None for constant in constants]
-        program = with_inputs(program, list(map(jax.typeof, tracers)), places)
-    results = bind(JIT, [*args, *tracers], call_params(program, name, INLINED_WHEN_LOWERED))
-    # An output that is an input is that input itself, as `jax.jit` has it.
-    given = dict(zip(parts.invars, args, strict=True))
-    pairs = zip(parts.outvars, results, strict=True)
-    return [x if isinstance(v, jex.Literal) else given.get(v, x) for v, x in pairs]
-
-
-def call_params(program: Any, name: str, inline: Any) -> dict[str, Any]:
-    """Returns the parameters of a call of a closed program, as `jax.jit` without options binds it
-    here. `inline`: the value of the parameter ``inline``."""
-    with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the current mesh is a parameter
-    open_form = opened(program)
-    params = wider_jit(with_mesh.eqns[0].params, len(open_form.invars), len(open_form.outvars))
-    return {**params, "jaxpr": program, "name": name, "inline": inline}
 
 
 def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[str, Any]:

@@ -36,8 +36,13 @@ def in_a_new_thread(fun: Callable[[], T]) -> T:
 
 def _kinds_of_traces() -> tuple[Any, type, type]:
     found: list[Any] = [current_trace(None)]
-    jax.make_jaxpr(lambda: found.append(current_trace(None)))()
-    jax.vjp(lambda x: found.append(current_trace(None)) or x, 1.0)  # type: ignore[func-returns-value]
+
+    def note(x: Any) -> Any:
+        found.append(current_trace(None))
+        return x
+
+    jax.make_jaxpr(note)(1.0)
+    jax.vjp(note, 1.0)
     return found[0], type(found[1]), type(found[2])
 
 

@@ -156,7 +156,7 @@ class Graph:
         """Whether the graph or a region below it has a `Recompute` node."""
         return _jax.REMAT.name in self.operations
 
-    @property
+    @cached_property
     def calls_host(self) -> bool:
         """Whether the graph or a region below it runs code that XLA did not compile.
 

@@ -7,7 +7,6 @@ holds JAX's equation.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -41,18 +40,17 @@ _KINDS: dict[Any, type[Node]] = {
 
 
 def import_program(program: Any, function: _jax.TracedFrom) -> Graph:
-    """Returns the graph of a program that was traced from a function; JAX may have recorded another
+    """Returns a graph of a program that was traced from a function; JAX may have recorded another
     function as its origin."""
-    graph = graph_of(program)
-    nodes = graph.nodes
-    if function.source != graph.function_source:
-        nodes = tuple(dataclasses.replace(node, function=function.source) for node in nodes)
-    return dataclasses.replace(
-        graph,
-        nodes=nodes,
+    open_form = _jax.opened(program)
+    inputs = open_form.invars
+    inner = dict(zip(inputs, function.arguments, strict=False))
+    return Graph(
+        program=program,
+        nodes=tuple([node_of(each, function.source, inner) for each in open_form.eqns]),
         name=function.name,
         function_source=function.source,
-        hints=_hints(graph.inputs, function.arguments),
+        hints=_hints(inputs, function.arguments),
     )
 
 
@@ -69,21 +67,10 @@ def graph_of(
     graph = _known.get(id(program))
     if graph is None:
         function = _jax.traced_from(program)
-        open_form = _jax.opened(program)
-        names = function.arguments
-        if len(names) != len(open_form.invars):
-            names = tuple(
-                [hints.get(atom, "") if isinstance(atom, Value) else "" for atom in operands]
-            )
-        inner = dict(zip(open_form.invars, names, strict=False))
-        nodes = tuple([node_of(each, function.source, inner) for each in open_form.eqns])
-        graph = _known[id(program)] = Graph(
-            program=program,
-            nodes=nodes,
-            name=function.name,
-            function_source=function.source,
-            hints=_hints(open_form.invars, names),
-        )
+        if len(function.arguments) != len(_jax.opened(program).invars):
+            names = [hints.get(atom, "") if isinstance(atom, Value) else "" for atom in operands]
+            function = function._replace(arguments=tuple(names))
+        graph = _known[id(program)] = import_program(program, function)
     return graph
 
 

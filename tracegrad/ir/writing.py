@@ -197,7 +197,7 @@ def _defining(
         if value not in names and not is_reference(value):  # effects name references
             names[value] = type(value)(value.aval)
     ins = [Port((key,), value) for value in renamed(inputs[count:], names)]
-    constants: dict[Value, Any] = {}
+    constants: dict[Any, Any] = {}
     for value, array in zip(renamed(open_form.constvars, names), arrays, strict=True):
         # A tracer must not be a constant of a region: JAX would take its derivative to be zero.
         if isinstance(array, jax.core.Tracer) or not where.holds:

@@ -134,15 +134,13 @@ class Program:
         Args:
           graph: a trace of this call, which the body uses if JAX traces.
         """
-        if graph is not None:
-            traced.graph = graph
-            try:
-                return self(call)
-            finally:
-                traced.graph = None
-        if self.direct is not None:
-            return self.direct(*call.args, **call.kwargs)
-        return self.called(call.objects, *call.args, **call.kwargs)
+        traced.graph = graph
+        try:
+            if self.direct is not None:
+                return self.direct(*call.args, **call.kwargs)
+            return self.called(call.objects, *call.args, **call.kwargs)
+        finally:
+            traced.graph = None
 
     def plain_call(self) -> Callable[..., Any]:
         """Returns the function for calls whose arguments are arrays: it takes them as they are."""

@@ -1,0 +1,121 @@
+"""Runs programs: equation by equation, or as one call."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.extend import source_info_util
+
+from tracegrad._jax.arrays import is_tracer
+from tracegrad._jax.compat import INLINED_WHEN_LOWERED, INLINED_WHEN_TRACED, parts_of
+from tracegrad._jax.programs import (
+    JIT,
+    bind,
+    equation_context,
+    program_of,
+    public_error,
+    wider_jit,
+    with_inputs,
+)
+from tracegrad._jax.traces import ReverseTrace, current_trace, staging_trace
+
+
+def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
+    """Binds every equation of a program with unchanged parameters, scopes and source lines."""
+    # Outside of all programs, JAX would compile each operation that became a call.
+    is_staged = isinstance(current_trace(None), ReverseTrace) and staging_trace() is not None
+    try:
+        if is_staged:
+            return _eval_in_reverse_mode(program, args)
+        return list(jax.core.eval_jaxpr(*parts_of(program), *args))
+    except Exception as error:
+        raise public_error(error)  # noqa: B904 (the same error)
+
+
+def _eval_in_reverse_mode(program: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a program as `jax.core.eval_jaxpr` does, faster if operations are repeated.
+
+    JAX finds the derivative of an operation anew for each equation, but that of a call once for
+    each program. So repeated operations become calls of one program, which JAX inlines.
+    """
+    open_form, constants = parts_of(program)
+    values = dict(zip([*open_form.constvars, *open_form.invars], [*constants, *args], strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [atom.val if isinstance(atom, jex.Literal) else values[atom] for atom in atoms]
+
+    keys = [_operation_key(equation) for equation in open_form.eqns]
+    counts = Counter(keys)
+    calls: dict[Any, Any] = {}
+    for equation, key in zip(open_form.eqns, keys, strict=True):
+        primitive, params = equation.primitive, equation.params
+        scope, settings = equation_context(equation.source_info, equation.ctx)
+        with scope, settings:
+            if key is not None and counts[key] > 2:
+                if key not in calls:
+                    calls[key] = _call_of(equation, program)
+                primitive, params = JIT, calls[key]
+            results = bind(primitive, read(equation.invars), params)
+        values.update(zip(equation.outvars, results, strict=True))
+    return read(open_form.outvars)
+
+
+def _operation_key(equation: Any) -> Any:
+    """Returns a key that is equal for equations of one operation with equal parameters and types of
+    operands; None if the operation has effects, or is a call."""
+    if equation.effects or equation.primitive is JIT:
+        return None
+    params = tuple([(name, type(value), value) for name, value in equation.params.items()])
+    types = tuple([atom.aval for atom in equation.invars])
+    key = equation.primitive, params, equation.ctx, types
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _call_of(equation: Any, like: Any) -> dict[str, Any]:
+    """Returns the parameters of a call of an operation, which JAX inlines when it traces it."""
+    inputs = [jex.Var(atom.aval) for atom in equation.invars]
+    outputs = [jex.Var(var.aval) for var in equation.outvars]
+    own = equation.replace(
+        invars=inputs, outvars=outputs, source_info=source_info_util.new_source_info()
+    )
+    program = program_of(like, constants={}, inputs=inputs, outputs=outputs, equations=[own])
+    return call_params(program, equation.primitive.name, INLINED_WHEN_TRACED)
+
+
+def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
+    """Binds a closed program as one call, which JAX inlines when it lowers the enclosing program.
+    So the equations of the program are not bound again, unlike in `eval_program`. JAX before 0.12
+    cannot inline a call that late: there, this calls `eval_program`. So does a call that is part of
+    no program, by which `jax_debug_nans` looks for the operation that makes a NaN."""
+    if INLINED_WHEN_LOWERED is None or staging_trace() is None:
+        return eval_program(program, args)
+    parts, constants = parts_of(program)
+    # JAX differentiates a call only with respect to operands: constants that are tracers become so.
+    tracers = list(filter(is_tracer, constants))
+    if tracers:
+        numbers = itertools.count()
+        places = [next(numbers) if is_tracer(constant) else None for constant in constants]
+        program = with_inputs(program, list(map(jax.typeof, tracers)), places)
+    results = bind(JIT, [*args, *tracers], call_params(program, name, INLINED_WHEN_LOWERED))
+    # An output that is an input is that input itself, as `jax.jit` has it.
+    given = dict(zip(parts.invars, args, strict=True))
+    pairs = zip(parts.outvars, results, strict=True)
+    return [x if isinstance(v, jex.Literal) else given.get(v, x) for v, x in pairs]
+
+
+def call_params(program: Any, name: str, inline: Any) -> dict[str, Any]:
+    """Returns the parameters of a call of a closed program, as `jax.jit` without options binds it
+    here. `inline`: the value of the parameter ``inline``."""
+    with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the current mesh is a parameter
+    counts = len(program.in_avals), len(program.out_avals)
+    params = wider_jit(with_mesh.eqns[0].params, *counts)
+    return {**params, "jaxpr": program, "name": name, "inline": inline}
