@@ -270,6 +270,23 @@ def test_the_inputs_of_a_call_have_one_order_whatever_their_types_are(temperatur
     assert jnp.all(twos == 2)
 
 
+def test_the_error_of_a_gradient_for_another_input_lists_the_inputs_in_their_order():
+    def centred(mean, x):
+        return (x - mean) / 2
+
+    def swapped(op, dy):
+        return -jnp.sum(dy, axis=0), dy
+
+    edited = tg.rewrite(
+        lambda m, x: jnp.sum(centred(m, x)),
+        rules.override_gradient(match.call("centred"), swapped),
+    )
+    with pytest.raises(
+        ValueError, match=r"input 0, .*inputs are \(f32\[4,3\], f32\[3\]\)\. A grad"
+    ):
+        jax.grad(edited)(jnp.zeros(3), jnp.ones((4, 3)))
+
+
 def test_a_value_that_is_only_broadcast_or_cast_in_a_call_comes_last():
     def spread(x, y, scale):
         return jnp.broadcast_to(x, (2, 3)).astype(jnp.bfloat16), y * scale

@@ -39,6 +39,38 @@ def test_what_is_there_and_not_concerned_is_not_said_to_be_missing(rule):
     np.testing.assert_array_equal(jax.grad(allowed)(A), jax.grad(singular_values)(A))
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda **more: rules.stop_gradient(match.op("mul"), inputs=0, **more),
+        lambda **more: rules.scale_gradient(match.op("mul"), -1.0, inputs=[0], **more),
+    ],
+)
+def test_inputs_through_which_no_gradient_leaves_are_not_passed_by_in_silence(rule):
+    def doubled(x):
+        return jnp.sum(2.0 * jnp.sin(x))
+
+    def weighted(w, x):
+        return jnp.sum(w * jnp.sin(x))
+
+    with pytest.raises(tg.NoMatchError, match=r"inputs=.*mul.*\(2.0, sin: f32\[3\]\).*another"):
+        jax.grad(tg.rewrite(doubled, rule()))(X)
+    allowed = tg.rewrite(doubled, rule(missing_ok=True))
+    np.testing.assert_array_equal(jax.grad(allowed)(X), jax.grad(doubled)(X))
+
+    # It is enough that a gradient leaves through the input in one match, or in one loss of a step.
+    def both(w, x):
+        return doubled(x) + weighted(w, x)
+
+    def step(w, x):
+        return jax.grad(doubled)(x), jax.grad(weighted)(w, x)
+
+    assert not jnp.allclose(jax.grad(tg.rewrite(both, rule()))(X, X), jax.grad(both)(X, X))
+    first, second = tg.trace(step, rules=rule())(X, X)
+    np.testing.assert_allclose(first, 2 * np.cos(X), rtol=1e-6)
+    assert not jnp.allclose(second, jax.grad(weighted)(X, X))
+
+
 @pytest.mark.parametrize("rule", [rules.strong_zero, rules.finite_derivative])
 def test_an_operation_inside_of_a_custom_rule_is_not_said_to_be_missing(rule):
     assert tg.graph(with_rule, X + 1).find(match.op("sqrt"))

@@ -72,7 +72,8 @@ def integers(rows: Any) -> Any:
             "such a map, use to_dense(), deduplicated() or apply_rows"
         )
     if not isinstance(rows, jax.Array):  # flax, too, has a class for the type of an array
-        return jax.eval_shape(integers, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
+        kind: Any = jax.ShapeDtypeStruct
+        return jax.eval_shape(integers, kind(rows.shape, rows.dtype))
     bits = jax.random.key_data(rows)
     if bits.shape[-1] == 1:
         return _flipped(jax.lax.bitcast_convert_type(bits, jnp.int32).reshape(rows.shape))

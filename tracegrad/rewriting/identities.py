@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Atom, Graph, Occurrence, Value, has_gradient
 from tracegrad.ir.editing import before_each
+from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
@@ -43,7 +44,7 @@ def rule_of(
             f"inputs={inputs!r} are positions of the inputs of an operation; {where!r} selects "
             "parameters: leave out inputs="
         )
-    edit = of_arrays(through(identity, inputs))
+    edit = of_arrays(through(identity, inputs, missing_ok))
     for_parameter = of_parameter or identity
     return MatchRule(
         name,
@@ -55,9 +56,17 @@ def rule_of(
     )
 
 
-def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None = None) -> Edit:
+def through(
+    identity: Callable[[Any], Any],
+    inputs: int | Sequence[int] | None = None,
+    missing_ok: bool = False,
+) -> Edit:
     """Returns an edit that passes values through `identity`: those that leave a match or, if given,
-    its operands at the positions `inputs`."""
+    its operands at the positions `inputs`.
+
+    The edit raises NoMatchError, unless `missing_ok`, if no operand at these positions has a
+    gradient, in any match.
+    """
     if inputs is None:
         return behind(identity)
     several = inputs if isinstance(inputs, Iterable) else (inputs,)
@@ -73,11 +82,32 @@ def through(identity: Callable[[Any], Any], inputs: int | Sequence[int] | None =
             if not -len(operands) <= position < len(operands):
                 have = ", ".join(value_text(region, atom) for atom in operands) or "none"
                 raise IndexError(f"{match} has {len(operands)} inputs ({have}), no {position}")
-        places = {position % len(operands) for position in positions}
+        places = sorted({position % len(operands) for position in positions})
         return [i for i in places if isinstance(operands[i], Value) and has_gradient(operands[i])]
 
     def edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
-        return before_each(graph, matches, identity, chosen)
+        idle: list[str] = []
+        acts = False
+
+        def noted(region: Graph, match: Occurrence, operands: Sequence[Atom]) -> list[int]:
+            nonlocal acts
+            places = chosen(region, match, operands)
+            acts = acts or bool(places)
+            if not idle:
+                have = ", ".join(value_text(region, atom) for atom in operands)
+                idle.append(f"{match}, whose inputs are ({have})")
+            return places
+
+        edited = before_each(graph, matches, identity, noted)
+        if not (acts or missing_ok):
+            others = " and of the other matches" if len(matches) > 1 else ""
+            raise NoMatchError(
+                lambda: (
+                    f"no gradient leaves through inputs={inputs!r} of {idle[0]}{others}: numbers "
+                    "that are written into the program, and integers, have none. Name another input"
+                )
+            )
+        return edited
 
     return edit
 

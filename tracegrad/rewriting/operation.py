@@ -92,17 +92,22 @@ def checked_cotangents(
             "or None for an input that has no gradient."
         )
 
-    def checked(i: int) -> Any:
-        def name() -> str:
-            return f"input {i}" + (f" of ({types()})" if len(given) > 1 else "")
+    def others() -> str:
+        return f"; the inputs are ({types()})" if len(given) > 1 else ""
 
-        return checked_cotangent(given[i], jax.typeof(op.inputs[i]), function, name)
+    def checked(i: int) -> Any:
+        aval = jax.typeof(op.inputs[i])
+        return checked_cotangent(given[i], aval, function, lambda: f"input {i}", others)
 
     return tuple(map(checked, range(len(given))))
 
 
 def checked_cotangent(
-    gradient: Any, expected: Any, function: Callable[[], str], name: Callable[[], str]
+    gradient: Any,
+    expected: Any,
+    function: Callable[[], str],
+    name: Callable[[], str],
+    others: Callable[[], str] = str,
 ) -> Any:
     """Returns a gradient as an array of the type of its input; None if there is none.
 
@@ -112,6 +117,7 @@ def checked_cotangent(
       function: returns the gradient function and its owner, for messages:
         ``" 'grad' (a.py:1) of mod"``.
       name: returns the user's name for the input, for messages.
+      others: returns words about the other inputs, for messages.
 
     Raises ValueError or TypeError as `checked_cotangents`.
     """
@@ -121,7 +127,7 @@ def checked_cotangent(
     def problem(got: str, advice: str) -> str:
         return (
             f"The gradient function{function()} returned {got} for the {name()}, which is "
-            f"{_jax.type_text(expected)}. {advice}"
+            f"{_jax.type_text(expected)}{others()}. {advice}"
         )
 
     try:

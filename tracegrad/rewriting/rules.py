@@ -136,7 +136,9 @@ def stop_gradient(
       missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. Applied to a program, it raises IndexError for a match without such an input.
+      A rule. Applied to a program, it raises IndexError for a match without such an input, and
+      NoMatchError if the inputs have no gradient in any match: numbers that are written into the
+      program, integers.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> f = tg.rewrite(lambda w, x: jnp.sum(x @ w),
@@ -282,7 +284,7 @@ def scale_gradient(
 
     Returns:
       A rule. Tangents of forward mode are multiplied as well. Applied to a program, the rule raises
-      IndexError for a match without such an input.
+      IndexError for a match without such an input, and NoMatchError as `stop_gradient`.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> f = tg.rewrite(lambda x: jnp.sin(x), tg.rules.scale_gradient(tg.match.op("sin"), -0.5))
