@@ -463,6 +463,20 @@ def test_a_maximum_that_no_gradient_reaches_has_no_dead_units():
     assert (finding.cause, finding.operation) == ("dead units", "relu")
 
 
+@pytest.mark.parametrize("where", [tg.match.param("p.a"), tg.match.op("sin")])
+def test_what_a_rule_stops_is_told_and_is_no_problem(where):
+    def loss(p, x):
+        return jnp.sum(jnp.sin(p["a"] * x) * p["b"])
+
+    frozen = tg.rewrite(loss, tg.rules.stop_gradient(where))
+    explanation = tg.explain(frozen, {"a": X, "b": X}, X)
+    (finding,) = (each for each in explanation.findings if "p.a" in each.sources)
+    assert explanation.problems == ()
+    assert (finding.cause, finding.whose) == ("stop_gradient", "a rule")
+    assert "rules.stop_gradient stops it" in str(explanation)
+
+
+
 def test_what_is_no_rectifier_has_no_dead_units():
     @jax.custom_jvp
     def relu(x):

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Sequence
+from os.path import dirname
 from types import CodeType
 from typing import Any
 
@@ -20,15 +21,23 @@ from tracegrad.ir.occurrence import (
 )
 
 
+A_RULE = "a rule"  # the author of what `tracegrad.rules.stop_gradient` writes into a graph
+_EDITORS = dirname(__file__)
+
+
 def whose(occurrence: Occurrence) -> str:
-    """Returns the author of an annotation: ``"yours"``, or the library's name.
+    """Returns the author of an annotation: ``"yours"``, `A_RULE`, or the library's name.
 
     It is the author of the code that calls the annotation's function.
     """
     node = occurrence.node
     stack = _jax.frames(node.source.info)
     if isinstance(node, StopGradient):
-        stack = _above_stop_gradient(stack)
+        around = _above_stop_gradient(stack)
+        # What a rule writes at an operation has the operation's frames.
+        if around is stack or (around and dirname(around[0].file_name) == _EDITORS):
+            return A_RULE
+        stack = around
         if stack and is_own_file(stack[0].file_name):
             return "jax"
     for frame in stack:
@@ -79,7 +88,8 @@ def code_of_rule(node: CustomGradient) -> CodeType | None:
 
 
 def _above_stop_gradient(stack: Sequence[Any]) -> Sequence[Any]:
-    """Returns the frames around a call of `stop_gradient`, or around its `tree_map`."""
+    """Returns the frames around a call of `stop_gradient`, or around its `tree_map`; `stack` itself
+    if it has no such call."""
     # Under `vmap`, frames of JAX are inside of the call: take the outermost `stop_gradient`.
     inner = list(itertools.takewhile(is_own_file, (str(f.file_name) for f in stack)))
     names = [str(f.function_name) for f in stack[: len(inner)]]

@@ -23,7 +23,7 @@ from tracegrad.ir import (
     has_gradient,
     operations,
 )
-from tracegrad.ir.authors import whose
+from tracegrad.ir.authors import A_RULE, whose
 from tracegrad.ir.occurrence import at, is_own_file
 from tracegrad.ir.wording import listed
 from tracegrad.tracing.rule_errors import is_about_closing_over
@@ -65,11 +65,15 @@ def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
                 f"{cut.occurrence.node.name} returns {integers}, integers, which have no gradient"
             )
             cure, rule = _INTEGER_CURE, by_rule.NOTHING
-        if isinstance(cut.occurrence.node, StopGradient):
+        is_asked_for = owner == A_RULE
+        if is_asked_for:
+            text, cure, rule = "rules.stop_gradient stops it, as asked for", "", by_rule.NOTHING
+        elif isinstance(cut.occurrence.node, StopGradient):
             by = "your own" if owner == "yours" else f"{owner}'s"
             text = f"{by} {text}"
         what = text + _also_needed(cut, cuts)
-        yield Finding.of(cut.occurrence, cause, what, (path,), cure=cure, by_rule=rule)
+        more = {"cure": cure, "by_rule": rule, "problem": not is_asked_for}
+        yield Finding.of(cut.occurrence, cause, what, (path,), **more)
 
 
 def _integer_results(node: Node) -> str:
