@@ -476,7 +476,6 @@ def test_what_a_rule_stops_is_told_and_is_no_problem(where):
     assert "rules.stop_gradient stops it" in str(explanation)
 
 
-
 def test_what_is_no_rectifier_has_no_dead_units():
     @jax.custom_jvp
     def relu(x):

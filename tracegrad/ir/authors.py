@@ -20,7 +20,6 @@ from tracegrad.ir.occurrence import (
     origin_of_function,
 )
 
-
 A_RULE = "a rule"  # the author of what `tracegrad.rules.stop_gradient` writes into a graph
 _EDITORS = dirname(__file__)
 
