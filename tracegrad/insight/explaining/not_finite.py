@@ -219,7 +219,9 @@ def _backward_finding(
     if grown > _LARGE:
         through = f": the norm of the cotangent has grown to {number_text(grown)} before"
     elif culprit.given == 0:
-        through = ", where the cotangent that comes in is 0 (by a mask, an underflow): 0 * inf is NaN"
+        through = (
+            ", where the cotangent that comes in is 0 (by a mask, an underflow): 0 * inf is NaN"
+        )
     elif not math.isnan(culprit.given):
         through = f", of a cotangent {number_text(culprit.given)}"
     for depth, (rule, name) in enumerate(found.path):
