@@ -124,11 +124,6 @@ def mapped_of(tracer: Any) -> Any:
     return tracer.val if hasattr(tracer, "batch_dim") else None
 
 
-def is_forward(tracer: Any) -> bool:
-    """Whether a tracer of a derivative is one of forward mode; a reverse mode linearises."""
-    return type(tracer).__name__ == "JVPTracer"
-
-
 class _PlaceholderTrace(jax.core.Trace):
     """The trace of a `Placeholder`: it raises TypeError for every primitive."""
 

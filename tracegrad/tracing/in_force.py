@@ -112,7 +112,8 @@ class Force:
             found: Any = getattr(rule, "parameters_in", lambda _: {})(program)
             tangents = getattr(rule, "has_tangents", True)
             for value, path in found.items():
-                if any(tangents or not _jax.is_forward(each) for each in outer.get(value, ())):
+                around = map(_jax.trace_of, outer.get(value, ()))
+                if any(tangents or isinstance(each, _jax.ReverseTrace) for each in around):
                     raise GraphError(
                         f"{rule!r}: a gradient with respect to {path} is taken of "
                         f"{program.name}, and another one around it, which the rule does not "
