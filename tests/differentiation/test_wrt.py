@@ -72,6 +72,16 @@ def test_leaves_that_are_not_selected_are_none(wrt, meant):
     assert_selected(tg.jacobian(loss, wrt=wrt, unconnected="none")(PARAMS, X), meant)
 
 
+def test_a_name_in_the_first_argument_is_found_by_keyword_too():
+    """JAX sorts arguments that are given by keyword, so `batch` comes before `weights`."""
+
+    def scaled(weights, batch):
+        return jnp.sum(weights["bias"] * batch)
+
+    found = tg.grad(scaled, wrt="bias")(weights={"bias": jnp.ones(2)}, batch=jnp.array([2.0, 3.0]))
+    np.testing.assert_array_equal(found["bias"], [2.0, 3.0])
+
+
 @pytest.mark.parametrize("wrt", ["encoder.*", tg.select(PARAMS, "encoder")], ids=["glob", "mask"])
 def test_zeros_stand_for_leaves_that_are_not_selected(wrt):
     found = tg.grad(loss, wrt=wrt)(PARAMS, X)
@@ -207,6 +217,10 @@ def test_explain_takes_what_the_gradient_functions_take():
         (
             ("encoder.*", "head.*"),
             r"argument twice: 'head.*wrt=tracegrad\.match\.param\('encoder\.\*', 'head\.\*'",
+        ),
+        (
+            tg.match.param("params.encoder.*", "x.left"),
+            r"names leaves of params and x, but .* one argument: give wrt a list with one glob for",
         ),
         ("parms", r"no parameter of loss\(params, x, weight\); did you mean 'params'"),
     ],

@@ -97,6 +97,22 @@ def test_a_program_of_many_operations_in_a_narrow_dtype_is_that_in_double_precis
         assert check.got == pytest.approx(other.got, rel=1e-9)
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 1), ("float16", 1), ("float16", 3)])
+def test_a_host_function_that_rounds_small_steps_away_is_not_called_wrong(dtype, factor):
+    """No small step changes its results, so rounding alone makes a derivative of zero of them."""
+
+    def square(x):
+        return tg.numpy_function(
+            lambda x: x * x, [x], dtype, grad=lambda op, dy: factor * dy * 2 * op.inputs[0]
+        )
+
+    report = report_on(square, jnp.array([1.0, 2.0, 0.3], dtype))
+    assert bool(report.wrong) == (factor == 3)
+    if factor == 1:
+        for check in report.leaves:
+            assert check.expected == pytest.approx(check.got, rel=0.1)
+
+
 def test_second_derivatives_through_a_rule_in_bfloat16_are_judged():
     act = scaled_rule(1.0, jnp.sin, jnp.cos)
     stopped = scaled_rule(1.0, jnp.sin, lambda x: lax.stop_gradient(jnp.cos(x)))

@@ -50,13 +50,23 @@ def test_a_program_without_an_edit_has_the_derivatives_of_its_function_under_jit
     )
 
 
+def deep(x):
+    for _ in range(6):
+        x = jnp.sin(x)
+    return jnp.sum(x)
+
+
+@pytest.mark.both_jax
+def test_repeated_operations_have_a_derivative_in_a_program_without_jit():
+    halved = tg.rewrite(deep, rules.scale_gradient(match.op("sin"), 0.5))
+    with jax.disable_jit():
+        program = jax.make_jaxpr(jax.grad(halved))(X)
+    (found,) = jax.core.eval_jaxpr(program.jaxpr, program.consts, X)
+    np.testing.assert_allclose(found, jax.grad(deep)(X) / 2**6, rtol=1e-5)
+
+
 @pytest.mark.both_jax
 def test_a_rule_acts_at_each_of_many_equal_matches():
-    def deep(x):
-        for _ in range(6):
-            x = jnp.sin(x)
-        return jnp.sum(x)
-
     halved = tg.rewrite(deep, rules.scale_gradient(match.op("sin"), 0.5))
     expected = jax.grad(deep)(X) * 0.5**6
     np.testing.assert_allclose(jax.jit(jax.grad(halved))(X), expected, rtol=1e-5)

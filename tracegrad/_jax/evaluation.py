@@ -115,7 +115,8 @@ def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
 def call_params(program: Any, name: str, inline: Any) -> dict[str, Any]:
     """Returns the parameters of a call of a closed program, as `jax.jit` without options binds it
     here. `inline`: the value of the parameter ``inline``."""
-    with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the current mesh is a parameter
+    with jax.disable_jit(False):
+        with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the mesh is a parameter
     counts = len(program.in_avals), len(program.out_avals)
     params = wider_jit(with_mesh.eqns[0].params, *counts)
     return {**params, "jaxpr": program, "name": name, "inline": inline}

@@ -263,7 +263,8 @@ class _Host:
                 f"{_text(expected)}"
             )
         # `check_grads` calls the function with inputs of double precision.
-        if array.dtype in given and array.dtype.kind == expected.dtype.kind == "f":
+        is_float = jnp.issubdtype(array.dtype, jnp.floating)
+        if array.dtype in given and is_float and jnp.issubdtype(expected.dtype, jnp.floating):
             array = array.astype(expected.dtype)
         if array.shape == expected.shape and array.dtype == expected.dtype:
             return array

@@ -160,12 +160,18 @@ def _selected(
     if isinstance(wrt, str):
         if wrt in names:
             return _whole(arguments, names.index(wrt))
-        if not _is_path(wrt, fun, arguments):
+        if not _is_path(wrt, fun, names, arguments):
             raise ValueError(_no_argument(fun, wrt, names))
         wrt = Parameters("", (wrt,))
     first = {pattern.partition(".")[0] for pattern in getattr(wrt, "patterns", ())}
     meant = [place for place, name in enumerate(names) if name in first]
-    place = meant[0] if len(meant) == 1 else _first(fun, names, arguments)
+    if len(meant) > 1:
+        each = " and ".join(names[place] for place in meant)
+        raise ValueError(
+            f"{wrt!r} names leaves of {each}, but selects leaves of one argument: give wrt a list "
+            "with one glob for each argument"
+        )
+    place = meant[0] if meant else _first(fun, names, arguments)
     argument = arguments[place]
     if not _is_mask(wrt):
         return place, _mask(wrt, argument.named, argument.leaves, names[place])
@@ -249,7 +255,9 @@ def _described(fun: Callable[..., Any]) -> str:
     return f"{function_name(fun)}({', '.join(names) or '...'})"
 
 
-def _is_path(wrt: str, fun: Callable[..., Any], arguments: Sequence[Argument]) -> bool:
+def _is_path(
+    wrt: str, fun: Callable[..., Any], names: Sequence[str], arguments: Sequence[Argument]
+) -> bool:
     """Whether a text that is not the name of an argument of the call is a glob for paths. A text
     that could be the name of a parameter must match a path of the first argument."""
     if not wrt.isidentifier():
@@ -257,7 +265,8 @@ def _is_path(wrt: str, fun: Callable[..., Any], arguments: Sequence[Argument]) -
     if not arguments or wrt in [parameter.name for parameter in parameters_of(fun)]:
         return False
     glob = Parameters("", (wrt,))
-    return any(glob.fits(f".{leaf.name}") for leaf in arguments[0].named)
+    first = arguments[_first(fun, names, arguments)]
+    return any(glob.fits(f".{leaf.name}") for leaf in first.named)
 
 
 def _is_filter(wrt: Any) -> bool:
@@ -289,7 +298,7 @@ def _mask(wrt: Any, named: Sequence[Leaf], leaves: Sequence[Any], argument: str 
         paths = [leaf.within(argument).name for leaf in named]
         mask = [_passes(wrt, leaf, value) for leaf, value in zip(named, leaves, strict=True)]
     else:
-        require_takes(wrt, 2, "predicate (path, leaf) -> bool")
+        require_takes(wrt, 2, "glob, match.param, filter or predicate (path, leaf) -> bool")
         mask = [bool(wrt(path, leaf)) for path, leaf in zip(paths, leaves, strict=True)]
     if not any(mask):
         raise ValueError(_nothing_selected(wrt, paths))
