@@ -82,7 +82,7 @@ def test_shapes_must_match(transform):
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
 def test_an_output_that_cannot_carry_the_gradient_raises(dtype):
     f = grad_pass_through(lambda x: x.astype(dtype))
-    with pytest.raises(TypeError, match="Return it as float32"):
+    with pytest.raises(TypeError, match="Return the output as float32"):
         f(jnp.ones(2))
 
 

@@ -248,13 +248,13 @@ def test_a_product_takes_what_grad_returns():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"v has the shape \(2,\) for x, which is \(3,\)"):
+    with pytest.raises(ValueError, match=r"v has the shape \(2,\) for x, whose shape is \(3,\)"):
         hvp(lambda x: x.sum(), (jnp.ones(3),), jnp.ones(2))
     with pytest.raises(ValueError, match="expected 2 trees"):
         hvp(lambda x, y: x * y, (1.0, 2.0), (1.0,), wrt=(0, 1))
     with pytest.raises(ValueError, match=r"like argument 0, of type dict, .* of type tuple"):
         hvp(lambda p: p["w"] ** 2, ({"w": 1.0},), ({"w": 1.0},))
-    with pytest.raises(ValueError, match=r"v has a tuple: .* for x, which is \(3,\)"):
+    with pytest.raises(ValueError, match=r"v has a tuple: .* for x, whose shape is \(3,\)"):
         hvp(lambda x, y: x @ x * y, (jnp.ones(3), 2.0), (jnp.ones(3), jnp.ones(4)))
     with pytest.raises(TypeError, match="shape"):
         hvp(lambda x: x, (jnp.ones(3),), jnp.ones(3))

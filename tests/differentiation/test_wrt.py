@@ -213,7 +213,7 @@ def test_explain_takes_what_the_gradient_functions_take():
         ),
         ("x.left", r"match\.param\('x\.left'\) selects nothing; the nearest paths: 'x'"),
         (jax.tree.map(lambda _: False, PARAMS), "the tree of bools is False everywhere"),
-        ([True, False], "tree of bools for wrt has the structure of params"),
+        ([True, False], "tree of bools for wrt must have the structure of params"),
         (
             ("encoder.*", "head.*"),
             r"argument twice: 'head.*wrt=tracegrad\.match\.param\('encoder\.\*', 'head\.\*'",

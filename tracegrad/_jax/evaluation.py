@@ -94,12 +94,12 @@ def _call_of(equation: Any, like: Any) -> dict[str, Any]:
 def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
     """Binds a closed program as one call, which JAX inlines when it lowers the enclosing program.
     So the equations of the program are not bound again, unlike in `eval_program`. JAX before 0.12
-    cannot inline a call that late: there, this calls `eval_program`. So does a call that is part of
-    no program, by which `jax_debug_nans` looks for the operation that makes a NaN."""
+    cannot inline a call that late: there, this calls `eval_program`. So does a call outside of
+    all programs, so that `jax_debug_nans` finds the operation that makes a NaN."""
     if INLINED_WHEN_LOWERED is None or staging_trace() is None:
         return eval_program(program, args)
     parts, constants = parts_of(program)
-    # JAX differentiates a call only with respect to operands: constants that are tracers become so.
+    # JAX differentiates a call only in its operands, so constants that are tracers become operands.
     tracers = list(filter(is_tracer, constants))
     if tracers:
         numbers = itertools.count()

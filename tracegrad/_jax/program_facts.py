@@ -1,8 +1,8 @@
-"""Collects facts about a program and its sub-programs at any depth, in one walk, and caches it."""
+"""Collects facts about a program and its sub-programs at any depth in one walk; caches them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,10 @@ class ProgramFacts(NamedTuple):
 
     Attributes:
       primitives: the primitives of the operations.
-      operations: the number of operations; those of a sub-program count once for each call of it.
-        The calls themselves do not count.
-      arrays, numpy_arrays: the constants of these types, without duplicates.
+      operations: the number of operations. The operations of a sub-program count once for each
+        equation that calls it (those of a loop's body once), and the calls do not count.
+      arrays, numpy_arrays: the constants that are `jax.Array`s, and those that are NumPy arrays,
+        without duplicates.
       has_effects: whether there are side effects, such as printing or callbacks.
       closes_over: whether a `jax.custom_jvp` closes over a value.
       asks_what_varies: whether a custom rule is told which operands are differentiated
@@ -47,7 +48,7 @@ _NOTHING = ProgramFacts()
 def program_facts(program: Any) -> ProgramFacts:
     """Returns the facts of one program."""
     open_form, constants = parts_of(program)
-    primitives, count, closes_over, asks, refers = set[Any](), 0, False, False, False
+    primitives, count, asks, refers = set[Any](), 0, False, False
     below = []
     for equation in open_form.eqns:
         primitives.add(equation.primitive)
@@ -57,27 +58,27 @@ def program_facts(program: Any) -> ProgramFacts:
         if inner is _NOTHING:
             count += 1
             continue
+        if equation.primitive is CUSTOM_JVP:  # what it closes over are operands of its program
+            inner = inner._replace(closes_over=equation.params.get("num_consts", 0) > 0)
         below.append(inner)
-        count += inner.operations
-        is_rule = equation.primitive is CUSTOM_JVP
-        closes_over |= equation.params.get("num_consts", 0) > 0 if is_rule else inner.closes_over
-    arrays = [each for each in constants if isinstance(each, jax.Array)]
-    numpy_arrays = [each for each in constants if isinstance(each, np.ndarray)]
-    return ProgramFacts(
-        frozenset(primitives).union(*(inner.primitives for inner in below)),
+    own = ProgramFacts(
+        frozenset(primitives),
         count,
-        _once([*arrays, *(array for inner in below for array in inner.arrays)]),
-        _once([*numpy_arrays, *(array for inner in below for array in inner.numpy_arrays)]),
+        _once(each for each in constants if isinstance(each, jax.Array)),
+        _once(each for each in constants if isinstance(each, np.ndarray)),
         bool(open_form.effects),
-        closes_over,
-        asks or any(inner.asks_what_varies for inner in below),
-        refers or any(inner.has_references for inner in below),
+        asks_what_varies=asks,
+        has_references=refers,
     )
+    return _together([own, *below])
 
 
 def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
     """Returns the facts of all programs among the parameters of an operation together."""
-    each = [program_facts(program) for _, program in sub_programs(params)]
+    return _together([program_facts(program) for _, program in sub_programs(params)])
+
+
+def _together(each: Sequence[ProgramFacts]) -> ProgramFacts:
     if len(each) < 2:
         return each[0] if each else _NOTHING
     return ProgramFacts(

@@ -37,8 +37,9 @@ CUSTOM_JVP = primitives.custom_jvp_call_p
 CUSTOM_VJP = primitives.custom_vjp_call_p
 
 
-# The sub-programs of these primitives have a form for their own lowering (grids, references), with
-# no meaning outside it, or repeat what the name says: such a node is one operation to us.
+# The sub-programs of these primitives have a meaning in the primitive's lowering alone (grids,
+# references), or say again what the name says (the sum of "scatter-add"). A node of such a
+# primitive is one operation, without regions.
 OPAQUE_PRIMITIVES = frozenset(
     {
         *("pallas_call", "call_hi_primitive", "core_map", "mpmd_map"),
@@ -47,13 +48,13 @@ OPAQUE_PRIMITIVES = frozenset(
 )
 
 
-# An operation whose programs and derivatives are in an object of JAX: `jax.lax.custom_root` since
-# 0.12.
+# An operation whose programs and derivatives are attributes of an object in its parameters
+# (`jax.lax.custom_root` since 0.12). `programs_in` finds these programs.
 OF_AN_OBJECT = "call_hi_primitive"
 
 
-# Maps calls for which the user has a batching or transposition rule to the parameter that has the
-# called program.
+# Calls that have a batching or transposition rule of the user's: maps the name of the primitive to
+# the parameter that has the called program.
 CALLS_WITH_RULES = {"custom_vmap_call": "call", "linear_call": "callee"}
 
 
@@ -88,8 +89,8 @@ _OF_DEBUGGING = frozenset(_DEBUGGING.effects)
 
 
 def may_be_repeated(effect: Any) -> bool:
-    """Whether an effect may be repeated or dropped: that of an unordered `jax.debug.callback` or
-    the like, and that of a collective, which only names an axis."""
+    """Whether an effect may be repeated or dropped: the effect of an unordered `jax.debug.callback`
+    (or print), and that of a collective, which only names an axis."""
     return effect in _OF_DEBUGGING or is_collective(effect)
 
 
@@ -108,8 +109,8 @@ def program_of(
 ) -> Any:
     """Returns a program with these parts, closed or open as `like` is.
 
-    An effect on a reference names the position of the input, so effects are computed again; an
-    effect on a reference that the program makes itself is dropped.
+    The effects are those of the equations. An effect on a reference that is an input names the
+    input's position; an effect on a reference that the program makes itself is dropped.
     """
     open_form = opened(like)
     variables = [*constants, *inputs]
@@ -126,7 +127,7 @@ def program_of(
         "debug_info": info,
     }
     arrays = list(constants.values())
-    if PROGRAM_TYPES[0] is PROGRAM_TYPES[1]:
+    if PROGRAM_TYPES[0] is PROGRAM_TYPES[1]:  # newer JAX has one class, open and closed
         return open_form.replace(**parts, consts=arrays)
     new = open_form.replace(**parts)
     return new if like is open_form else like.replace(jaxpr=new, consts=arrays)
@@ -138,22 +139,23 @@ def program_of_one(primitive: Any, params: Mapping[str, Any], args: Sequence[Any
 
 
 def with_inputs(program: Any, avals: Sequence[Any], places: Sequence[int | None]) -> Any:
-    """Returns the program with new inputs of these types after its own; they replace constants.
+    """Returns the program with some of its constants as further inputs, after its own.
 
-    `places`: for each constant, the index of the new input that replaces it; None: it stays.
+    `avals`: the types of the new inputs. `places`: for each constant, the index of the new input
+    that replaces it; None: it stays a constant.
     """
     open_form, constants = parts_of(program)
     kept: dict[Any, Any] = {}
     new: dict[int, Any] = {}
-    now: dict[Any, Any] = {}  # of several constants with one place, all but the first
+    same: dict[Any, Any] = {}  # maps further constants of one place to the first one
     for var, constant, place in zip(open_form.constvars, constants, places, strict=True):
         if place is None:
             kept[var] = constant
         elif new.setdefault(place, var) is not var:
-            now[var] = new[place]
+            same[var] = new[place]
 
     def read(atoms: Sequence[Any]) -> list[Any]:
-        return [a if isinstance(a, jex.Literal) else now.get(a, a) for a in atoms]
+        return [a if isinstance(a, jex.Literal) else same.get(a, a) for a in atoms]
 
     inputs = [new[i] if i in new else jex.Var(aval) for i, aval in enumerate(avals)]
     return program_of(
@@ -161,7 +163,7 @@ def with_inputs(program: Any, avals: Sequence[Any], places: Sequence[int | None]
         constants=kept,
         inputs=[*open_form.invars, *inputs],
         outputs=read(open_form.outvars),
-        equations=[e.replace(invars=read(e.invars)) if now else e for e in open_form.eqns],
+        equations=[e.replace(invars=read(e.invars)) if same else e for e in open_form.eqns],
     )
 
 
@@ -174,9 +176,9 @@ def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     found = []
     for key, value in params.items():
         if key == "static" and "treedef" in params:
-            # The static arguments of an operation of equinox, such as lineax's `linear_solve`. The
-            # constants of a program among them are passed as operands; the constants in the program
-            # itself belong to another trace, or are unknown.
+            # The static arguments of an operation of equinox, such as lineax's `linear_solve`, have
+            # programs. Their constants are operands of the operation already; the constants inside
+            # of these programs belong to other traces.
             continue
         if isinstance(value, PROGRAM_TYPES):
             found.append((key, value))
@@ -189,7 +191,7 @@ def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def with_programs(params: Mapping[str, Any], programs: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces sub-programs in a primitive's parameters; `programs` is keyed by the names of
+    """Returns a primitive's parameters with other sub-programs; `programs` has them by the names of
     `sub_programs`."""
     new = dict(params)
     for key, value in params.items():
@@ -206,8 +208,8 @@ def with_programs(params: Mapping[str, Any], programs: Mapping[str, Any]) -> dic
 
 
 def programs_in(primitive: Any, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the names and programs of an operation that have a meaning outside its lowering: its
-    `sub_programs`, or the programs in the object of an `OF_AN_OBJECT`."""
+    """Returns the programs of an operation, with their names, that have a meaning outside of its
+    lowering: its `sub_programs`, or the programs in the object of an `OF_AN_OBJECT`."""
     if primitive.name == OF_AN_OBJECT:
         kept = vars(params["_prim"])
         return [(name, value) for name, value in kept.items() if isinstance(value, PROGRAM_TYPES)]
@@ -224,8 +226,8 @@ def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list
 
 
 def public_error(error: Exception) -> Exception:
-    """Returns the error that `jax.jit` raises for an error in a jitted call that it has not bound
-    itself: where `jax_debug_nans` finds a NaN in such a call, JAX raises an error of its own."""
+    """Returns the error to show for an error of JAX: where `jax_debug_nans` finds a NaN in a jitted
+    call, JAX raises an internal error, which `jax.jit` replaces by a FloatingPointError."""
     if type(error).__name__ != "InternalFloatingPointError":
         return error
     name, what = error.args[:2]
@@ -236,7 +238,8 @@ def public_error(error: Exception) -> Exception:
 
 @contextmanager
 def standing_for(source_info: Any) -> Iterator[None]:
-    """A context manager: operations bound in it have the scope and source line of an equation."""
+    """A context manager: operations bound in it have the scope and source line of an equation, in
+    place of the current ones."""
     with source_info_util.user_context(source_info.traceback, name_stack=source_info.name_stack):
         yield
 
@@ -260,20 +263,20 @@ def weak_as(array: Any, aval: Any) -> Any:
 def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[str, Any]:
     """Returns the parameters of a jitted call with more operands and results. The new operands and
     results have no sharding and no layout, and are not donated."""
-    unsaid = _CALL.params["in_shardings"][0]
+    unspecified = _CALL.params["in_shardings"][0]
     more = {
         "donated_invars": (False,) * operands,
         "in_layouts": (None,) * operands,
-        "in_shardings": (unsaid,) * operands,
+        "in_shardings": (unspecified,) * operands,
         "out_layouts": (None,) * results,
-        "out_shardings": (unsaid,) * results,
+        "out_shardings": (unspecified,) * results,
     }
     return {**params, **{name: (*params[name], *own) for name, own in more.items()}}
 
 
 def equation_context(source_info: Any, settings: Any) -> tuple[AbstractContextManager[None], ...]:
-    """Returns two context managers: an operation that is bound inside both has the scope, source
-    line and settings of an equation.
+    """Returns two context managers: an operation that is bound inside both has the source line and
+    settings of an equation, and its scope below the current scope.
 
     `settings` is None for an operation that was recorded as it ran: the current settings stay.
     """
@@ -283,8 +286,8 @@ def equation_context(source_info: Any, settings: Any) -> tuple[AbstractContextMa
 
 
 def in_mesh_of(shard_map: Mapping[str, Any], run: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that calls `run` inside a `jax.shard_map` with these parameters, where
-    collectives know their axes, and types say over which axes values vary."""
+    """Returns a function that calls `run` while JAX traces a `jax.shard_map` with these parameters:
+    the names of axes are defined there, and types say over which axes values vary."""
 
     def body() -> tuple[()]:
         run()

@@ -1,7 +1,7 @@
-"""The error for a differentiated value that a custom gradient cannot return a gradient for.
+"""The error for a differentiated value for which a custom gradient cannot return a gradient.
 
-Such a value belongs to an enclosing trace: the function with the custom gradient closes over the
-value, or takes it by keyword. The error contains the user's name for the value.
+The function with the custom gradient closes over the value, which belongs to an enclosing trace, or
+takes it by keyword. The error contains the user's name for the value.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, A
     """Returns the user's name for a value that is no positional argument of ``fun``, or None.
 
     Searches the keyword arguments, the values that the function closes over, the attributes of the
-    object that a method belongs to, and the same of any functions among those values.
+    object that a method belongs to, and the same of functions among those values, one level deep.
     """
     if (variable := variable_of(value)) is not None:
         return f"the Variable {variable.name!r}"
@@ -83,7 +83,7 @@ def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, A
 
 def _path_to(value: object, held: object, name: str) -> str | None:
     """Returns the path of `value` in the tree `held`, which is called `name`; None if not in it."""
-    # A Variable is one leaf: to look into it would read it, which tapes observe.
+    # A Variable is one leaf: flattening it would read it, and tapes record what is read.
     for path, leaf in jax.tree_util.tree_flatten_with_path(held, is_leaf=is_variable)[0]:
         if leaf is value:
             return path_name(path, name)

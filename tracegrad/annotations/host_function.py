@@ -50,13 +50,15 @@ def numpy_function(
 
     The function runs on the host each time that the program reaches the call, in the order of the
     program, and never while a function is traced. This holds under jit, in loops and branches,
-    differentiated or not, on CPU, GPU and TPU.
+    differentiated or not, on CPU, GPU and TPU. There are two exceptions: calls that are not
+    `stateful`, and a call with the same inputs in each step of a `jax.lax.scan`, which runs once
+    under `jax.grad` and `tracegrad.grad` (with tapes and `gradients`, it runs in each step).
 
     Arguments:
         func: called with one NumPy array per input, read-only and without axes mapped by
-            `jax.vmap`. It returns arrays of exactly the shape and dtype of `Tout`; Python numbers
-            are converted to the dtype, and so are floats of the dtype of an input, such as the
-            float64 inputs of `check_grads`. It must not call JAX: this may deadlock.
+            `jax.vmap`. It returns arrays of the shape and dtype of `Tout`. Python numbers are
+            converted to that dtype, and so are float arrays of the dtype of an input (the inputs
+            that `check_grads` gives are float64). It must not call JAX: this may deadlock.
         inp: the inputs: a list or tuple of arrays, numbers or Variables of any shapes; or just one.
         Tout: the type of the result: a dtype, for an array of the shape to which the inputs
             broadcast; a `jax.ShapeDtypeStruct` for another shape; or a list or tuple of these, for
@@ -65,14 +67,14 @@ def numpy_function(
             of arrays, ``op.name`` the name, ``op.params`` the other arguments of this call. There
             is one cotangent ``dy`` per output, of its shape and dtype (zeros for an unused output).
             It returns one gradient, or None, per input, of its shape and dtype. It is traced, so
-            write it in `jax.numpy`; it may call `numpy_function` too. It is differentiated for
-            derivatives of higher order, in which ``op.outputs`` have this gradient.
+            write it in `jax.numpy`; it may call `numpy_function` too. For derivatives of higher
+            order it is differentiated itself, and the gradient of ``op.outputs`` is again `grad`.
         stateful: whether the order and the number of the calls matter, because `func` draws random
             numbers, counts, or reads a file. False promises that its results depend on its inputs
-            alone. Then a call with an unused result may be dropped, two calls with the same inputs
-            merged, and a call repeated for a derivative. And the call may be under `jax.vmap`
-            (where it runs once per element), in a recomputed function, and in a program for several
-            devices, which is an error for a stateful function.
+            alone. Then JAX may drop a call whose result is not used, merge two calls with the same
+            inputs, and repeat a call for a derivative. And you may call it under `jax.vmap` (where
+            it runs once per element), in a recomputed function, and in a program for several
+            devices; these are errors for a stateful function.
         name: the name in messages and graphs. Default: the function's name.
 
     Returns:
@@ -113,9 +115,7 @@ def numpy_function(
     ``tf.RegisterGradient``. It is an ordered `jax.experimental.io_callback`, or a
     `jax.pure_callback` if it is not `stateful`; the gradient is that of a `jax.custom_vjp`, for
     which `jax.jvp` raises an error, but which tracegrad's `jvp`, `hessian` and `ForwardAccumulator`
-    transpose. There is one exception to the number of calls: under `jax.grad` and `tracegrad.grad`,
-    a call with the same inputs in each step of a `jax.lax.scan` runs once. With tapes and
-    `gradients` it runs in each step.
+    transpose.
     """
     require_callable(func, "numpy_function")
     if grad is not None:

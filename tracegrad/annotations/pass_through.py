@@ -43,12 +43,12 @@ def grad_pass_through(f: Any = None) -> Any:
     Returns:
         A function with the values of ``f``. The gradient of each input is the cotangent of the
         output with the same position, converted to the input's dtype. Its ``__wrapped__`` is ``f``.
-        Usable bare, with parentheses and on methods.
+        Use it as ``@grad_pass_through`` or ``@grad_pass_through()``, also on methods.
 
     Raises:
         ValueError: on a call, if the numbers or the shapes of outputs and inputs differ; under
-            differentiation, if the result depends on a value that is being differentiated, but
-            that ``f`` closes over or gets by keyword.
+            differentiation, if the result depends on a differentiated value that ``f`` closes
+            over or gets by keyword.
         TypeError: on a call, if the cotangent of an output cannot be the gradient of its input: for
             example, the output of a real input is an integer or complex.
 
@@ -68,7 +68,7 @@ def grad_pass_through(f: Any = None) -> Any:
 
 @CHANGES_GRADIENT
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function whose gradient is that of the identity."""
+    """Calls a function, with the gradient of the identity in place of its own."""
     assigned: list[Variable] = []
 
     @functools.wraps(fun)
@@ -76,7 +76,8 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         assignments = Assignments()
         with listening(assignments):
             y = without_variables(fun(*args, **kwargs))
-        # Assigned values are further outputs, so that they can leave the trace of the rule.
+        # The values that the function assigns to Variables are outputs of the rule too: otherwise
+        # they could not leave the trace of the rule.
         assigned[:] = assignments.values
         outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
         inputs = [jax.typeof(array) for array in inputs_in(args).chosen]
@@ -85,7 +86,7 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         def identity(*dys: Any, variables: Sequence[Variable] = ()) -> Any:
             gradients = [
                 dy.astype(aval.dtype) if _jax.has_gradient(aval) else None
-                for dy, aval in zip(dys, inputs)
+                for dy, aval in zip(dys, inputs)  # more dys: those of assigned values
             ]
             return (gradients, [None for _ in variables]) if variables else gradients
 
@@ -103,7 +104,7 @@ def _check(fun: Any, names: list[str], inputs: list[Any], outputs: list[Any]) ->
         raise ValueError(
             f"{described(fun)} passes the gradients of its outputs on to its inputs, so it must "
             f"have as many outputs as inputs; it has {len(outputs)} and {len(inputs)} "
-            f"({', '.join(names) or 'no arrays'}). Give it the others by keyword."
+            f"({', '.join(names) or 'no arrays'}). Give it inputs without an output by keyword."
         )
     for i, (name, given, got) in enumerate(zip(names, inputs, outputs)):
         passes = f"{described(fun)} passes the gradient of its output {i} on to its input {name}"
@@ -112,7 +113,8 @@ def _check(fun: Any, names: list[str], inputs: list[Any], outputs: list[Any]) ->
             raise ValueError(f"{passes}, so their shapes must be the same; {types}.")
         if _jax.has_gradient(given) and not _same_kind(given.dtype, got.dtype):
             raise TypeError(
-                f"{passes}; {types}, which has no such gradient. Return it as {given.dtype}."
+                f"{passes}; {types}. Return the output as {given.dtype}, so that its cotangent can be "
+                "the gradient of the input."
             )
 
 

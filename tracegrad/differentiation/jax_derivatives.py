@@ -5,9 +5,10 @@ While rules are in force on a thread, `jax.grad` and the like are replaced. On t
 replacement applies the rules to the function that it differentiates, and then calls JAX's function.
 On other threads it only calls JAX's function. While no thread has rules, JAX is unchanged.
 
-A name that was imported before (``from jax import grad``) is still JAX's function, and so is a
-derivative that was made before the trace began. They differentiate without the rules; a rule that
-matches an operation in the code that they differentiated raises an error (see `rewriting.edits`).
+A name that was imported before (``from jax import grad``) is still JAX's function, and a derivative
+that was made before the trace began is still JAX's derivative. Both differentiate without the
+rules; a rule that matches an operation in code that was differentiated so raises an error (see
+`rewriting.edits`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from tracegrad.tracing import in_force, to_callable
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.signatures import argument_names
 
-# Maps the name of a function of `jax` to whether it differentiates in forward mode first: then a
-# custom gradient needs a JVP, which is the transpose of its backward.
+# Maps the name of a function of `jax` to whether it differentiates in forward mode. There, a custom
+# gradient needs a JVP, which is the transpose of its backward.
 _FORWARD_FIRST = {
     "grad": False,
     "value_and_grad": False,
@@ -64,8 +65,8 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
             found = by_rules(lambda fun: original(fun, *args, **kwargs), fun)
             return (found[0], _Pullback(found[1]), *found[2:]) if original is _jax.vjp else found
 
-        # JAX's derivative is made here too: it has the name for `called`, and JAX checks the
-        # arguments now, and not only when `called` is called.
+        # JAX's function is called here too: it checks its arguments now, not when `called` is
+        # called, and its result has the name and the docstring of `called`.
         @functools.wraps(original(fun, *args, **kwargs))
         def called(*of: Any, **named: Any) -> Any:
             return by_rules(lambda fun: original(fun, *args, **kwargs)(*of, **named), fun)
@@ -77,7 +78,8 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
 
 @jax.tree_util.register_pytree_node_class
 class _Pullback:
-    """Wraps the pullback that `jax.vjp` returns, and calls it under `in_force.differentiating`."""
+    """Wraps the pullback that `jax.vjp` returns. Its calls run under `in_force.differentiating`, so
+    that rules do not apply to what the backward passes of custom rules differentiate."""
 
     def __init__(self, pullback: Any):
         self.pullback = pullback
@@ -98,8 +100,8 @@ class _Pullback:
 
 
 def _name_by_users_parameter(fun: Any) -> None:
-    """Gives the function that `equinox.filter_grad` differentiates the name of the parameter of the
-    user's function: by that name, `match.param` finds the leaves."""
+    """Gives the parameter of the function that `equinox.filter_grad` differentiates the name of the
+    user's parameter: `match.param` finds the leaves by it."""
     if getattr(fun, "__qualname__", "").endswith("Wrapper.__call__.<locals>.fun_value_and_grad"):
         (name,) = argument_names(inspect.getclosurevars(fun).nonlocals["self"].__wrapped__, 1)
         first, *others = inspect.signature(fun).parameters.values()
@@ -110,8 +112,9 @@ def _name_by_users_parameter(fun: Any) -> None:
 def _parted_anew(edited: Callable[..., Any]) -> Callable[..., Any]:
     """Separates again the results that have tangents from those that have none.
 
-    The function that `equinox.filter_jvp` differentiates has to separate them itself: results with
-    tangents are tracers of the JVP. While the graph of `edited` is made, no result is one of them.
+    The function that `equinox.filter_jvp` differentiates takes results that are tracers of the JVP
+    for those with tangents. While `edited` is traced to a graph, results are tracers of that trace,
+    so equinox finds none.
     """
 
     def is_moving(result: Any) -> bool:
@@ -137,7 +140,7 @@ def _hessian(original: Callable[..., Any]) -> Callable[..., Any]:
     return hessian
 
 
-# These return results; the other functions return a function.
+# These functions return results at once; the others return a function.
 _AT_ONCE = (_jax.vjp, _jax.jvp, _jax.linearize)
 _PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     *((jax, name, functools.partial(_by_rules, forward=f)) for name, f in _FORWARD_FIRST.items()),

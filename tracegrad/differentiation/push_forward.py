@@ -1,8 +1,9 @@
-"""The forward pass: tangents of a graph's inputs → tangents of its outputs, as a program.
+"""The pushforward of a graph: a program from values and tangents of its inputs to the tangents of
+its outputs.
 
-It asks JAX for each node's JVP and has no derivative formula of its own; the JVP of a custom
-gradient is the transpose of its backward. The graph has already run, so its effects (prints) are
-left out of the forward pass: effects happen once.
+JAX computes the JVP of the graph; the JVP of a custom gradient is the transpose of its backward.
+The graph has already run: the pushforward computes its values again, but does not repeat its
+effects (prints).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tracegrad.rewriting.host_calls import would_run_again
 
 
 class PushForward(NamedTuple):
-    """The forward pass through a graph: a function to compile, and the dependences of tangents."""
+    """The pushforward of a graph: a function to compile, and which tangents depend on which."""
 
     run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     """Takes the values of all inputs and a tangent for each active input; returns the tangents of
@@ -36,7 +37,7 @@ class PushForward(NamedTuple):
 
 
 def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
-    """Returns the forward pass through a graph, with respect to some of its inputs.
+    """Returns the pushforward of a graph, with respect to some of its inputs.
 
     Args:
       graph: a graph with inputs and outputs of any types.
@@ -44,7 +45,8 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
 
     Raises:
       ValueError: a custom gradient in the graph has no transpose.
-      NotImplementedError: an operation inside a region asks the host for a value.
+      NotImplementedError: an operation with an effect has results as well (a call of the host), so
+        that it would have to run again.
       Exception: whatever JAX raises for an operation that cannot be differentiated forward.
     """
     function = with_forward_mode(graph)
@@ -57,39 +59,37 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     types = [value.aval for value in graph.inputs]
     program = jax.make_jaxpr(pushed)(types, [types[i] for i in active])
     imported = graph_of(program)
-    # An output is connected if, in the program, its tangent depends on a tangent of an input.
+    # An output is linked to an input if its tangent depends on the tangent of the input.
     linked = [mask >> len(types) for mask in dependence(imported)]
     run = jax.extend.core.jaxpr_as_fun(program)
     if imported.effects:
         quiet = _without_past_effects(imported, len(types))
+        run = lambda *operands: run_graph(quiet, operands)  # noqa: E731
 
-        def run(*operands: Any) -> list[Any]:
-            return run_graph(quiet, operands)
-
-    def connected_only(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    def linked_only(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         found = run(*args, *tangents)
         return [tangent for tangent, mask in zip(found, linked, strict=True) if mask]
 
     each = iter(linked)
     of_all = tuple(next(each) if _jax.has_gradient(out) else 0 for out in graph.out_avals)
-    return PushForward(connected_only, of_all)
+    return PushForward(linked_only, of_all)
 
 
 # ---------------------------------------------------------------------------------------- effects
 
 
-def _without_past_effects(graph: Graph, values: int) -> Graph:
-    """Returns the graph without the nodes whose effects depend on values only, not on tangents.
+def _without_past_effects(graph: Graph, value_count: int) -> Graph:
+    """Returns the graph without the nodes that have effects and depend on no tangent.
 
-    These effects happened when the values were computed. A node that prints a tangent (in the rule
-    of a `jax.custom_jvp`) has not run yet, and stays. Raises NotImplementedError if a node whose
-    effect has happened has results, too.
+    The effects of these nodes happened when the values were computed. A node that prints a tangent
+    (in the rule of a `jax.custom_jvp`) has not run yet, and stays. Raises NotImplementedError if a
+    node whose effect has happened has results, too.
 
     Args:
       graph: a graph of the inputs ``(*values, *tangents)``.
-      values: the number of inputs that are values.
+      value_count: the number of inputs that are values.
     """
-    flows = spread_below(graph, [int(i >= values) for i in range(len(graph.inputs))])
+    flows = spread_below(graph, [int(i >= value_count) for i in range(len(graph.inputs))])
     tangents = {value for value, mask in flows.items() if mask}
     past = list(_past(graph, (), tangents))
     return around_each(graph, past, lambda op, *operands: []).graph

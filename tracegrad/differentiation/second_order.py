@@ -50,9 +50,9 @@ def hessian(
     Returns:
       A function of the same arguments. As `jax.hessian` does, it returns a tree like the
       selected argument(s) in which each leaf is again such a tree. For leaves ``f32[m]`` and
-      ``f32[n]`` of a scalar function it holds ``f32[m, n]``. Leaves that are not selected get the
-      entries that they get in `grad`. With `has_aux` it returns ``(hessian, aux)``. Complex numbers
-      follow JAX's convention.
+      ``f32[n]`` of a scalar function, the block of the two is ``f32[m, n]``. Leaves that are not
+      selected get the entries that they get in `grad`. With `has_aux` it returns
+      ``(hessian, aux)``. Complex numbers follow JAX's convention.
 
     Raises:
       TypeError, ValueError: as `grad`.
@@ -98,7 +98,11 @@ def hessian(
 def _rows_and_columns(
     call: Partition, blocks: Sequence[Sequence[Any]], shape: tuple[int, ...]
 ) -> Any:
-    """Returns the Hessian of one output leaf, from one block per pair of differentiable leaves."""
+    """Returns the Hessian of one output leaf, from one block per pair of differentiable leaves.
+
+    `Partition.answer` places the blocks of the selected leaves in the tree; its second argument
+    makes the entry of a leaf that is not selected.
+    """
     leaves = call.leaves
     rows = [
         call.answer(row, functools.partial(zero_block, (*shape, *jnp.shape(leaf))))
@@ -172,15 +176,18 @@ def hvp(
 
 
 def _direction(leaf: Any, entry: Any, path: str) -> Any:
-    """Checks the entry of `v` for one leaf; a number gets the leaf's dtype."""
+    """Returns the entry of `v` for one leaf as an array; checks its shape. A Python number gets the
+    dtype of the leaf."""
     expected = jax.typeof(leaf)
     try:
         given = jnp.asarray(as_inexact(entry, expected.dtype))
     except (TypeError, ValueError):
         raise ValueError(
-            f"v has {brief(entry)} for {path}, which is {expected.shape}. v must have the "
+            f"v has {brief(entry)} for {path}, whose shape is {expected.shape}. v must have the "
             "structure that `grad` returns for wrt, which is the first argument by default"
         ) from None
     if given.shape != expected.shape:
-        raise ValueError(f"v has the shape {given.shape} for {path}, which is {expected.shape}")
+        raise ValueError(
+            f"v has the shape {given.shape} for {path}, whose shape is {expected.shape}"
+        )
     return given.astype(expected.dtype) if jax.typeof(given).weak_type else given

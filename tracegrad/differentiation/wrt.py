@@ -75,7 +75,7 @@ def select(tree: Any, wrt: Any) -> Any:
 def partition(
     fun: Callable[..., Any], wrt: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Partition:
-    """Parts a call of `fun` into the leaves that `wrt` selects and the rest.
+    """Splits the arguments of a call of `fun` into the leaves that `wrt` selects and the rest.
 
     Raises ValueError if the call does not have the selected argument (the message lists the
     function's parameters), if an argument is selected twice, or if nothing is selected (the
@@ -98,7 +98,7 @@ def partition(
 
 
 def _as_one(several: Sequence[int | str]) -> str:
-    """How several globs select leaves of one argument."""
+    """Returns the hint to give several globs for one argument as one `match.param`."""
     if not all(isinstance(each, str) for each in several):
         return ""
     return f". Several globs for one argument are wrt=tracegrad.match.param{tuple(several)!r}"
@@ -113,8 +113,9 @@ def check_wrt(wrt: Any) -> None:
     if not _is_several(wrt):
         if any(map(is_variable, jax.tree.leaves(wrt, is_leaf=is_variable))):
             raise TypeError(
-                "wrt selects arguments, and a Variable that the function reads is none: make it an "
-                "argument of the function, or take its gradient with a tracegrad.GradientTape"
+                "wrt selects arguments, and a Variable that the function reads is not an argument: "
+                "make it an argument of the function, or take its gradient with a "
+                "tracegrad.GradientTape"
             )
         raise TypeError(
             "wrt is a position, an argument name, a glob for paths, a sequence of these, a tree of "
@@ -178,8 +179,9 @@ def _selected(
     mask, structure = jax.tree.flatten(wrt)
     if structure != argument.structure:
         raise ValueError(
-            f"a tree of bools for wrt has the structure of {names[place]}, the first argument, as "
-            f"tracegrad.select makes it: expected {argument.structure}, got {structure}"
+            f"a tree of bools for wrt must have the structure of {names[place]}, the first "
+            "argument, as tracegrad.select makes it: "
+            f"expected {argument.structure}, got {structure}"
         )
     if not any(mask):
         raise ValueError("wrt selects nothing: the tree of bools is False everywhere")
@@ -191,7 +193,7 @@ def _whole(arguments: Sequence[Argument], place: int) -> tuple[int, Sequence[boo
 
 
 def _names(fun: Callable[..., Any], arguments: Sequence[Argument]) -> list[str]:
-    """Returns the function's name for each argument of the call."""
+    """Returns the name of the parameter that gets each argument of the call."""
     names = argument_names(fun, sum(isinstance(each.key, int) for each in arguments))
     return [names[k] if isinstance(k, int) else k for k in (each.key for each in arguments)]
 
@@ -224,7 +226,7 @@ def _at_position(fun: Callable[..., Any], position: int, arguments: Sequence[Arg
 
 
 def _no_argument(fun: Callable[..., Any], name: str, names: Sequence[str]) -> str:
-    """Returns the message for a name that no argument of the call has."""
+    """Returns the message for a `wrt` that is the name of no argument of the call."""
     for parameter in parameters_of(fun):
         if parameter.name == name:
             why = _not_passed(parameter, "it")
