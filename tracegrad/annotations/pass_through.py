@@ -113,8 +113,8 @@ def _check(fun: Any, names: list[str], inputs: list[Any], outputs: list[Any]) ->
             raise ValueError(f"{passes}, so their shapes must be the same; {types}.")
         if _jax.has_gradient(given) and not _same_kind(given.dtype, got.dtype):
             raise TypeError(
-                f"{passes}; {types}. Return the output as {given.dtype}, so that its cotangent can be "
-                "the gradient of the input."
+                f"{passes}; {types}. Return the output as {given.dtype}, so that its cotangent "
+                "can be the gradient of the input."
             )
 
 
