@@ -1,8 +1,7 @@
 """Finds by minimum cuts which values to save, so that saving and recomputing cost the least.
 
 Every value that the backward pass reads must be available: it is either saved, at a price for each
-byte, or recomputed, at the cost of its FLOPs; then its operands must be available as well. A value
-that is available and not recomputed pays for its bytes; a recomputed value pays for its FLOPs. Both
+byte, or recomputed, at the cost of its FLOPs; then its operands must be available as well. Both
 costs are arcs of a network, and the cheapest choice is the minimum cut of the network (the project
 selection problem; for tensors, PyTorch's min-cut partitioner of functorch does the same). The save
 sets for all prices are the lower convex hull of (bytes, FLOPs) over all save sets.
@@ -79,23 +78,23 @@ class Network:
         self._flops = np.array([flops[v] for v in self.values], float)
 
     def capacities(self, price: float) -> np.ndarray:
-        """Returns the capacities of the arcs. `price`: FLOPs per byte; if it is infinite, only
-        values that cannot be recomputed are saved."""
+        """Returns the capacities of the arcs. `price`: FLOPs per byte; if it is infinite, as few
+        bytes as possible are saved."""
         found = np.full(len(self.arcs), _INFINITE, np.int64)
-        # Saving a value never pays if it costs more than recomputing everything.
         can_run = self._flops < math.inf
-        scale = _SCALE / max(1.0, 2.0 * self._flops[can_run].sum())
+        everything = max(1.0, self._flops[can_run].sum())
+        price = min(price, 2 * everything)  # one byte costs more than to recompute everything
+        # Saving a value never pays if it costs more than to recompute everything and to save what
+        # cannot be recomputed.
+        scale = _SCALE / (2 * (everything + price * self._sizes[~can_run].sum()))
         count = len(self.values)
-        if math.isinf(price):
-            found[:count] = np.where((self._sizes > 0) & can_run, _SCALE, 0)
-        else:
-            found[:count] = np.minimum(np.floor(self._sizes * price * scale), _SCALE)
+        found[:count] = np.minimum(np.floor(self._sizes * price * scale), _SCALE)
         found[count : 2 * count] = np.minimum(np.floor(self._flops * scale), _INFINITE)
         return found
 
     def cut(self, is_beyond: np.ndarray) -> SaveSet:
-        """Returns the choice of a minimum cut; `is_beyond`: for each node, if it is on the sink's
-        side."""
+        """Returns the choice of a minimum cut; `is_beyond`: for each node, whether it is on the
+        sink's side."""
         is_run = ~is_beyond[3::2]
         is_saved = is_beyond[3::2] & ~is_beyond[2::2]
         saved = frozenset(itertools.compress(self.values, is_saved))
@@ -105,8 +104,8 @@ class Network:
 def hulls(networks: Sequence[Network], most: int) -> list[list[SaveSet]]:
     """Returns save sets of each network on the convex hull of bytes and FLOPs.
 
-    They go from the fewest FLOPs to the fewest bytes, at most `most` of them; the widest gaps are
-    searched first.
+    They go from the fewest FLOPs to the fewest bytes, at most `most` of them; the gaps of the
+    largest area (bytes times FLOPs) are searched first.
     """
     found: dict[int, list[SaveSet]] = {}
     searches = {k: _hull(most) for k in range(len(networks))}
@@ -175,12 +174,14 @@ def _beyond(arcs: np.ndarray, capacities: np.ndarray, nodes: int) -> np.ndarray:
     """Returns for each node whether it is on the sink's side of the minimum cut.
 
     Of several minimum cuts, it is the one with the fewest nodes on the sink's side: those from
-    which more could flow to the sink.
+    which more could flow to the sink, and those that no arc from the source's side reaches. (These
+    are values that no value on the source's side is made of.)
 
     SciPy uses 32-bit capacities, and silently drops the higher bits. So the flow is computed in
-    rounds, high bits first (capacity scaling), and is exact. After a round, less than one unit of
-    that round fits through each arc of some cut. So the flow of the next round is below `most`, and
-    capacities can be limited to `most`.
+    rounds, the high bits of the capacities first (capacity scaling), and is exact. After a round,
+    less than one unit of that round is left in each arc of some cut. So the next round adds a flow
+    of at most ``len(arcs) << bits``, which is below `most`, and larger capacities can be limited to
+    `most`.
     """
     most = 1 << 30
     bits = 29 - len(arcs).bit_length()
@@ -192,6 +193,10 @@ def _beyond(arcs: np.ndarray, capacities: np.ndarray, nodes: int) -> np.ndarray:
         flow = maximum_flow(network, 0, 1).flow.astype(np.int64)
         flow.data <<= shift
         left = left - flow
-    found = np.zeros(nodes, bool)
-    found[breadth_first_order(left.T.tocsr(), 1, return_predecessors=False)] = True
-    return found
+    can_flow = np.zeros(nodes, bool)
+    can_flow[breadth_first_order(left.T.tocsr(), 1, return_predecessors=False)] = True
+    inside = arcs[~can_flow[arcs].any(axis=1)]
+    graph = csr_array((np.ones(len(inside)), (inside[:, 0], inside[:, 1])), (nodes, nodes))
+    is_beyond = np.ones(nodes, bool)
+    is_beyond[breadth_first_order(graph, 0, return_predecessors=False)] = False
+    return is_beyond
