@@ -368,6 +368,19 @@ def test_a_gradient_goes_straight_through_a_rounding_and_a_stopped_gradient():
         tg.rewrite(lambda x: x @ x, rules.straight_through(match.op("dot_general")))(x)
 
 
+def test_a_gradient_that_could_go_straight_to_two_inputs_is_refused():
+    def quantised(scale, x):
+        return jnp.round(scale * x)
+
+    rule = rules.straight_through(match.call("quantised"))
+    f = tg.rewrite(lambda scale, x: quantised(scale, x).sum(), rule)
+    with pytest.raises(tg.GraphError, match="2 float inputs of the type of its one result"):
+        jax.grad(f)(jnp.ones(2), jnp.ones(2))
+    of_scalar = jax.grad(f, (0, 1))(2.0, jnp.array([1.2, 2.3]))  # the scale has another type
+    np.testing.assert_array_equal(of_scalar[1], [1, 1])
+    assert of_scalar[0] == 0
+
+
 def test_what_is_bounded_gets_the_gradient_and_not_its_bounds():
     low, high = jnp.zeros(2), jnp.ones(2)
     programs = [

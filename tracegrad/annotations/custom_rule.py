@@ -13,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from tracegrad import _jax
 from tracegrad.annotations.calls import is_array_like, noted, with_users_name
 from tracegrad.annotations.captured import Captured, captured_name, captured_text, problem_of
+from tracegrad.annotations.module_changes import ModuleChanges
 from tracegrad.annotations.pullback import Pullback, RunResiduals, trace_pullback
 from tracegrad.annotations.variables import listed_with
 from tracegrad.ir.notes import add_note
@@ -56,7 +57,17 @@ class AnnotatedCall:
     def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
         """Calls the user's function, checks what it returns, and returns ``(y, grad_fn)``."""
         with noted(lambda: f"in {described(self.fun)}, which has a custom gradient"):
-            result = self.fun(*self.arguments.combine(arrays), **self.kwargs)
+            copies = self.arguments.combine(arrays)
+            result, changed = ModuleChanges(self.fun, copies).run(
+                copies, lambda: self.fun(*copies, **self.kwargs)
+            )
+        if changed:
+            raise TypeError(
+                f"{described(self.fun)} has a custom gradient, and assigns arrays in a module of "
+                "flax.nnx that it is given (statistics, counts of random numbers): the function "
+                "has a copy of the module, so they would be lost. Call the module outside, and "
+                "give the function its result"
+            )
         pair = isinstance(result, tuple | list) and len(result) == 2
         if not pair or not callable(result[1]):
             got = f"a pair with {brief(result[1])} in second place" if pair else brief(result)

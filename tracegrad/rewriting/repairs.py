@@ -33,6 +33,7 @@ from tracegrad.ir.nodes import same_type
 from tracegrad.ir.running import run_node
 from tracegrad.ir.selector import Found, Selector, within
 from tracegrad.ir.stretches import leaving, operands_of
+from tracegrad.ir.wording import counted
 from tracegrad.rewriting.edits import check_selector
 from tracegrad.rewriting.kept_zeros import keeping_zeros, may_make_nan
 from tracegrad.rewriting.match_rule import MatchRule, around, shows_arguments
@@ -219,15 +220,15 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
 
     Args:
       where: a selector; each match is one function with one result, which gets the gradient of the
-        identity with respect to an input of the same type. If several inputs have that type, it is
-        the first one that depends on an argument of the program and that the function does not
-        close over; for `lax.clamp` the operand that is bounded.
+        identity with respect to its input of the same type. If several inputs have that type, it
+        is the one that depends on an argument of the program and that the function does not close
+        over; for `lax.clamp` the operand that is bounded.
       missing_ok: whether `where` may match nothing.
 
     Returns:
       A rule. It replaces the true derivative, finite or not, in forward mode too. Other inputs get
-      no gradient. Applied to a program, the rule raises GraphError for a match without such an
-      input.
+      no gradient. Applied to a program, the rule raises GraphError for a match that has not one
+      such input.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(w):
@@ -248,14 +249,16 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
             node = None if isinstance(found, Fragment) else found.node
             operands = operands_of(found.nodes) if node is None else node.inputs
             results = leaving(graph.region_of(found), found.nodes)
-            position = position_past(operands, results, varying, node)
-            if position is None:
+            possible = positions_past(operands, results, varying, node)
+            if len(possible) != 1:
+                many = counted(len(possible), "float input") if possible else "no float input"
                 raise GraphError(
-                    f"rules.straight_through: {found} has no float input of the type of its one "
-                    "result, to which a gradient could be handed on. Match the function around "
-                    "it, or write a gradient function for rules.override_gradient"
+                    f"rules.straight_through: {found} has {many} of the type of its one result, "
+                    "and the gradient is handed on to one such input. Match another function, "
+                    "around it or inside it, or write a gradient function for "
+                    "rules.override_gradient"
                 )
-            positions[found] = position
+            (positions[found],) = possible
 
         def past(op: Op, *operands: Any) -> Any:
             position = positions[op.match]
@@ -274,15 +277,14 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
     return MatchRule("straight_through", where, edit, missing_ok)
 
 
-def position_past(
+def positions_past(
     operands: Sequence[Atom],
     results: Sequence[Value],
     varying: Mapping[Value, int] | None = None,
     node: Node | None = None,
-) -> int | None:
-    """Returns the position of the operand that gets the gradient of a match by `straight_through`.
-
-    Returns None if no operand has the type of the match's one result.
+) -> list[int]:
+    """Returns the positions of the operands that could get the gradient of a match by
+    `straight_through`: those that have the type of the match's one result.
 
     Args:
       operands, results: those of the match.
@@ -291,17 +293,17 @@ def position_past(
       node: the match, if it is one node.
     """
     if len(results) != 1 or not has_gradient(results[0]):
-        return None
+        return []
     fitting = [
         i
         for i, value in enumerate(operands)
         if isinstance(value, Value) and same_type(value.aval, results[0].aval)
     ]
     if node is not None and node.op == "clamp" and 1 in fitting:  # (lower, operand, upper)
-        return 1
+        return [1]
     flowing = [i for i in fitting if varying is None or mask_of(operands[i], varying)]
     given = [i for i in flowing if node is None or not _is_closed_over(node, i)]
-    return next(iter(given or flowing or fitting), None)
+    return given or flowing or fitting[:1]
 
 
 def _is_closed_over(node: Node, position: int) -> bool:

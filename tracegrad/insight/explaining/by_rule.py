@@ -10,7 +10,7 @@ from tracegrad.ir import CustomGradient, Occurrence, match, operations
 from tracegrad.ir.selector import Selector
 from tracegrad.rewriting import rules
 from tracegrad.rewriting.kept_zeros import may_make_nan
-from tracegrad.rewriting.repairs import position_past
+from tracegrad.rewriting.repairs import positions_past
 
 NOTHING = ByRule()
 _PAST = "the gradient passes {name} as if {name} were the identity"
@@ -74,7 +74,7 @@ def no_gradient(cause: str, found: Occurrence) -> ByRule:
 def straight_through(found: Occurrence) -> ByRule:
     """Returns the rule for a node with a zero derivative."""
     where, node = _selector_of(found), found.node
-    if where is None or position_past(node.inputs, node.outputs) is None:
+    if where is None or not positions_past(node.inputs, node.outputs):
         return NOTHING
     return ByRule(rules.straight_through(where), _PAST.format(name=node.name))
 
