@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.checks import pair
+from tracegrad.differentiation.checks import pair, wrt_or_argnums
 from tracegrad.differentiation.gradient_types import is_numeric, type_of
 from tracegrad.differentiation.partition import Partition
 from tracegrad.differentiation.wrt import Wrt, check_wrt, partition
@@ -35,7 +35,8 @@ def explain(
     fun: Callable[..., Any],
     /,
     *args: Any,
-    wrt: Wrt = 0,
+    wrt: Wrt | None = None,
+    argnums: int | Sequence[int] | None = None,
     cotangent: Any = None,
     has_aux: bool = False,
     **kwargs: Any,
@@ -54,7 +55,8 @@ def explain(
       fun: a function, traced or plain. It returns one float scalar, or anything if `cotangent` is
         given.
       *args, **kwargs: the arguments of the call.
-      wrt: what to differentiate with respect to, as for `tracegrad.grad`.
+      wrt, argnums: what to differentiate with respect to, as for `tracegrad.grad`: without them the
+        first argument alone. For two models, give both: ``wrt=("encoder", "decoder")``.
       cotangent: a tree like the result, with a cotangent of the same shape for each leaf; needed
         unless the result is one scalar.
       has_aux: whether `fun` returns ``(value, aux)``.
@@ -92,6 +94,7 @@ def explain(
     After PyTorch's anomaly mode and TensorFlow's ``check_numerics``.
     """
     require_function(fun, "explain the gradients of")
+    wrt = wrt_or_argnums(wrt, argnums)
     _check_sources(fun, wrt)
     selection = partition(fun, wrt, args, kwargs)
     _require_alive(selection)

@@ -228,17 +228,21 @@ def _explain(
         [seeds[i] for i in inside] + [None] * len(ends),
         name="the tape",
         unselectable={},
-        why_unused=None if inside else _UNSEEN,
+        why_unused=None if inside else _why_unused(targets),
         untrained=untrained,
         ends=range(len(inside), len(outputs)),
     )
 
 
-_UNSEEN = (
-    "the target was not computed from it inside the block, as far as the tape has seen. A tape "
-    "does not see what is computed before the block, in NumPy (`np.asarray(x)`, `float(x)`), in "
-    "other threads and in functions compiled ahead of time"
-)
+def _why_unused(targets: Sequence[Any]) -> str:
+    exact = {str(target.dtype) for target in targets if not _jax.has_gradient(target)}
+    if len(exact) == 1 and not any(map(_jax.has_gradient, targets)):
+        return f"the target is of dtype {exact.pop()}, which has no gradient: make it a float"
+    return (
+        "the target was not computed from it inside the block, as far as the tape has seen. A tape "
+        "does not see what is computed before or after the block, in NumPy (`np.asarray(x)`, "
+        "`float(x)`), in other threads and in functions compiled ahead of time"
+    )
 
 
 engine.explain_tape = explain_tape

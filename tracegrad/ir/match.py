@@ -98,8 +98,10 @@ def scope(*globs: str) -> Selector:
     """Selects the operations in a named scope: `jax.named_scope`, or the call of a module.
 
     flax.linen names the scopes of its modules. For modules of flax.nnx and of equinox, tracegrad
-    names the scopes while it traces: by the class of the outermost module, and by the paths of the
-    others in it: ``Model/blocks.0/attention``.
+    names the scope of each call of a module (its ``__call__``) while it traces: by the class of the
+    outermost module that is called, and by the paths of the others in it:
+    ``Model/blocks.0/attention``. What other methods of a module compute belongs to the scope around
+    them; `match.param` selects a module's parameters wherever they are used.
 
     Each entry of the scope is one match, a `Fragment` if it contains several operations. Two
     entries with no operation between them are one match.

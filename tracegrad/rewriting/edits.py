@@ -212,8 +212,9 @@ def _differentiated_already(
         f"{rule!r}: {match} lies in code that JAX has differentiated already"
         f"{_grad_call(node)}, where an edit of gradients would do nothing. The rules of an "
         "enclosing trace reach tracegrad.grad, and jax.grad and the like where they are "
-        "looked up in jax while it runs (`import jax` rather than `from jax import grad`, "
-        "and inside of the traced function). Or give it to the loss: "
+        "looked up in jax while it runs (`import jax` rather than `from jax import grad`), "
+        "for derivatives that are made inside of the traced function (call "
+        "`jax.value_and_grad(loss)`, or that of nnx, in the step). Or give the rule to the loss: "
         f"jax.grad({of_loss})"
     )
 

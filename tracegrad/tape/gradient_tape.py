@@ -13,6 +13,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
+from tracegrad.ir.wording import brief
 from tracegrad.tape.cotangents import (
     BATCH_JACOBIAN,
     GRADIENT,
@@ -162,8 +163,8 @@ class GradientTape(Recording):
                 continue
             if not isinstance(leaf, jax.Array):
                 raise ValueError(
-                    f"a tape watches JAX arrays; it was given {leaf!r} of type "
-                    f"{type(leaf).__name__}. Convert it with jnp.asarray, and use the result"
+                    f"a tape watches JAX arrays; it was given {brief(leaf)} "
+                    f"({type(leaf).__name__}). Convert it with jnp.asarray, and use the result"
                 )
             if _jax.has_gradient(leaf):
                 self._record.watch(leaf)
