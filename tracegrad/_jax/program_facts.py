@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import numpy as np
 
-from tracegrad._jax.arrays import is_reference
+from tracegrad._jax.arrays import has_gradient, is_reference
 from tracegrad._jax.caches import of_program
-from tracegrad._jax.compat import parts_of
-from tracegrad._jax.programs import CUSTOM_JVP, sub_programs
+from tracegrad._jax.compat import opened, parts_of
+from tracegrad._jax.programs import CUSTOM_JVP, CUSTOM_VJP, programs_in, sub_programs
+from tracegrad._jax.rules import count_closed_over
 
 
 class ProgramFacts(NamedTuple):
@@ -94,3 +96,39 @@ def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
 
 def _once(arrays: Iterable[Any]) -> tuple[Any, ...]:
     return tuple({id(array): array for array in arrays}.values())
+
+
+# ------------------------------------------------------------------- single facts, in faster walks
+
+
+@of_program
+def operations_in(program: Any) -> frozenset[str]:
+    """Returns the names of the primitives in a program and its sub-programs, without those that
+    have no meaning outside of their own lowering."""
+    found = set[str]()
+    for equation in opened(program).eqns:
+        found.add(equation.primitive.name)
+        for _, inner in programs_in(equation.primitive, equation.params):
+            found |= operations_in(inner)
+    return frozenset(found)
+
+
+@of_program
+def closes_over(program: Any) -> bool:
+    """Whether a `jax.custom_jvp` in a program closes over a value of a float or complex dtype."""
+    for equation in opened(program).eqns:
+        primitive = equation.primitive
+        if primitive is CUSTOM_JVP or primitive is CUSTOM_VJP:
+            if rule_closes_over(equation):
+                return True
+        elif any(closes_over(inner) for _, inner in programs_in(primitive, equation.params)):
+            return True
+    return False
+
+
+def rule_closes_over(equation: Any) -> bool:
+    """Whether an equation is a `jax.custom_jvp` that closes over such a value."""
+    if equation.primitive is not CUSTOM_JVP:
+        return False
+    operands = equation.invars[: count_closed_over(equation.params)]
+    return any(not isinstance(each, jex.Literal) and has_gradient(each.aval) for each in operands)
