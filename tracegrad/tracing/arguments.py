@@ -25,14 +25,24 @@ class StaticArguments(NamedTuple):
     by name.
 
     Attributes:
-      others: the parameter names of the other positional arguments, for messages.
+      parameters: the names of the function's positional parameters, static or not, for messages.
       rest: the name of the parameter for all further ones, ``*args``.
     """
 
     positions: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
-    others: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
     rest: str = "args"
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The names of the positional parameters that are not static."""
+        return tuple(p for i, p in enumerate(self.parameters) if i not in self.positions)
+
+    def argument_names(self, count: int) -> list[str]:
+        """Returns the names of the first `count` positional arguments: ``x``, ``args.0``."""
+        further = range(count - len(self.parameters))
+        return [*self.parameters[:count], *(f"{self.rest}.{i}" for i in further)]
 
     def within(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Returns the static positions of a call with these positional arguments."""
@@ -171,8 +181,8 @@ def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> Stati
         names = tuple(p.name for p in chosen if p.kind is p.POSITIONAL_OR_KEYWORD)
     elif argnames is not None and argnums is None:
         positions = tuple(i for i, p in enumerate(ordered) if p.name in names)
-    others = tuple(p.name for i, p in enumerate(ordered) if i not in positions)
-    return StaticArguments(frozenset(positions), frozenset(names), others, *variadic)
+    own = tuple(p.name for p in ordered)
+    return StaticArguments(frozenset(positions), frozenset(names), own, *variadic)
 
 
 def donated_by(fun: Callable[..., Any], options: Mapping[str, Any]) -> StaticArguments:

@@ -15,10 +15,10 @@ from tracegrad.ir.running import run_graph
 from tracegrad.tracing.arguments import Call
 from tracegrad.tracing.jit_options import signature_behind
 from tracegrad.tracing.uses import Use
-from tracegrad.variables.inside import hands_out
 from tracegrad.variables.modules import Snapshot, Update
 from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.packed import Packed, unpacked
+from tracegrad.variables.results import hands_out
 from tracegrad.variables.statics import has_modules, has_statics, with_statics
 from tracegrad.variables.trees import was_a_variable
 

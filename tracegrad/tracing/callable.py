@@ -15,7 +15,7 @@ from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
 from tracegrad.tracing.arguments import Call, StaticArguments, TakingApart
-from tracegrad.variables.inside import settled
+from tracegrad.variables.results import settled
 
 
 def to_callable(graph: Graph) -> Callable[..., Any]:

@@ -40,7 +40,6 @@ from tracegrad.tracing.shardings import (
     shardings_of_arguments,
     structure_of,
 )
-from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.user_errors import explain_rule, explained
 from tracegrad.tracing.uses import Packs, Use
 from tracegrad.variables.trees import without_variables
@@ -268,7 +267,7 @@ class Pipeline:
 
     def _note(self, call: Call, graph: Graph) -> None:
         """Records the signature of a call that is being traced."""
-        names = argument_names(self.fun, len(call.args))
+        names = self.static.argument_names(len(call.args))
         named = {**dict(zip(names, call.args, strict=True)), **call.kwargs}
         _, positions, static_kwargs = self.static.apart(call.args, call.kwargs)
         fixed = {*(names[i] for i in positions), *static_kwargs}

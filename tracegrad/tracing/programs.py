@@ -32,7 +32,6 @@ from tracegrad.tracing.jit_options import options_behind
 from tracegrad.tracing.shardings import shardings_of_result
 from tracegrad.tracing.uses import Use
 from tracegrad.variables import kept_programs
-from tracegrad.variables.inside import put_together
 from tracegrad.variables.lending import (
     dispatching,
     free,
@@ -45,6 +44,7 @@ from tracegrad.variables.lending import (
 from tracegrad.variables.listening import listeners
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed
+from tracegrad.variables.results import put_together
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline

@@ -10,7 +10,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.variables.inside import hands_out
+from tracegrad.variables.results import hands_out
 from tracegrad.variables.statics import has_statics
 
 Packs = Literal["never", "if it has parts", "always"]

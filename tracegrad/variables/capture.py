@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir.occurrence import calling_line
+from tracegrad.ir.occurrence import Origin, calling_line
 from tracegrad.variables import kept_programs
 from tracegrad.variables.cut_gradients import (
     assigned_anew,
@@ -35,7 +35,7 @@ from tracegrad.variables.variable import Variable
 #
 # Assignment is not differentiated: if `value` has a tangent and `entry` has none, a gradient is
 # lost. A warning says so for trainable Variables, with their `name` and the line of the assignment.
-def _lost(name: str, assigned_at: str) -> None:
+def _lost(name: str, assigned_at: Origin | None) -> None:
     if name:
         warn_of_cut(name, assigned_at)
 
@@ -71,7 +71,7 @@ class Capture(Listener):
         self.assigned: tuple[Variable, ...] = ()
         self._entry: dict[Variable, list[_jax.Placeholder]] = {}
         self._current: dict[Variable, Any] = {}  # the value assigned last
-        self._assigned_at: dict[Variable, str] = {}  # the line of that assignment
+        self._assigned_at: dict[Variable, Origin | None] = {}  # the line of that assignment
         self._readable: dict[Variable, Any] = {}  # the object that readers get
         self._trace: Any = None
         self._running = _Running()
@@ -82,7 +82,7 @@ class Capture(Listener):
         self._trace = _jax.current_trace(None)
         self._running.runs = True
         try:
-            with kept_programs.while_tracing(), listening(self):
+            with listening(self), kept_programs.while_tracing():
                 yield
         finally:
             self._running.runs = False
@@ -154,8 +154,7 @@ class Capture(Listener):
             assigned_anew(variable)
             value = _jax.fresh_alias(value)
         self._current[variable] = value
-        line = calling_line()
-        self._assigned_at[variable] = "" if line is None else line.place
+        self._assigned_at[variable] = calling_line()
         self._readable.pop(variable, None)
 
     def _refuse_inner(self, variable: Variable, value: Any) -> None:
