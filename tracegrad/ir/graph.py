@@ -168,7 +168,7 @@ class Graph:
         Such code (callbacks into Python, prints, foreign functions) may fail after the program was
         started, and may read any object of the process.
         """
-        return any(map(_jax.calls_host, self.operations))
+        return _jax.calls_host(self.operations)
 
     @property
     def closes_over(self) -> bool:

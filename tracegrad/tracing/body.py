@@ -19,8 +19,8 @@ from tracegrad.variables.modules import Snapshot, Update
 from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.packed import Packed, unpacked
 from tracegrad.variables.results import hands_out
-from tracegrad.variables.statics import has_modules, has_statics, with_statics
-from tracegrad.variables.trees import was_a_variable
+from tracegrad.variables.statics import has_modules, with_statics
+from tracegrad.variables.trees import were_variables
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
@@ -137,7 +137,7 @@ class Body:
             result = Packed(outs[:count], graph.out_tree)
         else:
             result = jax.tree.unflatten(graph.out_tree, outs[:count])
-            result = with_statics(result) if has_statics(graph.out_tree) else result
+            result = result if self._packs else with_statics(result)
         if use.is_plain or (self._is_staged and not use.has_variables and not graph.updates):
             return result
         new = dict(zip(map(id, graph.assigned), outs[count:last], strict=True))
@@ -154,7 +154,7 @@ class Body:
         call = pipeline.take_all(args, kwargs)
         if not pipeline.takes_apart:
             found = call.variables or call.objects or has_modules((args, kwargs))
-            if found or any(map(was_a_variable, jax.tree.leaves((args, kwargs)))):
+            if found or were_variables(jax.tree.leaves((args, kwargs))):
                 pipeline.take_apart(call)
                 raise Outgrown(self, None)
         elif not pipeline.take.looks_for_modules and nnx() is not None:

@@ -57,6 +57,7 @@ class Pipeline:
     It holds the function weakly: the table of pipelines must not keep the function alive.
 
     Attributes:
+      static, donated: which arguments are static, and which are donated.
       take: takes the arguments of a call apart, as far as the calls so far needed.
       take_all: takes any arguments apart.
       takes_apart: whether each call takes its arguments apart; set by the first call with an
@@ -89,7 +90,7 @@ class Pipeline:
         self._of_arguments = shardings if isinstance(shardings, tuple) else ()
         is_tree = not all(map(is_for_all, self._of_arguments or (shardings,)))
         self._shardings = shardings if is_tree else None
-        self._donated = donated_by(fun, options)
+        self.donated = donated_by(fun, options)
         self.packs_results: Packs = "if it has parts"
         if not is_for_all(self.out_shardings):  # they come in the tree of a result
             self.packs_results = "always" if maps(self.out_shardings) else "never"
@@ -182,8 +183,8 @@ class Pipeline:
 
     def _key(self, call: Call) -> Any:
         """The key of a call's program: its Variables, and its structures if shardings need them."""
-        if call.objects and (self._donated.positions or self._donated.names):
-            refuse_sharing(self.fun, call, self._donated)
+        if call.objects and (self.donated.positions or self.donated.names):
+            refuse_sharing(self.fun, call, self.donated)
         if self._shardings is None or not self.takes_apart:
             return call.variables
         return call.variables, *map(structure_of, call.args)
@@ -232,7 +233,7 @@ class Pipeline:
 
     def graph(self, call: Call) -> Graph:
         """Returns the graph for the arguments of a call, after the rules."""
-        options = self._donated, self._of_arguments
+        options = self.donated, self._of_arguments
         trace = functools.partial(trace_to_graph, self.fun, call, self.static, *options)
         with with_jit():  # so that rules find nested jitted functions by name
             return traced_under(self.rules, trace)

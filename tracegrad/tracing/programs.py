@@ -78,7 +78,7 @@ class Program:
         if of_result is not None:
             options = {**options, "out_shardings": of_result}
         if not use.is_plain:
-            options = options_behind(pipeline.fun, options, pipeline.static, use.values)
+            options = options_behind(pipeline, options, use.values)
         self._make_nested = functools.partial(jax.jit, body, **options)
         self._has_options = any(options.values())
         self._forms: dict[Any, Any] = {}  # see `ForwardingTrace.call_jitted`
@@ -110,7 +110,9 @@ class Program:
         pipeline = self._pipeline()
         assert pipeline is not None, "the traced function that is called holds it"
         use = Use(self.use, graph, packs=pipeline.packs_results)
-        of_result = shardings_of_result(pipeline.out_shardings, graph)
+        of_result = None
+        if pipeline.packs_results == "always":
+            of_result = shardings_of_result(pipeline.out_shardings, graph)
         return Program(pipeline, use, self._shardings, of_result)
 
     def _recomputing(self) -> Callable[..., Any]:

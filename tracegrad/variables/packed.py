@@ -26,6 +26,7 @@ from tracegrad.variables.modules import (
     Again,
     Root,
     Survey,
+    Twins,
     mark_roots,
     objects_in,
     with_modules,
@@ -81,7 +82,12 @@ class Packed:
     @property
     def has_parts(self) -> bool:
         """Whether it contains anything that is not an array."""
-        return has_nodes(self.structure, (Static, Variable, Again, Root))
+        return has_parts(self.structure)
+
+
+def has_parts(structure: Any) -> bool:
+    """Whether the structure of an argument or a result holds anything that is not an array."""
+    return has_nodes(structure, (Static, Variable, Again, Root, Twins))
 
 
 class PackedStatic(Packed):
