@@ -11,7 +11,7 @@ import numpy as np
 
 from tracegrad._jax.arrays import has_gradient, is_reference
 from tracegrad._jax.caches import of_program
-from tracegrad._jax.compat import opened, parts_of
+from tracegrad._jax.compat import parts_of
 from tracegrad._jax.programs import CUSTOM_JVP, CUSTOM_VJP, programs_in, sub_programs
 from tracegrad._jax.rules import count_closed_over
 
@@ -98,32 +98,36 @@ def _once(arrays: Iterable[Any]) -> tuple[Any, ...]:
     return tuple({id(array): array for array in arrays}.values())
 
 
-# ------------------------------------------------------------------- single facts, in faster walks
+# ---------------------------------------------------------- what is asked of every traced program
+
+
+class Outline(NamedTuple):
+    """Facts about a program and its sub-programs, without those that have no meaning outside of
+    their own lowering.
+
+    Attributes:
+      operations: the names of the primitives.
+      closes_over: whether a `jax.custom_jvp` closes over a value of a float or complex dtype.
+    """
+
+    operations: frozenset[str]
+    closes_over: bool
 
 
 @of_program
-def operations_in(program: Any) -> frozenset[str]:
-    """Returns the names of the primitives in a program and its sub-programs, without those that
-    have no meaning outside of their own lowering."""
-    found = set[str]()
-    for equation in opened(program).eqns:
-        found.add(equation.primitive.name)
-        for _, inner in programs_in(equation.primitive, equation.params):
-            found |= operations_in(inner)
-    return frozenset(found)
-
-
-@of_program
-def closes_over(program: Any) -> bool:
-    """Whether a `jax.custom_jvp` in a program closes over a value of a float or complex dtype."""
-    for equation in opened(program).eqns:
+def outline(program: Any) -> Outline:
+    """Returns the outline of one program."""
+    found, closes_over = set[str](), False
+    for equation in program.eqns:
         primitive = equation.primitive
+        found.add(primitive.name)
+        below = [outline(inner) for _, inner in programs_in(primitive, equation.params)]
+        found.update(*(inner.operations for inner in below))
         if primitive is CUSTOM_JVP or primitive is CUSTOM_VJP:
-            if rule_closes_over(equation):
-                return True
-        elif any(closes_over(inner) for _, inner in programs_in(primitive, equation.params)):
-            return True
-    return False
+            closes_over = closes_over or rule_closes_over(equation)
+        elif below:
+            closes_over = closes_over or any(inner.closes_over for inner in below)
+    return Outline(frozenset(found), closes_over)
 
 
 def rule_closes_over(equation: Any) -> bool:

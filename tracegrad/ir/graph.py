@@ -176,12 +176,12 @@ class Graph:
 
         Somebody may differentiate with respect to such a value.
         """
-        return _jax.closes_over(self.program)
+        return _jax.outline(self.program).closes_over
 
     @property
     def operations(self) -> frozenset[str]:
         """The names of the primitives of all nodes of the graph and of the regions below it."""
-        return _jax.operations_in(self.program)
+        return _jax.outline(self.program).operations
 
     @property
     def regions_below(self) -> list[Graph]:

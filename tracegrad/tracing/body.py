@@ -123,7 +123,7 @@ class Body:
             raise Outgrown(self, None)
         values, args = args[: len(use.values)], args[len(use.values) :]
         call = self._taken_apart(pipeline, args, kwargs)
-        flat, tree = jax.tree.flatten(pipeline.static.apart(call.args, call.kwargs)[0])
+        flat, tree = jax.tree.flatten(call.dynamic)
         graph, traced.graph = traced.graph, None
         if graph is None or not _is_of(graph, flat, tree):
             graph = pipeline.traced(call)
@@ -157,11 +157,11 @@ class Body:
             if found or were_variables(jax.tree.leaves((args, kwargs))):
                 pipeline.take_apart(call)
                 raise Outgrown(self, None)
-        elif not pipeline.take.looks_for_modules and nnx() is not None:
-            dynamic, *_ = pipeline.static.apart(*unpacked(call.args, call.kwargs))
-            if Snapshot(dynamic).objects:
-                pipeline.take.looks_for_modules = True
-                raise Outgrown(self, None)
+        elif pipeline.take.looks_for_modules or nnx() is None:
+            return call
+        elif Snapshot(unpacked(*call.dynamic)).objects:
+            pipeline.take.looks_for_modules = True
+            raise Outgrown(self, None)
         return call
 
     def warn_of_merging(self) -> None:

@@ -14,7 +14,7 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
-from tracegrad.tracing.arguments import Call, StaticArguments, TakingApart
+from tracegrad.tracing.arguments import Call, TakingApart
 from tracegrad.variables.results import settled
 
 
@@ -52,10 +52,10 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
     return call
 
 
-def call_traced(graph: Graph, call: Call, static: StaticArguments) -> Any:
+def call_traced(graph: Graph, call: Call) -> Any:
     """Runs a graph with the arguments of the call that it was traced for."""
-    dynamic, _, _ = static.apart(call.args, call.kwargs)
-    return _run(graph, call, [*jax.tree.leaves(dynamic), *(v.value for v in graph.variables)])
+    arrays = jax.tree.leaves(call.dynamic)
+    return _run(graph, call, [*arrays, *(v.value for v in graph.variables)])
 
 
 def _run(graph: Graph, call: Call, values: list[Any]) -> Any:

@@ -132,8 +132,8 @@ def trace_to_graph(
     Args:
       shardings: the shardings of the arguments that are not static.
     """
-    dynamic, positions, static_kwargs = static.apart(call.args, call.kwargs)
-    for name, value in static_kwargs.items():
+    dynamic, positions = call.dynamic, call.positions
+    for name, value in call.static_kwargs.items():
         try:
             hash(value)
         except TypeError as error:
@@ -150,8 +150,8 @@ def trace_to_graph(
     within: Within = nullcontext
     while program is None:
         with Attempt() as attempt:
-            inside = Inside(call, static, static_kwargs, donated, shardings, known, within)
-            fresh = _fresh(fun, inside, frozenset(static_kwargs))
+            inside = Inside(call, donated, shardings, known, within)
+            fresh = _fresh(fun, inside, frozenset(call.names))
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])
         if attempt.is_left:
             program, within = None, attempt.found

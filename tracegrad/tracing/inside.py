@@ -7,7 +7,7 @@ Variables that the function uses. A module that it closes over is a constant, as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,7 +32,7 @@ from tracegrad.variables.modules import (
 from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.packed import unpacked
 from tracegrad.variables.states import Changes, States
-from tracegrad.variables.statics import are_arrays, fix, structure_with
+from tracegrad.variables.statics import are_arrays, fix, is_variable, structure_with
 from tracegrad.variables.variable import Variable
 
 Within = Callable[[], AbstractContextManager[Any]]  # makes the context that a function is traced in
@@ -43,7 +43,6 @@ class Inside:
 
     Args:
       call: the call that is traced; its arguments come after those of a `functools.partial`.
-      static, static_kwargs: which arguments are static, and those given by keyword.
       donated, shardings: the arguments that the call donates, and the shardings of those that are
         not static.
       paths: the paths of the traced arrays.
@@ -61,15 +60,12 @@ class Inside:
     def __init__(
         self,
         call: Call,
-        static: StaticArguments,
-        static_kwargs: Mapping[str, Any],
         donated: StaticArguments,
         shardings: Sequence[Any],
         paths: Sequence[str],
         within: Within,
     ) -> None:
-        self._call, self._static, self._static_kwargs = call, static, static_kwargs
-        self._donated, self._shardings = donated, shardings
+        self._call, self._donated, self._shardings = call, donated, shardings
         self._paths, self._within = paths, within
         self.variables = Capture()
         self.out_tree: Any = None
@@ -84,8 +80,8 @@ class Inside:
         anything, it returns a pair: this result, and the new values (the last value of each
         Variable, then the new arrays of modules).
         """
-        kwargs = {**kwargs, **self._static_kwargs}
-        traced = jax.tree.leaves(self._dynamic(args, kwargs))
+        kwargs = {**kwargs, **self._call.static_kwargs}
+        traced = jax.tree.leaves(self._own(args, kwargs).dynamic)
         with known_by_path(traced, self._paths), self.variables.captured():
             run = self._run if nnx() is None else self._run_with_modules
             result, updates = run(fun, args, kwargs)
@@ -96,43 +92,42 @@ class Inside:
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Any]]:
         args, kwargs = unpacked(args, kwargs)
-        return self._packed(_call(fun, self._within, *args, **kwargs), []), []
+        result = _call(fun, self._within, *args, **kwargs)
+        return self._fixed(result, *jax.tree.flatten(result, is_leaf=is_variable)), []
 
     def _run_with_modules(
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Any]]:
         """Calls the function; also returns the new arrays of modules."""
-        packed = args, kwargs
+        gone = self._gone(self._own(args, kwargs))
         args, kwargs = unpacked(args, kwargs)
         names = argument_names(fun, len(args))
         states = States({**dict(zip(names, args, strict=True)), **kwargs})
-        before = Snapshot(self._dynamic(args, kwargs))
-        refuse_other_shardings(self._shardings, self._dynamic(args, kwargs)[0])
+        dynamic = self._own(args, kwargs).dynamic
+        before = Snapshot(dynamic)
+        refuse_other_shardings(self._shardings, dynamic[0])
         result = _call(fun, self._within, *args, **kwargs)
-        lay_out(self._shardings, self._dynamic(args, kwargs)[0])
-        updates = self._updates(before, self._dynamic(args, kwargs), self._gone(*packed))
+        lay_out(self._shardings, dynamic[0])
+        updates = self._updates(before, dynamic, gone)
         self.lost = states.changes(result)
         result = self._packed(result, before.objects)
         if self.changes_structure:  # `Twins` in the result hold all new arrays
             self.updates, updates = (), []
         return result, updates
 
-    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Returns the arguments of the call, without those that a `functools.partial` fills in."""
-        filled_in = len(args) - len(self._call.args)
-        return args[filled_in:], {name: kwargs[name] for name in self._call.kwargs}
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Returns the call with these arguments, without those that a `functools.partial` fills
+        in."""
+        own = args[len(args) - len(self._call.args) :]
+        named = {name: kwargs[name] for name in self._call.kwargs}
+        return self._call._replace(args=own, kwargs=named)
 
-    def _dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the arguments of the call that are not static, as (args, kwargs)."""
-        return self._static.apart(*self._own(args, kwargs))[0]
-
-    def _gone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _gone(self, call: Call) -> list[Any]:
         """Returns the packed arrays for which the caller needs new ones, changed or not."""
-        args, kwargs = self._own(args, kwargs)
-        _, positions, named = self._donated.apart(args, kwargs)
-        parts = zip(self._shardings, self._static.apart(args, kwargs)[0][0], strict=False)
+        given_away = [call.args[i] for i in self._donated.within(call.args)]
+        parts = zip(self._shardings, call.dynamic[0], strict=False)
         laid_out = [arg for part, arg in parts if maps(part)]
-        return jax.tree.leaves(([args[i] for i in positions], named, laid_out))
+        return jax.tree.leaves((given_away, self._donated.named(call.kwargs), laid_out))
 
     def _updates(self, before: Snapshot, arguments: Any, gone: Sequence[Any]) -> list[Any]:
         if not before.objects:
@@ -153,19 +148,21 @@ class Inside:
         """
         by_flax = by_flax or self.changes_structure
         whole = Twins(list(objects), result) if self.changes_structure else result
-        survey = None if by_flax or nnx() is None else Survey(objects)
-
-        if survey is None:
+        if by_flax:
             leaves, tree = jax.tree.flatten(whole, is_leaf=is_module_or_variable)
         else:
-            leaves, tree = survey.flatten(whole, None)
+            leaves, tree = Survey(objects).flatten(whole, None)
+            if any(map(is_opaque, leaves)):
+                self.changes_structure = bool(objects)
+                return self._packed(result, objects, by_flax=True)
+        mark_roots([leaves], [])
+        return self._fixed(whole, leaves, tree)
+
+    def _fixed(self, whole: Any, leaves: list[Any], tree: Any) -> Any:
+        """Returns the result `whole` if its leaves are arrays; else its arrays. Sets `out_tree`."""
         if are_arrays(leaves):
             self.out_tree = tree
             return whole
-        if survey is not None and any(map(is_opaque, leaves)):
-            self.changes_structure = bool(objects)
-            return self._packed(result, objects, by_flax=True)
-        mark_roots([leaves], [])
         # Read Variables now: JAX would read them after the capture has stopped listening.
         leaves = [leaf.value if isinstance(leaf, Variable) else leaf for leaf in leaves]
         fix(leaves, tree, "result", is_result=True)

@@ -196,8 +196,7 @@ class Pipeline:
             if program is None or program.use.is_over:
                 shardings = None
                 if self._shardings is not None and self.takes_apart:
-                    (dynamic, _), *_ = self.static.apart(call.args, call.kwargs)
-                    shardings = shardings_of_arguments(self._shardings, dynamic)
+                    shardings = shardings_of_arguments(self._shardings, call.dynamic[0])
                 program = self._programs[key] = Program(self, Use(), shardings)
                 self._keep_some()
         return program
@@ -227,7 +226,7 @@ class Pipeline:
         if not self.rules:
             return without_variables(self.fun(*args, **kwargs))
         call = self.take_all(args, kwargs)
-        return call_traced(self.traced(call), call, self.static)
+        return call_traced(self.traced(call), call)
 
     # ---------------------------------------------------------------------------------- graphs
 
@@ -270,8 +269,7 @@ class Pipeline:
         """Records the signature of a call that is being traced."""
         names = self.static.argument_names(len(call.args))
         named = {**dict(zip(names, call.args, strict=True)), **call.kwargs}
-        _, positions, static_kwargs = self.static.apart(call.args, call.kwargs)
-        fixed = {*(names[i] for i in positions), *static_kwargs}
+        fixed = {*(names[i] for i in call.positions), *call.names}
         self.history.note(
             CallTypes.of(
                 {name: v for name, v in named.items() if name not in fixed},

@@ -112,8 +112,8 @@ def _calls_host(graph: Graph) -> bool:
 
 
 def _recomputes(graph: Graph) -> bool:
-    needed = _jax.keep_recompute_options(jax.default_backend())
-    return needed is not None and graph.recomputes
+    needed = _jax.MERGES_RECOMPUTED and _jax.keep_recompute_options(jax.default_backend())
+    return bool(needed) and graph.recomputes
 
 
 def _is_plain(graph: Graph, packs: Packs) -> bool:

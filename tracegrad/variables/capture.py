@@ -50,7 +50,7 @@ class _Running:
 
     runs = False
 
-    def check(self) -> None:
+    def check(self) -> bool:
         if not self.runs:
             raise RuntimeError(
                 "the value of a Variable, read in a traced function, is used after the function "
@@ -58,6 +58,7 @@ class _Running:
                 "jax.custom_jvp reads the Variable. Return the value; pass it to the rule as an "
                 "argument."
             )
+        return True
 
 
 class Capture(Listener):
@@ -101,7 +102,7 @@ class Capture(Listener):
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         warn_if_cut(variable)
-        if _jax.staging_trace() is None:
+        if _jax.current_trace(None) is not self._trace and _jax.staging_trace() is None:
             raise RuntimeError(
                 f"the Variable {variable.name!r} is read inside a traced function, by code that is "
                 "computed at once and is not a part of the function's program: there the Variable "
@@ -120,7 +121,7 @@ class Capture(Listener):
         if variable not in self._current:
             return self._value_at_entry(variable)
         value = self._current[variable]
-        if not _jax.has_gradient(variable):
+        if not _jax.has_gradient(variable._aval):
             return value
         entry = self._entry.get(variable) or [self._value_at_entry(variable)]
         with _jax.set_current_trace(self._trace):  # so that tapes in the function do not record it

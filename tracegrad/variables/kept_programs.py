@@ -85,7 +85,8 @@ def note_read() -> None:
     """Call this for each read that has a listener: marks the key as used by inner functions."""
     if _thread.traces:
         innermost = _thread.traces[-1]
-        if _jax.staging_trace() is not innermost.trace:
+        here = _jax.current_trace(None)
+        if here is not innermost.trace and _jax.staging_trace() is not innermost.trace:
             innermost.key.is_used = True
 
 

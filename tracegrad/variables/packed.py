@@ -296,8 +296,8 @@ def unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
         tuple([arg.argument() if isinstance(arg, Packed) else arg for arg in args]),
         {k: arg.argument() if isinstance(arg, Packed) else arg for k, arg in kwargs.items()},
     )
-    if nnx() is not None:
-        packed = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Packed)]
+    packed = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Packed)]
+    if packed and nnx() is not None:
         if any(has_nodes(each.structure, (Root,)) for each in packed):
             arguments = with_modules(arguments)
         if any(has_nodes(each.structure, (Again,)) for each in packed):
