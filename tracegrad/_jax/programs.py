@@ -244,14 +244,6 @@ def standing_for(source_info: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def outside_of_scopes() -> Iterator[None]:
-    """A context manager: operations bound in it do not have the scopes and source line that an
-    enclosing context sets."""
-    with source_info_util.user_context(None, name_stack=source_info_util.new_name_stack()):
-        yield
-
-
 def weak_as(array: Any, aval: Any) -> Any:
     """Returns the array with a weak type if `aval` is weak, otherwise with a strong type."""
     if jax.typeof(array).weak_type == aval.weak_type:

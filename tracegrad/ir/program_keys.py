@@ -106,6 +106,35 @@ def program_key(program: Any) -> Structure:
     return Structure(tuple(parts))
 
 
+def operations_key(
+    equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Structure:
+    """Returns a key that is equal for operations of one piece of code: the same computation, at the
+    same lines, in the same scopes. If their parameters cannot be compared, it equals no other.
+
+    `inputs`: the operands of the whole; of literals, the values are part of the key.
+    """
+    numbers = {value: i for i, value in enumerate(inputs) if not hasattr(value, "val")}
+    of_inputs = [x.aval if x in numbers else (_contents(x.val), x.aval) for x in inputs]
+    parts: list[Any] = [of_inputs]
+    for equation in equations:
+        codes, offsets = _jax.frame_positions(equation.source_info)
+        ins = [numbers[x] if x in numbers else (_contents(x.val), x.aval) for x in equation.invars]
+        numbers.update((value, len(numbers) + i) for i, value in enumerate(equation.outvars))
+        stack = equation.source_info.name_stack
+        params = [(name, type(value), value) for name, value in equation.params.items()]
+        parts += [equation.primitive, equation.ctx, stack, params, ins, codes, offsets]
+    parts.append([numbers[value] for value in outputs])
+    try:
+        return Structure(_as_tuples(parts))
+    except TypeError:
+        return Structure(object())
+
+
+def _as_tuples(parts: list[Any]) -> tuple[Any, ...]:
+    return tuple([_as_tuples(x) if type(x) is list else x for x in parts])
+
+
 def _constant_key(constant: Any) -> Any:
     if isinstance(constant, jax.Array) or not hasattr(constant, "dtype"):
         return _ById(constant)
