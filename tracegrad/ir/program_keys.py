@@ -6,6 +6,7 @@ the parameters) counts by identity; the key holds the object, so that its id is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
@@ -114,17 +115,21 @@ def operations_key(
 
     `inputs`: the operands of the whole; of literals, the values are part of the key.
     """
-    numbers = {value: i for i, value in enumerate(inputs) if not hasattr(value, "val")}
-    of_inputs = [x.aval if x in numbers else (_contents(x.val), x.aval) for x in inputs]
-    parts: list[Any] = [of_inputs]
+    count = itertools.count()
+    numbers = {value: next(count) for value in inputs if not hasattr(value, "val")}
+
+    def read(atom: Any) -> Any:
+        return (_contents(atom.val), atom.aval) if hasattr(atom, "val") else numbers[atom]
+
+    parts: list[Any] = [[value.aval for value in numbers]]
     for equation in equations:
         codes, offsets = _jax.frame_positions(equation.source_info)
-        ins = [numbers[x] if x in numbers else (_contents(x.val), x.aval) for x in equation.invars]
-        numbers.update((value, len(numbers) + i) for i, value in enumerate(equation.outvars))
+        ins = list(map(read, equation.invars))
+        numbers.update((value, next(count)) for value in equation.outvars)
         stack = equation.source_info.name_stack
         params = [(name, type(value), value) for name, value in equation.params.items()]
         parts += [equation.primitive, equation.ctx, stack, params, ins, codes, offsets]
-    parts.append([numbers[value] for value in outputs])
+    parts.append(list(map(read, outputs)))
     try:
         return Structure(_as_tuples(parts))
     except TypeError:
