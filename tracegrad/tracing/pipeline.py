@@ -121,7 +121,7 @@ class Pipeline:
             return self.eagerly(args, kwargs)
         if graph is not None:
             plain = Call(args, kwargs)
-            self._grow(plain, self._key(plain), graph)
+            self._grow(plain, self._key(plain), graph, None)
         return self.search(args, kwargs, Program.__call__, graph)
 
     @property
@@ -170,7 +170,7 @@ class Pipeline:
                     raise
                 graph = outgrown.graph
                 if graph is not None:
-                    self._grow(call, key, graph)
+                    self._grow(call, key, graph, program)
             except Exception as error:
                 if isinstance(error, TypeError) and self.refuses_plain(args, kwargs):
                     continue
@@ -201,11 +201,12 @@ class Pipeline:
                 self._keep_some()
         return program
 
-    def _grow(self, call: Call, key: Any, graph: Graph) -> None:
-        """Replaces the program of a call by a larger one if it does not serve the graph."""
+    def _grow(self, call: Call, key: Any, graph: Graph, outgrown: Program | None) -> None:
+        """Replaces the program of a call by a larger one if it does not serve the graph.
+        `outgrown`: a program that does not."""
         with self._lock:
             program = self._program(call, key)
-            if not program.use.serves(graph, self.packs_results):
+            if program is outgrown or not program.use.serves(graph, self.packs_results):
                 self._programs[key] = program.grown(graph)
                 self._keep_some()
 

@@ -24,7 +24,7 @@ from tracegrad.variables.cut_gradients import (
     warn_of_cut,
     without_gradient,
 )
-from tracegrad.variables.listening import Listener, listening
+from tracegrad.variables.listening import Listener, start_listening, stop_listening
 from tracegrad.variables.variable import Variable
 
 
@@ -83,9 +83,11 @@ class Capture(Listener):
         self._trace = _jax.current_trace(None)
         self._running.runs = True
         try:
-            with listening(self), kept_programs.while_tracing():
+            start_listening(self)
+            with kept_programs.while_tracing():
                 yield
         finally:
+            stop_listening(self)
             self._running.runs = False
             # Their references lead to the function, and back to this capture: without this, the
             # cycle would keep all of them alive.
