@@ -79,6 +79,7 @@ def write(
     shared: tuple[Any, dict[Any, Any]] | None = None,
     taps: Sequence[Any] = (),
     shown: list[Any] | None = None,
+    has_line: bool = True,
 ) -> Written:
     """Traces a function into nodes that define some values of a region.
 
@@ -92,6 +93,8 @@ def write(
       shared: what the trace depends on besides types, and the programs that were traced so far.
       taps: the types of the taps.
       shown: the list to which `run` appends arrays that become outputs.
+      has_line: whether the new nodes are at the lines at which they were traced; else all are at
+        that of `beside`.
 
     Raises GraphError for a wrong number or type of results.
     """
@@ -117,7 +120,7 @@ def write(
         traced[key] = _trace(flat, avals, settings, where)
     call = info if scope is None else info.replace(name_stack=scope)
     place = beside.function, match.node.key, where
-    return _defining(results, operands, traced[key], *place, call, has_line=True)
+    return _defining(results, operands, traced[key], *place, call, has_line=has_line)
 
 
 def write_through(
@@ -135,13 +138,16 @@ def write_through(
 
     `traced`: the programs traced so far. A function is traced once for all values of one type.
     """
-    avals, (info, settings) = [operand.aval, *taps], beside.source
-    key = run, *avals, settings, where.meshes
-    if key not in traced:
-        flat = _of_type(run, result.aval, match)
-        traced[key] = _trace(flat, avals, settings, where)
-    of = [result], [operand], traced[key]
-    return _defining(*of, beside.function, match.node.key, where, info)
+    place = beside, match, where
+    return write(
+        lambda *args: [run(*args)],
+        [operand],
+        [result],
+        *place,
+        shared=(run, traced),
+        taps=taps,
+        has_line=False,
+    )
 
 
 def write_first(

@@ -15,7 +15,7 @@ from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
 from tracegrad.tracing.arguments import Call, TakingApart
-from tracegrad.variables.results import settled
+from tracegrad.variables.results import hands_out, settled
 
 
 def to_callable(graph: Graph) -> Callable[..., Any]:
@@ -72,7 +72,9 @@ def settle_call(graph: Graph, call: Call, outs: Sequence[Any]) -> Any:
     for variable, value in zip(graph.assigned, outs[count:last], strict=True):
         variable.assign(value)
     end = last + len(graph.updates)
-    return settled(graph.out_tree, outs[:count], call.objects, graph.updates, outs[last:end])
+    result = jax.tree.unflatten(graph.out_tree, outs[:count])
+    in_parts = hands_out(graph.out_tree)
+    return settled(result, call.objects, graph.updates, outs[last:end], is_in_parts=in_parts)
 
 
 def _check_types(graph: Graph, args: list[Any]) -> None:

@@ -44,7 +44,7 @@ from tracegrad.variables.lending import (
 from tracegrad.variables.listening import listeners
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed
-from tracegrad.variables.results import put_together
+from tracegrad.variables.results import settled
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
@@ -279,10 +279,7 @@ class Program:
 def _settled(new: NewValues, result: Any, objects: Sequence[Any]) -> Any:
     """Returns the user's result, and gives the new arrays to `objects`, the objects of flax.nnx in
     the arguments."""
-    # The arrays of modules are the last of the new values.
-    updates = zip(new.updates, new[len(new) - len(new.updates) :], strict=True)
-    for update, value in updates:
-        update.assign(objects, value)
     if type(result) is Packed:
         result = result.argument()
-    return put_together(result, objects) if new.hands_out else result
+    values = new[len(new) - len(new.updates) :]  # the arrays of modules are the last of them
+    return settled(result, objects, new.updates, values, is_in_parts=new.hands_out)
