@@ -115,3 +115,57 @@ def test_a_clipped_gradient_adds_one_call_for_each_match():
     assert lines_added(20) - lines_added(10) <= 3 * 10  # the call, the limit, the result
     few, many = (text(count)[0].count("func.func") for count in (10, 20))
     assert few == many
+
+
+def numbered_blocks(x):
+    """Blocks at one line that differ in their numbers, each in a scope of its own."""
+    for i in range(4):
+        with jax.named_scope(f"block_{i}"):
+            x = jnp.sin(x * (1.0 + i)) + jnp.log(x * x + (2.0 + i)) / (3.0 + i)
+    return jnp.sum(x)
+
+
+@pytest.mark.both_jax
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.recompute(match.scope("block_*")),
+        rules.recompute(match.op("mul")),
+        rules.override_gradient(match.op("sin"), lambda op, dy: dy * jnp.cos(op.inputs[0])),
+        rules.override_gradient(match.op("div"), lambda op, dy: (dy / op.inputs[1], None)),
+        rules.strong_zero(match.scope("block_*")),
+        tg.edit(match.op("mul"), lambda op, *operands: op(*operands)),
+    ],
+    ids=["block", "operation", "override", "override with a number", "strong zero", "edit"],
+)
+def test_matches_at_one_line_that_differ_in_a_number_keep_their_numbers(rule):
+    edited = tg.rewrite(numbered_blocks, rule)
+    np.testing.assert_array_equal(edited(X), numbered_blocks(X))
+    np.testing.assert_allclose(jax.grad(edited)(X), jax.grad(numbered_blocks)(X), rtol=1e-5)
+
+
+@pytest.mark.both_jax
+def test_equal_matches_at_one_line_share_the_trace_of_a_gradient_function():
+    calls = []
+
+    def halved(op, dy):
+        calls.append(op.name)
+        return dy * jnp.cos(op.inputs[0]) / 2
+
+    def deep(x):
+        for i in range(40):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.sin(x)
+        return jnp.sum(x)
+
+    rule = rules.override_gradient(match.op("sin"), halved)
+    gradient = tg.trace(lambda x: jax.grad(deep)(x), rules=rule)(X)
+    expected, x = np.ones_like(X), np.asarray(X, np.float64)
+    for _ in range(40):
+        expected, x = expected * np.cos(x) / 2, np.sin(x)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4)
+    assert len(calls) <= 2
+    edited = tg.graph(tg.rewrite(deep, rule), X)
+    assert [found.scope for found in edited.find(match.call("sin"))] == [
+        f"layer_{i}" for i in range(40)
+    ]

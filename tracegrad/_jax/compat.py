@@ -138,6 +138,10 @@ def shard_map_options(params: Mapping[str, Any]) -> dict[str, Any]:
     return {"axis_names": axes, "check_vma": params["check_vma"]}
 
 
+# Whether XLA merges recomputed code with the original on some backend (`keep_recompute_options`).
+MERGES_RECOMPUTED = VERSION < (0, 11, 2)
+
+
 def keep_recompute_options(backend: str) -> dict[str, str] | None:
     """Returns the compiler options that keep XLA from merging recomputed code with the original;
     None if it does not.
@@ -149,7 +153,7 @@ def keep_recompute_options(backend: str) -> dict[str, str] | None:
     loops: use the options only for programs that recompute.
     Can be removed when 0.11.2 is the oldest supported JAX.
     """
-    if VERSION < (0, 11, 2) and backend == "cpu":
+    if MERGES_RECOMPUTED and backend == "cpu":
         return {"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}
     return None
 

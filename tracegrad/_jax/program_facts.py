@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import numpy as np
 
-from tracegrad._jax.arrays import is_reference
+from tracegrad._jax.arrays import has_gradient, is_reference
 from tracegrad._jax.caches import of_program
 from tracegrad._jax.compat import parts_of
-from tracegrad._jax.programs import CUSTOM_JVP, sub_programs
+from tracegrad._jax.programs import CUSTOM_JVP, CUSTOM_VJP, programs_in, sub_programs
+from tracegrad._jax.rules import count_closed_over
 
 
 class ProgramFacts(NamedTuple):
@@ -95,3 +97,43 @@ def _together(each: Sequence[ProgramFacts]) -> ProgramFacts:
 
 def _once(arrays: Iterable[Any]) -> tuple[Any, ...]:
     return tuple({id(array): array for array in arrays}.values())
+
+
+# ---------------------------------------------------------- what is asked of every traced program
+
+
+class Outline(NamedTuple):
+    """Facts about a program and its sub-programs, without those that have no meaning outside of
+    their own lowering.
+
+    Attributes:
+      operations: the names of the primitives.
+      closes_over: whether a `jax.custom_jvp` closes over a value of a float or complex dtype.
+    """
+
+    operations: frozenset[str]
+    closes_over: bool
+
+
+@of_program
+def outline(program: Any) -> Outline:
+    """Returns the outline of one program."""
+    found, closes_over = set[str](), False
+    for equation in program.eqns:
+        primitive = equation.primitive
+        found.add(primitive.name)
+        below = [outline(inner) for _, inner in programs_in(primitive, equation.params)]
+        found.update(*(inner.operations for inner in below))
+        if primitive is CUSTOM_JVP or primitive is CUSTOM_VJP:
+            closes_over = closes_over or rule_closes_over(equation)
+        elif below:
+            closes_over = closes_over or any(inner.closes_over for inner in below)
+    return Outline(frozenset(found), closes_over)
+
+
+def rule_closes_over(equation: Any) -> bool:
+    """Whether an equation is a `jax.custom_jvp` that closes over such a value."""
+    if equation.primitive is not CUSTOM_JVP:
+        return False
+    operands = equation.invars[: count_closed_over(equation.params)]
+    return any(not isinstance(each, jex.Literal) and has_gradient(each.aval) for each in operands)

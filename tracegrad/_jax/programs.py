@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -62,13 +62,16 @@ CALLS_WITH_RULES = {"custom_vmap_call": "call", "linear_call": "callee"}
 OPEN_PROGRAM_PRIMITIVES = frozenset({"remat2", "checkpoint", "shard_map"})
 
 
-def calls_host(primitive: str) -> bool:
-    """Whether the primitive of this name runs code that XLA did not compile.
+def calls_host(primitives: Iterable[str]) -> bool:
+    """Whether one of the primitives of these names runs code that XLA did not compile.
 
     Effects do not show this: `jax.pure_callback` and `jax.ffi.ffi_call` have none. ``check`` is the
     primitive of checkify, which raises from the host if it is lowered.
     """
-    return "callback" in primitive or primitive in ("debug_print", "ffi_call", "check")
+    return any("callback" in name or name in _OF_HOST for name in primitives)
+
+
+_OF_HOST = frozenset({"debug_print", "ffi_call", "check"})
 
 
 def _equations() -> Sequence[Any]:
@@ -241,14 +244,6 @@ def standing_for(source_info: Any) -> Iterator[None]:
     """A context manager: operations bound in it have the scope and source line of an equation, in
     place of the current ones."""
     with source_info_util.user_context(source_info.traceback, name_stack=source_info.name_stack):
-        yield
-
-
-@contextmanager
-def outside_of_scopes() -> Iterator[None]:
-    """A context manager: operations bound in it do not have the scopes and source line that an
-    enclosing context sets."""
-    with source_info_util.user_context(None, name_stack=source_info_util.new_name_stack()):
         yield
 
 

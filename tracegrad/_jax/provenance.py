@@ -30,6 +30,21 @@ def inside_call(call: Any, source_info: Any, *, has_line: bool) -> Any:
     )
 
 
+def common_scope(infos: Sequence[Any]) -> Any:
+    """Returns the scopes, from the outside in, that all of these source infos have in common."""
+    first, *others = [info.name_stack for info in infos]
+    depth = len(first)
+    for each in others:
+        pairs = zip(first.stack[:depth], each.stack, strict=False)
+        depth = next((i for i, (a, b) in enumerate(pairs) if a != b), min(depth, len(each)))
+    return first[:depth]
+
+
+def below_scope(scope: Any, source_info: Any) -> Any:
+    """Returns the source info without the outermost scopes `scope`, which it has."""
+    return source_info.replace(name_stack=source_info.name_stack[len(scope) :])
+
+
 def user_context() -> Callable[[Any], AbstractContextManager[Any]]:
     """Makes a context manager whose value is part of the keys of JAX's trace and program caches."""
     make: Callable[[Any], Callable[[Any], AbstractContextManager[Any]]] = jax.make_user_context

@@ -69,9 +69,10 @@ class Cut:
         if node.primitive is READ:
             name, line = node.params["name"], node.params["assigned_at"]
             whose_value = f"the Variable {name!r}" if name else "a Variable"
+            assigned = f" ({line.place})" if line else ""
             return (
-                f"the assignment of {whose_value}{f' ({line})' if line else ''}, which is not "
-                f"differentiated, before its read{place}"
+                f"the assignment of {whose_value}{assigned}, which is not differentiated, before "
+                f"its read{place}"
             )
         if is_connectable(self.result):
             return f"{node.name}{place}, whose derivative is zero"

@@ -26,6 +26,7 @@ from tracegrad.ir.draft import Draft
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.nodes import Atom, Node, Value, renamed
 from tracegrad.ir.occurrence import Fragment, Occurrence, Path
+from tracegrad.ir.program_keys import operations_key
 from tracegrad.ir.stretches import leaving, operands_of
 from tracegrad.ir.writing import Place, Port, Where, write, write_first, write_through
 
@@ -59,8 +60,7 @@ class Op:
 
     def results(self, *operands: Any) -> list[Any]:
         """Returns the results on these operands, as a list."""
-        with _jax.outside_of_scopes():  # the matched operations have their own scopes
-            return _jax.eval_program(self.program, operands)
+        return _jax.eval_program(self.program, operands)
 
     def __call__(self, *operands: Any) -> Any:
         results = self.results(*operands)
@@ -83,13 +83,17 @@ WritesBehind = Callable[[Occurrence], Callable[..., Any]]
 Taps = Callable[[Any], Sequence[Any]]
 
 
+def _on_nothing(match: Occurrence) -> None:
+    """The key of an edit that is the same at all matches."""
+
+
 def around_each(
     graph: Graph,
     matches: Sequence[Occurrence],
     around: WritesAround,
     *,
     taps: Taps = lambda match: (),
-    depends_on: Callable[[Occurrence], Hashable] = lambda match: None,
+    depends_on: Callable[[Occurrence], Hashable] | None = None,
 ) -> Edited:
     """Replaces each match with ``around(op, *operands)``.
 
@@ -99,8 +103,10 @@ def around_each(
         a match of one operation are the operation's own, in their order. The operands of a match
         of several are the values that enter it, and its results are the values that leave it.
       taps: returns the types of the arrays in ``op.taps``, which become inputs of the graph.
-      depends_on: a hashable key of a match; two calls of one region share an edit only if the
-        keys of their matches are equal.
+      depends_on: returns a hashable key of a match, of which `around` may make use. Two calls of
+        one region share an edit only if the keys of their matches are equal. Matches of the same
+        operations at the same lines with equal keys share the trace of `around`; if this is None,
+        each match has a trace of its own.
 
     Returns:
       The graph and its ports. The inputs for taps come last, and so do the outputs for arrays
@@ -110,6 +116,7 @@ def around_each(
     that is not convex (a value leaves it and comes back), and if a value has to cross the border
     of a region that cannot take further inputs or outputs.
     """
+    traced: dict[Any, Any] = {}
 
     def write_at(draft: Draft, nodes: Sequence[Node], match: Occurrence) -> None:
         members = draft.now_of(nodes, match)
@@ -119,11 +126,14 @@ def around_each(
         operands: list[Atom] = list(one.inputs) if one else [*operands_of(members)]
         results = list(one.outputs) if one else leaving(draft.graph, members)
         inner = [Value(atom.aval) for atom in operands]
+        scope = _jax.common_scope([node.source.info for node in members])
+        own = [node.equation for node in members]
+        own = [e.replace(source_info=_jax.below_scope(scope, e.source_info)) for e in own]
         if one:
-            equations = [one.equation.replace(invars=inner)]
+            equations = [own[0].replace(invars=inner)]
         else:
             inside: dict[Any, Atom] = dict(zip(operands, inner, strict=True))
-            equations = [node.reading(inside).equation for node in members]
+            equations = [e.replace(invars=renamed(e.invars, inside)) for e in own]
         program = _jax.program_of(
             draft.graph.program, constants={}, inputs=inner, outputs=results, equations=equations
         )
@@ -135,10 +145,20 @@ def around_each(
             return _flat(around(op, *args[:count]))
 
         place = members[0], match, draft.where
-        new = write(run, operands, results, *place, taps=taps(match), shown=shown)
+        key = depends_on and (depends_on(match), operations_key(own, operands, results))
+        new = write(
+            run,
+            operands,
+            results,
+            *place,
+            scope=scope,
+            shared=key and (key, traced),
+            taps=taps(match),
+            shown=shown,
+        )
         draft.replace(members, new, match)
 
-    return _edit(graph, matches, write_at, depends_on)
+    return _edit(graph, matches, write_at, depends_on or _on_nothing)
 
 
 def behind_each(
@@ -148,7 +168,7 @@ def behind_each(
     *,
     wanted: Callable[[Value], bool] = lambda value: True,
     tapped: bool = False,
-    depends_on: Callable[[Occurrence], Hashable] = lambda match: None,
+    depends_on: Callable[[Occurrence], Hashable] = _on_nothing,
 ) -> Edited:
     """Replaces each value that leaves a match with ``behind(match)(value)``, outside of the match.
 
@@ -207,7 +227,7 @@ def before_each(
         else:
             draft.rename(members, {operands[i]: value for i, value in new.items()})
 
-    return _edit(graph, matches, write_at, lambda match: None).graph
+    return _edit(graph, matches, write_at, _on_nothing).graph
 
 
 def behind_inputs(graph: Graph, behind: Mapping[Value, Callable[[Any], Any]]) -> Graph:
@@ -249,6 +269,7 @@ def _flat(results: Any) -> list[Any]:
 
 
 # ------------------------------------------------------------------------------- region by region
+
 
 _WriteAt = Callable[["Draft", Sequence[Node], Occurrence], None]
 

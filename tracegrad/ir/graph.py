@@ -23,7 +23,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import folding, match, text, verification, walking
 from tracegrad.ir.engine import engine
-from tracegrad.ir.nodes import Atom, Node, RegionNode, Value
+from tracegrad.ir.nodes import Atom, Node, Value
 from tracegrad.ir.occurrence import Matches, Occurrence
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import some
@@ -37,7 +37,7 @@ class Graph:
 
     Attributes:
       program: JAX's program (a closed or open jaxpr).
-      nodes: the equations of the program, in the order of execution.
+      make_nodes: returns `nodes`.
       name: the traced function's name.
       function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
       hints: for each input the path from which its name is made, ``params.w``; "" if unknown.
@@ -68,7 +68,7 @@ class Graph:
     """
 
     program: Any
-    nodes: tuple[Node, ...]
+    make_nodes: Callable[[], tuple[Node, ...]]
     name: str
     function_source: str = ""
     hints: tuple[str, ...] = ()
@@ -85,6 +85,11 @@ class Graph:
     loses: tuple[str, ...] = ()
 
     # -------------------------------------------------------------------------------------- parts
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """The equations of the program, in the order of execution."""
+        return self.make_nodes()  # at the first look: most graphs are compiled without one
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -156,27 +161,27 @@ class Graph:
         """Whether the graph or a region below it has a `Recompute` node."""
         return _jax.REMAT.name in self.operations
 
-    @cached_property
+    @property
     def calls_host(self) -> bool:
         """Whether the graph or a region below it runs code that XLA did not compile.
 
         Such code (callbacks into Python, prints, foreign functions) may fail after the program was
         started, and may read any object of the process.
         """
-        return any(map(_jax.calls_host, self.operations))
+        return _jax.calls_host(self.operations)
 
-    @cached_property
+    @property
     def closes_over(self) -> bool:
         """Whether a `jax.custom_jvp` in the graph closes over a value of a float or complex dtype.
 
         Somebody may differentiate with respect to such a value.
         """
-        return any(isinstance(node, RegionNode) and node.closes_over for node in self.nodes)
+        return _jax.outline(self.program).closes_over
 
-    @cached_property
+    @property
     def operations(self) -> frozenset[str]:
         """The names of the primitives of all nodes of the graph and of the regions below it."""
-        return frozenset(node.op for region in self.regions_below for node in region.nodes)
+        return _jax.outline(self.program).operations
 
     @property
     def regions_below(self) -> list[Graph]:
@@ -304,5 +309,6 @@ class Graph:
             equations=[node.equation for node in nodes],
         )
         first = self.first or self
-        parts = {"program": program, "nodes": nodes, "hints": hints, "aliases": aliases}
+        made = {"program": program, "make_nodes": lambda: nodes}
+        parts = {**made, "hints": hints, "aliases": aliases}
         return dataclasses.replace(self, **(parts | {"first": first} | other))

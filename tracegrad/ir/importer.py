@@ -44,10 +44,18 @@ def import_program(program: Any, function: _jax.TracedFrom) -> Graph:
     function as its origin."""
     open_form = _jax.opened(program)
     inputs = open_form.invars
-    inner = dict(zip(inputs, function.arguments, strict=False))
+    made: dict[str, tuple[Node, ...]] = {}  # once for all graphs of the program, in all threads
+
+    def make_nodes() -> tuple[Node, ...]:
+        if "nodes" not in made:
+            inner = dict(zip(inputs, function.arguments, strict=False))
+            nodes = [node_of(each, function.source, inner) for each in open_form.eqns]
+            made.setdefault("nodes", tuple(nodes))
+        return made["nodes"]
+
     return Graph(
         program=program,
-        nodes=tuple([node_of(each, function.source, inner) for each in open_form.eqns]),
+        make_nodes=make_nodes,
         name=function.name,
         function_source=function.source,
         hints=_hints(inputs, function.arguments),

@@ -240,8 +240,7 @@ class CustomGradient(RegionNode):
 
     @property
     def closes_over(self) -> bool:
-        operands = self.inputs[: self.closed_over] if self.kind == "jvp" else ()
-        return any(isinstance(atom, Value) and has_gradient(atom) for atom in operands)
+        return _jax.rule_closes_over(self.equation)
 
     @property
     def name(self) -> str:

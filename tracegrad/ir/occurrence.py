@@ -24,6 +24,7 @@ import jax
 import jaxlib
 
 from tracegrad import _jax
+from tracegrad._jax.caches import cached
 from tracegrad.ir import scopes
 from tracegrad.ir.nodes import CustomGradient, Node, Source
 from tracegrad.ir.wording import notebook_cell
@@ -293,7 +294,7 @@ def calling_line() -> Origin | None:
 
 def _calling_frame() -> FrameType | None:
     return next(
-        (f for f, _ in traceback.walk_stack(None) if is_user_file(f.f_code.co_filename)), None
+        (f for f, _ in traceback.walk_stack(None) if _owner(f.f_code.co_filename) == "user"), None
     )
 
 
@@ -339,6 +340,7 @@ def is_jaxs_file(file: str) -> bool:
     return file.startswith(_JAX)
 
 
+@cached(1024)
 def _owner(file: str) -> str:
     """Returns the owner of a file: ``"user"``, ``"library"``, or ``"jax"`` (also this package)."""
     if file.startswith(_OWN):

@@ -6,6 +6,7 @@ the parameters) counts by identity; the key holds the object, so that its id is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
@@ -104,6 +105,39 @@ def program_key(program: Any) -> Structure:
         parts.append((equation.primitive, params_key(params), equation.ctx, ins, outs))
     parts.append(tuple(map(read, open_form.outvars)))
     return Structure(tuple(parts))
+
+
+def operations_key(
+    equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Structure:
+    """Returns a key that is equal for operations of one piece of code: the same computation, at the
+    same lines, in the same scopes. If their parameters cannot be compared, it equals no other.
+
+    `inputs`: the operands of the whole; of literals, the values are part of the key.
+    """
+    count = itertools.count()
+    numbers = {value: next(count) for value in inputs if not hasattr(value, "val")}
+
+    def read(atom: Any) -> Any:
+        return (_contents(atom.val), atom.aval) if hasattr(atom, "val") else numbers[atom]
+
+    parts: list[Any] = [[value.aval for value in numbers]]
+    for equation in equations:
+        codes, offsets = _jax.frame_positions(equation.source_info)
+        ins = list(map(read, equation.invars))
+        numbers.update((value, next(count)) for value in equation.outvars)
+        stack = equation.source_info.name_stack
+        params = [(name, type(value), value) for name, value in equation.params.items()]
+        parts += [equation.primitive, equation.ctx, stack, params, ins, codes, offsets]
+    parts.append(list(map(read, outputs)))
+    try:
+        return Structure(_as_tuples(parts))
+    except TypeError:
+        return Structure(object())
+
+
+def _as_tuples(parts: list[Any]) -> tuple[Any, ...]:
+    return tuple([_as_tuples(x) if type(x) is list else x for x in parts])
 
 
 def _constant_key(constant: Any) -> Any:

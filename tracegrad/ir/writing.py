@@ -75,19 +75,26 @@ def write(
     match: Occurrence,
     where: Where,
     *,
+    scope: Any = None,
+    shared: tuple[Any, dict[Any, Any]] | None = None,
     taps: Sequence[Any] = (),
     shown: list[Any] | None = None,
+    has_line: bool = True,
 ) -> Written:
     """Traces a function into nodes that define some values of a region.
 
     Args:
       run: the function of the operands and the taps; returns new values for `results`.
       operands, results: values of the region.
-      beside: the node whose scope, source line and settings the new nodes get.
+      beside: the node whose source line and settings the new nodes get.
       match: the match that is edited.
       where: the surroundings of the region.
+      scope: the scope of the new nodes; default: that of `beside`. `run` is traced outside of it.
+      shared: what the trace depends on besides types, and the programs that were traced so far.
       taps: the types of the taps.
       shown: the list to which `run` appends arrays that become outputs.
+      has_line: whether the new nodes are at the lines at which they were traced; else all are at
+        that of `beside`.
 
     Raises GraphError for a wrong number or type of results.
     """
@@ -95,7 +102,7 @@ def write(
 
     def flat(*args: Any) -> list[Any]:
         shown.clear()
-        with _jax.standing_for(beside.source.info):  # JAX starts a trace outside of all scopes
+        with _jax.standing_for(_jax.below_scope(info.name_stack, info)):
             new = list(run(*args))
             if len(new) != len(results):
                 raise GraphError(
@@ -105,9 +112,15 @@ def write(
             pairs = zip(new, results, strict=True)
             return [*(_as_type(array, value.aval, match) for array, value in pairs), *shown]
 
+    info, settings = beside.source
     avals = [*(atom.aval for atom in operands), *taps]
-    program = _trace(flat, avals, beside.source.settings, where)
-    return _defining(results, operands, program, beside.function, match.node.key, where)
+    key, traced = shared or (None, {})
+    key = key, *avals, *(value.aval for value in results), settings, where.meshes
+    if key not in traced:
+        traced[key] = _trace(flat, avals, settings, where)
+    call = info if scope is None else info.replace(name_stack=scope)
+    place = beside.function, match.node.key, where
+    return _defining(results, operands, traced[key], *place, call, has_line=has_line)
 
 
 def write_through(
@@ -125,13 +138,16 @@ def write_through(
 
     `traced`: the programs traced so far. A function is traced once for all values of one type.
     """
-    avals, (info, settings) = [operand.aval, *taps], beside.source
-    key = run, *avals, settings, where.meshes
-    if key not in traced:
-        flat = _of_type(run, result.aval, match)
-        traced[key] = _trace(flat, avals, settings, where)
-    of = [result], [operand], traced[key]
-    return _defining(*of, beside.function, match.node.key, where, info)
+    place = beside, match, where
+    return write(
+        lambda *args: [run(*args)],
+        [operand],
+        [result],
+        *place,
+        shared=(run, traced),
+        taps=taps,
+        has_line=False,
+    )
 
 
 def write_first(
@@ -175,13 +191,15 @@ def _defining(
     key: Any,
     where: Where,
     call: Any = None,
+    *,
+    has_line: bool = False,
 ) -> Written:
     """Returns nodes that define `results`: those of a program of `operands` and taps, which returns
     further arrays to show after the results.
 
     The nodes have equations and values of their own, so that one program can be written often.
-    `function`: see `Node`. `key`: that of the match. `call`: the source info of the node inside
-    whose scopes, and at whose line, the nodes are; None: they are where they were traced.
+    `function`: see `Node`. `key`: that of the match. `call`: the source info inside whose scopes,
+    and (unless `has_line`) at whose line, the nodes are; None: they are where they were traced.
     """
     open_form, arrays = _jax.parts_of(program)
     inputs, count = open_form.invars, len(operands)
@@ -207,7 +225,7 @@ def _defining(
 
     def written(equation: Any) -> Node:
         info = equation.source_info
-        info = info if call is None else _jax.inside_call(call, info, has_line=False)
+        info = info if call is None else _jax.inside_call(call, info, has_line=has_line)
         return node_of(equation.replace(source_info=info), function).renaming(names)
 
     nodes = list(map(written, open_form.eqns))

@@ -62,7 +62,7 @@ def in_stretches(graph: Graph, stretches: Sequence[Stretch], copied: Collection[
         return read(graph.outputs, values)
 
     new = graph_of(jax.make_jaxpr(run)(*graph.in_avals))
-    return replace(graph, program=new.program, nodes=new.nodes)
+    return replace(graph, program=new.program, make_nodes=new.make_nodes)
 
 
 # ------------------------------------------------------------------------------- planning the steps

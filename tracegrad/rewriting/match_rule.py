@@ -49,10 +49,11 @@ class MatchRule:
     where: Selector | Parameters
     edit: Edit
     missing_ok: bool = False
-    text: str | None = None  # the arguments in the repr; None: the selector alone
+    text: str | None = None  # the arguments in the repr; None: those of `made_by`
     identity: Identity | None = None
     identity_again: Identity | None = None
-    made_by: Callable[[], MatchRule] | None = None  # makes the rule again, in another process
+    # Makes the rule again, in another process; None: the repr shows the selector alone.
+    made_by: functools.partial[MatchRule] | None = None
 
     def __post_init__(self) -> None:
         if self.identity is None or not self.of_parameters:
@@ -104,7 +105,12 @@ class MatchRule:
 
     def __repr__(self) -> str:
         room = "" if self.name == "edit" else "rules."
-        return f"{room}{self.name}({_shown(self.where) if self.text is None else self.text})"
+        if self.text is not None or self.made_by is None:
+            return f"{room}{self.name}({_shown(self.where) if self.text is None else self.text})"
+        where, *_ = parameters = inspect.signature(self.made_by.func).parameters
+        given = {**dict(zip(parameters, self.made_by.args, strict=False)), **self.made_by.keywords}
+        texts = [f"{'' if name == where else f'{name}='}{_shown(x)}" for name, x in given.items()]
+        return f"{room}{self.name}({', '.join(texts)})"
 
 
 def _behind(graph: Graph, found: Mapping[Value, str], identity: Identity | None) -> Graph:
@@ -118,15 +124,11 @@ def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
 
     The selector is shown by position, the other arguments by name.
     """
-    where, *_ = parameters = inspect.signature(make).parameters
 
     @functools.wraps(make)
     def shown(*args: P.args, **kwargs: P.kwargs) -> MatchRule:
-        rule = make(*args, **kwargs)
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        texts = [f"{'' if name == where else f'{name}='}{_shown(x)}" for name, x in given.items()]
         again = functools.partial(shown, *args, **kwargs)
-        return replace(rule, text=", ".join(texts), made_by=again)
+        return replace(make(*args, **kwargs), made_by=again)
 
     return shown
 

@@ -39,16 +39,17 @@ class RewrittenFunction:
         functools.update_wrapper(self, fun, updated=())
         self.rules = rules
         self._static = resolve(fun, static_argnums, static_argnames)
+        self._take = TakingApart(self._static)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """Returns the graph for arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
-        return self._traced(TakingApart(self._static)(args, kwargs))
+        return self._traced(self._take(args, kwargs))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        call = TakingApart(self._static)(args, kwargs)
+        call = self._take(args, kwargs)
         program = self._traced(call)
         try:
-            return call_traced(program, call, self._static)
+            return call_traced(program, call)
         except Exception as error:
             explain_rule(error, lambda: program)
             raise

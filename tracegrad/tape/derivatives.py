@@ -103,7 +103,7 @@ def transposed(
 
     program = jax.make_jaxpr(along)(*types)
     open_form, primitives = _jax.opened(program), _jax.program_facts(program).primitives
-    calls_host = any(_jax.calls_host(primitive.name) for primitive in primitives)
+    calls_host = _jax.calls_host(primitive.name for primitive in primitives)
     if is_whole:
         connected = [True] * len(types)
     else:

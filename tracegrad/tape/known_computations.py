@@ -199,7 +199,7 @@ def _with_programs(
     whole = inlined if primitive is _JIT and _jax.is_plain_jit(params) else fun
     is_one = whole is inlined or primitive in (_jax.SCAN, _jax.COND, _jax.WHILE)
     below = (primitive, *facts.primitives)
-    calls_host = any(_jax.calls_host(p.name) for p in facts.primitives)
+    calls_host = _jax.calls_host(p.name for p in facts.primitives)
     is_run_once = calls_host or not _RUN_ONCE.isdisjoint(below)
     return Computation(
         fun,

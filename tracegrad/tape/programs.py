@@ -109,7 +109,7 @@ def _is_effect_in_a_scan(found: Occurrence) -> bool:
         return False
     if node.has_references or (node.regions and node.primitive not in (*RULES, *_jax.WHILES)):
         return False
-    return bool(node.effects) or _jax.calls_host(node.op)
+    return bool(node.effects) or _jax.calls_host([node.op])
 
 
 # ------------------------------------------------------------------- what custom rules close over

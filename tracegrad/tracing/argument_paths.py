@@ -32,7 +32,7 @@ def known_by_path(arrays: Sequence[Any], paths: Sequence[str]) -> Iterator[None]
 def argument_path(array: Any) -> str:
     """Returns the path of an array that is an argument of a function being traced, or a tracer of
     a derivative or of `jax.vmap` that stands for one: ``params.0.kernel``; "" for another array."""
-    return _here.paths.get(id(_behind(array)[-1]), "")
+    return _here.paths.get(id(_behind(array)[-1]), "") if _here.paths else ""
 
 
 def derivatives_of_argument(array: Any) -> list[Any]:

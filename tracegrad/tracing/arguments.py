@@ -6,7 +6,7 @@ whatever is not an array; see `variables.packed`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tracegrad.tracing.signatures import parameters_of, positional
@@ -25,14 +25,19 @@ class StaticArguments(NamedTuple):
     by name.
 
     Attributes:
-      others: the parameter names of the other positional arguments, for messages.
+      parameters: the names of the function's positional parameters, static or not, for messages.
       rest: the name of the parameter for all further ones, ``*args``.
     """
 
     positions: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
-    others: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
     rest: str = "args"
+
+    def argument_names(self, count: int) -> list[str]:
+        """Returns the names of the first `count` positional arguments: ``x``, ``args.0``."""
+        further = range(count - len(self.parameters))
+        return [*self.parameters[:count], *(f"{self.rest}.{i}" for i in further)]
 
     def within(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Returns the static positions of a call with these positional arguments."""
@@ -42,18 +47,6 @@ class StaticArguments(NamedTuple):
     def named(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the static keyword arguments of a call."""
         return {name: value for name, value in sorted(kwargs.items()) if name in self.names}
-
-    def apart(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[tuple[Any, ...], Mapping[str, Any]], tuple[int, ...], dict[str, Any]]:
-        """Splits the arguments of a call. Returns the dynamic arguments, as (args, kwargs); the
-        positions of the static arguments; and the static keyword arguments."""
-        if not self.positions and not self.names:
-            return (args, kwargs), (), {}
-        positions, static = self.within(args), self.named(kwargs)
-        dynamic = tuple(arg for i, arg in enumerate(args) if i not in positions)
-        named = {name: value for name, value in kwargs.items() if name not in static}
-        return (dynamic, named), positions, static
 
 
 NONE_STATIC = StaticArguments()
@@ -67,12 +60,28 @@ class Call(NamedTuple):
         are.
       variables: the Variables in the arguments: the key of the call's program.
       objects: the modules and nnx.Variables of flax in the arguments, each once.
+      positions, names: which arguments are static.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     variables: tuple[Given, ...] = ()
     objects: Sequence[Any] = ()
+    positions: Sequence[int] = ()
+    names: Collection[str] = ()
+
+    @property
+    def dynamic(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) without the static arguments."""
+        if not self.positions and not self.names:
+            return self.args, self.kwargs
+        named = {name: arg for name, arg in self.kwargs.items() if name not in self.names}
+        return tuple(x for i, x in enumerate(self.args) if i not in self.positions), named
+
+    @property
+    def static_kwargs(self) -> dict[str, Any]:
+        """The static keyword arguments."""
+        return {name: self.kwargs[name] for name in self.names}
 
     @property
     def is_of_arrays(self) -> bool:
@@ -101,49 +110,43 @@ class TakingApart:
 
     def __init__(self, static: StaticArguments = NONE_STATIC, *, looks_for_modules: bool = True):
         self._static = static
-        self._has_static = bool(static.positions or static.names)
-        self._pack = Packing(static.others, static.rest)
+        self._pack = Packing(static.parameters, static.rest)
         self.looks_for_modules = looks_for_modules
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        call = (self._with_static if self._has_static else self._call)(args, kwargs)
-        if call.objects:
-            ignore_cached_partial()
-        return call
-
-    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        static = self._static
+        fixed = static.within(args) if static.positions else ()
+        names = tuple(sorted(kwargs.keys() & static.names)) if static.names else ()
         pack, found = self._pack, list[Given]()
         survey = Survey() if self.looks_for_modules and nnx() is not None else None
+        objects: Sequence[Any] = ()
         try:
-            packed = tuple([pack(arg, i, found, survey) for i, arg in enumerate(args)])
+            packed = tuple(
+                [
+                    _static(arg, found) if i in fixed else pack(arg, i, found, survey)
+                    for i, arg in enumerate(args)
+                ]
+            )
             named = {}
             for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
-                named[name] = pack(kwargs[name], name, found, survey)
+                arg = kwargs[name]
+                named[name] = (
+                    _static(arg, found) if name in names else pack(arg, name, found, survey)
+                )
+            if survey is not None:
+                objects = survey.objects
         except NoTree:
-            return self._by_flax(args, kwargs)
-        return Call(packed, named, tuple(found), () if survey is None else survey.objects)
-
-    def _by_flax(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        found: list[Given] = []
-        arguments: dict[str | int, Any] = dict(enumerate(args))
-        arguments.update((name, kwargs[name]) for name in sorted(kwargs))
-        packed, objects = packed_by_flax(arguments, found, self._pack.name_of)
-        positional = tuple(packed[i] for i in range(len(args)))
-        return Call(positional, {name: packed[name] for name in kwargs}, tuple(found), objects)
-
-    def _with_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Takes a call with static arguments apart; also collects the Variables in static ones."""
-        (dynamic, named), positions, static = self._static.apart(args, kwargs)
-        of_dynamic = self._call(dynamic, named)
-        found = list(of_dynamic.variables)
-        own = iter([_static(args[i], found) for i in positions])
-        rest = iter(of_dynamic.args)
-        return Call(
-            tuple(next(own if i in positions else rest) for i in range(len(args))),
-            {**of_dynamic.kwargs, **{k: _static(v, found) for k, v in static.items()}},
-            tuple(found),
-            of_dynamic.objects,
-        )
+            found.clear()
+            arguments: dict[str | int, Any] = dict(enumerate(args))
+            arguments.update((name, kwargs[name]) for name in sorted(kwargs))
+            own = {key: arguments.pop(key) for key in list[str | int]((*fixed, *names))}
+            of_all, objects = packed_by_flax(arguments, found, pack.name_of)
+            of_all.update((key, _static(arg, found)) for key, arg in own.items())
+            packed = tuple([of_all[i] for i in range(len(args))])
+            named = {name: of_all[name] for name in kwargs}
+        if objects:
+            ignore_cached_partial()
+        return Call(packed, named, tuple(found), objects, fixed, names)
 
 
 def _static(value: Any, found: list[Given]) -> Any:
@@ -171,8 +174,8 @@ def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> Stati
         names = tuple(p.name for p in chosen if p.kind is p.POSITIONAL_OR_KEYWORD)
     elif argnames is not None and argnums is None:
         positions = tuple(i for i, p in enumerate(ordered) if p.name in names)
-    others = tuple(p.name for i, p in enumerate(ordered) if i not in positions)
-    return StaticArguments(frozenset(positions), frozenset(names), others, *variadic)
+    own = tuple(p.name for p in ordered)
+    return StaticArguments(frozenset(positions), frozenset(names), own, *variadic)
 
 
 def donated_by(fun: Callable[..., Any], options: Mapping[str, Any]) -> StaticArguments:

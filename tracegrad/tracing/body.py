@@ -15,12 +15,12 @@ from tracegrad.ir.running import run_graph
 from tracegrad.tracing.arguments import Call
 from tracegrad.tracing.jit_options import signature_behind
 from tracegrad.tracing.uses import Use
-from tracegrad.variables.inside import hands_out
 from tracegrad.variables.modules import Snapshot, Update
 from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.packed import Packed, unpacked
-from tracegrad.variables.statics import has_modules, has_statics, with_statics
-from tracegrad.variables.trees import was_a_variable
+from tracegrad.variables.results import hands_out
+from tracegrad.variables.statics import has_modules, with_statics
+from tracegrad.variables.trees import were_variables
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
@@ -123,7 +123,7 @@ class Body:
             raise Outgrown(self, None)
         values, args = args[: len(use.values)], args[len(use.values) :]
         call = self._taken_apart(pipeline, args, kwargs)
-        flat, tree = jax.tree.flatten(pipeline.static.apart(call.args, call.kwargs)[0])
+        flat, tree = jax.tree.flatten(call.dynamic)
         graph, traced.graph = traced.graph, None
         if graph is None or not _is_of(graph, flat, tree):
             graph = pipeline.traced(call)
@@ -137,7 +137,7 @@ class Body:
             result = Packed(outs[:count], graph.out_tree)
         else:
             result = jax.tree.unflatten(graph.out_tree, outs[:count])
-            result = with_statics(result) if has_statics(graph.out_tree) else result
+            result = result if self._packs else with_statics(result)
         if use.is_plain or (self._is_staged and not use.has_variables and not graph.updates):
             return result
         new = dict(zip(map(id, graph.assigned), outs[count:last], strict=True))
@@ -154,14 +154,14 @@ class Body:
         call = pipeline.take_all(args, kwargs)
         if not pipeline.takes_apart:
             found = call.variables or call.objects or has_modules((args, kwargs))
-            if found or any(map(was_a_variable, jax.tree.leaves((args, kwargs)))):
+            if found or were_variables(jax.tree.leaves((args, kwargs))):
                 pipeline.take_apart(call)
                 raise Outgrown(self, None)
-        elif not pipeline.take.looks_for_modules and nnx() is not None:
-            dynamic, *_ = pipeline.static.apart(*unpacked(call.args, call.kwargs))
-            if Snapshot(dynamic).objects:
-                pipeline.take.looks_for_modules = True
-                raise Outgrown(self, None)
+        elif pipeline.take.looks_for_modules or nnx() is None:
+            return call
+        elif Snapshot(unpacked(*call.dynamic)).objects:
+            pipeline.take.looks_for_modules = True
+            raise Outgrown(self, None)
         return call
 
     def warn_of_merging(self) -> None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -53,13 +53,14 @@ class _Tracing(threading.local):
 _tracing = _Tracing()
 
 
-@contextmanager
-def call_scopes() -> Iterator[None]:
+def call_scopes() -> AbstractContextManager[None]:
     """A block in which calls of modules, on this thread, are named scopes."""
     bases = _bases()
-    if not bases or _tracing.calls is not None:
-        yield
-        return
+    return _scopes(bases) if bases and _tracing.calls is None else nullcontext()
+
+
+@contextmanager
+def _scopes(bases: tuple[type, ...]) -> Iterator[None]:
     _tracing.calls, _tracing.paths, _tracing.alike = [], {}, {}
     try:
         with _calls.in_place(_places(bases)), _key(call_scopes):

@@ -14,8 +14,8 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
-from tracegrad.tracing.arguments import Call, StaticArguments, TakingApart
-from tracegrad.variables.inside import settled
+from tracegrad.tracing.arguments import Call, TakingApart
+from tracegrad.variables.results import hands_out, settled
 
 
 def to_callable(graph: Graph) -> Callable[..., Any]:
@@ -52,10 +52,10 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
     return call
 
 
-def call_traced(graph: Graph, call: Call, static: StaticArguments) -> Any:
+def call_traced(graph: Graph, call: Call) -> Any:
     """Runs a graph with the arguments of the call that it was traced for."""
-    dynamic, _, _ = static.apart(call.args, call.kwargs)
-    return _run(graph, call, [*jax.tree.leaves(dynamic), *(v.value for v in graph.variables)])
+    arrays = jax.tree.leaves(call.dynamic)
+    return _run(graph, call, [*arrays, *(v.value for v in graph.variables)])
 
 
 def _run(graph: Graph, call: Call, values: list[Any]) -> Any:
@@ -72,7 +72,9 @@ def settle_call(graph: Graph, call: Call, outs: Sequence[Any]) -> Any:
     for variable, value in zip(graph.assigned, outs[count:last], strict=True):
         variable.assign(value)
     end = last + len(graph.updates)
-    return settled(graph.out_tree, outs[:count], call.objects, graph.updates, outs[last:end])
+    result = jax.tree.unflatten(graph.out_tree, outs[:count])
+    in_parts = hands_out(graph.out_tree)
+    return settled(result, call.objects, graph.updates, outs[last:end], is_in_parts=in_parts)
 
 
 def _check_types(graph: Graph, args: list[Any]) -> None:

@@ -9,14 +9,13 @@ import jax
 
 from tracegrad.tracing.arguments import Call, StaticArguments
 from tracegrad.tracing.graphs import function_name
-from tracegrad.tracing.signatures import argument_names
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.paths import path_name
 
 
 def refuse_sharing(fun: Callable[..., Any], call: Call, donated: StaticArguments) -> None:
     """Raises ValueError if modules share an array that the call donates."""
-    named = zip(argument_names(fun, len(call.args)), call.args, strict=True)
+    named = zip(donated.argument_names(len(call.args)), call.args, strict=True)
     packed = [(name, arg) for name, arg in (*named, *call.kwargs.items()) if type(arg) is Packed]
     arrays = [array for _, arg in packed for array in arg.arrays if isinstance(array, jax.Array)]
     if len(set(map(id, arrays))) == len(arrays):

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.ir.importer import import_program
-from tracegrad.tracing.argument_paths import argument_path, known_by_path
+from tracegrad.tracing.argument_paths import argument_path
 from tracegrad.tracing.arguments import (
     NONE_STATIC,
     Call,
@@ -26,16 +25,13 @@ from tracegrad.tracing.arguments import (
     resolve,
 )
 from tracegrad.tracing.attempts import Attempt
-from tracegrad.tracing.call_scopes import call_scopes
-from tracegrad.tracing.shardings import lay_out, maps, refuse_other_shardings
-from tracegrad.tracing.signatures import argument_names, array_names
+from tracegrad.tracing.inside import Inside, Within
+from tracegrad.tracing.signatures import array_names
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explained
-from tracegrad.variables.inside import Inside
 from tracegrad.variables.states import Changes, States, is_passed_on
 
 Rule = Callable[[Graph], Graph]
-Within = Callable[[], AbstractContextManager[Any]]  # makes the context that a function is traced in
 
 
 @tool
@@ -136,8 +132,8 @@ def trace_to_graph(
     Args:
       shardings: the shardings of the arguments that are not static.
     """
-    dynamic, positions, static_kwargs = static.apart(call.args, call.kwargs)
-    for name, value in static_kwargs.items():
+    dynamic, positions = call.dynamic, call.positions
+    for name, value in call.static_kwargs.items():
         try:
             hash(value)
         except TypeError as error:
@@ -146,18 +142,16 @@ def trace_to_graph(
                 f"of static arguments, and {name}={value!r} is of type {type(value).__name__}"
             ) from error
 
-    paths = array_names(fun, call.args, dynamic[1], positions)
+    named = zip(static.argument_names(len(call.args)), call.args, strict=True)
+    paths = array_names([x for i, x in enumerate(named) if i not in positions], dynamic[1])
     arrays = jax.tree.leaves(dynamic)
     known = [argument_path(x) or path for x, path in zip(arrays, paths, strict=True)]
     program = None
     within: Within = nullcontext
     while program is None:
         with Attempt() as attempt:
-            inside = Inside()
-            entered = _Entered(
-                call, static, donated, shardings, static_kwargs, within, inside, known
-            )
-            fresh = _fresh(fun, entered)
+            inside = Inside(call, donated, shardings, known, within)
+            fresh = _fresh(fun, inside, frozenset(call.names))
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])
         if attempt.is_left:
             program, within = None, attempt.found
@@ -195,7 +189,7 @@ def _lost(
 
     @functools.wraps(fun, updated=())
     def before_and_after(*args: Any, **kwargs: Any) -> Any:
-        names = argument_names(fun, len(args))
+        names = static.argument_names(len(args))
         states = States({**dict(zip(names, args, strict=True)), **kwargs})
         return states.changes(fun(*args, **kwargs)).values
 
@@ -205,75 +199,23 @@ def _lost(
     return (*changes.structures, *lost)
 
 
-class _Entered(NamedTuple):
-    """How the user's function is called in a trace.
-
-    The arguments of the call come after the arguments of a `functools.partial`, if `fun` is one.
-    """
-
-    call: Call
-    static: StaticArguments
-    donated: StaticArguments
-    shardings: Sequence[Any]
-    static_kwargs: Mapping[str, Any]
-    within: Within
-    inside: Inside
-    paths: Sequence[str]  # of the traced arguments
-
-    def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the function with packed arguments; returns the result of `Inside.run`."""
-
-        def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            filled_in = len(args) - len(self.call.args)
-            return args[filled_in:], {name: kwargs[name] for name in self.call.kwargs}
-
-        def dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self.static.apart(*own(args, kwargs))[0]
-
-        def donated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            args, kwargs = own(args, kwargs)
-            _, positions, named = self.donated.apart(args, kwargs)
-            parts = zip(self.shardings, self.static.apart(args, kwargs)[0][0], strict=False)
-            return [args[i] for i in positions], named, [arg for part, arg in parts if maps(part)]
-
-        called = functools.partial(_call, fun, self.within)
-
-        def laid_out(*args: Any, **kwargs: Any) -> Any:
-            refuse_other_shardings(self.shardings, dynamic(args, kwargs)[0])
-            result = called(*args, **kwargs)
-            lay_out(self.shardings, dynamic(args, kwargs)[0])
-            return result
-
-        names = functools.partial(argument_names, fun)
-        kwargs = {**kwargs, **self.static_kwargs}
-        traced = jax.tree.leaves(dynamic(args, kwargs))
-        with known_by_path(traced, self.paths):
-            run = laid_out if self.shardings else called
-            return self.inside.run(run, args, kwargs, names, dynamic, donated)
-
-
-def _fresh(fun: Callable[..., Any], entered: _Entered) -> Callable[..., Any]:
+def _fresh(
+    fun: Callable[..., Any], inside: Inside, static_names: frozenset[str]
+) -> Callable[..., Any]:
     """Returns a new function that calls `fun`. JAX caches traces by the identity of a function,
     with the values it closed over then; a new function is traced with the values of now."""
     if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
-        return functools.partial(_fresh(fun.func, entered), *fun.args, **fun.keywords)
+        own = _fresh(fun.func, inside, static_names)
+        return functools.partial(own, *fun.args, **fun.keywords)
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        return entered.run(fun, args, kwargs)
+        return inside.run(fun, args, kwargs)
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
-    names = frozenset(entered.static_kwargs)
-    if names and (signature := _dynamic_signature(fun, set(), names)):
+    if static_names and (signature := _dynamic_signature(fun, set(), static_names)):
         fresh.__signature__ = signature  # type: ignore[attr-defined]
     return fresh
-
-
-@CALLS_TRACED
-def _call(fun: Callable[..., Any], within: Within, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls the user's function; marks in tracebacks where the user's program begins."""
-    with within(), call_scopes():
-        return fun(*args, **kwargs)
 
 
 def _dynamic_signature(

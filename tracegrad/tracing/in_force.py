@@ -203,6 +203,8 @@ def _only(forces: tuple[Force, ...], *, same_key: bool = False) -> Iterator[None
 
 def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph]) -> Graph:
     """Traces a function with rules in force, then applies the rules to its graph."""
+    if not rules and not _in_force.forces:
+        return trace()
     force = Force(rules)
     with in_force(force):
         traced = trace()

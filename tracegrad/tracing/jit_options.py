@@ -8,13 +8,16 @@ import keyword
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 
 from tracegrad.tracing.arguments import StaticArguments, donated_by
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from tracegrad.tracing.pipeline import Pipeline
 
 
 class JitOptions(TypedDict, total=False):
@@ -34,14 +37,11 @@ class JitOptions(TypedDict, total=False):
 
 
 def options_behind(
-    fun: Callable[..., Any],
-    options: dict[str, Any],
-    static: StaticArguments,
-    refs: Sequence[weakref.ref[Variable]],
+    pipeline: Pipeline, options: dict[str, Any], refs: Sequence[weakref.ref[Variable]]
 ) -> dict[str, Any]:
-    """Returns the user's options for a program that takes the values of `refs` first; if the user
-    gave shardings, the values get shardings too."""
-    options = _moved(fun, options, static, len(refs))
+    """Returns the options of a function for a program that takes the values of `refs` first; if the
+    user gave shardings, the values get shardings too."""
+    options = _moved(pipeline.fun, options, pipeline.static, pipeline.donated, len(refs))
     given = options.get("in_shardings")
     if given is not None:
         variables: list[Any] = [ref() for ref in refs]
@@ -59,17 +59,20 @@ def options_behind_module(
     module as its first argument."""
     if not options:
         return options, static
-    options = _moved(module, options, static, 1)
+    options = _moved(module, options, static, donated_by(module, options), 1)
     if options.get("in_shardings") is not None:
         options["in_shardings"] = (None, *options["in_shardings"])
     return options, static._replace(positions=frozenset(options["static_argnums"]))
 
 
 def _moved(
-    fun: Callable[..., Any], options: dict[str, Any], static: StaticArguments, values: int
+    fun: Callable[..., Any],
+    options: dict[str, Any],
+    static: StaticArguments,
+    donated: StaticArguments,
+    values: int,
 ) -> dict[str, Any]:
     """Returns the options for a function with `values` more arguments before its own."""
-    donated = donated_by(fun, options)
 
     def positions(arguments: StaticArguments) -> tuple[int, ...]:
         return tuple(p + values if p >= 0 else p for p in sorted(arguments.positions))

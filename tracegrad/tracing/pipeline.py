@@ -40,7 +40,6 @@ from tracegrad.tracing.shardings import (
     shardings_of_arguments,
     structure_of,
 )
-from tracegrad.tracing.signatures import argument_names
 from tracegrad.tracing.user_errors import explain_rule, explained
 from tracegrad.tracing.uses import Packs, Use
 from tracegrad.variables.trees import without_variables
@@ -58,6 +57,7 @@ class Pipeline:
     It holds the function weakly: the table of pipelines must not keep the function alive.
 
     Attributes:
+      static, donated: which arguments are static, and which are donated.
       take: takes the arguments of a call apart, as far as the calls so far needed.
       take_all: takes any arguments apart.
       takes_apart: whether each call takes its arguments apart; set by the first call with an
@@ -90,7 +90,7 @@ class Pipeline:
         self._of_arguments = shardings if isinstance(shardings, tuple) else ()
         is_tree = not all(map(is_for_all, self._of_arguments or (shardings,)))
         self._shardings = shardings if is_tree else None
-        self._donated = donated_by(fun, options)
+        self.donated = donated_by(fun, options)
         self.packs_results: Packs = "if it has parts"
         if not is_for_all(self.out_shardings):  # they come in the tree of a result
             self.packs_results = "always" if maps(self.out_shardings) else "never"
@@ -121,7 +121,7 @@ class Pipeline:
             return self.eagerly(args, kwargs)
         if graph is not None:
             plain = Call(args, kwargs)
-            self._grow(plain, self._key(plain), graph)
+            self._grow(plain, self._key(plain), graph, None)
         return self.search(args, kwargs, Program.__call__, graph)
 
     @property
@@ -170,7 +170,7 @@ class Pipeline:
                     raise
                 graph = outgrown.graph
                 if graph is not None:
-                    self._grow(call, key, graph)
+                    self._grow(call, key, graph, program)
             except Exception as error:
                 if isinstance(error, TypeError) and self.refuses_plain(args, kwargs):
                     continue
@@ -183,8 +183,8 @@ class Pipeline:
 
     def _key(self, call: Call) -> Any:
         """The key of a call's program: its Variables, and its structures if shardings need them."""
-        if call.objects and (self._donated.positions or self._donated.names):
-            refuse_sharing(self.fun, call, self._donated)
+        if call.objects and (self.donated.positions or self.donated.names):
+            refuse_sharing(self.fun, call, self.donated)
         if self._shardings is None or not self.takes_apart:
             return call.variables
         return call.variables, *map(structure_of, call.args)
@@ -196,17 +196,17 @@ class Pipeline:
             if program is None or program.use.is_over:
                 shardings = None
                 if self._shardings is not None and self.takes_apart:
-                    (dynamic, _), *_ = self.static.apart(call.args, call.kwargs)
-                    shardings = shardings_of_arguments(self._shardings, dynamic)
+                    shardings = shardings_of_arguments(self._shardings, call.dynamic[0])
                 program = self._programs[key] = Program(self, Use(), shardings)
                 self._keep_some()
         return program
 
-    def _grow(self, call: Call, key: Any, graph: Graph) -> None:
-        """Replaces the program of a call by a larger one if it does not serve the graph."""
+    def _grow(self, call: Call, key: Any, graph: Graph, outgrown: Program | None) -> None:
+        """Replaces the program of a call by a larger one if it does not serve the graph.
+        `outgrown`: a program that does not."""
         with self._lock:
             program = self._program(call, key)
-            if not program.use.serves(graph, self.packs_results):
+            if program is outgrown or not program.use.serves(graph, self.packs_results):
                 self._programs[key] = program.grown(graph)
                 self._keep_some()
 
@@ -227,13 +227,13 @@ class Pipeline:
         if not self.rules:
             return without_variables(self.fun(*args, **kwargs))
         call = self.take_all(args, kwargs)
-        return call_traced(self.traced(call), call, self.static)
+        return call_traced(self.traced(call), call)
 
     # ---------------------------------------------------------------------------------- graphs
 
     def graph(self, call: Call) -> Graph:
         """Returns the graph for the arguments of a call, after the rules."""
-        options = self._donated, self._of_arguments
+        options = self.donated, self._of_arguments
         trace = functools.partial(trace_to_graph, self.fun, call, self.static, *options)
         with with_jit():  # so that rules find nested jitted functions by name
             return traced_under(self.rules, trace)
@@ -268,10 +268,9 @@ class Pipeline:
 
     def _note(self, call: Call, graph: Graph) -> None:
         """Records the signature of a call that is being traced."""
-        names = argument_names(self.fun, len(call.args))
+        names = self.static.argument_names(len(call.args))
         named = {**dict(zip(names, call.args, strict=True)), **call.kwargs}
-        _, positions, static_kwargs = self.static.apart(call.args, call.kwargs)
-        fixed = {*(names[i] for i in positions), *static_kwargs}
+        fixed = {*(names[i] for i in call.positions), *call.names}
         self.history.note(
             CallTypes.of(
                 {name: v for name, v in named.items() if name not in fixed},

@@ -32,7 +32,6 @@ from tracegrad.tracing.jit_options import options_behind
 from tracegrad.tracing.shardings import shardings_of_result
 from tracegrad.tracing.uses import Use
 from tracegrad.variables import kept_programs
-from tracegrad.variables.inside import put_together
 from tracegrad.variables.lending import (
     dispatching,
     free,
@@ -45,6 +44,7 @@ from tracegrad.variables.lending import (
 from tracegrad.variables.listening import listeners
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed
+from tracegrad.variables.results import settled
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
@@ -78,7 +78,7 @@ class Program:
         if of_result is not None:
             options = {**options, "out_shardings": of_result}
         if not use.is_plain:
-            options = options_behind(pipeline.fun, options, pipeline.static, use.values)
+            options = options_behind(pipeline, options, use.values)
         self._make_nested = functools.partial(jax.jit, body, **options)
         self._has_options = any(options.values())
         self._forms: dict[Any, Any] = {}  # see `ForwardingTrace.call_jitted`
@@ -110,7 +110,9 @@ class Program:
         pipeline = self._pipeline()
         assert pipeline is not None, "the traced function that is called holds it"
         use = Use(self.use, graph, packs=pipeline.packs_results)
-        of_result = shardings_of_result(pipeline.out_shardings, graph)
+        of_result = None
+        if pipeline.packs_results == "always":
+            of_result = shardings_of_result(pipeline.out_shardings, graph)
         return Program(pipeline, use, self._shardings, of_result)
 
     def _recomputing(self) -> Callable[..., Any]:
@@ -277,10 +279,7 @@ class Program:
 def _settled(new: NewValues, result: Any, objects: Sequence[Any]) -> Any:
     """Returns the user's result, and gives the new arrays to `objects`, the objects of flax.nnx in
     the arguments."""
-    # The arrays of modules are the last of the new values.
-    updates = zip(new.updates, new[len(new) - len(new.updates) :], strict=True)
-    for update, value in updates:
-        update.assign(objects, value)
     if type(result) is Packed:
         result = result.argument()
-    return put_together(result, objects) if new.hands_out else result
+    values = new[len(new) - len(new.updates) :]  # the arrays of modules are the last of them
+    return settled(result, objects, new.updates, values, is_in_parts=new.hands_out)

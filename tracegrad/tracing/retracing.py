@@ -87,8 +87,10 @@ class CallTypes(NamedTuple):
                     elif id(leaf) not in own:
                         values[path_name(path, argument)] = Static(leaf)
             trees[argument] = tree
-            if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module_or_variable))):
-                modules.append((argument, packed.structure))
+            if isinstance(packed, Packed):
+                nodes = jax.tree.leaves(tree, is_leaf=is_module_or_variable)
+                if any(map(is_module, nodes)):
+                    modules.append((argument, packed.structure))
         ordered = sorted(values.items(), key=operator.itemgetter(0))
         structure = jax.tree.structure(trees, is_leaf=is_variable)
         return cls(structure, tuple(types), tuple(ordered), tuple(modules))
@@ -114,9 +116,8 @@ class TraceHistory:
         with self._lock:
             if call in self._calls:
                 return  # JAX traces again for its own reasons: another mesh, precision, ...
-            before = self._calls[-1] if self._calls else call
+            changes = changes_between(self._calls[-1], call) if self._calls else []
             self._calls.append(call)
-            changes = changes_between(before, call)
             self._causes.update((where, kind) for where, kind, _, _ in changes)
             loud = [c for c in changes if _is_due(self._causes[c[0], c[1]])]
         for where, kind, old, new in loud:

@@ -71,10 +71,8 @@ def is_for_all(shardings: Any) -> bool:
     return shardings is None or jax.tree_util.all_leaves([shardings])
 
 
-def shardings_of_result(shardings: Any, graph: Graph) -> Packed | None:
-    """Returns the shardings of a packed result, if one is an `nnx.StateSharding`; else None."""
-    if not maps(shardings):
-        return None
+def shardings_of_result(shardings: Any, graph: Graph) -> Packed:
+    """Returns the shardings of a packed result, of which some are an `nnx.StateSharding`."""
     arrays = graph.out_avals[: graph.result_count]
     return _along(shardings, Packed(arrays, graph.out_tree))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,36 +43,21 @@ def leaves_of_call(
     """Returns the leaves of a call in JAX's order of flattening. The name of a leaf is the name of
     its argument and the path in it, ``params.0.kernel``, as in messages, ``wrt`` and `match.param`.
     """
-    arguments = _arguments(fun, args, kwargs)
+    named = zip(argument_names(fun, len(args)), args, strict=True)
+    arguments = (*named, *sorted(kwargs.items()))
     return [leaf.within(name) for name, tree in arguments for leaf in leaves_of(tree)]
 
 
-def array_names(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    static: Collection[int] = (),
-) -> list[str]:
-    """Returns the names of the arrays of a call whose arguments are packed (see `leaves_of_call`).
+def array_names(args: Iterable[tuple[str, Any]], kwargs: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the arrays of packed arguments (see `leaves_of_call`).
 
-    `static`: the positions of arguments to leave out.
+    `args`: the positional arguments, with their names.
     """
     return [
         path_name(path, name)
-        for name, tree in _arguments(fun, args, kwargs, static)
+        for name, tree in (*args, *sorted(kwargs.items()))
         for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]
-
-
-def _arguments(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    static: Collection[int] = (),
-) -> list[tuple[str, Any]]:
-    """Returns the arguments of a call with their names, in JAX's order."""
-    pairs = enumerate(zip(argument_names(fun, len(args)), args, strict=True))
-    return [*(pair for i, pair in pairs if i not in static), *sorted(kwargs.items())]
 
 
 def name_in_module(fun: Any) -> str | None:

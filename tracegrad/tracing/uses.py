@@ -10,8 +10,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.variables.inside import hands_out
-from tracegrad.variables.statics import has_statics
+from tracegrad.variables.packed import has_parts
+from tracegrad.variables.results import hands_out
 
 Packs = Literal["never", "if it has parts", "always"]
 
@@ -112,12 +112,11 @@ def _calls_host(graph: Graph) -> bool:
 
 
 def _recomputes(graph: Graph) -> bool:
-    needed = _jax.keep_recompute_options(jax.default_backend())
-    return needed is not None and graph.recomputes
+    needed = _jax.MERGES_RECOMPUTED and _jax.keep_recompute_options(jax.default_backend())
+    return bool(needed) and graph.recomputes
 
 
 def _is_plain(graph: Graph, packs: Packs) -> bool:
-    state = graph.variables or graph.assigned or graph.updates
-    if state or packs == "always" or hands_out(graph.out_tree):
+    if graph.variables or graph.assigned or graph.updates or packs == "always":
         return False
-    return packs == "never" or not has_statics(graph.out_tree)
+    return not (hands_out if packs == "never" else has_parts)(graph.out_tree)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir.occurrence import calling_line
+from tracegrad.ir.occurrence import Origin, calling_line
 from tracegrad.variables import kept_programs
 from tracegrad.variables.cut_gradients import (
     assigned_anew,
@@ -24,7 +24,7 @@ from tracegrad.variables.cut_gradients import (
     warn_of_cut,
     without_gradient,
 )
-from tracegrad.variables.listening import Listener, listening
+from tracegrad.variables.listening import Listener, start_listening, stop_listening
 from tracegrad.variables.variable import Variable
 
 
@@ -35,7 +35,7 @@ from tracegrad.variables.variable import Variable
 #
 # Assignment is not differentiated: if `value` has a tangent and `entry` has none, a gradient is
 # lost. A warning says so for trainable Variables, with their `name` and the line of the assignment.
-def _lost(name: str, assigned_at: str) -> None:
+def _lost(name: str, assigned_at: Origin | None) -> None:
     if name:
         warn_of_cut(name, assigned_at)
 
@@ -50,7 +50,7 @@ class _Running:
 
     runs = False
 
-    def check(self) -> None:
+    def check(self) -> bool:
         if not self.runs:
             raise RuntimeError(
                 "the value of a Variable, read in a traced function, is used after the function "
@@ -58,6 +58,7 @@ class _Running:
                 "jax.custom_jvp reads the Variable. Return the value; pass it to the rule as an "
                 "argument."
             )
+        return True
 
 
 class Capture(Listener):
@@ -71,7 +72,7 @@ class Capture(Listener):
         self.assigned: tuple[Variable, ...] = ()
         self._entry: dict[Variable, list[_jax.Placeholder]] = {}
         self._current: dict[Variable, Any] = {}  # the value assigned last
-        self._assigned_at: dict[Variable, str] = {}  # the line of that assignment
+        self._assigned_at: dict[Variable, Origin | None] = {}  # the line of that assignment
         self._readable: dict[Variable, Any] = {}  # the object that readers get
         self._trace: Any = None
         self._running = _Running()
@@ -82,9 +83,11 @@ class Capture(Listener):
         self._trace = _jax.current_trace(None)
         self._running.runs = True
         try:
-            with kept_programs.while_tracing(), listening(self):
+            start_listening(self)
+            with kept_programs.while_tracing():
                 yield
         finally:
+            stop_listening(self)
             self._running.runs = False
             # Their references lead to the function, and back to this capture: without this, the
             # cycle would keep all of them alive.
@@ -101,7 +104,7 @@ class Capture(Listener):
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         warn_if_cut(variable)
-        if _jax.staging_trace() is None:
+        if _jax.current_trace(None) is not self._trace and _jax.staging_trace() is None:
             raise RuntimeError(
                 f"the Variable {variable.name!r} is read inside a traced function, by code that is "
                 "computed at once and is not a part of the function's program: there the Variable "
@@ -120,7 +123,7 @@ class Capture(Listener):
         if variable not in self._current:
             return self._value_at_entry(variable)
         value = self._current[variable]
-        if not _jax.has_gradient(variable):
+        if not _jax.has_gradient(variable._aval):
             return value
         entry = self._entry.get(variable) or [self._value_at_entry(variable)]
         with _jax.set_current_trace(self._trace):  # so that tapes in the function do not record it
@@ -154,8 +157,7 @@ class Capture(Listener):
             assigned_anew(variable)
             value = _jax.fresh_alias(value)
         self._current[variable] = value
-        line = calling_line()
-        self._assigned_at[variable] = "" if line is None else line.place
+        self._assigned_at[variable] = calling_line()
         self._readable.pop(variable, None)
 
     def _refuse_inner(self, variable: Variable, value: Any) -> None:

@@ -13,7 +13,7 @@ import weakref
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad.ir.occurrence import calling_line, warn_where_called
+from tracegrad.ir.occurrence import Origin, calling_line, warn_where_called
 
 CURE = (
     "use the value itself; or, if no gradient is meant, assign `jax.lax.stop_gradient` of the value"
@@ -63,13 +63,13 @@ def warn_if_cut(variable: Any) -> None:
     if known() is not variable or trace is None or all(each is not trace for each in here):
         return
     del _cuts.of[id(variable)]
-    warn_of_cut(variable.name, "" if line is None else line.place)
+    warn_of_cut(variable.name, line)
 
 
-def warn_of_cut(name: str, place: str) -> None:
-    """Warns that a Variable of this name is read after it was assigned, at this place, a value
-    whose gradient is being taken."""
-    where = f" ({place})" if place else ""
+def warn_of_cut(name: str, line: Origin | None) -> None:
+    """Warns that a Variable of this name is read after it was assigned, at this line, a value whose
+    gradient is being taken."""
+    where = "" if line is None else f" ({line.place})"
     warn_where_called(
         f"the Variable {name!r} is read after it was assigned a value that is being "
         f"differentiated{where}. Assignment is not differentiated, so no gradient flows from this "

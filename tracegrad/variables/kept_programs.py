@@ -41,10 +41,6 @@ class _Trace:
         self.key = key
         self._keys.enter_context(_key_of_jax(key))
 
-    def renew(self) -> None:
-        if self.key.is_used:
-            self.put(_Key())
-
 
 class _Thread(threading.local):
     def __init__(self) -> None:
@@ -65,7 +61,8 @@ def begin() -> None:
 
 @contextmanager
 def while_tracing() -> Iterator[None]:
-    """A block in which the function that is being traced is called."""
+    """A block in which the function that is being traced is called; another listener listens in it,
+    so that reads change before and after."""
     traces = _thread.traces
     if _thread.unused.is_used:
         _thread.unused = _Key()
@@ -77,7 +74,6 @@ def while_tracing() -> Iterator[None]:
             yield
     finally:
         traces.pop()
-        reads_change()  # for the trace around, which is the innermost again
 
 
 def is_tracing() -> bool:
@@ -89,15 +85,16 @@ def note_read() -> None:
     """Call this for each read that has a listener: marks the key as used by inner functions."""
     if _thread.traces:
         innermost = _thread.traces[-1]
-        if _jax.staging_trace() is not innermost.trace:
+        here = _jax.current_trace(None)
+        if here is not innermost.trace and _jax.staging_trace() is not innermost.trace:
             innermost.key.is_used = True
 
 
 def reads_change() -> None:
     """Call this when the next read of a Variable may give another value, or must reach another
     listener."""
-    if _thread.traces:
-        _thread.traces[-1].renew()
+    if _thread.traces and _thread.traces[-1].key.is_used:
+        _thread.traces[-1].put(_Key())
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from tracegrad.variables.modules import (
     Again,
     Root,
     Survey,
+    Twins,
     mark_roots,
     objects_in,
     with_modules,
@@ -81,7 +82,12 @@ class Packed:
     @property
     def has_parts(self) -> bool:
         """Whether it contains anything that is not an array."""
-        return has_nodes(self.structure, (Static, Variable, Again, Root))
+        return has_parts(self.structure)
+
+
+def has_parts(structure: Any) -> bool:
+    """Whether the structure of an argument or a result holds anything that is not an array."""
+    return has_nodes(structure, (Static, Variable, Again, Root, Twins))
 
 
 class PackedStatic(Packed):
@@ -290,8 +296,8 @@ def unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
         tuple([arg.argument() if isinstance(arg, Packed) else arg for arg in args]),
         {k: arg.argument() if isinstance(arg, Packed) else arg for k, arg in kwargs.items()},
     )
-    if nnx() is not None:
-        packed = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Packed)]
+    packed = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Packed)]
+    if packed and nnx() is not None:
         if any(has_nodes(each.structure, (Root,)) for each in packed):
             arguments = with_modules(arguments)
         if any(has_nodes(each.structure, (Again,)) for each in packed):

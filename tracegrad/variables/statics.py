@@ -297,11 +297,6 @@ def fix(leaves: list[Any], structure: Any, where: str, *, is_result: bool = Fals
     return fixed
 
 
-def has_statics(structure: Any) -> bool:
-    """Whether a structure contains a `Static`."""
-    return has_nodes(structure, (Static,))
-
-
 def has_nodes(structure: Any, kinds: tuple[type, ...]) -> bool:
     """Whether a structure contains a node of one of some classes."""
     waiting = [structure]

@@ -5,7 +5,7 @@ Among the arguments of a traced function, a Variable is not an array but a part 
 Variable that it closes over.
 
 A function whose calls had no Variables so far is called directly as a jit, and JAX flattens a
-Variable to its value. `was_a_variable` then tells, once, that a traced value is in the place of a
+Variable to its value. `were_variables` then tells, once, that a traced value is in the place of a
 Variable.
 """
 
@@ -109,14 +109,12 @@ class _Unflattened(threading.local):
 _unflattened = _Unflattened()
 
 
-def was_a_variable(value: object) -> bool:
-    """Whether a traced value took the place of a Variable, among the arguments of the function that
-    JAX has begun to trace."""
-    known = _unflattened.values.get(id(value))
-    if known is None:
-        return False
-    ref, origin = known
-    return ref() is value and origin.variable() is not None
+def were_variables(values: Iterable[Any]) -> bool:
+    """Whether one of these traced values took the place of a Variable, among the arguments of the
+    function that JAX has begun to trace."""
+    known = _unflattened.values
+    pairs = [(value, known[id(value)]) for value in values if id(value) in known]
+    return any(ref() is value and origin.variable() is not None for value, (ref, origin) in pairs)
 
 
 @contextmanager

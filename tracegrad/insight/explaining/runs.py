@@ -242,7 +242,7 @@ class _Run:
             outputs=self.outputs,
             equations=[node.equation for node in nodes],
         )
-        graph = Graph(program=program, nodes=tuple(nodes), name=level.graph.name)
+        graph = Graph(program=program, make_nodes=lambda: tuple(nodes), name=level.graph.name)
         self._graph, self._is_eager = graph, is_eager
         # Effects must happen once, so that the values of such a run are not recomputed.
         self._is_kept = any(node.effects for node in nodes)

@@ -1,0 +1,177 @@
+"""Calls a function inside its trace: the arguments that it gets, and the outputs of its program.
+
+The function gets Variables as they are, and modules of flax.nnx made of traced arrays. If it
+changes an array in a module, the new array is an output of the program. A `Capture` finds the
+Variables that the function uses. A module that it closes over is a constant, as under `jax.jit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from tracegrad.ir.frames import CALLS_TRACED
+from tracegrad.tracing.argument_paths import known_by_path
+from tracegrad.tracing.arguments import Call, StaticArguments
+from tracegrad.tracing.call_scopes import call_scopes
+from tracegrad.tracing.shardings import lay_out, maps, refuse_other_shardings
+from tracegrad.tracing.signatures import argument_names
+from tracegrad.variables.capture import Capture
+from tracegrad.variables.modules import (
+    Snapshot,
+    Survey,
+    Twins,
+    Update,
+    is_module_or_variable,
+    is_opaque,
+    mark_roots,
+)
+from tracegrad.variables.nnx_objects import nnx
+from tracegrad.variables.packed import unpacked
+from tracegrad.variables.states import Changes, States
+from tracegrad.variables.statics import are_arrays, fix, is_variable, structure_with
+from tracegrad.variables.variable import Variable
+
+Within = Callable[[], AbstractContextManager[Any]]  # makes the context that a function is traced in
+
+
+class Inside:
+    """Calls one function inside its trace, and records the facts that its program does not hold.
+
+    Args:
+      call: the call that is traced; its arguments come after those of a `functools.partial`.
+      donated, shardings: the arguments that the call donates, and the shardings of those that are
+        not static.
+      paths: the paths of the traced arrays.
+      within: makes the context that the function is called in.
+
+    Attributes:
+      variables: the Variables that the function has read and assigned.
+      out_tree: the structure of its result.
+      updates: where in the modules of the call the last outputs go.
+      changes_structure: whether the function has changed the structure of these modules: then its
+        result is `Twins`.
+      lost: the function's changes in an nnx.State that it does not return.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        donated: StaticArguments,
+        shardings: Sequence[Any],
+        paths: Sequence[str],
+        within: Within,
+    ) -> None:
+        self._call, self._donated, self._shardings = call, donated, shardings
+        self._paths, self._within = paths, within
+        self.variables = Capture()
+        self.out_tree: Any = None
+        self.updates: tuple[Update, ...] = ()
+        self.changes_structure = False
+        self.lost = Changes()
+
+    def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the function with packed arguments, inside the trace of its program.
+
+        Returns the result in a form in which JAX finds only arrays. If the function has assigned
+        anything, it returns a pair: this result, and the new values (the last value of each
+        Variable, then the new arrays of modules).
+        """
+        kwargs = {**kwargs, **self._call.static_kwargs}
+        traced = jax.tree.leaves(self._own(args, kwargs).dynamic)
+        with known_by_path(traced, self._paths), self.variables.captured():
+            run = self._run if nnx() is None else self._run_with_modules
+            result, updates = run(fun, args, kwargs)
+            values = [*self.variables.last_values(), *updates]
+            return (result, values) if values else result  # JAX's messages give the path in this
+
+    def _run(
+        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Any]]:
+        args, kwargs = unpacked(args, kwargs)
+        result = _call(fun, self._within, *args, **kwargs)
+        return self._fixed(result, *jax.tree.flatten(result, is_leaf=is_variable)), []
+
+    def _run_with_modules(
+        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Any]]:
+        """Calls the function; also returns the new arrays of modules."""
+        gone = self._gone(self._own(args, kwargs))
+        args, kwargs = unpacked(args, kwargs)
+        names = argument_names(fun, len(args))
+        states = States({**dict(zip(names, args, strict=True)), **kwargs})
+        dynamic = self._own(args, kwargs).dynamic
+        before = Snapshot(dynamic)
+        refuse_other_shardings(self._shardings, dynamic[0])
+        result = _call(fun, self._within, *args, **kwargs)
+        lay_out(self._shardings, dynamic[0])
+        updates = self._updates(before, dynamic, gone)
+        self.lost = states.changes(result)
+        result = self._packed(result, before.objects)
+        if self.changes_structure:  # `Twins` in the result hold all new arrays
+            self.updates, updates = (), []
+        return result, updates
+
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Returns the call with these arguments, without those that a `functools.partial` fills
+        in."""
+        own = args[len(args) - len(self._call.args) :]
+        named = {name: kwargs[name] for name in self._call.kwargs}
+        return self._call._replace(args=own, kwargs=named)
+
+    def _gone(self, call: Call) -> list[Any]:
+        """Returns the packed arrays for which the caller needs new ones, changed or not."""
+        given_away = [call.args[i] for i in self._donated.within(call.args)]
+        parts = zip(self._shardings, call.dynamic[0], strict=False)
+        laid_out = [arg for part, arg in parts if maps(part)]
+        return jax.tree.leaves((given_away, self._donated.named(call.kwargs), laid_out))
+
+    def _updates(self, before: Snapshot, arguments: Any, gone: Sequence[Any]) -> list[Any]:
+        if not before.objects:
+            return []
+        changed = before.changed(arguments, gone)
+        if changed is None:
+            self.changes_structure = True
+            return []
+        self.updates = tuple([update for update, _ in changed])
+        return [value for _, value in changed]
+
+    def _packed(self, result: Any, objects: Sequence[Any], *, by_flax: bool = False) -> Any:
+        """Returns a result in a form in which JAX finds only arrays; sets `out_tree`.
+
+        Args:
+          objects: the objects of the call. If one is in the result, the caller gets their own.
+          by_flax: whether flax must flatten the result, since some module is not a pytree.
+        """
+        by_flax = by_flax or self.changes_structure
+        whole = Twins(list(objects), result) if self.changes_structure else result
+        if by_flax:
+            leaves, tree = jax.tree.flatten(whole, is_leaf=is_module_or_variable)
+        else:
+            leaves, tree = Survey(objects).flatten(whole, None)
+            if any(map(is_opaque, leaves)):
+                self.changes_structure = bool(objects)
+                return self._packed(result, objects, by_flax=True)
+        mark_roots([leaves], [])
+        return self._fixed(whole, leaves, tree)
+
+    def _fixed(self, whole: Any, leaves: list[Any], tree: Any) -> Any:
+        """Returns the result `whole` if its leaves are arrays; else its arrays. Sets `out_tree`."""
+        if are_arrays(leaves):
+            self.out_tree = tree
+            return whole
+        # Read Variables now: JAX would read them after the capture has stopped listening.
+        leaves = [leaf.value if isinstance(leaf, Variable) else leaf for leaf in leaves]
+        fix(leaves, tree, "result", is_result=True)
+        self.out_tree = structure_with(tree, leaves)
+        return jax.tree.leaves(leaves)
+
+
+@CALLS_TRACED
+def _call(fun: Callable[..., Any], within: Within, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls the user's function; marks in tracebacks where the user's program begins."""
+    with within(), call_scopes():
+        return fun(*args, **kwargs)
