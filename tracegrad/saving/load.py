@@ -18,7 +18,12 @@ from tracegrad.saving.file import Contents, array_of, naming, read_file
 from tracegrad.saving.libraries import needed
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, VariableRecord
-from tracegrad.saving.placement import check_names, put_on_devices, recorded_sharding, requested_sharding
+from tracegrad.saving.placement import (
+    check_names,
+    put_on_devices,
+    recorded_sharding,
+    requested_sharding,
+)
 from tracegrad.saving.variables import check_width
 from tracegrad.variables.variable import Variable
 

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from tracegrad.ir import Graph, Node, scopes
-from tracegrad.ir.occurrence import Occurrence, origin_of_function, warn_where_called, was_called_by
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, scopes
+from tracegrad.ir.occurrence import (
+    is_own_file,
+    origin_of_function,
+    warn_where_called,
+    was_called_by,
+)
 
 
 def warn_of_taken_before(program: Graph) -> None:
     """Warns, at the user's line, if a program calls a derivative that `jax.vjp` or `jax.linearize`
-    returned before the program was traced."""
-    for region in program.regions_below:
-        if origin_of_function(region.function_source) is None:
-            continue
+    returned before the program was traced.
+
+    Does not look at functions that have a derivative rule, nor at functions of this package: JAX
+    may have traced these before, in another program.
+    """
+    waiting = [program] if origin_of_function(program.function_source) else []
+    for region in waiting:  # grows
         for node in region.nodes:
-            if _is_derivative(node) and not was_called_by(node, region.function_source):
+            if isinstance(node, CustomGradient):
+                continue
+            if _is_derivative(node) and not was_called_by(node, program.function_source):
                 warn_where_called(
-                    f"{region.name} calls a derivative of {Occurrence((), node).origin}, taken "
-                    f"before {region.name} was traced (by jax.vjp or jax.linearize): the rules do "
+                    f"{program.name} calls a derivative of {Occurrence((), node).origin}, taken "
+                    f"before {program.name} was traced (by jax.vjp or jax.linearize): the rules do "
                     "not reach it. Take the derivative inside of the traced function, or of "
                     "tracegrad.rewrite(fun, rule)",
                     UserWarning,
                 )
                 return
+            for inner in node.regions.values():
+                origin = origin_of_function(inner.function_source)
+                if inner not in waiting and not (origin and is_own_file(origin.file)):
+                    waiting.append(inner)
 
 
 def _is_derivative(node: Node) -> bool:
