@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import grad as grad_by_name
+from jax.experimental import jet
 
 import tracegrad as tg
 from tests.compilation import temporary_bytes
@@ -398,6 +399,45 @@ def test_a_match_that_jax_has_differentiated_raises_and_says_where():
     both = tg.trace(lambda x: step(x) + tg.grad(loss)(x), rules=[TRIPLE])
     with pytest.raises(tg.GraphError, match="differentiated already"):
         both(X)
+
+
+def test_taylor_mode_which_no_rule_reaches_is_refused():
+    def taylor(x):
+        return jet.jet(loss, (x,), ((x, x),))[1][1]
+
+    for run in (tg.trace(taylor, rules=[TRIPLE]), tg.rewrite(jax.jit(taylor), TRIPLE)):
+        with pytest.raises(tg.GraphError, match=r"jax\.experimental\.jet .* do nothing there"):
+            run(X)
+    by_name = rules.scale_gradient(match.param("x"), 3.0)
+    with pytest.raises(tg.GraphError, match=r"jax\.experimental\.jet"):
+        tg.trace(taylor, rules=[by_name])(X)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_derivative_that_was_taken_before_the_trace_warns(jitted):
+    _, pullback = jax.vjp(loss, X)
+    _, linear = jax.linearize(loss, X)
+    for derivative, given in ((pullback, 1.0), (linear, X)):
+        called = jax.jit(lambda v, d=derivative: d(v)) if jitted else derivative
+        step = tg.trace(lambda x, v, d=called: (jax.grad(loss)(x), d(v)), rules=[TRIPLE])
+        with pytest.warns(UserWarning, match=r"a derivative of test_rules_in_force\.py:\d+ .*loss"):
+            after = step(X, given)
+        np.testing.assert_allclose(after[0], EXPECTED, rtol=1e-6)
+        np.testing.assert_allclose(*map(np.ravel, (after[1], derivative(given))), rtol=1e-6)
+
+
+def test_numbers_are_no_inputs_for_a_rule_on_a_tape_as_for_jax_grad():
+    def scaled(h):
+        return jnp.sum(2.0 * h)
+
+    for step in (lambda h: by_tape(scaled, h), lambda h: jax.grad(scaled)(h)):
+        first, second = (rules.scale_gradient(match.op("mul"), 3.0, inputs=i) for i in (0, 1))
+        with pytest.raises(
+            tg.NoMatchError, match=r"no gradient leaves through inputs=0 .* \(2\.0, "
+        ):
+            tg.trace(step, rules=[first])(X)
+        by_rule = tg.trace(step, rules=[second])(X)
+        np.testing.assert_allclose(by_rule, jnp.full_like(X, 6.0))
 
 
 # JAX moves what is the same at each step of a scan out of it, and out of all named scopes.

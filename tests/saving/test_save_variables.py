@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import threading
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -185,6 +186,17 @@ def test_they_come_to_lie_as_they_did_or_as_is_asked(tmp_path):
         load_variables(new, path, sharding=jax.P())
     assert new["w"].value.sharding == jax.NamedSharding(mesh, jax.P())
     np.testing.assert_array_equal(new["w"].numpy(), np.arange(8.0))
+
+
+def test_a_sharding_for_a_variable_that_is_not_there_is_refused(tmp_path):
+    layer = Layer(4.0)
+    save(layer.call, tmp_path / "f", [np.ones((1, 2), np.float32)])
+    path = write(tmp_path / "state", layer)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    for read in (partial(load, tmp_path / "f"), partial(load_variables, layer, path)):
+        with pytest.raises(ValueError, match=r"sharding has 'wieght'; .* Variables are 'weight'"):
+            read(sharding={"weight": one, "wieght": one})
+    assert load(tmp_path / "f", sharding={"weight": one}).variables["weight"].value.sharding == one
 
 
 def test_they_can_come_from_another_program(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -203,6 +204,12 @@ def refuse_differentiated(match: Occurrence, rule: object, of_loss: str = _OF_LO
     for node in match.steps:
         if _is_differentiated(node):
             raise _differentiated_already(match, rule, node, of_loss)
+        if _is_of_jet(node):
+            raise GraphError(
+                f"{rule!r}: {match} lies in a function of which jax.experimental.jet takes the "
+                "Taylor coefficients, by JAX's own derivatives: rules and custom gradients do "
+                "nothing there. Nest tracegrad.jvp instead, or leave the match out of the rule"
+            )
 
 
 def _differentiated_already(
@@ -221,6 +228,14 @@ def _differentiated_already(
 
 def _is_differentiated(node: Node) -> bool:
     return "jvp" in scopes.transformations(scopes.around(node))
+
+
+def _is_of_jet(node: Node) -> bool:
+    """Whether `jax.experimental.jet`, which leaves no mark in scopes, computes a node."""
+    jet = sys.modules.get("jax.experimental.jet")
+    return jet is not None and any(
+        frame.file_name == jet.__file__ for frame in _jax.frames(node.source.info)
+    )
 
 
 def _differentiated_scans(region: Graph) -> list[Node]:

@@ -23,6 +23,7 @@ from tracegrad.saving.libraries import needed, safetensors_numpy
 from tracegrad.saving.manifest import OWN, ArrayRecord
 from tracegrad.saving.placement import (
     array_record,
+    check_names,
     put_on_devices,
     recorded_sharding,
     requested_sharding,
@@ -134,8 +135,8 @@ def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
     Raises:
       ArtefactError: a file of the checkpoint is damaged or missing, or there is an extra file.
       ValueError: an array is missing, superfluous or of another shape; the current mesh lacks an
-        axis along which an array was, or is to be, sharded; a Variable has 64 bits, but JAX is set
-        to 32 bits.
+        axis along which an array was, or is to be, sharded; a key of `sharding` is no path of a
+        Variable; a Variable has 64 bits, but JAX is set to 32 bits.
       TypeError: an array has another dtype than the Variable.
       OSError: there is no complete checkpoint, or it cannot be read.
       RuntimeError: another process failed.
@@ -307,6 +308,7 @@ def _fitting(
                 if names
             )
         )
+    check_names(sharding, variables)
     found = {}
     for name, variable in variables.items():
         record, what = records[name], f"the array {name!r} of {shown}"

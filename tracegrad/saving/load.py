@@ -18,7 +18,12 @@ from tracegrad.saving.file import Contents, array_of, naming, read_file
 from tracegrad.saving.libraries import needed
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, VariableRecord
-from tracegrad.saving.placement import put_on_devices, recorded_sharding, requested_sharding
+from tracegrad.saving.placement import (
+    check_names,
+    put_on_devices,
+    recorded_sharding,
+    requested_sharding,
+)
 from tracegrad.saving.variables import check_width
 from tracegrad.variables.variable import Variable
 
@@ -39,8 +44,9 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
         read a program in it; then the message names the versions of JAX that wrote and that read
         the file. The checksums show damage, not malice: load only files that you trust.
       OSError: the file does not exist or cannot be read.
-      ValueError: the functions compute with 64 bits, but JAX is set to 32 bits; or the current
-        mesh lacks an axis along which a Variable was, or is to be, sharded.
+      ValueError: the functions compute with 64 bits, but JAX is set to 32 bits; the current
+        mesh lacks an axis along which a Variable was, or is to be, sharded; or `sharding` names a
+        Variable that is not in the file.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
     >>> import os, tempfile
@@ -62,6 +68,7 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
             for name, calls in record.calls.items()
         }
         _check_width(contents, exported)
+        check_names(sharding, [v.key for v in manifest.variables])
         variables = {v.key: _variable(v, contents, sharding) for v in manifest.variables}
         functions = {
             f.name: _function(f, contents, exported, variables) for f in manifest.functions

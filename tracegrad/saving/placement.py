@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from tracegrad import _jax
+from tracegrad.ir.wording import some
 from tracegrad.saving.manifest import ArrayRecord, Placement
 from tracegrad.saving.variables import stored_form
 from tracegrad.variables.variable import Variable
@@ -73,6 +74,17 @@ def requested_sharding(sharding: Any, name: str, what: str, *, of_keys: bool) ->
         spec = PartitionSpec(*sharding.spec, None)  # type: ignore[no-untyped-call]
         return NamedSharding(sharding.mesh, spec)
     return sharding
+
+
+def check_names(sharding: Any, names: Iterable[str]) -> None:
+    """Raises ValueError if `sharding=` is a dictionary with a key that is no name of a Variable."""
+    known = list(names)
+    unknown = set(sharding).difference(known) if isinstance(sharding, Mapping) else ()
+    if unknown:
+        raise ValueError(
+            f"sharding has {some(sorted(map(repr, unknown)), 5)}; the names of the Variables are "
+            f"{some(list(map(repr, known)), 5)}"
+        )
 
 
 def _current_mesh() -> Any:

@@ -141,6 +141,9 @@ def vjp_under_rules(
     entries = [entry for entry, _ in path]
     made = {slot for entry in entries for slot in entry.results}
     used = [slot for entry in entries for slot in entry.args]
+    # Numbers are written into the program, as they are when JAX traces the function.
+    numbers = {slot: arrays[slot] for slot in used if not isinstance(arrays[slot], jax.Array)}
+    used = [slot for slot in used if slot not in numbers]
     given = [
         slot
         for slot in dict.fromkeys([*sources, *used, *targets])
@@ -149,7 +152,7 @@ def vjp_under_rules(
     added = [slot for slot in dict.fromkeys(sources) if slot not in given]
 
     def tape(*operands: Any) -> list[Any]:
-        known = dict(zip(given, operands))
+        known = {**numbers, **dict(zip(given, operands))}
         zeros = dict(zip(added, operands[len(given) :]))
 
         def used(slot: int, value: Any) -> Any:

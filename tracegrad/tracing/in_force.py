@@ -36,6 +36,7 @@ from tracegrad.tracing.argument_paths import (
 )
 from tracegrad.tracing.graphs import Rule, function_name, graph
 from tracegrad.tracing.signatures import leaves_of_call
+from tracegrad.tracing.taken_before import warn_of_taken_before
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.parted import Parted
 
@@ -126,6 +127,8 @@ class Force:
     def finish(self, program: Graph) -> Graph:
         """Applies the rules to the traced function itself. Raises NoMatchError for a rule that has
         matched neither here nor in a function that was differentiated inside."""
+        if any(hasattr(rule, "where") for rule in self.rules):
+            warn_of_taken_before(program)
         before, self._missed = self._missed, {}
         for place in set(before) - set(self._matches):
             # The rule is about a parameter that was differentiated inside without its path (from a

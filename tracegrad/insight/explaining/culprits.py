@@ -344,14 +344,21 @@ def made_by(observed: Observed, place: Place, operand: Atom) -> Place | None:
     return maker.place if isinstance(maker, _Made) else None
 
 
+def has_inf(observed: Observed, place: Place) -> bool:
+    """Whether a result of a node has an Inf."""
+    values = [observed.get("value", place, k) for k in range(len(place.node.outputs))]
+    return any(value is not None and bool(np.any(value[..., INF] > 0)) for value in values)
+
+
 def makers(observed: Observed, place: Place) -> list[str]:
     """Returns the names of the operations that made the operands of a node ("": none did)."""
     found = _makers(observed, place)
     return [maker.place.node.op if isinstance(maker, _Made) else "" for maker in found]
 
 
-def users(observed: Observed, place: Place) -> list[str]:
-    """Returns the names of operations that use the results of a node, the nearest first."""
+def users(observed: Observed, place: Place, *, of_inf: bool = False) -> list[str]:
+    """Returns the names of operations that use the results of a node, the nearest first. `of_inf`:
+    only operations with a derivative that make finite numbers of what was Inf on the way."""
     names: list[str] = []
     values = [(place.path, v) for v in place.node.outputs]
     for _ in range(8):
@@ -360,10 +367,13 @@ def users(observed: Observed, place: Place) -> list[str]:
         path, value = values.pop(0)
         region = observed.region(path)
         for node in region.users.get(value, ()):
-            names.append(node.op)
+            user = Occurrence(path, node)
+            goes_on = not of_inf or has_inf(observed, Place(user, place.steps))
+            if not of_inf or not (goes_on or node.op in operations.COMPARISONS):
+                names.append(node.op)
             if is_entered(node):
-                values += inside(Occurrence(path, node), value)
-            elif len(node.outputs) == 1:
+                values += inside(user, value)
+            elif len(node.outputs) == 1 and goes_on:
                 values.append((path, node.outputs[0]))
         if path:
             values += onward(path, value)

@@ -14,6 +14,7 @@ from tracegrad.insight.explaining.culprits import (
     FromOutside,
     backward_culprit,
     forward_culprit,
+    has_inf,
     is_all_of_its_rule,
     makers,
     operand_ranges,
@@ -237,6 +238,11 @@ def _backward_finding(
     cure = backward_cure(_cured_as(node), culprit.operands, culprit.given, made_by, used_by)
     if grown > _LARGE:
         cure = "the gradient explodes: normalisation, a smaller initialisation, fewer steps"
+    # The zero is no mask's if the Inf goes on and becomes finite, as in exp(log(0)): the gradient is
+    # a limit then, and not the zero that a rule would give.
+    ends = users(observed, place, of_inf=True) if has_inf(observed, place) else []
+    is_limit = culprit.given == 0 and not operations.BOUNDED.issuperset(ends)
+    of_rule = by_rule.NOTHING if is_limit else by_rule.not_finite(found, culprit.given, is_all)
     return Finding.of(
         found,
         f"{culprit.kind} in the reverse pass",
@@ -248,7 +254,7 @@ def _backward_finding(
         operation=operation,
         operands=culprit.operands,
         step=place.step,
-        by_rule=by_rule.not_finite(found, culprit.given, is_all),
+        by_rule=of_rule,
     )
 
 

@@ -1,0 +1,44 @@
+"""Finds derivatives that were taken before a function was traced: its rules do not reach them."""
+
+from __future__ import annotations
+
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, scopes
+from tracegrad.ir.occurrence import (
+    is_own_file,
+    origin_of_function,
+    warn_where_called,
+    was_called_by,
+)
+
+
+def warn_of_taken_before(program: Graph) -> None:
+    """Warns, at the user's line, if a program calls a derivative that `jax.vjp` or `jax.linearize`
+    returned before the program was traced.
+
+    Does not look at functions that have a derivative rule, nor at functions of this package: JAX
+    may have traced these before, in another program.
+    """
+    waiting = [program] if origin_of_function(program.function_source) else []
+    for region in waiting:  # grows
+        for node in region.nodes:
+            if isinstance(node, CustomGradient):
+                continue
+            if _is_derivative(node) and not was_called_by(node, program.function_source):
+                warn_where_called(
+                    f"{program.name} calls a derivative of {Occurrence((), node).origin}, taken "
+                    f"before {program.name} was traced (by jax.vjp or jax.linearize): the rules do "
+                    "not reach it. Take the derivative inside of the traced function, or of "
+                    "tracegrad.rewrite(fun, rule)",
+                    UserWarning,
+                )
+                return
+            for inner in node.regions.values():
+                origin = origin_of_function(inner.function_source)
+                if inner not in waiting and not (origin and is_own_file(origin.file)):
+                    waiting.append(inner)
+
+
+def _is_derivative(node: Node) -> bool:
+    """Whether JAX computed a node for a derivative to which no rules were applied."""
+    around = scopes.around(node)
+    return "jvp" in scopes.transformations(around) and not scopes.is_under_rules(around)
