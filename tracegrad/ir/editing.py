@@ -287,14 +287,14 @@ def _edit(
     inner = edited.graph
     closed_over = {p.value: p.closed_over for p in edited.ins if p.closed_over is not None}
     taps = [port for port in edited.ins if port.closed_over is None]
+    if not closed_over and not taps and not edited.outs:
+        return Edited(graph=inner)
     order = {place_of(match): i for i, match in enumerate(matches)}
 
     def position(port: Port) -> int:
         return order[port.place]
 
     taps, outs = sorted(taps, key=position), sorted(edited.outs, key=position)
-    if not closed_over and not taps and not outs:
-        return Edited(graph=inner)
     whole = inner.replace(
         inputs=[*inner.inputs, *(port.value for port in taps)],
         outputs=[*inner.outputs, *(port.value for port in outs)],

@@ -226,7 +226,10 @@ def _defining(
     def written(equation: Any) -> Node:
         info = equation.source_info
         info = info if call is None else _jax.inside_call(call, info, has_line=has_line)
-        return node_of(equation.replace(source_info=info), function).renaming(names)
+        results = [names.get(value, value) for value in equation.outvars]
+        operands = renamed(equation.invars, names)
+        own = equation.replace(source_info=info, invars=operands, outvars=results)
+        return node_of(own, function)
 
     nodes = list(map(written, open_form.eqns))
     outs = [Port((key,), atom) for atom in renamed(open_form.outvars[len(results) :], names)]
@@ -241,6 +244,8 @@ def _as_type(new: Any, aval: Any, place: object) -> Any:
         return new
     new = new if isinstance(new, jax.core.Tracer) else jnp.asarray(new)
     have = jax.typeof(new)
+    if have == aval:
+        return new
     if have.shape == aval.shape and have.dtype != aval.dtype and have.weak_type:
         new = new.astype(aval.dtype)  # a number that the edit wrote
         have = jax.typeof(new)
