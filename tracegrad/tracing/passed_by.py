@@ -64,7 +64,7 @@ def passed_by(program: Graph, rule: Any) -> Iterator[str]:
     """
     selected = rule.parameters_in(program) if _selects_parameters(rule) else {}
     others = [value for value in program.inputs if value not in selected]
-    for match in program.walk() if selected else ():
+    for match in _each_once(program) if selected else ():
         name = str(match.node.params.get("name", ""))
         if match.node.op != "name" or not name.startswith(_MARK):
             continue
@@ -72,7 +72,8 @@ def passed_by(program: Graph, rule: Any) -> Iterator[str]:
         place = f"a gradient{at(match.origin)} with respect to {path}"
         is_of_selected = _is_made_of(program, match, selected)
         if not rule.where.fits(*paths):
-            if is_of_selected:
+            is_excluded = Parameters("", rule.where.patterns).fits(*paths)  # by ~
+            if is_of_selected and not is_excluded:
                 yield (
                     f"does not reach {place}, which is computed from a parameter that the rule "
                     f"selects: if the rule is meant for it, select match.param({path!r}) as well"
@@ -82,6 +83,19 @@ def passed_by(program: Graph, rule: Any) -> Iterator[str]:
                 f"acts on {place}, which is not the parameter that has this path in "
                 f"{program.name}: give the argument of the inner function another name"
             )
+
+
+def _each_once(program: Graph) -> Iterator[Occurrence]:
+    """Yields the nodes of a program and of its regions, each with one path of calls to it."""
+    paths: dict[Graph, Path] = {program: ()}
+    waiting = [program]
+    for region in waiting:  # grows
+        for node in region.nodes:
+            yield Occurrence(paths[region], node)
+            for name, inner in node.regions.items():
+                if inner not in paths:
+                    paths[inner] = (*paths[region], (node, name))
+                    waiting.append(inner)
 
 
 def _is_made_of(program: Graph, mark: Occurrence, parameters: Collection[Value]) -> bool:
