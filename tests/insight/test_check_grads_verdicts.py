@@ -171,6 +171,14 @@ def test_a_derivative_that_cancels_is_not_called_wrong():
     assert statuses(report_on(lambda x: jnp.sum(jnp.round(x)), x)) == {"right"}  # zero and zero
 
 
+def test_a_change_that_is_rounded_away_at_small_steps_is_not_called_wrong():
+    def flat(x):
+        return 1e-4 * jnp.tanh(jnp.exp(0.3 * (jnp.max(x, initial=-100.0) * x)))
+
+    x = jnp.array([-2.17620527e-05], jnp.float32)
+    assert "wrong" not in statuses(report_on(flat, x))
+
+
 def test_a_derivative_that_is_infinite_is_wrong():
     act = scaled_rule(jnp.inf)
     assert statuses(report_on(lambda x: jnp.sum(act(jnp.abs(x))), X)) == {"wrong"}

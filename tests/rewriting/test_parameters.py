@@ -500,6 +500,70 @@ def test_a_parameter_that_is_raveled_before_it_is_differentiated_is_not_passed_b
     assert_trees_close(found, 3 * step(PARAMS, jnp.ones(2)))
 
 
+def sharpness_aware(params, x):
+    first = jax.grad(lambda q: quadratic(q, x))(params)
+    moved = jax.tree.map(lambda w, g: w + 0.1 * g, params, first)
+    return jax.grad(lambda q: quadratic(q, x))(moved)
+
+
+def in_jit(params, x):
+    inner = jax.jit(lambda q: jax.grad(lambda r: quadratic(r, x))(q))
+    return jax.tree.map(jnp.add, inner(params), jax.grad(quadratic)(params, x))
+
+
+def on_a_tape(params, x):
+    doubled = jax.tree.map(lambda w: 2 * w, params)
+    with tg.GradientTape() as tape:
+        tape.watch(doubled)
+        value = quadratic(doubled, x)
+    return tape.gradient(value, doubled), jax.grad(quadratic)(params, x)
+
+
+@pytest.mark.parametrize("step", [sharpness_aware, in_jit, on_a_tape])
+def test_a_second_gradient_under_another_path_is_told(step):
+    rule = tg.rules.scale_gradient(tg.match.param("params.a.w"), 1.0)
+    with pytest.warns(
+        UserWarning, match=r"does not reach a gradient at test_param.* [qrs]\w*\.a\.w,"
+    ):
+        found = tg.trace(step, rules=[rule])(PARAMS, jnp.ones(2))
+    assert_trees_close(found, step(PARAMS, jnp.ones(2)))
+
+
+def test_another_parameter_that_an_inner_function_calls_by_the_path_is_told():
+    @jax.jit
+    def inner(other, params):
+        return jax.grad(lambda params: jnp.sum(params["w"] * other["w"]))(params)
+
+    step = tg.trace(
+        lambda params, other: inner(params, other),
+        rules=[tg.rules.scale_gradient(tg.match.param("params.w"), 3.0)],
+    )
+    with pytest.warns(UserWarning, match=r"acts on a gradient .* not the parameter that has this"):
+        found = step({"w": jnp.ones(2)}, {"w": jnp.full(2, 5.0)})
+    np.testing.assert_array_equal(found["w"], [3.0, 3.0])
+
+
+def test_the_input_of_a_penalty_may_have_the_shape_of_a_parameter():
+    def critic(d, x):
+        return jnp.tanh(x @ d["w"]) @ d["v"]
+
+    def loss(params, real, z):
+        fake = jnp.tanh(z @ params["g"]["w"])
+        between = 0.5 * real + 0.5 * fake
+        slopes = jax.grad(lambda x: jnp.sum(critic(params["d"], x)))(between)
+        penalty = jnp.mean((jnp.linalg.norm(slopes, axis=1) - 1) ** 2)
+        return jnp.mean(critic(params["d"], fake)) + 10 * penalty
+
+    w, real, z = (jax.random.normal(key, (4, 4)) for key in jax.random.split(jax.random.key(0), 3))
+    params = {"g": {"w": w}, "d": {"w": jnp.eye(4), "v": jnp.ones(4)}}
+    expected = jax.grad(loss)(params, real, z)
+    for part in "gd":
+        rule = tg.rules.scale_gradient(tg.match.param(f"{part}.*"), 3.0)
+        found = jax.grad(tg.rewrite(loss, rule))(params, real, z)
+        tripled = changed_where(expected, lambda path, part=part: part in path, lambda g: 3 * g)
+        assert_trees_close(found, tripled)
+
+
 def test_both_the_step_s_path_and_the_loss_s_own_name_a_parameter():
     for glob in ("params.a.w", "q.a.w", "a.w", "state.params.a.w"):
         rule = tg.rules.scale_gradient(tg.match.param(glob), 3.0)

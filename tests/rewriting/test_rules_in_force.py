@@ -432,9 +432,7 @@ def test_numbers_are_no_inputs_for_a_rule_on_a_tape_as_for_jax_grad():
 
     for step in (lambda h: by_tape(scaled, h), lambda h: jax.grad(scaled)(h)):
         first, second = (rules.scale_gradient(match.op("mul"), 3.0, inputs=i) for i in (0, 1))
-        with pytest.raises(
-            tg.NoMatchError, match=r"no gradient leaves through inputs=0 .* \(2\.0, "
-        ):
+        with pytest.raises(tg.NoMatchError, match=r"through inputs=0 of .* \(2\.0, "):
             tg.trace(step, rules=[first])(X)
         by_rule = tg.trace(step, rules=[second])(X)
         np.testing.assert_allclose(by_rule, jnp.full_like(X, 6.0))

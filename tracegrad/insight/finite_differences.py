@@ -116,7 +116,7 @@ def difference(
     have_moved = [np.zeros(np.shape(out), bool) for out in before]
     best = Estimate(direction, math.nan, math.inf, False)
     slopes, bends = list[float](), list[float]()
-    h, zero = limits.eps ** (1 / 5) * spread, 0.0
+    h, zero, sizes = limits.eps ** (1 / 5) * spread, 0.0, 0.0
     for k in range(_STEPS):
         changes = []
         for distance in (h, -h):
@@ -126,7 +126,8 @@ def difference(
         (ahead, size), (behind, other_size) = changes
         slopes.append((ahead - behind) / (2 * h))
         bends.append(abs(ahead + behind) / h)
-        rounding = limits.eps * (size + other_size) / h
+        sizes = max(sizes, size + other_size)  # a change may be rounded away at the next step
+        rounding = limits.eps * sizes / h
         zero = zero or _ZERO * size / spread
         if k > 1:
             last, value = ((16 * slopes[i] - slopes[i - 1]) / 15 for i in (k - 1, k))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import TypeVar
 
 from tracegrad import _jax
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.inlined import is_loop, may_take_no_step, region_calls
 from tracegrad.ir.nodes import Atom, Node, Value, is_reference
-from tracegrad.ir.operations import REARRANGES
 
 T = TypeVar("T")
 Masks = list[int]
@@ -86,21 +85,6 @@ def _data_flow(
         return of_operation(node, ins)
 
     return run, rule
-
-
-def flat_forms(graph: Graph, inputs: Collection[Value]) -> set[Value]:
-    """Returns the arrays with one axis that contain the elements of some of a graph's inputs. They
-    may contain other elements too, as the array of `jax.flatten_util.ravel_pytree` does. Arrays in
-    regions are not included."""
-
-    def of_operation(node: Node, ins: Masks) -> Masks:
-        is_layout = node.op in REARRANGES or node.op == "concatenate"
-        return [joined(ins) if is_layout else 0] * len(node.outputs)
-
-    _, rule = _data_flow(of_operation=of_operation)
-    masks: dict[Value, int] = {}
-    spread(graph, of_each([value in inputs for value in graph.inputs]), rule, masks)
-    return {value for value, mask in masks.items() if mask and getattr(value.aval, "ndim", 0) == 1}
 
 
 def node_dependence(node: Node) -> Masks:

@@ -23,6 +23,7 @@ from tracegrad.tape.record import Entry, type_of_kept
 from tracegrad.tape.rules import Rule, refusing_values
 from tracegrad.tracing.argument_paths import argument_path, derivatives_of_argument
 from tracegrad.tracing.in_force import Force, apply_in_force, differentiating
+from tracegrad.tracing.passed_by import marked
 
 
 def _bind_placeholder(rule: Rule, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -181,8 +182,9 @@ def vjp_under_rules(
         return run_graph(edited, operands)
 
     run = jax.named_call(run, name=UNDER_RULES)
+    all_rules = [rule for force in rules for rule in force.rules]
     operands = [
-        *(arrays[slot] for slot in given),
+        *marked([arrays[slot] for slot in given], [(h,) for h in hints], differentiated, all_rules),
         *(jnp.zeros_like(arrays[slot]) for slot in added),
     ]
     chosen = [k for k, slot in enumerate(targets) if _jax.has_gradient(arrays[slot])]

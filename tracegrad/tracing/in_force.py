@@ -24,9 +24,9 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError
-from tracegrad.ir.dependence import flat_forms
 from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
+from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.ir.scopes_in_scans import in_scope_in_scans
 from tracegrad.tracing.argument_paths import (
@@ -35,6 +35,7 @@ from tracegrad.tracing.argument_paths import (
     known_by_path,
 )
 from tracegrad.tracing.graphs import Rule, function_name, graph
+from tracegrad.tracing.passed_by import marked, passed_by
 from tracegrad.tracing.signatures import leaves_of_call
 from tracegrad.tracing.taken_before import warn_of_taken_before
 from tracegrad.variables.overriding import ForwardingTrace
@@ -61,11 +62,9 @@ class Force:
         self.rules = tuple(rules)
         self.everywhere = everywhere
         self.key = next(_numbers) if key is None else key
-        # By the index of the rule: how often it matched; the error of its latest miss; the paths
-        # and shapes of the differentiated inputs of the programs in which it matched nothing.
+        # By the index of the rule: how often it matched; the error of its latest miss.
         self._matches: Counter[int] = Counter()
         self._missed: dict[int, NoMatchError] = {}
-        self._passed_by: dict[int, set[Any]] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Force) and self.key == other.key
@@ -97,9 +96,6 @@ class Force:
             except NoMatchError as error:
                 if not self.everywhere:  # rules that act everywhere are not required to match
                     self._missed[place] = error.with_traceback(None)
-                    each = zip(program.inputs, program.hints, program.differentiated, strict=False)
-                    shapes = {(path, _shape(value)) for value, path, is_moved in each if is_moved}
-                    self._passed_by.setdefault(place, set()).update(shapes)
                 continue
             self._matches[place] += 1
         return program
@@ -130,14 +126,12 @@ class Force:
         if any(hasattr(rule, "where") for rule in self.rules):
             warn_of_taken_before(program)
         before, self._missed = self._missed, {}
-        for place in set(before) - set(self._matches):
-            # The rule is about a parameter that was differentiated inside without its path (from a
-            # list of leaves, after a computation, as a part of one flat array). The rule would
-            # match it here, silently without effect on the gradient.
-            found: Any = getattr(self.rules[place], "parameters_in", lambda _: {})(program)
-            shapes = {*map(_shape, found), *map(_shape, flat_forms(program, found))}
-            if any(s in shapes and path not in program.hints for path, s in self._passed_by[place]):
-                raise before[place].with_text()
+        for place, rule in enumerate(self.rules):
+            for words in passed_by(program, rule):
+                if not self._matches[place]:
+                    # The rule would match the parameter here, without effect on the gradient.
+                    raise before[place].with_text()
+                warn_where_called(f"{rule!r} {words}", UserWarning)
         program = self.apply(program, Counter())
         # The errors of differentiated functions say more. (Errors hold graphs, and cache keys hold
         # this force: so none is kept.)
@@ -154,10 +148,6 @@ class Force:
 # A marker without rules. It is in force while a function is traced of which the gradient is taken,
 # so that `apply` knows gradients inside that function; there it is part of JAX's cache key.
 _INNER = Force((), key="inside of a gradient")
-
-
-def _shape(value: Any) -> Any:
-    return getattr(value.aval, "shape", None)
 
 
 def _applied(rule: Rule, program: Graph) -> Graph:
@@ -318,6 +308,7 @@ def under_rules(
             aliases=(*own, *program.hints[len(own) :]),
             differentiated=() if forward else _differentiated(program, given),
         )
+        moved = program.differentiated
         here = _jax.current_trace_outside_of(ForwardingTrace)
         outer = {
             value: [each for each in derivatives_of_argument(x) if _jax.trace_of(each) is not here]
@@ -328,6 +319,9 @@ def under_rules(
                 force.refuse_outer(program, outer)
                 program = force.apply(program, since)
             run = under_rules_already(program, lower)
+            if moved:
+                all_rules = [rule for force in forces for rule in force.rules]
+                given = marked(given, list(zip(known, own, strict=True)), moved, all_rules)
         results = run(*given)
         return others[0].combine(results)
 

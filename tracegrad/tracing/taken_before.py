@@ -18,12 +18,15 @@ def warn_of_taken_before(program: Graph) -> None:
     Does not look at functions that have a derivative rule, nor at functions of this package: JAX
     may have traced these before, in another program.
     """
-    waiting = [program] if origin_of_function(program.function_source) else []
+    waiting = [program]
     for region in waiting:  # grows
+        functions = {region.function_source, program.function_source}
+        if not all(map(origin_of_function, functions)):
+            continue
         for node in region.nodes:
             if isinstance(node, CustomGradient):
                 continue
-            if _is_derivative(node) and not was_called_by(node, program.function_source):
+            if _is_derivative(node) and not any(was_called_by(node, each) for each in functions):
                 warn_where_called(
                     f"{program.name} calls a derivative of {Occurrence((), node).origin}, taken "
                     f"before {program.name} was traced (by jax.vjp or jax.linearize): the rules do "
@@ -34,7 +37,7 @@ def warn_of_taken_before(program: Graph) -> None:
                 return
             for inner in node.regions.values():
                 origin = origin_of_function(inner.function_source)
-                if inner not in waiting and not (origin and is_own_file(origin.file)):
+                if inner not in waiting and origin and not is_own_file(origin.file):
                     waiting.append(inner)
 
 

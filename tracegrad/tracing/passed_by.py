@@ -1,0 +1,115 @@
+"""Finds inner gradients for which a rule for parameters does something else than it says.
+
+The gradient may be with respect to a value that is computed from a parameter, and that has another
+path: ``jax.grad(loss)([2 * w for w in leaves])``. Or an inner jitted function may call another
+parameter by the path.
+
+The differentiated inputs of a function are marked, by an operation that computes nothing. When the
+whole program is known, a mark is followed back to the inputs of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from tracegrad.ir import Graph, Occurrence, Value
+from tracegrad.ir.inlined import inside_result, is_loop, outside, region_calls
+from tracegrad.ir.occurrence import Path, at
+from tracegrad.ir.operations import BY_ELEMENT, VIEWS
+from tracegrad.ir.parameters import Parameters
+from tracegrad.ir.scopes import UNDER_RULES
+
+_MARK, _AND = "tracegrad differentiates ", " alias "
+# Not a matrix product: what a network computes is another thing than its parameters.
+_CHANGED = BY_ELEMENT | VIEWS - {"broadcast_in_dim", "slice", "split"} | {"concatenate"}
+
+
+def marked(
+    inputs: Sequence[Any],
+    paths: Sequence[tuple[str, ...]],
+    differentiated: Sequence[bool],
+    rules: Sequence[Any],
+) -> list[Any]:
+    """Returns inputs for a function to which rules were applied. If a rule is for parameters, the
+    inputs that are differentiated are marked with their paths.
+
+    `paths`: for each input its path among the arguments of the traced function, if that is known,
+    and its path among the arguments of the function itself.
+    """
+    if not any(map(_selects_parameters, rules)):
+        return list(inputs)
+    names = [_MARK + _AND.join(dict.fromkeys(each)) for each in paths]
+    with jax.named_scope(UNDER_RULES):
+        return [
+            checkpoint_name(value, name) if is_moved else value  # type: ignore[no-untyped-call]
+            for value, name, is_moved in zip(inputs, names, differentiated, strict=False)
+        ]
+
+
+def _selects_parameters(rule: Any) -> bool:
+    return isinstance(getattr(rule, "where", None), Parameters)
+
+
+def passed_by(program: Graph, rule: Any) -> Iterator[str]:
+    """Yields, in words, the marked inputs for which a rule does something else than it says of the
+    program's parameters.
+
+    An input that the rule does not select is computed, element by element, from a parameter that
+    the rule selects. Or it is selected by its name in an inner jitted function alone, and is
+    computed from parameters that the rule does not select.
+    """
+    selected = rule.parameters_in(program) if _selects_parameters(rule) else {}
+    others = [value for value in program.inputs if value not in selected]
+    for match in _each_once(program) if selected else ():
+        name = str(match.node.params.get("name", ""))
+        if match.node.op != "name" or not name.startswith(_MARK):
+            continue
+        *_, path = paths = name.removeprefix(_MARK).split(_AND)
+        place = f"a gradient{at(match.origin)} with respect to {path}"
+        is_of_selected = _is_made_of(program, match, selected)
+        if not rule.where.fits(*paths):
+            is_excluded = Parameters("", rule.where.patterns).fits(*paths)  # by ~
+            if is_of_selected and not is_excluded:
+                yield (
+                    f"does not reach {place}, which is computed from a parameter that the rule "
+                    f"selects: if the rule is meant for it, select match.param({path!r}) as well"
+                )
+        elif len(paths) == 1 and not is_of_selected and _is_made_of(program, match, others):
+            yield (
+                f"acts on {place}, which is not the parameter that has this path in "
+                f"{program.name}: give the argument of the inner function another name"
+            )
+
+
+def _each_once(program: Graph) -> Iterator[Occurrence]:
+    """Yields the nodes of a program and of its regions, each with one path of calls to it."""
+    paths: dict[Graph, Path] = {program: ()}
+    waiting = [program]
+    for region in waiting:  # grows
+        for node in region.nodes:
+            yield Occurrence(paths[region], node)
+            for name, inner in node.regions.items():
+                if inner not in paths:
+                    paths[inner] = (*paths[region], (node, name))
+                    waiting.append(inner)
+
+
+def _is_made_of(program: Graph, mark: Occurrence, parameters: Collection[Value]) -> bool:
+    waiting: list[tuple[Path, Any]] = [(mark.path, mark.node.inputs[0])]
+    for path, value in waiting:  # grows
+        node = (path[-1][0].region(path[-1][1]) if path else program).producers.get(value)
+        if not path and value in parameters:
+            return True
+        more: list[tuple[Path, Any]] = []
+        if node is None:
+            more = outside(path, value) if path else []
+        elif node.op in _CHANGED:
+            more = [(path, operand) for operand in node.inputs]
+        elif len(region_calls(node)) == 1 and not is_loop(node):
+            more = [inside_result(Occurrence(path, node), value, region_calls(node)[0].name)]
+        waiting += [each for each in more if isinstance(each[1], Value) and each not in waiting]
+    return False
