@@ -90,6 +90,7 @@ with jax.checking_leaks():
     asking_inside(1.0)
     importing_inside(1.0)
 assert late <= rooms() and "tqdm" not in sys.modules  # nothing has taken long
+assert "scipy.sparse.csgraph" not in sys.modules  # nothing was planned, and it takes 14 MiB
 compiled_before(1.0)
 assert len(traced) == 1, traced
 try:

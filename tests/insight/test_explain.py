@@ -118,6 +118,41 @@ def test_layers_that_are_alike_share_their_programs_and_the_next_call_has_them(c
     assert compiled(12) == 0
 
 
+def programs_compiled(caplog, loss, *args):
+    tg.clear_caches()
+    caplog.clear()
+    with jax.log_compiles():
+        assert explain(loss, *args).problems == ()
+    return caplog.text.count("Finished XLA compilation")
+
+
+def test_layers_that_draw_random_numbers_share_their_programs_though_nothing_uses_the_last_count(
+    caplog,
+):
+    def loss(layers, x, count):
+        for w in layers:
+            noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), count), x.shape)
+            count = count + 1
+            x = x + noise * jnp.tanh(x @ w) * jnp.cos(x) / jnp.cosh(x)
+        return jnp.mean(x)
+
+    layers, x, count = [0.1 * jnp.eye(8)] * 6, jnp.ones((4, 8)), jnp.uint32(3)
+    # To go forward, to come back, to come back to the weights alone, and what follows the layers.
+    assert programs_compiled(caplog, loss, layers, x, count) == 4
+
+
+def test_a_model_few_of_whose_layers_are_alike_is_one_program(caplog):
+    def loss(layers, x):
+        for w in layers:
+            for _ in range(2):
+                x = x + jnp.tanh(x @ w.T @ w) * jnp.cos(x) / jnp.cosh(x) + jnp.sin(x)
+            x = jnp.pad(x, ((0, 0), (0, 1)))
+        return jnp.mean(x)
+
+    layers = [0.1 * jnp.eye(n) for n in range(4, 7)]
+    assert programs_compiled(caplog, loss, layers, jnp.ones((3, 4))) == 1
+
+
 def test_numbers_that_single_precision_cannot_hold_are_told():
     count = 4097
     wide = explain(lambda x: jnp.sum(x * jnp.zeros(())), jnp.ones((count, count)))

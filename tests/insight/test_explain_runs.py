@@ -97,3 +97,28 @@ def test_an_effect_runs_once_more_in_the_search_for_a_nan_and_that_is_noted():
     assert found.findings[0].cause == "Inf in the reverse pass"
     assert len(seen) == 2
     assert [f.cause for f in found.notes] == ["run again"]
+
+
+def test_a_nan_beside_the_result_hides_no_nan_of_the_reverse_pass():
+    def loss(x):
+        return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0)), jnp.log(-1.0 - x**2)
+
+    (worst,) = explain(loss, jnp.arange(3.0), has_aux=True).findings
+    assert (worst.cause, worst.operation) == ("NaN in the reverse pass", "sqrt")
+    assert worst.origin.line == line_of(loss, "jnp.sqrt")
+
+
+def test_a_nan_beside_a_gradient_of_zeros_is_found_in_one_more_run():
+    seen = []
+
+    def loss(w, x):
+        jax.debug.callback(lambda x: seen.append(1), x[0, 0])
+        return jnp.sum(square_root(x)) + jnp.sum(jax.nn.relu(x @ w["dead"] - 99.0))
+
+    found = explain(loss, {"dead": jnp.eye(3)}, X, wrt=(0, 1))
+    jax.effects_barrier()
+    assert {finding.cause for finding in found.problems} == {
+        "Inf in the reverse pass",
+        "dead units",
+    }
+    assert len(seen) == 2

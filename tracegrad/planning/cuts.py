@@ -9,17 +9,13 @@ sets for all prices are the lower convex hull of (bytes, FLOPs) over all save se
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import csr_array  # type: ignore[import-untyped]
-from scipy.sparse.csgraph import (  # type: ignore[import-untyped]
-    breadth_first_order,
-    maximum_flow,
-)
 
 # Capacities are integers, in units of 1 / _SCALE. Sums of 2 ** 17 of them fit 64 bits.
 _BITS = 44
@@ -186,17 +182,20 @@ def _beyond(arcs: np.ndarray, capacities: np.ndarray, nodes: int) -> np.ndarray:
     most = 1 << 30
     bits = 29 - len(arcs).bit_length()
     assert bits > 0, "half a billion arcs"
+    # Imported late: it takes 14 MiB, which a process that plans nothing need not have.
+    csgraph = importlib.import_module("scipy.sparse.csgraph")
+    csr_array = importlib.import_module("scipy.sparse").csr_array
     left = csr_array((capacities, (arcs[:, 0], arcs[:, 1])), (nodes, nodes))
     for shift in reversed(range(0, _BITS, bits)):
         room = np.minimum(left.data >> shift, most).astype(np.int32)
         network = csr_array((room, left.indices, left.indptr), left.shape)
-        flow = maximum_flow(network, 0, 1).flow.astype(np.int64)
+        flow = csgraph.maximum_flow(network, 0, 1).flow.astype(np.int64)
         flow.data <<= shift
         left = left - flow
     can_flow = np.zeros(nodes, bool)
-    can_flow[breadth_first_order(left.T.tocsr(), 1, return_predecessors=False)] = True
+    can_flow[csgraph.breadth_first_order(left.T.tocsr(), 1, return_predecessors=False)] = True
     inside = arcs[~can_flow[arcs].any(axis=1)]
     graph = csr_array((np.ones(len(inside)), (inside[:, 0], inside[:, 1])), (nodes, nodes))
     is_beyond = np.ones(nodes, bool)
-    is_beyond[breadth_first_order(graph, 0, return_predecessors=False)] = False
+    is_beyond[csgraph.breadth_first_order(graph, 0, return_predecessors=False)] = False
     return is_beyond

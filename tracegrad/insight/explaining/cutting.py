@@ -17,23 +17,23 @@ from tracegrad.planning.costs import nbytes_anywhere
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 _FEWEST = 8  # the fewest operations in a period
-# The most operations in a run; a call of more operations is cut into runs. A program holds all the
-# values of its run at once, and what it returns to be measured. So a run may have more operations
-# only if its values are small.
-_MOST, _MOST_SMALL = 100, 500
-_SMALL = 1 << 28  # bytes of the values of a run
+# The most operations that a run returns all values of; a call of more operations is cut into runs.
+_MOST = 100
+_SMALL = 1 << 28  # bytes of the values of a run, which its program may hold at once
 
 
 def runs_of(nodes: Sequence[Node], detail: Detail) -> list[Sequence[Node]]:
     """Cuts operations into runs.
 
     Finds the longest sequence that repeats itself with some period, and cuts it into its periods
-    where the fewest bytes cross. Then does the same with the operations before and after it."""
+    where the fewest bytes cross. Then does the same with the operations before and after it. All
+    runs but the last are compiled twice: to go forward, and to come back. So operations that fit
+    into one run are cut only if that saves half of them."""
     numbers: dict[Hashable, int] = {}
     symbols = [numbers.setdefault(_symbol(node), len(numbers)) for node in nodes]
-    size = sum(nbytes_anywhere(value.aval) for node in nodes for value in node.outputs)
-    most = _MOST_SMALL if detail is Detail.FEW and size <= _SMALL else _MOST
-    return _by_repeats(nodes, np.array(symbols, int), most)
+    sizes = [sum(nbytes_anywhere(v.aval) for v in node.outputs) / _SMALL for node in nodes]
+    least = 0 if detail is Detail.FEW else 1 / _MOST
+    return _by_repeats(nodes, np.array(symbols, int), np.maximum(sizes, least))
 
 
 def is_large_call(node: Node) -> bool:
@@ -59,7 +59,8 @@ def _symbol(node: Node) -> Hashable:
     return node.primitive, params, *types
 
 
-def _by_repeats(nodes: Sequence[Node], symbols: Any, most: int) -> list[Sequence[Node]]:
+def _by_repeats(nodes: Sequence[Node], symbols: Any, weights: Any) -> list[Sequence[Node]]:
+    """Cuts operations into runs; a run has a weight of at most 1, or is one operation."""
     best = 0, 0, 0
     for period in range(_FEWEST, len(nodes) // 2 + 1):
         same = np.concatenate([[False], symbols[period:] == symbols[:-period], [False]])
@@ -68,25 +69,29 @@ def _by_repeats(nodes: Sequence[Node], symbols: Any, most: int) -> list[Sequence
         if len(edges) and lengths.max() >= period:
             best = max(best, (int(lengths.max()), -period, -int(edges[2 * lengths.argmax()])))
     length, period, start = best[0], -best[1], -best[2]
-    if not length:  # nothing repeats
-        return _by_width(nodes, most)
+    if not length or (weights.sum() <= 1 and 2 * length < len(nodes)):
+        return _by_width(nodes, weights)
     start += int(np.argmin(_crossing(nodes)[start : start + length % period + 1]))
     end = start + (length // period + 1) * period
-    found = _by_repeats(nodes[:start], symbols[:start], most) if start else []
+    found = _by_repeats(nodes[:start], symbols[:start], weights[:start]) if start else []
     for i in range(start, end, period):
-        found += _by_width(nodes[i : i + period], most)
-    return found + (_by_repeats(nodes[end:], symbols[end:], most) if end < len(nodes) else [])
+        found += _by_width(nodes[i : i + period], weights[i : i + period])
+    if end < len(nodes):
+        found += _by_repeats(nodes[end:], symbols[end:], weights[end:])
+    return found
 
 
-def _by_width(nodes: Sequence[Node], most: int) -> list[Sequence[Node]]:
-    """Cuts into runs of at most `most` operations, where the fewest bytes cross."""
+def _by_width(nodes: Sequence[Node], weights: Any) -> list[Sequence[Node]]:
+    """Cuts into runs where the fewest bytes cross."""
     found, i, crossing = [], 0, _crossing(nodes)
-    while len(nodes) - i > most:
-        j = i + most // 3
-        j += int(np.argmin(crossing[j : i + most + 1]))
+    until = np.concatenate([[0], np.cumsum(weights)])
+    while until[-1] - until[i] > 1:
+        first, end = np.searchsorted(until, until[i] + np.array([1 / 3, 1]), "right")
+        first = max(int(first), i + 1)
+        j = first + int(np.argmin(crossing[first : max(int(end), first + 1)]))
         found.append(nodes[i:j])
         i = j
-    return [*found, nodes[i:]]
+    return [*found, nodes[i:]] if i < len(nodes) else found
 
 
 def _crossing(nodes: Sequence[Node]) -> Any:

@@ -105,8 +105,9 @@ def explain_graph(
             observed = dataclasses.replace(more, stats={**observed.stats, **more.stats})
         return observed
 
-    if _looks_bad(observed):
-        findings += not_finite(look(Detail.BAD), sources, targets, others)
+    if _looks_bad(observed):  # for a gradient of zeros all is measured anyway
+        detail = Detail.ALL if _has_zeros(observed) else Detail.BAD
+        findings += not_finite(look(detail), sources, targets, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(look, reports, sources, inputs, others)
@@ -178,6 +179,11 @@ def _looks_bad(observed: Observed) -> bool:
         for (kind, *_), stat in observed.stats.items()
         if kind in ("source", "output")
     )
+
+
+def _has_zeros(observed: Observed) -> bool:
+    """Whether the gradient of a source is all zeros."""
+    return any(stat[ZEROS] >= 1 for (kind, *_), stat in observed.stats.items() if kind == "source")
 
 
 def _reports(

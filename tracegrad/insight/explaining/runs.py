@@ -229,11 +229,13 @@ class _Run:
         users, members = level.graph.users, set(nodes)
         self.nodes, self.path, self.measured = nodes, level.path, level.measured
         self.inputs = list(dict.fromkeys(v for n in nodes for v in n.operands if v not in made))
+        # A value that nothing uses is an output, too: in an equal run it may be used later (the
+        # count of random numbers drawn, after the last layer).
         self.outputs = [
             v
             for node in nodes
             for v in node.outputs
-            if v in level.graph.results or any(u not in members for u in users.get(v, ()))
+            if v in level.graph.results or not members.issuperset(users.get(v, [None]))
         ]
         program = _jax.program_of(
             level.graph.program,
@@ -286,7 +288,8 @@ class _Run:
             return self.forward(args), self.backward(args, given, wanted)
         answer = programs.backward(args, None, given, wanted, has_run=False)
         outs, terms = self._take(answer, programs)
-        if self._look_at_values(args, outs):
+        self._look_at_values(args, outs)
+        if _are_finite(out for out, ct in zip(outs, given, strict=True) if ct is not None):
             self._look_at_cotangents(args, given, wanted, terms)
         return list(outs), list(terms)
 
@@ -295,21 +298,18 @@ class _Run:
         if not self._is_kept:
             self._take(self._all.forward(args, False), self._all)
 
-    def _look_at_values(self, args: Sequence[Any], outs: Sequence[Any]) -> bool:
-        """With `Detail.BAD`, measures the results, and all values if a result is not finite.
-        Returns whether the results are finite."""
+    def _look_at_values(self, args: Sequence[Any], outs: Sequence[Any]) -> None:
+        """With `Detail.BAD`, measures the results, and all values if a result is not finite."""
         if self.measured.detail is not Detail.BAD:
-            return True
+            return
         known = {v: array for v, array in zip(self.outputs, outs, strict=True) if has_gradient(v)}
         for node in self.nodes:
             for k, v in enumerate(node.outputs):
                 if v in known:
                     here = Occurrence(self.path, node)
                     self.measured.stats["value", here, k] = np.asarray(exact(known[v]))
-        is_finite = _are_finite(known.values())
-        if not is_finite:
+        if not _are_finite(known.values()):
             self.note_values(args)
-        return is_finite
 
     def _look_at_cotangents(
         self,
