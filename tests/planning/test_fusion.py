@@ -125,6 +125,27 @@ def test_what_the_backward_pass_has_made_is_counted_for_the_step_in_which_it_is_
     assert [fate.cotangents for fate in seen(graph, compiled_to(STEPS), devices=2)] == [None] * 4
 
 
+# XLA has merged an operation of the backward pass into the forward pass, which writes its result.
+EARLY = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8] parameter(0)
+  %sin = f32[8,8] sine(%x), metadata={op_name="jvp(tracegrad.node.0)/sin"}
+  %slope = f32[8,8] cosine(%sin), metadata={op_name="transpose(jvp(tracegrad.node.1))/cos"}
+  %sinh = f32[8,8] sine(%sin), metadata={op_name="jvp(tracegrad.node.1)/sinh"}
+  %tanh = f32[8,8] tanh(%sinh), metadata={op_name="jvp(tracegrad.node.2)/tanh"}
+  %first = f32[8,8] multiply(%tanh, %tanh), metadata={op_name="transpose(jvp(tracegrad.node.2))/mul"}
+  ROOT %gradient = f32[8,8] multiply(%first, %slope), metadata={op_name="transpose(jvp(tracegrad.node.1))/mul"}
+}
+"""  # noqa: E501
+
+
+def test_what_the_backward_pass_reads_and_is_written_before_it_begins_is_beside():
+    graph = program(jnp.sin, jnp.sinh, jnp.tanh)
+    found = seen(graph, compiled_to(EARLY))
+    assert [fate.beside for fate in found] == [0, 4 * 64, 0]
+
+
 HALVES = """HloModule jit_f, is_scheduled=true
 
 ENTRY %main (x: f32[8,8]) -> (f32[4,8], f32[4,8]) {

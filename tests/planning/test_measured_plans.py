@@ -151,6 +151,66 @@ def test_xla_holds_no_more_than_the_budget(name: str):
         )
 
 
+def routed(weights: Any, x: jax.Array) -> jax.Array:
+    """A mixture of experts, of which each token takes one."""
+    for w in weights:
+        shares = jax.nn.softmax(x @ w["gate"])
+        chosen = jnp.argmax(shares, -1)
+        order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=w["gate"].shape[1])
+        hidden = jax.nn.gelu(jax.lax.ragged_dot(x[order], w["up"], sizes))
+        found = jax.lax.ragged_dot(hidden, w["down"], sizes)[jnp.argsort(order)]
+        x = x + jnp.take_along_axis(shares, chosen[:, None], 1) * found
+    return jnp.mean(x**2)
+
+
+def adversaries(weights: Any, real: jax.Array) -> jax.Array:
+    """The loss of a GAN with one hidden layer each."""
+    made, told = weights
+    noise = jnp.sin(jnp.arange(256.0 * 32)).reshape(256, 32)
+    fake = jax.nn.relu(noise @ made["up"]) @ made["down"]
+
+    def score(x: jax.Array) -> jax.Array:
+        return jax.nn.leaky_relu(x @ told["up"], 0.2) @ told["down"]
+
+    return jnp.mean(jax.nn.softplus(-score(real))) + jnp.mean(jax.nn.softplus(score(fake)))
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes", "share", "most"),
+    [
+        # XLA spreads what the experts read over all of them, for the backward pass as well.
+        (
+            routed,
+            (shapes_of(2, {"gate": (32, 4), "up": (4, 32, 64), "down": (4, 64, 32)}),),
+            0.5,
+            0.1,
+        ),
+        (
+            adversaries,
+            (
+                [
+                    *shapes_of(1, {"up": (32, 128), "down": (128, 64)}),
+                    *shapes_of(1, {"up": (64, 128), "down": (128, 1)}),
+                ],
+            ),
+            0.7,
+            0.7,
+        ),
+    ],
+)
+def test_what_xla_writes_for_the_backward_pass_in_advance_is_in_the_model(fun, shapes, share, most):
+    shapes = (*shapes, f32(*((128, 32) if fun is routed else (256, 64))))
+    plan = plan_recompute(fun, *shapes, memory_budget=share)
+    assert plan.held is not None
+    assert plan.held <= plan.budget
+    assert plan.flops <= most * plan.forward_flops
+    rng = np.random.default_rng(0)
+    args = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / 4, s.dtype), shapes)
+    found, expected = gradient(plan.apply())(*args), jax.jit(jax.grad(fun, (0, 1)))(*args)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * float(jnp.max(jnp.abs(b))))
+
+
 def small() -> tuple[Any, tuple[Any, ...]]:
     return gated, (
         shapes_of(4, {"gate": (8, 24), "up": (8, 24), "down": (24, 8)}),

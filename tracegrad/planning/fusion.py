@@ -33,8 +33,8 @@ class Fate(NamedTuple):
     Attributes:
       inlined: whether all readers compute the results themselves, and no buffer holds them.
       repeated: whether the results are written, but the backward pass computes them again anyway.
-      beside: bytes of other values of the node, such as a derivative, that the forward pass writes
-        and the backward pass reads.
+      beside: bytes of other values of the node, such as a derivative, that are written before the
+        backward pass begins, and that the backward pass reads.
       cotangents: bytes alive that the backward pass has computed, during the node's backward step;
         None if unknown: on several devices, or in a program with loops or branches.
     """
@@ -101,6 +101,10 @@ def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) ->
     # at any time.
     ends = [(max(made[k][0]), k) for k, b in enumerate(is_back) if not b and made[k][0]]
     _, end = max(ends, default=(0, -1))
+    for k in back:
+        if k < end < writes[k].until and writes[k].reads and made[k][1]:
+            node = max(made[k][1])
+            beside[node] = beside.get(node, 0) + writes[k].size // examples
     steps = {k: made[k][1] - given for k in back if k > end and writes[k].reads}
     run = {each.op for each in compiled.entry.instructions.values()}
     if devices > 1 or not run.isdisjoint({"while", "conditional"}):

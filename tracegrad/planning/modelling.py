@@ -125,6 +125,7 @@ class _Modelling:
                     extra[at] = max(extra[at], 1)  # see `_compared`
                 if is_by_element(node):
                     behind[at].update(*(self.behind.get(v, ()) for v in values))
+                if not read.extra:  # otherwise these bytes are counted already
                     beside[at] += fate.beside
         args = [tuple(sorted({r for v in node.operands for r in self.roots[v]})) for node in ops]
         for i in self._compared(args):

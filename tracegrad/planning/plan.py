@@ -12,7 +12,7 @@ import numpy as np
 from tracegrad._jax.packages import require
 from tracegrad.ir import Graph, folding
 from tracegrad.ir.wording import in_units, table
-from tracegrad.planning.regions import nodes_of, with_planned_regions
+from tracegrad.planning.regions import nodes_of
 from tracegrad.planning.simulation import Segment, Simulation
 from tracegrad.tracing import to_callable
 
@@ -155,8 +155,9 @@ class RecomputePlan:
         return PlanSummary(name=self.graph.name, text=str(self), **known)
 
     def rewritten(self) -> Graph:
-        """Returns the program with a `Recompute` node for every recomputed segment."""
-        return with_planned_regions(self._search.whole, self.segments)
+        """Returns the program with a `Recompute` node for every recomputed segment. Plans of equal
+        segments share it, so that JAX differentiates the regions of a measured plan once."""
+        return self._search.rewritten(self.segments)
 
     def apply(self) -> Callable[..., Any]:
         """Returns the planned function, with the arguments and results of the original function.

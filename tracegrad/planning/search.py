@@ -14,6 +14,7 @@ from tracegrad.planning.costs import nbytes
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.planner import Planner
+from tracegrad.planning.regions import with_planned_regions
 from tracegrad.planning.scans import in_steps
 from tracegrad.planning.simulation import Segment, Simulation, keep_all, plan_to_keep, simulate
 
@@ -72,6 +73,7 @@ class Search:
     def __init__(self, whole: MemoryModel, examples: int = 1):
         assert whole.graph is not None
         self.whole, self.graph, self.examples = whole, whole.graph, examples
+        self._rewritten: dict[tuple[Segment, ...], Graph] = {}
 
     @functools.cached_property
     def kept(self) -> Simulation:
@@ -101,6 +103,12 @@ class Search:
             in_steps(self.whole)  # fills `whole.steps`, which the segments refer to
         found = simulate(self.whole, segments)
         return RecomputePlan(self, found, tuple(segments), target, target)
+
+    def rewritten(self, segments: tuple[Segment, ...]) -> Graph:
+        """Returns the program with a `Recompute` node for every recomputed segment."""
+        if segments not in self._rewritten:
+            self._rewritten[segments] = with_planned_regions(self.whole, segments)
+        return self._rewritten[segments]
 
     def too_small(
         self, budget: int, lowest: RecomputePlan, measured_on: str = ""

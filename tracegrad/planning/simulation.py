@@ -183,28 +183,31 @@ class Piece:
         for the cotangents, and XLA does not postpone operations that it can run. An operation in
         `late` is recomputed when the cotangents of its reader arrive.
         """
-        sizes, extra = self.sizes, self.extra
-        order = [(-late.get(i, len(sizes)), False, i) for i in again]
-        order += [(-i, True, i) for i in range(len(sizes))]
-        # Each event: an operation, True for its backward step or False for its recomputation, and
-        # the values that the event reads.
-        events = [(i, back, (needs if back else self.args)[i]) for _, back, i in sorted(order)]
-        peak, peaks = 0, []
-        for i, is_back, operands in events:
-            if not is_back:
+        sizes, extra, beside = self.sizes, self.extra, self.beside
+        # For each operation, those that are recomputed just before its backward step. Nothing in
+        # `late` waits for the last operation, whose backward step is the first.
+        before: dict[int, list[int]] = {}
+        for i in again:
+            before.setdefault(late.get(i, len(sizes) - 1), []).append(i)
+        peaks = []
+        for step in reversed(range(len(sizes))):
+            peak = 0
+            for i in before.get(step, ()):
                 live += sizes[i] + extra[i]
-            if live > peak:
-                peak = live
-            for v in operands:
+                if live > peak:
+                    peak = live
+                for v in self.args[i]:
+                    reads[v] -= 1
+                    if not reads[v]:
+                        live -= sizes[v]
+                if not reads[i]:  # it ran for its `extra` bytes
+                    live -= sizes[i]
+            peaks.append(max(peak, live) + self.cotangents[step])
+            for v in needs[step]:
                 reads[v] -= 1
-                if reads[v] == 0:
+                if not reads[v]:
                     live -= sizes[v]
-            if is_back:
-                live -= extra[i] + self.beside[i]
-                peaks.append(peak + self.cotangents[i])
-                peak = 0
-            else:
-                live -= 0 if reads[i] else sizes[i]  # unread: it ran for its `extra` bytes
+            live -= extra[step] + beside[step]
         return tuple(peaks)
 
     def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
