@@ -113,7 +113,6 @@ def difference(
             return Estimate(direction, exact.value, 16 * limits.eps * exact.size, True)
 
     before = [in_numpy(out) for out in fun(at)]
-    have_moved = [np.zeros(np.shape(out), bool) for out in before]
     best = Estimate(direction, math.nan, math.inf, False)
     slopes, bends = list[float](), list[float]()
     h, zero, sizes = limits.eps ** (1 / 5) * spread, 0.0, 0.0
@@ -122,7 +121,7 @@ def difference(
         for distance in (h, -h):
             moved = list(at)
             moved[which] = at[which] + distance * direction
-            changes.append(_change(before, fun(moved), weights, have_moved))
+            changes.append(_change(before, fun(moved), weights))
         (ahead, size), (behind, other_size) = changes
         slopes.append((ahead - behind) / (2 * h))
         bends.append(abs(ahead + behind) / h)
@@ -205,24 +204,19 @@ def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Weighed:
 
 
 def _change(
-    before: Sequence[Any], outs: Sequence[Any], weights: Sequence[Any], have_moved: list[Any]
+    before: Sequence[Any], outs: Sequence[Any], weights: Sequence[Any]
 ) -> tuple[float, float]:
     """Returns the weighted sum of the changes of the results, and the size that scales its rounding
-    error. Elements that no step has changed add nothing to either, even if they are infinite.
-
-    `have_moved`: for each result, which elements a step has changed so far; updated.
-    """
+    error. Elements that did not change add nothing to either, even if they are infinite."""
     value = size = 0.0
-    for i, (was, out, weight) in enumerate(zip(before, outs, weights, strict=True)):
+    for was, out, weight in zip(before, outs, weights, strict=True):
         if weight is None:
             continue
         now = in_numpy(out)
         moved = now != was
-        # At a small step, rounding alone may leave an element where it was.
-        have_moved[i] = have_moved[i] | moved
         with np.errstate(invalid="ignore"):
             value += float(np.sum(np.real(np.where(moved, now - was, 0) * weight)))
-            size += float(np.sum(np.abs(np.where(have_moved[i], was, 0) * weight)))
+            size += float(np.sum(np.abs(np.where(moved, was, 0) * weight)))
     return value, size
 
 
