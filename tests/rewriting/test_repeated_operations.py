@@ -7,6 +7,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad import match, rules
+from tracegrad.ir.editing import around_each
 
 X = jnp.linspace(0.3, 1.2, 12).reshape(3, 4)
 
@@ -145,27 +146,66 @@ def test_matches_at_one_line_that_differ_in_a_number_keep_their_numbers(rule):
 
 
 @pytest.mark.both_jax
-def test_equal_matches_at_one_line_share_the_trace_of_a_gradient_function():
-    calls = []
-
-    def halved(op, dy):
-        calls.append(op.name)
-        return dy * jnp.cos(op.inputs[0]) / 2
-
+def test_equal_matches_at_one_line_share_the_trace_of_the_code_around_them():
     def deep(x):
         for i in range(40):
             with jax.named_scope(f"layer_{i}"):
                 x = jnp.sin(x)
         return jnp.sum(x)
 
-    rule = rules.override_gradient(match.op("sin"), halved)
-    gradient = tg.trace(lambda x: jax.grad(deep)(x), rules=rule)(X)
+    traced = []
+
+    def halved(op, x):
+        traced.append(op.match)
+        return jax.lax.stop_gradient(op(x) / 2) + op(x) / 2
+
+    graph = tg.graph(deep, X)
+    shared = around_each(graph, graph.find(match.op("sin")), halved, depends_on=lambda m: m.name)
+    assert len(traced) == 1
+    halved_each = shared.graph.to_callable()
     expected, x = np.ones_like(X), np.asarray(X, np.float64)
     for _ in range(40):
         expected, x = expected * np.cos(x) / 2, np.sin(x)
-    np.testing.assert_allclose(gradient, expected, rtol=1e-4)
-    assert len(calls) <= 2
-    edited = tg.graph(tg.rewrite(deep, rule), X)
-    assert [found.scope for found in edited.find(match.call("sin"))] == [
-        f"layer_{i}" for i in range(40)
-    ]
+    np.testing.assert_allclose(jax.grad(halved_each)(X), expected, rtol=1e-4)
+    scopes = [found.scope for found in shared.graph.find(match.op("div"))]
+    assert scopes == [f"layer_{i // 2}" for i in range(80)]
+
+
+@pytest.mark.both_jax
+def test_operations_inside_of_a_match_keep_their_own_lines_and_inner_scopes():
+    def block(x):
+        x = jnp.sin(x)
+        with jax.named_scope("inner"):
+            x = jnp.cos(x)
+        return jnp.exp(x)
+
+    def deep(x):
+        for i in range(3):
+            with jax.named_scope(f"block_{i}"):
+                x = block(x)
+        return jnp.sum(x)
+
+    for rule in (
+        rules.recompute(match.scope("block_*")),
+        tg.edit(match.scope("block_*"), lambda op, x: op(x)),
+    ):
+        edited, plain = tg.graph(tg.rewrite(deep, rule), X), tg.graph(deep, X)
+        places = [
+            [(o.scope, o.origin.line) for o in graph.find(match.op("sin", "cos", "exp"))]
+            for graph in (edited, plain)
+        ]
+        assert len(places[0]) == 9
+        assert places[0] == places[1]
+
+
+def test_calls_that_are_recomputed_are_found_again_in_the_step_that_differentiates_them():
+    def step(x):
+        def loss(x):
+            for _ in range(3):
+                x = jax.nn.gelu(x * 2.0)
+            return jnp.sum(x)
+
+        return jax.value_and_grad(loss)(x)
+
+    ours = tg.trace(step, rules=rules.recompute(match.call("gelu")))(X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, jax.jit(step)(X))

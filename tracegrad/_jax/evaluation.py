@@ -14,11 +14,15 @@ from jax.extend import source_info_util
 from tracegrad._jax.arrays import is_tracer
 from tracegrad._jax.compat import INLINED_WHEN_LOWERED, INLINED_WHEN_TRACED, parts_of
 from tracegrad._jax.programs import (
+    CUSTOM_JVP,
+    CUSTOM_VJP,
     JIT,
+    REMAT,
     bind,
     equation_context,
     program_of,
     public_error,
+    sub_programs,
     wider_jit,
     with_inputs,
 )
@@ -65,11 +69,22 @@ def _eval_in_reverse_mode(program: Any, args: Sequence[Any]) -> list[Any]:
     return read(open_form.outvars)
 
 
+_OF_SEVERAL = (REMAT, CUSTOM_JVP, CUSTOM_VJP)
+
+
 def _operation_key(equation: Any) -> Any:
     """Returns a key that is equal for equations of one operation with equal parameters and types of
-    operands; None if the operation has effects, or is a call."""
+    operands; None if the operation has effects, or is a call.
+
+    None also if a derivative of the operation contains the several operations of its program: where
+    JAX inlines a call, it gives them all the line of the call.
+    """
     if equation.effects or equation.primitive is JIT:
         return None
+    if equation.primitive in _OF_SEVERAL:
+        programs = sub_programs(equation.params)
+        if sum(len(program.eqns) for _, program in programs) > 1:
+            return None
     params = tuple([(name, type(value), value) for name, value in equation.params.items()])
     types = tuple([atom.aval for atom in equation.invars])
     key = equation.primitive, params, equation.ctx, types

@@ -247,6 +247,14 @@ def standing_for(source_info: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def at_own_lines() -> Iterator[None]:
+    """A context manager: operations bound in it keep their own source lines, where an enclosing
+    `standing_for` would replace them."""
+    with source_info_util.user_context(None, name_stack=source_info_util.current_name_stack()):
+        yield
+
+
 def weak_as(array: Any, aval: Any) -> Any:
     """Returns the array with a weak type if `aval` is weak, otherwise with a strong type."""
     if jax.typeof(array).weak_type == aval.weak_type:

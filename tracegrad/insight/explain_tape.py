@@ -240,7 +240,7 @@ def _why_unused(targets: Sequence[Any]) -> str:
         return f"the target is of dtype {exact.pop()}, which has no gradient: make it a float"
     return (
         "the target was not computed from it inside the block, as far as the tape has seen. A tape "
-        "does not see what is computed before or after the block, in NumPy (`np.asarray(x)`, "
+        "does not see what is computed before the block or after it, in NumPy (`np.asarray(x)`, "
         "`float(x)`), in other threads and in functions compiled ahead of time"
     )
 

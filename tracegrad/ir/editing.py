@@ -60,7 +60,8 @@ class Op:
 
     def results(self, *operands: Any) -> list[Any]:
         """Returns the results on these operands, as a list."""
-        return _jax.eval_program(self.program, operands)
+        with _jax.at_own_lines():
+            return _jax.eval_program(self.program, operands)
 
     def __call__(self, *operands: Any) -> Any:
         results = self.results(*operands)

@@ -238,9 +238,10 @@ def _backward_finding(
     cure = backward_cure(_cured_as(node), culprit.operands, culprit.given, made_by, used_by)
     if grown > _LARGE:
         cure = "the gradient explodes: normalisation, a smaller initialisation, fewer steps"
-    # The zero is no mask's if the Inf becomes finite later, as in exp(log(0)): the gradient is
-    # a limit then, and not the zero that a rule would give.
-    ends = users(observed, place, of_inf=True) if has_inf(observed, place) else []
+    # The zero is no mask's if the logarithm's Inf becomes finite later, as in exp(log(0)): the
+    # gradient is a limit then, and not the zero that a rule would give.
+    is_inf = node.op == "log" and has_inf(observed, place)
+    ends = users(observed, place, of_inf=True) if is_inf else []
     is_limit = culprit.given == 0 and not operations.BOUNDED.issuperset(ends)
     of_rule = by_rule.NOTHING if is_limit else by_rule.not_finite(found, culprit.given, is_all)
     return Finding.of(
