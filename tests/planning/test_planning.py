@@ -319,10 +319,7 @@ def test_the_fewest_bytes_are_those_of_a_small_value_made_of_a_large_one_that_is
     sizes, flops = [1000, 4, 10, 5000], [math.inf, math.inf, 1, 1]
     network = Network(sizes, flops, [(), (), (given_large,), (given_small,)], [small, large])
     (found,) = hulls([network], 7)
-    assert [(cut.saved, cut.bytes, cut.flops) for cut in found] == [
-        ({small, large}, 5010, 0),
-        ({small, given_small}, 14, 1),
-    ]
+    assert (found[-1].saved, found[-1].bytes, found[-1].flops) == ({small, given_small}, 14, 1)
 
 
 def test_networks_that_are_solved_at_once_have_the_cuts_that_each_has_alone():

@@ -170,8 +170,7 @@ def _beyond(arcs: np.ndarray, capacities: np.ndarray, nodes: int) -> np.ndarray:
     """Returns for each node whether it is on the sink's side of the minimum cut.
 
     Of several minimum cuts, it is the one with the fewest nodes on the sink's side: those from
-    which more could flow to the sink, and those that no arc from the source's side reaches. (These
-    are values that no value on the source's side is made of.)
+    which more could flow to the sink.
 
     SciPy uses 32-bit capacities, and silently drops the higher bits. So the flow is computed in
     rounds, the high bits of the capacities first (capacity scaling), and is exact. After a round,
@@ -192,10 +191,6 @@ def _beyond(arcs: np.ndarray, capacities: np.ndarray, nodes: int) -> np.ndarray:
         flow = csgraph.maximum_flow(network, 0, 1).flow.astype(np.int64)
         flow.data <<= shift
         left = left - flow
-    can_flow = np.zeros(nodes, bool)
-    can_flow[csgraph.breadth_first_order(left.T.tocsr(), 1, return_predecessors=False)] = True
-    inside = arcs[~can_flow[arcs].any(axis=1)]
-    graph = csr_array((np.ones(len(inside)), (inside[:, 0], inside[:, 1])), (nodes, nodes))
-    is_beyond = np.ones(nodes, bool)
-    is_beyond[csgraph.breadth_first_order(graph, 0, return_predecessors=False)] = False
-    return is_beyond
+    found = np.zeros(nodes, bool)
+    found[csgraph.breadth_first_order(left.T.tocsr(), 1, return_predecessors=False)] = True
+    return found
