@@ -100,6 +100,7 @@ def _each_once(program: Graph) -> Iterator[Occurrence]:
 
 def _is_made_of(program: Graph, mark: Occurrence, parameters: Collection[Value]) -> bool:
     waiting: list[tuple[Path, Any]] = [(mark.path, mark.node.inputs[0])]
+    seen = {*waiting}
     for path, value in waiting:  # grows
         node = (path[-1][0].region(path[-1][1]) if path else program).producers.get(value)
         if not path and value in parameters:
@@ -111,5 +112,7 @@ def _is_made_of(program: Graph, mark: Occurrence, parameters: Collection[Value])
             more = [(path, operand) for operand in node.inputs]
         elif len(region_calls(node)) == 1 and not is_loop(node):
             more = [inside_result(Occurrence(path, node), value, region_calls(node)[0].name)]
-        waiting += [each for each in more if isinstance(each[1], Value) and each not in waiting]
+        new = dict.fromkeys(each for each in more if isinstance(each[1], Value))
+        waiting += [each for each in new if each not in seen]
+        seen.update(new)
     return False
