@@ -12,6 +12,7 @@ from typing import Any
 from tracegrad.ir.wording import described
 from tracegrad.variables.modules import Snapshot, Update
 from tracegrad.variables.nnx_objects import nnx
+from tracegrad.variables.results import settled
 
 
 class ModuleChanges:
@@ -42,7 +43,7 @@ class ModuleChanges:
         self._updates = [update for update, _ in found]
         return result, [value for _, value in found]
 
-    def settle(self, values: list[Any]) -> None:
-        """Assigns the new arrays, as they are outside of the trace, to the caller's modules."""
-        for update, value in zip(self._updates, values, strict=True):
-            update.assign(self._objects, value)
+    def settle(self, result: Any, values: list[Any]) -> Any:
+        """Assigns the new arrays, as they are outside of the trace, to the modules of the caller;
+        returns the result."""
+        return settled(result, self._objects, self._updates, values, is_in_parts=False)

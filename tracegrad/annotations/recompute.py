@@ -118,5 +118,4 @@ def _call(
                 "may run again, or jax.pure_callback, which has no side effect.",
             )
         raise
-    changes.settle(values)
-    return result
+    return changes.settle(result, values)
