@@ -127,12 +127,15 @@ def mapped_of(tracer: Any) -> Any:
 class _PlaceholderTrace(jax.core.Trace):
     """The trace of a `Placeholder`: it raises TypeError for every primitive."""
 
-    __slots__ = ("is_valid",)
+    __slots__ = ("_check",)
 
-    def __init__(self, check: Callable[[], bool]):
+    def __init__(self, check: Callable[[], None]):
         super().__init__()  # type: ignore[no-untyped-call]
-        # JAX calls this for each operand of each primitive bound.
-        self.is_valid = check  # type: ignore[method-assign]
+        self._check = check
+
+    def is_valid(self) -> bool:  # JAX calls this for each operand of each primitive bound
+        self._check()
+        return True
 
     def process_primitive(self, primitive: Any, *_: Any, **__: Any) -> Any:
         raise TypeError(f"cannot compute {primitive} of a placeholder, which has no value")
@@ -142,12 +145,12 @@ class Placeholder(jax.core.Tracer):  # type: ignore[type-arg]
     """A tracer with a type but no value. A program that uses it records it as a constant.
 
     `check` is called whenever a primitive is bound to the placeholder, and whenever JAX reads
-    `_debug_info`; it returns True, or raises. `stands_for` is what the placeholder represents.
+    `_debug_info`; it may raise. `stands_for` is what the placeholder represents.
     """
 
     __slots__ = ("_check", "stands_for")
 
-    def __init__(self, aval: Any, stands_for: Any, check: Callable[[], bool]):
+    def __init__(self, aval: Any, stands_for: Any, check: Callable[[], None]):
         super().__init__(_PlaceholderTrace(check), aval)
         self.stands_for = stands_for
         self._check = check

@@ -271,7 +271,6 @@ def _flat(results: Any) -> list[Any]:
 
 # ------------------------------------------------------------------------------- region by region
 
-
 _WriteAt = Callable[["Draft", Sequence[Node], Occurrence], None]
 
 

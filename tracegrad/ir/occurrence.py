@@ -294,7 +294,7 @@ def calling_line() -> Origin | None:
 
 def _calling_frame() -> FrameType | None:
     return next(
-        (f for f, _ in traceback.walk_stack(None) if _owner(f.f_code.co_filename) == "user"), None
+        (f for f, _ in traceback.walk_stack(None) if is_user_file(f.f_code.co_filename)), None
     )
 
 

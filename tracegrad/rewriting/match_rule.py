@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
 import jax
@@ -127,9 +127,8 @@ def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
 
     @functools.wraps(make)
     def shown(*args: P.args, **kwargs: P.kwargs) -> MatchRule:
-        rule = make(*args, **kwargs)
-        object.__setattr__(rule, "made_by", functools.partial(shown, *args, **kwargs))
-        return rule
+        again = functools.partial(shown, *args, **kwargs)
+        return replace(make(*args, **kwargs), made_by=again)
 
     return shown
 

@@ -227,8 +227,8 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
 
     Returns:
       A rule. It replaces the true derivative, finite or not, in forward mode too. Other inputs get
-      no gradient. Applied to a program, the rule raises GraphError for a match that has not one
-      such input.
+      no gradient. Applied to a program, the rule raises GraphError for a match that has no such
+      input, or several.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(w):

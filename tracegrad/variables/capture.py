@@ -24,7 +24,7 @@ from tracegrad.variables.cut_gradients import (
     warn_of_cut,
     without_gradient,
 )
-from tracegrad.variables.listening import Listener, start_listening, stop_listening
+from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.variable import Variable
 
 
@@ -50,7 +50,7 @@ class _Running:
 
     runs = False
 
-    def check(self) -> bool:
+    def check(self) -> None:
         if not self.runs:
             raise RuntimeError(
                 "the value of a Variable, read in a traced function, is used after the function "
@@ -58,7 +58,6 @@ class _Running:
                 "jax.custom_jvp reads the Variable. Return the value; pass it to the rule as an "
                 "argument."
             )
-        return True
 
 
 class Capture(Listener):
@@ -83,11 +82,9 @@ class Capture(Listener):
         self._trace = _jax.current_trace(None)
         self._running.runs = True
         try:
-            start_listening(self)
-            with kept_programs.while_tracing():
+            with listening(self), kept_programs.while_tracing():
                 yield
         finally:
-            stop_listening(self)
             self._running.runs = False
             # Their references lead to the function, and back to this capture: without this, the
             # cycle would keep all of them alive.

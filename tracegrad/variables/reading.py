@@ -124,7 +124,7 @@ class Operands(Reads):
         return variable in self._values
 
     def _add_operand(self, variable: Variable) -> None:
-        operand = _jax.Placeholder(variable.aval, weakref.ref(variable), lambda: True)
+        operand = _jax.Placeholder(variable.aval, weakref.ref(variable), lambda: None)
         self._operands.setdefault(variable, []).append(operand)
 
     def list_read(self) -> list[Any]:
