@@ -1,13 +1,12 @@
-"""Trains, is interrupted, and goes on from a checkpoint as if nothing had happened.
+"""Trains, is interrupted, and resumes from a checkpoint as if nothing had happened.
 
-The state of a training run is more than a function: weights, what the optimiser remembers, the
-number of the step. Here orbax keeps it, in a folder with the last few checkpoints; the weights go
-in and out as the Variables of the network, by their paths in it. Training stops in the middle; a
-new network with other weights takes up the last checkpoint, and ends with the same weights, bit for
-bit, as a run without a break.
+The state of a training run is the weights, the optimiser's state and the number of the step. orbax
+keeps this state in a folder with the last few checkpoints; a checkpoint names each weight by the
+path of its Variable in the network. Training stops in the middle. A new network with other weights
+restores the last checkpoint, and ends with the same weights, bit for bit, as an uninterrupted run.
 
-What is to be used in the end is the function. `save` writes it, in one file, with its Variables and
-its gradient, which here is limited by a rule of its own; `load` needs none of this code.
+After training, users need only the function. `save` writes the function into one file, with its
+Variables and its gradient, which a custom gradient limits here. `load` needs none of this code.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from matplotlib.figure import Figure
 
 import tracegrad as tg
 
-STEPS, EVERY, STOP = 120, 25, 70  # it stops after 70, and goes on from 50
+STEPS, EVERY, STOP = 120, 25, 70  # the run stops after step 70 and resumes from step 50
 BATCH, WIDTH, RATE = 64, 32, 0.01
 
 optimiser = optax.adam(RATE)
@@ -35,12 +34,12 @@ optimiser = optax.adam(RATE)
 
 @tg.custom_gradient
 def limited(y: jax.Array) -> Any:
-    """The identity, whose gradient is at most 0.01 for each element."""
+    """The identity; each element of its gradient is clipped to -0.01 ... 0.01."""
     return y, lambda dy: jnp.clip(dy, -0.01, 0.01)
 
 
 class Network:
-    """A function of one number, by two hidden layers; with Variables for weights."""
+    """A function of one number with two hidden layers; its weights are Variables."""
 
     def __init__(self, seed: int):
         rng = np.random.default_rng(seed)
@@ -61,7 +60,7 @@ class Network:
 
 
 class Run:
-    """A network with all that its training needs to go on."""
+    """A network and all state that its training needs to resume."""
 
     def __init__(self, seed: int):
         self.network = Network(seed)
@@ -71,7 +70,7 @@ class Run:
         self.losses: list[float] = []
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: a tree of arrays."""
+        """Returns the content of a checkpoint: a tree of arrays."""
         return {
             "weights": tg.values_of(self.weights),
             "memory": self.memory,
@@ -95,7 +94,7 @@ class Run:
 
         while self.step < until:
             self.step += 1
-            key = jax.random.fold_in(jax.random.key(0), self.step)  # the same data at each step
+            key = jax.random.fold_in(jax.random.key(0), self.step)  # the data of this step
             x = jax.random.uniform(key, (BATCH, 1), minval=-2, maxval=2)
             self.memory, loss = update(self.memory, x, jnp.sin(3 * x))
             self.losses.append(float(loss))
@@ -104,7 +103,7 @@ class Run:
 
 
 def plot(straight: list[float], stopped: list[float], resumed: list[float], path: Path) -> None:
-    """The losses of the run without a break, and of the one that stops and goes on."""
+    """Plots the losses of the uninterrupted run and of the run that stops and resumes."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.semilogy(straight, color="lightgrey", linewidth=6, label="without a break")
@@ -132,7 +131,7 @@ def main() -> None:
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(folder / "checkpoints", options=options) as checkpoints:
         stopped = Run(seed=1)
-        stopped.train(STOP, checkpoints)  # and what it had after the last checkpoint is lost
+        stopped.train(STOP, checkpoints)  # the steps after the last checkpoint are lost
         checkpoints.wait_until_finished()
     with ocp.CheckpointManager(folder / "checkpoints", options=options) as checkpoints:
         resumed = Run(seed=2)

@@ -1,9 +1,10 @@
-"""Two moons, and the same turned by 35 degrees without labels: domain-adversarial training.
+"""Domain-adversarial training on two moons, and on the same moons turned by 35 degrees, unlabelled.
 
-A network has two heads. One tells the moons apart, the other the two domains; and what the second
-sends back into the features is reversed, so that these learn what the domains have in common
-(Ganin and Lempitsky, 2015). The model knows nothing of that: one rule, given to the training step,
-edits the loss inside it. Prints how many of the turned moons are told apart, and saves a picture.
+A network has two heads. One head tells the moons apart, the other head the two domains. The
+gradient of the second head is reversed before it reaches the features, so that the features learn
+what the domains have in common (Ganin and Lempitsky, 2015). The model has no code for the reversal:
+one rule of the training step edits the loss. The example prints how many of the turned points are
+classified correctly, and saves a picture.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Classifier = Callable[[jax.Array], jax.Array]
 
 
 def two_domains() -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The labelled points f32[300, 2], the turned ones, and which moon each belongs to."""
+    """Returns the labelled points f32[300, 2], the turned points, and the moon of each point."""
     points, moons = make_moons(300, noise=0.05, random_state=0)
     points -= points.mean(0)
     turn = np.deg2rad(35)
@@ -54,7 +55,7 @@ class TwoHeads(nnx.Module):
 def trained(
     chosen: Sequence[tg.rules.MatchRule], source: jax.Array, moons: jax.Array, target: jax.Array
 ) -> Classifier:
-    """A classifier of points, trained under these rules."""
+    """Returns a classifier of points, trained with these rules."""
     definition, params = nnx.split(TwoHeads(nnx.Rngs(1)))
     optimiser = optax.adam(5e-3)
     cross_entropy = optax.sigmoid_binary_cross_entropy

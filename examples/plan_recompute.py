@@ -1,9 +1,9 @@
-"""A model that must fit less memory: what to keep and what to compute again is planned.
+"""Plans which values a model keeps and which it recomputes, to fit its gradient into less memory.
 
-One of five models, which `recompute_models.py` writes with flax and equinox. Its loss is planned
-for two fifths of the memory that its gradient takes; the plan says what that costs in FLOPs.
-XLA is asked what it really needs, and one gradient of both is
-compared. The plan is drawn.
+The model is one of the five in `recompute_models.py`, written with flax and equinox. The plan
+budgets two fifths of the memory of the model's gradient, and says how many FLOPs this costs. The
+example compares XLA's memory and the gradient, planned and with everything kept, and draws the
+plan.
 
     python examples/plan_recompute.py --model transformer --budget 30%
 """

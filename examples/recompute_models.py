@@ -1,4 +1,4 @@
-"""Five models that keep much memory for their backward pass, each as its library would write it.
+"""Five models that keep much memory for their backward pass, each in the style of its library.
 
     mixer        MLP-mixer, classifies images              equinox
     transformer  predicts the next token, with dropout     flax.nnx
@@ -6,8 +6,8 @@
     unet         takes noise out of images                 equinox
     gru          predicts a series, a scan over time       flax.linen
 
-`MODELS[name]()` builds one with random data: that is what `plan_recompute.py` plans. None of them
-knows of recompute.
+`MODELS[name]()` builds a model with random data; `plan_recompute.py` plans that model. No model has
+code for recompute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flax import linen, nnx
 
 
 class Task(NamedTuple):
-    """``loss(params, *batch)`` is a float, or with `has_aux` a float and what goes beside it."""
+    """``loss(params, *batch)`` returns a float; with `has_aux`, a float and an auxiliary output."""
 
     loss: Callable[..., Any]
     params: Any
@@ -50,7 +50,7 @@ class MixerBlock(eqx.Module):
         self.channels = eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=second)
 
     def __call__(self, x):
-        """f32[patches, width] → the same: patches are mixed, then channels."""
+        """f32[patches, width] → the same shape; mixes patches, then channels."""
         x = x + jax.vmap(self.patches, 1, 1)(jax.vmap(self.norms[0])(x))
         return x + jax.vmap(self.channels)(jax.vmap(self.norms[1])(x))
 
@@ -101,7 +101,7 @@ class TransformerBlock(nnx.Module):
         self.dropout = nnx.Dropout(0.1, deterministic=False)
 
     def __call__(self, x, mask, rngs):
-        """f32[batch, length, width] → the same."""
+        """f32[batch, length, width] → the same shape."""
         attended = self.attention(self.norms[0](x), mask=mask)
         x = x + self.dropout(attended, rngs=rngs)
         hidden = nnx.gelu(self.up(self.norms[1](x)))
@@ -222,7 +222,7 @@ class UNet(eqx.Module):
         self.halve = eqx.nn.AvgPool2d(2, 2)
 
     def __call__(self, x):
-        """f32[3, size, size] → the same."""
+        """f32[3, size, size] → the same shape."""
         skipped = []
         for block in self.down:
             x = block(x)
@@ -255,7 +255,7 @@ class Recurrent(linen.Module):
 
     @linen.compact
     def __call__(self, series):
-        """f32[batch, steps, features] → the same."""
+        """f32[batch, steps, features] → the same shape."""
         hidden = linen.RNN(linen.GRUCell(self.width))(series)
         return linen.Dense(series.shape[-1])(hidden)
 

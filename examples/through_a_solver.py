@@ -1,13 +1,13 @@
 """Gradients through solvers of other libraries, whose loops JAX cannot differentiate in reverse.
 
-A solver runs until it has converged, in a `jax.lax.while_loop`, and a model that calls it cannot be
-trained by `jax.grad`. A rule changes that from outside, `rules.checkpointed_loop`: it keeps some
-states of a loop, and runs the steps between them again. Nothing in the libraries is written for it.
+A solver runs until it converges, in a `jax.lax.while_loop`, so `jax.grad` cannot train a model that
+calls the solver. The rule `rules.checkpointed_loop` makes the model trainable from outside: the
+rule keeps some states of a loop and replays the steps between them. The libraries do not change.
 
-The first part limits how much a layer can amplify, by its spectral norm as optax iterates it. The
-second chooses how strongly each weight of a fit is held back, by the error on points that the fit
-has not seen. The fit is BFGS, of `jax.scipy.optimize`. All gradients are compared with finite
-differences, and both trainings are drawn.
+The first part limits how much a layer can amplify: it penalises the layer's spectral norm, which
+optax computes by iteration. The second part learns a penalty for each weight of a fit, by the error
+on points that the fit has not seen. The fit is BFGS from `jax.scipy.optimize`. The example compares
+all gradients with finite differences, and plots both trainings.
 
     python examples/through_a_solver.py --out solver.png
 
@@ -35,14 +35,14 @@ CHECKPOINTED = tg.rules.checkpointed_loop()
 
 
 def layer_with_penalty(weights: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The loss of a layer, and by how much its spectral norm is above one."""
+    """Returns the loss of a layer plus a penalty on a spectral norm above one."""
     largest, _ = optax.power_iteration(weights.T @ weights, num_iters=500, error_tolerance=1e-12)
     excess = jax.nn.relu(jnp.sqrt(largest) - 1.0)
     return jnp.mean((jnp.tanh(x @ weights) - y) ** 2) + excess**2
 
 
 def error_after_fit(held_back: jax.Array, seen: tuple, unseen: tuple) -> jax.Array:
-    """The error on unseen points of a logistic regression, fitted to those seen."""
+    """Fits a logistic regression to the seen points; returns its error on the unseen points."""
 
     def error(weights: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean(jnp.logaddexp(0.0, -y * (x @ weights)))
@@ -55,7 +55,7 @@ def error_after_fit(held_back: jax.Array, seen: tuple, unseen: tuple) -> jax.Arr
 
 
 def by_differences(loss: Loss, at: jax.Array) -> np.ndarray:
-    """The gradient by central differences."""
+    """Returns the gradient by central differences."""
     moved = 1e-5 * jnp.eye(at.size).reshape(at.size, *at.shape)
     values = jax.lax.map(loss, jnp.concatenate([at + moved, at - moved]))
     return np.asarray(values[: at.size] - values[at.size :]).reshape(at.shape) / 2e-5
@@ -73,7 +73,7 @@ def say_without_a_rule(title: str, loss: Loss, at: jax.Array) -> None:
 
 
 def with_rule(name: str, rule: tg.rules.MatchRule, loss: Loss, at: jax.Array) -> Loss:
-    """The loss and its gradient, compiled; prints how far it is from finite differences."""
+    """Returns the compiled loss and gradient; prints their distance from finite differences."""
     slope = jax.jit(jax.value_and_grad(tg.rewrite(loss, rule)))
     expected = by_differences(loss, at)
     error = np.abs(np.asarray(slope(at)[1]) - expected).max() / np.abs(expected).max()
@@ -119,9 +119,9 @@ def main() -> None:
     print(f"  60 steps take the norm from {norms[0]:.2f} to {norms[-1]:.2f}\n")
 
     features = random.normal(size=(120, 8))
-    labels = np.sign(features[:, 0] + 0.5 * random.normal(size=120))  # of the first alone
+    labels = np.sign(features[:, 0] + 0.5 * random.normal(size=120))  # only feature 0 counts
     seen, unseen = (features[:40], labels[:40]), (features[40:], labels[40:])
-    held_back = jnp.full(8, -4.0)  # logarithms
+    held_back = jnp.full(8, -4.0)  # logarithms of the penalties
 
     def fit(held_back: jax.Array) -> jax.Array:
         return error_after_fit(held_back, seen, unseen)

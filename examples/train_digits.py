@@ -1,16 +1,16 @@
 """Trains a classifier of handwritten digits whose gradient is changed in four places.
 
-The data are scikit-learn's digits: 1797 images of 8 × 8 pixels. The network is small and residual,
-and four things about its gradient are not what plain differentiation would give:
+The data are scikit-learn's digits: 1797 images of 8 × 8 pixels. The network is small and residual.
+Its gradient differs from plain differentiation in four places:
 
-* the last layer computes with weights of three bits each, and learns as if they were not rounded;
-* no single image can push the network harder than a limit;
-* the residual blocks keep nothing for the backward pass, which computes it again;
-* the first layer was fitted beforehand and is frozen: chosen by name, and out of the reach of
-  weight decay.
+* the last layer computes with weights rounded to three bits, but learns as if they were exact;
+* the gradient of each single image is limited;
+* the residual blocks keep nothing but their arguments, and the backward pass recomputes the rest;
+* the first layer is fitted beforehand and frozen: `wrt` excludes it by name, and weight decay does
+  not reach it.
 
-Prints the graph of the loss, in which all that can be seen; trains; checks that the frozen
-parameters stayed where they were; saves a picture of the learning curve. See ``--help``.
+The example prints the graph of the loss, which shows the changes; trains; checks that the frozen
+parameters did not change; and saves a picture of the learning curve. See ``--help``.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ FEATURES, HIDDEN, BLOCKS = 24, 128, 2
 def quantise(weight):
     """Rounds to the eight levels -1, -3/4, ..., 3/4, so that three bits hold a weight.
 
-    The derivative of rounding is zero wherever it exists, so nothing would be learnt. The
-    *straight-through* gradient is that of a function which does not round.
+    The derivative of rounding is zero wherever it exists, so the weights would learn nothing. The
+    *straight-through* gradient is the gradient of the same function without rounding.
     """
     rounded = jnp.clip(jnp.round(4 * weight), -4, 3) / 4
     return rounded, lambda cotangent: cotangent
@@ -53,12 +53,12 @@ def quantise(weight):
 
 @tg.custom_gradient
 def limit_each_image(x):
-    """Hands on f32[batch, features], and limits the norm of each row of the gradient coming back.
+    """Returns f32[batch, features] unchanged, and limits the norm of each row of its cotangent.
 
-    Optimisers clip too, but they get the sum over the batch. In here every image still has a row
-    of its own, and an odd one is held back without the others.
+    Optimisers clip too, but they see only the sum over the batch. Here each image still has its own
+    row, so that an unusual image is limited and the other images are not.
     """
-    limit = 0.3 / len(x)  # the loss is a mean: every image has a share of 1 / batch in it
+    limit = 0.3 / len(x)  # the loss is a mean: each image has a share of 1 / batch
 
     def clipped(cotangent):
         norm = jnp.linalg.norm(cotangent, axis=1, keepdims=True)
@@ -69,12 +69,12 @@ def limit_each_image(x):
 
 @tg.recompute_grad
 def residual_block(block, x):
-    """x + relu(x W₁ + b) W₂, of which only the arguments are kept until the backward pass."""
+    """x + relu(x W₁ + b) W₂; only the arguments are kept until the backward pass."""
     return x + jax.nn.relu(x @ block["expand"] + block["bias"]) @ block["contract"]
 
 
 def is_trained(path, leaf):
-    """Everything but the stem. The path of a leaf reads "block_0.bias"."""
+    """Whether a leaf is outside the stem. The path of a leaf reads "block_0.bias"."""
     return not path.startswith("stem.")
 
 
@@ -82,10 +82,10 @@ def is_trained(path, leaf):
 
 
 def initial_params(images, seed):
-    """A stem that is fitted to the images without their labels, and random weights behind it."""
+    """Returns a stem fitted to the images without their labels, and random weights after it."""
     pca = PCA(FEATURES).fit(images)
     basis = pca.components_.T / np.sqrt(pca.explained_variance_)
-    # Pixels that are always white leave weights around 1e-40, which XLA on a CPU takes for zero.
+    # Pixels that are always white leave weights around 1e-40; XLA flushes them to zero on a CPU.
     stem = {"mean": pca.mean_, "basis": basis.round(6)}
     draw = np.random.default_rng(seed).normal
     blocks = {
@@ -129,7 +129,7 @@ class Digits(NamedTuple):
 
 
 def load_data(seed):
-    """Three quarters to train on, one quarter to test."""
+    """Returns three quarters of the data for training and one quarter for testing."""
     images, classes = load_digits(return_X_y=True)
     images, labels = np.float32(images / 16), np.eye(10, dtype=np.float32)[classes]
     train_x, test_x, train_y, test_y = train_test_split(
@@ -139,20 +139,20 @@ def load_data(seed):
 
 
 def make_optimizer(params, steps):
-    """AdamW for what is trained.
+    """Returns AdamW for the trained parameters only.
 
-    A gradient of zero would not be enough to freeze the rest: weight decay moves a parameter
-    without any gradient. `select` gives optax the mask that keeps the whole of AdamW away.
+    A gradient of zero would not freeze the stem, because weight decay changes a parameter without
+    any gradient. `select` makes the mask by which optax does not apply AdamW to the stem.
     """
     adamw = optax.adamw(optax.cosine_decay_schedule(2e-3, steps), weight_decay=0.05)
     return optax.masked(adamw, tg.select(params, is_trained))
 
 
 def make_step(optimizer):
-    # Nothing is computed for the parameters that are not chosen: their gradients are zeros.
+    # The parameters that `wrt` excludes have gradients of zeros, which cost no computation.
     loss_and_gradients = tg.value_and_grad(loss, wrt=is_trained)
 
-    @tg.trace(donate_argnums=(0, 1))  # the new parameters and state take the old ones' memory
+    @tg.trace(donate_argnums=(0, 1))  # the new parameters and state reuse the old memory
     def step(params, state, images, labels):
         value, gradients = loss_and_gradients(params, images, labels)
         updates, state = optimizer.update(gradients, state, params)
@@ -162,7 +162,7 @@ def make_step(optimizer):
 
 
 def train(params, data, test, epochs, seed, progress):
-    """Returns the trained parameters, the loss of every step, the test accuracy of every epoch."""
+    """Returns the parameters, the loss of each step, and the test accuracy after each epoch."""
     steps = len(data.images) // BATCH  # an epoch
     optimizer = make_optimizer(params, epochs * steps)
     step, state = make_step(optimizer), optimizer.init(params)
@@ -172,17 +172,17 @@ def train(params, data, test, epochs, seed, progress):
     for _ in (bar := tqdm(range(epochs), unit="epoch", disable=not progress)):
         for batch in shuffle(len(data.images))[: steps * BATCH].reshape(steps, BATCH):
             params, state, value = step(params, state, data.images[batch], data.labels[batch])
-            losses.append(value)  # not read yet: nothing waits for the device inside an epoch
+            losses.append(value)  # not read here, so that Python does not wait for the device
         accuracies.append(float(accuracy(params, *test)))
         bar.set_postfix(loss=f"{losses[-1]:.4f}", accuracy=f"{accuracies[-1]:.1%}")
     return params, np.array(losses), np.array(accuracies)
 
 
-# --------------------------------------------------------------------------------- what came of it
+# ---------------------------------------------------------------------------------------- results
 
 
 def largest_changes(before, after):
-    """The largest change of any number, for each part of the network."""
+    """Returns the largest change of any number in each part of the network."""
     change = jax.tree.map(lambda old, new: float(jnp.max(jnp.abs(new - old))), before, after)
     return {part: max(leaves.values()) for part, leaves in change.items()}
 
@@ -216,7 +216,7 @@ def read_arguments():
     arguments = parser.parse_args()
     if arguments.epochs < 1:
         parser.error(f"--epochs must be at least 1, not {arguments.epochs}")
-    if not arguments.out.parent.is_dir():  # better said now than after the training
+    if not arguments.out.parent.is_dir():  # fail now, not after the training
         parser.error(f"--out: there is no folder {arguments.out.parent}")
     if arguments.out.suffix not in (".pdf", ".png", ".svg"):
         parser.error(f"--out must end in .png, .pdf or .svg, not {arguments.out.name}")

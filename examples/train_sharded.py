@@ -1,21 +1,21 @@
-"""Trains a small transformer on a mesh, data × model parallel, and goes on on fewer devices.
+"""Trains a small transformer on a mesh, data × model parallel, and resumes on fewer devices.
 
     python examples/train_sharded.py                  # four devices of the CPU, in one process
     python examples/train_sharded.py --processes 2    # the same in two processes of two devices
 
-It predicts the next letter of a text. The batch is split along the axis "data", the matrices along
-"model"; a rule clips the gradient of each block, and a budget has the blocks computed again in the
-backward pass. After some steps the state is saved, by each process its part, and loaded on half as
-many devices in one process, where the training goes on.
+The model predicts the next letter of a text. The batch is split along the mesh axis "data", the
+matrices along "model". A rule clips the gradient of each block, and a memory budget makes the
+backward pass recompute the blocks. After some steps each process saves its part of the state. One
+process with half as many devices loads the state and continues the training.
 
-The same file runs on a cluster, where every process is started by something else and JAX finds
-the others by itself:
+The same file runs on a cluster, where the cluster starts each process and JAX finds the other
+processes:
 
     srun python train_sharded.py --cluster --checkpoint /shared/state     # Slurm
     gcloud compute tpus tpu-vm ssh NAME --worker=all \\
         --command="python train_sharded.py --cluster --checkpoint /shared/state"
 
-and on Kubernetes (GKE) as an indexed Job, or a JobSet, whose pods run that command.
+On Kubernetes (GKE), run the same command in the pods of an indexed Job or a JobSet.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 import tracegrad as tg
 
 with contextlib.redirect_stdout(None):
-    import this  # the Zen of Python, which it prints
+    import this  # the Zen of Python; the import prints it
 
 TEXT = "".join(this.d.get(letter, letter) for letter in this.s)
 LETTERS = sorted(set(TEXT))
@@ -47,7 +47,7 @@ RATE, MOMENTUM = 0.1, 0.9
 
 
 def shapes() -> dict[str, tuple[tuple[int, ...], P]]:
-    """Of each parameter its shape, and along which axes of the mesh it is split."""
+    """Returns the shape of each parameter and the axes of the mesh that split it."""
     found = {
         "letters": ((len(LETTERS), WIDTH), P(None, "model")),
         "places": ((LENGTH, WIDTH), P(None, "model")),
@@ -64,7 +64,7 @@ def shapes() -> dict[str, tuple[tuple[int, ...], P]]:
 
 
 def make_state(mesh: jax.sharding.Mesh) -> dict[str, dict[str, tg.Variable]]:
-    """Parameters and their momenta, each process with its part of them."""
+    """Returns the parameters and their momenta; each process holds its part."""
 
     def variable(name: str, init) -> tg.Variable:
         shape, spec = shapes()[name]
@@ -73,7 +73,7 @@ def make_state(mesh: jax.sharding.Mesh) -> dict[str, dict[str, tg.Variable]]:
         value = jax.make_array_from_callback(shape, sharding, lambda index: start[index])
         return tg.Variable(value, name=name)
 
-    random = np.random.default_rng(0)  # the same on all processes
+    random = np.random.default_rng(0)  # the same numbers in all processes
     scale = {name: 1 / np.sqrt(WIDTH) for name in shapes()}
     return {
         "params": {
@@ -108,7 +108,7 @@ def loss(params, text):
 
 
 def batch_of(step: int, mesh: jax.sharding.Mesh) -> jax.Array:
-    """Pieces of the text; all processes choose the same, and each keeps its rows."""
+    """Returns pieces of the text; all processes choose the same pieces and keep their own rows."""
     numbers = np.array([LETTERS.index(letter) for letter in TEXT], np.int32)
     begins = np.random.default_rng(step).integers(0, len(TEXT) - LENGTH - 1, BATCH)
     rows = np.stack([numbers[begin : begin + LENGTH + 1] for begin in begins])
@@ -117,14 +117,14 @@ def batch_of(step: int, mesh: jax.sharding.Mesh) -> jax.Array:
 
 
 def train(devices: int, first: int, last: int, checkpoint: Path) -> list[float]:
-    """Trains from one step to another; from the checkpoint, if that is not the first step. Returns
-    the losses."""
+    """Trains from step `first` to step `last` and returns the losses. Starts from the checkpoint
+    if `first` is not 0."""
     mesh = jax.make_mesh(
         (devices // 2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:devices]
     )
     state = make_state(mesh)
     if first:
-        tg.load_variables(state, checkpoint)  # each Variable stays where it is
+        tg.load_variables(state, checkpoint)  # each Variable keeps its sharding
 
     def train_step(text):
         params = {name: variable.value for name, variable in state["params"].items()}
@@ -138,18 +138,18 @@ def train(devices: int, first: int, last: int, checkpoint: Path) -> list[float]:
     step = tg.trace(train_step, rules=[clip], memory_budget="80%")
     losses = []
     with jax.set_mesh(mesh):
-        tg.check_processes(step, batch_of(first, mesh))  # or they would wait for one another
+        tg.check_processes(step, batch_of(first, mesh))  # fail early, do not hang
         for number in range(first, last):
             losses.append(step(batch_of(number, mesh)))
             is_told = number % 20 == 0 or number == last - 1
-            if is_told and jax.process_index() == 0:  # all have the loss; one says it
+            if is_told and jax.process_index() == 0:  # all processes have the loss; one prints it
                 print(f"step {number:3}: loss {float(losses[-1]):.3f}", flush=True)
     tg.save_variables(state, checkpoint)
     return [float(loss) for loss in losses]
 
 
 def plot(losses: dict[str, list[float]], path: Path) -> None:
-    """The losses on each mesh, one after the other."""
+    """Plots the losses on each mesh, one after the other."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     first = 0
@@ -192,7 +192,7 @@ def main() -> None:
         "--out", type=Path, default=Path("train_sharded.png"), help="where the losses are drawn"
     )
     parser.add_argument("--cluster", action="store_true", help="this is one of its processes")
-    parser.add_argument("--found", nargs=3, help=argparse.SUPPRESS)  # one that was started above
+    parser.add_argument("--found", nargs=3, help=argparse.SUPPRESS)  # set by start_processes
     given = parser.parse_args()
     if given.devices % (2 * given.processes) or given.devices < 4:
         parser.error("--devices must be at least 4, and a multiple of twice the processes")

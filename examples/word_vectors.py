@@ -1,13 +1,13 @@
 """Learns vectors for the words of Python's own language reference, row by row.
 
-Skip-gram with negative sampling: the vector of a word is trained to tell the words that stand near
-it from words drawn at random. A step looks up a few hundred rows of two tables. With
-``sparse=True`` the gradients of the tables are just these rows, `IndexedSlices`, and `apply_rows`
-runs the optimiser, adagrad with one number for each row, on them alone. What a step costs has
-nothing to do with the size of the vocabulary.
+Skip-gram with negative sampling: the vector of a word learns to tell the word's neighbours in the
+text from words drawn at random. A step looks up the rows of its batch in two tables. With
+``sparse=True`` the gradient of a table has only these rows (`IndexedSlices`), and `apply_rows` runs
+the optimiser, adagrad with one number for each row, on these rows only. The cost of a step does not
+depend on the size of the vocabulary.
 
-The text is what ``help("lists")`` and the like print: the module ``pydoc_data.topics``. Words that
-are used alike come to lie near each other; the example prints some, checks pairs that everybody
+The text is the module ``pydoc_data.topics``, which ``help("lists")`` and similar calls print. Words
+with a similar use get similar vectors. The example prints some of them, checks pairs that a reader
 would expect, and saves a picture. See ``--help``.
 """
 
@@ -30,13 +30,13 @@ from tqdm import tqdm
 import tracegrad as tg
 from tracegrad import apply_rows
 
-RAREST = 10  # words that come less often are left out
-WINDOW = 4  # how far away a neighbour may stand, in words
+RAREST = 10  # rarer words are left out
+WINDOW = 4  # the largest distance of a neighbour, in words
 BATCH, NEGATIVES = 512, 8
 DIMENSIONS, RATE = 48, 0.1
 NEAR = 10
 
-# What a reader of the language reference would expect to be used alike.
+# Pairs that a reader of the language reference expects to have a similar use.
 PAIRS = [
     ("true", "false"),
     ("list", "tuple"),
@@ -51,7 +51,7 @@ PAIRS = [
     ("positional", "keyword"),
     ("left", "right"),
 ]
-GOAL = 7  # of these pairs, to be among each other's nearest
+GOAL = 7  # the number of pairs that must be among each other's nearest
 
 
 # ------------------------------------------------------------------------------------------ text
@@ -61,12 +61,12 @@ class Corpus(NamedTuple):
     words: list[str]  # the vocabulary, the most frequent first
     counts: np.ndarray  # i64[words]
     centres: np.ndarray  # i32[pairs]
-    contexts: np.ndarray  # i32[pairs]: what stood near the centre
+    contexts: np.ndarray  # i32[pairs]: a neighbour of the centre
 
 
 def read_corpus(seed):
-    """Every word with every neighbour. Of the commonest words most are left out beforehand, as
-    Mikolov et al. (2013) do: they say little of their neighbours."""
+    """Returns each word with each neighbour. Most occurrences of the commonest words are left out
+    first, as in Mikolov et al. (2013), because they say little about their neighbours."""
     text = " . ".join(topics[name] for name in sorted(topics))
     tokens = re.findall(r"[a-z_]+", text.lower())
     counted = collections.Counter(token for token in tokens if len(token) > 1)
@@ -88,25 +88,25 @@ def read_corpus(seed):
 
 
 def loss(tables, centres, contexts, negatives):
-    """The mean cross-entropy of telling the neighbour of each word from what was drawn.
+    """Returns the mean cross-entropy of telling each word's neighbour from the drawn words.
 
     `centres` and `contexts` are i32[batch], `negatives` i32[batch, drawn].
     """
     word = tables["words"][centres]
     candidates = tables["contexts"][jnp.concatenate([contexts[:, None], negatives], axis=1)]
     scores = jnp.einsum("bd,bcd->bc", word, candidates)
-    signs = jnp.ones(scores.shape).at[:, 0].set(-1)  # the neighbour stands in front
+    signs = jnp.ones(scores.shape).at[:, 0].set(-1)  # column 0 is the neighbour
     return jnp.mean(jnp.sum(jax.nn.softplus(signs * scores), axis=1))
 
 
 def adagrad(rows, gradients):
-    """Rows and the sums of their squared gradients, after a step. Row-wise: one number a row."""
+    """Returns rows and sums of squared gradients after a step, with one number for each row."""
     vectors, sums = rows
     sums = sums + jnp.mean(gradients**2, axis=1)
     return vectors - RATE * gradients / jnp.sqrt(sums + 1e-10)[:, None], sums
 
 
-@tg.trace(donate_argnums=(0, 1))  # so that the tables are written in place
+@tg.trace(donate_argnums=(0, 1))  # so that XLA writes the tables in place
 def step(tables, sums, centres, contexts, negatives):
     value, slices = tg.value_and_grad(loss, sparse=True)(tables, centres, contexts, negatives)
     new = {name: apply_rows((tables[name], sums[name]), slices[name], adagrad) for name in tables}
@@ -124,7 +124,7 @@ def train(corpus, epochs, seed, progress):
         "contexts": jnp.zeros((count, DIMENSIONS)),
     }
     sums = {name: jnp.zeros(count) for name in tables}
-    # Drawn in proportion to their frequency to the power of 3/4, again as Mikolov et al. do.
+    # Words are drawn in proportion to frequency to the power of 3/4, as in Mikolov et al.
     share = np.cumsum(corpus.counts**0.75)
     steps = len(corpus.centres) // BATCH  # an epoch
     losses = []
@@ -139,26 +139,26 @@ def train(corpus, epochs, seed, progress):
     return np.asarray(tables["words"]), np.array(losses)
 
 
-# ------------------------------------------------------------------------------- what came of it
+# --------------------------------------------------------------------------------------- results
 
 
 def nearest(vectors, count):
-    """For each word the others by cosine, the nearest first: i64[words, count]."""
-    # What all vectors have in common tells no two apart.
+    """Returns for each word the nearest words by cosine, nearest first: i64[words, count]."""
+    # The mean of all vectors makes all cosines similar, so it is removed.
     centred = vectors - vectors.mean(0)
     unit = centred / np.linalg.norm(centred, axis=1, keepdims=True)
     return np.argsort(-unit @ unit.T, axis=1)[:, 1 : count + 1]
 
 
 def pairs_found(words, near):
-    """How many of the expected pairs there are of which one word is near the other."""
+    """Returns in how many of the expected pairs one word is near the other word."""
     number = {word: i for i, word in enumerate(words)}
     known = [(number[a], number[b]) for a, b in PAIRS if a in number and b in number]
     return sum(b in near[a] or a in near[b] for a, b in known)
 
 
 def save_picture(path, words, vectors, losses, epochs):
-    """The loss, and the vectors of the pairs as seen from where they differ most."""
+    """Plots the loss, and the vectors of the pairs in their two principal directions."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.4])
     by_epoch = losses.reshape(epochs, -1).mean(1)
@@ -193,7 +193,7 @@ def read_arguments():
     arguments = parser.parse_args()
     if arguments.epochs < 1:
         parser.error(f"--epochs must be at least 1, not {arguments.epochs}")
-    if not arguments.out.parent.is_dir():  # better said now than after the training
+    if not arguments.out.parent.is_dir():  # fail now, not after the training
         parser.error(f"--out: there is no folder {arguments.out.parent}")
     if arguments.out.suffix not in (".pdf", ".png", ".svg"):
         parser.error(f"--out must end in .png, .pdf or .svg, not {arguments.out.name}")
