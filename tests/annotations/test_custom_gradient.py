@@ -192,20 +192,6 @@ def test_without_a_gradient_the_program_is_that_of_the_function():
     assert operations(lambda x: log1pexp(x)) == operations(lambda x: jnp.log(1 + jnp.exp(x)))
 
 
-def test_outside_every_transformation_the_function_just_runs_once_with_values():
-    seen = []
-
-    @custom_gradient
-    def f(x):
-        seen.append(x)
-        return x * 2, lambda dy: pytest.fail("no gradient was asked for")
-
-    result = f(1.5)
-    assert result == 3.0
-    assert isinstance(result, jax.Array)
-    assert [float(x) for x in seen] == [1.5]
-
-
 def test_outside_jit_the_function_may_branch_on_values():
     @custom_gradient
     def f(x):

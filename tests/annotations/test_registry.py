@@ -11,7 +11,6 @@ import pytest
 
 import tracegrad as tg
 from tests.derivatives import GRADIENTS, by_tape
-from tracegrad.annotations import registry
 
 pytestmark = pytest.mark.both_jax
 
@@ -279,17 +278,6 @@ def test_a_gradient_that_was_replaced_is_gone(computed, name):
     assert [slope(way) for way in ways] == [3.0] * len(ways)
     tg.register_gradient(name, replace=True)(first)
     assert [slope(way) for way in ways] == [2.0] * len(ways)
-
-
-def test_programs_are_kept_by_what_a_name_means(monkeypatch, name):
-    """Without the help of caches that are cleared."""
-    inner = jax.jit(lambda x: jnp.sin(x))
-    grads = [factor_registered(name, factor) for factor in (2.0, 3.0)]
-    for _ in range(2):
-        for grad, expected in zip(grads, (2.0, 3.0), strict=True):
-            monkeypatch.setitem(registry._registered, name, grad)
-            assert slope(jax.grad(within_of(name, inner))) == expected
-            assert slope(within_of(name, lambda x: tg.grad(inner)(x))) == expected
 
 
 def test_a_gradient_may_be_registered_after_the_block(name):

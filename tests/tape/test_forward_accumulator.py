@@ -193,24 +193,6 @@ def test_an_exception_closes_the_block_and_keeps_what_it_has():
     assert (inner.jvp(z), outer.jvp(z)) == (None, 12.0)
 
 
-def test_blocks_may_close_out_of_order():
-    x = jnp.asarray(2.0)
-    first, second = ForwardAccumulator(x, 1.0), ForwardAccumulator(x, 2.0)
-    tape = GradientTape()
-    tape.watch(x)
-    first.__enter__()
-    tape.__enter__()
-    second.__enter__()
-    y = x**2
-    first.__exit__(None, None, None)
-    z = y * x
-    second.__exit__(None, None, None)
-    tape.__exit__(None, None, None)
-    assert [a.jvp(y) for a in (first, second)] == [4.0, 8.0]
-    assert [a.jvp(z) for a in (first, second)] == [None, 24.0]
-    assert tape.gradient(z, x) == 12.0
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_function_with_a_rule_at_the_end_of_a_block_is_seen_by_all(first):
     x = jnp.asarray(2.0)

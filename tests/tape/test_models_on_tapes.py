@@ -51,16 +51,6 @@ def test_an_equinox_model_is_watched_and_gets_the_gradient_of_filter_grad(compil
     assert_same(gradient, eqx.filter_grad(loss)(model))
 
 
-def test_an_nnx_module_and_its_state_are_watched():
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    expected = nnx.grad(squares)(model)
-    for watched in (model, nnx.state(model, nnx.Param)):
-        with tg.GradientTape() as tape:
-            tape.watch(watched)
-            value = squares(model)
-        assert_leaves_agree(tape.gradient(value, watched), expected)
-
-
 def test_numbers_that_are_no_settings_of_a_model_are_refused():
     x = jnp.ones(())
     with tg.GradientTape() as tape:
