@@ -12,7 +12,7 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -151,3 +151,19 @@ def bounded_memory() -> None:
         import jax  # noqa: PLC0415
 
         jax.clear_caches()
+
+
+@pytest.fixture
+def compilations() -> Iterator[Callable[[], int]]:
+    """Counts what XLA compiles."""
+    import jax  # noqa: PLC0415
+
+    count = [0]
+
+    def listen(event: str, duration: float, **more: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            count[0] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: count[0]
+    jax.monitoring.unregister_event_duration_listener(listen)

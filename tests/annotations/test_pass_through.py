@@ -66,24 +66,22 @@ def test_integers_pass_without_a_gradient():
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad])
-def test_as_many_outputs_as_inputs(transform):
-    f = grad_pass_through(lambda x, y: x + y)
-    with pytest.raises(ValueError, match=r"'<lambda>' \(.*py:\d+\).* has 1 and 2 \(x, y\)"):
-        transform(f)(1.0, 2.0)
-
-
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad])
-def test_shapes_must_match(transform):
-    f = grad_pass_through(lambda x: jnp.stack([x, x]))
-    with pytest.raises(ValueError, match=r"input x, so .* output is ~?f32\[2\], the input ~?f32"):
-        transform(f)(1.0)
-
-
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
-def test_an_output_that_cannot_carry_the_gradient_raises(dtype):
-    f = grad_pass_through(lambda x: x.astype(dtype))
-    with pytest.raises(TypeError, match="Return the output as float32"):
-        f(jnp.ones(2))
+@pytest.mark.parametrize(
+    ("f", "args", "error", "words"),
+    [
+        (lambda x, y: x + y, (1.0, 2.0), ValueError,
+         r"'<lambda>' \(.*py:\d+\).* has 1 and 2 \(x, y\)"),
+        (lambda x: jnp.stack([x, x]), (1.0,), ValueError,
+         r"input x, so .* output is ~?f32\[2\], the input ~?f32"),
+        (lambda x: x.astype("int32"), (1.0,), TypeError, "Return the output as float32"),
+        (lambda x: x.astype("bool"), (1.0,), TypeError, "Return the output as float32"),
+        (lambda x: x.astype("complex64"), (1.0,), TypeError, "Return the output as float32"),
+    ],
+    ids=["count", "shape", "int32", "bool", "complex64"],
+)  # fmt: skip
+def test_an_output_that_cannot_carry_the_gradient_raises(f, args, error, words, transform):
+    with pytest.raises(error, match=words):
+        transform(grad_pass_through(f))(*map(jnp.float32, args))
 
 
 def test_closing_over_a_value_that_is_differentiated_raises_and_names_it():

@@ -11,7 +11,6 @@ import pytest
 
 import tracegrad as tg
 from tests.derivatives import GRADIENTS, by_tape
-from tracegrad.annotations import registry
 
 pytestmark = pytest.mark.both_jax
 
@@ -35,23 +34,33 @@ def f(x):
     return jnp.sum(jnp.sin(x) * x)
 
 
-# The sine's own derivative is replaced by 100.
 EXPECTED = 100 * X + jnp.sin(X)
+PLAIN = jnp.cos(X) * X + jnp.sin(X)
 
 
-def within(fun):
+@pytest.fixture
+def name():
+    """One under which nothing is registered."""
+    return f"test_registry: {uuid.uuid4()}"
+
+
+def within(fun, overrides=HUNDREDFOLD):
     def run(*args):
-        with tg.gradient_override_map(HUNDREDFOLD):
+        with tg.gradient_override_map(overrides):
             return fun(*args)
 
     return run
 
 
-def tape_left_behind(x):
+def within_of(name, fun):
+    return within(fun, {"sin": name})
+
+
+def test_a_tape_that_recorded_in_a_block_goes_by_it_behind_the_block():
     with tg.gradient_override_map(HUNDREDFOLD), tg.GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
-    return tape.gradient(y, x)
+        tape.watch(X)
+        y = f(X)
+    np.testing.assert_allclose(tape.gradient(y, X), EXPECTED, rtol=1e-5)
 
 
 # Of JAX's own, which refuses a function with a custom VJP: of the operations in the block, then.
@@ -62,7 +71,7 @@ FORWARD_MODE = {"jax.linearize", "jax.jacfwd", "equinox.filter_jvp"}
 def test_an_override_acts_on_every_way_of_differentiating_inside_of_the_block(way):
     found = within(lambda x: GRADIENTS[way](f, x))(X)
     np.testing.assert_allclose(found, EXPECTED, rtol=1e-5)
-    np.testing.assert_allclose(jax.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(f)(X), PLAIN, rtol=1e-5)
 
 
 @pytest.mark.parametrize("way", GRADIENTS)
@@ -72,10 +81,6 @@ def test_an_override_acts_on_every_way_of_differentiating_what_has_the_block(way
             GRADIENTS[way](within(f), X)
     else:
         np.testing.assert_allclose(GRADIENTS[way](within(f), X), EXPECTED, rtol=1e-5)
-
-
-def test_a_tape_that_recorded_in_a_block_goes_by_it_behind_the_block():
-    np.testing.assert_allclose(tape_left_behind(X), EXPECTED, rtol=1e-5)
 
 
 def test_values_stay_and_loops_and_branches_are_reached():
@@ -93,14 +98,12 @@ def test_custom_rules_and_jitted_functions_go_by_their_names():
     def block(x):
         return jnp.tanh(x) * 2
 
-    overrides = {"relu": "test_registry: guided", "block": "test_registry: hundredfold"}
-
     def g(x):
-        with tg.gradient_override_map(overrides):
-            return jnp.sum(block(jax.nn.relu(x) * jnp.array([1.0, -1.0, 1.0])))
+        return jnp.sum(block(jax.nn.relu(x) * jnp.array([1.0, -1.0, 1.0])))
 
+    overrides = {"relu": "test_registry: guided", "block": "test_registry: hundredfold"}
     # relu's gradient is the cotangent where both are positive; block's a hundred times it.
-    np.testing.assert_allclose(jax.grad(g)(X), [0.0, 0.0, 100.0])
+    np.testing.assert_allclose(jax.grad(within(g, overrides))(X), [0.0, 0.0, 100.0])
 
 
 @pytest.mark.parametrize("computed", [f, jax.jit(f), tg.trace(f)])
@@ -115,8 +118,7 @@ def test_what_a_tape_recorded_before_a_block_keeps_its_gradient(around, computed
                 inside = computed(x)
                 return tape.gradient(before + 10 * inside, x)
 
-    plain = jnp.cos(X) * X + jnp.sin(X)
-    np.testing.assert_allclose(both(X), plain + 10 * EXPECTED, rtol=1e-5)
+    np.testing.assert_allclose(both(X), PLAIN + 10 * EXPECTED, rtol=1e-5)
 
 
 def test_symbolic_gradients_are_asked_for_in_a_block():
@@ -127,10 +129,8 @@ def test_symbolic_gradients_are_asked_for_in_a_block():
             inside = f(x)
             return *tg.gradients(before, x), *tg.gradients(inside, x), *tg.hessians(inside, x)
 
-    before, inside, hessian = both(X)
-    np.testing.assert_allclose(before, jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
-    np.testing.assert_allclose(inside, EXPECTED, rtol=1e-5)
-    np.testing.assert_allclose(hessian, 200 * jnp.eye(3), rtol=1e-5)  # of 100 x + sin(x)
+    for found, expected in zip(both(X), (PLAIN, EXPECTED, 200 * jnp.eye(3)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)  # the last: of 100 x + sin(x)
 
 
 @pytest.mark.parametrize("other", [tg.GradientTape, lambda: tg.gradient_override_map({"sin": "b"})])
@@ -142,8 +142,8 @@ def test_a_block_that_is_left_too_early_ends_with_what_was_entered_inside_of_it(
     with pytest.raises(RuntimeError, match=r"map\('sin'\) is left before another"):
         block.__exit__(None, None, None)
     inner.__exit__(None, None, None)
-    np.testing.assert_allclose(jax.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
-    np.testing.assert_allclose(tg.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
+    for differentiate in (jax.grad, tg.grad):
+        np.testing.assert_allclose(differentiate(f)(X), PLAIN, rtol=1e-5)
 
 
 def test_names_that_no_operation_has_are_told():
@@ -160,9 +160,7 @@ def test_names_that_no_operation_has_are_told():
         raise ZeroDivisionError
 
 
-def test_a_wrong_gradient_is_found_by_the_line_of_its_function():
-    name = f"test_registry: {uuid.uuid4()}"
-
+def test_a_wrong_gradient_is_found_by_the_line_of_its_function(name):
     @tg.register_gradient(name)
     def too_many(op, dy):
         return dy, dy
@@ -189,21 +187,13 @@ def test_jax_differentiating_inside_a_block_goes_by_it_or_is_refused():
 
 
 def test_a_scope_called_like_a_transformation_is_not_taken_for_one():
-    def scoped(x):
-        with jax.named_scope("jvp(x)"):
-            return f(x)
-
+    scoped = jax.named_scope("jvp(x)")(f)
     np.testing.assert_allclose(within(lambda x: tg.grad(scoped)(x))(X), EXPECTED, rtol=1e-5)
     np.testing.assert_allclose(jax.grad(within(scoped))(X), EXPECTED, rtol=1e-5)
 
 
-def test_names():
-    name = f"test_registry: {uuid.uuid4()}"
-
-    def g(x):
-        with tg.gradient_override_map({"sin": name}):
-            return jnp.sin(x)
-
+def test_names(name):
+    g = within_of(name, jnp.sin)
     np.testing.assert_allclose(g(0.5), jnp.sin(0.5))  # no gradient is asked for
     with pytest.raises(LookupError, match="no gradient is registered under"):
         jax.grad(g)(0.5)
@@ -225,18 +215,14 @@ def test_names():
 def test_an_error_leaves_the_block():
     with pytest.raises(ZeroDivisionError), tg.gradient_override_map(HUNDREDFOLD):
         raise ZeroDivisionError
-    np.testing.assert_allclose(jax.grad(f)(X), jnp.cos(X) * X + jnp.sin(X), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(f)(X), PLAIN, rtol=1e-5)
 
 
 # ------------------------------------------------------------------------- what a name means now
 
 
 def factor_registered(name, factor):
-    @tg.register_gradient(name, replace=True)
-    def grad(op, dy):
-        return factor * dy
-
-    return grad
+    return tg.register_gradient(name, replace=True)(lambda op, dy: factor * dy)
 
 
 def slope(fun):
@@ -272,9 +258,7 @@ def test_loops_of_one_body_that_run_in_different_directions_are_told_apart():
     ],
     ids=["operation", "jit", "trace", "scan"],
 )
-def test_a_gradient_that_was_replaced_is_gone(computed):
-    name = f"test_registry: {uuid.uuid4()}"
-
+def test_a_gradient_that_was_replaced_is_gone(computed, name):
     f = within_of(name, computed)
     ways = [
         jax.grad(f),
@@ -296,36 +280,15 @@ def test_a_gradient_that_was_replaced_is_gone(computed):
     assert [slope(way) for way in ways] == [2.0] * len(ways)
 
 
-def test_programs_are_kept_by_what_a_name_means(monkeypatch):
-    """Without the help of caches that are cleared."""
-    name = f"test_registry: {uuid.uuid4()}"
-    inner = jax.jit(lambda x: jnp.sin(x))
-    grads = [factor_registered(name, factor) for factor in (2.0, 3.0)]
-    for _ in range(2):
-        for grad, expected in zip(grads, (2.0, 3.0), strict=True):
-            monkeypatch.setitem(registry._registered, name, grad)
-            assert slope(jax.grad(within_of(name, inner))) == expected
-            assert slope(within_of(name, lambda x: tg.grad(inner)(x))) == expected
-
-
-def within_of(name, fun):
-    def run(x):
-        with tg.gradient_override_map({"sin": name}):
-            return fun(x)
-
-    return run
-
-
-def test_a_gradient_may_be_registered_after_the_block():
-    name = f"test_registry: {uuid.uuid4()}"
+def test_a_gradient_may_be_registered_after_the_block(name):
     for _ in range(2):  # of which the second finds what the first compiled
         _, pull_back = jax.vjp(within_of(name, jax.jit(jnp.sin)), 1.0)
         factor_registered(name, 7.0)
         assert pull_back(1.0) == (7.0,)
 
 
-def test_what_nobody_has_used_is_replaced_without_compiling_anything_anew():
-    name, traces = f"test_registry: {uuid.uuid4()}", []
+def test_what_nobody_has_used_is_replaced_without_compiling_anything_anew(name):
+    traces = []
 
     @jax.jit
     def g(x):
@@ -346,40 +309,27 @@ def test_what_nobody_has_used_is_replaced_without_compiling_anything_anew():
     assert len(traces) == 2
 
 
-def test_a_gradient_that_is_replaced_while_a_function_is_compiled_is_gone_from_others():
-    name = f"test_registry: {uuid.uuid4()}"
+def test_a_gradient_that_is_replaced_while_a_function_is_compiled_is_gone_from_others(name):
     f = within_of(name, jnp.sin)
     factor_registered(name, 2.0)
     before = jax.jit(jax.grad(f))
     assert slope(before) == 2.0
+    for factor in (3.0, 4.0):
+
+        @jax.jit
+        def registers(x, factor=factor):
+            factor_registered(name, factor)
+            return jax.grad(f)(x)
+
+        assert slope(registers) == slope(before) == factor
+
+
+def test_a_function_that_registers_its_gradient_in_each_trace_is_compiled_once_for_each_shape(name):
+    traces = []
 
     @jax.jit
     def registers(x):
-        @tg.register_gradient(name, replace=True)
-        def threefold(op, dy):
-            return 3 * dy
-
-        return jax.grad(f)(x)
-
-    assert slope(registers) == slope(before) == 3.0
-
-    @jax.jit
-    def registers_of_another_factor(x):
-        factor_registered(name, 4.0)
-        return jax.grad(f)(x)
-
-    assert slope(registers_of_another_factor) == slope(before) == 4.0
-
-
-def test_a_function_that_registers_its_gradient_in_each_trace_is_compiled_once_for_each_shape():
-    name, traces = f"test_registry: {uuid.uuid4()}", []
-
-    @jax.jit
-    def registers(x):
-        @tg.register_gradient(name, replace=True)
-        def own(op, dy):
-            return 3 * dy + 0 * jnp.sum(x)
-
+        tg.register_gradient(name, replace=True)(lambda op, dy: 3 * dy + 0 * jnp.sum(x))
         traces.append(x.shape)
         return jax.grad(lambda x: jnp.sum(within_of(name, jnp.sin)(x)))(x)
 
@@ -398,13 +348,8 @@ cube.defjvp(lambda primals, tangents: (cube(*primals), 3 * primals[0] ** 2 * tan
 
 
 @pytest.mark.parametrize("around", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
-def test_a_gradient_of_a_custom_rule_that_was_replaced_is_gone(around):
-    name = f"test_registry: {uuid.uuid4()}"
-
-    def f(x):
-        with tg.gradient_override_map({"cube": name}):
-            return around(cube)(x)
-
+def test_a_gradient_of_a_custom_rule_that_was_replaced_is_gone(around, name):
+    f = within(lambda x: around(cube)(x), {"cube": name})
     ways = [jax.grad(f), jax.jit(jax.grad(f)), tg.grad(f), lambda x: by_tape(f, x)]
     for factor in (2.0, 5.0):
         factor_registered(name, factor)
@@ -419,19 +364,15 @@ def test_of_a_custom_rule_that_closes_over_an_array_the_inputs_are_its_arguments
         return x * factor
 
     scaled.defvjp(lambda x: (x * factor, None), lambda _, dy: (dy * factor,))
-
-    def f(x):
-        with tg.gradient_override_map({"scaled": "test_registry: hundredfold"}):
-            return scaled(x)
-
+    f = within(lambda x: scaled(x), {"scaled": "test_registry: hundredfold"})
     assert [f(1.0), slope(jax.grad(f)), slope(jax.jit(jax.grad(f)))] == [4.0, 100.0, 100.0]
     factor = jnp.float32(5.0)
     assert f(1.0) == 5.0
 
 
 @pytest.mark.parametrize("computed", [jnp.sin, jax.jit(lambda x: jnp.sin(x))])
-def test_of_nested_blocks_the_innermost_wins_wherever_the_gradient_is_taken(computed):
-    outer, inner = (f"test_registry: {uuid.uuid4()}" for _ in range(2))
+def test_of_nested_blocks_the_innermost_wins_wherever_the_gradient_is_taken(computed, name):
+    outer, inner = f"{name}, outer", f"{name}, inner"
     factor_registered(outer, 2.0)
     factor_registered(inner, 3.0)
 

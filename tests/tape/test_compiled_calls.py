@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests.derivatives import by_tape, value_by_tape
 from tracegrad.tape import known_computations
 
 pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("everything_saved")]
@@ -43,17 +44,6 @@ def penalty(w, x, shift):
     return jnp.sum(jax.grad(loss)(w, x, shift) ** 2) + loss(w, x, shift)
 
 
-def test_the_gradient_of_a_compiled_function_is_that_of_jax():
-    w, x, shift = arguments()
-    with tg.GradientTape() as tape:
-        tape.watch([w, x, shift])
-        y, _, _ = network(w, x, shift)
-    for found, expected in zip(
-        tape.gradient(y, [w, x, shift]), jax.grad(loss, (0, 1, 2))(w, x, shift), strict=True
-    ):
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
 def test_a_gradient_of_a_gradient_of_a_compiled_function():
     w, x, shift = arguments()
     with tg.GradientTape(persistent=True) as tape:
@@ -73,38 +63,33 @@ def test_a_gradient_of_a_gradient_of_a_compiled_function():
 
 def test_an_intermediate_result_of_a_compiled_function_is_a_source():
     w, x, shift = arguments()
-    with tg.GradientTape(persistent=True) as tape:
-        tape.watch(w)
-        y, hidden, _ = network(w, x, shift)
-        z = y + jnp.sum(hidden**2)
-    np.testing.assert_allclose(tape.gradient(z, hidden), 2 * hidden, rtol=1e-6)
 
     def both(w):
         y, hidden, _ = network(w, x, shift)
-        return y + jnp.sum(hidden**2)
+        return y + jnp.sum(hidden**2), hidden
 
-    np.testing.assert_allclose(tape.gradient(z, w), jax.grad(both)(w), rtol=1e-5)
+    with tg.GradientTape() as tape:
+        tape.watch(w)
+        z, hidden = both(w)
+    of_hidden, of_w = tape.gradient(z, [hidden, w])
+    np.testing.assert_allclose(of_hidden, 2 * hidden, rtol=1e-6)
+    np.testing.assert_allclose(of_w, jax.grad(both, has_aux=True)(w)[0], rtol=1e-5)
 
 
 def test_different_arguments_of_one_function_are_watched():
     w, x, shift = arguments()
-    expected = jax.grad(loss, (0, 1))(w, x, shift)
-    for i, name in enumerate([w, x]):
-        with tg.GradientTape() as tape:
-            tape.watch(name)
-            y, _, _ = network(w, x, shift)
-        np.testing.assert_allclose(tape.gradient(y, name), expected[i], rtol=1e-5)
+    for_w, for_x = jax.grad(loss, (0, 1))(w, x, shift)
+    np.testing.assert_allclose(by_tape(lambda w: loss(w, x, shift), w), for_w, rtol=1e-5)
+    np.testing.assert_allclose(by_tape(lambda x: loss(w, x, shift), x), for_x, rtol=1e-5)
 
 
 def test_a_jitted_function_with_options_is_called_with_them():
     w, x, shift = arguments()
     cpu = jax.sharding.SingleDeviceSharding(jax.devices()[1])
     placed = jax.jit(loss, out_shardings=cpu)
-    with tg.GradientTape() as tape:
-        tape.watch(w)
-        y = placed(w, x, shift)
+    y, gradient = value_by_tape(lambda w: placed(w, x, shift), w)
     assert y.devices() == {jax.devices()[1]}
-    np.testing.assert_allclose(tape.gradient(y, w), jax.grad(loss)(w, x, shift), rtol=1e-5)
+    np.testing.assert_allclose(gradient, jax.grad(loss)(w, x, shift), rtol=1e-5)
 
 
 def closure_over(array):
@@ -135,17 +120,14 @@ def test_a_new_branch_beside_one_that_stays_is_not_taken_for_one_that_was_freed(
     def known(x):
         return 2 * x
 
+    def branched(x):
+        if way == "cond":
+            return jax.lax.cond(x < 4, times(factor), known, x)
+        return jax.lax.switch(2, [known, known, times(factor)], x)
+
     x = jnp.float32(3.0)
     for factor in map(float, range(3, 28)):
-        new = times(factor)
-        with tg.GradientTape() as tape:
-            tape.watch(x)
-            if way == "cond":
-                y = jax.lax.cond(x < 4, new, known, x)
-            else:
-                y = jax.lax.switch(2, [known, known, new], x)
-        assert (y, tape.gradient(y, x)) == (factor * x, factor)
-        del y, tape, new
+        assert value_by_tape(branched, x) == (factor * x, factor)
 
 
 def test_what_was_compiled_for_a_new_function_beside_one_that_stays_is_freed_with_it():
@@ -210,9 +192,7 @@ def test_what_is_remembered_is_bounded_and_forgetting_it_changes_no_gradient(mon
     x = jnp.ones(3)
     sizes = []
     for i in range(2, 26):
-        with tg.GradientTape() as tape:
-            tape.watch(x)
-            y = jnp.sum(jax.lax.integer_pow(x, i))
-        np.testing.assert_allclose(tape.gradient(y, x), np.full(3, float(i)), rtol=1e-6)
+        gradient = by_tape(lambda x, i=i: jnp.sum(jax.lax.integer_pow(x, i)), x)
+        np.testing.assert_allclose(gradient, np.full(3, float(i)), rtol=1e-6)
         sizes.append(len(known_computations._computations))
     assert max(sizes) == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 from tracegrad import GradientTape, UnconnectedGradients, custom_gradient
 from tracegrad.tape.forward_accumulator import ForwardAccumulator
 from tracegrad.variables.variable import Variable
@@ -81,6 +84,16 @@ def test_the_derivative_is_that_of_jax_and_of_finite_differences(function):
 # --------------------------------------------------------------------------------- compiled once
 
 
+def nested_blocks(function):
+    def step(x, direction):
+        with ForwardAccumulator(x, direction) as outer:
+            inner = along(function, x, direction)
+            gradient = by_tape(function, x)
+        return outer.jvp([inner, gradient])
+
+    return step
+
+
 STEPS = {
     "operations": lambda x: (jnp.tanh(x) * 2).sum(),
     "jitted": jax.jit(lambda x: jax.nn.softmax(x)[0]),
@@ -88,40 +101,23 @@ STEPS = {
     "custom gradient": lambda x: log1pexp(x),
     "custom gradient made anew": lambda x: custom_gradient(lambda x: (x * 2, lambda dy: dy))(x),
 }
+BLOCKS = {name: functools.partial(along, function) for name, function in STEPS.items()}
+BLOCKS |= {
+    "nested, operations": nested_blocks(jnp.tanh),
+    "nested, a rule of jax": nested_blocks(jax.nn.relu),
+    "nested, jitted": nested_blocks(STEPS["jitted"]),
+}
 
 
-@pytest.mark.parametrize("function", STEPS.values(), ids=STEPS)
-def test_the_second_block_of_one_structure_compiles_nothing(function, compilations):
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_the_second_block_of_one_structure_compiles_nothing(block, compilations):
     direction = jnp.asarray(V)
     inputs = [jnp.asarray(X) + i for i in range(4)]
     for x in inputs[:2]:
-        along(function, x, direction)
+        block(x, direction)
     before = compilations()
     for x in inputs:
-        along(function, x, direction)
-    assert compilations() == before
-
-
-@pytest.mark.parametrize("function", [jnp.tanh, jax.nn.relu, STEPS["jitted"]])
-def test_the_second_nested_block_compiles_nothing(function, compilations):
-    direction = jnp.asarray(V)
-    inputs = [jnp.asarray(X) + i for i in range(4)]
-
-    def step(x):
-        with ForwardAccumulator(x, direction) as outer:
-            with ForwardAccumulator(x, direction) as inner:
-                y = function(x)
-            with GradientTape() as tape:
-                tape.watch(x)
-                z = function(x)
-            gradient = tape.gradient(z, x)
-        return outer.jvp([inner.jvp(y), gradient])
-
-    for x in inputs[:2]:
-        step(x)
-    before = compilations()
-    for x in inputs:
-        step(x)
+        block(x, direction)
     assert compilations() == before
 
 
@@ -170,13 +166,15 @@ def test_primals_and_targets_are_trees():
     assert accumulator.jvp([y["sum"], None, ()]) == [expected["sum"], None, ()]
 
 
-def test_a_block_can_be_entered_again_and_asked_at_any_time():
+def test_a_block_can_be_entered_again_though_not_twice_at_once_and_asked_at_any_time():
     x = jnp.asarray(2.0)
     accumulator = ForwardAccumulator(x, 1.0)
     assert accumulator.jvp(x) == 1.0
     with accumulator:
         y = x**2
         assert accumulator.jvp(y) == 4.0
+        with pytest.raises(ValueError, match="twice"):
+            accumulator.__enter__()
     between = y * 1.0
     with accumulator:
         z = y * x
@@ -187,38 +185,12 @@ def test_a_block_can_be_entered_again_and_asked_at_any_time():
 def test_an_exception_closes_the_block_and_keeps_what_it_has():
     x = jnp.asarray(2.0)
     with ForwardAccumulator(x, 1.0) as outer:
-        inner = ForwardAccumulator(x, 1.0)
-        results = []
-
-        def fail():
-            with inner:
-                results.append(x**2)
-                raise KeyError
-
-        with pytest.raises(KeyError):
-            fail()
-        (y,) = results
+        with contextlib.suppress(KeyError), ForwardAccumulator(x, 1.0) as inner:
+            y = x**2
+            raise KeyError
         z = y * x
     assert inner.jvp(y) == outer.jvp(y) == 4.0
     assert (inner.jvp(z), outer.jvp(z)) == (None, 12.0)
-
-
-def test_blocks_may_close_out_of_order():
-    x = jnp.asarray(2.0)
-    first, second = ForwardAccumulator(x, 1.0), ForwardAccumulator(x, 2.0)
-    tape = GradientTape()
-    tape.watch(x)
-    first.__enter__()
-    tape.__enter__()
-    second.__enter__()
-    y = x**2
-    first.__exit__(None, None, None)
-    z = y * x
-    second.__exit__(None, None, None)
-    tape.__exit__(None, None, None)
-    assert [a.jvp(y) for a in (first, second)] == [4.0, 8.0]
-    assert [a.jvp(z) for a in (first, second)] == [None, 24.0]
-    assert tape.gradient(z, x) == 12.0
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -259,8 +231,7 @@ def test_a_jitted_function_that_closes_over_a_primal_moves_with_it():
     x = jnp.asarray(X)
     function = jax.jit(lambda y: (y * x).sum())
     for _ in range(2):
-        found = along(lambda x: function(x), x, jnp.asarray(V))
-        np.testing.assert_allclose(found, 2 * (X * V).sum())
+        np.testing.assert_allclose(along(function, x, jnp.asarray(V)), 2 * (X * V).sum())
 
 
 def test_effects_happen_once():
@@ -279,13 +250,10 @@ def test_effects_happen_once():
         jax.debug.callback(lambda: seen.append("done"))
         return c
 
-    x = jnp.asarray(X)
-    found = along(function, x, jnp.asarray(V))
+    found = along(function, jnp.asarray(X), jnp.asarray(V))
     jax.effects_barrier()
-    expected = [1.0, 0.5, 0.625, "done", "neg"]
-    assert sorted(map(str, seen)) == sorted(map(str, expected))
-    seen.clear()
-    np.testing.assert_allclose(found, jax.jvp(function, (x,), (jnp.asarray(V),))[1])
+    assert sorted(map(str, seen)) == ["0.5", "0.625", "1.0", "done", "neg"]
+    np.testing.assert_allclose(found, jax.jvp(function, (X,), (V,))[1])
 
 
 def test_a_host_call_in_a_loop_is_not_made_again():
@@ -380,27 +348,20 @@ def test_a_tape_inside_does_not_hold_the_tangents_of_an_accumulator_around_it():
 
 
 def test_reverse_over_forward_over_reverse():
+    def second(x):
+        return along(lambda x: by_tape(cubic, x), x, 1.0)
+
     x = jnp.asarray(1.1)
-    with GradientTape() as outer:
-        outer.watch(x)
-        with ForwardAccumulator(x, 1.0) as accumulator:
-            with GradientTape() as tape:
-                tape.watch(x)
-                y = cubic(x)
-            gradient = tape.gradient(y, x)
-        second = accumulator.jvp(gradient)
-    np.testing.assert_allclose(second, jax.grad(jax.grad(cubic))(1.1))
-    np.testing.assert_allclose(outer.gradient(second, x), third(1.1))
+    np.testing.assert_allclose(second(x), jax.grad(jax.grad(cubic))(1.1))
+    np.testing.assert_allclose(by_tape(second, x), third(1.1))
 
 
 def test_a_gradient_taken_inside_an_accumulator_inside_its_tape_moves_too():
     x = jnp.asarray(1.1)
     with GradientTape() as tape:
         tape.watch(x)
-        with ForwardAccumulator(x, 1.0) as accumulator:
-            y = cubic(x)
-            gradient = tape.gradient(y, x)
-    np.testing.assert_allclose(accumulator.jvp(gradient), jax.grad(jax.grad(cubic))(1.1))
+        slope = along(lambda x: tape.gradient(cubic(x), x), x, 1.0)
+    np.testing.assert_allclose(slope, jax.grad(jax.grad(cubic))(1.1))
 
 
 def test_stop_recording_hides_tangents_from_the_tape_only():
@@ -418,15 +379,13 @@ def test_derivatives_of_derivatives_through_jitted_functions_and_loops():
     def function(x):
         return jax.jit(lambda x: lax.scan(lambda c, _: (jnp.sin(c) * x, None), x, length=3)[0])(x)
 
+    def slope(x):
+        return along(function, x, 1.0)
+
     x = jnp.asarray(0.7)
-    with ForwardAccumulator(x, 1.0) as outer, ForwardAccumulator(x, 1.0) as inner:
-        y = function(x)
     expected = jax.grad(jax.grad(function))(0.7)
-    np.testing.assert_allclose(outer.jvp(inner.jvp(y)), expected)
-    with GradientTape() as tape:
-        tape.watch(x)
-        slope = along(function, x, 1.0)
-    np.testing.assert_allclose(tape.gradient(slope, x), expected)
+    np.testing.assert_allclose(along(slope, x, 1.0), expected)
+    np.testing.assert_allclose(by_tape(slope, x), expected)
 
 
 # ------------------------------------------------------------------------ inside other functions
@@ -472,36 +431,26 @@ def clipped(x):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, tg.trace])
 def test_a_custom_gradient_moves_by_the_transpose_of_its_gradient_function(wrap):
-    with ForwardAccumulator(x := jnp.asarray(100.0), 3.0) as accumulator:
-        y = wrap(log1pexp)(x)
-    assert accumulator.jvp(y) == 3.0  # the naive form: NaN
+    def slope(x):
+        return along(wrap(log1pexp), x, 1.0)
 
-    with ForwardAccumulator(x := jnp.asarray(0.0), 1.0) as outer:
-        with ForwardAccumulator(x, 1.0) as inner:
-            y = wrap(log1pexp)(x)
-        with GradientTape() as tape:
-            tape.watch(x)
-            z = wrap(log1pexp)(x)
-        gradient = tape.gradient(z, x)
-    np.testing.assert_allclose([inner.jvp(y), outer.jvp(inner.jvp(y))], [0.5, 0.25])
-    np.testing.assert_allclose([gradient, outer.jvp(gradient)], [0.5, 0.25])
+    def gradient(x):
+        return by_tape(wrap(log1pexp), x)
+
+    assert along(wrap(log1pexp), jnp.asarray(100.0), 3.0) == 3.0  # the naive form: NaN
+    x = jnp.asarray(0.0)
+    for first in (slope, gradient):
+        np.testing.assert_allclose([first(x), along(first, x, 1.0)], [0.5, 0.25])
 
 
 def test_a_custom_gradient_has_nothing_for_what_it_closes_over():
     c, x = jnp.asarray(3.0), jnp.asarray(2.0)
-
-    @custom_gradient
-    def scaled(x):
-        return c * x, lambda dy: 7.0 * dy
-
-    told = pytest.warns(UserWarning, match="depends on 'c' .*, which it closes over")
-    with ForwardAccumulator([x, c], [1.0, 1.0]) as accumulator, told:
-        y = scaled(x)
-    assert accumulator.jvp(y) == 7.0
-    told = pytest.warns(UserWarning, match="depends on 'c' .*, which it closes over")
-    with ForwardAccumulator(c, 1.0) as accumulator, told:
-        y = scaled(x)
-    assert accumulator.jvp(y) is None
+    scaled = custom_gradient(lambda x: (c * x, lambda dy: 7.0 * dy))
+    for primals, tangents, expected in (([x, c], [1.0, 1.0], 7.0), (c, 1.0, None)):
+        told = pytest.warns(UserWarning, match="depends on 'c' .*, which it closes over")
+        with ForwardAccumulator(primals, tangents) as accumulator, told:
+            y = scaled(x)
+        assert accumulator.jvp(y) == expected
     of_jax = jax.custom_vjp(lambda x: c * x)
     of_jax.defvjp(lambda x: (c * x, None), lambda _, dy: (7.0 * dy,))
     with ForwardAccumulator(c, 1.0), pytest.raises(ValueError, match="closes over an array"):
@@ -556,18 +505,16 @@ def test_a_rule_that_asks_what_varies_is_told_of_what_has_no_derivative():
 
 
 def test_a_backward_that_jax_cannot_transpose_is_refused_in_words_about_forward_mode():
+    def backward(times, dy):
+        return (lax.fori_loop(0, times, lambda _, dy: dy / 2, dy),)
+
     @jax.custom_vjp
     def halved(x):
         return x
 
-    def backward(times, dy):
-        return (lax.fori_loop(0, times, lambda _, dy: dy / 2, dy),)
-
     halved.defvjp(lambda x: (x, jnp.argmax(x)), backward)
-    x = jnp.asarray(X)
-    with ForwardAccumulator(x, jnp.asarray(V)) as accumulator:
-        y = halved(x)
-    for jvp in (lambda: accumulator.jvp(y), lambda: tg.jvp(halved, (x,), (x,))):
+    x, v = jnp.asarray(X), jnp.asarray(V)
+    for jvp in (lambda: along(halved, x, v), lambda: tg.jvp(halved, (x,), (x,))):
         with pytest.raises(ValueError, match=r"halved .*no forward-mode derivative.*JAX cannot"):
             jvp()
 
@@ -578,9 +525,7 @@ def test_complex_numbers_follow_jax():
     def function(z):
         return {"conj": jnp.conj(z) * z**2, "abs": jnp.abs(z), "real": z.real}
 
-    with ForwardAccumulator(z, v) as accumulator:
-        y = function(z)
-    found, expected = accumulator.jvp(y), jax.jvp(function, (z,), (v,))[1]
+    found, expected = along(function, z, v), jax.jvp(function, (z,), (v,))[1]
     jax.tree.map(np.testing.assert_allclose, found, expected)
     assert found["conj"].dtype == jnp.complex128
 
@@ -625,28 +570,18 @@ def test_an_assignment_of_what_moves_changes_no_tangent_of_a_variable():
 def test_a_hessian_vector_product_of_variables():
     v = Variable([1.0, 2.0])
     with ForwardAccumulator(v, jnp.asarray([1.0, 0.0])) as accumulator:
-        with GradientTape() as tape:
-            y = jnp.sum(v**3.0)
-        gradient = tape.gradient(y, v)
+        gradient = by_tape(lambda: jnp.sum(v**3.0), sources=v)
     np.testing.assert_allclose(gradient, [3.0, 12.0])
     np.testing.assert_allclose(accumulator.jvp(gradient), [6.0, 0.0])
 
 
 def test_variables_of_a_traced_function_move():
     v = Variable(3.0)
-    square = tg.trace(lambda a: v * v * a)
-
-    @tg.trace
-    def slope():
-        with ForwardAccumulator(v, 1.0) as accumulator:
-            y = v**3
-        return accumulator.jvp(y)
-
+    square = tg.trace(lambda v, a: v * v * a)
+    slope = tg.trace(lambda: along(lambda v: v**3, v, 1.0))
     for value in (3.0, 5.0):
         v.assign(value)
-        with ForwardAccumulator(v, 1.0) as accumulator:
-            y = square(2.0)
-        assert accumulator.jvp(y) == 4 * value
+        assert along(lambda v: square(v, 2.0), v, 1.0) == 4 * value
         assert slope() == 3 * value**2
 
 
@@ -662,14 +597,6 @@ def test_another_thread():
                 with pytest.raises(RuntimeError, match=refused):
                     other.submit(call).result()
         assert other.submit(accumulator.jvp, []).result() == []
-
-
-def test_entering_twice_at_once():
-    accumulator = ForwardAccumulator(jnp.asarray(2.0), 1.0)
-    with accumulator, pytest.raises(ValueError, match="twice"):
-        accumulator.__enter__()
-    with accumulator:
-        pass
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 from tracegrad import GradientTape
 
 F32 = jnp.float32
 
 
-def grad_of(fun, *args, **options):
-    """The gradient of a function of arrays, on a tape."""
-    with GradientTape() as tape:
-        tape.watch(args)
-        y = fun(*args)
-    return tape.gradient(y, list(args), **options)
+def grad_of(fun, *args):
+    """The gradients of a function of arrays, on a tape."""
+    return by_tape(fun, *args, sources=list(args))
 
 
 # ---------------------------------------------------------------------------------- the first page
@@ -73,24 +71,37 @@ def test_any_other_word_for_unconnected_raises_before_the_tape_is_used():
     assert tape.gradient(y, x) == 4.0
 
 
-def test_a_part_that_is_stopped_is_a_constant():
-    assert grad_of(lambda x: x * jax.lax.stop_gradient(x), F32(3.0)) == [3.0]
+def stopped_and_added(x, y):
+    return jax.lax.stop_gradient(x) + y
 
 
-def test_an_integer_source_has_none_and_may_be_watched():
+@pytest.mark.accelerator
+@pytest.mark.parametrize(
+    ("fun", "args", "expected"),
+    [
+        pytest.param(lambda x: x * 0.0, [F32(2.0)], [0.0], id="a gradient that happens to be zero"),
+        pytest.param(
+            lambda x: jnp.asarray(np.square(np.asarray(x))) * 2, [F32(2.0)], [None], id="NumPy"
+        ),
+        pytest.param(lambda x: jnp.asarray(float(x)) * 2, [F32(2.0)], [None], id="a float"),
+        pytest.param(stopped_and_added, [F32(1.0), F32(2.0)], [None, 1.0], id="by argument"),
+        pytest.param(
+            jax.jit(stopped_and_added), [F32(1.0), F32(2.0)], [None, 1.0], id="by argument of jit"
+        ),
+    ],
+)
+def test_none_means_that_nothing_connects(fun, args, expected):
+    assert grad_of(fun, *args) == expected
+
+
+def test_an_integer_may_be_watched_which_warns():
     n = jnp.int32(10)
-    assert grad_of(lambda n: n * n, n) == [None]
     with GradientTape() as tape:
         with pytest.warns(UserWarning, match="dtype int32, which has no gradient") as warned:
             tape.watch(n)
         y = n * n
     assert tape.gradient(y, n) is None
     assert [each.filename for each in warned] == [__file__]
-
-
-def test_a_gradient_that_happens_to_be_zero_is_connected():
-    (dx,) = grad_of(lambda x: x * 0.0, F32(2.0))
-    assert dx == 0.0
 
 
 @pytest.mark.parametrize("transform", [jax.jit, tg.trace, lambda f: lambda x: jax.vmap(f)(x[None])])
@@ -108,40 +119,18 @@ def test_a_target_in_a_function_that_is_traced_in_the_block_is_warned_of(transfo
     assert tape.gradient(y, x) == 1.0
 
 
-def test_an_array_watched_after_its_use_has_none():
-    x = F32(2.0)
-    with GradientTape() as tape:
-        y = x * x
+def test_what_was_watched_after_its_use_or_never_has_none_and_is_warned_of():
+    x, c = F32(2.0), F32(5.0)
+    with GradientTape(persistent=True) as tape:
+        early = x * x
         tape.watch(x)
-    with pytest.warns(UserWarning, match="did not watch"):
-        assert tape.gradient(y, x) is None
-
-
-@pytest.mark.accelerator
-def test_a_host_conversion_ends_the_gradient():
-    x = jnp.ones(3)
-    assert grad_of(lambda x: jnp.asarray(np.square(np.asarray(x))).sum(), x) == [None]
-    assert grad_of(lambda x: jnp.asarray(float(x[0])) * 2, x) == [None]
-
-
-def test_none_passes_through_a_function_boundary_argument_by_argument():
-    def f(x, y):
-        return jax.lax.stop_gradient(x) + y
-
-    for boundary in (f, jax.jit(f), tg.trace(f)):
-        assert grad_of(boundary, F32(1.0), F32(2.0)) == [None, 1.0]
+        y = x * c
+    for target, sources, expected in ((early, [x], [None]), (y, [x, c], [5.0, None])):
+        with pytest.warns(UserWarning, match="did not watch"):
+            assert tape.gradient(target, sources) == expected
 
 
 # ----------------------------------------------------------------------------------------- identity
-
-
-def test_one_array_under_two_names_is_one_source():
-    a = F32(3.0)
-    b = a
-    with GradientTape() as tape:
-        tape.watch(a)
-        y = a * b
-    assert tape.gradient(y, [a, b]) == [6.0, 6.0]
 
 
 @pytest.mark.parametrize("thing", [np.ones(2), 3.0, 2, np.float32(1.0)])
@@ -179,39 +168,11 @@ def test_an_array_that_died_does_not_lend_its_identity():
 # ------------------------------------------------------------------------------ targets and sources
 
 
-def test_a_target_that_is_a_source_adds_its_seed():
-    x = F32(2.0)
-    with GradientTape(persistent=True) as tape:
-        tape.watch(x)
-        y = x**2
-    assert tape.gradient([x, y], x) == 5.0
-    assert tape.gradient(x, x) == 1.0
-    assert tape.gradient(y, [x, y]) == [4.0, 1.0]
-
-
 def test_a_target_that_is_a_source_need_not_be_watched():
     x = F32(2.0)
     with GradientTape() as tape:
         pass
     assert tape.gradient(x, x) == 1.0
-
-
-def test_a_constant_that_was_not_watched_has_none():
-    x, c = F32(2.0), F32(5.0)
-    with GradientTape() as tape:
-        tape.watch(x)
-        y = x * c
-    with pytest.warns(UserWarning, match="did not watch"):
-        assert tape.gradient(y, [x, c]) == [5.0, None]
-
-
-def test_a_source_on_the_way_to_another_keeps_both_gradients():
-    x = F32(3.0)
-    with GradientTape() as tape:
-        tape.watch(x)
-        y = x * x
-        z = y * x
-    assert tape.gradient(z, {"x": x, "y": (y,)}) == {"x": 27.0, "y": (3.0,)}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
@@ -238,38 +199,38 @@ def test_numbers_take_the_dtype_of_what_they_are_the_gradient_of(seed, dtype):
         assert [(each.dtype, float(each)) for each in product] == [(x.dtype, 36.0)] * 2
 
 
-def test_a_number_of_another_kind_is_no_gradient():
-    x = jnp.float16(3.0)
-    for seed, kind in [(2j, "complex"), (np.float32(2), "float32"), (jnp.int32(2), "int32")]:
-        with GradientTape() as tape:
-            tape.watch(x)
-            y = x * x
-        with pytest.raises(TypeError, match=f"{kind}.*its target float16"):
-            tape.gradient(y, x, output_gradients=seed)
+ONES = jnp.ones(2)
 
 
-def test_output_gradients_have_the_keys_of_the_target():
-    x = jnp.ones(2)
+@pytest.mark.parametrize(
+    ("target", "x", "seed", "error", "words"),
+    [
+        (jnp.square, jnp.float16(3.0), 2j, TypeError, "complex.*its target float16"),
+        (jnp.square, jnp.float16(3.0), np.float32(2), TypeError, "float32.*its target float16"),
+        (jnp.square, jnp.float16(3.0), jnp.int32(2), TypeError, "int32.*its target float16"),
+        (jnp.square, ONES, [ONES, ONES], ValueError, "2 arrays, the target 1"),
+        (jnp.square, ONES, jnp.ones(3), ValueError, r"\(3,\), its target \(2,\)"),
+        (jnp.square, ONES, jnp.ones(2, "float16"), TypeError, "float16, its target float32"),
+        (lambda x: {"a": 2 * x, "b": 3 * x}, ONES, {"a": ONES, "x": ONES}, ValueError,
+         r"output_gradients has .*, the target a and b"),
+        (lambda x: {"a": 2 * x, "b": 3 * x}, ONES, OrderedDict(b=ONES, a=ONES), ValueError,
+         r"output_gradients has .*, the target a and b"),
+    ],
+)  # fmt: skip
+def test_output_gradients_that_do_not_fit_the_target_are_refused(target, x, seed, error, words):
     with GradientTape() as tape:
         tape.watch(x)
-        y = {"a": 2 * x, "b": 3 * x}
-    for seed in ({"a": x, "x": x}, OrderedDict(b=x, a=x)):
-        with pytest.raises(ValueError, match=r"output_gradients has .*, the target a and b"):
-            tape.gradient(y, x, output_gradients=seed)
-    np.testing.assert_array_equal(tape.gradient(y, x, output_gradients={"b": x, "a": -x}), [1, 1])
+        y = target(x)
+    with pytest.raises(error, match=words):
+        tape.gradient(y, x, output_gradients=seed)
 
 
-def test_output_gradients_are_checked():
-    x = jnp.array([1.0, 2.0])
+def test_output_gradients_go_by_the_keys_of_the_target():
     with GradientTape() as tape:
-        tape.watch(x)
-        y = x**2
-    with pytest.raises(ValueError, match="2 arrays, the target 1"):
-        tape.gradient(y, x, output_gradients=[y, y])
-    with pytest.raises(ValueError, match=r"\(3,\), its target \(2,\)"):
-        tape.gradient(y, x, output_gradients=jnp.ones(3))
-    with pytest.raises(TypeError, match="float16, its target float32"):
-        tape.gradient(y, x, output_gradients=jnp.ones(2, jnp.float16))
+        tape.watch(ONES)
+        y = {"a": 2 * ONES, "b": 3 * ONES}
+    seed = {"b": ONES, "a": -ONES}
+    np.testing.assert_array_equal(tape.gradient(y, ONES, output_gradients=seed), [1, 1])
 
 
 def test_complex_gradients_follow_the_convention_of_jax():
@@ -306,25 +267,26 @@ def test_the_jacobian_has_the_shape_of_the_target_and_then_of_the_source():
 
 
 def test_an_unconnected_source_has_no_jacobian_or_zeros_of_its_shape():
-    x, z = jnp.ones(2), jnp.ones(3)
+    x, z = jnp.ones((2, 3)), jnp.ones((2, 4, 5))
     with GradientTape(persistent=True) as tape:
         tape.watch([x, z])
         y = x * 2
     assert tape.jacobian(y, z) is None
-    assert tape.jacobian(y, z, unconnected_gradients="zero").shape == (2, 3)
+    assert tape.jacobian(y, z, unconnected_gradients="zero").shape == (2, 3, 2, 4, 5)
+    np.testing.assert_array_equal(tape.batch_jacobian(y, z), np.zeros((2, 3, 4, 5)))
+    assert tape.batch_jacobian(y, z, unconnected_gradients="none") is None
 
 
 @pytest.mark.accelerator
 def test_a_hessian_is_the_jacobian_of_a_gradient():
+    def f(x):
+        return jnp.prod(x) + (x**3).sum()
+
     x = jnp.array([1.0, 2.0, 3.0])
     with GradientTape() as outer:
         outer.watch(x)
-        with GradientTape() as inner:
-            inner.watch(x)
-            y = jnp.prod(x) + (x**3).sum()
-        g = inner.gradient(y, x)
-    want = jax.hessian(lambda x: jnp.prod(x) + (x**3).sum())(x)
-    np.testing.assert_allclose(outer.jacobian(g, x), want, rtol=1e-5)
+        g = by_tape(f, x)
+    np.testing.assert_allclose(outer.jacobian(g, x), jax.hessian(f)(x), rtol=1e-5)
 
 
 def test_a_jacobian_is_of_one_real_array():
@@ -354,17 +316,6 @@ def test_batch_jacobian_is_the_diagonal_of_the_jacobian():
         np.testing.assert_allclose(found[i], whole[i, :, :, i], rtol=1e-6)
 
 
-def test_batch_jacobian_gives_zeros_for_an_unconnected_source():
-    x, z = jnp.ones((2, 3)), jnp.ones((2, 4, 5))
-    with GradientTape(persistent=True) as tape:
-        tape.watch([x, z])
-        y = x * 2
-    found = tape.batch_jacobian(y, z)
-    assert found.shape == (2, 3, 4, 5)
-    assert not found.any()
-    assert tape.batch_jacobian(y, z, unconnected_gradients="none") is None
-
-
 @pytest.mark.parametrize(
     ("target", "source", "words"),
     [((2,), (2, 3), "at least one more"), ((2, 3), (2,), "at least one more"),
@@ -383,21 +334,14 @@ def test_batch_jacobian_wants_two_axes_and_one_batch(target, source, words):
 
 @pytest.mark.accelerator
 def test_four_nested_tapes_give_four_derivatives():
+    def slope_of(fun):
+        return lambda x: by_tape(fun, x)
+
     x = F32(2.0)
-    with GradientTape() as t4:
-        t4.watch(x)
-        with GradientTape() as t3:
-            t3.watch(x)
-            with GradientTape() as t2:
-                t2.watch(x)
-                with GradientTape() as t1:
-                    t1.watch(x)
-                    y = x**5
-                d1 = t1.gradient(y, x)
-            d2 = t2.gradient(d1, x)
-        d3 = t3.gradient(d2, x)
-    d4 = t4.gradient(d3, x)
-    assert [d1, d2, d3, d4] == [80.0, 160.0, 240.0, 240.0]
+    first = slope_of(lambda x: x**5)
+    second = slope_of(first)
+    third = slope_of(second)
+    assert [f(x) for f in (first, second, third, slope_of(third))] == [80.0, 160.0, 240.0, 240.0]
 
 
 @pytest.mark.accelerator
@@ -407,28 +351,20 @@ def test_a_gradient_penalty_trains_through_the_gradient():
     def loss(w, x):
         return jnp.sum(jnp.tanh(x @ w) ** 2)
 
-    with GradientTape() as outer:
-        outer.watch(w)
-        with GradientTape() as inner:
-            inner.watch(x)
-            value = loss(w, x)
-        penalty = jnp.sum(inner.gradient(value, x) ** 2)
+    found = by_tape(lambda w: jnp.sum(by_tape(lambda x: loss(w, x), x) ** 2), w)
     want = jax.grad(lambda w: jnp.sum(jax.grad(loss, 1)(w, x) ** 2))(w)
-    np.testing.assert_allclose(outer.gradient(penalty, w), want, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_zero_by_structure_does_not_become_nan_on_its_way():
-    @jax.custom_vjp
-    def gives_none(x):
-        return x
-
+    gives_none = jax.custom_vjp(lambda x: x)
     gives_none.defvjp(lambda x: (x, None), lambda _, ct: (None,))
-    x = F32(0.0)
     for cut in (jnp.floor, jnp.sign, jax.lax.round, jax.lax.stop_gradient, gives_none):
-        with GradientTape() as tape:
-            tape.watch(x)
-            y = cut(jnp.sqrt(x)) + x
-        assert tape.gradient(y, x) == jax.grad(lambda x, cut=cut: cut(jnp.sqrt(x)) + x)(x) == 1
+
+        def f(x, cut=cut):
+            return cut(jnp.sqrt(x)) + x
+
+        assert by_tape(f, F32(0.0)) == jax.grad(f)(0.0) == 1
 
 
 # ------------------------------------------------------------------------ what is no array
@@ -449,25 +385,24 @@ def test_a_target_or_source_that_is_no_array_raises_and_leaves_the_tape_as_it_wa
     with GradientTape() as tape:
         tape.watch(x)
         y = x * x
-    for method in (tape.gradient, tape.jacobian):
-        with pytest.raises(TypeError, match=f"a target is .*{says}"):
-            method(wrong, x)
-        with pytest.raises(TypeError, match=f"a source is .*{says}"):
-            method(y, wrong)
-    with pytest.raises(TypeError, match=f"a target is .*{says}"):
-        tape.batch_jacobian(wrong, x)
-    with pytest.raises(TypeError, match=f"a source is .*{says}"):
-        tape.batch_jacobian(y, wrong)
-    assert tape.gradient(y, x) == 6.0
     with tg.ForwardAccumulator(x, x) as accumulator:
         pass
-    with pytest.raises(TypeError, match=f"a target is .*{says}"):
-        accumulator.jvp(wrong)
+    asked = [
+        ("a target", lambda: tape.gradient(wrong, x)),
+        ("a source", lambda: tape.gradient(y, wrong)),
+        ("a target", lambda: tape.jacobian(wrong, x)),
+        ("a source", lambda: tape.jacobian(y, wrong)),
+        ("a target", lambda: tape.batch_jacobian(wrong, x)),
+        ("a source", lambda: tape.batch_jacobian(y, wrong)),
+        ("a target", lambda: accumulator.jvp(wrong)),
+    ]
     if not isinstance(wrong, dict):
-        with pytest.raises(TypeError, match=f"a y is .*{says}"):
-            tg.trace(lambda x: tg.gradients(wrong, x))(x)
-        with pytest.raises(TypeError, match=f"an? x is .*{says}"):
-            tg.trace(lambda x: tg.gradients(x * x, wrong))(x)
+        asked.append(("a y", lambda: tg.trace(lambda x: tg.gradients(wrong, x))(x)))
+        asked.append(("an? x", lambda: tg.trace(lambda x: tg.gradients(x * x, wrong))(x)))
+    for what, ask in asked:
+        with pytest.raises(TypeError, match=f"{what} is .*{says}"):
+            ask()
+    assert tape.gradient(y, x) == 6.0
 
 
 def test_a_none_among_targets_raises_and_among_sources_is_a_part_of_the_tree():

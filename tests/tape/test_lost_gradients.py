@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests import derivatives
 
 X = jnp.array([0.5, -1.2, 2.0])
 W = jnp.float32(2.0)
@@ -75,11 +76,11 @@ HEALTHY = {
 }
 
 
-def by_tape(f):
+def by_tape(f, w=W):
     with tg.GradientTape() as tape:
-        tape.watch(W)
-        y = jnp.sum(f(W) * W)
-    return tape.gradient(y, W)
+        tape.watch(w)
+        y = jnp.sum(f(w) * w)
+    return tape.gradient(y, w)
 
 
 def by_accumulator(f):
@@ -130,16 +131,12 @@ def test_it_is_named_as_the_user_names_it():
 
 
 def test_what_only_goes_through_it_is_none():
-    with tg.GradientTape() as tape:
-        tape.watch(W)
-        y = scaled_by(W)(X)
-    with pytest.warns(UserWarning, match=WARNED):
-        assert tape.gradient(y, W) is None
-    with tg.GradientTape() as tape:
-        tape.watch(W)
-        y = jnp.sum(jnp.sin(scaled_by(W)(X))) + 0.0 * W
-    with pytest.warns(UserWarning, match=WARNED):
-        assert tape.gradient(y, W) == 0.0
+    for f, expected in (
+        (scaled_by(W), None),
+        (lambda x: jnp.sum(jnp.sin(scaled_by(W)(x))) + 0.0 * W, 0.0),
+    ):
+        with pytest.warns(UserWarning, match=WARNED):
+            assert derivatives.by_tape(lambda w, f=f: f(X), W) == expected
 
 
 def test_only_whoever_asks_for_the_gradient_is_told():
@@ -157,7 +154,6 @@ def test_only_whoever_asks_for_the_gradient_is_told():
 
 
 def test_every_step_of_a_loop_is_told_of_and_the_records_stay_small(compilations):
-    before = None
     for step in range(4):
         with pytest.warns(UserWarning, match=WARNED):
             by_tape(CLOSING_OVER["variable"])
@@ -167,29 +163,23 @@ def test_every_step_of_a_loop_is_told_of_and_the_records_stay_small(compilations
 
 
 def test_variables_that_are_read_in_it_are_inputs_and_read_around_it_are_closed_over():
-    v = tg.Variable(2.0)
-
-    def gradient_of(f):
-        with tg.GradientTape() as tape:
-            y = jnp.sum(f(X) * v)
-        return tape.gradient(y, v)
+    v, fixed = tg.Variable(2.0), tg.Variable(2.0, trainable=False)
 
     @tg.custom_gradient
     def reads(a):
-        def gradient(dy, variables):
-            return dy * variables[0], [jnp.sum(dy * a)]
+        return a * v, lambda dy, variables: (dy * variables[0], [jnp.sum(dy * a)])
 
-        return a * v, gradient
+    @tg.custom_gradient
+    def reads_fixed(a):
+        return a * fixed, lambda dy: dy
 
-    np.testing.assert_allclose(gradient_of(reads), 2 * PARTIAL, rtol=1e-6)
+    np.testing.assert_allclose(by_tape(lambda v: reads(X), v), 2 * PARTIAL, rtol=1e-6)
     with pytest.warns(UserWarning, match=WARNED):
-        np.testing.assert_allclose(gradient_of(lambda a: scaled_by(v.value)(a)), PARTIAL, rtol=1e-6)
-    fixed = tg.Variable(2.0, trainable=False)
-    with tg.GradientTape() as tape:
-        tape.watch(fixed)
-        y = jnp.sum(tg.custom_gradient(lambda a: (a * fixed, lambda dy: dy))(X) * fixed)
+        found = by_tape(lambda v: scaled_by(v.value)(X), v)
+    np.testing.assert_allclose(found, PARTIAL, rtol=1e-6)
     with pytest.warns(UserWarning, match=WARNED):
-        np.testing.assert_allclose(tape.gradient(y, fixed), PARTIAL, rtol=1e-6)
+        found = by_tape(lambda v: reads_fixed(X), fixed)
+    np.testing.assert_allclose(found, PARTIAL, rtol=1e-6)
 
 
 def test_a_jitted_function_that_was_traced_before_is_told_of():
@@ -222,19 +212,12 @@ def test_gradients_by_name_are_told_of_too():
 
 
 def test_a_tape_in_a_traced_function_takes_what_was_stopped_in_its_block():
-    @tg.trace
-    def gradient(w):
-        return by_tape_of(w, lambda w: scaled_by(tg.stop_gradient(w))(X))
+    def gradient(form):
+        return tg.trace(lambda w: by_tape(form, w))(W)
 
-    def by_tape_of(w, f):
-        with tg.GradientTape() as tape:
-            tape.watch(w)
-            y = jnp.sum(f(w) * w)
-        return tape.gradient(y, w)
-
-    np.testing.assert_allclose(gradient(W), PARTIAL, rtol=1e-6)
+    np.testing.assert_allclose(gradient(HEALTHY["stopped"]), PARTIAL, rtol=1e-6)
     with pytest.raises(ValueError, match="depends on 'w'"):
-        tg.trace(lambda w: by_tape_of(w, CLOSING_OVER["variable"]))(W)
+        gradient(CLOSING_OVER["variable"])
 
 
 def test_a_parameter_of_a_module():

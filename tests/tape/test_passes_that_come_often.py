@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 
 pytestmark = pytest.mark.both_jax
 
@@ -64,11 +65,7 @@ def test_the_gradients_are_those_of_jax_at_every_step(name):
 def test_it_compiles_once_and_then_never(compilations):
     counts = []
     for i in range(2 * OFTEN):
-        x = X + float(i)
-        with tg.GradientTape() as tape:
-            tape.watch(x)
-            y = jnp.sum(jnp.sin(x) * x)
-        tape.gradient(y, x)
+        by_tape(lambda x: jnp.sum(jnp.sin(x) * x), X + float(i))
         counts.append(compilations())
     after_the_second = np.diff(counts[1:])
     assert list(after_the_second[after_the_second > 0]) == [1]
@@ -114,15 +111,8 @@ def test_other_shapes_and_dtypes_have_programs_of_their_own():
 def test_second_derivatives():
     for i in range(OFTEN):
         x = X + float(i)
-        with tg.GradientTape() as outer:
-            outer.watch(x)
-            with tg.GradientTape() as inner:
-                inner.watch(x)
-                y = (jnp.sin(x) * x).sum()
-            first = inner.gradient(y, x)
-        np.testing.assert_allclose(
-            outer.gradient(first, x), 2 * jnp.cos(x) - x * jnp.sin(x), rtol=1e-4, atol=1e-5
-        )
+        second = by_tape(lambda x: by_tape(lambda x: (jnp.sin(x) * x).sum(), x), x)
+        np.testing.assert_allclose(second, 2 * jnp.cos(x) - x * jnp.sin(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_of_descent_on_variables():
@@ -132,9 +122,7 @@ def test_a_step_of_descent_on_variables():
         return ((w * Y) ** 2).sum()
 
     for _ in range(OFTEN):
-        with tg.GradientTape() as tape:
-            value = loss(w)
-        w.assign_sub(0.1 * tape.gradient(value, w))
+        w.assign_sub(0.1 * by_tape(loss, w))
         by_hand = by_hand - 0.1 * jax.grad(loss)(by_hand)
         np.testing.assert_allclose(w.value, by_hand, rtol=1e-5)
 
@@ -148,10 +136,8 @@ def test_a_rule_on_values_runs_at_every_step():
 
     ruled = tg.custom_gradient(lambda x: (x * 1.0, gradient))
     for i in range(OFTEN):
-        with tg.GradientTape() as tape:
-            tape.watch(X)
-            y = ruled(X * 2).sum()
-        np.testing.assert_allclose(tape.gradient(y, X), np.full(3, 2.0 * (i + 1)))
+        found = by_tape(lambda x: ruled(x * 2).sum(), X)
+        np.testing.assert_allclose(found, np.full(3, 2.0 * (i + 1)))
     assert len(calls) == OFTEN
 
 
@@ -159,10 +145,7 @@ def test_rules_that_come_into_force_reach_it():
     twice = tg.rules.scale_gradient(tg.match.op("sin"), 2.0)
 
     def slope():
-        with tg.GradientTape() as tape:
-            tape.watch(X)
-            y = jnp.sin(X).sum()
-        return tape.gradient(y, X)
+        return by_tape(jnp.sin, X)
 
     for _ in range(OFTEN):
         np.testing.assert_allclose(slope(), jnp.cos(X), rtol=1e-6)
@@ -172,20 +155,13 @@ def test_rules_that_come_into_force_reach_it():
 
 def test_arrays_may_come_to_lie_on_different_devices():
     first, second = jax.devices()[:2]
-
-    def slopes(x, y):
-        with tg.GradientTape() as tape:
-            tape.watch([x, y])
-            targets = [jnp.sin(x), jnp.cos(y)]
-        return tape.gradient(targets, [x, y])
-
     for i in range(OFTEN):
         place = second if i > OFTEN - 3 else first
         x, y = jax.device_put(X, first), jax.device_put(Y, place)
-        found = slopes(x, y)
-        assert found[1].devices() == {place}
-        np.testing.assert_allclose(found[0], jnp.cos(X), rtol=1e-6)
-        np.testing.assert_allclose(found[1], -jnp.sin(Y), rtol=1e-6)
+        dx, dy = by_tape(lambda x, y: [jnp.sin(x), jnp.cos(y)], x, y)
+        assert dy.devices() == {place}
+        np.testing.assert_allclose(dx, jnp.cos(X), rtol=1e-6)
+        np.testing.assert_allclose(dy, -jnp.sin(Y), rtol=1e-6)
 
 
 def test_a_dropped_function_and_what_it_closes_over_are_freed():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests.derivatives import by_tape, value_by_tape
 from tracegrad import match, rules
 
 pytestmark = pytest.mark.both_jax
@@ -83,14 +84,8 @@ RULES = {
         rules.stop_gradient(SIN, inputs=0),
         lambda x: jnp.sin(jax.lax.stop_gradient(x)),
     ),
-    "clip the norm": (
-        rules.clip_gradient(SIN, max_norm=0.5),
-        through(clipped_norm),
-    ),
-    "clip values": (
-        rules.clip_gradient(SIN, max_value=0.4),
-        through(clipped_values),
-    ),
+    "clip the norm": (rules.clip_gradient(SIN, max_norm=0.5), through(clipped_norm)),
+    "clip values": (rules.clip_gradient(SIN, max_value=0.4), through(clipped_values)),
     "scale": (rules.scale_gradient(SIN, 3.0), lambda x: tripled(jnp.sin(x))),
     "override": (
         rules.override_gradient(SIN, lambda op, dy: 3 * dy * jnp.cos(op.inputs[0])),
@@ -99,23 +94,6 @@ RULES = {
     "recompute": (rules.recompute(SIN), jax.checkpoint(jnp.sin)),
     "tap": (rules.tap_gradient(SIN, lambda place, ct: None), jnp.sin),
 }
-
-
-def on_tapes(f, x, persistent=False):
-    with tg.GradientTape() as outer:
-        outer.watch(x)
-        with tg.GradientTape(persistent=persistent) as inner:
-            inner.watch(x)
-            y = f(x)
-        gradient = inner.gradient(y, x, unconnected_gradients="zero")
-    return outer.jacobian(gradient, x, unconnected_gradients="zero")
-
-
-def on_one_tape(f, x):
-    with tg.GradientTape(persistent=True) as tape:
-        tape.watch(x)
-        gradient = tape.gradient(f(x), x, unconnected_gradients="zero")
-    return tape.jacobian(gradient, x, unconnected_gradients="zero")
 
 
 def by_one_tape(f, x):
@@ -135,6 +113,26 @@ def tape_over(gradient):
     return jacobian
 
 
+on_tapes = tape_over(lambda f: functools.partial(by_one_tape, f))
+
+
+def on_tapes_of_which_the_inner_is_persistent(f, x):
+    with tg.GradientTape() as outer:
+        outer.watch(x)
+        with tg.GradientTape(persistent=True) as inner:
+            inner.watch(x)
+            y = f(x)
+        gradient = inner.gradient(y, x, unconnected_gradients="zero")
+    return outer.jacobian(gradient, x, unconnected_gradients="zero")
+
+
+def on_one_tape(f, x):
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        gradient = tape.gradient(f(x), x, unconnected_gradients="zero")
+    return tape.jacobian(gradient, x, unconnected_gradients="zero")
+
+
 def accumulated(f, x):
     with tg.ForwardAccumulator(x, V) as accumulator:
         gradient = by_one_tape(f, x)
@@ -150,7 +148,7 @@ JACOBIANS = {
         x
     ),
     "two tapes": on_tapes,
-    "two tapes, one persistent": functools.partial(on_tapes, persistent=True),
+    "two tapes, one persistent": on_tapes_of_which_the_inner_is_persistent,
     "one persistent tape": on_one_tape,
     "a tape over jax.grad": tape_over(jax.grad),
     "a tape over tg.grad": tape_over(tg.grad),
@@ -351,12 +349,9 @@ def test_a_rule_on_values_after_one_of_jax_may_close_over_what_that_gives():
         scaled = tg.custom_gradient(lambda z: (z * z, lambda dy: 2 * dy * z * y * w))
         return jnp.sum(scaled(jnp.sin(x)) * x)
 
-    with tg.GradientTape(persistent=True) as outer:
+    with tg.GradientTape() as outer:
         outer.watch([X, w])
-        with tg.GradientTape() as inner:
-            inner.watch([X, w])
-            z = f(X, w)
-        gradient, none = inner.gradient(z, [X, w])
+        gradient, none = by_tape(f, X, w)
     assert none is None
     second = jax.grad(lambda x, w: jnp.sum(jax.grad(f)(x, w)), (0, 1))(X, w)
     for found, expected in zip(outer.gradient(gradient, [X, w]), second, strict=True):
@@ -369,30 +364,20 @@ def test_a_rule_on_values_may_ask_for_one_in_a_second_derivative():
         return x, lambda dy: dy if jnp.linalg.norm(dy) < 1 else dy / jnp.linalg.norm(dy)
 
     def second(f):
-        with tg.GradientTape() as outer:
-            outer.watch(X)
-            gradient = by_one_tape(f, X)
-        return outer.gradient(gradient, X)
-
-    def before(x):
-        return jnp.sum(jnp.sin(clipped(x)))
+        return by_tape(lambda x: by_one_tape(f, x), X)
 
     def after(x):
         return jnp.sum(clipped(square(x)))
 
-    def clipped_by_hand(ct):
-        return ct / jnp.linalg.norm(ct)
+    def by_hand(x):
+        return jnp.sum(jnp.cos(x) / jnp.linalg.norm(jnp.cos(x)))
 
-    close(second(before), jax.grad(lambda x: jnp.sum(clipped_by_hand(jnp.cos(x))))(X))
+    close(second(lambda x: jnp.sum(jnp.sin(clipped(x)))), jax.grad(by_hand)(X))
     close(by_one_tape(after, X), 3 * X / np.sqrt(2))
     close(second(after), np.full(2, 3 / np.sqrt(2)))
 
 
-def by_jax(x):
-    return jnp.sin(x)
-
-
-tripled_by_jax = jax.custom_vjp(by_jax)
+tripled_by_jax = jax.custom_vjp(lambda x: jnp.sin(x))
 tripled_by_jax.defvjp(lambda x: (jnp.sin(x), None), lambda _, dy: (3 * dy,))
 
 
@@ -407,14 +392,9 @@ tripled_by_jax.defvjp(lambda x: (jnp.sin(x), None), lambda _, dy: (3 * dy,))
 )
 def test_a_tape_differentiates_what_a_rule_has_computed_as_tensorflow_does(r):
     x = jnp.float32(0.7)
-    with tg.GradientTape() as outer:
-        outer.watch(x)
-        with tg.GradientTape() as inner:
-            inner.watch(x)
-            y = r(x) * x
-        gradient = inner.gradient(y, x)
+    gradient, second = value_by_tape(lambda x: by_tape(lambda x: r(x) * x, x), x)
     np.testing.assert_allclose(gradient, 3 * 0.7 + np.sin(0.7), rtol=1e-6)
-    assert outer.gradient(gradient, x) == 6.0  # TensorFlow's
+    assert second == 6.0  # TensorFlow's
 
 
 # ------------------------------------------------------------------------ values in the middle
@@ -473,8 +453,7 @@ def test_what_comes_after_a_rule_moves_by_itself_where_an_accumulator_says_so():
         tape.watch(X)
         y = clipped(X)
         with tg.ForwardAccumulator(y, V) as accumulator:
-            z = jnp.sum(y * y * X)
-            gradient = tape.gradient(z, X)
+            gradient = tape.gradient(jnp.sum(y * y * X), X)
     close(accumulator.jvp(gradient), by_the_middle(X) * V)
 
 
@@ -540,19 +519,20 @@ def test_third_derivatives_take_a_rule_as_jax_does(compiled):
     def f(x):
         return jnp.sum(part(x) * x * x)
 
-    def gradient_sum(f):
-        return lambda x: jnp.sum(jax.grad(f)(x))
+    def sum_of(gradient, f):
+        return lambda x: jnp.sum(gradient(f)(x))
 
-    with tg.GradientTape() as outermost:
-        outermost.watch(X)
-        with tg.GradientTape() as outer:
-            outer.watch(X)
-            with tg.GradientTape() as inner:
-                inner.watch(X)
-                z = f(X)
-            first = jnp.sum(inner.gradient(z, X))
-        second = jnp.sum(outer.gradient(first, X))
-    close(outermost.gradient(second, X), jax.grad(gradient_sum(gradient_sum(f)))(X))
+    def slope(f):
+        return lambda x: by_tape(f, x)
+
+    third = slope(sum_of(slope, sum_of(slope, f)))
+    close(third(X), jax.grad(sum_of(jax.grad, sum_of(jax.grad, f)))(X))
+
+
+def with_a_long_tail(z):
+    for _ in range(20):  # enough that its forward pass saves what the backward pass needs
+        z = z + 0.01 * jnp.sin(z)
+    return z
 
 
 def test_a_rule_that_is_called_twice_is_differentiated_once_more_where_the_gradient_goes_through():
@@ -565,32 +545,14 @@ def test_a_rule_that_is_called_twice_is_differentiated_once_more_where_the_gradi
         lambda x, ct: (3 * ct * x**2,),
     )
     shared = jax.jit(marked)
-
-    @jax.jit
-    def f(x, other):
-        z = shared(other) * shared(x)
-        for _ in range(20):  # enough that its forward pass saves what the backward pass needs
-            z = z + 0.01 * jnp.sin(z)
-        return z
-
+    f = jax.jit(lambda x, other: with_a_long_tail(shared(other) * shared(x)))
     x, other = jnp.float32(0.7), jnp.float32(0.4)
-    with tg.GradientTape() as outer:
-        outer.watch([x, other])
-        with tg.GradientTape() as inner:
-            inner.watch(x)
-            z = f(x, other)
-        gradient = inner.gradient(z, x)
-    close(outer.gradient(gradient, other), jax.grad(jax.grad(f), 1)(x, other))
+    second = by_tape(lambda other: by_tape(lambda x: f(x, other), x), other)
+    close(second, jax.grad(jax.grad(f), 1)(x, other))
 
 
 def test_each_tape_has_its_own_first_derivative_of_a_rule_in_a_compiled_function():
-    @jax.jit
-    def f(x, other):
-        z = tripled_by_jax(x + other) * x
-        for _ in range(20):  # enough that its forward pass saves what the backward pass needs
-            z = z + 0.01 * jnp.sin(z)
-        return z
-
+    f = jax.jit(lambda x, other: with_a_long_tail(tripled_by_jax(x + other) * x))
     x, other = jnp.float32(0.7), jnp.float32(0.4)
     with tg.GradientTape(persistent=True) as outer:
         outer.watch([x, other])

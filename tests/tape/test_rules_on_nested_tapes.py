@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests.derivatives import by_tape, value_by_tape
 
 X = jnp.array([0.3, -1.2, 2.0])
 
@@ -18,10 +19,7 @@ def by_tapes(f, x, sources=None):
     """The gradient of the sum of f, and that of the sum of its squares and of f."""
     with tg.GradientTape() as outer:
         outer.watch(x)
-        with tg.GradientTape() as inner:
-            inner.watch(x)
-            y = f(x).sum()
-        g = inner.gradient(y, x)
+        y, g = value_by_tape(lambda x: f(x).sum(), x)
         z = (g**2).sum() + y
     return g, outer.gradient(z, x if sources is None else sources)
 
@@ -167,10 +165,7 @@ def test_the_second_step_compiles_nothing_and_its_numbers_are_those_of_jax(name,
 
 def test_the_second_step_on_three_tapes_compiles_nothing(compilations):
     def step(x):
-        with tg.GradientTape() as outer:
-            outer.watch(x)
-            _, second = by_tapes(power, x)
-        return outer.gradient(second, x)
+        return by_tape(lambda x: by_tapes(power, x)[1], x)
 
     for i in range(2):
         step(X + float(i))
@@ -186,10 +181,7 @@ def test_the_second_step_with_a_variable_inside_compiles_nothing(compilations):
 
     @tg.custom_gradient
     def f(x):
-        def grad(dy, variables=None):
-            return dy * v * 2 * x, [7 * dy * x**2 * v]
-
-        return x**2 * v, grad
+        return x**2 * v, lambda dy, variables: (dy * v * 2 * x, [7 * dy * x**2 * v])
 
     for i in range(2):
         x = X + float(i)
@@ -346,10 +338,7 @@ def test_a_python_value_may_decide_which_inputs_have_a_gradient():
     for which in (0, 1, 0, 1):
         with tg.GradientTape(persistent=True) as outer:
             outer.watch([x, y])
-            with tg.GradientTape() as inner:
-                inner.watch([x, y])
-                z = f(x, y, which=which)
-            found = inner.gradient(z, [x, y])
+            z, found = value_by_tape(lambda x, y, which=which: f(x, y, which=which), x, y)
         assert [g is None for g in found] == [which != 0, which != 1]
         assert outer.gradient(found[which], [x, y]) == [None, 1.0]
         assert [g is None for g in outer.gradient(z, [x, y])] == [which != 0, which != 1]
@@ -372,17 +361,10 @@ def test_an_array_that_a_rule_closes_over_may_be_another_one_at_each_step(compil
 
 def test_a_gradient_depends_on_a_watched_array_that_its_rule_closes_over():
     w, x = jnp.float32(3.0), jnp.float32(2.0)
-
-    @tg.custom_gradient
-    def f(x):
-        return x * w, lambda dy: w**3 * dy
-
+    f = tg.custom_gradient(lambda x: (x * w, lambda dy: w**3 * dy))
     with tg.GradientTape(persistent=True) as outer:
         outer.watch([w, x])
-        with tg.GradientTape() as inner:
-            inner.watch(x)
-            y = f(x)
-        g = inner.gradient(y, x)
+        y, g = value_by_tape(f, x)
     assert float(g) == 27.0
     assert outer.gradient(g, [w, x]) == [27.0, None]  # d(w³)/dw
     with pytest.warns(UserWarning, match=r"depends on 'w' \(f32\[\]\), which it closes over"):
@@ -391,23 +373,12 @@ def test_a_gradient_depends_on_a_watched_array_that_its_rule_closes_over():
 
 def test_an_error_in_a_gradient_function_comes_when_its_gradient_is_asked_for_each_time():
     now = {"good": True}
-
-    @tg.custom_gradient
-    def slope(x):
-        return 2 * x, lambda dy: dy if now["good"] else (dy, dy)
-
-    @tg.custom_gradient
-    def f(x):
-        return x**2, lambda dy: slope(x) * dy
-
-    for good in (True, False, True, False):
-        now["good"] = good
-        if good:
-            by_tapes(f, X)
-            continue
-        with tg.GradientTape() as tape:
-            tape.watch(X)
-            y = f(X)
-        np.testing.assert_allclose(tape.gradient(y, X), 2 * X)
+    slope = tg.custom_gradient(lambda x: (2 * x, lambda dy: dy if now["good"] else (dy, dy)))
+    f = tg.custom_gradient(lambda x: (x**2, lambda dy: slope(x) * dy))
+    for _ in range(2):
+        now["good"] = True
+        by_tapes(f, X)
+        now["good"] = False
+        np.testing.assert_allclose(by_tape(f, X), 2 * X)
         with pytest.raises(ValueError, match="returned 2 gradients for 1 input"):
             by_tapes(f, X)
