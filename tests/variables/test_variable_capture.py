@@ -174,7 +174,7 @@ def test_a_traced_method_has_the_variables_of_its_instance():
         def __call__(self, x):
             return self.w * x
 
-        @functools.partial(tg.trace, static_argnums=0)
+        @tg.trace
         def double(self):
             self.w.assign(self.w * 2)
 
@@ -194,7 +194,7 @@ def stepping(w, x=1.0):
 
 
 def in_a_tree(w, x):
-    return tg.trace(lambda tree: stepping(tree["w"][0], tree["x"]))({"w": [w], "x": x})
+    return tg.trace(lambda tree: stepping(tree["w"][0], tree["x"]))({"w": [w], "x": x, "name": "w"})
 
 
 WITH_A_VARIABLE = {
