@@ -125,20 +125,6 @@ def test_the_embedding_is_frozen_and_the_attention_clipped(transformer, way):
     assert_trees_close(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
-def test_a_train_step_of_nnx_leaves_a_frozen_parameter_alone(transformer):
-    def train_step(model, optimizer, tokens):
-        loss, gradient = nnx.value_and_grad(language_loss)(model, tokens)
-        optimizer.update(model, gradient)
-        return loss
-
-    before = jax.tree.map(jnp.array, nnx.to_pure_dict(state_of(transformer)))
-    gradient = nnx.to_pure_dict(expected_of(transformer, TOKENS))
-    optimizer = nnx.Optimizer(transformer, optax.sgd(1.0), wrt=nnx.Param)
-    tg.trace(train_step, rules=RULES)(transformer, optimizer, TOKENS)
-    after = nnx.to_pure_dict(state_of(transformer))
-    assert_trees_close(after, jax.tree.map(lambda w, g: w - g, before, gradient))
-
-
 def test_a_model_that_is_traced_knows_its_own_parameters(transformer):
     model = tg.trace(transformer, rules=[tg.rules.stop_gradient(tg.match.param("head.bias"))])
     graph = model.graph(TOKENS)

@@ -251,47 +251,11 @@ def test_stopping_all_or_some_inputs():
         tg.rewrite(f, rules.stop_gradient(product, 2))(w, X)
 
 
-def test_an_inlined_function_is_stopped_by_its_inputs():
-    def attention(q, k):
-        return jax.nn.softmax(q * k)
-
-    def f(q, k):
-        return jnp.sum(attention(q, k) * X)
-
-    for position in (0, 1):
-        rule = rules.stop_gradient(match.call("attention"), position)
-        gradients = jax.grad(tg.rewrite(f, rule), (0, 1))(X, 2 * X)
-        expected = jax.grad(f, 1 - position)(X, 2 * X)
-        assert not gradients[position].any()
-        np.testing.assert_allclose(gradients[1 - position], expected, rtol=1e-6)
+TEMPERATURES = [2.0, jnp.float32(2.0), jnp.bfloat16(2)]
+TEMPERATURES += [2 * jnp.ones(shape) for shape in ((3,), (4, 1), (4, 3))]
 
 
-def test_a_gradient_is_reversed_before_a_head_and_not_in_it():
-    def head(w, hidden):
-        return jnp.tanh(hidden * w)
-
-    def f(w, x):
-        return jnp.sum(head(w, jnp.sin(x)))
-
-    w = jnp.array([0.5, 1.0, 2.0])
-    edited = tg.rewrite(f, rules.scale_gradient(match.call("head"), -3.0, inputs=0))
-    (dw, dx), (expected_dw, expected_dx) = (jax.grad(g, (0, 1))(w, X) for g in (edited, f))
-    np.testing.assert_allclose(dw, expected_dw, rtol=1e-6)
-    np.testing.assert_allclose(dx, -3 * expected_dx, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "temperature",
-    [
-        2.0,
-        jnp.float32(2.0),
-        2 * jnp.ones(3),
-        2 * jnp.ones((4, 1)),
-        2 * jnp.ones((4, 3)),
-        jnp.bfloat16(2),
-    ],
-    ids=lambda x: str(jnp.asarray(x).aval),
-)
+@pytest.mark.parametrize("temperature", TEMPERATURES, ids=lambda x: str(jnp.asarray(x).aval))
 def test_the_inputs_of_a_call_have_one_order_whatever_their_types_are(temperature):
     def head(features, temperature):
         return jnp.sum(features / temperature)
@@ -305,6 +269,10 @@ def test_the_inputs_of_a_call_have_one_order_whatever_their_types_are(temperatur
     reversed_, kept = jax.grad(tg.rewrite(f, reverse), (0, 1))(features, temperature)
     np.testing.assert_allclose(reversed_, -of_features)
     np.testing.assert_allclose(kept, of_temperature)
+    stop = rules.stop_gradient(match.call("head"), 1)
+    kept, stopped = jax.grad(tg.rewrite(f, stop), (0, 1))(features, temperature)
+    np.testing.assert_allclose(kept, of_features)
+    assert not jnp.any(stopped)
 
     def one_and_two(op, dy):
         return [0 * op.inputs[0] + 1, 0 * op.inputs[1] + 2]
@@ -753,16 +721,6 @@ def test_a_loop_and_what_is_in_it_are_led_out_together():
     for led_out in (values, gradients):
         alone = {name: value for place in places for name, value in led_out(place).items()}
         jax.tree.map(np.testing.assert_array_equal, led_out(together), alone)
-
-
-def test_branches_stay_in_order_when_values_are_led_out_of_the_later_one():
-    def f(x):
-        return jax.lax.cond(x > 0, jnp.sin, lambda x: 2 * x, x)
-
-    value, found = tg.intermediates(f, 1.0, where=tg.match.op("sin"))
-    np.testing.assert_allclose([value, found["sin"]], [np.sin(1.0)] * 2, rtol=1e-6)
-    assert tg.intermediates(f, -1.0, where=tg.match.op("sin"))[0] == -2.0
-    assert tg.intermediate_gradients(f, 1.0, where=tg.match.op("sin"))[1] == {"sin": 1.0}
 
 
 def marked_in_two_branches_of_three(which, x, y):
