@@ -66,11 +66,9 @@ def test_leaves_are_named_by_their_path():
 
 def test_a_few_signatures_are_nobodys_fault():
     step = fresh_function()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(30):
-            for n in range(5):
-                step(jnp.ones(n))
+    for _ in range(30):  # a warning would fail
+        for n in range(5):
+            step(jnp.ones(n))
 
 
 def test_it_is_said_at_doubling_counts_only():
@@ -91,6 +89,4 @@ def test_a_part_of_another_program_is_not_compiled_and_not_counted(wrap):
             x = dense(jnp.ones(i + 1), x)
         return x
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrap(net)(1.0)
+    wrap(net)(1.0)  # a warning would fail

@@ -264,14 +264,6 @@ def test_a_numpy_array_that_changes_later_does_not_change_it():
     assert float(v.sum()) == float(w.sum()) == 1024
 
 
-def test_a_random_key_can_be_one():
-    v = Variable(jax.random.key(0), name="key")
-    expected = jax.random.split(jax.random.key(0))[0]
-    v.assign(jax.random.split(v.value)[0])
-    np.testing.assert_array_equal(jax.random.key_data(v.value), jax.random.key_data(expected))
-    assert "key" in repr(v)
-
-
 # ------------------------------------------------------------------------- under transformations
 
 

@@ -615,6 +615,7 @@ def test_a_random_key_is_carried_from_call_to_call():
         state, use = jax.random.split(state)
         expected.append(float(jax.random.normal(use)))
     assert [float(draw()) for _ in range(3)] == expected
+    assert "key" in repr(key)
 
 
 def test_a_nested_traced_step_assigns_through_the_outer_one():
