@@ -683,9 +683,10 @@ def test_intermediates_of_branches_loops_and_calls():
     np.testing.assert_allclose(values["sin"], jnp.sin(X), rtol=1e-6)
     assert not values["cos"].any()  # of the branch that was not taken
     np.testing.assert_allclose(values["tanh"], jnp.tanh(jnp.sin(X)), rtol=1e-6)
-    np.testing.assert_allclose(
-        tg.intermediates(f, -X, where=match.op("cos"))[1]["cos"], COS, rtol=1e-6
-    )
+    for op, x in (("sin", X), ("sin", -X), ("cos", X), ("cos", -X)):  # of one branch alone
+        np.testing.assert_allclose(tg.intermediates(f, x, where=match.op(op))[0], f(x), rtol=1e-6)
+    found = tg.intermediates(f, -X, where=match.op("cos"))[1]["cos"]
+    np.testing.assert_allclose(found, COS, rtol=1e-6)
 
     def after(t):
         return jnp.sum(jnp.exp(t))
