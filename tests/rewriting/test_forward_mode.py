@@ -37,3 +37,21 @@ def test_what_prints_prints_once_in_forward_mode_too(capfd):
     jax.effects_barrier()
     np.testing.assert_allclose([value, tangent], [9.0, 6.0])
     assert capfd.readouterr().out == "x is 3.0\n"
+
+
+def handed_on(x, dy):
+    return jax.lax.while_loop(lambda carry: carry[0] < x, lambda carry: carry, (x, dy))[1]
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [lambda x, zero, dy: 2 * dy + zero, lambda x, zero, dy: 2 * handed_on(x, dy)],
+    ids=["a zero that it adds", "a loop that hands it on"],
+)
+def test_a_backward_is_linear_in_spite_of(backward):
+    @tg.custom_gradient
+    def double(x):
+        zero = jnp.zeros_like(x) * x
+        return x * 2, lambda dy: backward(x, zero, dy)
+
+    assert tg.jvp(double, (3.0,), (1.0,)) == (6.0, 2.0)

@@ -476,7 +476,6 @@ def in_a_loop_of_a_jitted_function(step, x):
     return jax.lax.fori_loop(0, 3, lambda i, carry: jax.jit(step)(carry), x)
 
 
-@pytest.mark.both_jax
 @pytest.mark.parametrize("run", [in_a_scan, in_two_scans, in_a_loop_of_a_jitted_function])
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit, jax.vmap], ids=["as it is", "jit", "vmap"])
 def test_a_rule_for_what_jax_moved_out_of_a_scan_of_a_gradient_by_name_raises(run, outer):
@@ -496,7 +495,6 @@ def test_a_rule_for_what_jax_moved_out_of_a_scan_of_a_gradient_by_name_raises(ru
     np.testing.assert_allclose(found, outer(jax.grad(tg.rewrite(loss, rule)))(w), rtol=1e-6)
 
 
-@pytest.mark.both_jax
 def test_a_rule_for_what_was_computed_before_a_scan_of_a_gradient_by_name_is_taken():
     """Whoever differentiates the traced function gets the gradient of the rounding."""
 

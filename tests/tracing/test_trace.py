@@ -630,7 +630,6 @@ def test_what_is_compiled_ahead_is_called_as_the_function_is():
     assert (float(one), float(two), float(total)) == (16.0, 20.0, 7.0)
 
 
-@pytest.mark.both_jax
 def test_type_checkers_are_told_of_every_keyword_of_jit():
     told = typing.get_type_hints(JitOptions)
     assert told.keys() == inspect.signature(jax.jit).parameters.keys() - {"fun"}

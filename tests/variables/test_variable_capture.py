@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
 from tracegrad.variables import lending
-from tracegrad.variables.capture import variable_of
 from tracegrad.variables.listening import listening
 from tracegrad.variables.variable import Variable
 
@@ -476,28 +475,6 @@ def test_threads_that_trace_at_once_have_their_own_reads_of_inner_functions():
     others = [Variable(float(i)) for i in range(4)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, others)) == [[6.0 + 2 * i] * 5 for i in range(4)]
-
-
-def test_a_listener_hears_of_the_reads_of_a_function_that_jax_has_kept():
-    class Heard:
-        def __init__(self):
-            self.values = []
-
-        def on_read(self, variable, outside):
-            self.values.append((variable, outside()))
-            return self.values[-1][1]
-
-    for _ in range(2):
-        heard = Heard()
-
-        def f(x, heard=heard):
-            with listening(heard):
-                return jitted(x)
-
-        assert tg.trace(f)(2.0) == 6.0
-        assert heard.values
-        assert all(variable is v for variable, _ in heard.values)
-        assert all(variable_of(value) is v for _, value in heard.values)
 
 
 # ----------------------------------------------------------------------------------- assignment
