@@ -14,7 +14,7 @@ from jax import lax
 
 import tracegrad as tg
 from tests.derivatives import value_by_tape
-from tracegrad._jax.caches import Cache, clear_caches
+from tracegrad._jax.caches import Cache, WeakCache, clear_caches
 from tracegrad.tape import known_computations
 
 pytestmark = pytest.mark.both_jax
@@ -96,6 +96,23 @@ def test_a_cache_drops_what_came_first_and_keeps_what_another_thread_has_put():
         squares.put(i, i * i)
     assert dict(squares) == {4: 16, 5: 25}
     assert squares.put(5, 0) == 25
+
+
+class Equal:
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+def test_a_weak_cache_is_bounded_tells_equal_objects_apart_and_lets_go_of_them():
+    names, (one, two, three) = WeakCache(2), (Equal() for _ in range(3))
+    for owner, name in ((one, "one"), (two, "two"), (three, "three")):
+        names.put(owner, name)
+    assert [names.get(owner) for owner in (one, two, three)] == [None, "two", "three"]
+    del two, owner
+    assert names.values() == ["three"]
 
 
 def objects_after(steps):
