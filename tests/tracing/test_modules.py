@@ -263,17 +263,6 @@ def test_what_changes_outside_is_seen_and_named():
     assert len(runs) == 4
 
 
-def test_a_warning_names_what_is_made_anew_for_each_call():
-    model, step = Plain(nnx.Rngs(0)), tg.trace(train_step)
-
-    def train():
-        for _ in range(9):
-            step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), X)
-
-    with pytest.warns(tg.RetraceWarning, match=r"the structure of `optimizer\.tx` changed.*once"):
-        train()
-
-
 def test_an_attribute_that_changes_in_place_is_seen():
     class Listed(nnx.Module):
         def __init__(self):

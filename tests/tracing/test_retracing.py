@@ -5,12 +5,15 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import tracegrad as tg
 
 pytestmark = pytest.mark.both_jax
 
+MODEL = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
 DTYPES = ("float32", "float16", "bfloat16", "int32", "int16", "int8", "uint32", "uint16", "bool")
 
 CHANGES = {
@@ -27,6 +30,16 @@ CHANGES = {
     "a string or an array": (
         lambda i: {"x": {"k": jnp.ones(i) if i % 2 else str(i)}},
         r"static value of `x\.k` changed.*from float32\[7\] to '8'",
+    ),
+    "a string": (lambda i: {"x": {"k": str(i)}}, r"static value of `x\.k` changed"),
+    "a new function": (lambda i: {"x": {"k": lambda: i}}, "make it once"),
+    "a Variable": (
+        lambda i: {"x": tg.Variable(float(i))},
+        r"the Variable of `x` changed.*pass its `.value`",
+    ),
+    "a new optimiser": (
+        lambda i: {"x": nnx.Optimizer(MODEL, optax.sgd(0.1), wrt=nnx.Param)},
+        r"the structure of `x\.tx` changed.*once",
     ),
     "tree": (
         lambda i: {"x": {f"k{j}": 1.0 for j in range(i)}},

@@ -296,21 +296,6 @@ def test_an_array_of_objects_is_refused_by_its_path(values, beside):
         assert any("Give it a dtype of numbers" in note for note in found.value.__notes__)
 
 
-@pytest.mark.parametrize(
-    ("leaf", "words"),
-    [(str, "static value of .model.*leaf.* changed"), (lambda i: lambda: i, "make it once")],
-)
-def test_warnings_of_retraces_name_the_leaf_and_tell_objects_from_values(leaf, words):
-    call = tg.trace(lambda model: model["x"])
-
-    def calls():
-        for i in range(9):
-            call({"x": 1.0, "leaf": leaf(i)})
-
-    with pytest.warns(tg.RetraceWarning, match=words):
-        calls()
-
-
 class Model:
     def __init__(self):
         self.weight = tg.Variable(jnp.ones(3))

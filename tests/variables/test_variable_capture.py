@@ -305,14 +305,6 @@ def test_graphs_and_programs_of_a_function_have_its_variables_behind_the_argumen
     assert f.eval_shape(a, 2.0).shape == ()
 
 
-def test_many_variables_for_one_argument_are_warned_of():
-    f = tg.trace(lambda w: w + 1.0)
-    many = [Variable(float(i), name=f"w{i}") for i in range(9)]
-    with pytest.warns(tg.RetraceWarning, match=r"the Variable of `w` changed.*pass its `.value`"):
-        results = [float(f(w)) for w in many]
-    assert results == [i + 1.0 for i in range(9)]
-
-
 def test_variables_have_names_in_the_text_of_a_graph():
     count = Variable(0, name="count", trainable=False)
 
