@@ -335,10 +335,10 @@ HOLDING = {
 @pytest.mark.parametrize(("make", "call"), HOLDING.values(), ids=HOLDING)
 def test_what_it_held_is_gone_with_the_last_reference_to_it(make, call, count):
     variable, x = tg.Variable(np.ones(10, np.float32)), jnp.full(10, 3.0)
-    held = weakref.ref(x)
+    held, also_held = weakref.ref(x), weakref.ref(variable)
     fun = make(variable, x)
     traced = tg.trace(fun)
-    del x
+    del variable, x
     gc.disable()
     try:
         for _ in range(count):
@@ -348,7 +348,7 @@ def test_what_it_held_is_gone_with_the_last_reference_to_it(make, call, count):
         if count:
             call(traced)
         del traced
-        assert held() is None
+        assert held() is also_held() is None
     finally:
         gc.enable()
 

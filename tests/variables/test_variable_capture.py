@@ -9,7 +9,6 @@ import gc
 import inspect
 import sys
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -1254,20 +1253,6 @@ def test_a_state_that_is_assigned_and_not_read_again_is_healthy(slope):
 
 
 # ------------------------------------------------------------------------------------- lifetime
-
-
-def test_neither_functions_nor_variables_are_kept_alive():
-    def run():
-        w = Variable(1.0)
-        f = tg.trace(lambda x: w * x)
-        f(1.0)
-        g = tg.trace(lambda x: w.assign_add(x) * x)
-        g(1.0)
-        return weakref.ref(w), weakref.ref(f), weakref.ref(g)
-
-    references = run()
-    gc.collect()
-    assert [r() for r in references] == [None, None, None]
 
 
 def test_a_program_of_a_variable_that_is_gone_is_not_used():
