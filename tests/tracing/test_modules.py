@@ -680,16 +680,6 @@ def model_sum(model):
     return jnp.sum(model(jnp.ones(2)))
 
 
-def test_a_module_is_not_saved_as_an_argument(tmp_path):
-    model = Plain(nnx.Rngs(0))
-    with pytest.raises(
-        TypeError, match=r"argument model has an object of flax.*\(Plain\).* closes over"
-    ):
-        tg.save(loss, tmp_path / "loss", (model, X))
-    tg.save(lambda x: loss(model, x), tmp_path / "loss", (X,))
-    np.testing.assert_allclose(tg.load(tmp_path / "loss")(X), loss(model, X), rtol=1e-6)
-
-
 class WithATracedMethod(Noisy):
     @tg.trace
     def traced(self, x):
