@@ -644,6 +644,7 @@ def test_an_edit_of_what_is_written_to_a_ref_is_refused():
     ("make", "error", "message"),
     [
         (lambda: rules.stop_gradient("sin"), TypeError, "expected a selector"),
+        (lambda: rules.stop_gradient(SIN, "w"), TypeError, r"inputs is .* input .* given 'w'"),
         (lambda: rules.override_gradient(SIN, None), TypeError, "gradient function"),
         (lambda: rules.override_gradient(SIN, lambda dy: dy), TypeError, r"takes \(dy\)"),
         (lambda: tg.register_gradient("of one")(lambda dy: dy), TypeError, r"takes \(dy\)"),

@@ -572,6 +572,13 @@ def test_a_memory_budget_reaches_the_loss_inside_a_step(derivative):
     assert "jax.grad(tracegrad.trace(loss, memory_budget='60%'))" in str(told.value)
 
 
+def test_a_budget_that_is_none_is_refused_at_once():
+    with pytest.raises(ValueError, match="not above zero"):
+        tg.trace(deep, memory_budget=-1)
+    with pytest.raises(TypeError, match="memory budget is"):
+        tg.trace(deep, memory_budget=[1])
+
+
 def test_forward_mode_of_jax_goes_by_rules_once_also_over_a_gradient():
     def tangent(x):
         return jax.jvp(jnp.sin, (x,), (x,))[1]
