@@ -1,4 +1,4 @@
-"""Everything that `tracegrad._jax` takes from JAX without a public promise, probed one by one."""
+"""What `tracegrad._jax` takes from JAX without a public promise, where no other test would tell."""
 
 import os
 import threading
