@@ -14,7 +14,7 @@ from jax import lax
 
 import tracegrad as tg
 from tests.derivatives import value_by_tape
-from tracegrad._jax.caches import Cache, WeakCache, cached, clear_caches, of_program
+from tracegrad._jax.caches import Cache, WeakCache, clear_caches
 from tracegrad.tape import known_computations
 
 pytestmark = pytest.mark.both_jax
@@ -106,49 +106,13 @@ class Equal:
         return 0
 
 
-def test_a_weak_cache_tells_equal_objects_apart_and_lets_go_of_them():
-    names, one, other = WeakCache(2), Equal(), Equal()
-    names.put(one, "one")
-    assert (names.get(one), names.get(other)) == ("one", None)
-    names.put(other, "other")
-    names.put(other, "again")
-    assert (names.get(one), names.get(other)) == ("one", "again")
-    del one
-    assert names.values() == ["again"]
-    kept = [Equal(), Equal()]
-    for item in kept:
-        names.put(item, "new")
-    assert (names.get(other), names.get(kept[1])) == (None, "new")
-
-
-def test_a_fact_is_found_once_for_each_program_and_again_when_caches_are_cleared():
-    asked = []
-
-    @of_program
-    def names(program):
-        asked.append(program)
-        return [equation.primitive.name for equation in program.eqns]
-
-    @of_program
-    def length(program):
-        return len(program.eqns)
-
-    program = jax.make_jaxpr(jnp.tanh)(1.0).jaxpr
-    assert names(program) == names(program) == ["tanh"]
-    assert length(program) == 1
-    assert asked == [program]
-    clear_caches()
-    assert names(program) == ["tanh"]
-    assert len(asked) == 2
-
-
-def test_clearing_forgets_what_a_function_of_values_has_returned():
-    asked = []
-    half = cached(4)(lambda x: asked.append(x) or x / 2)
-    assert [half(2), half(2)] == [1.0, 1.0]
-    clear_caches()
-    assert half(2) == 1.0
-    assert asked == [2, 2]
+def test_a_weak_cache_is_bounded_tells_equal_objects_apart_and_lets_go_of_them():
+    names, (one, two, three) = WeakCache(2), (Equal() for _ in range(3))
+    for owner, name in ((one, "one"), (two, "two"), (three, "three")):
+        names.put(owner, name)
+    assert [names.get(owner) for owner in (one, two, three)] == [None, "two", "three"]
+    del two, owner
+    assert names.values() == ["three"]
 
 
 def objects_after(steps):

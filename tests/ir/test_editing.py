@@ -327,14 +327,18 @@ def test_a_match_of_another_graph_is_refused():
         around_each(gone, sines(other), tenfold)
 
 
-def test_matches_that_overlap_are_refused():
+OVERLAPPING = [("sin", "dot_general"), ("dot_general", "tanh")]
+
+
+@pytest.mark.parametrize(
+    ("stretches", "message"),
+    [
+        (OVERLAPPING, r"in common.*Narrow the selector"),
+        ([("sin", "tanh")], r"dot_general.*tanh.*not convex"),
+    ],
+)
+def test_stretches_that_are_no_single_operations_are_refused(stretches, message):
     graph = tg.graph(net, *ARGUMENTS)
-    matches = [stretch(graph, "sin", "dot_general"), stretch(graph, "dot_general", "tanh")]
-    with pytest.raises(tg.GraphError, match=r"in common.*Narrow the selector"):
+    matches = [stretch(graph, *ops) for ops in stretches]
+    with pytest.raises(tg.GraphError, match=message):
         around_each(graph, matches, lambda op, *operands: op(*operands))
-
-
-def test_a_set_that_is_not_convex_is_refused_by_the_names_of_its_nodes():
-    graph = tg.graph(net, *ARGUMENTS)
-    with pytest.raises(tg.GraphError, match=r"dot_general.*tanh.*not convex"):
-        around_each(graph, [stretch(graph, "sin", "tanh")], lambda op, *operands: op(*operands))

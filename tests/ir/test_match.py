@@ -89,24 +89,47 @@ def test_calls_on_one_line_and_in_a_loop_are_told_apart():
         assert all([n.op for n in m.nodes].count("exp") == 1 for m in matches)
 
 
-def test_a_function_with_a_loop_is_one_call():
-    def layers(x):
-        for _ in range(3):
-            x = jnp.sin(x) * 2
-        return x
+def layers(x):
+    for _ in range(3):
+        x = jnp.sin(x) * 2
+    return x
 
-    def f(x):
-        return jnp.cos(layers(x))
 
-    assert ops(found(f, match.call("layers"))) == [["sin", "mul"] * 3]
+class Layer:
+    def __call__(self, x):
+        return jnp.sin(x) * 2
+
+    def scaled(self, x):
+        return jnp.cos(x) * 3
+
+
+class Around:
+    def __call__(self, x):
+        return Layer()(x) + 1
+
+
+LAYER = Layer()
+WAVES, JITTED = (lambda x: LAYER.scaled(LAYER(x))), (lambda x: jax.jit(Around().__call__)(x))
+CALLS = {
+    "a function with a loop": (lambda x: jnp.cos(layers(x)), "layers", [["sin", "mul"] * 3]),
+    "a class": (WAVES, "Layer", [["sin", "mul"]]),
+    "a method": (WAVES, "Layer.scaled", [["cos", "mul"]]),
+    "a glob": (WAVES, "scal*", [["cos", "mul"]]),
+    "a jitted method": (JITTED, "Around", [["sin", "mul", "add"]]),
+    "one of the same name inside": (JITTED, "Layer", [["sin", "mul"]]),
+}
+
+
+@pytest.mark.parametrize(("fun", "name", "expected"), CALLS.values(), ids=CALLS)
+def test_call_finds(fun, name, expected):
+    assert ops(found(fun, match.call(name))) == expected
+
+
+def test_a_method_has_the_name_of_its_class():
+    assert [m.name for m in found(WAVES, match.call("Layer*"))] == ["Layer", "Layer.scaled"]
 
 
 def test_a_loop_in_a_loop_is_ambiguous():
-    def layers(x):
-        for _ in range(2):
-            x = jnp.sin(x)
-        return x
-
     def f(x):
         for _ in range(2):
             x = layers(x)
@@ -121,42 +144,7 @@ def test_a_loop_in_a_loop_is_ambiguous():
                 x = layers(x)
         return x
 
-    assert ops(found(told_apart, match.scope("round_*"))) == [["sin", "sin"]] * 2
-
-
-def test_a_class_and_a_method_are_names_of_calls():
-    class Layer:
-        def __call__(self, x):
-            return jnp.sin(x) * 2
-
-        def scaled(self, x):
-            return jnp.cos(x) * 3
-
-    layer = Layer()
-
-    def f(x):
-        return layer.scaled(layer(x))
-
-    assert ops(found(f, match.call("Layer"))) == [["sin", "mul"]]
-    assert ops(found(f, match.call("Layer.scaled"))) == [["cos", "mul"]]
-    assert ops(found(f, match.call("scal*"))) == [["cos", "mul"]]
-    assert [m.name for m in found(f, match.call("Layer*"))] == ["Layer", "Layer.scaled"]
-
-
-def test_a_jitted_method_is_told_from_one_of_the_same_name_that_it_calls():
-    class Inner:
-        def __call__(self, x):
-            return jnp.sin(x) * 2
-
-    class Outer:
-        def __call__(self, x):
-            return Inner()(x) + 1
-
-    def f(x):
-        return jax.jit(Outer().__call__)(x)
-
-    assert ops(found(f, match.call("Outer"))) == [["sin", "mul", "add"]]
-    assert ops(found(f, match.call("Inner"))) == [["sin", "mul"]]
+    assert ops(found(told_apart, match.scope("round_*"))) == [["sin", "mul"] * 3] * 2
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
@@ -200,33 +188,42 @@ def scoped(x):
     return x
 
 
+def in_scan(x):
+    with jax.named_scope("outer"):
+        return jax.lax.scan(lambda c, _: (scoped(c), None), x, None, length=2)[0]
+
+
+@jax.vmap
+def two_names(x):
+    with jax.named_scope("outer/inner"):
+        return jnp.sin(x)
+
+
+BLOCK = ["sin", "mul", "cos"]
+
+
 @pytest.mark.parametrize(
-    ("glob", "expected"),
+    ("fun", "glob", "expected"),
     [
-        ("block_*", [["sin", "mul", "cos"]] * 2),
-        ("block_1", [["sin", "mul", "cos"]]),
-        ("attention", [["sin", "mul"]] * 2),
-        ("block_*/mlp", [["cos"]] * 2),
-        ("/block_0", [["sin", "mul", "cos"]]),
-        ("/mlp", []),
-        ("/**/mlp", [["cos"]] * 2),
-        ("block_0/*", [["sin", "mul"], ["cos"]]),
-        ("block", []),
+        (scoped, "block_*", [BLOCK] * 2),
+        (scoped, "block_1", [BLOCK]),
+        (scoped, "attention", [["sin", "mul"]] * 2),
+        (scoped, "block_*/mlp", [["cos"]] * 2),
+        (scoped, "/block_0", [BLOCK]),
+        (scoped, "/mlp", []),
+        (scoped, "/**/mlp", [["cos"]] * 2),
+        (scoped, "block_0/*", [["sin", "mul"], ["cos"]]),
+        (scoped, "block", []),
+        (jax.vmap(scoped), "block_0", [BLOCK]),
+        (in_scan, "outer", [["scan"]]),
+        (in_scan, "outer/block_1", [BLOCK]),
+        (two_names, "outer", [["sin"]]),
+        (two_names, "inner", [["sin"]]),
+        (two_names, "outer/inner", [["sin"]]),
     ],
 )
-def test_scope_takes_globs_over_the_components(glob, expected):
-    assert ops(found(scoped, match.scope(glob))) == expected
-
-
-def test_a_scope_is_found_through_transformations_and_regions():
-    assert ops(found(jax.vmap(scoped), match.scope("block_0"))) == [["sin", "mul", "cos"]]
-
-    def in_scan(x):
-        with jax.named_scope("outer"):
-            return jax.lax.scan(lambda c, _: (scoped(c), None), x, None, length=2)[0]
-
-    assert ops(found(in_scan, match.scope("outer"))) == [["scan"]]
-    assert ops(found(in_scan, match.scope("outer/block_1"))) == [["sin", "mul", "cos"]]
+def test_scope_takes_globs_over_the_components(fun, glob, expected):
+    assert ops(found(fun, match.scope(glob))) == expected
 
 
 @pytest.mark.parametrize("sum", ["bi,ij->bj", "b i, i j -> b j", "...i,ij->...j", "bi,ij->"])
@@ -331,15 +328,6 @@ def test_a_scope_may_be_called_as_a_transformation_is_written():
         assert match_.scopes == ("vmap(my_jvp(x))",)
         assert not found(fun, match.scope("x"))
         assert not found(fun, match.scope("my_jvp(x)"))
-
-
-def test_a_scope_of_two_names_is_found_through_transformations():
-    def f(x):
-        with jax.named_scope("outer/inner"):
-            return jnp.sin(x)
-
-    for glob in ("outer", "inner", "outer/inner"):
-        assert ops(found(jax.vmap(f), match.scope(glob))) == [["sin"]]
 
 
 def test_a_call_in_a_scope_is_still_the_call():

@@ -22,10 +22,6 @@ def graph():
     return tg.graph(net, jnp.ones((3, 3)), jnp.ones((3, 3)))
 
 
-def test_a_traced_graph_is_a_program(graph):
-    graph.verify()
-
-
 def reading(graph, node, operands):
     """The graph with other operands for a node."""
     other = node.with_operands(operands)
@@ -39,30 +35,26 @@ def test_a_value_used_before_it_is_defined_is_named_with_the_line(graph):
     assert f"test_verification.py:{net.__code__.co_firstlineno + 1}" in str(caught.value)
 
 
-def test_a_value_of_another_graph_is_none_of_this_one(graph):
-    other = tg.graph(net, jnp.ones((3, 3)), jnp.ones((3, 3)))
-    with pytest.raises(tg.GraphError, match="of another graph"):
-        reading(graph, graph.nodes[2], other.inputs[:1]).verify()
+def with_integers(graph):
+    (old,), new = graph.nodes[0].outputs, Value(jax.typeof(jnp.ones((3, 3), jnp.int32)))
+    return graph.replace(nodes=[node.renaming({old: new}) for node in graph.nodes])
 
 
-def test_a_type_that_the_operation_does_not_take_is_refused(graph):
-    dot = graph.nodes[1]
-    number = Literal(np.float32(1), jax.typeof(np.float32(1)))
-    with pytest.raises(tg.GraphError, match="dot_general"):
-        reading(graph, dot, [dot.inputs[0], number]).verify()
+OTHER = tg.graph(net, jnp.ones((3, 3)), jnp.ones((3, 3)))
+ONE = Literal(np.float32(1), jax.typeof(np.float32(1)))
+NO_PROGRAMS = {
+    "of another graph": lambda g: reading(g, g.nodes[2], OTHER.inputs[:1]),
+    "dot_general": lambda g: reading(g, g.nodes[1], [g.nodes[1].inputs[0], ONE]),
+    r"expected f32\[3,3\].*found i32\[3,3\]": with_integers,
+    "that nothing in it defines": lambda g: g.replace(nodes=g.nodes[:-1]),
+}
 
 
-def test_a_result_of_another_type_than_jax_gives_it_is_refused(graph):
-    sin, *_ = graph.nodes
-    (old,), new = sin.outputs, Value(jax.typeof(jnp.ones((3, 3), jnp.int32)))
-    wrong = [node.renaming({old: new}) for node in graph.nodes]
-    with pytest.raises(tg.GraphError, match=r"expected f32\[3,3\].*found i32\[3,3\]"):
-        graph.replace(nodes=wrong).verify()
-
-
-def test_an_output_that_nothing_defines_is_refused(graph):
-    with pytest.raises(tg.GraphError, match="that nothing in it defines"):
-        graph.replace(nodes=graph.nodes[:-1]).verify()
+@pytest.mark.parametrize("message", NO_PROGRAMS)
+def test_what_is_no_program_is_refused(graph, message):
+    graph.verify()
+    with pytest.raises(tg.GraphError, match=message):
+        NO_PROGRAMS[message](graph).verify()
 
 
 @pytest.mark.parametrize(

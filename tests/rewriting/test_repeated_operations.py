@@ -9,6 +9,8 @@ import tracegrad as tg
 from tracegrad import match, rules
 from tracegrad.ir.editing import around_each
 
+pytestmark = pytest.mark.both_jax
+
 X = jnp.linspace(0.3, 1.2, 12).reshape(3, 4)
 
 
@@ -29,7 +31,6 @@ def like_but_different(x):
 NOTHING = rules.scale_gradient(match.op("no such operation"), 2.0, missing_ok=True)
 
 
-@pytest.mark.both_jax
 @pytest.mark.parametrize(
     "derivative",
     [
@@ -57,7 +58,6 @@ def deep(x):
     return jnp.sum(x)
 
 
-@pytest.mark.both_jax
 def test_repeated_operations_have_a_derivative_in_a_program_without_jit():
     halved = tg.rewrite(deep, rules.scale_gradient(match.op("sin"), 0.5))
     with jax.disable_jit():
@@ -66,7 +66,6 @@ def test_repeated_operations_have_a_derivative_in_a_program_without_jit():
     np.testing.assert_allclose(found, jax.grad(deep)(X) / 2**6, rtol=1e-5)
 
 
-@pytest.mark.both_jax
 def test_a_rule_acts_at_each_of_many_equal_matches():
     halved = tg.rewrite(deep, rules.scale_gradient(match.op("sin"), 0.5))
     expected = jax.grad(deep)(X) * 0.5**6
@@ -77,7 +76,6 @@ def test_a_rule_acts_at_each_of_many_equal_matches():
     np.testing.assert_allclose(traced(X), expected, rtol=1e-5)
 
 
-@pytest.mark.both_jax
 def test_equal_matches_in_different_scopes_keep_their_scopes_and_lines():
     def deep(x):
         for i in range(4):
@@ -92,7 +90,6 @@ def test_equal_matches_in_different_scopes_keep_their_scopes_and_lines():
     assert len({found.origin.line for found in clips}) == 1
 
 
-@pytest.mark.both_jax
 def test_a_clipped_gradient_adds_one_call_for_each_match():
     def text(count):
         def step(ws, x):
@@ -126,7 +123,6 @@ def numbered_blocks(x):
     return jnp.sum(x)
 
 
-@pytest.mark.both_jax
 @pytest.mark.parametrize(
     "rule",
     [
@@ -145,7 +141,6 @@ def test_matches_at_one_line_that_differ_in_a_number_keep_their_numbers(rule):
     np.testing.assert_allclose(jax.grad(edited)(X), jax.grad(numbered_blocks)(X), rtol=1e-5)
 
 
-@pytest.mark.both_jax
 def test_equal_matches_at_one_line_share_the_trace_of_the_code_around_them():
     def deep(x):
         for i in range(40):
@@ -171,7 +166,6 @@ def test_equal_matches_at_one_line_share_the_trace_of_the_code_around_them():
     assert scopes == [f"layer_{i // 2}" for i in range(80)]
 
 
-@pytest.mark.both_jax
 def test_operations_inside_of_a_match_keep_their_own_lines_and_inner_scopes():
     def block(x):
         x = jnp.sin(x)

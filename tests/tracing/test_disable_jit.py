@@ -89,18 +89,6 @@ def test_gradients_says_what_keeps_it_from_reading_a_traced_function():
         f(jnp.ones(()))
 
 
-def test_a_method_is_one_of_its_instance():
-    class Model:
-        factor = 2.0
-
-        @functools.partial(tg.trace, static_argnums=0)
-        def __call__(self, x):
-            return self.factor * x if x > 0 else x
-
-    with jax.disable_jit():
-        assert Model()(1.0) == 2.0
-
-
 def test_it_can_be_differentiated_and_mapped_and_recorded():
     v = Variable(3.0)
     f = tg.trace(lambda x: v * x * x)

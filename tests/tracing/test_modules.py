@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import flax.errors
@@ -263,17 +263,6 @@ def test_what_changes_outside_is_seen_and_named():
     assert len(runs) == 4
 
 
-def test_a_warning_names_what_is_made_anew_for_each_call():
-    model, step = Plain(nnx.Rngs(0)), tg.trace(train_step)
-
-    def train():
-        for _ in range(9):
-            step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), X)
-
-    with pytest.warns(tg.RetraceWarning, match=r"the structure of `optimizer\.tx` changed.*once"):
-        train()
-
-
 def test_an_attribute_that_changes_in_place_is_seen():
     class Listed(nnx.Module):
         def __init__(self):
@@ -340,15 +329,6 @@ def test_the_first_argument_that_a_partial_leaves_open_is_donated():
         np.testing.assert_allclose(run(model, jnp.ones((1, 2))), [2 * (kernel.sum(0) + count)])
     assert was.is_deleted()
     np.testing.assert_array_equal(model.kernel[...], kernel)
-
-
-@pytest.mark.parametrize("donated", [{"donate_argnums": 0}, {"donate_argnames": "model"}])
-def test_the_first_argument_alone_is_donated_and_there_after_the_call(donated):
-    model = Plain(nnx.Rngs(0))
-    expected = model.linear(X)
-    apply = tg.trace(lambda model, x: model.linear(x), **donated)
-    for _ in range(2):
-        np.testing.assert_allclose(apply(model, X), expected, rtol=1e-6)
 
 
 def test_one_module_twice_is_donated_once():
@@ -444,7 +424,14 @@ def a_setting(model, x):
     return model.linear(x)
 
 
-CHANGED_STRUCTURE = [
+def in_two_modes(model, x):
+    model.train()
+    trained = model(x)
+    model.eval()
+    return trained + model(x)
+
+
+CHANGES = [
     new_variable,
     made_on_the_first_call,
     another_value,
@@ -452,14 +439,19 @@ CHANGED_STRUCTURE = [
     a_layer_twice,
     without_a_layer,
     a_setting,
+    in_two_modes,
 ]
+RUNS = {
+    "trace": tg.trace,
+    "nested": COMPILED["in another trace"],
+    "rewrite": rewritten,
+    "graph": COMPILED["as a graph"],
+}
 
 
-@pytest.mark.parametrize("change", CHANGED_STRUCTURE)
-@pytest.mark.parametrize("run", [tg.trace, rewritten, "graph"], ids=["trace", "rewrite", "graph"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_a_change_of_structure_inside_is_there_after_the_call(run, change):
-    if run == "graph":
-        run = COMPILED["as a graph"]
     model, expected = Noisy(nnx.Rngs(0)), Noisy(nnx.Rngs(0))
     linear, calls = model.linear, run(change)
     for _ in range(2):
@@ -491,40 +483,6 @@ def test_parts_that_change_places_inside_have_changed_places(options):
     assert models["a"].linear is b
     assert models["b"].linear is a
     np.testing.assert_array_equal(a.bias[...], bias + 1.0)
-
-
-SETTING = {"alone": tg.trace, "in another": lambda f: tg.trace(lambda *args: tg.trace(f)(*args))}
-
-
-@pytest.mark.parametrize("run", SETTING)
-def test_settings_that_a_function_changes_are_changed(run):
-    class Counting(Noisy):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.calls = jnp.zeros(())
-            self.bounds = nnx.data({"low": jnp.float32(-1.0)})
-
-        def __call__(self, x):
-            self.calls = self.calls + 1
-            return jnp.maximum(super().__call__(x), self.bounds["low"])
-
-    def evaluate(model, x):
-        model.eval()
-        return model(x)
-
-    def step(model, x):
-        model.train()
-        trained = model(x)
-        model.eval()
-        return trained, model(x)
-
-    def results(compile):
-        model = Counting(nnx.Rngs(0))
-        compiled = [compile(evaluate), compile(step)]
-        values = [jnp.stack(compiled[i](model, X)) for i in (0, 1, 1, 0)]
-        return [*values, model.norm.use_running_average, *arrays_of(model)]
-
-    assert_same(results(SETTING[run]), results(lambda fun: fun))
 
 
 def test_what_is_sown_in_a_capture_comes_out():
@@ -594,20 +552,6 @@ def test_modules_go_with_variables_and_static_arguments():
     assert (float(variable), float(total)) == (4.0, 10.0)
 
 
-def test_methods_of_modules_are_traced():
-    class Stepping(Noisy):
-        @tg.trace
-        def step(self, x):
-            self.linear.bias[...] += 1.0
-            return self(x)
-
-    model = Stepping(nnx.Rngs(0))
-    model.step(X)
-    model.step(X)
-    assert int(model.dropout.rngs.count[...]) == 2
-    np.testing.assert_allclose(model.linear.bias[...], 2 * jnp.ones(4))
-
-
 def test_threads_train_their_own_modules():
     step = tg.trace(train_step)
     models = [Noisy(nnx.Rngs(0)) for _ in range(4)]
@@ -617,11 +561,8 @@ def test_threads_train_their_own_modules():
         for _ in range(3):
             step(model, optimizer, X)
 
-    threads = [threading.Thread(target=train, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(train, models))
     for model in models[1:]:
         assert_same(arrays_of(model), arrays_of(models[0]))
 
@@ -739,28 +680,31 @@ def model_sum(model):
     return jnp.sum(model(jnp.ones(2)))
 
 
-def test_a_module_is_not_saved_as_an_argument(tmp_path):
-    model = Plain(nnx.Rngs(0))
-    with pytest.raises(
-        TypeError, match=r"argument model has an object of flax.*\(Plain\).* closes over"
-    ):
-        tg.save(loss, tmp_path / "loss", (model, X))
-    tg.save(lambda x: loss(model, x), tmp_path / "loss", (X,))
-    np.testing.assert_allclose(tg.load(tmp_path / "loss")(X), loss(model, X), rtol=1e-6)
+class WithATracedMethod(Noisy):
+    @tg.trace
+    def traced(self, x):
+        return self(x)
 
 
-def test_a_module_or_a_method_of_it_is_traced_and_its_updates_are_seen():
-    for fun_of in (lambda model: model, lambda model: model.__call__):
-        model = Noisy(nnx.Rngs(0))
-        call, twin = tg.trace(fun_of(model)), nnx.clone(model)
-        for _ in range(3):
-            np.testing.assert_allclose(call(X), twin(X), rtol=1e-4, atol=1e-5)
-            model.linear.bias[...] += 1.0
-            twin.linear.bias[...] += 1.0
-        assert_same(arrays_of(model), arrays_of(twin))  # statistics and random counts too
-        model.eval()
-        twin.eval()
+CALLS = {
+    "the module": tg.trace,
+    "a method": lambda model: tg.trace(model.__call__),
+    "a traced method": lambda model: model.traced,
+}
+
+
+@pytest.mark.parametrize("call_of", CALLS.values(), ids=CALLS)
+def test_a_module_or_a_method_of_it_is_traced_and_its_updates_are_seen(call_of):
+    model = WithATracedMethod(nnx.Rngs(0))
+    call, twin = call_of(model), nnx.clone(model)
+    for _ in range(3):
         np.testing.assert_allclose(call(X), twin(X), rtol=1e-4, atol=1e-5)
+        model.linear.bias[...] += 1.0
+        twin.linear.bias[...] += 1.0
+    assert_same(arrays_of(model), arrays_of(twin))  # statistics and random counts too
+    model.eval()
+    twin.eval()
+    np.testing.assert_allclose(call(X), twin(X), rtol=1e-4, atol=1e-5)
 
 
 def test_a_module_that_is_closed_over_is_a_constant_as_under_jit():

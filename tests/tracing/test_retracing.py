@@ -5,12 +5,15 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import tracegrad as tg
 
 pytestmark = pytest.mark.both_jax
 
+MODEL = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
 DTYPES = ("float32", "float16", "bfloat16", "int32", "int16", "int8", "uint32", "uint16", "bool")
 
 CHANGES = {
@@ -27,6 +30,16 @@ CHANGES = {
     "a string or an array": (
         lambda i: {"x": {"k": jnp.ones(i) if i % 2 else str(i)}},
         r"static value of `x\.k` changed.*from float32\[7\] to '8'",
+    ),
+    "a string": (lambda i: {"x": {"k": str(i)}}, r"static value of `x\.k` changed"),
+    "a new function": (lambda i: {"x": {"k": lambda: i}}, "make it once"),
+    "a Variable": (
+        lambda i: {"x": tg.Variable(float(i))},
+        r"the Variable of `x` changed.*pass its `.value`",
+    ),
+    "a new optimiser": (
+        lambda i: {"x": nnx.Optimizer(MODEL, optax.sgd(0.1), wrt=nnx.Param)},
+        r"the structure of `x\.tx` changed.*once",
     ),
     "tree": (
         lambda i: {"x": {f"k{j}": 1.0 for j in range(i)}},
@@ -66,11 +79,9 @@ def test_leaves_are_named_by_their_path():
 
 def test_a_few_signatures_are_nobodys_fault():
     step = fresh_function()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(30):
-            for n in range(5):
-                step(jnp.ones(n))
+    for _ in range(30):  # a warning would fail
+        for n in range(5):
+            step(jnp.ones(n))
 
 
 def test_it_is_said_at_doubling_counts_only():
@@ -91,6 +102,4 @@ def test_a_part_of_another_program_is_not_compiled_and_not_counted(wrap):
             x = dense(jnp.ones(i + 1), x)
         return x
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrap(net)(1.0)
+    wrap(net)(1.0)  # a warning would fail
