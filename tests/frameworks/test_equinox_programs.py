@@ -15,6 +15,7 @@ import pytest
 from zoo import LIMIT, STEPS, Program, check, clipped, each, reversed_
 
 import tracegrad as tg
+from tests.derivatives import by_tape
 from tracegrad import match, rules
 
 pytestmark = pytest.mark.both_jax
@@ -104,58 +105,6 @@ def mlp_mixer(compiled, edit):
         loss, model, key, opt_state = make_step(model, data, key, opt_state, optim.update)
         losses.append(loss)
     return losses, key, arrays_of(model, opt_state)
-
-
-class RNN(eqx.Module):
-    hidden_size: int
-    cell: eqx.nn.GRUCell
-    linear: eqx.nn.Linear
-    bias: jax.Array
-    edit: callable = eqx.field(static=True)
-
-    def __init__(self, in_size, out_size, hidden_size, edit, *, key):
-        ckey, lkey = jr.split(key)
-        self.hidden_size = hidden_size
-        self.cell = eqx.nn.GRUCell(in_size, hidden_size, key=ckey)
-        self.linear = eqx.nn.Linear(hidden_size, out_size, use_bias=False, key=lkey)
-        self.bias = jnp.zeros(out_size)
-        self.edit = edit
-
-    def __call__(self, input):
-        hidden = jnp.zeros((self.hidden_size,))
-
-        def f(carry, inp):
-            return self.edit(self.cell(inp, carry)), None
-
-        out, _ = jax.lax.scan(f, hidden, input)
-        return jax.nn.sigmoid(self.linear(out) + self.bias)
-
-
-def rnn(compiled, edit):
-    """Spirals that turn to the left or to the right."""
-
-    @eqx.filter_value_and_grad
-    def compute_loss(model, x, y):
-        pred_y = jax.vmap(model)(x)
-        return -jnp.mean(y * jnp.log(pred_y) + (1 - y) * jnp.log(1 - pred_y))
-
-    optim = optax.adam(1e-2)
-
-    @compiled
-    def make_step(model, x, y, opt_state):
-        loss, grads = compute_loss(model, x, y)
-        updates, opt_state = optim.update(grads, opt_state)
-        model = eqx.apply_updates(model, updates)
-        return loss, model, opt_state
-
-    model = RNN(2, 1, 8, edit, key=jr.key(0))
-    opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
-    x, losses = jr.normal(jr.key(1), (4, 6, 2)), []
-    y = jnp.array([0, 1, 0, 1])[:, None]
-    for _ in range(STEPS):
-        loss, model, opt_state = make_step(model, x, y, opt_state)
-        losses.append(loss.item())
-    return jnp.array(losses), arrays_of(model, opt_state)
 
 
 class ResidualBlock(eqx.Module):
@@ -342,7 +291,6 @@ REVERSE = partial(rules.scale_gradient, factor=-1.0)
 
 @each(
     Program(mlp_mixer, eqx.filter_jit, CLIP(match.call("gelu")), clipped, "65%", mark="slow"),
-    Program(rnn, eqx.filter_jit, CLIP(match.call("GRUCell")), clipped, mark="slow"),
     Program(unet, eqx.filter_jit, REVERSE(match.scope("UNet/last")), reversed_, "90%", mark="slow"),
     Program(
         batch_norm,
@@ -374,16 +322,10 @@ def test_a_program_among_what_an_operation_of_equinox_holds_is_none_of_its_regio
         fun = eqx.filter_closure_convert(lambda x: w * jnp.sin(x), x)
         return jnp.sum(eqxi.filter_primitive_bind(call, fun, jnp.tanh(x)) ** 2)
 
-    def on_a_tape(*of):
-        with tg.GradientTape() as tape:
-            tape.watch(of)
-            y = loss(*of)
-        return tape.gradient(y, of)
-
     of = jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0])
     dw, dx = jax.grad(loss, (0, 1))(*of)
     edited = tg.rewrite(loss, rules.scale_gradient(match.op("tanh"), 2.0))
-    for found in ((on_a_tape(*of)), tg.grad(edited, (0, 1))(*of)):
+    for found in (by_tape(loss, *of), tg.grad(edited, (0, 1))(*of)):
         np.testing.assert_allclose(found[0], dw, rtol=1e-6)
     np.testing.assert_allclose(found[1], 2 * dx, rtol=1e-6)
     assert "called = called(w, tanh)" in str(tg.graph(loss, *of))

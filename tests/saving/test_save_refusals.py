@@ -161,6 +161,8 @@ def test_a_callback_in_a_rule_does_not_matter_where_no_gradient_is_saved(tmp_pat
     save(lambda x: with_rule(x) * 2, tmp_path / "f", [X], gradient_order=0)
     loaded = load(tmp_path / "f")
     np.testing.assert_array_equal(loaded(X), 2 * X)
+    with pytest.raises(ValueError, match=r"saved with gradient_order=0, .* gradient_order=1"):
+        jax.grad(lambda x: jnp.sum(loaded(x)))(X)
     # It is saved again with the derivatives that it has.
     with pytest.raises(ValueError, match="or the loaded function with gradient_order=0"):
         save(loaded, tmp_path / "f")
