@@ -816,22 +816,3 @@ def test_operations_that_differ_in_a_parameter_alone_have_their_own_derivatives(
     found = explain(loss, [x, 2 * x, 3 * x])
     expected = [jnp.linalg.norm(g) for g in jax.grad(loss)([x, 2 * x, 3 * x])]
     np.testing.assert_allclose([source.norm for source in found.sources], expected, rtol=1e-5)
-
-
-def test_effects_of_a_healthy_function_happen_once():
-    seen = []
-
-    def loss(w, x):
-        h = jnp.tanh(x @ w)
-        jax.debug.callback(seen.append, jnp.sum(h))
-
-        def step(h, _):
-            jax.debug.callback(seen.append, jnp.max(h))
-            return jnp.sin(h), None
-
-        return jnp.sum(jax.lax.scan(step, h, None, length=3)[0] ** 2)
-
-    found = explain(loss, jnp.ones((4, 4)), jnp.ones((2, 4)))
-    jax.effects_barrier()
-    assert found.findings == ()
-    assert len(seen) == 4
