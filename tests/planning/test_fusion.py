@@ -117,54 +117,6 @@ def test_what_the_backward_pass_has_made_is_counted_for_the_step_in_which_it_is_
     assert [fate.cotangents for fate in seen(graph, compiled_to(STEPS), devices=2)] == [None] * 4
 
 
-# XLA has merged an operation of the backward pass into the forward pass, which writes its result.
-EARLY = """HloModule jit_f, is_scheduled=true
-
-ENTRY %main (x: f32[8,8]) -> f32[8,8] {
-  %x = f32[8,8] parameter(0)
-  %sin = f32[8,8] sine(%x), metadata={op_name="jvp(tracegrad.node.0)/sin"}
-  %slope = f32[8,8] cosine(%sin), metadata={op_name="transpose(jvp(tracegrad.node.1))/cos"}
-  %sinh = f32[8,8] sine(%sin), metadata={op_name="jvp(tracegrad.node.1)/sinh"}
-  %tanh = f32[8,8] tanh(%sinh), metadata={op_name="jvp(tracegrad.node.2)/tanh"}
-  %first = f32[8,8] multiply(%tanh, %tanh), metadata={op_name="transpose(jvp(tracegrad.node.2))/mul"}
-  ROOT %gradient = f32[8,8] multiply(%first, %slope), metadata={op_name="transpose(jvp(tracegrad.node.1))/mul"}
-}
-"""  # noqa: E501
-
-
-def test_what_the_backward_pass_reads_and_is_written_before_it_begins_is_beside():
-    graph = program(jnp.sin, jnp.sinh, jnp.tanh)
-    found = seen(graph, compiled_to(EARLY))
-    assert [fate.beside for fate in found] == [0, 4 * 64, 0]
-
-
-HALVES = """HloModule jit_f, is_scheduled=true
-
-ENTRY %main (x: f32[8,8]) -> (f32[4,8], f32[4,8]) {
-  %x = f32[8,8] parameter(0)
-  %sin = f32[8,8] sine(%x), metadata={op_name="jvp(tracegrad.node.0)/sin"}
-  %low = f32[4,8] slice(%sin), slice={[0:4], [0:8]}, metadata={op_name="jvp(tracegrad.node.1)/split"}
-  %high = f32[4,8] slice(%sin), slice={[4:8], [0:8]}, metadata={op_name="jvp(tracegrad.node.1)/split"}
-  %mul = f32[4,8] multiply(%low, %high), metadata={op_name="jvp(tracegrad.node.2)/mul"}
-  %of_low = f32[4,8] multiply(%mul, %high), metadata={op_name="transpose(jvp(tracegrad.node.2))/mul"}
-  %of_high = f32[4,8] multiply(%mul, %low), metadata={op_name="transpose(jvp(tracegrad.node.2))/mul"}
-  ROOT %both = (f32[4,8], f32[4,8]) tuple(%of_low, %of_high)
-}
-"""  # noqa: E501
-
-
-def test_of_results_that_are_written_apart_none_is_beside_the_others():
-    def halves(x: jax.Array) -> jax.Array:
-        low, high = jnp.split(jnp.sin(x), 2)
-        return low * high
-
-    graph = tg.graph(halves, f32(8, 8))
-    assert [node.op for node in graph.nodes] == ["sin", "split", "mul"]
-    found = seen(graph, compiled_to(HALVES))
-    assert ops(graph, found, "inlined") == []
-    assert ops(graph, found, "beside") == []
-
-
 # As for a TPU: layouts in tiles, memories by number, and what runs as one with others inside.
 COMPILED_FOR_TPU = """HloModule jit_f, is_scheduled=true
 
