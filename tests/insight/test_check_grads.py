@@ -16,6 +16,18 @@ import tracegrad as tg
 from tracegrad.insight import GradientError, check_grads
 
 X = jnp.array([0.3, -1.2, 2.0])
+REVERSE = {"order": 1, "modes": ["rev"]}
+
+
+def refused(fun, *args, **choices):
+    """The report of what is wrong."""
+    with pytest.raises(GradientError) as caught:
+        check_grads(fun, args, **choices)
+    return caught.value.report
+
+
+def statuses(checks):
+    return [check.status for check in checks]
 
 
 def line_of(function) -> int:
@@ -55,12 +67,12 @@ def test_a_program_of_many_operations_is_right_at_both_orders_in_both_modes():
         "rev of rev",
     }
     assert {c.what for c in report.leaves} == {"all leaves", "params.w", "x"}
-    assert {c.status for c in report.leaves} == {"right"}
+    assert set(statuses(report.leaves)) == {"right"}
 
 
 def test_the_numbers_are_derivatives():
-    report = check_grads(lambda x: x**3, (2.0,), order=1, modes=("rev",))
-    weighed = check_grads(lambda x: x, (2.0,), order=1, modes=("rev",))
+    report = check_grads(lambda x: x**3, (2.0,), **REVERSE)
+    weighed = check_grads(lambda x: x, (2.0,), **REVERSE)
     ratio = report.leaves[0].expected / weighed.leaves[0].expected
     np.testing.assert_allclose(ratio, 12.0, rtol=1e-9)
 
@@ -100,11 +112,11 @@ def test_the_gradient_of_a_numpy_function_is_checked_against_that_function():
 
     is_right = True
     report = check_grads(f, (X,), order=1)
-    assert [check.status for check in report.rules] == ["right"] * 2
+    assert statuses(report.rules) == ["right"] * 2
     assert not tg.explain(f, X).findings  # nobody knows the derivative that a rule changes
     is_right = False
     with pytest.raises(GradientError, match="square, input 0") as caught:
-        check_grads(lambda x: f(x), (X,), order=1, modes=["rev"])
+        check_grads(lambda x: f(x), (X,), **REVERSE)
     expected = [check.expected * 3 / 2 for check in caught.value.report.wrong]
     got = [check.got for check in caught.value.report.wrong]
     np.testing.assert_allclose(got, expected, rtol=1e-3)
@@ -113,10 +125,9 @@ def test_the_gradient_of_a_numpy_function_is_checked_against_that_function():
 def test_a_rule_that_forgets_an_input_is_wrong_and_one_of_zeros_too():
     for forgotten in (None, jnp.zeros(3)):
         product = rule(keep, lambda r, ct, f=forgotten: (2 * ct * r[0] * r[1], f))
-        with pytest.raises(GradientError) as caught:
-            check_grads(lambda x, y, p=product: jnp.sum(p(x, y)), (X, X), order=1, modes=["rev"])
-        assert [c.what for c in caught.value.report.wrong] == ["product, input 1", "y"]
-        assert caught.value.report.wrong[0].got == 0
+        wrong = refused(lambda x, y, p=product: jnp.sum(p(x, y)), X, X, **REVERSE).wrong
+        assert [c.what for c in wrong] == ["product, input 1", "y"]
+        assert wrong[0].got == 0
 
 
 @jax.custom_jvp
@@ -130,7 +141,7 @@ a_hundredth_off.defjvp(lambda x, dx: (x[0] * x[0], 2.02 * x[0] * dx[0]))
 def test_how_far_numbers_may_be_apart_and_along_what_they_are_taken_is_said_by_the_caller():
     def numbers(**choices):
         fun, x = lambda x: jnp.sum(a_hundredth_off(x)), jnp.ones(2)
-        return str(check_grads(fun, (x,), order=1, modes=("rev",), **choices))
+        return str(check_grads(fun, (x,), **REVERSE, **choices))
 
     with pytest.raises(GradientError):
         numbers(rtol=0.005, atol=1e-5)
@@ -147,7 +158,7 @@ def test_a_rule_that_refuses_what_is_a_constant_is_checked_by_the_rest():
 
     doubled.def_fwd(lambda perturbed, x, c: (2 * x * c, None))
     doubled.def_bwd(lambda _, dy, perturbed, x, c: 2 * dy * c)
-    report = check_grads(scaled, (jnp.ones(3), jnp.arange(3.0)), order=1, modes=("rev",))
+    report = check_grads(scaled, (jnp.ones(3), jnp.arange(3.0)), **REVERSE)
     assert any(check.what.startswith("fn_wrapped") for check in report.rules)
 
 
@@ -181,9 +192,9 @@ def test_a_rule_is_checked_by_what_the_program_perturbs_and_of_what_it_uses():
     assert {(c.what, c.status) for c in report.rules if c.what[0] == "r"} == {
         ("root, input 0", "right")
     }
-    assert [c.status for c in report.leaves] == ["right"] * 3
+    assert statuses(report.leaves) == ["right"] * 3
     with pytest.raises(GradientError, match="root, input 0"):  # its second result is used
-        check_grads(lambda x: sum(root(x, 2.0)), (4.0,), order=1, modes=["rev"])
+        check_grads(lambda x: sum(root(x, 2.0)), (4.0,), **REVERSE)
 
 
 def test_of_a_solver_what_nobody_differentiates_is_not_judged():
@@ -210,7 +221,7 @@ def test_of_a_solver_what_nobody_differentiates_is_not_judged():
 
     report = check_grads(loss, (2.0,), order=2)
     assert [(c.what, c.status) for c in report.rules] == [("solve, input 0", "right")]
-    assert {c.status for c in report.leaves} == {"right"}
+    assert set(statuses(report.leaves)) == {"right"}
     with pytest.raises(GradientError, match="solve, input 0"):
         check_grads(lambda a: sum(solve(a, jnp.ones_like(a))), (2.0,), order=1)
 
@@ -225,26 +236,10 @@ def test_a_wrong_rule_in_a_loop_is_found_at_the_values_of_its_steps():
 
         return jax.lax.scan(step, x, jnp.array([1.0, 3.0])[:, None] * jnp.ones(3))[0]
 
-    with pytest.raises(GradientError) as caught:
-        check_grads(f, (X,), order=1, modes=["rev"])
-    first, last = (c for c in caught.value.report.rules if c.what == "product, input 0")
-    assert first.status == "right"
-    assert last.status == "wrong"
+    rules = refused(f, X, **REVERSE).rules
+    first, last = (c for c in rules if c.what == "product, input 0")
+    assert (first.status, last.status) == ("right", "wrong")
     np.testing.assert_allclose(last.expected / last.got, 3.0, rtol=1e-5)
-
-
-def test_a_wrong_second_derivative_is_found():
-    @tg.custom_gradient
-    def sine(x):
-        def gradient(dy):
-            return dy * jax.lax.stop_gradient(jnp.cos(x))
-
-        return jnp.sin(x), gradient
-
-    check_grads(sine, (X,), order=1)
-    with pytest.raises(GradientError) as caught:
-        check_grads(sine, (X,))
-    assert {c.order for c in caught.value.report.wrong} == {2}
 
 
 @pytest.mark.parametrize("declared", ["rounded", ["rounded"], lambda name: name[0] == "r"])
@@ -258,13 +253,13 @@ def test_deliberate_rules_are_listed_and_the_rest_is_checked_without_them(declar
     def f(x):
         return jnp.sum(rounded(3 * x) * x)
 
-    report = check_grads(f, (X,), order=1, modes=["rev"], deliberate=declared)
+    report = check_grads(f, (X,), **REVERSE, deliberate=declared)
     (rule,) = report.deliberate
     assert (rule.what, rule.expected) == ("rounded, input 0", 0)
     assert rule.got != 0
-    assert [c.status for c in report.leaves] == ["right"]
+    assert statuses(report.leaves) == ["right"]
     with pytest.raises(GradientError):
-        check_grads(f, (X,), order=1, modes=["rev"])
+        check_grads(f, (X,), **REVERSE)
 
 
 def test_a_deliberate_rule_that_another_one_calls_is_left_out_too():
@@ -281,7 +276,7 @@ def test_a_deliberate_rule_that_another_one_calls_is_left_out_too():
 
     for names in (["<lambda>", "rounded"], lambda name: True):
         report = check_grads(f, (X,), 1, ["rev"], deliberate=names)
-        assert [c.status for c in report.leaves] == ["right"]
+        assert statuses(report.leaves) == ["right"]
 
 
 def test_what_is_stopped_on_purpose_is_held_as_it_is():
@@ -293,7 +288,7 @@ def test_what_is_stopped_on_purpose_is_held_as_it_is():
     with pytest.raises(GradientError, match=rf"stop_gradient at test_check_grads.py:{line} "):
         check_grads(loss, (X,), order=1)
     report = check_grads(loss, (X,), order=2, modes=["rev"], deliberate="stop_gradient")
-    assert [c.status for c in report.leaves] == ["right", "right"]
+    assert statuses(report.leaves) == ["right", "right"]
     (stopped,) = report.deliberate  # that of softmax, which changes nothing, is JAX's
     assert str(stopped).startswith(f"stop_gradient at test_check_grads.py:{line} ")
     assert str(stopped).endswith(": held constant")
@@ -321,28 +316,9 @@ def test_what_the_function_of_a_rule_stops_is_no_fault_of_the_rule():
 
     inner.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x),))
     scaled.defvjp(lambda x: (scaled(x), x), lambda x, ct: (ct * jnp.sin(x),))
-    with pytest.raises(GradientError) as caught:
-        check_grads(lambda x: jnp.sum(scaled(x)), (X,), order=1)
-    report = caught.value.report
-    assert {c.status for c in report.rules} == {"right"}
-    assert {c.status for c in report.leaves} == {"wrong"}  # what a function stops may be a mistake
-
-
-def test_a_rule_is_right_beside_results_that_are_huge_or_infinite():
-    @jax.custom_jvp
-    def both(x, large):
-        return jnp.sin(x), large
-
-    @both.defjvp
-    def _(primals, tangents):
-        return both(*primals), (jnp.cos(primals[0]) * tangents[0], tangents[1])
-
-    def f(x):
-        y, _ = both(x, jnp.array([1e14, jnp.inf]))
-        return jnp.sum(jnp.floor(x) * y)  # floor: differences are no complex step
-
-    report = check_grads(f, (X,), order=1)
-    assert [c.status for c in report.rules if c.what == "both, input 0"] == ["right"]
+    report = refused(lambda x: jnp.sum(scaled(x)), X, order=1)
+    assert set(statuses(report.rules)) == {"right"}
+    assert set(statuses(report.leaves)) == {"wrong"}  # what a function stops may be a mistake
 
 
 def test_a_sample_with_an_implicit_derivative_is_held_and_the_rest_is_checked():
@@ -355,7 +331,7 @@ def test_a_sample_with_an_implicit_derivative_is_held_and_the_rest_is_checked():
     report = check_grads(f, (1.5, X), order=2)
     lines = [check.origin.line - line_of(f) for check in report.deliberate]
     assert ({check.what for check in report.deliberate}, lines) == ({"random_gamma"}, [1, 2])
-    assert {check.status for check in report.leaves} == {"right"}
+    assert set(statuses(report.leaves)) == {"right"}
     wrong = rule(keep, lambda r, ct: (ct * r[0] * r[1], ct * r[0] ** 2))
     with pytest.raises(GradientError, match="product, input 0"):
         check_grads(lambda a, s: f(a, s, lambda s: wrong(s, 2 * s)), (1.5, X), order=1)
@@ -368,7 +344,7 @@ def test_with_a_sample_in_a_loop_there_is_no_verdict():
 
         return jax.lax.scan(step, 0 * x, jax.random.split(jax.random.key(0), 3))[0]
 
-    report = check_grads(f, (1.5, 2.0), order=1, modes=["rev"])
+    report = check_grads(f, (1.5, 2.0), **REVERSE)
     assert [(c.what, c.status) for c in report.leaves] == [("a", "none"), ("x", "right")]
     assert "random_gamma at test_check_grads.py" in report.leaves[0].note
 
@@ -392,9 +368,8 @@ def test_a_wrong_rule_of_a_file_that_is_called_as_one_of_this_package_is_wrong(t
     spec = importlib.util.spec_from_file_location(f"a_users_{name}", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with pytest.raises(GradientError) as caught:
-        check_grads(module.through, (X,), order=1, modes=["rev"])
-    wrong = [c.what for c in caught.value.report.rules if c.status == "wrong"]
+    report = refused(module.through, X, **REVERSE)
+    wrong = [c.what for c in report.rules if c.status == "wrong"]
     assert wrong == ["square, input 0", "cube, input 0"]
 
 
@@ -421,7 +396,7 @@ def test_what_this_package_changes_on_demand_counts_as_deliberate(changed, name,
     function = tg.rewrite(waves, changed) if isinstance(changed, tg.rules.MatchRule) else changed
     report = check_grads(function, (X,), order=1, modes=modes)
     assert [c.what for c in report.deliberate] == [f"{name}, input 0"]
-    assert [c.status for c in report.leaves] == ["right"] * len(modes)
+    assert statuses(report.leaves) == ["right"] * len(modes)
 
 
 def test_a_users_rule_of_tangents_for_a_function_of_jax_is_checked():
@@ -432,52 +407,83 @@ def test_a_users_rule_of_tangents_for_a_function_of_jax_is_checked():
     cube = jax.custom_jvp(lambda x: x**3)
     cube.defjvp(lambda x, dx: (cube(*x), x[0] ** 2 * dx[0]))
     for function, name in ((tangent, "tanh"), (by_defjvps, "<lambda>"), (cube, "<lambda>")):
-        with pytest.raises(GradientError) as caught:
-            check_grads(lambda x, f=function: jnp.sum(f(x)), (X,), order=1, modes=["rev"])
-        assert caught.value.report.wrong[0].what == f"{name}, input 0"
+        report = refused(lambda x, f=function: jnp.sum(f(x)), X, **REVERSE)
+        assert report.wrong[0].what == f"{name}, input 0"
     check_grads(lambda x: jnp.sum(jax.nn.relu(x) + jax.nn.silu(x)), (X,), order=1)
 
 
-def test_a_declared_rule_does_not_hide_another():
-    clip = rule(keep, lambda r, ct: (jnp.clip(ct, -0.1, 0.1), jnp.clip(ct, -0.1, 0.1)))
-    with pytest.raises(GradientError):
-        check_grads(
-            lambda x: jnp.sum(clip(x, x)), (X,), order=1, modes=["rev"], deliberate="another"
-        )
+def doubled_to_ten(x):
+    return jax.lax.while_loop(lambda y: y < 10, lambda y: y * 2, x)
 
 
-def test_a_kink_is_not_judged_and_the_elements_beside_it_are():
+def a_long_loop(x):
+    def body(state):
+        i, y = state
+        y = jax.lax.scan(lambda y, _: (jnp.sin(y) + x, None), y, length=2)[0]
+        return i + 1, jax.lax.cond(i > 2000, jnp.tanh, lambda y: y, y)
+
+    return jax.lax.while_loop(lambda state: state[0] < 3000, body, (0, x))[1]
+
+
+def beside_a_string(z, n, name):
+    assert name == "a string"
+    return jnp.real(z * z * n), jnp.exp(z)
+
+
+clip = rule(keep, lambda r, ct: (jnp.clip(ct, -0.1, 0.1), jnp.clip(ct, -0.1, 0.1)))
+fails = jax.custom_vjp(lambda x: x)
+fails.defvjp(lambda x: (x, None), lambda _, dy: (dy[:1],))
+KINKS, TWO = jnp.array([0.0, 0.7, -0.4, 0.2, 1.0, 0.6]), jnp.array([0.3, 0.7])
+NOT_JUDGED = [TWO], "none", "derivatives of <lambda>: not judged"
+
+# The verdict on the leaf, and what the report says.
+VERDICTS = {
+    "beside a kink": (lambda x: jnp.abs(x) * x + jax.nn.relu(x), [KINKS], "right", "x"),
+    "at a kink": (jax.nn.relu, [jnp.zeros(1)], "not smooth", "relu: not judged"),
+    "NaN at a kink": (lambda x: jnp.sqrt(jnp.sum(x**2)), [jnp.zeros(2)], "wrong", "got nan"),
+    "no value": (jnp.log, [jnp.array([-1.0])], "not smooth", "log"),  # where 1 / x is -1
+    "complex numbers": (beside_a_string, [jnp.array([1 + 2j]), 3, "a string"], "right", "right"),
+    "no reverse mode": (doubled_to_ten, [3.0], "none", "Reverse-mode differentiation does not"),
+    "a callback": (lambda x: jax.pure_callback(np.sin, jax.typeof(x), x), *NOT_JUDGED),
+    "no rule": (lambda x: jax.scipy.special.betainc(x, x, 0.3), *NOT_JUDGED),
+    "no rule of linalg": (lambda x: jax.lax.linalg.schur(jnp.outer(x, x))[0], *NOT_JUDGED),
+    "a rule that clips": (lambda x: jnp.sum(clip(x, x)), [X], "wrong", "product, input 0"),
+    "a rule that fails": (fails, [X], "wrong", "shape"),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_the_verdict_in_reverse_mode(name):
+    fun, args, verdict, words = VERDICTS[name]
+    if verdict == "wrong":  # another rule's name does not hide it
+        report = refused(fun, *args, **REVERSE, deliberate="another")
+    else:
+        report = check_grads(fun, tuple(args), **REVERSE)
+    assert statuses(report.leaves) == [verdict]
+    assert words in str(report)
+
+
+def test_a_rule_is_right_beside_results_that_are_huge_or_infinite():
+    @jax.custom_jvp
+    def both(x, large):
+        return jnp.sin(x), large
+
+    @both.defjvp
+    def _(primals, tangents):
+        return both(*primals), (jnp.cos(primals[0]) * tangents[0], tangents[1])
+
     def f(x):
-        return jnp.abs(x) * x + jax.nn.relu(x)
+        y, _ = both(x, jnp.array([1e14, jnp.inf]))
+        return jnp.sum(jnp.floor(x) * y)  # floor: differences are no complex step
 
-    report = check_grads(f, (jnp.array([0.0, 0.7, -0.4, 0.2, 1.0, 0.6]),), order=1)
-    assert report.wrong == ()
-    alone = check_grads(jax.nn.relu, (jnp.zeros(1),), order=1, modes=["rev"])
-    assert [c.status for c in alone.leaves] == ["not smooth"]
-
-
-def test_a_derivative_of_nan_is_wrong_at_a_kink_and_not_judged_where_there_is_no_value():
-    with pytest.raises(GradientError, match=r"expected .*, got nan"):
-        check_grads(lambda x: jnp.sqrt(jnp.sum(x**2)), (jnp.zeros(2),), order=1, modes=["rev"])
-    alone = check_grads(jnp.log, (jnp.array([-1.0]),), order=1, modes=["rev"])  # 1 / x is -1
-    assert [c.status for c in alone.leaves] == ["not smooth"]
+    report = check_grads(f, (X,), order=1)
+    assert statuses(c for c in report.rules if c.what == "both, input 0") == ["right"]
 
 
-def test_what_has_no_derivative_is_not_judged_and_says_so():
-    def loop(x):
-        return jax.lax.while_loop(lambda y: y < 10, lambda y: y * 2, x)
-
-    report = check_grads(loop, (3.0,), order=1)
-    assert [(c.mode, c.status) for c in report.leaves] == [("fwd", "right"), ("rev", "none")]
-    assert "Reverse-mode differentiation does not work" in report.leaves[1].note
-    for function in (
-        lambda x: jax.pure_callback(np.sin, jax.typeof(x), x),
-        lambda x: jax.scipy.special.betainc(x, x, 0.3),
-        lambda x: jax.lax.linalg.schur(jnp.outer(x, x))[0],
-    ):
-        report = check_grads(function, (jnp.array([0.3, 0.7]),), order=1)
-        assert [check.status for check in report.leaves] == ["none"] * 2
-        assert str(report).startswith("derivatives of <lambda>: not judged")
+def test_forward_mode_goes_through_loops_that_reverse_mode_does_not():
+    for fun, x, order in ((doubled_to_ten, 3.0, 1), (a_long_loop, TWO, 2)):
+        report = check_grads(fun, (x,), order=order, modes=["fwd"])
+        assert statuses(report.leaves) == ["right"] * order
 
 
 def test_a_loop_that_does_not_end_beside_the_arguments_gives_no_verdict():
@@ -497,26 +503,13 @@ def test_a_loop_that_does_not_end_beside_the_arguments_gives_no_verdict():
         return 3 * ct * x**2, 0 * last, 0 * step
 
     power.defvjp(lambda *args: (power(*args), args), backward)
-    report = check_grads(lambda x, n: power(x, n, n), (1.5, 2.0), order=1, modes=["rev"])
+    report = check_grads(lambda x, n: power(x, n, n), (1.5, 2.0), **REVERSE)
     assert {c.what: c.status for c in report.rules} == {
         "power, input 0": "right",
         "power, input 1": "not smooth",
         "power, input 2": "not smooth",
     }
-    assert [c.status for c in report.leaves] == ["right", "right"]
-
-
-def test_a_long_loop_is_no_reason_for_a_verdict_to_be_missing():
-    def f(x):
-        def body(state):
-            i, y = state
-            y = jax.lax.scan(lambda y, _: (jnp.sin(y) + x, None), y, length=2)[0]
-            return i + 1, jax.lax.cond(i > 2000, jnp.tanh, lambda y: y, y)
-
-        return jax.lax.while_loop(lambda state: state[0] < 3000, body, (0, x))[1]
-
-    report = check_grads(f, (jnp.array([0.3, 0.7]),), order=2, modes=["fwd"])
-    assert [c.status for c in report.leaves] == ["right"] * 2
+    assert statuses(report.leaves) == ["right", "right"]
 
 
 def test_loops_that_end_one_by_one_under_vmap_are_judged_in_branches_and_scans():
@@ -539,7 +532,7 @@ def test_loops_that_end_one_by_one_under_vmap_are_judged_in_branches_and_scans()
     slope = jax.jvp(f, (x,), (jnp.ones(2),))[1]
     np.testing.assert_allclose(slope, (f(x + 1e-2) - f(x - 1e-2)) / 2e-2, rtol=1e-2)
     report = check_grads(f, (x,), order=1)
-    assert [c.status for c in report.leaves] == ["right", "none"]
+    assert statuses(report.leaves) == ["right", "none"]
 
 
 def test_a_rule_whose_backward_calls_its_own_function_has_no_verdict_in_forward_mode():
@@ -558,53 +551,6 @@ def test_a_rule_whose_backward_calls_its_own_function_has_no_verdict_in_forward_
     assert [c.status for c in (*report.rules, *report.leaves)] == ["right", "none", "right"]
 
 
-def test_a_rule_that_fails_is_wrong():
-    failing = jax.custom_vjp(lambda x: x)
-    failing.defvjp(lambda x: (x, None), lambda _, dy: (dy[:1],))
-    with pytest.raises(GradientError, match=r"<lambda>, input 0 .*: .*shape"):
-        check_grads(failing, (X,), order=1, modes=["rev"])
-
-
-def test_single_precision_inside_widens_the_limits():
-    def f(x):
-        return jnp.sin(x.astype(jnp.float32)) * 2
-
-    assert check_grads(f, (X,), order=1).wrong == ()
-
-
-def test_a_function_that_does_not_run_in_double_precision_is_checked_in_single():
-    @jax.custom_vjp
-    def half_wrong(x):
-        return x * x
-
-    half_wrong.defvjp(lambda x: (x * x, x), lambda x, dy: (dy * x,))
-
-    def loss(w, x, inner=jnp.sin):
-        first = jnp.zeros(x.shape, "float32")  # as the first state of a recurrent layer
-        return jax.lax.scan(lambda c, _: (inner(c * w + x), None), first, length=3)[0].sum()
-
-    report = check_grads(loss, (X, X), order=2)
-    assert report.wrong == ()
-    assert {check.status for check in report.leaves} == {"right"}
-    assert "right (traced in single precision, as double precision failed: scan body" in str(report)
-    with pytest.raises(GradientError, match=r"half_wrong, input 0 at .*expected .*, got "):
-        check_grads(lambda w, x: loss(w, x, half_wrong), (X, X), order=1)
-    with pytest.raises(ValueError, match="neither"):
-        check_grads(refuse, (X,))
-
-
-def refuse(x):
-    raise ValueError("neither in the one nor in the other")
-
-
-def test_complex_numbers_and_integers_beside_them():
-    def f(z, n, name):
-        assert name == "a string"
-        return jnp.real(z * z * n), jnp.exp(z)
-
-    assert check_grads(f, (jnp.array([1 + 2j]), 3, "a string"), order=1, modes=["rev"]).wrong == ()
-
-
 def test_a_function_may_read_and_assign_variables():
     scale, seen = tg.Variable(3.0), tg.Variable(0)
 
@@ -612,15 +558,15 @@ def test_a_function_may_read_and_assign_variables():
         seen.assign_add(1)
         return jnp.sum(scale * x**2)
 
-    report = check_grads(f, (X,), order=1, modes=("rev",))
+    report = check_grads(f, (X,), **REVERSE)
     (check,) = report.leaves
     assert check.status == "right"
-    unscaled = check_grads(lambda x: jnp.sum(x**2), (X,), order=1, modes=("rev",)).leaves[0]
+    unscaled = check_grads(lambda x: jnp.sum(x**2), (X,), **REVERSE).leaves[0]
     assert check.got == pytest.approx(3 * unscaled.got)
 
 
 def test_precision_is_that_of_the_caller_again_afterwards():
-    check_grads(jnp.sin, (1.0,), order=1, modes=["rev"])
+    check_grads(jnp.sin, (1.0,), **REVERSE)
     assert jnp.ones(1).dtype == jnp.float32
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -204,48 +203,10 @@ def test_a_network_of_many_kinks_is_not_called_wrong(act):
         assert "right" in statuses(report)
 
 
-class Net(eqx.Module):
-    """Max pooling and batch norm, whose state is float32."""
-
-    conv: eqx.nn.Conv2d
-    norm: eqx.nn.BatchNorm
-    pool: eqx.nn.MaxPool2d
-    last: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key)
-        self.conv = eqx.nn.Conv2d(1, 8, 3, padding=1, key=keys[0])
-        self.norm = eqx.nn.BatchNorm(8, "batch", mode="batch")
-        self.pool = eqx.nn.MaxPool2d(2, 2)
-        self.last = eqx.nn.Linear(8 * 64, 3, key=keys[1])
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.conv(x), state)
-        return self.last(self.pool(jax.nn.relu(x)).ravel()), state
-
-
-@pytest.mark.slow
-def test_max_pooling_after_batch_norm_is_right():
-    for seed in range(2):
-        net, state = eqx.nn.make_with_state(Net)(jax.random.key(seed))
-        x = jax.random.normal(jax.random.key(seed + 100), (8, 1, 16, 16))
-
-        def loss(net, state, x):
-            mapped = jax.vmap(net, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-            return -jnp.mean(jax.nn.log_softmax(mapped(x, state)[0])[:, 0])
-
-        report = report_on(loss, net, state, x, seed=seed)
-        assert report.wrong == ()
-        assert "right" in statuses(report)
-        assert "traced in single precision" in report.note
-
-
 def test_a_rule_with_a_kink_that_is_wrong_beside_it_is_wrong():
     act = scaled_rule(1.1, jax.nn.relu, lambda x: (x > 0).astype(x.dtype))
     x = jnp.asarray(np.random.default_rng(0).normal(size=64), jnp.float32)
     assert statuses(report_on(lambda x: jnp.sum(act(x.astype("float32"))), x)) == {"wrong"}
-    alone = report_on(jax.nn.relu, jnp.zeros(1), modes=["rev"])
-    assert str(alone).startswith("derivatives of relu: not judged")
 
 
 # ------------------------------------------------------------------- what does not run in double
@@ -291,21 +252,14 @@ def multiplies_by_what_it_closes_over(x, dy):
     return jax.jit(lambda dy: lax.mul(dy * x, jnp.asarray(TWOS)))(dy)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        starts_in_float32,
-        carries_bfloat16,
-        expects_float32,
-        in_a_rule(adds_from_float32),
-        in_a_rule(doubles_float32),
-        in_a_rule(multiplies_by_what_it_closes_over),
-    ],
-)
 def test_what_does_not_run_in_double_precision_is_judged_all_the_same(function):
-    report = check_grads(lambda x: jnp.sum(function(x)), (X,), order=1)
+    order = 2 if function is starts_in_float32 else 1
+    report = check_grads(lambda x: jnp.sum(function(x)), (X,), order=order)
     assert statuses(report) == {"right"}
     assert ("single precision" in report.note) == (function is not carries_bfloat16)
+    if function is starts_in_float32:
+        words = "traced in single precision, as double precision failed: scan body"
+        assert f"right ({words}" in str(report)
     wrong = scaled_rule(1.1, jnp.sin, jnp.cos)
     assert "wrong" in statuses(report_on(lambda x: jnp.sum(wrong(function(x))), X))
 

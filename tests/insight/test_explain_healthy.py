@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 from tracegrad.insight import explain
 
@@ -55,23 +55,8 @@ class NnxBlock(nnx.Module):
         return nnx.relu(x + self.norm(self.linear(x)))
 
 
-class LinenBlock(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        norm = linen.BatchNorm(False, scale_init=linen.initializers.zeros)
-        return linen.relu(x + norm(linen.Dense(6)(x)))
-
-
 def nnx_block(model, x):
     return jnp.mean((model(x) - 1) ** 2)
-
-
-LINEN = LinenBlock().init(jax.random.key(0), X)
-
-
-def linen_block(params, x):
-    y, _ = LinenBlock().apply({**LINEN, "params": params}, x, mutable=["batch_stats"])
-    return jnp.mean((y - 1) ** 2)
 
 
 W = random(1, 6, 6)
@@ -82,7 +67,6 @@ STARTING_AT_ZERO = [
     (fixup, lambda: {"w": W, "last": jnp.zeros((6, 6)), "scale": jnp.ones(())}),
     (gates_in_a_scan, lambda: {"w": jnp.stack([W, W]), "gate": jnp.zeros(2)}),
     (nnx_block, lambda: NnxBlock(nnx.Rngs(0))),
-    (linen_block, lambda: LINEN["params"]),
 ]
 
 
@@ -264,9 +248,6 @@ def test_rows_of_padding_that_a_normalisation_makes_most_of_the_gradient_are_tol
     assert "p.first.bias" in finding.sources
     norms = {report.path: report.norm for report in explanation.sources}
     assert norms["p.first.bias"] > 100 * norms["p.first.scale"]
-
-
-def test_rows_of_padding_that_are_masked_are_healthy():
     assert padded(masks=True).problems == ()
 
 

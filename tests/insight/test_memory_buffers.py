@@ -17,16 +17,12 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tests.compilation import compiled_to, kept_on_disk
+from tests.compilation import compiled_to, f32, kept_on_disk
 from tracegrad.insight.value_flow import ValueFlow
 from tracegrad.insight.xla_buffers import account_of_buffers
 from tracegrad.planning import hlo
 
 pytestmark = pytest.mark.both_jax
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def line_of(fun: Callable[..., Any], comment: str) -> str:
@@ -191,22 +187,19 @@ def test_in_the_place_of_a_result_is_told_what_is_there_at_the_peak():
         wide = jnp.sort(jnp.tile(rows[:1] + x, (4, 1)), axis=0).sum()  # the peak
         return jnp.cos(rows * wide)  # late
 
-    report = tg.memory(fun, f32(512, 512))
-    early = [each for each in report.lines if each.line.startswith(f"{line_of(fun, 'early')} ")]
-    assert [(each.kind, each.size) for each in early] == [("activation", 512 * 512 * 4)]
-    assert not any(each.kind == "result" for each in report.lines)
-
-
-def test_what_is_given_to_a_loop_is_of_the_line_that_computes_it():
-    def fun(x: jax.Array, w: jax.Array) -> jax.Array:
-        h = jnp.sort(x @ w)  # given
-        wide = jnp.sort(jnp.tile(h[:1] + x, (4, 1)), axis=0).sum()  # the peak
+    def given_to_a_loop(x: jax.Array) -> jax.Array:
+        rows = jnp.sort(x @ x)  # early
+        wide = jnp.sort(jnp.tile(rows[:1] + x, (4, 1)), axis=0).sum()  # the peak
         turns = x[0, 0].astype(int)
-        return jax.lax.fori_loop(0, turns, lambda _, h: jnp.sort(h * wide + w), h).sum()
+        return jax.lax.fori_loop(0, turns, lambda _, h: jnp.sort(h * wide + x), rows).sum()
 
-    report = tg.memory(fun, f32(512, 512), f32(512, 512))
-    given = [each for each in report.lines if each.line.startswith(f"{line_of(fun, 'given')} ")]
-    assert sum(each.size for each in given) >= 512 * 512 * 4
+    for each in (fun, given_to_a_loop):
+        lines = tg.memory(each, f32(512, 512)).lines
+        early = [line for line in lines if line.line.startswith(f"{line_of(each, 'early')} ")]
+        assert sum(line.size for line in early) >= 512 * 512 * 4
+        if each is fun:
+            assert [(line.kind, line.size) for line in early] == [("activation", 512 * 512 * 4)]
+            assert not any(line.kind == "result" for line in lines)
 
 
 def test_of_a_function_that_jax_traced_for_another_program_lines_are_of_this_one():
@@ -304,17 +297,6 @@ def test_a_copy_of_an_argument_says_of_which():
 
 
 # -------------------------------------------------------------------------------- what XLA writes
-
-
-def test_messages_are_decoded():
-    message = bytes([8, 150, 1, 18, 3, 1, 2, 3, 18, 1, 4, 29, 1, 2, 3, 4, 33, *range(8)])
-    decoded = hlo.decoded(message)
-    assert decoded == {1: [150], 2: [b"\1\2\3", b"\4"], 3: [b"\1\2\3\4"], 4: [bytes(range(8))]}
-    assert hlo.numbers(decoded, 2) == [1, 2, 3, 4]
-    assert hlo.numbers(hlo.decoded(bytes([18, 3, 150, 1, 7, 16, 5])), 2) == [150, 7, 5]
-    assert hlo.first(decoded, 9) == 0
-    with pytest.raises(ValueError, match="wire type 3"):
-        hlo.decoded(bytes([11]))
 
 
 # As for a GPU: what runs as one has several results, and what runs aside begins and is waited for.

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import tracegrad as tg
 from tracegrad.insight import show
@@ -288,38 +289,83 @@ def test_a_small_graph_is_unfolded_and_a_large_one_is_not():
         assert all(("open" in attrs) == is_open for attrs in folds[2:])  # above: what cuts
 
 
-def test_neighbours_in_a_scope_fold():
-    def f(x):
-        with jax.named_scope("encoder"):
-            x = jnp.sin(x)
-            with jax.named_scope("block"):
-                x = jnp.floor(x)
-        return jnp.exp(x)
-
-    page = page_of(f, 1.0)
-    assert page.program == [
-        "# encoder",
-        ". sin = sin(x)",
-        ". # block",
-        ". . floor = floor(sin)",
-        "exp = exp(floor)",
-    ]
-    assert "2 operations, it ends here: 1" in page.words
+def scaled(x):
+    return 2 * jnp.sin(x)
 
 
-def test_calls_of_functions_stand_for_scopes_where_none_is_named():
-    def layer(x):
-        return jnp.sin(jnp.cos(x))
+class Model:
+    def __call__(self, x):
+        for _ in range(2):
+            x = scaled(x)
+        return scaled(x) + 1
 
-    def alone(x):
-        return jnp.tanh(x)
 
-    page = page_of(lambda x: alone(layer(layer(x))), 1.0)
-    place = rf" \(test_show_html\.py:{layer.__code__.co_firstlineno + 6}\)"
-    heads = [line for line in page.program if line[0] == "#"]
-    assert re.fullmatch(f"# layer{place}", heads[0])
-    assert re.fullmatch(f"# layer{place} · 2", heads[1])
-    assert page.program[-1] == "tanh = tanh(sin_1)"  # a call of one operation needs no line
+def in_scopes(x):
+    with jax.named_scope("encoder"):
+        x = jnp.sin(x)
+        with jax.named_scope("block"):
+            x = jnp.floor(x)
+    return jnp.exp(x)
+
+
+def half_named(x):
+    with jax.named_scope("a"), jax.named_scope("b"):
+        x = scaled(x)
+    return scaled(x)
+
+
+def with_a_few_scopes(x):
+    with jax.named_scope("a"):
+        x = scaled(x)
+    return Model()(x) + 1
+
+
+def in_a_region(x):
+    return Model()(jax.jit(lambda x: scaled(x) + 1)(x))
+
+
+LAYERS = [nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2)]
+
+
+def of_a_library(x):
+    first, second = LAYERS
+    return second(first(jnp.stack([x, x])))
+
+
+# A call of one operation needs no line; a turn of a loop counts.
+SCALED = ["# scaled", ". sin", ". mul"]
+MODEL = [*SCALED, "# scaled · 2", *SCALED[1:], *SCALED, "add"]
+IN_MODEL = ["# Model", *(f". {line}" for line in MODEL)]
+IN_REGION = [*(f". {line}" for line in SCALED), ". add"]
+FIRST = ["# Linear", ". convert_element_type", ". dot_general"]  # of a Python number
+FOLDS = {
+    "scopes": (in_scopes, ["# encoder", ". sin", ". # block", ". . floor", "exp"]),
+    "no calls beside scopes": (half_named, ["# a", ". # b", ". . sin", ". . mul", "sin", "mul"]),
+    "calls": (lambda x: Model()(x), MODEL),  # of what all have in common nothing is told
+    "calls in calls": (lambda x: Model()(x) ** 2, [*IN_MODEL, "integer_pow"]),
+    "calls beside few scopes": (with_a_few_scopes, ["# a", *SCALED[1:], *IN_MODEL, "add"]),
+    "calls in a region": (in_a_region, ["lambda_", *IN_REGION, *IN_MODEL]),
+    "layers of a library": (of_a_library, ["stack", *FIRST, "# Linear_1", ". dot_general"]),
+}
+
+
+def outline(fun):
+    """The folds and operations of a page, without numbers and places."""
+    lines = (re.sub(r" = .*| \(\S+\.py:\d+\)", "", line) for line in page_of(fun, 1.0).program)
+    return [re.sub(r"^([. ]*\w+?)_\d+$", r"\1", line) for line in lines]
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_neighbours_fold_by_named_scopes_or_where_few_are_named_by_calls(name):
+    fun, expected = FOLDS[name]
+    assert outline(fun) == expected
+
+
+def test_the_passes_of_a_derivative_are_the_outermost_folds():
+    found = outline(lambda x: jax.grad(lambda x: Model()(x) ** 2)(x) + 1)
+    assert found[:3] == ["# jvp()", ". # Model", ". . # scaled"]
+    assert found[-10:-7] == ["# transpose(jvp())", ". mul", ". # Model"]
+    assert found[-1] == "add"
 
 
 def test_a_browser_lays_out_the_lines_of_a_long_graph_in_parts():

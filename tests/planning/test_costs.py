@@ -13,11 +13,23 @@ pytestmark = pytest.mark.both_jax
 M, K, N, GROUPS = 64, 128, 32, 2
 LHS, RHS = jnp.ones((M, K)), jnp.ones((GROUPS, K, N))
 SIZES = jnp.array([10, M - 10])
+IMAGES, KERNEL = jnp.ones((2, 12, 12, 8)), jnp.ones((3, 3, 4, 16))
 COMPLEX = jnp.ones((M, M), "complex64")
 
 
 def ragged(lhs, rhs):
     return lax.ragged_dot(lhs, rhs, SIZES)
+
+
+def batches(a, b):
+    return jnp.einsum("bij,bkj->bik", a, b)
+
+
+def grouped(x, kernel):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, kernel, (1, 1), "VALID", feature_group_count=2, dimension_numbers=numbers
+    )
 
 
 def reduced(x):
@@ -32,6 +44,14 @@ def windows(x):
     ("fun", "args", "op", "flops"),
     [
         (ragged, (LHS, RHS), "ragged_dot_general", 2 * M * K * N),
+        (jnp.matmul, (LHS, RHS[0]), "dot_general", 2 * M * K * N),
+        (batches, (RHS, RHS), "dot_general", 2 * GROUPS * K * N * K),
+        (
+            grouped,
+            (jnp.ones((2, 12, 12, 8)), jnp.ones((3, 3, 4, 16))),
+            "conv_general_dilated",
+            2 * (2 * 10 * 10 * 16) * (3 * 3 * 4),
+        ),
         (lambda z: z @ z, (COMPLEX,), "dot_general", 8 * M**3),
         (lambda z: z * z, (COMPLEX,), "mul", 6 * M**2),
         (lambda z: z + z, (COMPLEX,), "add", 2 * M**2),

@@ -14,11 +14,7 @@ from tests.compilation import compiled_to, f32, kept_on_disk
 from tracegrad.ir import Graph
 from tracegrad.planning import plan_recompute
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.fusion import (
-    Fusion,
-    seen,
-    without_compiling,
-)
+from tracegrad.planning.fusion import Fusion, seen, without_compiling
 from tracegrad.planning.measuring import MeasuredGradient
 
 pytestmark = pytest.mark.both_jax
@@ -28,10 +24,6 @@ def ops(graph: Graph, fusion: Fusion, what: str) -> list[str]:
     """The operations of which something is so."""
     pairs = zip(graph.nodes, fusion, strict=True)
     return [node.op for node, fate in pairs if getattr(fate, what)]
-
-
-def written(graph: Graph, fusion: Fusion) -> list[str]:
-    return [node.op for node, fate in zip(graph.nodes, fusion, strict=True) if not fate.inlined]
 
 
 def program(*nodes: Any) -> Graph:
@@ -125,54 +117,6 @@ def test_what_the_backward_pass_has_made_is_counted_for_the_step_in_which_it_is_
     assert [fate.cotangents for fate in seen(graph, compiled_to(STEPS), devices=2)] == [None] * 4
 
 
-# XLA has merged an operation of the backward pass into the forward pass, which writes its result.
-EARLY = """HloModule jit_f, is_scheduled=true
-
-ENTRY %main (x: f32[8,8]) -> f32[8,8] {
-  %x = f32[8,8] parameter(0)
-  %sin = f32[8,8] sine(%x), metadata={op_name="jvp(tracegrad.node.0)/sin"}
-  %slope = f32[8,8] cosine(%sin), metadata={op_name="transpose(jvp(tracegrad.node.1))/cos"}
-  %sinh = f32[8,8] sine(%sin), metadata={op_name="jvp(tracegrad.node.1)/sinh"}
-  %tanh = f32[8,8] tanh(%sinh), metadata={op_name="jvp(tracegrad.node.2)/tanh"}
-  %first = f32[8,8] multiply(%tanh, %tanh), metadata={op_name="transpose(jvp(tracegrad.node.2))/mul"}
-  ROOT %gradient = f32[8,8] multiply(%first, %slope), metadata={op_name="transpose(jvp(tracegrad.node.1))/mul"}
-}
-"""  # noqa: E501
-
-
-def test_what_the_backward_pass_reads_and_is_written_before_it_begins_is_beside():
-    graph = program(jnp.sin, jnp.sinh, jnp.tanh)
-    found = seen(graph, compiled_to(EARLY))
-    assert [fate.beside for fate in found] == [0, 4 * 64, 0]
-
-
-HALVES = """HloModule jit_f, is_scheduled=true
-
-ENTRY %main (x: f32[8,8]) -> (f32[4,8], f32[4,8]) {
-  %x = f32[8,8] parameter(0)
-  %sin = f32[8,8] sine(%x), metadata={op_name="jvp(tracegrad.node.0)/sin"}
-  %low = f32[4,8] slice(%sin), slice={[0:4], [0:8]}, metadata={op_name="jvp(tracegrad.node.1)/split"}
-  %high = f32[4,8] slice(%sin), slice={[4:8], [0:8]}, metadata={op_name="jvp(tracegrad.node.1)/split"}
-  %mul = f32[4,8] multiply(%low, %high), metadata={op_name="jvp(tracegrad.node.2)/mul"}
-  %of_low = f32[4,8] multiply(%mul, %high), metadata={op_name="transpose(jvp(tracegrad.node.2))/mul"}
-  %of_high = f32[4,8] multiply(%mul, %low), metadata={op_name="transpose(jvp(tracegrad.node.2))/mul"}
-  ROOT %both = (f32[4,8], f32[4,8]) tuple(%of_low, %of_high)
-}
-"""  # noqa: E501
-
-
-def test_of_results_that_are_written_apart_none_is_beside_the_others():
-    def halves(x: jax.Array) -> jax.Array:
-        low, high = jnp.split(jnp.sin(x), 2)
-        return low * high
-
-    graph = tg.graph(halves, f32(8, 8))
-    assert [node.op for node in graph.nodes] == ["sin", "split", "mul"]
-    found = seen(graph, compiled_to(HALVES))
-    assert ops(graph, found, "inlined") == []
-    assert ops(graph, found, "beside") == []
-
-
 # As for a TPU: layouts in tiles, memories by number, and what runs as one with others inside.
 COMPILED_FOR_TPU = """HloModule jit_f, is_scheduled=true
 
@@ -219,18 +163,6 @@ def test_of_what_nothing_is_seen_all_but_views_is_taken_to_be_written():
     assert seen(graph, compiled_to(OF_NOTHING)) == without_compiling(graph)
 
 
-def test_what_xla_runs_as_one_is_seen():
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        y = jnp.exp(0.5 * jnp.abs(x @ w) + 1)
-        return jnp.sum((y @ w) ** 2)
-
-    graph = flatten(tg.graph(loss, f32(64, 64), f32(512, 64)))
-    found = of_gradient(graph)
-    # The two products, and what the second one and its gradient read.
-    assert {"abs", "mul", "add"} <= {*ops(graph, found, "inlined")}
-    assert {"dot_general", "exp"}.isdisjoint(ops(graph, found, "inlined"))
-
-
 def test_a_gradient_in_the_program_itself_is_of_its_forward_pass():
     def loss(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(jax.grad(lambda x: jnp.sum(jnp.exp(x) @ x))(x)))
@@ -241,36 +173,16 @@ def test_a_gradient_in_the_program_itself_is_of_its_forward_pass():
     assert "dot_general" not in ops(graph, found, "inlined")
 
 
-def test_each_example_of_a_vmap_is_seen_as_one():
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.sum(jax.nn.softmax(jnp.tanh(x @ w)) @ w)
-
-    graph = flatten(tg.graph(loss, f32(64, 64), f32(512, 64)))
-    several = MeasuredGradient(graph, examples=4).held_and_fusion(graph)[1]
-    largest = 4 * 512 * 64
-    assert all(fate.beside <= largest for fate in several)
-    assert {"exp", "tanh"}.isdisjoint(ops(graph, several, "inlined"))
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_what_is_computed_in_another_precision_is_seen(dtype: Any):
     shapes = [jax.ShapeDtypeStruct((64, 64), dtype)] * 4, jax.ShapeDtypeStruct((512, 64), dtype)
     graph = flatten(tg.graph(layers, *shapes))
-    assert written(graph, of_gradient(graph)).count("tanh") >= 3
+    fusion = of_gradient(graph)
+    written = [node.op for node, fate in zip(graph.nodes, fusion, strict=True) if not fate.inlined]
+    assert written.count("tanh") >= 3
     plan = plan_recompute(layers, *shapes, memory_budget="60%")
     assert plan.held is not None
     assert plan.held <= plan.budget
-
-
-def test_of_what_is_split_over_devices_as_much_is_written():
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    whole, split = (
-        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), "d")
-    )
-    graph = flatten(tg.graph(layers, [f32(64, 64)] * 4, f32(512, 64)))
-    gradient = MeasuredGradient(graph, [*[whole] * 4, split])
-    in_parts = gradient.held_and_fusion(graph)[1]
-    assert written(graph, in_parts) == written(graph, of_gradient(graph))
 
 
 def test_programs_that_lower_to_one_text_are_seen_each_by_itself():

@@ -15,7 +15,6 @@ import tracegrad as tg
 from tracegrad.ir import Recompute
 from tracegrad.ir.editing import around_each
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.fusion import Fate
 from tracegrad.planning.measuring import MeasuredGradient
 from tracegrad.planning.modelling import model
 from tracegrad.planning.regions import with_planned_regions
@@ -215,29 +214,6 @@ def test_what_a_scan_keeps_is_kept_once_where_something_is_run_again_late():
     policy = jax.checkpoint_policies.save_only_these_names("r", "c")
     by_hand = jax.checkpoint(functools.partial(gated, name=checkpoint_name), policy=policy)
     assert kept(graph.to_callable()) == kept(functools.partial(scanned, step=by_hand))
-
-
-def test_what_xla_inlines_is_computed_in_each_region_that_reads_it():
-    def loss(x, first, last):
-        y = x @ first
-        gate = 0.5 * y + 1
-        return jnp.sum((gate * jnp.tanh(y)) @ last)
-
-    args = [jnp.ones((32, 64)) / 64, jnp.ones((64, 16)), jnp.ones((16, 8)) / 8]
-    graph = flatten(tg.graph(loss, *args))
-    m = model(graph, tuple(Fate(inlined=node.op in ("mul", "add")) for node in graph.nodes))
-    assert [node.op for node in m.nodes] == ["dot_general", "tanh", "dot_general", "reduce_sum"]
-    kept = frozenset([0, 1])
-    planned = with_planned_regions(m, [Segment(0, 2, True, kept), Segment(2, 4, True, frozenset())])
-    first, second = (node for node in planned.nodes if isinstance(node, Recompute))
-    inside = [[n.op for n in node.regions["jaxpr"].nodes] for node in (first, second)]
-    assert "mul" not in inside[0]
-    assert inside[1] == ["mul", "add", "mul", "dot_general", "reduce_sum"]
-    assert not any(node.op in ("mul", "add") for node in planned.nodes)
-    assert len(second.inputs) == 3  # the product, its tanh and the last weights
-    np.testing.assert_allclose(
-        jax.grad(planned.to_callable(), 1)(*args), jax.grad(loss, 1)(*args), rtol=1e-6
-    )
 
 
 def test_a_region_that_saves_all_that_it_computes_holds_no_more_than_none():

@@ -39,6 +39,11 @@ def close(found: jax.Array, expected: jax.Array) -> bool:
     )
 
 
+def assert_gradients_stay(planned: Any, fun: Any, args: Any) -> None:
+    found, expected = (tracegrad.trace(jax.grad(f))(*args) for f in (planned, fun))
+    assert jax.tree.all(jax.tree.map(close, found, expected))
+
+
 # ------------------------------------------------------------------------------------- programs
 
 
@@ -272,23 +277,17 @@ def test_memory_of_a_loop_falls_as_planned():
     assert share == pytest.approx(plan.peak / plan.peak_without, rel=0.15)
 
 
-def test_a_program_that_fits_stays_as_it_is():
-    shapes = mlp_shapes(3, 16, 8)
+def test_a_rule_makes_a_traced_function_fit_and_leaves_one_that_fits_as_it_is():
+    shapes = mlp_shapes(6, 64, 16)
     graph = tracegrad.graph(mlp, *shapes)
     assert recompute_to_fit("1GiB", measure=False)(graph) is graph
     plan = plan_recompute(mlp, *shapes, memory_budget="1GiB", measure=False)
     assert not plan.is_needed
     assert plan.flops == 0
-
-
-def test_a_rule_makes_a_traced_function_fit():
-    shapes = mlp_shapes(6, 64, 16)
     fits = tracegrad.trace(mlp, rules=[recompute_to_fit("60%", measure=False)])
     assert fits.graph(*shapes).find(lambda o: isinstance(o.node, Recompute))
     args = values(shapes)
-    step = tracegrad.trace(jax.grad(fits))
-    expected = jax.jit(jax.grad(mlp))(*args)
-    assert jax.tree.all(jax.tree.map(close, step(*args), expected))
+    assert_gradients_stay(fits, mlp, args)
 
 
 # ------------------------------------------------------------------------- what a plan respects
@@ -407,8 +406,7 @@ def test_what_the_user_recomputes_stays_recomputed_with_its_policy():
     inside = plan.rewritten().find(lambda o: isinstance(o.node, Recompute))
     kept = [o.node for o in inside if o.node.policy is policy]
     assert len(kept) == 4
-    found, expected = jax.jit(jax.grad(plan.apply()))(*args), jax.jit(jax.grad(fun))(*args)
-    assert jax.tree.all(jax.tree.map(close, found, expected))
+    assert_gradients_stay(plan.apply(), fun, args)
 
 
 def test_values_that_the_function_closes_over_get_their_gradient():

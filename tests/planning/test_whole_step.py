@@ -122,7 +122,7 @@ def test_budget_that_a_closed_function_keeps_from_being_met_says_so(fun, in_the_
 # --------------------------------------------------------------------------------------- step.plan
 
 
-def test_a_traced_step_shows_its_plan():
+def test_a_traced_step_shows_the_plan_of_its_latest_trace():
     step = tg.trace(train, memory_budget="60%")
     assert step.plan is None
     assert "budget" not in repr(step)
@@ -134,14 +134,27 @@ def test_a_traced_step_shows_its_plan():
     assert gradient.text == str(step.plan)
     assert step.plan.line in repr(step)
     assert "XLA holds" in step.plan.line
-
-
-def test_the_plan_of_a_step_is_that_of_its_latest_trace():
-    step = tg.trace(train, memory_budget="60%")
-    step(WEIGHTS, X)
-    before = step.plan
     step(WEIGHTS, X[:2048])
-    assert step.plan.gradients[0].held < before.gradients[0].held
+    assert step.plan.gradients[0].held < gradient.held
+
+
+def test_a_loss_shows_the_plan_for_who_differentiates_it_and_can_be_pickled():
+    traced = tg.trace(loss, memory_budget="60%")
+    traced.graph(WEIGHTS, X)
+    (gradient,) = traced.plan.gradients
+    assert gradient.held <= gradient.budget
+    assert pickle.loads(pickle.dumps(traced)).__wrapped__ is loss
+
+
+def test_a_traced_method_shows_its_plan():
+    class Trainer:
+        @tg.trace(memory_budget="60%")
+        def train(self, weights, x):
+            return train(weights, x)
+
+    trainer = Trainer()
+    trainer.train(WEIGHTS, X)
+    assert trainer.train.plan.line in repr(trainer.train)
 
 
 def test_a_step_of_two_gradients_has_two_plans_and_says_what_it_holds_as_a_whole():
@@ -171,13 +184,6 @@ def test_a_step_that_failed_leaves_no_plan_to_the_next():
     assert len(traced.plan.gradients) == 1
 
 
-def test_a_loss_shows_the_plan_for_who_differentiates_it():
-    traced = tg.trace(loss, memory_budget="60%")
-    traced.graph(WEIGHTS, X)
-    (gradient,) = traced.plan.gradients
-    assert gradient.held <= gradient.budget
-
-
 def test_a_budget_that_is_kept_anyway_computes_nothing_again():
     traced = tg.trace(train, memory_budget="1GiB")
     traced(WEIGHTS, X)
@@ -203,20 +209,3 @@ def test_without_a_budget_plan_is_the_functions_own_attribute():
     assert tg.trace(Model()).plan == "of the model"
     with pytest.raises(AttributeError, match="nothing is planned without memory_budget="):
         _ = tg.trace(train).plan
-
-
-def test_a_traced_method_shows_its_plan():
-    class Trainer:
-        @tg.trace(memory_budget="60%")
-        def train(self, weights, x):
-            return train(weights, x)
-
-    trainer = Trainer()
-    trainer.train(WEIGHTS, X)
-    assert trainer.train.plan.line in repr(trainer.train)
-
-
-def test_a_traced_step_with_a_plan_can_be_pickled():
-    step = tg.trace(loss, memory_budget="60%")
-    step.graph(WEIGHTS, X)
-    assert pickle.loads(pickle.dumps(step)).__wrapped__ is loss

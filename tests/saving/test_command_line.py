@@ -31,22 +31,16 @@ def test_inspect_shows_functions_variables_calls_and_sizes(example: Path, capsys
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     score = "score(x: f32[batch,16]) -> {'loss': f32[]} to order 1 cpu weights - 3 shape_assertion"
     assert any(line.startswith(score) for line in lines)
-    assert any(
-        line.startswith("step(x: f32[batch,16], rate: f32[]) -> f32[16,4]") for line in lines
-    )
+    step = "step(x: f32[batch,16], rate: f32[]) -> f32[16,4]"
+    assert any(line.startswith(step) for line in lines)
     assert "weights float32[16,4] yes 256" in lines
     assert "count int32[] no 4" in lines
-
-
-def test_inspect_gives_the_same_as_json(example: Path, capsys):
-    assert main(["inspect", "--json", str(example)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    artefact = take_apart(example)
+    assert main(["inspect", "--json", str(example)]) == 0  # the same
+    found, artefact = json.loads(capsys.readouterr().out), take_apart(example)
     assert found["size"] == len(artefact.raw)
     assert found["versions"] == artefact.manifest["versions"]
     assert [each["name"] for each in found["functions"]] == ["score", "step"]
-    sizes = {each["key"]: each["size"] for each in found["variables"]}
-    assert sizes == {"weights": 256, "count": 4}
+    assert {v["key"]: v["size"] for v in found["variables"]} == {"weights": 256, "count": 4}
     assert found["digests"] == artefact.manifest["digests"]
 
 

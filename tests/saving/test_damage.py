@@ -71,23 +71,15 @@ def test_each_array_is_needed_and_none_is_too_many(example: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("place", "value", "reason"),
     [
-        (
-            ("functions", 0, "program", "array"),
-            3,
-            r"functions\[(0\]\.program\.array|\.\.\.\])",
-        ),
-        (("functions", 0, "reads"), [7], "the function 'score' is inconsistent"),
-        (
-            ("variables", 0, "key_type"),
-            "nobody's",
-            r"""the Variable 'weights' cannot have random keys of "nobody's": unrec""",
-        ),
+        ("functions.0.program.array", 3, r"functions\[(0\]\.program\.array|\.\.\.\])"),
+        ("functions.0.reads", [7], "the function 'score' is inconsistent"),
+        ("variables.0.key_type", "xy", "Variable 'weights' cannot have random keys of 'xy': unrec"),
     ],
 )
 def test_a_manifest_that_says_what_cannot_be_is_refused(example, tmp_path, place, value, reason):
     artefact = take_apart(example)
     manifest = json.loads(json.dumps(artefact.manifest))
-    *parents, key = place
+    *parents, key = [int(key) if key.isdecimal() else key for key in place.split(".")]
     functools.reduce(operator.getitem, parents, manifest)[key] = value
     found = refusal(tmp_path / "bad", forge(artefact.arrays, manifest))
     assert found.member == "manifest"

@@ -14,7 +14,7 @@ import pytest
 from measure import measure, measure_on_tape
 
 import tracegrad as tg
-from tracegrad import load, save
+from tracegrad import save
 
 pytestmark = [pytest.mark.both_jax, pytest.mark.usefixtures("compiled_fully")]
 
@@ -103,10 +103,6 @@ FUNCTIONS = {
 }
 
 
-def loop(x):
-    return jax.lax.while_loop(lambda c: jnp.sum(c) < 100, lambda c: c * 2 + 1, x)
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """What a fresh process measures of the functions above, saved."""
@@ -173,15 +169,3 @@ def test_the_rules_themselves_were_saved_and_not_the_derivatives(measured):
     np.testing.assert_allclose(found["['gradient'][0]"], expected, rtol=1e-5)
     assert np.isnan(found["tape 1 0"])  # the count has no gradient
     np.testing.assert_allclose(found["tape 0 2"], np.sum(7 * np.cos(X * w) * X, axis=0), rtol=1e-5)
-
-
-def test_a_function_without_a_reverse_derivative_is_saved_without(tmp_path):
-    path = tmp_path / "loop.tracegrad"
-    with pytest.raises(ValueError, match=r"order 1 of loop .*\n.*gradient_order=0"):
-        save(loop, path, [X])
-    assert list(tmp_path.iterdir()) == []
-    save(loop, path, [X], gradient_order=0)
-    loaded = load(path)
-    np.testing.assert_array_equal(loaded(X), jax.jit(loop)(X))
-    with pytest.raises(ValueError, match=r"saved with gradient_order=0, .* gradient_order=1"):
-        jax.grad(lambda x: jnp.sum(loaded(x)))(X)

@@ -45,15 +45,17 @@ def on_a_mesh(fun):
     return jax.shard_map(fun, mesh=mesh, in_specs=P(), out_specs=P())
 
 
+def carried(x):
+    return lax.scan(lambda c, _: ((c[0], plus_one(c[1])), None), (x * x, x), None, 1)[0]
+
+
 # (x², plus_one(x)) in other words: whichever call it is in, the first alone has the gradient 2 x.
 PAIRS = {
     "plain": pair,
     "jitted": jax.jit(pair),
     "recomputed": jax.checkpoint(pair),
     "branch": lambda x: lax.cond(x > 0, pair, lambda x: (x, x), x),
-    "carried": lambda x: lax.scan(lambda c, _: ((c[0], plus_one(c[1])), None), (x * x, x), None, 1)[
-        0
-    ],
+    "carried": carried,
     "of each step": lambda x: lax.scan(lambda c, _: (c, plus_one(x)), x * x, None, 1),
     "on a mesh": on_a_mesh(pair),
     "deeper": lambda x: lax.scan(lambda c, _: jax.jit(pair)(c), x, None, 1),
@@ -71,19 +73,14 @@ def test_a_rule_on_the_way_to_another_result_is_not_asked(name, tmp_path):
 
 def test_each_choice_of_results_has_its_gradient(tmp_path):
     loaded = saved(pair, [X], tmp_path)
+
+    def loss(x, factors):
+        return sum(f * y for f, y in zip(factors, loaded(x)) if f is not None)
+
     # 2 x for the first; dy + 1 for the second, once whatever the first has.
-    for factors, expected in [
-        ((1, None), 4),
-        ((None, 1), 2),
-        ((1, 1), 6),
-        ((5, 7), 28),
-        ((0, 0), 1),
-    ]:
-
-        def loss(x, factors=factors):
-            return sum(f * y for f, y in zip(factors, loaded(x)) if f is not None)
-
-        assert jax.grad(loss)(X) == expected
+    choices = {(1, None): 4, (None, 1): 2, (1, 1): 6, (5, 7): 28, (0, 0): 1}
+    for factors, expected in choices.items():
+        assert jax.grad(loss)(X, factors) == expected
 
 
 def cube_and_root(x):
@@ -245,17 +242,8 @@ def test_programs_of_single_results_are_bounded_for_higher_orders_too(tmp_path):
     np.testing.assert_allclose(jax.grad(slope, 1)(X, X + 1, X, X, X), 4 * 2 * 3)
 
 
-@jax.custom_jvp
-def sine(x, y):
-    return jnp.sin(x) * y
-
-
-sine.defjvp(
-    lambda xs, dxs: (
-        sine(*xs),
-        3 * jnp.cos(xs[0]) * xs[1] * dxs[0] + jnp.sin(xs[0]) * dxs[1],
-    )
-)
+sine = jax.custom_jvp(lambda x, y: jnp.sin(x) * y)
+sine.defjvps(lambda dx, out, x, y: 3 * jnp.cos(x) * y * dx, lambda dy, out, x, y: jnp.sin(x) * dy)
 
 
 @tg.custom_gradient

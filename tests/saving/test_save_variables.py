@@ -199,48 +199,44 @@ def test_a_sharding_for_a_variable_that_is_not_there_is_refused(tmp_path):
     assert load(tmp_path / "f", sharding={"weight": one}).variables["weight"].value.sharding == one
 
 
-def test_they_can_come_from_another_program(tmp_path):
-    path, layer = tmp_path / "weights.safetensors", Layer(0.0)
-    wanted = np.arange(6, dtype=np.float32).reshape(2, 3)
-    save_file({"weight": wanted}, path)
-    load_variables(layer, path)
-    np.testing.assert_array_equal(layer.weight.numpy(), wanted)
-
-
-def test_those_of_a_loaded_function_are_taken_too(tmp_path):
-    layer = Layer(4.0)
+def test_they_can_be_those_of_another_program_or_of_a_loaded_function(tmp_path):
+    path, layer = tmp_path / "weights.safetensors", Layer(4.0)
     save(layer.call, tmp_path / "f", [np.ones((1, 2), np.float32)])
     loaded = load(tmp_path / "f")
     save_variables(loaded, tmp_path / "state")
     loaded.variables["weight"].assign(np.zeros((2, 3), np.float32))
     load_variables(loaded, tmp_path / "state")
     np.testing.assert_array_equal(loaded.variables["weight"].numpy(), np.full((2, 3), 4.0))
+    wanted = np.arange(6, dtype=np.float32).reshape(2, 3)
+    save_file({"weight": wanted}, path)
+    load_variables(layer, path)
+    np.testing.assert_array_equal(layer.weight.numpy(), wanted)
 
 
-@pytest.mark.parametrize("way", ["a file", "a state"])
+ZEROS, ONES, THREE = (np.full(n, value, np.float32) for n, value in ((2, 0), (2, 1), (3, 0)))
+OF_SHAPE = r"the array 'b' of .* has the shape \[3\], but <Variable b: .*> \[2\]"
+OF_DTYPE = "the array 'b' of .* has the dtype float64, but <Variable b: .*> float32"
+
+
 @pytest.mark.parametrize(
-    ("arrays", "error", "message"),
+    ("way", "arrays", "error", "message"),
     [
-        ({}, ValueError, "missing 'a', 'b'$"),
-        ({"a": np.zeros(2, np.float32), "c": np.zeros(2)}, ValueError, "'b'; too many 'c'"),
-        (
-            {"a": np.ones(2, np.float32), "b": np.zeros(3, np.float32)},
-            ValueError,
-            r"the array 'b' of .* has the shape \[3\], but <Variable b: .*> \[2\]",
-        ),
-        (
-            {"a": np.ones(2, np.float32), "b": np.zeros(2)},
-            TypeError,
-            "the array 'b' of .* has the dtype float64, but <Variable b: .*> float32",
-        ),
+        ("a file", {}, ValueError, "missing 'a', 'b'$"),  # there are no states without Variables
+        *[
+            (way, *rest)
+            for way in ("a file", "a state")
+            for rest in [
+                ({"a": ZEROS, "c": np.zeros(2)}, ValueError, "'b'; too many 'c'"),
+                ({"a": ONES, "b": THREE}, ValueError, OF_SHAPE),
+                ({"a": ONES, "b": np.zeros(2)}, TypeError, OF_DTYPE),
+            ]
+        ],
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_assigned(arrays, error, message, way, tmp_path):
     tree = {name: tg.Variable(np.zeros(2, np.float32), name=name) for name in "ab"}
     if way == "a file":
         save_file(arrays, path := tmp_path / "weights.safetensors")
-    elif not arrays:
-        pytest.skip("there are no states without Variables")
     else:
         with jax.enable_x64(True):
             saved = {name: tg.Variable(array) for name, array in arrays.items()}
@@ -251,46 +247,36 @@ def test_what_does_not_fit_is_named_and_nothing_is_assigned(arrays, error, messa
 
 
 def test_what_is_no_state_and_trees_without_variables_are_refused(tmp_path):
-    path, layer = tmp_path / "weights.safetensors", Layer(0.0)
-    save_file({"weight": np.zeros((2, 3), np.float32)}, path)
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ArtefactError, match=r"weights.safetensors: file: it is not a safetensors"):
-        load_variables(layer, path)
-    save(layer.call, tmp_path / "f", [np.ones((1, 2), np.float32)])
-    with pytest.raises(ArtefactError, match=r"its Variables are tracegrad\.load\(path\)\.variab"):
-        load_variables(layer, tmp_path / "f")
-    with pytest.raises(FileExistsError, match="is a file: save_variables writes a folder"):
-        save_variables(layer, path)
-    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
-        load_variables(layer, tmp_path)
-    with pytest.raises(FileNotFoundError):
-        load_variables(layer, tmp_path / "missing")
-    with pytest.raises(ValueError, match=r"there is no Variable in a dict: \{'a': 1\}"):
-        save_variables({"a": 1}, path)
-    with pytest.raises(ValueError, match=r"there is no Variable in a Linear: .{60}$"):
-        save_variables(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), path)
+    file, function, layer = tmp_path / "weights.safetensors", tmp_path / "f", Layer(0.0)
+    save_file({"weight": np.zeros((2, 3), np.float32)}, file)
+    file.write_bytes(file.read_bytes()[:-4])
+    save(layer.call, function, [np.ones((1, 2), np.float32)])
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    for action, tree, path, error, words in [
+        (load_variables, layer, file, ArtefactError, r"weights.safetensors: file: it is not a saf"),
+        (load_variables, layer, function, ArtefactError, r"Variables are tracegrad\.load\(path\)"),
+        (load_variables, layer, tmp_path, FileNotFoundError, "no complete checkpoint"),
+        (load_variables, layer, tmp_path / "missing", FileNotFoundError, "missing"),
+        (save_variables, layer, file, FileExistsError, "is a file: save_variables writes a folder"),
+        (save_variables, {"a": 1}, file, ValueError, r"there is no Variable in a dict: \{'a': 1\}"),
+        (save_variables, linear, file, ValueError, r"there is no Variable in a Linear: .{60}$"),
+    ]:
+        with pytest.raises(error, match=words):
+            action(tree, path)
 
 
 def damaged(random, step):
     """One file of a checkpoint is damaged in some way."""
     files = sorted(file for file in step.rglob("*") if file.is_file() and file.stat().st_size)
-    file, data = files[random.randrange(len(files))], None
-    how = random.randrange(5)
-    data = bytearray(file.read_bytes())
+    file = random.choice(files)
+    data = file.read_bytes()
     at = random.randrange(len(data))
-    if how == 0:
-        data[at] ^= 1 << random.randrange(8)
-    elif how == 1:
-        data = data[:at]
-    elif how == 2:
-        data += b"x"
-    elif how == 3:
-        file.unlink()
-        return
-    else:
-        other = random.choice([each for each in files if each.read_bytes() != data])
-        data = other.read_bytes()
-    file.write_bytes(data)
+    others = [other for each in files if (other := each.read_bytes()) != data]
+    flipped = data[:at] + bytes([data[at] ^ 1 << random.randrange(8)]) + data[at + 1 :]
+    file.unlink()
+    new = random.choice([flipped, data[:at], data + b"x", random.choice(others), None])
+    if new is not None:
+        file.write_bytes(new)
 
 
 THOROUGH = settings.get_current_profile_name() != "steady"
