@@ -56,6 +56,7 @@ class Computation:
       called: ``(*operands) -> results`` without residuals; default: `fun`.
       count, tree: how many results are not residuals, and their tree; None: no result is one.
       before: how many results there were before the last order of residuals; 0: it saves none.
+      constant: the results that are constants to a derivative; see `next_forward`.
       number: unique for the whole process; unlike an id, never reused.
       derived: a cache of facts about it, and of computations derived from it.
     """
@@ -81,6 +82,7 @@ class Computation:
     count: int | None = None
     tree: Any = None
     before: int = 0
+    constant: frozenset[int] = frozenset()
     number: int = field(default_factory=lambda: next(_numbers), init=False)
     derived: dict[Any, Any] = field(default_factory=dict, init=False)
 
@@ -184,7 +186,7 @@ def _forward(
     of: Computation, groups: Sequence[tuple[int, ...]], types: Sequence[Any]
 ) -> Computation:
     """Returns the forward of a computation, with residuals of one more order of derivative."""
-    fun, pull_back, count, tree = next_forward(
+    fun, pull_back, count, tree, constant = next_forward(
         of.fun, of.pull_back, of.before, groups, types, of.primitive is _jax.REMAT, of.has_rules
     )
     return replace(
@@ -199,6 +201,7 @@ def _forward(
         count=of.count or count,
         tree=of.tree or tree,
         before=count,
+        constant=of.constant | constant,
     )
 
 
