@@ -8,7 +8,7 @@ jitted function, and one more for each way in which it is pulled back.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -222,13 +222,22 @@ def traced(called: Fun, types: Sequence[Any]) -> Graph:
     return graph_of(jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types))
 
 
-def links_of(called: Fun, types: Sequence[Any]) -> Sequence[int]:
-    """For each result of an operation, the mask of the operands that are connected to it.
+def links_of(
+    called: Fun, types: Sequence[Any], active: Collection[int] | None = None
+) -> Sequence[int]:
+    """For each result of an operation, the mask of the active operands that are connected to it.
 
     (JAX's derivative of a program does not tell whether a rule returned None for an operand.)
+
+    Args:
+      active: the positions of the operands; default: all. A rule may refuse to be differentiated
+        with respect to others, and JAX cannot use the rule any more then.
     """
+    chosen = [
+        _jax.has_gradient(aval) and (active is None or i in active) for i, aval in enumerate(types)
+    ]
     with differentiating():
-        return Walk().region(traced(called, types), of_each(map(_jax.has_gradient, types)))
+        return Walk().region(traced(called, types), of_each(chosen))
 
 
 def _of_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
@@ -244,7 +253,7 @@ def _of_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
         found = pull_back(active, operands, results, given)
         if not has_nones and len(found) == len(active):
             return found
-        rows = links_of(called, list(map(jax.typeof, operands)))
+        rows = links_of(called, list(map(jax.typeof, operands)), active)
         return {
             place: found[place] if place in found else jnp.zeros_like(operands[i])
             for place, i in enumerate(active)
