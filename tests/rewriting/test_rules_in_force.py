@@ -593,3 +593,28 @@ def test_forward_mode_of_jax_goes_by_rules_once_also_over_a_gradient():
     expected = 6 * x * (3 * np.cos(x) ** 2 - np.sin(x) ** 2)
     assert np.isclose(tg.trace(product, rules=[tripled])(x), expected)
     assert np.isclose(tg.rewrite(product, tripled)(x), expected)
+
+
+def test_a_derivative_of_a_program_that_was_traced_by_itself_is_not_said_to_be_of_before():
+    def loss(x):  # as differential equations are solved: the rule differentiates a jaxpr
+        step = jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(lambda y: y * jnp.sin(y))(x))
+
+        @jax.custom_vjp
+        def iterated(y):
+            return jax.lax.fori_loop(0, 3, lambda _, y: step(y)[0], y)
+
+        def forward(y):
+            return jax.lax.scan(lambda y, _: (step(y)[0], y), y, length=3)
+
+        def backward(ys, dy):
+            def back(dy, y):
+                return jax.vjp(step, y)[1]([dy])[0], None
+
+            return jax.lax.scan(back, dy, ys, reverse=True)[:1]
+
+        iterated.defvjp(forward, backward)
+        return jnp.sum(iterated(x))
+
+    by_name = rules.scale_gradient(match.param("x"), 3.0)
+    gradient = tg.trace(lambda x: jax.grad(loss)(x), rules=[by_name])(X)  # a warning fails
+    np.testing.assert_allclose(gradient, 3 * jax.grad(loss)(X), rtol=1e-6)

@@ -196,3 +196,27 @@ def test_what_is_remembered_is_bounded_and_forgetting_it_changes_no_gradient(mon
         np.testing.assert_allclose(gradient, np.full(3, float(i)), rtol=1e-6)
         sizes.append(len(known_computations._computations))
     assert max(sizes) == 3
+
+
+def test_a_rule_that_refuses_another_operand_can_still_be_differentiated_by_jax():
+    @jax.custom_vjp
+    def product(x, setting):  # as `eqx.filter_custom_vjp` refuses keyword arguments
+        return x * setting
+
+    def forward(x, setting):
+        if setting.perturbed:
+            raise RuntimeError("the setting has no gradient")
+        return x.value * setting.value, setting.value
+
+    product.defvjp(forward, lambda setting, dy: (dy * setting, None), symbolic_zeros=True)
+    called, x, setting = (
+        jax.jit(lambda x, y: jnp.sum(product(x, y) ** 2)),
+        jnp.ones(3),
+        jnp.arange(3.0),
+    )
+    with tg.GradientTape() as tape:
+        tape.watch(x)
+        y = called(x, setting)
+    expected = 2 * x * setting**2
+    np.testing.assert_allclose(tape.gradient(y, x), expected)
+    np.testing.assert_allclose(jax.grad(called)(x, setting), expected)

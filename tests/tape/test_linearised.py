@@ -262,3 +262,32 @@ def test_what_no_operand_decides_is_not_saved(fun, everything_saved):
     np.testing.assert_allclose(
         tape.gradient(first, x), jax.grad(lambda x: jax.grad(called)(x).sum())(x), atol=1e-6
     )
+
+
+def test_a_residual_behind_a_stopped_gradient_is_no_source_of_a_second_derivative():
+    def repeated(factor):  # as a solver of linear systems refuses to be differentiated
+        return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] * 2), (0, factor))[
+            1
+        ]
+
+    @jax.custom_vjp
+    def solved(x, factor):
+        return x * repeated(factor)
+
+    solved.defvjp(
+        lambda x, factor: (x * repeated(factor), factor),
+        lambda factor, dy: (dy * repeated(factor), None),
+    )
+
+    @jax.jit
+    def loss(x):
+        return jnp.sum(solved(x, jnp.exp(jax.lax.stop_gradient(x))) ** 2)
+
+    with tg.GradientTape() as outer:
+        outer.watch(H)
+        with tg.GradientTape() as inner:
+            inner.watch(H)
+            y = loss(H)
+        slope = inner.gradient(y, H)
+    expected = jax.grad(lambda x: jax.grad(loss)(x).sum())(H)
+    np.testing.assert_allclose(outer.gradient(slope, H), expected, rtol=1e-6)

@@ -15,7 +15,7 @@ from typing import TypeVar
 from tracegrad import _jax
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.inlined import is_loop, may_take_no_step, region_calls
-from tracegrad.ir.nodes import Atom, Node, Value, is_reference
+from tracegrad.ir.nodes import Atom, Node, StopGradient, Value, is_reference
 
 T = TypeVar("T")
 Masks = list[int]
@@ -26,14 +26,16 @@ Rule = Callable[[Node, Masks], Masks]  # a node's input masks -> its output mask
 _ELEMENTWISE_TUPLES = frozenset({"optimization_barrier"})
 
 
-def dependence(graph: Graph) -> Masks:
+def dependence(graph: Graph, *, past_stops: bool = True) -> Masks:
     """Returns for every output of a graph the inputs that it depends on through any data flow.
+    `past_stops`: whether also through stopped gradients.
 
     A loop's masks are the fixed point over any number of iterations (none too, unless a scan is
     known to run); a branch's masks are the union over all branches and the predicate. If only JAX
     knows how a node runs its regions, every result depends on every operand.
     """
-    return _data_flow()[0](graph, of_each([True] * len(graph.inputs)))
+    run, _ = _data_flow() if past_stops else _data_flow(of_operation=_of_operation_but_stops)
+    return run(graph, of_each([True] * len(graph.inputs)))
 
 
 def data_flow(node: Node, ins: Masks) -> Masks:
@@ -56,6 +58,10 @@ def _of_operation(node: Node, ins: Masks) -> Masks:
     if node.primitive.name in _ELEMENTWISE_TUPLES:
         return ins
     return [joined(ins)] * len(node.outputs)
+
+
+def _of_operation_but_stops(node: Node, ins: Masks) -> Masks:
+    return [0] if isinstance(node, StopGradient) else _of_operation(node, ins)
 
 
 def _data_flow(

@@ -256,6 +256,13 @@ def was_called_by(node: Node, function_source: str) -> bool:
     return _frame_of(_jax.frames(node.source.info), function_source) is not None
 
 
+def shows_callers(node: Node) -> bool:
+    """Whether the frames of a node go back to where its thread began: those of a program that JAX
+    traced by itself (`jax.make_jaxpr`) do not."""
+    stack = _jax.frames(node.source.info)
+    return bool(stack) and stack[-1].function_name in ("<module>", "Thread._bootstrap")
+
+
 def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
     """Returns the frames from the innermost one up to the function of a region."""
     found = _frame_of(stack, function_source)

@@ -8,7 +8,7 @@ jitted function, and one more for each way in which it is pulled back.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -56,6 +56,7 @@ class Computation:
       called: ``(*operands) -> results`` without residuals; default: `fun`.
       count, tree: how many results are not residuals, and their tree; None: no result is one.
       before: how many results there were before the last order of residuals; 0: it saves none.
+      constant: the results that are constants to a derivative; see `next_forward`.
       number: unique for the whole process; unlike an id, never reused.
       derived: a cache of facts about it, and of computations derived from it.
     """
@@ -81,6 +82,7 @@ class Computation:
     count: int | None = None
     tree: Any = None
     before: int = 0
+    constant: frozenset[int] = frozenset()
     number: int = field(default_factory=lambda: next(_numbers), init=False)
     derived: dict[Any, Any] = field(default_factory=dict, init=False)
 
@@ -184,7 +186,7 @@ def _forward(
     of: Computation, groups: Sequence[tuple[int, ...]], types: Sequence[Any]
 ) -> Computation:
     """Returns the forward of a computation, with residuals of one more order of derivative."""
-    fun, pull_back, count, tree = next_forward(
+    fun, pull_back, count, tree, constant = next_forward(
         of.fun, of.pull_back, of.before, groups, types, of.primitive is _jax.REMAT, of.has_rules
     )
     return replace(
@@ -199,6 +201,7 @@ def _forward(
         count=of.count or count,
         tree=of.tree or tree,
         before=count,
+        constant=of.constant | constant,
     )
 
 
@@ -219,13 +222,22 @@ def traced(called: Fun, types: Sequence[Any]) -> Graph:
     return graph_of(jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types))
 
 
-def links_of(called: Fun, types: Sequence[Any]) -> Sequence[int]:
-    """For each result of an operation, the mask of the operands that are connected to it.
+def links_of(
+    called: Fun, types: Sequence[Any], active: Collection[int] | None = None
+) -> Sequence[int]:
+    """For each result of an operation, the mask of the active operands that are connected to it.
 
     (JAX's derivative of a program does not tell whether a rule returned None for an operand.)
+
+    Args:
+      active: the positions of the operands; default: all. A rule may refuse to be differentiated
+        with respect to others, and JAX cannot use the rule any more then.
     """
+    chosen = [
+        _jax.has_gradient(aval) and (active is None or i in active) for i, aval in enumerate(types)
+    ]
     with differentiating():
-        return Walk().region(traced(called, types), of_each(map(_jax.has_gradient, types)))
+        return Walk().region(traced(called, types), of_each(chosen))
 
 
 def _of_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
@@ -241,7 +253,7 @@ def _of_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
         found = pull_back(active, operands, results, given)
         if not has_nones and len(found) == len(active):
             return found
-        rows = links_of(called, list(map(jax.typeof, operands)))
+        rows = links_of(called, list(map(jax.typeof, operands)), active)
         return {
             place: found[place] if place in found else jnp.zeros_like(operands[i])
             for place, i in enumerate(active)

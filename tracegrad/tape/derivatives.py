@@ -172,7 +172,7 @@ def next_forward(
     types: Sequence[Any],
     is_whole: bool = False,
     has_rules: bool = True,
-) -> tuple[Fun, PullBack, int, Any]:
+) -> tuple[Fun, PullBack, int, Any, frozenset[int]]:
     """Returns a forward of `fun`: a function that returns its results, then residuals.
 
     The residuals are those of the derivative of `fun`; the forward of a forward adds the residuals
@@ -193,7 +193,8 @@ def next_forward(
       has_rules: whether `fun` contains a custom rule, which may differ from the true derivative.
 
     Returns:
-      The forward, its pull-back, and the number and the tree of the results of `fun`.
+      The forward, its pull-back, the number and the tree of the results of `fun`, and the positions
+      of the residuals that are constants to a derivative: stopped gradients lie before them.
     """
     of_results: list[Any] = []
     trees: list[Any] = []
@@ -229,6 +230,8 @@ def next_forward(
             places[id(v)] = len(types) + len(undecided) + len(kept)
             kept.append(i)
     residuals = [places[id(v)] for v in outs[count:]]
+    moving = dependence(graph, past_stops=False)
+    constant_residuals = frozenset(k for k, i in enumerate(kept) if i >= count and not moving[i])
 
     def forward(*operands: Any) -> list[Any]:
         results = _jax.eval_program(program, operands)
@@ -265,7 +268,7 @@ def next_forward(
             _add_to(found, again(wanted, operands, results, after))
         return found
 
-    return forward, pull_back, count, of_results[0]
+    return forward, pull_back, count, of_results[0], constant_residuals
 
 
 def _depends_on_inputs(graph: Graph) -> list[bool]:

@@ -90,7 +90,7 @@ class Record:
       arrays: the arrays by slot.
       tracked: maps the ids of followed arrays to slots.
       others: maps the ids of other operands and results to slots.
-      without_gradient: the slots of results whose dtype has no gradient.
+      without_gradient: the slots of results that have no gradient, by their dtype for example.
     """
 
     keeps_operations = True
@@ -184,7 +184,7 @@ class Record:
         first = len(arrays)
         arrays.extend(results)
         for slot, result in enumerate(results, first):
-            if _jax.has_gradient(result):
+            if _jax.has_gradient(result) and slot - first not in computation.constant:
                 tracked[id(result)] = slot
             else:
                 others[id(result)] = slot
@@ -289,8 +289,8 @@ def on_the_way(
       of_data: follow all data, also where no cotangent goes back. Needed if the entries are to be
         computed again, without recorded values.
     """
-    arrays = record.arrays
     reached, wanted = set(sources), set(targets)
+    ending = {*stopped, *record.without_gradient}
     forward, path = [], []
     for entry in record.entries:
         if not of_data and getattr(entry.computation, "primitive", None) is _jax.STOP_GRADIENT:
@@ -300,9 +300,7 @@ def on_the_way(
         active = tuple([i for i, slot in enumerate(entry.args) if slot in reached and i >= first])
         if active:
             forward.append((entry, active))
-            reached.update(
-                [s for s in entry.results if s not in stopped and _jax.has_gradient(arrays[s])]
-            )
+            reached.update([s for s in entry.results if s not in ending])
     for entry, active in reversed(forward):
         if not wanted.isdisjoint(entry.results):
             path.append((entry, active))

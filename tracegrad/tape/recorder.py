@@ -147,7 +147,8 @@ class Recorder(OperationRecorder):
             found = dict(zip(active, vjp(every), strict=True))
             each = [found.get(i) if i in met else None for i in range(len(operands))]
             if primitive is _jax.CUSTOM_JVP and not met.issuperset(active):
-                zeros = _written_zeros(called, operands, [ct is not None for ct in cotangents])
+                given = [ct is not None for ct in cotangents]
+                zeros = _written_zeros(called, operands, active, given)
                 each = [zeros.get(i) if ct is None else ct for i, ct in enumerate(each)]
             return each
 
@@ -231,12 +232,15 @@ def _with_one_order_less(
 
 
 def _written_zeros(
-    called: Callable[..., list[Any]], operands: Sequence[Any], given: Sequence[bool]
+    called: Callable[..., list[Any]],
+    operands: Sequence[Any],
+    active: Sequence[int],
+    given: Sequence[bool],
 ) -> dict[int, Any]:
-    """Returns zeros for each operand that is connected to a result with a cotangent (`given`):
-    those that a custom JVP has returned as its derivative, and that JAX has dropped."""
+    """Returns zeros for each active operand that is connected to a result with a cotangent
+    (`given`): those that a custom JVP has returned as its derivative, and that JAX has dropped."""
     with set_current_trace(_jax.current_trace_outside_of(Recorder)):
-        rows = links_of(called, list(map(jax.typeof, operands)))
+        rows = links_of(called, list(map(jax.typeof, operands)), active)
     linked = joined(compress(rows, given))
     return {i: jnp.zeros_like(x) for i, x in enumerate(operands) if linked >> i & 1}
 

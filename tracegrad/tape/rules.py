@@ -34,7 +34,7 @@ class Rule:
         that operand.
     """
 
-    number = None  # unlike a `Computation`
+    number, constant = None, frozenset[int]()  # unlike a `Computation`
     name: str
     called: Callable[..., list[Any]]
     pull_back: Callable[[Sequence[Any], Sequence[bool]], Sequence[Any]]

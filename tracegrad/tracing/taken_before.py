@@ -6,6 +6,7 @@ from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, scopes
 from tracegrad.ir.occurrence import (
     is_own_file,
     origin_of_function,
+    shows_callers,
     warn_where_called,
     was_called_by,
 )
@@ -26,7 +27,8 @@ def warn_of_taken_before(program: Graph) -> None:
         for node in region.nodes:
             if isinstance(node, CustomGradient):
                 continue
-            if _is_derivative(node) and not any(was_called_by(node, each) for each in functions):
+            is_derivative = _is_derivative(node) and shows_callers(node)
+            if is_derivative and not any(was_called_by(node, each) for each in functions):
                 warn_where_called(
                     f"{program.name} calls a derivative of {Occurrence((), node).origin}, taken "
                     f"before {program.name} was traced (by jax.vjp or jax.linearize): the rules do "
