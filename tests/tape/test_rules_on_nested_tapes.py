@@ -2,6 +2,7 @@
 and a rule that has changed is never answered from it."""
 
 import functools
+import inspect
 from dataclasses import dataclass
 
 import jax
@@ -369,6 +370,40 @@ def test_a_gradient_depends_on_a_watched_array_that_its_rule_closes_over():
     assert outer.gradient(g, [w, x]) == [27.0, None]  # d(w³)/dw
     with pytest.warns(UserWarning, match=r"depends on 'w' \(f32\[\]\), which it closes over"):
         assert outer.gradient(y, [w, x]) == [None, 27.0]
+
+
+def in_a_scan(f):
+    return lambda x: jax.lax.scan(lambda x, _: (f(x), None), x, None, length=1)[0]
+
+
+HAS_AN_OBJECT = "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
+BY_AN_OBJECT = [{"generic_batching": True}] if HAS_AN_OBJECT else []
+
+
+@pytest.mark.both_jax
+@pytest.mark.parametrize("options", [{}, *BY_AN_OBJECT])
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit, jax.checkpoint, tg.trace, in_a_scan])
+def test_also_a_gradient_that_is_compiled_depends_on_a_watched_array_that_its_rule_closes_over(
+    compiled, options
+):
+    def slope(w):
+        f = jax.custom_vjp(lambda x: jnp.sin(x))
+        f.defvjp(lambda x: (f(x), None), lambda _, dy: (w**3 * dy,), **options)
+        x = jnp.float32(2.0)
+        with tg.GradientTape() as inner:
+            inner.watch(x)
+            y = compiled(f)(x)
+        return inner.gradient(y, x)
+
+    for value in (3.0, 5.0):
+        w = jnp.float32(value)
+        with tg.GradientTape() as outer:
+            outer.watch(w)
+            g = slope(w)
+        assert (float(g), outer.gradient(g, w)) == (value**3, 3 * value**2)
+        with tg.ForwardAccumulator(w, 1.0) as accumulator:
+            g = slope(w)
+        assert (float(g), accumulator.jvp(g)) == (value**3, 3 * value**2)
 
 
 def test_an_error_in_a_gradient_function_comes_when_its_gradient_is_asked_for_each_time():

@@ -129,6 +129,16 @@ class Computation:
             known = self.derived[key] = links_of(self.called, types)
         return known
 
+    def closed_over(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Returns the arrays that it closes over without having them as operands: a custom rule
+        that it runs may close over some."""
+        key = "closed over", *map(_jax.type_key, operands)
+        known: Sequence[Any] | None = self.derived.get(key)
+        if known is None:
+            program = jax.make_jaxpr(self.run)(*map(jax.typeof, operands))
+            known = self.derived[key] = _jax.program_facts(program).arrays
+        return known
+
     def require_forward(self, active: tuple[int, ...], operands: Sequence[Any]) -> None:
         """Raises the reason why a computation with effects, which may not run again, has saved no
         residuals."""

@@ -182,8 +182,9 @@ def run_here(computation: Computation, operands: Sequence[Any]) -> Any:
     """Runs a computation under the current recorder, if any, so that its tapes record it."""
     trace = _jax.current_trace(None)
     if isinstance(trace, Recorder):
-        watching = [record for record in trace.records if record.tracks(operands)]
-        return trace.apply(computation, operands, watching)
+        if computation.has_rules and trace.watching(computation.closed_over(operands)):
+            return computation.run(*operands)  # the recorder makes the watched arrays operands
+        return trace.apply(computation, operands, trace.watching(operands))
     staged = not isinstance(trace, _jax.TopLevelTrace) and _jax.staging_trace() is not None
     return (computation.fun if staged else computation.run)(*operands)
 

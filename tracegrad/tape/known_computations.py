@@ -71,7 +71,12 @@ def _new(primitive: Any, params: Mapping[str, Any]) -> Computation:
         params=params,
         saves=primitive.name in _COSTLY and primitive.name != "sort",
         is_kept=is_kept,
+        has_rules=_has_rule(primitive),
     )
+
+
+def _has_rule(primitive: Any) -> bool:
+    return primitive in RULES or primitive.name == _jax.OF_AN_OBJECT
 
 
 def simple_call(params: Mapping[str, Any]) -> Computation | None:
@@ -212,7 +217,7 @@ def _with_programs(
         refused=refused,
         saves=not facts.has_references and (is_run_once or _is_costly(params, facts)),
         is_run_once=is_run_once and not facts.has_references,
-        has_rules=not set(RULES).isdisjoint(below),
+        has_rules=any(map(_has_rule, below)),
         has_nones=_jax.CUSTOM_VJP in below,
         has_effects=facts.has_effects and calls_host,
         is_simple=not captured and not facts.has_effects,
