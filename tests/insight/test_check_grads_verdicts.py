@@ -252,6 +252,17 @@ def multiplies_by_what_it_closes_over(x, dy):
     return jax.jit(lambda dy: lax.mul(dy * x, jnp.asarray(TWOS)))(dy)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        starts_in_float32,
+        carries_bfloat16,
+        expects_float32,
+        in_a_rule(adds_from_float32),
+        in_a_rule(doubles_float32),
+        in_a_rule(multiplies_by_what_it_closes_over),
+    ],
+)
 def test_what_does_not_run_in_double_precision_is_judged_all_the_same(function):
     order = 2 if function is starts_in_float32 else 1
     report = check_grads(lambda x: jnp.sum(function(x)), (X,), order=order)

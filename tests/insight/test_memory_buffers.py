@@ -299,6 +299,17 @@ def test_a_copy_of_an_argument_says_of_which():
 # -------------------------------------------------------------------------------- what XLA writes
 
 
+def test_messages_are_decoded():
+    message = bytes([8, 150, 1, 18, 3, 1, 2, 3, 18, 1, 4, 29, 1, 2, 3, 4, 33, *range(8)])
+    decoded = hlo.decoded(message)
+    assert decoded == {1: [150], 2: [b"\1\2\3", b"\4"], 3: [b"\1\2\3\4"], 4: [bytes(range(8))]}
+    assert hlo.numbers(decoded, 2) == [1, 2, 3, 4]
+    assert hlo.numbers(hlo.decoded(bytes([18, 3, 150, 1, 7, 16, 5])), 2) == [150, 7, 5]
+    assert hlo.first(decoded, 9) == 0
+    with pytest.raises(ValueError, match="wire type 3"):
+        hlo.decoded(bytes([11]))
+
+
 # As for a GPU: what runs as one has several results, and what runs aside begins and is waited for.
 FOR_A_GPU = """HloModule jit_f, is_scheduled=true
 
