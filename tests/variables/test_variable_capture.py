@@ -400,6 +400,19 @@ def test_a_value_that_an_inner_function_closes_over_is_not_mixed_up_with_a_later
     assert f(2.0) == 10.0 * 2 + 10
 
 
+def test_a_variable_on_which_a_custom_gradient_depends_is_named_by_who_differentiates_it():
+    @tg.trace
+    def f(x):
+        slope = v.value
+        return tg.custom_gradient(lambda x: (slope * x, lambda dy: slope * dy))(x)
+
+    assert f(2.0) == 6.0
+    with tg.GradientTape() as tape:
+        y = f(2.0)
+    with pytest.raises(ValueError, match=r"depends on the Variable 'v' \(f32\[\]\)"):
+        tape.gradient(y, v)
+
+
 def test_inner_functions_that_read_no_variables_are_traced_once_for_all_traced_functions():
     traced, other = [], Variable(2.0)
 
@@ -1243,13 +1256,14 @@ def test_a_state_that_is_assigned_and_not_read_again_is_healthy(slope):
     for _ in range(2):
         slope(loss)(x)
         mean.value
-    stopped = Variable(1.0)
+    stopped, frozen = Variable(1.0), Variable(1.0, trainable=False)
 
-    def with_stop(x):
+    def with_others(x):
         stopped.assign(jax.lax.stop_gradient(x * x))
-        return stopped.value * x
+        frozen.assign(x * x)
+        return (stopped.value + frozen.value) * x
 
-    assert float(slope(with_stop)(x)) == 9.0
+    assert float(slope(with_others)(x)) == 18.0
 
 
 # ------------------------------------------------------------------------------------- lifetime
