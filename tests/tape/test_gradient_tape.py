@@ -75,21 +75,18 @@ def stopped_and_added(x, y):
     return jax.lax.stop_gradient(x) + y
 
 
+CONNECTIONS = {
+    "a gradient that happens to be zero": (lambda x: x * 0.0, [F32(2.0)], [0.0]),
+    "NumPy": (lambda x: jnp.asarray(np.square(np.asarray(x))) * 2, [F32(2.0)], [None]),
+    "a float": (lambda x: jnp.asarray(float(x)) * 2, [F32(2.0)], [None]),
+    "by argument": (stopped_and_added, [F32(1.0), F32(2.0)], [None, 1.0]),
+    "by argument of jit": (jax.jit(stopped_and_added), [F32(1.0), F32(2.0)], [None, 1.0]),
+    "a key": (lambda k, x: jax.random.uniform(k) * 0 + x, [jax.random.key(0), F32(2)], [None, 1.0]),
+}
+
+
 @pytest.mark.accelerator
-@pytest.mark.parametrize(
-    ("fun", "args", "expected"),
-    [
-        pytest.param(lambda x: x * 0.0, [F32(2.0)], [0.0], id="a gradient that happens to be zero"),
-        pytest.param(
-            lambda x: jnp.asarray(np.square(np.asarray(x))) * 2, [F32(2.0)], [None], id="NumPy"
-        ),
-        pytest.param(lambda x: jnp.asarray(float(x)) * 2, [F32(2.0)], [None], id="a float"),
-        pytest.param(stopped_and_added, [F32(1.0), F32(2.0)], [None, 1.0], id="by argument"),
-        pytest.param(
-            jax.jit(stopped_and_added), [F32(1.0), F32(2.0)], [None, 1.0], id="by argument of jit"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fun", "args", "expected"), CONNECTIONS.values(), ids=CONNECTIONS)
 def test_none_means_that_nothing_connects(fun, args, expected):
     assert grad_of(fun, *args) == expected
 

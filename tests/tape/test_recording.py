@@ -102,6 +102,14 @@ def checkpointed_loop(x):
 
 
 @jax.jit
+def added_to_a_ref(x):
+    """Adding gives no result, as printing does; and a `Ref`'s own derivative adds to one."""
+    ref = jax.new_ref(jnp.zeros_like(x))
+    jax.ref.addupdate(ref, ..., jnp.sin(x))
+    return (ref[...] ** 2).sum()
+
+
+@jax.jit
 def some_without_gradients(x):
     return x * 2, jnp.argmax(x), x > 0, jax.random.key(0)
 
@@ -151,6 +159,7 @@ def by_what_has_no_gradient(x):
         lambda x: jax.scipy.special.expi(x).sum(),
         lambda x: x.at[1].set(x[0] ** 2).at[1].multiply(3.0).at[0].add(x[0]).sum(),
         lambda x: by_what_has_no_gradient(x),
+        lambda x: added_to_a_ref(x),
         lambda x: jnp.where(x > 0, x, 0).sum() * jnp.asarray(x, jnp.float16).astype(F32)[2],
         lambda x: jnp.fft.fft(x).real.sum() + jnp.abs(jnp.fft.fft(x))[1],
         lambda x: jnp.einsum("i,j->ij", x, x).sum() + jnp.concatenate([x, x * 2]).sum(),
@@ -217,28 +226,24 @@ def looped_once(body, x):
     return lax.scan(lambda c, _: (body(c), None), x, None, length=1)[0]
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        pytest.param(times_closed, id="jit"),
-        pytest.param(jax.jit(lambda x: times_closed(x) + 0 * x), id="jit in jit"),
-        pytest.param(jax.jit(lambda x: looped_once(times_closed, x)), id="scan in jit"),
-        pytest.param(
-            jax.jit(lambda x: lax.cond(x[0] > 0, times_closed, lambda x: x, x)), id="cond in jit"
-        ),
-        pytest.param(jax.jit(lambda x: jax.checkpoint(times_closed)(x)), id="checkpoint in jit"),
-        pytest.param(jax.jit(lambda x: jax.vmap(jnp.multiply)(x, CLOSED)), id="vmap in jit"),
-        pytest.param(
-            jax.jit(lambda x: lax.fori_loop(0, 1, lambda i, x: times_closed(x), x)), id="fori_loop"
-        ),
-        pytest.param(tg.trace(lambda x: x * CLOSED), id="trace"),
-        pytest.param(lambda x: x * jax.jit(lambda: CLOSED)(), id="jit that returns it"),
-        pytest.param(lambda x: looped_once(lambda x: x * CLOSED, x), id="scan"),
-        pytest.param(lambda x: lax.cond(True, lambda x: x * CLOSED, lambda x: x, x), id="cond"),
-        pytest.param(lambda x: jax.checkpoint(lambda x: x * CLOSED)(x), id="checkpoint"),
-        pytest.param(lambda x: jax.vmap(lambda i: (x * CLOSED)[i])(jnp.arange(2)), id="vmap"),
-    ],
-)
+CLOSING_OVER = {
+    "jit": times_closed,
+    "jit in jit": jax.jit(lambda x: times_closed(x) + 0 * x),
+    "scan in jit": jax.jit(lambda x: looped_once(times_closed, x)),
+    "cond in jit": jax.jit(lambda x: lax.cond(x[0] > 0, times_closed, lambda x: x, x)),
+    "checkpoint in jit": jax.jit(lambda x: jax.checkpoint(times_closed)(x)),
+    "vmap in jit": jax.jit(lambda x: jax.vmap(jnp.multiply)(x, CLOSED)),
+    "loop in jit": jax.jit(lambda x: lax.fori_loop(0, 1, lambda i, x: times_closed(x), x)),
+    "trace": tg.trace(lambda x: x * CLOSED),
+    "jit that returns it": lambda x: x * jax.jit(lambda: CLOSED)(),
+    "scan": lambda x: looped_once(lambda x: x * CLOSED, x),
+    "cond": lambda x: lax.cond(True, lambda x: x * CLOSED, lambda x: x, x),
+    "checkpoint": lambda x: jax.checkpoint(lambda x: x * CLOSED)(x),
+    "vmap": lambda x: jax.vmap(lambda i: (x * CLOSED)[i])(jnp.arange(2)),
+}
+
+
+@pytest.mark.parametrize("f", CLOSING_OVER.values(), ids=CLOSING_OVER)
 def test_a_function_that_closes_over_a_watched_array_passes_gradients_to_it(f):
     for _ in range(3):  # the first call traces, the others do not
         x = jnp.array([5.0, 7.0])
@@ -275,9 +280,7 @@ def test_what_is_closed_over_has_a_gradient_only_while_it_is_watched():
 def test_a_rule_sees_all_that_varies_also_what_gets_nothing_from_it():
     # As the loops of equinox (and by them diffrax): `weight` gets its gradient elsewhere, and here
     # only says by varying that the result does.
-    @jax.custom_jvp
-    def if_varying(result, weight):
-        return result
+    if_varying = jax.custom_jvp(lambda result, weight: result)
 
     def jvp(primals, tangents):
         result, weight = tangents
@@ -289,13 +292,9 @@ def test_a_rule_sees_all_that_varies_also_what_gets_nothing_from_it():
     def loss(x, weight):
         return if_varying(x * weight, weight)
 
-    def jitted(x, weight):
-        return jax.jit(loss)(x, weight)
-
     x, weight = F32(2.0), F32(3.0)
-    for f in (loss, jitted):
-        assert list(jax.grad(f, (0, 1))(x, weight)) == [3.0, 2.0]
-        assert tape_gradients(f, x, weight) == [3.0, 2.0]
+    for f in (loss, lambda x, weight: jax.jit(loss)(x, weight)):
+        assert list(jax.grad(f, (0, 1))(x, weight)) == tape_gradients(f, x, weight) == [3.0, 2.0]
     assert tg.explain(loss, x, weight, wrt=(0, 1))["weight"].norm == 2.0
     assert tg.check_grads(loss, (x, weight), order=1, modes=["rev"])
 
@@ -377,10 +376,9 @@ def test_operations_with_rules_of_their_own(f):
     x = F32(3.0)
     expected = jax.grad(f)(x)
     for function in (f, jax.jit(f)):
-        with GradientTape() as tape, tg.ForwardAccumulator(x, F32(1.0)) as accumulator:
-            tape.watch(x)
-            y = function(x)
-        assert tape.gradient(y, x) == accumulator.jvp(y) == expected
+        with tg.ForwardAccumulator(x, F32(1.0)) as accumulator:
+            y, gradient = value_by_tape(function, x)
+        assert gradient == accumulator.jvp(y) == expected
     assert tg.trace(lambda x: tg.gradients(f(x), [x]))(x) == [expected]
 
 
@@ -466,22 +464,20 @@ def test_a_donated_argument_lives_on_under_a_tape():
 # ---------------------------------------------------------------------------------------- effects
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(lambda f: f, id="plain"),
-        pytest.param(jax.jit, id="jit"),
-        pytest.param(lambda f: jax.jit(lambda x: jax.jit(f)(x)), id="jit in jit"),
-        pytest.param(lambda f: jax.jit(lambda x: lax.cond(True, f, f, x)), id="cond in jit"),
-        pytest.param(lambda f: lambda x: lax.cond(x[0] > -100, f, f, x), id="cond"),
-        pytest.param(lambda f: jax.jit(lambda x: looped_once(f, x)), id="scan in jit"),
-        pytest.param(lambda f: lambda x: looped_once(f, x), id="scan"),
-        pytest.param(
-            lambda f: jax.jit(lambda x: jax.vmap(lambda y: f(x) * y)(jnp.ones(2))), id="vmap in jit"
-        ),
-        pytest.param(lambda f: tg.trace(f), id="trace"),
-    ],
-)
+PLACES = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "jit in jit": lambda f: jax.jit(lambda x: jax.jit(f)(x)),
+    "cond in jit": lambda f: jax.jit(lambda x: lax.cond(True, f, f, x)),
+    "cond": lambda f: lambda x: lax.cond(x[0] > -100, f, f, x),
+    "scan in jit": lambda f: jax.jit(lambda x: looped_once(f, x)),
+    "scan": lambda f: lambda x: looped_once(f, x),
+    "vmap in jit": lambda f: jax.jit(lambda x: jax.vmap(lambda y: f(x) * y)(jnp.ones(2))),
+    "trace": lambda f: tg.trace(f),
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_callback_happens_once_wherever_it_stands(place, ordered):
     seen = []
@@ -602,17 +598,11 @@ def tripled(x):
 
 
 def one_tape(fun, x):
-    with GradientTape() as tape:
-        tape.watch([x, W])
-        y = fun(x)
-    return tape.gradient(y, x)
+    return by_tape(lambda x, _: fun(x), x, W)
 
 
 def two_tapes(fun, x):
-    with GradientTape() as outer:
-        outer.watch(x)
-        d = one_tape(lambda x: fun(x).sum(), x)
-    return outer.gradient(d, x)
+    return by_tape(lambda x: one_tape(lambda x: fun(x).sum(), x)[0], x)
 
 
 ON_ONE_TAPE = [
@@ -725,18 +715,13 @@ def test_a_shard_map_outside_of_a_compiled_function():
         return mapped(x)["sum"] ** 2
 
     def on_a_tape(x, w):
-        with GradientTape() as tape:
-            tape.watch((x, w))
-            y = total(x, w)
-        return tape.gradient(y, (x, w))
-
-    def symbolic(x, w):
-        return tuple(tg.gradients(total(x, w), [x, w]))
+        return by_tape(total, x, w)
 
     scale = 2 * np.sum(np.sin(3 * np.arange(8.0)))
     cosines = scale * np.cos(3 * np.arange(8.0))
     expected = 3 * cosines, np.sum(np.arange(8.0) * cosines)
-    for gradient in (on_a_tape, tg.trace(on_a_tape), tg.trace(symbolic)):
+    symbolic = tg.trace(lambda x, w: tg.gradients(total(x, w), [x, w]))
+    for gradient in (on_a_tape, tg.trace(on_a_tape), symbolic):
         for got, wanted in zip(gradient(x, w), expected, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-4)
     with jax.disable_jit():
@@ -821,14 +806,8 @@ def test_a_second_derivative_that_jax_does_not_have_raises_as_jax_does_and_names
 
 
 def test_what_was_compiled_ahead_of_time_is_not_recorded():
-    x = F32(2.0)
-    compiled = jax.jit(lambda x: x * x).lower(x).compile()
-    with GradientTape() as tape:
-        tape.watch(x)
-        y = compiled(x)
-    assert y == 4.0
-    assert tape.gradient(y, x) is None
-    assert "mul" not in str(tape.graph())
+    compiled = jax.jit(lambda x: x * x).lower(F32(2.0)).compile()
+    assert value_by_tape(compiled, F32(2.0)) == (4.0, None)
 
 
 def test_an_eager_ref_raises():
@@ -840,26 +819,6 @@ def test_an_eager_ref_raises():
             ref[...] = x
         with pytest.raises(NotImplementedError, match=r"jax\.Ref"):
             jax.new_ref(x)
-
-
-@jax.jit
-def through_a_ref(x):
-    ref = jax.new_ref(x)
-    ref[...] = ref[...] * x
-    return ref[...].sum()
-
-
-@jax.jit
-def added_to_a_ref(x):
-    """Adding gives no result, as printing does; and a `Ref`'s own derivative adds to one."""
-    ref = jax.new_ref(jnp.zeros_like(x))
-    jax.ref.addupdate(ref, ..., jnp.sin(x))
-    return (ref[...] ** 2).sum()
-
-
-@pytest.mark.parametrize("fun", [through_a_ref, added_to_a_ref])
-def test_a_ref_inside_a_compiled_function(fun):
-    agrees_with_jax(fun, X)
 
 
 def test_a_ref_beside_an_effect_which_would_happen_twice_is_refused(capfd):
