@@ -346,7 +346,7 @@ def test_a_tape_is_explained_by_tracing_what_has_run_on_values():
 def test_a_result_without_a_gradient_that_a_batch_shares_is_no_hindrance():
     @jax.custom_vjp
     def scaled(x, scale):  # a solver that returns its number of steps beside the solution
-        return x * scale, scale + 1
+        return x * scale, scale + 1, jnp.int32(scale)
 
     scaled.defvjp(
         lambda x, scale: (scaled(x, scale), (x, scale)),

@@ -76,7 +76,7 @@ def with_gates(results: Sequence[Any], given: Collection[int]) -> list[Any]:
     def gated(result: Any, position: int) -> Any:
         return with_cotangent(lambda ct: ct if position in given else None, "gated")(result)
 
-    return [gated(out, k) if has_gradient(out) else out for k, out in enumerate(results)]
+    return [gated(out, k) for k, out in enumerate(results)]
 
 
 def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> set[int]:
