@@ -286,3 +286,20 @@ def test_an_error_of_the_function_itself_is_raised_as_it_is():
 
     with pytest.raises(AssertionError, match="x is never right"):
         check_grads(fails, (X,))
+
+
+@pytest.mark.both_jax
+def test_a_rule_that_jax_cannot_transpose_since_a_batch_shares_a_result_is_not_wrong():
+    @jax.custom_vjp
+    def scaled(x, scale):
+        return x * scale, scale + 1
+
+    scaled.defvjp(
+        lambda x, scale: (scaled(x, scale), (x, scale)),
+        lambda saved, dy: (dy[0] * saved[1], dy[0] * saved[0] + dy[1]),
+    )
+
+    def loss(x, scale):
+        return jnp.sum(jax.vmap(lambda x: scaled(x, scale)[0])(x) ** 2)
+
+    tg.check_grads(loss, (jnp.arange(1.0, 4.0), 2.0), order=1)

@@ -285,3 +285,26 @@ def test_a_tape_is_explained_by_tracing_what_has_run_on_values():
         explanation["source"].norm, jnp.linalg.norm(tape.gradient(sound, X)), rtol=1e-6
     )
     assert "custom_gradient" in str(tape.graph())
+
+
+@pytest.mark.both_jax
+def test_a_result_without_a_gradient_that_a_batch_shares_is_no_hindrance():
+    @jax.custom_vjp
+    def scaled(x, scale):  # a solver that returns its number of steps beside the solution
+        return x * scale, scale + 1, jnp.int32(scale)
+
+    scaled.defvjp(
+        lambda x, scale: (scaled(x, scale), (x, scale)),
+        lambda saved, dy: (dy[0] * saved[1], dy[0] * saved[0] + dy[1]),
+    )
+
+    def loss(x, scale):
+        return jnp.sum(jax.vmap(lambda x: scaled(x, scale)[0])(x) ** 2)
+
+    scale = jnp.float32(2.0)
+    with tg.GradientTape() as tape:
+        tape.watch([X, scale])
+        y = loss(X, scale)
+    found = tape.gradient(y, [X, scale])
+    for gradient, expected in zip(found, jax.grad(loss, (0, 1))(X, scale), strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-6)

@@ -10,7 +10,7 @@ input, with a VJP rule that is told about symbolic zeros.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +67,16 @@ def _with_witness(value: Any, position: int, met: set[int]) -> Any:
         return cotangent
 
     return with_cotangent(witnessed, "witnessed", symbolic_zeros=True)(value)
+
+
+def with_gates(results: Sequence[Any], given: Collection[int]) -> list[Any]:
+    """Returns results that hand on a cotangent if their position is in `given` by then; otherwise
+    it becomes a symbolic zero, as for results of which JAX takes no derivative."""
+
+    def gated(result: Any, position: int) -> Any:
+        return with_cotangent(lambda ct: ct if position in given else None, "gated")(result)
+
+    return [gated(out, k) for k, out in enumerate(results)]
 
 
 def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> set[int]:

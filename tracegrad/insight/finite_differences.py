@@ -291,7 +291,7 @@ def judge(
 _NO_DERIVATIVE = re.compile(
     "no forward-mode derivative|forward-mode autodiff|does not work for lax.while_loop|"
     "does not support reverse-mode|transpose_solve required|callbacks do not support JVP|"
-    "gradient .*not supported"
+    "gradient .*not supported|shared across the batch .*with a nonzero right cotangent"
 )
 
 

@@ -22,6 +22,11 @@ def active_values(graph: Graph) -> set[Value]:
     return _live(graph, [True] * len(graph.outputs), _reached(graph, given, constants))
 
 
+def active_outputs(node: Node, active: Collection[Value]) -> list[int]:
+    """Returns the positions of the results of a node that get a cotangent."""
+    return [i for i, value in enumerate(node.outputs) if value in active]
+
+
 def traced_constants(graph: Graph) -> list[Value]:
     """Returns the constants that are tracers of another trace, which a gradient may flow into."""
     return [value for value, array in graph.constants.items() if _jax.is_tracer(array)]

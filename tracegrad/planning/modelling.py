@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from tracegrad import _jax
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, Value, has_gradient, operations
-from tracegrad.planning.activity import active_in_body, active_values
+from tracegrad.planning.activity import active_in_body, active_outputs, active_values
 from tracegrad.planning.costs import is_by_element, nbytes, node_flops
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion, without_compiling
@@ -92,9 +92,10 @@ class _Modelling:
             for value in node.outputs:
                 self.roots[value], self.behind[value], self.inside[value] = roots, behind, cost
             positions = active_inputs(node, active)
-            if positions and any(v in active for v in node.outputs):
+            ends = active_outputs(node, active)
+            if positions and ends:
                 way = scans.get(node)
-                self.read[node] = way.read if way else residuals.of(node, positions)
+                self.read[node] = way.read if way else residuals.of(node, positions, ends)
 
     def assemble(self) -> MemoryModel:
         ops = self.ops

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from tracegrad.differentiation.pull_back import active_inputs
 from tracegrad.ir import Graph, Node, Value
+from tracegrad.planning.activity import active_outputs
 from tracegrad.planning.costs import nbytes
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.recomputed import Stretch, in_stretches
@@ -31,7 +32,8 @@ def _stretch(model: MemoryModel, segment: Segment) -> Stretch:
     saved = {}
     for node in (model.nodes[i] for i in sorted(segment.saved)):
         positions = active_inputs(node, model.active)
-        saved[node] = bool(positions and model.residuals.of(node, positions).results)
+        ends = active_outputs(node, model.active)
+        saved[node] = bool(positions and model.residuals.of(node, positions, ends).results)
     waiting = Piece(inside, start, stop).run(segment.shifted(-start)).late.items()
     late = {written[v]: written[reader] for v, reader in waiting}
     return Stretch(nodes, instead, True, saved, late)

@@ -44,16 +44,21 @@ class NodeResiduals:
         self._known: dict[Hashable, Residuals] = {}
         self._keep_alive: list[Any] = []  # parameters in keys by their identity
 
-    def of(self, node: Node, active: Sequence[int]) -> Residuals:
-        """Returns the residuals of a node; `active`: positions of operands that get a cotangent.
+    def of(
+        self, node: Node, active: Sequence[int], outputs: Sequence[int] | None = None
+    ) -> Residuals:
+        """Returns the residuals of a node; `active`, `outputs`: the positions of the operands and
+        of the results that get a cotangent (default: all results).
 
         Raises ValueError if the node has no reverse-mode derivative; the message names the node
         and its line.
         """
-        key = (self._key(node), tuple(active))
+        if outputs is None:
+            outputs = [i for i, v in enumerate(node.outputs) if has_gradient(v)]
+        key = (self._key(node), tuple(active), tuple(outputs))
         if key not in self._known:
             try:
-                self._known[key] = _ask(node, active)
+                self._known[key] = _ask(node, active, outputs)
             except Exception as error:
                 raise ValueError(
                     "cannot plan what to recompute for a program without a gradient: "
@@ -78,14 +83,13 @@ class NodeResiduals:
         return (node.primitive, types, tuple(params), regions)
 
 
-def _ask(node: Node, active: Sequence[int]) -> Residuals:
+def _ask(node: Node, active: Sequence[int], outputs: Sequence[int]) -> Residuals:
     run, types = functools.partial(run_node, node), [v.aval for v in node.inputs]
     found = residuals_of(run, types, active)
     if node.regions:  # some loops raise only when the VJP is called
-        flowing = [i for i, v in enumerate(node.outputs) if has_gradient(v)]
-        cotangents = [node.outputs[i].aval for i in flowing]
+        cotangents = [node.outputs[i].aval for i in outputs]
         jax.eval_shape(
-            lambda args, given: _jax.vjp_of_some(run, args, active, flowing)[1](given),
+            lambda args, given: _jax.vjp_of_some(run, args, active, outputs)[1](given),
             types,
             cotangents,
         )

@@ -120,9 +120,11 @@ class Recorder(OperationRecorder):
             return bind(*operands)
 
         met: set[int] = set()  # the operands for which the rule has returned a gradient, not None
+        given: set[int] = set()  # the results that have a cotangent
 
         def witnessed(operands: list[Any]) -> list[Any]:
-            return bind(*_jax.with_witnesses(operands, 0, met))
+            results = bind(*_jax.with_witnesses(operands, 0, met))
+            return _jax.with_gates(results, given) if len(results) > 1 else results
 
         inner = watching[-1] if watching else None
         with _with_one_order_less(self, inner, spies), set_current_trace(self):
@@ -144,11 +146,14 @@ class Recorder(OperationRecorder):
         def pull_back(cotangents: Sequence[Any], sparse: Sequence[bool]) -> list[Any]:
             every = [ct if ct is not None else _zeros(aval) for ct, aval in zip(cotangents, types)]
             met.clear()
+            given.clear()
+            given.update(k for k, ct in enumerate(cotangents) if ct is not None)
             found = dict(zip(active, vjp(every), strict=True))
             each = [found.get(i) if i in met else None for i in range(len(operands))]
             if primitive is _jax.CUSTOM_JVP and not met.issuperset(active):
-                given = [ct is not None for ct in cotangents]
-                zeros = _written_zeros(called, operands, active, given)
+                zeros = _written_zeros(
+                    called, operands, active, [ct is not None for ct in cotangents]
+                )
                 each = [zeros.get(i) if ct is None else ct for i, ct in enumerate(each)]
             return each
 
