@@ -1054,6 +1054,24 @@ def test_what_is_added_to_a_ref_inside_a_compiled_function_is_kept():
     np.testing.assert_allclose(tape.gradient(y, x), np.sin(1.0), rtol=1e-6)
 
 
+@pytest.mark.both_jax
+def test_a_compiled_function_that_uses_a_ref_has_a_second_derivative():
+    @jax.jit
+    def f(x):
+        ref = jax.new_ref(jnp.zeros_like(x))
+        ref[...] = jnp.sin(x)
+        return ref[...] ** 2
+
+    x = F32(0.5)
+    with GradientTape() as outer:
+        outer.watch(x)
+        with GradientTape() as inner:
+            inner.watch(x)
+            y = f(x)
+        g = inner.gradient(y, x)
+    np.testing.assert_allclose(outer.gradient(g, x), 2 * np.cos(1.0), rtol=1e-6)
+
+
 def test_a_ref_beside_an_effect_which_would_happen_twice_is_refused(capfd):
     @jax.jit
     def f(x):
