@@ -617,3 +617,19 @@ def test_another_thread():
 def test_a_direction_that_does_not_fit_is_refused(primals, tangents, error, message):
     with pytest.raises(error, match=message):
         ForwardAccumulator(primals(jnp.asarray(X)), tangents)
+
+
+@pytest.mark.both_jax
+@pytest.mark.parametrize("called", [lambda f: f, jax.jit])
+def test_tangents_go_through_a_shard_map_with_a_collective(called):
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+
+    def f(x):
+        return jnp.sin(x) * jax.lax.psum(x.sum(), "i")
+
+    x, direction = jnp.array([0.5, 1.0]), jnp.array([1.0, -2.0])
+    with ForwardAccumulator(x, direction) as accumulator:
+        y = called(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    want = np.cos(x) * direction * 1.5 + np.sin(x) * -1.0
+    np.testing.assert_allclose(accumulator.jvp(y), want, rtol=1e-6)

@@ -821,6 +821,19 @@ def test_an_eager_ref_raises():
             jax.new_ref(x)
 
 
+@pytest.mark.both_jax
+def test_a_compiled_function_that_uses_a_ref_has_a_second_derivative():
+    @jax.jit
+    def f(x):
+        ref = jax.new_ref(jnp.zeros_like(x))
+        ref[...] = jnp.sin(x)
+        return ref[...] ** 2
+
+    x = F32(0.5)
+    slope = by_tape(lambda x: by_tape(f, x), x)
+    np.testing.assert_allclose(slope, 2 * np.cos(1.0), rtol=1e-6)
+
+
 def test_a_ref_beside_an_effect_which_would_happen_twice_is_refused(capfd):
     @jax.jit
     def f(x):

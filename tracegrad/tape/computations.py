@@ -51,6 +51,7 @@ class Computation:
       has_rules: whether a function in it has a custom derivative.
       has_nones: whether such a derivative may return None for an operand.
       has_effects: whether it prints or calls the host.
+      has_references: whether it uses a `jax.Ref`.
       is_simple: whether it closes over no arrays and has no effects.
       is_kept: whether it is cached for later calls; only then its pull-backs are compiled.
       called: ``(*operands) -> results`` without residuals; default: `fun`.
@@ -76,6 +77,7 @@ class Computation:
     has_rules: bool = False
     has_nones: bool = False
     has_effects: bool = False
+    has_references: bool = False
     is_simple: bool = False
     is_kept: bool = True
     called: Any = None
@@ -90,7 +92,8 @@ class Computation:
         self.run = self.run or self.fun
         self.called = self.called or self.fun
         is_whole = self.primitive is _jax.REMAT
-        self.pull_back = self.pull_back or pull_back_at_operands(self.fun, is_whole)
+        if self.pull_back is None:
+            self.pull_back = pull_back_at_operands(self.fun, is_whole, self.has_references)
 
     @property
     def is_compiled(self) -> bool:
@@ -180,6 +183,7 @@ class Computation:
                 is_run_once=self.is_run_once,
                 is_kept=self.is_kept,
                 has_rules=self.has_rules,
+                has_references=self.has_references,
             )
         return known
 

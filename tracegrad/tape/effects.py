@@ -15,9 +15,9 @@ from tracegrad.tape.rules import parts_of_rule
 
 
 def reads_the_host(program: Any) -> bool:
-    """Whether an operation with an effect has results, on which later operations may depend."""
+    """Whether a call of the host has results, on which later operations may depend."""
     return any(
-        node.effects and node.outputs and not (node.regions or node.has_references)
+        node.effects and node.outputs and _jax.calls_host([node.op])
         for region in graph_of(program).regions_below
         for node in region.nodes
     )

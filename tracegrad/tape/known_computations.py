@@ -19,7 +19,6 @@ from tracegrad._jax.caches import Cache, WeakCache
 from tracegrad.ir.program_keys import params_key
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import Computation, compiled
-from tracegrad.tape.derivatives import pull_back_at_operands
 from tracegrad.tape.programs import RULES, refused_arrays, run_program
 
 _JIT = _jax.JIT
@@ -210,7 +209,6 @@ def _with_programs(
         fun,
         name,
         compiled(whole, name) if is_one else fun,
-        pull_back_at_operands(fun, primitive is _jax.REMAT, facts.has_references),
         primitive=primitive,
         params=params,
         captured=captured,
@@ -220,6 +218,7 @@ def _with_programs(
         has_rules=any(map(_has_rule, below)),
         has_nones=_jax.CUSTOM_VJP in below,
         has_effects=facts.has_effects and calls_host,
+        has_references=facts.has_references,
         is_simple=not captured and not facts.has_effects,
         is_kept=is_kept,
     )
