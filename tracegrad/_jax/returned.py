@@ -70,8 +70,9 @@ def _with_witness(value: Any, position: int, met: set[int]) -> Any:
 
 
 def with_gates(results: Sequence[Any], given: Collection[int]) -> list[Any]:
-    """Returns results that hand on a cotangent if their position is in `given` by then; otherwise
-    it becomes a symbolic zero, as for results of which JAX takes no derivative."""
+    """Returns the results with gates. In the reverse pass, a gate passes a cotangent on if the
+    position of the result is in `given` at that time; otherwise the gate makes a symbolic zero of
+    the cotangent, as JAX does for results that it does not differentiate."""
 
     def gated(result: Any, position: int) -> Any:
         return with_cotangent(lambda ct: ct if position in given else None, "gated")(result)

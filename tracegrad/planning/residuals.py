@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Node, Occurrence, has_gradient, operations
+from tracegrad.ir import Node, Occurrence, operations
 from tracegrad.ir.running import run_node
 from tracegrad.planning.costs import nbytes
 
@@ -44,17 +44,13 @@ class NodeResiduals:
         self._known: dict[Hashable, Residuals] = {}
         self._keep_alive: list[Any] = []  # parameters in keys by their identity
 
-    def of(
-        self, node: Node, active: Sequence[int], outputs: Sequence[int] | None = None
-    ) -> Residuals:
+    def of(self, node: Node, active: Sequence[int], outputs: Sequence[int]) -> Residuals:
         """Returns the residuals of a node; `active`, `outputs`: the positions of the operands and
-        of the results that get a cotangent (default: all results).
+        of the results that get a cotangent.
 
         Raises ValueError if the node has no reverse-mode derivative; the message names the node
         and its line.
         """
-        if outputs is None:
-            outputs = [i for i, v in enumerate(node.outputs) if has_gradient(v)]
         key = (self._key(node), tuple(active), tuple(outputs))
         if key not in self._known:
             try:

@@ -194,7 +194,8 @@ def next_forward(
 
     Returns:
       The forward, its pull-back, the number and the tree of the results of `fun`, and the positions
-      of the residuals that are constants to a derivative: stopped gradients lie before them.
+      of the residuals that are constants to a derivative: such a residual depends on the operands
+      only through stopped gradients.
     """
     of_results: list[Any] = []
     trees: list[Any] = []

@@ -90,7 +90,8 @@ class Record:
       arrays: the arrays by slot.
       tracked: maps the ids of followed arrays to slots.
       others: maps the ids of other operands and results to slots.
-      without_gradient: the slots of results that have no gradient, by their dtype for example.
+      without_gradient: the slots of results that have no gradient: those of integers, and those
+        that are constants to a derivative (`Computation.constant`).
     """
 
     keeps_operations = True
