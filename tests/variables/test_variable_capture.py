@@ -1200,6 +1200,58 @@ def test_what_one_thread_reads_another_does_not_write_over_before_it_has_it():
     assert float(w.value[0]) == 401.0
 
 
+@pytest.mark.parametrize("other", ["reads", "assigns"])
+def test_a_trace_may_wait_for_another_thread_that_calls_a_program_of_other_variables(other):
+    a, b = Variable(0.0), Variable(1.0)
+    calls = {"reads": lambda: b.value * 2, "assigns": lambda: b.assign_add(1.0).value}
+    program = tg.trace(calls[other])
+    program()
+
+    with ThreadPoolExecutor(1) as pool:
+
+        @tg.trace
+        def step(x):
+            k = float(pool.submit(program).result(timeout=30))
+            a.assign_add(jnp.sum(x) * k)
+
+        step(jnp.ones(2))
+        before, k = float(a), 2.0 if other == "reads" else float(b) + 1
+        step(jnp.ones(3))  # traced again, with the Variable lent
+        assert float(a) == before + 3 * k
+
+
+def test_a_program_sees_variables_of_one_moment():
+    a, b, both = (Variable(jnp.full(8, x)) for x in (100, 0, 100))
+
+    @tg.trace
+    def move(k):
+        a.assign_sub(k)
+        b.assign_add(k)
+
+    @tg.trace
+    def swap():
+        old = a.value
+        a.assign(b.value)
+        b.assign(old)
+
+    add_up = tg.trace(lambda: both.assign(a.value + b.value).value)
+    move(1), swap(), add_up()
+
+    def watch():
+        for _ in range(50):
+            assert int(add_up()[0]) == 100
+
+    at_once(
+        [
+            lambda: [move(k % 5) for k in range(50)],
+            lambda: [swap() for _ in range(50)],
+            watch,
+            watch,
+        ]
+    )
+    assert int(add_up()[0]) == 100
+
+
 @pytest.mark.parametrize("otherwise", ["returns", "raises"])
 def test_a_function_that_catches_everything_gets_the_branch_that_it_would_run(otherwise):
     v = Variable(1.0)

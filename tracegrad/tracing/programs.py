@@ -33,8 +33,6 @@ from tracegrad.tracing.shardings import shardings_of_result
 from tracegrad.tracing.uses import Use
 from tracegrad.variables import kept_programs
 from tracegrad.variables.lending import (
-    dispatching,
-    free,
     hold,
     lend,
     settle,
@@ -170,26 +168,18 @@ class Program:
         """Runs a call that overwrites the Variables that it updates, at top level without
         listeners."""
         use = self.use
-        assigned: list[Any] = [ref() for ref in use.assigned]
+        updated: list[Any] = [ref() for ref in use.updated]
+        written: list[Any] = [ref() for ref in use.written]
         read: list[Any] = [ref() for ref in use.read]
-        for variable in (*assigned, *read):
-            if variable._borrower is not None:
-                free((*assigned, *read))  # waits, so it must not run under the lock
-                break
-        # Until the program is dispatched, no other thread may lend the arrays that are read here.
-        with dispatching:
-            constants = [v._value if v._borrower is None else v.value for v in read]
-            if not assigned:
-                return run(*constants, *args, **kwargs)
-            updated = assigned[: len(use.updated)]
-            values = lend(updated)
-            try:
-                new, result = run(*values, *constants, *args, **kwargs)
-            except BaseException:
-                take_back(updated)
-                raise
-            settle(assigned, new)
-            return new, result
+        assigned = updated + written
+        values = lend(updated, written, read)
+        try:
+            outcome = run(*values, *args, **kwargs)
+        except BaseException:
+            take_back(assigned, read)
+            raise
+        settle(assigned, outcome[0] if assigned else (), read)
+        return outcome
 
     def _held(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call of a program that calls the host, at top level without listeners."""
@@ -197,9 +187,7 @@ class Program:
         assigned: list[Any] = [ref() for ref in use.assigned]
         # `.value`, not the stored array: the host may run a program that overwrites that.
         constants = [ref().value for ref in use.read]  # type: ignore[union-attr]
-        free(assigned)
-        with dispatching:
-            values = hold(assigned)[: len(use.updated)]
+        values = hold(assigned)[: len(use.updated)]
         try:
             new, result = run(*values, *constants, *args, **kwargs)
             _jax.wait_for(new)

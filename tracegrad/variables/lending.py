@@ -5,6 +5,11 @@ program that assigns the Variable may overwrite it. Any other array is copied fi
 has the array, or computes the next value without overwriting the array, the thread that runs the
 program is the Variable's borrower; other threads wait.
 
+A call of a program gets all its Variables at once, under one lock, and keeps them until JAX has
+dispatched the program: the Variables that it assigns for itself alone, the others together with
+other readers. So calls of programs that share a Variable act one after the other; a call holds no
+lock while JAX traces and compiles, and calls without a common Variable do not wait for each other.
+
 The verbs: to *hand* an array to a reader, who may keep it; to *show* it to listeners, who give it
 back; to *lend* it to a program that overwrites it; to *hold* it while a program computes the next
 value and leaves it as it is; to *settle*: to store the value that the program has computed.
@@ -34,12 +39,11 @@ FROZEN = (
     "instead, which makes an input of the Variable, or pass its `.value` in as an argument."
 )
 
-# Held from the read of Variables to the dispatch of the program that gets their arrays: without
-# this lock, another thread could lend an array in between, and its program overwrite it. Reentrant,
-# since a program may call another one while JAX traces it.
-dispatching = threading.RLock()
 _lock = threading.Lock()
 _returned = threading.Condition(_lock)  # notified when borrowed arrays have come back
+# By thread: for each program that it dispatches (a program may call another one while JAX traces
+# it), the Variables that the program only reads. No other thread may lend these.
+_readings: dict[int, list[Sequence[Variable]]] = {}
 _waiting = 0  # how many threads wait for this condition
 _lenders: set[int] = set()  # the ids of the threads that have ever lent
 
@@ -127,37 +131,53 @@ class _Holder:
 _ALONE = _references(_Holder())
 
 
-def lend(variables: Sequence[Variable]) -> list[Any]:
-    """Returns arrays with the values of Variables, which a program may overwrite.
+def lend(
+    updated: Sequence[Variable], written: Sequence[Variable] = (), read: Sequence[Variable] = ()
+) -> list[Any]:
+    """Returns the values of `updated` and `read`, for a program that is dispatched now.
 
-    If `settle` stored an array and nobody has read it since, nobody else can have it, and it is
-    returned itself. Other arrays are copied. Until `settle` or `take_back`, readers wait.
+    The program may overwrite the arrays of `updated`. If `settle` stored such an array and nobody
+    has read it since, nobody else can have it, and it is returned itself. Other arrays are copied.
+    Until `settle` or `take_back`, readers of `updated` and `written`, which the program assigns,
+    wait, and no other thread lends the arrays of `read`.
     """
     me = threading.get_ident()
+    assigned = (*updated, *written)
     with _lock:
-        for variable in variables:
-            if variable._borrower is not None:
-                _wait_for(variables, me)
-        if variables:
+        _wait_for(assigned, me, read)
+        if assigned:
             _lenders.add(me)
-        values: list[Any] = []
+        mine = _read_by([me]) if _readings else ()
+        if read:
+            _readings.setdefault(me, []).append(read)
         foreign = []
-        for variable in variables:
-            variable._borrower = me
-            if variable._keepers or not variable._is_ours:
-                foreign.append(len(values))
+        for place, variable in enumerate(updated):
+            is_given = variable._borrower == me or id(variable) in mine  # to a program around this
+            variable._borrower = me  # before `_is_ours` is read; see `handed`
+            if is_given or variable._keepers or not variable._is_ours:
+                foreign.append(place)
                 variable._is_ours, variable._keepers = False, 0
-            values.append(variable._value)
+        for place, variable in enumerate(read, len(updated)):
+            if variable._borrower == me:
+                foreign.append(place)
+        for variable in written:
+            variable._borrower = me
+        values = [variable._value for variable in (*updated, *read)]
     if foreign:
         try:
             with _jax.at_top_level():  # not recorded by a tape
                 copies = _copies([values[i] for i in foreign])
         except BaseException:
-            take_back(variables)
+            take_back(assigned, read)
             raise
         for i, copy in zip(foreign, copies, strict=True):
             values[i] = copy
     return values
+
+
+def _read_by(threads: Iterable[int]) -> set[int]:
+    """Returns the ids of the Variables that programs only read that these threads dispatch."""
+    return {id(v) for thread in threads for read in _readings.get(thread, ()) for v in read}
 
 
 def hold(variables: Sequence[Variable]) -> list[Any]:
@@ -173,31 +193,33 @@ def hold(variables: Sequence[Variable]) -> list[Any]:
         return [variable._value for variable in variables]
 
 
-def free(variables: Sequence[Variable]) -> None:
-    """Waits until no program of another thread assigns any of the Variables."""
-    if any(variable._borrower is not None for variable in variables):
-        with _lock:
-            _wait_for(variables, threading.get_ident())
-
-
-def settle(variables: Sequence[Variable], values: Sequence[Any]) -> None:
+def settle(
+    variables: Sequence[Variable], values: Sequence[Any], read: Sequence[Variable] = ()
+) -> None:
     """Ends `lend` or `hold`: stores arrays that the program made and that nobody else has."""
     with _lock:
         for variable, value in zip(variables, values):
             variable._value = value
             variable._is_ours, variable._is_handed = True, False
-            variable._borrower = None
-        if _waiting:
-            _returned.notify_all()
+        _end(variables, read)
 
 
-def take_back(variables: Sequence[Variable]) -> None:
+def take_back(variables: Sequence[Variable], read: Sequence[Variable] = ()) -> None:
     """Undoes `lend` or `hold` if the program was not run or has failed."""
     with _lock:
-        for variable in variables:
-            variable._borrower = None
-        if _waiting:
-            _returned.notify_all()
+        _end(variables, read)
+
+
+def _end(variables: Sequence[Variable], read: Sequence[Variable]) -> None:
+    for variable in variables:
+        variable._borrower = None
+    if read:
+        me = threading.get_ident()
+        _readings[me].pop()
+        if not _readings[me]:
+            del _readings[me]
+    if _waiting:
+        _returned.notify_all()
 
 
 def peek(variables: Sequence[Variable]) -> list[Any]:
@@ -258,12 +280,17 @@ def _awaited(variable: Variable) -> Any:
             return jnp.copy(variable._value)
 
 
-def _wait_for(variables: Sequence[Variable], me: int) -> None:
-    """Waits, under the lock, until no program of another thread has or holds any of the arrays.
+def _wait_for(
+    assigned: Sequence[Variable], me: int, read: Sequence[Variable] | None = None
+) -> None:
+    """Waits, under the lock, until no program of another thread has or holds any of the Variables
+    `assigned`. For `lend`, which passes `read`, also waits until the Variables do not collide with
+    those of another thread's program.
 
     An assignment by host code that a program calls cannot wait for that program: it is refused.
     """
-    while busy := [variable for variable in variables if variable._borrower not in (None, me)]:
+    while True:
+        busy = [variable for variable in assigned if variable._borrower not in (None, me)]
         for variable in busy:
             if variable._borrower == ~me or ((variable._borrower or 0) < 0 and _is_of_no_python()):
                 raise RuntimeError(
@@ -272,7 +299,19 @@ def _wait_for(variables: Sequence[Variable], me: int) -> None:
                     "Return the value from the host and assign it in the traced function, or "
                     "assign it in one of the two only."
                 )
+        if not busy and (read is None or not _collides(assigned, read, me)):
+            return
         _sleep()
+
+
+def _collides(assigned: Sequence[Variable], read: Sequence[Variable], me: int) -> bool:
+    """Whether a program of another thread has one of `read`, or reads one of `assigned`."""
+    for variable in read:
+        borrower = variable._borrower
+        if borrower is not None and borrower >= 0 and borrower != me:
+            return True
+    others = [thread for thread in _readings if thread != me] if _readings else ()
+    return bool(others) and not _read_by(others).isdisjoint(map(id, assigned))
 
 
 def _is_of_no_python() -> bool:
