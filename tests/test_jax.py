@@ -35,6 +35,13 @@ def test_folders_can_be_left_out_of_programs():
     assert name in inside
     assert folder not in inside
     assert folder in exported()
+    first, second = _jax.without_folders(), _jax.without_folders()  # as in two threads
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert folder not in exported()
+    second.__exit__(None, None, None)
+    assert folder in exported()
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

@@ -618,3 +618,15 @@ def test_a_derivative_of_a_program_that_was_traced_by_itself_is_not_said_to_be_o
     by_name = rules.scale_gradient(match.param("x"), 3.0)
     gradient = tg.trace(lambda x: jax.grad(loss)(x), rules=[by_name])(X)  # a warning fails
     np.testing.assert_allclose(gradient, 3 * jax.grad(loss)(X), rtol=1e-6)
+
+
+def test_calls_of_a_rewritten_function_share_the_inner_functions_that_jax_has_compiled(caplog):
+    differentiated = jax.jit(lambda x: jax.grad(loss)(x))
+    edited = tg.rewrite(lambda x: jax.nn.relu(differentiated(x)), TRIPLE)
+    expected = jax.nn.relu(EXPECTED)
+    np.testing.assert_allclose(edited(X), expected, rtol=1e-5)
+    with jax.log_compiles():
+        np.testing.assert_allclose(edited(X), expected, rtol=1e-5)  # the rule has matched before
+    assert "Finished XLA compilation" not in caplog.text
+    np.testing.assert_allclose(edited(X[:2]), expected[:2], rtol=1e-5)
+    np.testing.assert_allclose(differentiated(X), jax.grad(loss)(X), rtol=1e-5)

@@ -987,6 +987,12 @@ def test_shardings_are_those_of_the_users_arguments():
     for given in (split, (split,)):
         f = tg.trace(lambda x: scale * x, in_shardings=given, out_shardings=split)
         assert f(np.ones(8, "float32")).sharding == split
+    ones = np.ones(8, "float32")
+    several = tg.trace(lambda *xs, y=2.0: scale * sum(xs) * y, in_shardings=split)
+    optional = tg.trace(lambda x, y=2.0: scale * x * y, in_shardings=split)
+    for _ in range(2):  # one sharding is for any number of arguments
+        assert [several(ones)[0], several(ones, ones)[0]] == [6, 12]
+        assert [optional(ones)[0], optional(ones, ones)[0]] == [6, 3]
 
 
 def test_steps_on_several_threads_lose_nothing():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 from jax.extend.mlir import deserialize_portable_artifact
 from jax.interpreters import mlir  # noqa: TID251 (for a context to parse programs)
+
+from tracegrad._jax.replacement import Settings
 
 
 def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
@@ -33,22 +33,10 @@ def symbolic_scopes(leaves: Iterable[Any]) -> set[Any]:
     return {size.scope for size in sizes if hasattr(size, "scope")}
 
 
-@contextmanager
-def without_folders() -> Iterator[None]:
-    """A context manager: programs that are lowered inside it do not contain the folders of source
-    files. So saved programs do not depend on the folder of the code, nor reveal it.
-
-    The setting of JAX that removes folders is global to the process; a user's own value is kept.
-    """
-    name = "jax_hlo_source_file_canonicalization_regex"
-    is_free = getattr(jax.config, name) is None
-    if is_free:
-        jax.config.update(name, r".*[/\\]")  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if is_free:
-            jax.config.update(name, None)  # type: ignore[no-untyped-call]
+# Programs that are lowered with this setting do not contain the folders of source files. So saved
+# programs do not depend on the folder of the code, nor reveal it. A user's own value is kept.
+_NO_FOLDERS = {"jax_hlo_source_file_canonicalization_regex": r".*[/\\]"}
+without_folders = Settings(_NO_FOLDERS, unless_set=True).in_place
 
 
 # The dialects in which `jax.export` writes programs, and those of modules and functions.

@@ -1,4 +1,4 @@
-"""Replaces functions of modules and classes, and restores them after the last user."""
+"""Replaces functions and settings of the process, and restores them after the last user."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+import jax
 
 Function = Callable[..., Any]
 # The module or class that owns the function, the name of the function, and a callable that takes
@@ -69,3 +71,42 @@ def _put(functions: Mapping[tuple[Any, str], Function]) -> None:
             (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
         else:
             (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, function)
+
+
+class Settings:
+    """Changes settings of `jax.config`, which all threads share, as long as there are users.
+
+    Args:
+      values: the value of each setting.
+      unless_set: whether a setting keeps a value that the user gave it.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, unless_set: bool = False):
+        self._values = values
+        self._unless_set = unless_set
+        self._lock = threading.Lock()
+        self._user_count = 0
+        self._before: dict[str, Any] = {}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Keeps the settings in place during a `with` block."""
+        with self._lock:
+            if not self._user_count:
+                before = {name: getattr(jax.config, name) for name in self._values}
+                is_kept = {name for name in before if self._unless_set and before[name] is not None}
+                self._before = {name: before[name] for name in before.keys() - is_kept}
+                _configure({name: self._values[name] for name in self._before})
+            self._user_count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._user_count -= 1
+                if not self._user_count:
+                    _configure(self._before)
+
+
+def _configure(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        jax.config.update(name, value)  # type: ignore[no-untyped-call]

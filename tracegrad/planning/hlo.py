@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from tracegrad import _jax
@@ -125,29 +123,13 @@ def module_of(compiled: Any) -> Module:
     return Module(module.as_serialized_hlo_module_proto())
 
 
+# With these settings, instructions of programs that are compiled keep the Python frames that traced
+# them, and JAX's disk cache does not return another program with the same instructions.
 _LINES = {
     "jax_traceback_in_locations_limit": 1000,
     "jax_compilation_cache_include_metadata_in_key": True,
 }
-_lock = threading.Lock()
-_before: list[dict[str, Any]] = []  # the earlier settings, for each open block
-
-
-@contextmanager
-def lines_kept() -> Iterator[None]:
-    """A context manager for compiling: instructions keep the Python frames that traced them. Inside
-    of it, JAX's disk cache does not return another program with the same instructions."""
-    with _lock:
-        _before.append({name: getattr(_jax.config, name) for name in _LINES})
-        for name, value in _LINES.items():
-            _jax.config.update(name, value)
-    try:
-        yield
-    finally:
-        with _lock:
-            settings = _before.pop()
-            for name, value in settings.items() if not _before else ():
-                _jax.config.update(name, value)
+lines_kept = _jax.Settings(_LINES).in_place
 
 
 def _computation(message: Message, order: Mapping[int, list[int]]) -> Computation:

@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Never
 
+import jax
+
+from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import code_name
@@ -40,6 +43,7 @@ class RewrittenFunction:
         self.rules = rules
         self._static = resolve(fun, static_argnums, static_argnames)
         self._take = TakingApart(self._static)
+        self._earlier: dict[Any, Any] = {}  # see `traced_under`
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """Returns the graph for arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
@@ -58,8 +62,15 @@ class RewrittenFunction:
         def trace() -> Graph:
             return trace_to_graph(self.__wrapped__, call, self._static)
 
+        leaves, tree = jax.tree.flatten(call.dynamic)
+        static = (*(call.args[i] for i in call.positions), *call.static_kwargs.items())
+        signature: Any = tree, (*map(_jax.type_of, leaves),), static
         try:
-            return traced_under(self.rules, trace)
+            hash(signature)
+        except TypeError:
+            signature = object()  # `trace` raises, and names the argument
+        try:
+            return traced_under(self.rules, trace, self._earlier, signature)
         except Exception as error:
             raise explained(error)  # noqa: B904 (the same error)
 

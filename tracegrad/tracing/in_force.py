@@ -43,6 +43,7 @@ from tracegrad.variables.parted import Parted
 
 _key = _jax.user_context()
 _numbers = itertools.count()
+_KEPT_SIGNATURES = 64  # of one function
 
 
 class Force:
@@ -194,13 +195,29 @@ def _only(forces: tuple[Force, ...], *, same_key: bool = False) -> Iterator[None
         _in_force.forces, _in_force.since = before
 
 
-def traced_under(rules: Sequence[Rule], trace: Callable[[], Graph]) -> Graph:
-    """Traces a function with rules in force, then applies the rules to its graph."""
+def traced_under(
+    rules: Sequence[Rule],
+    trace: Callable[[], Graph],
+    earlier: dict[Any, tuple[Any, Counter[int]]] | None = None,
+    signature: Any = None,
+) -> Graph:
+    """Traces a function with rules in force, then applies the rules to its graph.
+
+    `earlier`: of earlier traces of the function with these rules, by the signature of the call: the
+    key under which JAX keeps the inner functions that it traced, and how often the rules matched in
+    these. JAX does not trace (and compile) them again for equal signatures."""
     if not rules and not _in_force.forces:
         return trace()
     force = Force(rules)
+    if earlier is not None and signature in earlier:
+        force.key, matches = earlier[signature]
+        force._matches += matches
     with in_force(force):
         traced = trace()
+    if earlier is not None:
+        if len(earlier) >= _KEPT_SIGNATURES:
+            earlier.clear()
+        earlier[signature] = force.key, force.matches()
     graph = force.finish(traced)
     if not graph.variables and not graph.assigned:  # a rule may make a new graph
         graph = replace(graph, variables=traced.variables, assigned=traced.assigned)

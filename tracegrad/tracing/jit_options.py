@@ -37,11 +37,16 @@ class JitOptions(TypedDict, total=False):
 
 
 def options_behind(
-    pipeline: Pipeline, options: dict[str, Any], refs: Sequence[weakref.ref[Variable]]
+    pipeline: Pipeline,
+    options: dict[str, Any],
+    refs: Sequence[weakref.ref[Variable]],
+    argument_count: int,
 ) -> dict[str, Any]:
     """Returns the options of a function for a program that takes the values of `refs` first; if the
-    user gave shardings, the values get shardings too."""
-    options = _moved(pipeline.fun, options, pipeline.static, pipeline.donated, len(refs))
+    user gave shardings, the values get shardings too.
+
+    `argument_count`: how many positional arguments of the calls are not static."""
+    options = _moved(options, pipeline.static, pipeline.donated, len(refs), argument_count)
     given = options.get("in_shardings")
     if given is not None:
         variables: list[Any] = [ref() for ref in refs]
@@ -59,18 +64,19 @@ def options_behind_module(
     module as its first argument."""
     if not options:
         return options, static
-    options = _moved(module, options, static, donated_by(module, options), 1)
+    argument_count = len(inspect.signature(module).parameters) - len(static.names)
+    options = _moved(options, static, donated_by(module, options), 1, argument_count)
     if options.get("in_shardings") is not None:
         options["in_shardings"] = (None, *options["in_shardings"])
     return options, static._replace(positions=frozenset(options["static_argnums"]))
 
 
 def _moved(
-    fun: Callable[..., Any],
     options: dict[str, Any],
     static: StaticArguments,
     donated: StaticArguments,
     values: int,
+    argument_count: int,
 ) -> dict[str, Any]:
     """Returns the options for a function with `values` more arguments before its own."""
 
@@ -86,8 +92,7 @@ def _moved(
     }
     shardings = options.get("in_shardings")
     if shardings is not None and not isinstance(shardings, tuple):
-        count = len(inspect.signature(fun).parameters) - len(static.names)
-        moved["in_shardings"] = (shardings,) * count
+        moved["in_shardings"] = (shardings,) * argument_count
     return moved
 
 

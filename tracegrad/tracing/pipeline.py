@@ -40,6 +40,7 @@ from tracegrad.tracing.shardings import (
     shardings_of_arguments,
     structure_of,
 )
+from tracegrad.tracing.signatures import varies_in_count
 from tracegrad.tracing.user_errors import explain_rule, explained
 from tracegrad.tracing.uses import Packs, Use
 from tracegrad.variables.trees import without_variables
@@ -90,6 +91,9 @@ class Pipeline:
         self._of_arguments = shardings if isinstance(shardings, tuple) else ()
         is_tree = not all(map(is_for_all, self._of_arguments or (shardings,)))
         self._shardings = shardings if is_tree else None
+        # One sharding for all arguments: a program that takes Variables too needs one for each.
+        is_one = shardings is not None and not isinstance(shardings, tuple)
+        self._varies_in_count = is_one and varies_in_count(fun)
         self.donated = donated_by(fun, options)
         self.packs_results: Packs = "if it has parts"
         if not is_for_all(self.out_shardings):  # they come in the tree of a result
@@ -182,9 +186,12 @@ class Pipeline:
         )
 
     def _key(self, call: Call) -> Any:
-        """The key of a call's program: its Variables, and its structures if shardings need them."""
+        """The key of a call's program: its Variables, and its structures or the number of its
+        arguments if shardings need them."""
         if call.objects and (self.donated.positions or self.donated.names):
             refuse_sharing(self.fun, call, self.donated)
+        if self._varies_in_count:
+            return len(call.args), *call.variables
         if self._shardings is None or not self.takes_apart:
             return call.variables
         return call.variables, *map(structure_of, call.args)

@@ -59,12 +59,21 @@ class Program:
       direct: the function to call with the arguments, if the use is plain; else None.
     """
 
-    def __init__(self, pipeline: Pipeline, use: Use, shardings: Any = None, of_result: Any = None):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        use: Use,
+        shardings: Any = None,
+        of_result: Any = None,
+        argument_count: int = 0,
+    ):
         """Makes the program.
 
         Args:
           shardings: the shardings of the arguments, if the user gave them as trees.
           of_result: the shardings of the result, if an `nnx.StateSharding` determines them.
+          argument_count: how many positional arguments of the calls are not static; used if the
+            program takes values of Variables before them.
         """
         self.use = use
         self._pipeline = weakref.ref(pipeline)
@@ -76,7 +85,7 @@ class Program:
         if of_result is not None:
             options = {**options, "out_shardings": of_result}
         if not use.is_plain:
-            options = options_behind(pipeline, options, use.values)
+            options = options_behind(pipeline, options, use.values, argument_count)
         self._make_nested = functools.partial(jax.jit, body, **options)
         self._has_options = any(options.values())
         self._forms: dict[Any, Any] = {}  # see `ForwardingTrace.call_jitted`
@@ -111,7 +120,9 @@ class Program:
         of_result = None
         if pipeline.packs_results == "always":
             of_result = shardings_of_result(pipeline.out_shardings, graph)
-        return Program(pipeline, use, self._shardings, of_result)
+        arguments, _ = graph.in_tree.children()
+        count = len(arguments.children())
+        return Program(pipeline, use, self._shardings, of_result, count)
 
     def _recomputing(self) -> Callable[..., Any]:
         """Returns `direct` for a program that recomputes: the jit to call depends on the trace."""

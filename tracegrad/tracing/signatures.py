@@ -27,6 +27,14 @@ def positional(parameters: Sequence[inspect.Parameter]) -> list[inspect.Paramete
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
+def varies_in_count(fun: Callable[..., Any]) -> bool:
+    """Whether calls of a function may differ in the number of their positional arguments."""
+    parameters = parameters_of(fun)
+    if not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return True
+    return any(p.default is not p.empty for p in positional(parameters))
+
+
 def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
     """Returns the names of the first `count` positional arguments: ``x``, ``args.0``."""
     parameters = parameters_of(fun)
