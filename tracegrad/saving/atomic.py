@@ -69,8 +69,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def _mode_of_existing(target: str) -> int | None:
-    """Returns the permissions of the file `target`; None if it does not exist. Raises OSError if
-    `target` is not a regular file or its folder does not exist."""
+    """Returns the permissions of the file `target`; None if there is no such file. Raises OSError
+    if `target` is not a regular file, or if its folder does not exist."""
     try:
         existing = os.stat(target)
     except FileNotFoundError:
@@ -89,8 +89,8 @@ def _mode_of_existing(target: str) -> int | None:
 
 @contextlib.contextmanager
 def _named(path: str, own: str | None = None) -> Iterator[None]:
-    """Sets `path` as the file of an OSError that names no file, or a file in the folder `own`;
-    without `own`, of every OSError."""
+    """Makes `path` the file name of an OSError that has no file name, or the name of a file in the
+    folder `own`; without `own`, of every OSError."""
     try:
         yield
     except OSError as error:
@@ -103,7 +103,7 @@ def _named(path: str, own: str | None = None) -> Iterator[None]:
 
 
 def _sync_folder(folder: str, path: str) -> None:
-    """Flushes a folder, so that the new name survives a loss of power, if folders can be opened."""
+    """Flushes a folder, so that a new name in it survives a loss of power."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     try:

@@ -42,8 +42,6 @@ _LARGE, _AT_ONCE = 16 << 20, 4
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """The entry of a header for one array."""
-
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -59,15 +57,15 @@ class Contents:
 
 
 def sha256(contents: Any) -> str:
-    """Returns the SHA-256 of bytes, in hexadecimal digits."""
+    """In hexadecimal digits."""
     return hashlib.sha256(contents).hexdigest()
 
 
 def digests_of(
     contents: Mapping[str, Any], digest: Callable[[Any], str] = sha256
 ) -> dict[str, str]:
-    """Returns the SHA-256 of each array, or the `digest` of each item; threads compute them, unless
-    the items are arrays that are small in total."""
+    """Computes the SHA-256 of each array, or `digest` of each item. Threads do so, unless the items
+    are arrays that are small in total."""
     if sum(getattr(each, "nbytes", _LARGE) for each in contents.values()) < _LARGE:
         return {name: digest(each) for name, each in contents.items()}
     with ThreadPoolExecutor(_AT_ONCE) as several:
@@ -87,7 +85,7 @@ def stored(array: Array) -> Array:
 
 
 def array_of(contents: memoryview, dtype: str, shape: tuple[int, ...]) -> Array:
-    """The inverse of `stored`: returns an array that shares the memory of `contents`."""
+    """The inverse of `stored`. The array shares the memory of `contents`."""
     return np.frombuffer(contents, np.dtype(getattr(ml_dtypes, dtype, dtype))).reshape(shape)
 
 
@@ -130,7 +128,7 @@ def write_file(
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A context manager that adds `path` to an ArtefactError that has no path."""
+    """Adds `path` to an ArtefactError that has no path."""
     try:
         yield
     except ArtefactError as error:

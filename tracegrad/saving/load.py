@@ -106,10 +106,10 @@ def _variable(record: VariableRecord, contents: Contents, sharding: Any) -> Vari
 
 
 def _exported(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
-    """Returns the `jax.export.Exported` of a program. Compiles and runs nothing.
+    """Deserialises a program; compiles and runs nothing.
 
-    Raises ArtefactError if XLA cannot parse the program, or if the program makes an outside call
-    (a custom call of XLA) that is not allowed or that the manifest does not list.
+    Raises ArtefactError if XLA cannot parse the program, or if the program makes a custom call of
+    XLA that is not allowed or that the manifest does not list.
     """
     try:
         exported = jax.export.deserialize(bytearray(contents.arrays[name]))

@@ -40,9 +40,12 @@ class ModuleVariables:
         self, fun: Callable[..., Any], unused: Collection[Variable] = ()
     ) -> Callable[..., Any]:
         """Returns a function that takes only the arguments: it builds its module from Variables,
-        and assigns to them what a call changes in the module. Returns `fun` if it has no flax.nnx
-        module. `unused`: Variables whose values `fun` does not need."""
-        module, of = _taken_apart(fun)
+        and assigns to them the changes that a call makes to the module. Returns `fun` if `fun` has
+        no flax.nnx module.
+
+        The values of the Variables in `unused` are replaced by zeros.
+        """
+        module, of = _split_module_from_function(fun)
         if not is_module(module):
             return fun
 
@@ -50,7 +53,7 @@ class ModuleVariables:
         def function(*args: Any, **kwargs: Any) -> Any:
             graphdef, state = nnx().split(module)
             variables, structure = self._variables(module, state)
-            before = [_read(v, unused) for v in variables]
+            before = [_value_or_zeros(v, unused) for v in variables]
             copy = nnx().merge(graphdef, jax.tree.unflatten(structure, before))
             result = of(copy)(*args, **kwargs)
             after, changed = jax.tree.flatten(nnx().split(copy)[1])
@@ -69,16 +72,16 @@ class ModuleVariables:
         return function
 
     def unused_in(self, traced: Graph) -> set[Variable]:
-        """Returns the module Variables whose values the graph does not use, for example because a
-        method uses one layer of its module only. They need not be in the file."""
+        """Returns the module Variables whose values the graph does not use, and which the file can
+        omit: a method may use only one layer of its module."""
         own = {variable for _, variable in self._known.values()}
         inputs = traced.inputs[len(traced.inputs) - len(traced.variables) :]
-        used = _used(traced, {}) if own else set()
+        used = _used_values(traced, {}) if own else set()
         return {v for v, value in zip(traced.variables, inputs) if v in own and value not in used}
 
     def _variables(self, module: Any, state: Any) -> tuple[list[Any], Any]:
-        """Returns the leaves and the structure of the state of a module; a leaf that is in an
-        nnx.Variable is replaced by our Variable."""
+        """Returns the leaves and the structure of a module's state; Variables stand for the arrays
+        in an nnx.Variable."""
         originals = {
             path: node
             for path, node in nnx().iter_graph(module, graph=True)
@@ -106,16 +109,17 @@ class ModuleVariables:
         return self._known[key][1]
 
 
-def _used(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
+def _used_values(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
     """Returns the values that an operation uses or that the graph returns. A jitted call uses an
-    operand only if its region does. `known`: caches the regions, which many calls may share."""
+    operand only if its region does. `known` caches the answers for regions, which many calls may
+    share."""
     if graph in known:
         return known[graph]
     used = known[graph] = {value for value in graph.outputs if isinstance(value, Value)}
     for node in graph.nodes:
         if node.primitive is _jax.JIT:
             region = node.region("jaxpr")
-            inside = _used(region, known)
+            inside = _used_values(region, known)
             pairs = zip(node.inputs, region.inputs, strict=True)
             used.update(v for v, inner in pairs if inner in inside and isinstance(v, Value))
         else:
@@ -123,21 +127,20 @@ def _used(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
     return used
 
 
-def _read(leaf: Any, unused: Collection[Variable]) -> Any:
+def _value_or_zeros(leaf: Any, unused: Collection[Variable]) -> Any:
     if not isinstance(leaf, Variable):
         return leaf
     if leaf not in unused:
         return leaf.value
-    # Zeros, so that the value of an unused Variable is not written as a constant either.
+    # Zeros, so that the program does not contain the value of an unused Variable as a constant.
     return peek([leaf])[0] if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _taken_apart(fun: Any) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
+def _split_module_from_function(fun: Any) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
     """Returns the object that a function calls, or whose method it is, and a function that makes
-    the same of another object. It may be traced, or jitted by JAX or flax (which makes partial
-    functions of methods)."""
+    the same function of another object. The function may be traced, or jitted by JAX or flax."""
     if isinstance(fun, TracedFunction):
-        found, of = _taken_apart(fun.__wrapped__)
+        found, of = _split_module_from_function(fun.__wrapped__)
         return found, lambda other: TracedFunction(of(other), *fun._made_with)
     if isinstance(fun, BoundTracedFunction):
         return fun.__self__, lambda other: BoundTracedFunction(fun.__func__, other)
@@ -147,5 +150,5 @@ def _taken_apart(fun: Any) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
     if isinstance(fun, types.MethodType):
         return fun.__self__, lambda other: types.MethodType(fun.__func__, other)
     if hasattr(fun, "lower") and hasattr(fun, "__wrapped__"):  # jitted
-        return _taken_apart(fun.__wrapped__)
+        return _split_module_from_function(fun.__wrapped__)
     return fun, lambda other: other

@@ -47,5 +47,5 @@ which a program calls TensorFlow."""
 
 
 def unknown(targets: Iterable[str]) -> str | None:
-    """Returns the first target that is not in `ALLOWED`; None if all are allowed."""
+    """The first target that is not in `ALLOWED`."""
     return next((target for target in targets if target not in ALLOWED), None)

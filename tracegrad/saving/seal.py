@@ -37,14 +37,13 @@ class Seal(Record, frozen=True):
 
 
 def next_step(folder: Path) -> int:
-    """Returns the number of the folder that the next save writes, higher than the number of every
-    folder there, sealed or not."""
+    """Returns a number above the numbers of all folders of steps, sealed or not."""
     found = (_STEP.match(each.name) for each in folder.iterdir())
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
 def last_sealed(folder: Path) -> int:
-    """Returns the highest number of a sealed folder. Raises FileNotFoundError if there is none."""
+    """Raises FileNotFoundError if there is no sealed folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} does not exist")
     seals = (_STEP.fullmatch(seal.parent.name) for seal in folder.glob(f"*/{SEAL}"))
@@ -57,7 +56,6 @@ def last_sealed(folder: Path) -> int:
 
 
 def step_folder(folder: Path, number: int | str) -> Path:
-    """Returns the folder of one save."""
     return folder / f"tracegrad-{number}"
 
 
@@ -69,8 +67,6 @@ def files_of(step: Path) -> list[str]:
 
 
 def digests_of_files(step: Path, files: Sequence[str]) -> dict[str, str]:
-    """Returns the SHA-256 of each file."""
-
     def digest(path: Path) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -98,7 +94,7 @@ def remove(steps: Iterable[Path]) -> None:
 def read_seal(path: str | os.PathLike[str], step: Path) -> Seal:
     """Reads the seal of a checkpoint, and compares every file of the checkpoint with the seal.
 
-    Raises ArtefactError, which names `path`, if the seal is damaged or a file differs from it.
+    Raises ArtefactError, with `path`, if the seal is damaged or a file differs from the seal.
     """
 
     def refused(name: str, reason: str) -> ArtefactError:

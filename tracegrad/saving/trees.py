@@ -78,7 +78,7 @@ def original_form(tree: Any) -> Any:
 
 
 def node_types(structure: Any) -> set[type]:
-    """Returns the types of the containers, and of the leaves, in a tree of this structure."""
+    """Returns the types of the containers in a tree, and of its leaves."""
     found: set[type] = set()
 
     def add(node: Any) -> bool:
@@ -90,12 +90,11 @@ def node_types(structure: Any) -> set[type]:
 
 
 def is_original(structure: Any) -> bool:
-    """Whether a tree of this structure has no `Text` and no `Numbered`."""
     return node_types(structure).isdisjoint((Text, Numbered))
 
 
 def of_types(structure: Any, avals: Sequence[Any]) -> Any:
-    """Returns the tree of a structure whose leaves are `jax.ShapeDtypeStruct`s."""
+    """Returns the tree with `jax.ShapeDtypeStruct`s as leaves."""
     return jax.tree.unflatten(structure, [_jax.struct(aval.shape, aval.dtype) for aval in avals])
 
 
