@@ -1,7 +1,7 @@
-"""Computes the cost of a node: its floating point operations (FLOPs), by a formula for its
-primitive, and the bytes of its results.
+"""Computes the cost of a node: the floating point operations (FLOPs), by a formula for the
+primitive, and the bytes of the results.
 
-A multiply-add counts as two operations. A primitive that is not listed takes one operation for each
+A multiply-add counts as two operations. A primitive without a formula takes one operation for each
 element of its largest operand or result, which is right for element-wise operations and reductions.
 An operation on complex numbers counts as operations on their parts: 6 for a product, 8 for a
 multiply-add, 2 for a sum. Random bits count the integer operations of their generator.
@@ -25,8 +25,8 @@ def node_flops(node: Node, known: dict[Graph, int]) -> int:
     """Returns the FLOPs of one run of a node; `known` caches the FLOPs of regions.
 
     A scan costs its length times its body. A while loop counts as one iteration, since the number
-    of iterations is not known. A `cond` costs its most expensive branch. A symbolic size counts
-    as 1.
+    of iterations is not known. A `cond` costs its most expensive branch. A symbolic size counts as
+    1.
     """
     if node.regions:
         costs = [_graph_flops(region, known) for region in node.regions.values()]
@@ -39,17 +39,17 @@ def node_flops(node: Node, known: dict[Graph, int]) -> int:
 
 
 def size_of(dimension: Any) -> int:
-    """Returns an array dimension as a number; a symbolic dimension counts as 1."""
+    """A symbolic dimension counts as 1."""
     return dimension if isinstance(dimension, int) else 1
 
 
 def elements(aval: Any) -> int:
-    """Returns the number of elements of a type."""
     return math.prod(map(size_of, getattr(aval, "shape", ())))
 
 
 def nbytes(aval: Any) -> int:
-    """Returns the bytes of a type on each device; 0 if it is not an array, or is on the host."""
+    """Returns the bytes of a type on each device; 0 for a type that is not an array, or is on the
+    host."""
     return 0 if _jax.is_on_host(aval) else nbytes_anywhere(aval)
 
 
@@ -82,7 +82,8 @@ def _runs_of_region(node: Node) -> float:
 
 
 def _operations_on_parts(node: Node) -> int:
-    """Returns the number of operations on real numbers for one operation of a node."""
+    """Returns the number of real operations in one complex operation; 1 for a node of real
+    numbers."""
     dtypes = [getattr(atom.aval, "dtype", None) for atom in (*node.inputs, *node.outputs)]
     if not any(d is not None and jnp.issubdtype(d, jnp.complexfloating) for d in dtypes):
         return 1
@@ -132,7 +133,7 @@ def _fft(node: Node) -> float:
 
 
 def _windows(node: Node) -> float:
-    """Returns the number of elements of all windows together."""
+    """The number of elements of all windows together."""
     window = math.prod(map(size_of, node.params["window_dimensions"]))
     return float(elements(node.outputs[0].aval) * window)
 
@@ -156,12 +157,12 @@ def _sort(node: Node) -> float:
 
 
 def _square_matrices(factor: float) -> Callable[[Node], float]:
-    """Returns the formula ``factor * n ** 3`` per ``n × n`` matrix."""
+    """``factor * n ** 3`` per ``n × n`` matrix."""
     return lambda node: factor * elements(node.inputs[0].aval) * _shape(node)[-1]
 
 
 def _rectangular_matrices(factor: float) -> Callable[[Node], float]:
-    """Returns the formula ``factor * m * n * min(m, n)`` per ``m × n`` matrix."""
+    """``factor * m * n * min(m, n)`` per ``m × n`` matrix."""
     return lambda node: factor * elements(node.inputs[0].aval) * min(_shape(node)[-2:])
 
 
@@ -173,8 +174,7 @@ def _triangular_solve(node: Node) -> float:
 # and an exclusive or, and adds keys and a counter after every fourth (Salmon et al. 2011).
 _RANDOM_WORD = (20 * 5 + 5 * 3 + 2) / 2
 
-# The constants are those of the standard dense algorithms (Golub and Van Loan, Matrix
-# Computations).
+# The constants come from the standard dense algorithms (Golub and Van Loan, Matrix Computations).
 _FORMULAS: dict[str, Callable[[Node], float]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,

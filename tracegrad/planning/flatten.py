@@ -1,5 +1,5 @@
-"""Rewrites a program as XLA treats it: jitted calls are inlined, so that a plan can cut inside of
-them, and equal cheap operations are merged."""
+"""Rewrites a program as XLA treats it: inlines jitted calls, so that a plan can cut inside of them,
+and merges equal cheap operations."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tracegrad.ir import Apply, Atom, Graph, Literal, Node, Value, operations
 from tracegrad.ir.nodes import renamed
 from tracegrad.ir.occurrence import written_out
 
-# Barriers exist to prevent merging. A user who computes a larger operation twice means to do so.
+# Barriers exist to prevent merging. If a user computes a larger operation twice, this is on
+# purpose.
 _MERGED = (operations.VIEWS | operations.BY_ELEMENT | operations.REDUCTIONS) - {
     "optimization_barrier"
 }
 
 
 def flatten(graph: Graph) -> Graph:
-    """Returns a copy of a graph in which jitted calls are inlined, at every depth of calls, and no
-    element-wise operation or reduction is computed twice (such as a mean that a variance computes
-    again).
+    """Inlines jitted calls, at every depth, and computes no element-wise operation or reduction
+    twice (such as a mean that a variance computes again).
 
     Calls with their own settings (shardings, layouts, donated operands) are not inlined. Loops,
     branches, custom gradients and `jax.checkpoint` regions are not changed.
     """
-    return _merged(_written_out(graph))
+    return _merge_equal_nodes(_inline_calls(graph))
 
 
 def _is_plain_call(node: Node) -> bool:
@@ -36,8 +36,8 @@ def _is_plain_call(node: Node) -> bool:
     return not any(node.params["donated_invars"]) and _jax.is_plain_jit(node.params)
 
 
-def _written_out(graph: Graph) -> Graph:
-    """Returns the graph with the calls of jitted functions replaced by the functions' nodes."""
+def _inline_calls(graph: Graph) -> Graph:
+    """Replaces the calls of jitted functions by the functions' nodes."""
     if not any(map(_is_plain_call, graph.nodes)):
         return graph
     names: dict[Value, Atom] = {}
@@ -48,7 +48,7 @@ def _written_out(graph: Graph) -> Graph:
         if not _is_plain_call(node):
             nodes.append(node)
             continue
-        region = _written_out(node.region("jaxpr"))
+        region = _inline_calls(node.region("jaxpr"))
         inner: dict[Value, Atom] = dict(zip(region.inputs, node.inputs, strict=True))
         for value, array in region.constants.items():
             inner[value] = own = Value(value.aval)
@@ -68,8 +68,8 @@ def _written_out(graph: Graph) -> Graph:
     return graph.replace(nodes=nodes, outputs=outputs, constants=constants)
 
 
-def _merged(graph: Graph) -> Graph:
-    """Returns the graph without the nodes that compute the same as an earlier node."""
+def _merge_equal_nodes(graph: Graph) -> Graph:
+    """Removes the nodes that compute the same value as an earlier node."""
     numbers = _Numbers()
     first: dict[Hashable, Value] = {}
     names: dict[Value, Atom] = {}
@@ -87,11 +87,10 @@ def _merged(graph: Graph) -> Graph:
 
 
 class _Numbers:
-    """Numbers the results; results that are computed in the same way have equal numbers.
+    """Numbers the results; equal computations have equal numbers (value numbering).
 
-    (The technique is value numbering.) An element-wise operation on broadcasts gets the number of
-    the broadcast of the operation: a mean may be divided before it is broadcast or, with
-    ``keepdims``, after it.
+    An element-wise operation on broadcasts gets the number of the broadcast of the operation: a
+    mean may be divided before it is broadcast or, with ``keepdims``, after it.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Decodes a program that XLA has compiled: its instructions, in the order in which they run.
 
 The source is the serialized module (`HloModuleProto` of ``xla/service/hlo.proto``), which
-`jax.stages.Compiled` returns for every backend. Unlike the text of a module, it says which buffer
-belongs to which instruction. Only the fields that are used are decoded.
+`jax.stages.Compiled` returns for every backend. Unlike the text of a module, the serialized module
+says which buffer belongs to which instruction. Only the needed fields are decoded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Message = dict[int, list[Any]]  # maps a field to its values: numbers, or bytes
 
 
 class Type(NamedTuple):
-    """The type of an array (``f32[64,512]``), or of a tuple, which has `parts`. `memory`: the
+    """The type of an array (``f32[64,512]``), or of a tuple, which has `parts`. `memory` is the
     number of the device's memory that holds the value; 0 is the main memory."""
 
     kind: str
@@ -37,7 +37,7 @@ class Type(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays in it. A kind without bits in its name (``pred``) has 8 bits."""
+        """A kind without bits in its name (``pred``) has 8 bits."""
         if self.kind == "tuple":
             return sum(part.nbytes for part in self.parts)
         bits = re.search(r"\d+", self.kind)
@@ -59,10 +59,10 @@ class Instruction(NamedTuple):
       op: the operation, for example ``dot``.
       type: the type of the result.
       operands: the keys of the operands.
-      called: the keys of the computations that it runs.
-      scopes: the named scopes under which it was traced (``jit(f)/jvp(block)/mul``); several if it
-        was made of several operations. For a parameter, its name (``params['w']``).
-      frame: the innermost Python frame that traced it, for `Module.frames`; 0 for none.
+      called: the keys of the computations that the instruction runs.
+      scopes: the named scopes of the operations that XLA made the instruction of
+        (``jit(f)/jvp(block)/mul``). For a parameter, its name (``params['w']``).
+      frame: the innermost Python frame that traced the operation, for `Module.frames`; 0 for none.
       number: the number of a parameter, or the index of a tuple's part (``get-tuple-element``).
       slices: the slice of each axis that a slice takes, as encoded by XLA.
     """
@@ -120,7 +120,6 @@ class Module:
 
 
 def module_of(compiled: Any) -> Module:
-    """Returns the module of a `jax.stages.Compiled`."""
     module, *_ = compiled.runtime_executable().hlo_modules()
     return Module(module.as_serialized_hlo_module_proto())
 
@@ -135,8 +134,8 @@ _before: list[dict[str, Any]] = []  # the earlier settings, for each open block
 
 @contextmanager
 def lines_kept() -> Iterator[None]:
-    """A context manager for compiling: instructions keep the Python frames that traced them. Inside
-    of it, JAX's disk cache does not return another program with the same instructions."""
+    """While this context is open, compiled instructions keep the Python frames that traced them,
+    and JAX's disk cache does not return another program with the same instructions."""
     with _lock:
         _before.append({name: getattr(_jax.config, name) for name in _LINES})
         for name, value in _LINES.items():
@@ -185,8 +184,7 @@ def _type(message: Message) -> Type:
 
 
 def decoded(message: bytes) -> Message:
-    """Decodes a message of Protocol Buffers; the encoding is described at
-    https://protobuf.dev/programming-guides/encoding."""
+    """Decodes a message of Protocol Buffers (https://protobuf.dev/programming-guides/encoding)."""
     found: Message = {}
     at, end = 0, len(message)
     while at < end:
@@ -211,7 +209,7 @@ def decoded(message: bytes) -> Message:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """Decodes a number; returns it and the position after it."""
+    """Decodes a number; also returns the position after it."""
     byte = message[at]
     number, shift, at = byte & 127, 7, at + 1
     while byte > 127:

@@ -6,7 +6,7 @@
    save sets come from minimum cuts at all prices of a byte (`cuts.hulls`). Equal parts are solved
    once.
 3. Dynamic programming from the first to the last cut chooses one way for each part. A *label* is a
-   row of numbers for one sequence of ways up to a cut: its cost, and the bytes that it leaves in
+   row of numbers for one sequence of ways up to a cut: their cost, and the bytes that they leave in
    memory for the rest.
 
 Everything is deterministic.
@@ -36,9 +36,9 @@ class _Ways:
     """The ways to run a part (or equal parts) of a program; each has a row in `table`.
 
     The segments count positions from the start of the part. The columns of `table` are the extra
-    FLOPs, the bytes of the forward peak and of the backward peak, and the bytes that are kept for
-    the part's backward pass. `leaves[k]` has the values that later parts read and that way `k`
-    does not keep for its own backward pass.
+    FLOPs, the bytes of the forward peak and of the backward peak, and the bytes kept for the part's
+    backward pass. `leaves[k]` has the values that later parts read, but that way `k` does not keep
+    for its own backward pass.
     """
 
     segments: list[Segment]
@@ -63,8 +63,9 @@ class Planner:
     def find(self, budget: int) -> list[Segment] | None:
         """Returns the plan with the least extra FLOPs whose peak is within `budget` bytes, or None.
 
-        Of plans with equal FLOPs, it is the one that keeps least, then the one whose recomputed
-        segments come least near to the budget, since XLA may hold more for any of them.
+        Of plans with equal FLOPs, the planner prefers the plan that keeps least, then the plan
+        whose recomputed segments stay farthest below the budget, since XLA may hold more for any
+        segment.
         """
         at = self._labels(budget)
         if not len(at[-1]):
@@ -80,8 +81,8 @@ class Planner:
     def lowest_peak(self) -> int:
         """Returns the lowest budget, in bytes, for which `find` has a plan.
 
-        It is exact to 1/5000 of the peak with everything kept, which is enough: XLA's bytes differ
-        by some per cent anyway.
+        The result is exact to 1/5000 of the peak with everything kept. This is enough: XLA's bytes
+        differ by some per cent anyway.
         """
         peak = keep_all(self.model).peak
         budgets = range(0, peak, max(1, peak // 5000))
@@ -89,7 +90,7 @@ class Planner:
         return budgets[lowest] if lowest < len(budgets) else peak
 
     def _labels(self, budget: int) -> list[np.ndarray]:
-        """Returns the labels of every cut: the undominated ones within `budget` bytes."""
+        """Returns the undominated labels of every cut within `budget` bytes."""
         count = len(self._cuts)
         found = [[np.zeros((int(not i), _HELD + count))] for i in range(count)]
         at: list[np.ndarray] = []
@@ -150,7 +151,7 @@ class Planner:
 
     @functools.cached_property
     def _cuts(self) -> tuple[int, ...]:
-        """The operations that a segment may begin at, and the end of the program."""
+        """The operations at which a segment may begin, and the end of the program."""
         stop = len(self.model)
         if stop <= TUNING.cuts + 1:
             return tuple(range(stop + 1))
@@ -171,8 +172,8 @@ class Planner:
         return tuple(sorted({0, stop, *chosen, *scans, *(i + 1 for i in scans)}))
 
     def _ways(self, parts: Sequence[tuple[int, int]]) -> list[_Ways]:
-        """Returns, for each part, the undominated ways to run it as one segment. Equal parts are
-        solved once."""
+        """Returns, for each part, the undominated ways to run the part as one segment. Equal parts
+        are solved once."""
         keys = [tuple(self._tokens[start:stop]) for start, stop in parts]
         alike = dict(zip(keys, parts, strict=True))
         pieces = [Piece(self.model, start, stop) for start, stop in alike.values()]
@@ -199,7 +200,7 @@ class Planner:
         )
 
     def _steps(self, start: int, stop: int) -> range:
-        """Returns the indices of the model's `steps` that a part may run in, except the first."""
+        """Returns the indices of the model's `steps`, except the first, in which a part may run."""
         count, scans = len(self.model.steps), self.model.steps[-1].scans
         has_scans = any(node in scans for node in self.model.nodes[start:stop])
         return range(1, count if has_scans else 1)
@@ -212,10 +213,10 @@ def _costs(local: Local) -> list[int]:
 
 
 def network_of(piece: Piece) -> Network:
-    """Returns the network for the choice of the values that a recomputed piece saves."""
+    """Returns the network that chooses the values that a recomputed piece saves."""
     count = len(piece.sizes)
     must_run = [i for i, size in enumerate(piece.extra) if size]
-    # An input of the piece that only recomputed operations read must be kept for them.
+    # If only recomputed operations read an input of the piece, the input must be kept for them.
     args = [*map(list, piece.args), *([] for _ in piece.given)]
     for k, (_, readers) in enumerate(piece.given):
         for i in readers:
@@ -233,14 +234,15 @@ def recomputing(piece: Piece, cuts: Iterable[SaveSet]) -> list[Segment]:
 
 
 def crossing_bytes(model: MemoryModel) -> list[int]:
-    """Returns, for each operation, the bytes of earlier buffers that it or a later one reads."""
+    """Returns, for each operation, the bytes of earlier buffers that this operation or a later one
+    reads."""
     ends = [uses[-1] if uses else v for v, uses in enumerate(model.uses)]
     spans = zip(range(1, len(model) + 1), ends, model.sizes, strict=True)
     return alive((span for span in spans if span[1] >= span[0]), len(model))
 
 
 def _tokens(model: MemoryModel) -> list[int]:
-    """Numbers the operations; operations with equal costs, operands and readers have equal
+    """Numbers the operations. Operations with equal costs, operands and readers have equal
     numbers."""
     seen: dict[Hashable, int] = {}
     tokens = []
@@ -259,8 +261,8 @@ def _tokens(model: MemoryModel) -> list[int]:
 
 
 def pareto(table: np.ndarray) -> list[int]:
-    """Returns the undominated rows: no other row is as small in every column. They are sorted by
-    the columns, the first column first; of equal rows, the first is returned."""
+    """Returns the undominated rows: no other row is as small in every column. The rows are sorted
+    by the columns, the first column first; of equal rows, the first is returned."""
     order = np.lexsort(table.T[::-1])
     chosen: list[int] = []
     kept = np.empty((0, table.shape[1]))
@@ -273,7 +275,7 @@ def pareto(table: np.ndarray) -> list[int]:
 
 def frontier(flops: np.ndarray, size: np.ndarray, most: int) -> list[int]:
     """Returns at most `most` rows of fewer and fewer bytes for more and more FLOPs. If there are
-    more such rows, the returned ones are spread evenly over the bytes."""
+    more such rows, the returned rows are spread evenly over the bytes."""
     order = np.lexsort((size, flops))
     smallest = np.minimum.accumulate(size[order])
     is_new = smallest < np.concatenate([[np.inf], smallest])[:-1]

@@ -37,11 +37,11 @@ from tracegrad.planning.tuning import TUNING
 from tracegrad.tracing.graphs import graph as trace_graph
 
 
-def in_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
+def fill_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
     """Fills the `steps` of a model, and returns the model.
 
     From step to step, the scans that keep more than their operands and results recompute more to
-    keep less. `times`: how often enclosing scans run the program.
+    keep less. Enclosing scans run the program `times` times.
     """
     assert whole.graph is not None
     if len(whole.steps) > 1:
@@ -52,7 +52,7 @@ def in_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
         if node.primitive is _jax.SCAN and extra and not node.effects
         if isinstance(length := node.params["length"], int) and length > 1
     ]
-    found = {node: _ways(node, whole, times * len(scans)) for node in scans}
+    found = {node: _find_scan_ways(node, whole, times * len(scans)) for node in scans}
     known: Any = {"active": whole.active, "residuals": whole.residuals}
     in_step = functools.partial(model, whole.graph, whole.fusion, **known)
     for k in range(max(map(len, found.values()), default=0)):
@@ -61,11 +61,11 @@ def in_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
     return whole
 
 
-def _ways(scan: Node, around: MemoryModel, count: int) -> list[ScanWay]:
+def _find_scan_ways(scan: Node, around: MemoryModel, count: int) -> list[ScanWay]:
     """Returns the undominated ways to run a scan: no other way has fewer bytes and fewer FLOPs.
 
-    `count`: the number of such scans. The bytes are those that all of them keep, and those that
-    the backward pass of one scan needs.
+    The bytes are the bytes that all `count` such scans keep, plus the bytes that the backward pass
+    of one scan needs.
     """
     found = list(_options(scan, around))
     flops = np.array([option.flops for option in found], float)
@@ -108,7 +108,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         return model(graph, active=active, residuals=around.residuals)
 
     given = [v.aval for v in scan.inputs]
-    body = in_steps(modelled(flatten(scan.regions["jaxpr"])), length)
+    body = fill_steps(modelled(flatten(scan.regions["jaxpr"])), length)
     assert body.graph is not None
 
     def put(ways: Sequence[Segment], size: int = 1) -> Graph:
@@ -150,7 +150,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
                 times * flops,
                 times * sum(kept),
                 max(0, working - around_it) + len(turn) * handed,
-                f"{_described([way for way, _ in turn])}{deeper}",
+                f"{_describe_turn([way for way, _ in turn])}{deeper}",
             )
         if (size := group_size(length)) > 1:
             again = Segment(0, len(body), recompute=True, step=step)
@@ -177,8 +177,7 @@ def _turns(
                 yield [more] * part + [less] * (count - part)
 
 
-def _described(turn: Sequence[Segment]) -> str:
-    """Describes the ways that the iterations of a scan run in."""
+def _describe_turn(turn: Sequence[Segment]) -> str:
     counts = Counter(
         f"recomputed but for {len(way.saved)} values" if way.recompute else "kept" for way in turn
     )
