@@ -1,12 +1,11 @@
-"""Parts a call into the leaves that JAX differentiates with respect to, and the rest.
+"""Splits a call into the leaves that JAX differentiates with respect to, and the rest.
 
-The leaves that JAX differentiates with respect to *count*. JAX gets a function of these leaves
-only, so the other leaves need not be arrays. The two parts are combined to call the user's
-function.
+A leaf *counts* if JAX differentiates with respect to it. JAX gets a function of these leaves only,
+so the other leaves need not be arrays. The two parts are combined to call the user's function.
 
 The user's function may assign Variables in modules of flax.nnx that are its arguments (statistics,
-counts of random numbers). It is called with copies of these modules that hold the differentiated
-values; afterwards the assigned values are written to the modules themselves, as `nnx.grad` does.
+counts of random numbers). The function gets copies of these modules with the differentiated values;
+afterwards the assigned values are written to the modules themselves, as `nnx.grad` does.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import jax
 
-from tracegrad.differentiation.closing_over import refusing
+from tracegrad.differentiation.closing_over import refuse_lost_derivatives
 from tracegrad.differentiation.gradient_types import Kind, kind_of, type_of, zeros_for
 from tracegrad.ir.wording import with_article
 from tracegrad.tracing.graphs import function_name
@@ -45,7 +44,7 @@ class Argument(Parted):
       tree: the argument.
       selected: for each leaf, whether the caller selects it. All leaves that count are selected; a
         selected leaf does not count if JAX cannot differentiate with respect to it.
-      one_by_one: whether a predicate has selected the leaves, so that each is meant to count.
+      one_by_one: whether a predicate has selected the leaves; then each of them is meant to count.
     """
 
     key: int | str
@@ -55,17 +54,16 @@ class Argument(Parted):
 
     @functools.cached_property
     def kinds(self) -> list[Kind]:
-        """The kind of each leaf; see `Kind`."""
         fixed = settings([type(leaf) for leaf in self.leaves], self.structure)
         return ["setting" if i in fixed else kind_of(leaf) for i, leaf in enumerate(self.leaves)]
 
     @functools.cached_property
     def named(self) -> list[Leaf]:
-        """The `Leaf` of each leaf, with its path in the argument."""
+        """Paths are relative to the argument."""
         return leaves_of(self.tree)
 
     def of_kinds(self, kinds: Collection[Kind]) -> Argument:
-        """Returns the argument, in which only leaves of these kinds still count."""
+        """Keeps only leaves of these kinds among the leaves that count."""
         if not any(self.counted):
             return self
         pairs = zip(self.counted, self.kinds, strict=True)
@@ -100,14 +98,14 @@ class Argument(Parted):
 
     @functools.cached_property
     def variables_of_nnx(self) -> dict[int, Any]:
-        """The nnx.Variables in the argument, by identity."""
+        """Maps the ``id`` of each nnx.Variable in the argument to the nnx.Variable."""
         nodes = jax.tree.leaves(self.tree, is_leaf=is_variable_of_nnx)
         return {id(node): node for node in nodes if is_variable_of_nnx(node)}
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """A call of a function, parted into the leaves that count and the rest; see `wrt.partition`.
+    """A call of a function, split into the leaves that count and the rest; made by `wrt.partition`.
 
     Attributes:
       fun: the function.
@@ -130,15 +128,13 @@ class Partition:
 
     @property
     def kinds(self) -> list[Kind]:
-        """The kind of each leaf that counts; see `Kind`."""
         chosen = [each for each in self.arguments if any(each.counted)]
         return [kind for each in chosen for kind in each.of_chosen(each.kinds)]
 
     @property
     def named(self) -> list[Leaf]:
-        """The `Leaf` of each leaf that counts; its path begins with the argument:
-        ``params.0.kernel``."""
-        return _where(self.all_named, [c for each in self.arguments for c in each.counted])
+        """Paths begin with the argument: ``params.0.kernel``."""
+        return _compress(self.all_named, [c for each in self.arguments for c in each.counted])
 
     @property
     def names(self) -> list[str]:
@@ -147,7 +143,7 @@ class Partition:
 
     @functools.cached_property
     def all_named(self) -> list[Leaf]:
-        """As `named`, but for all leaves of the call."""
+        """The `Leaf` of every leaf of the call."""
         args = [each.tree for each in self.arguments if isinstance(each.key, int)]
         kwargs = {each.key: each.tree for each in self.arguments if isinstance(each.key, str)}
         return leaves_of_call(self.fun, args, kwargs)
@@ -164,7 +160,7 @@ class Partition:
         return tuple(
             c
             for each in self.arguments
-            for c in _where(each.counted, are_traced(each.leaves, each.structure))
+            for c in _compress(each.counted, are_traced(each.leaves, each.structure))
         )
 
     def differentiable(
@@ -173,11 +169,8 @@ class Partition:
         """Returns the call, in which only the leaves count that JAX can differentiate.
 
         The other selected leaves get None in the answer. Raises TypeError for a leaf that is meant
-        to have a gradient (see `Argument.is_lacking`), unless the caller accepts None for it.
-
-        Args:
-          unconnected: "none" if the caller accepts None.
-          allowed: the kinds of further leaves that count, and get zeros.
+        to have a gradient (see `Argument.is_lacking`), unless `unconnected` is "none": then the
+        caller accepts None. Leaves of the kinds `allowed` count as well, and get zeros.
         """
         takes_none = unconnected == "none"
         kept: list[Kind] = ["inexact", *(() if takes_none else allowed)]
@@ -201,11 +194,9 @@ class Partition:
     def combine(
         self, values: Iterable[Any], leaves: Sequence[Any] | None = None
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments of the call, in which `values` replace the leaves that count.
-
-        `leaves`: replace all leaves first. An argument without a replaced leaf is the caller's own
-        object.
-        """
+        """Returns the arguments of the call, in which `values` replace the leaves that count;
+        `leaves`, if any, replace all leaves first. An argument without a replaced leaf is the
+        caller's own object."""
         rest, others = iter(values), None if leaves is None else iter(leaves)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -221,10 +212,8 @@ class Partition:
         return args, kwargs
 
     def call(self, values: Iterable[Any]) -> tuple[Any, Assigned]:
-        """Calls the function, with `values` in place of the leaves that count.
-
-        Returns the result, and the values that the function assigned in modules, for `settle`.
-        """
+        """Calls the function, with `values` in place of the leaves that count. Also returns the
+        values that the function assigned in modules, for `settle`."""
         args, kwargs = self.combine(values)
         if not any(each.has_modules for each in self.arguments):
             return self.fun(*args, **kwargs), {}
@@ -259,7 +248,9 @@ class Partition:
             outputs, aux = parted(outcome)
             return outputs, (aux, assigned)
 
-        return refusing(under_rules(result, function_name(self.fun), paths=lambda: self.names))
+        return refuse_lost_derivatives(
+            under_rules(result, function_name(self.fun), paths=lambda: self.names)
+        )
 
     def settle(self, beside: tuple[Any, Assigned]) -> Any:
         """Writes the values that the function assigned to the caller's modules; returns `aux`."""
@@ -269,7 +260,7 @@ class Partition:
             nodes = jax.tree.leaves(trees, is_leaf=is_variable_of_nnx)
             places = [(node, i) for node in nodes for i in range(len(jax.tree.leaves(node)))]
             for place, value in assigned.items():
-                _assign(*places[place], value)
+                _assign_nnx_variable(*places[place], value)
         return aux
 
     @functools.cached_property
@@ -326,12 +317,12 @@ class Partition:
         return entries
 
 
-def _where(items: Iterable[Any], flags: Iterable[bool]) -> list[Any]:
+def _compress(items: Iterable[Any], flags: Iterable[bool]) -> list[Any]:
     return list(itertools.compress(items, flags))
 
 
-def _assign(variable: Any, leaf: int, value: Any) -> None:
-    """Writes an array to a leaf of an nnx.Variable; raises TypeError for any other object."""
+def _assign_nnx_variable(variable: Any, leaf: int, value: Any) -> None:
+    """Raises TypeError if the object is not an nnx.Variable."""
     if not is_variable_of_nnx(variable):
         raise TypeError(
             f"a function that is differentiated assigns {with_article(type(variable).__name__)} in "
@@ -342,7 +333,6 @@ def _assign(variable: Any, leaf: int, value: Any) -> None:
 
 
 def _no_gradient(path: str, leaf: Any, kind: Kind, allowed: Collection[Kind]) -> str:
-    """Returns the message for a selected leaf that cannot be differentiated."""
     if kind == "setting":
         return (
             f"wrt selects {path}, the number {leaf!r} of an equinox module, where numbers are "

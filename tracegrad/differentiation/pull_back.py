@@ -1,7 +1,7 @@
 """The reverse pass: cotangents of a graph's outputs → cotangents of any of its values.
 
-It asks JAX for each node's VJP, at the values of the node's operands, and has no derivative formula
-of its own. A node's forward pass runs again inside its VJP; XLA drops the parts that are not used.
+JAX supplies each node's VJP, at the values of the node's operands; no derivative formula is written
+here. A node's forward pass runs again inside its VJP; XLA drops the unused parts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ _VJPS: Cache[Any, list[Any]] = Cache(2048)  # see `_traced_once`
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
-    """Adds one term after the other."""
     return functools.reduce(jnp.add, terms)
 
 
@@ -64,7 +63,7 @@ def tree_sum(terms: Sequence[Any]) -> Any:
 
 
 def sum_of_known(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> Any:
-    """Returns the sum of the terms that are not None (arrays or slices); None if all are None."""
+    """Adds the terms that are not None (arrays or slices); None if all are None."""
     known = [term for term in terms if term is not None]
     if len(known) == 1:
         return known[0]
@@ -80,18 +79,15 @@ def pull_back(
     reached: AbstractSet[Value],
     through: NodeVJP,
 ) -> list[Any]:
-    """Pulls cotangents back through a graph.
+    """Pulls cotangents back through a graph, node by node in reverse order.
 
     Args:
-      graph: the graph; each node is pulled back once, in reverse order.
       cotangents: for any values of the graph, cotangents of the value's shape and dtype; several
         cotangents of one value are added up.
-      wanted: the values whose cotangents are returned.
+      wanted: the values whose cotangents are returned; None for a value that no value with a
+        cotangent depends on.
       reached: the values on the paths to the wanted values, from `reached_from`.
       through: pulls cotangents back through one node.
-
-    Returns:
-      The cotangent of each wanted value, or None if no value with a cotangent depends on it.
     """
     found = {value: list(terms) for value, terms in cotangents.items()}
 
@@ -139,7 +135,7 @@ def reached_from(graph: Graph, wanted: Sequence[Value], walk: Walk) -> AbstractS
 
 
 def active_inputs(node: Node, reached: Collection[Value]) -> list[int]:
-    """Returns the positions of the inputs of a node that get a cotangent from it."""
+    """Returns the positions of the inputs of a node that get a cotangent from the node."""
     # The closed-over values of a custom rule come first, and get no cotangent from the rule.
     first = node.closed_over if isinstance(node, CustomGradient) else 0
     inputs = list(enumerate(node.inputs))[first:]
@@ -155,8 +151,8 @@ def node_vjp(
 ) -> list[Any]:
     """Returns the cotangents of the active inputs of a node, from JAX's VJP of the node.
 
-    A cotangent that is zero whatever the cotangents of the results are (``floor``) is None: an
-    array of zeros would become NaN at the first infinite derivative on its way.
+    A cotangent that is zero for all cotangents of the results (``floor``) is None: an array of
+    zeros would become NaN at the first infinite derivative on its way.
     """
     linked = linked_inputs(walk, node, cotangents, active)
     if not any(linked):
@@ -196,8 +192,8 @@ def _is_whole(node: Node) -> bool:
 def _jax_vjp(
     node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[Any]:
-    # Results without a cotangent are left out, instead of getting zeros. Then a custom rule that
-    # only such results depend on is not called; it could return a gradient even for zeros.
+    # Results without a cotangent are omitted, instead of getting zeros. Then a custom rule that
+    # only such results depend on is not called; the rule could return a gradient even for zeros.
     given = [i for i, ct in enumerate(cotangents) if ct is not None]
     operands = read(node.inputs, values)
 
@@ -220,9 +216,8 @@ def _jax_vjp(
 def _traced_once(
     node: Node, pull: Callable[..., Any], active: Sequence[int], given: Sequence[int]
 ) -> Callable[..., list[Any]]:
-    """Returns the function `pull` of operands and cotangents. If an equal operation has asked
-    before, `pull` is traced once for all: models repeat operations, and to trace a VJP takes ten
-    times as long as to run it."""
+    """The second time that an equal operation asks, `pull` is traced once for all: models repeat
+    operations, and tracing a VJP takes ten times as long as running it."""
     operands, results = ([v.aval for v in atoms] for atoms in (node.inputs, node.outputs))
     types = (*operands, *(results[i] for i in given))
     params, settings = params_key(node.params), node.source[1]
@@ -238,7 +233,7 @@ def _traced_once(
 
 def explain_node(error: Exception, node: Node, program: Callable[[], Graph]) -> None:
     """Adds notes to JAX's error at the derivative of a node: the node, its line, and the cure.
-    `program`: returns the node as a graph."""
+    `program` returns the node as a graph."""
     explain_loop(error, users_line(node))
     explain_rule(error, program)
     # Only the innermost node is named: the note may exist already.

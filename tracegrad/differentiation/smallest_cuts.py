@@ -1,10 +1,10 @@
 """Explains why an input gets no gradient: the fewest cuts on a path from the input to an output.
 
 Most programs have nodes that pass no gradient on: softmax stops the gradient of the maximum that it
-subtracts, and comparisons make masks. Such a node is the cause only if no path goes around it. So
-each path of the data from the input to an output is weighted by the number of nodes on it that pass
-no gradient on, its *cuts*. The lightest path is reported; of equally light paths, the one whose
-cuts are in the user's code.
+subtracts, and comparisons make masks. Such a node is the cause only if no path goes around it. A
+*cut* is a node on a path of the data that passes no gradient on, and the weight of a path is the
+number of its cuts. The lightest path from the input to an output is reported; of equally light
+paths, the path whose cuts are in the user's code.
 
 The search runs backward from the outputs, and keeps the lightest path from each value to an output.
 A region is searched once for each of its outputs. If calls were inlined instead, a program whose
@@ -90,7 +90,7 @@ def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[CutsOnWay | None
     """Returns, for every input of a graph, the fewest cuts on a path to a target.
 
     The cuts are ``()`` if the input is connected, and None if no target depends on the input.
-    `targets`: the positions of outputs.
+    `targets` has the positions of outputs.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> program = tg.graph(lambda x: jnp.sum(x * jax.lax.stop_gradient(jnp.round(x))), jnp.ones(3))
@@ -109,7 +109,7 @@ def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[CutsOnWay | None
 
 
 def explain_unconnected(graph: Graph, source: int, cuts: CutsOnWay | None) -> str:
-    """Explains in words why an input gets no gradient; `cuts`: the input's `smallest_cuts`."""
+    """Explains why an input gets no gradient; `cuts` are the input's `smallest_cuts`."""
     value = graph.inputs[source]
     if not is_connectable(value):
         return f"it is {dtype_of(value)}, which has no gradient"
@@ -141,7 +141,7 @@ class _Way:
 _FREE = _Way()
 
 
-def _lighter(one: _Way | None, other: _Way | None) -> _Way | None:
+def _lighter_way(one: _Way | None, other: _Way | None) -> _Way | None:
     if one is None or (other is not None and other.weight < one.weight):
         return other
     return one
@@ -153,8 +153,8 @@ class _Search:
 
     @once_for_each
     def of(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Way]:
-        """Returns the lightest path from each value of a graph to one of the target outputs.
-        `reached`: for each input, 1 if a gradient at the input would reach a source."""
+        """Returns the lightest path from each value of a graph to a target output. `reached` has,
+        for each input, 1 if a gradient at the input would reach a source."""
         masks: dict[Value, int] = {}
         spread(graph, reached, self.walk.rule, masks)
         outputs = (graph.outputs[k] for k in targets)
@@ -164,7 +164,7 @@ class _Search:
             for i, found in self._into(node, ins, ways):
                 operand = node.inputs[i]
                 if isinstance(operand, Value):
-                    lightest = _lighter(ways.get(operand), found)
+                    lightest = _lighter_way(ways.get(operand), found)
                     assert lightest is not None
                     ways[operand] = lightest
         return ways
@@ -241,7 +241,7 @@ class _Search:
             for j, further in enumerate(onward):
                 if further is not None:
                     for i, found in self._inside(node, body, masks, j).items():
-                        ways[i] = _lighter(ways[i], found.then(further))
+                        ways[i] = _lighter_way(ways[i], found.then(further))
             return ways
 
         onward: list[_Way | None] = [None] * len(body.results)
@@ -253,7 +253,7 @@ class _Search:
                 else:
                     onward[j] = found
         onward[k] = _FREE
-        onward = back_around(node, onward, back, _lighter)
+        onward = back_around(node, onward, back, _lighter_way)
         for i, way in enumerate(back(onward)):
             j = body.fed_back_from[i]
             if j is not None and may_take_no_step(node):  # the initial value is the result
