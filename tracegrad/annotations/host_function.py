@@ -30,7 +30,7 @@ from tracegrad.ir.frames import OF_HOST_CALL
 from tracegrad.ir.occurrence import calling_line
 from tracegrad.ir.wording import brief, described, name_of
 from tracegrad.rewriting.host_calls import TO_HOST
-from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
+from tracegrad.rewriting.operation import GradientOperation, check_cotangents
 from tracegrad.rewriting.traced_gradients import with_traced_gradient
 from tracegrad.tape.recorders import unrecorded
 from tracegrad.variables.reading import ReadsOutside
@@ -355,7 +355,7 @@ def _with_gradient(
         note = f"in the gradient function {described(grad)} of {name} at {where}"
         with noted(lambda: note), reads.around():
             answer = grad(op, *dys)
-        return checked_cotangents(answer, op, where, grad)
+        return check_cotangents(answer, op, where, grad)
 
     def run(*operands: Any) -> list[Any]:
         return list(operands[len(arrays) :])

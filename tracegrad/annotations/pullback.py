@@ -24,7 +24,7 @@ from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.wording import counted, described, listed
-from tracegrad.rewriting.operation import checked_cotangent
+from tracegrad.rewriting.operation import check_cotangent
 from tracegrad.rewriting.traced_gradients import OpenedProgram
 from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.paths import is_named_alike, path_name
@@ -188,9 +188,9 @@ def gradients_of_inputs(
             return f"input {input_names(fun, args)[i]}"
 
         if stays and is_slices(gradient):
-            jax.eval_shape(lambda slices: checked_cotangent(slices, aval, function, name), gradient)
+            jax.eval_shape(lambda slices: check_cotangent(slices, aval, function, name), gradient)
             return gradient.shaped_as(aval)
-        return checked_cotangent(gradient, aval, function, name)
+        return check_cotangent(gradient, aval, function, name)
 
     flags = sparse or [False] * len(arrays)
     return [checked(i, *each) for i, each in enumerate(zip(found, flags, strict=True))]

@@ -1,4 +1,4 @@
-"""Operands of calls to the host that have no gradient function.
+"""Marks the operands of calls to the host that have no gradient function.
 
 The primitive `TO_HOST` marks each such operand. A functional gradient that goes through a mark
 raises an error; for a tape, and for `gradients()`, the mark disconnects, as `stop_gradient` does.
@@ -38,8 +38,8 @@ def _cannot_be_mapped(function: str, stateful: bool) -> Exception | None:
     )
 
 
-# Parameters: `function` is the name and line of the function called; `stateful` is whether the
-# order and the number of its calls matter.
+# `function` is the name and line of the called function; `stateful` says whether the order and the
+# number of its calls matter.
 TO_HOST = _jax.identity_primitive(
     "to_host", _has_no_gradient, _cannot_be_exported, _cannot_be_mapped
 )
@@ -55,10 +55,8 @@ def would_run_again(node: Node) -> NotImplementedError:
 
 
 def end_gradients_at_host(graph: Graph) -> Graph:
-    """Stops the gradient at each operand that is handed to the host.
-
-    Custom gradients are left alone, since the operations in them are not differentiated.
-    """
+    """Stops the gradient at each operand that is handed to the host, except in custom gradients,
+    whose operations are not differentiated."""
     if TO_HOST.name not in graph.operations:
         return graph
     handed = graph.find(lambda found: found.node.primitive is TO_HOST and not found.rule_around)

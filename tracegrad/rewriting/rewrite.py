@@ -118,14 +118,14 @@ def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = Fa
       where: a selector.
       function: ``function(op, *operands)``, in ``jax.numpy`` and the like. ``op(*operands)``
         computes the original operation, and may be called any number of times, or not at all;
-        ``op.match``, ``op.name`` and ``op.params`` describe it. The function returns the result,
-        or a list of results if the match has several, of the same shapes and dtypes. The operands
-        are those of `rules.override_gradient`.
+        ``op.match``, ``op.name`` and ``op.params`` describe it. The function returns the result, or
+        a list of results if the match has several, of the same shapes and dtypes. The operands are
+        the inputs in `rules.override_gradient`.
       missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. The code is traced into the program and is evaluated and differentiated like any
-      other code in it; the rules of `tracegrad.rules` are written in the same way. Applied to a
+      A rule. The code is traced into the program, and is evaluated and differentiated like the rest
+      of the program; the rules of `tracegrad.rules` are written in the same way. Applied to a
       program, the rule raises GraphError if the number, shapes or dtypes of the results differ.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
@@ -135,7 +135,7 @@ def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = Fa
     >>> print(half(jnp.array([-2.0, 3.0])), jax.grad(half)(jnp.array([-2.0, 3.0])))
     4.5 [0. 3.]
 
-    It corresponds to interception in qwix and in penzai, but edits a traced program.
+    The model is interception in qwix and in penzai; this rule edits a traced program.
     """
     require_takes(function, 1, "function(op, *operands)")
     return MatchRule("edit", where, of_arrays(around(function, lambda match: match)), missing_ok)
