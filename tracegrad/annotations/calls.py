@@ -141,7 +141,6 @@ def _identifiers(names: Sequence[str]) -> list[str]:
 
 @contextmanager
 def add_note_on_error(note: Callable[[], str]) -> Iterator[None]:
-    """Adds a note to an exception."""
     try:
         yield
     except Exception as error:

@@ -26,7 +26,7 @@ class _ByFrame(Grouping):
     """Finds groups of nodes that come from one execution of a piece of Python code.
 
     For each operation JAX records the Python frames and their instructions. The operations of one
-    execution are adjacent in the program and have the same frames outside of that code. If the code
+    execution are adjacent in the program and have the same frames outside of the code. If the code
     was executed several times in a row from one place, a frame that goes back to an earlier
     instruction marks the start of the next execution, unless a loop in the code itself can be the
     reason.
@@ -51,7 +51,10 @@ class _ByFrame(Grouping):
 
         def finish() -> None:
             for members in self._split(run):
-                group = (_short(members[0].inner[-1].code.co_qualname), [b.node for b in members])
+                group = (
+                    _short_qualname(members[0].inner[-1].code.co_qualname),
+                    [b.node for b in members],
+                )
                 groups.update(dict.fromkeys(group[1], group))
             run.clear()
 
@@ -91,8 +94,8 @@ class _ByFrame(Grouping):
         if not unsure or _are_independent(executions):
             return executions
         if not any(map(is_in_loop, run[0].outer)):  # only the code's own loop can go back
-            return _joined(executions, unsure)
-        name = _short(run[0].inner[-1].code.co_qualname)
+            return _join_unsure(executions, unsure)
+        name = _short_qualname(run[0].inner[-1].code.co_qualname)
         raise GraphError(
             f"{self!r}: {name} is called in a loop and has a loop of its own, so that its calls "
             f"cannot be told apart from {Occurrence((), run[0].node)} on: put a jax.named_scope "
@@ -101,7 +104,8 @@ class _ByFrame(Grouping):
 
 
 class _Bound(NamedTuple):
-    """A node with its frames, split at the matched code: inside of it, and outside."""
+    """A node with its frames, split into the frames inside of the matched code and outside of
+    it."""
 
     node: Node
     inner: tuple[Frame, ...]  # innermost first; the last is the frame of the matched code
@@ -121,11 +125,11 @@ def _deciding_level(run: Sequence[_Bound]) -> tuple[int, bool]:
 
 
 def _went_back(before: _Bound, now: _Bound, level: int, last: Node) -> str:
-    """Returns ``"in a loop"`` or ``"again"`` if execution went back at a level; ``""`` if not.
+    """Returns ``"in a loop"`` or ``"again"`` if execution went back at a level, else ``""``.
 
-    At level 0 no frame tells. JAX gives the frames of the call to all operations of a jitted
-    function that it inlines (`jnp.mean`; a product that converts or broadcasts an operand first).
-    Each execution ends with the same operation, that of the `last` node of all.
+    At level 0 the frames do not differ: JAX gives the frames of the call to all operations of a
+    jitted function that it inlines (`jnp.mean`; a product that converts or broadcasts an operand
+    first). Then each execution ends with the operation of the `last` node of all.
     """
     if level == 0:
         is_end = before.node.primitive is last.primitive
@@ -136,7 +140,7 @@ def _went_back(before: _Bound, now: _Bound, level: int, last: Node) -> str:
     return "in a loop" if loops_between(new, old) else "again"
 
 
-def _joined(executions: list[list[_Bound]], unsure: set[int]) -> list[list[_Bound]]:
+def _join_unsure(executions: list[list[_Bound]], unsure: set[int]) -> list[list[_Bound]]:
     joined: list[list[_Bound]] = []
     for i, members in enumerate(executions):
         if i in unsure:
@@ -185,27 +189,25 @@ class CallOf(_ByFrame):
                 found[o.node.name] = None
             for code in reversed(stack_of(o.node, root=not o.path).codes):
                 if not _is_machinery(code):
-                    found[_short(code.co_qualname)] = None
+                    found[_short_qualname(code.co_qualname)] = None
         return list(found)
 
 
 def _is_machinery(code: CodeType) -> bool:
-    """Whether a function is of no interest by name: JAX's tracing code and private functions."""
+    """Whether the name of a function does not matter: JAX's tracing code and private functions."""
     *_, folder, name = ["", "", *code.co_filename.replace("\\", "/").split("/")]
     traces = folder in ("_src", "interpreters") and name != "random.py"
     return traces or ("/_src/" in code.co_filename and code.co_name.startswith("_"))
 
 
 def _is_function(qualname: str, patterns: tuple[str, ...]) -> bool:
-    names = {qualname, _short(qualname), qualname.rsplit(".", 1)[-1]}
+    names = {qualname, _short_qualname(qualname), qualname.rsplit(".", 1)[-1]}
     return any(fits_any(name, patterns) for name in names)
 
 
-def _short(qualname: str) -> str:
-    """Returns a function's name within its module, without the enclosing functions.
-
-    For the ``__call__`` of a class it is the name of the class.
-    """
+def _short_qualname(qualname: str) -> str:
+    """Returns a function's name within its module, without the enclosing functions. For the
+    ``__call__`` of a class, returns the name of the class."""
     return qualname.rsplit("<locals>.", 1)[-1].removesuffix(".__call__")
 
 

@@ -13,15 +13,15 @@ def add_note(error: Exception, text: str, origin: Origin | None = None) -> None:
 
     Args:
       error: the error that gets the note.
-      text: a text of up to 200 characters is not cut; a longer one loses its middle.
-      origin: the user's line, which is put above the text and cut if there is no room for it.
+      text: a longer text than 200 characters loses its middle.
+      origin: the user's line, which stands above the text, and is cut if there is no room for it.
     """
-    note = _cut(text, NOTE) if origin is None else _below(origin, text)
+    note = _cut(text, NOTE) if origin is None else _note_below_line(origin, text)
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
-def _below(origin: Origin, text: str) -> str:
+def _note_below_line(origin: Origin, text: str) -> str:
     place = f"{origin.file}:{origin.line} in {origin.function}"
     room = NOTE - len(f"{place}: \n{text}")
     line = f"{place}: {origin.code}"

@@ -74,7 +74,7 @@ SQUARES = _names("reduce_sum square integer_pow dot_general")  # a norm is the r
 CONTRACTIONS = _names("dot_general conv_general_dilated")
 # Matrix decompositions and solvers of linear systems.
 MATRIX_KERNELS = _names("cholesky lu qr eigh eig svd triangular_solve custom_linear_solve")
-# XLA runs each as a kernel of its own, and does not fuse a recomputed one into its readers.
+# XLA runs each as a kernel of its own, and does not fuse a recomputed kernel into its readers.
 KERNELS = _names(
     "scan while cond sort top_k fft pallas_call gather scatter scatter-add random_bits",
     *(CONTRACTIONS, MATRIX_KERNELS),
@@ -101,11 +101,11 @@ LINEAR = REARRANGES | _names(
     "neg broadcast_in_dim slice dynamic_slice gather reduce_sum cumsum real imag conj "
     "reduce_precision"
 )
-# Samples of a distribution. Their derivative is the implicit one, with the quantile held fixed, and
-# not the derivative of the rejection sampler that draws them.
+# Samples of a distribution. Their derivative is the implicit derivative, with a constant quantile,
+# and not the derivative of the rejection sampler that draws them.
 IMPLICIT = _names("random_gamma")
-# Holomorphic: the derivative of a complex operand has the same formula as that of a real one. (Who
-# finds a `jit` has to look at the operations in it, too.)
+# Holomorphic: the derivative with respect to a complex operand has the same formula as with respect
+# to a real operand. (For a `jit`, also look at the operations in it.)
 ANALYTIC = RESHAPES | _names(
     "add add_any sub mul div neg square integer_pow sqrt exp expm1 log log1p logistic sin cos tan "
     "sinh cosh tanh dot_general reduce_sum cumsum broadcast_in_dim transpose rev slice pad "

@@ -51,7 +51,6 @@ def _verify(graph: Graph, path: Path, seen: set[Graph]) -> None:
 
 
 def _check_node(graph: Graph, node: Node, defined: set[Value]) -> None:
-    """Raises GraphError for a node with wrong operands, results or types."""
     for value in node.operands:
         if value not in defined:
             where = "defined later" if value in graph.producers else "of another graph"
@@ -93,7 +92,7 @@ def _check_operands(node: Node) -> None:
 
 
 class _Slice(NamedTuple):
-    """The type of one step's slice of a scanned operand: the attributes that are compared."""
+    """The type of one step's slice of a scanned operand: only the compared attributes."""
 
     shape: tuple[Any, ...]
     dtype: Any

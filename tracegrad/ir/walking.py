@@ -12,8 +12,8 @@ from tracegrad.ir.occurrence import Occurrence, Path
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
 
-# The largest number of nodes to walk over, each counted with every path of calls to it. A walk over
-# so many takes minutes.
+# The largest number of nodes to walk over, each counted with every path of calls to it. Such a walk
+# takes minutes.
 _MOST = 20_000_000
 
 
@@ -43,7 +43,7 @@ def walk(graph: Graph) -> Iterator[Occurrence]:
 
 
 def count(graph: Graph, known: dict[Graph, int]) -> int:
-    """Returns the number of nodes that `walk` yields; `known` caches it for each region."""
+    """Returns the number of nodes that `walk` yields; `known` caches the number for each region."""
     if graph not in known:
         below = (region for node in graph.nodes for region in node.regions.values())
         known[graph] = len(graph.nodes) + sum(count(region, known) for region in below)

@@ -22,13 +22,14 @@ def name_of(fun: object) -> str:
 
 
 def code_name(fun: object) -> str:
-    """Returns the name of a function for code in a message; ``fun`` if it has none, as a model."""
+    """Returns the name of a function for code in a message; ``fun`` if it has no name, as a
+    model."""
     name = getattr(fun, "__name__", "")
     return name if name.isidentifier() and not name.startswith("__") else "fun"
 
 
 def described(fun: object) -> str:
-    """Returns a function's name, and its source line if it has one: ``'relu' (layers.py:12)``."""
+    """Returns a function's name, and its source line if known: ``'relu' (layers.py:12)``."""
     code = code_of(fun)
     if code is None:
         return f"'{name_of(fun)}'"
@@ -37,7 +38,7 @@ def described(fun: object) -> str:
 
 
 def notebook_cell(file: str) -> str | None:
-    """Returns the label of the IPython cell that `file` holds, such as ``In[3]``; None if none."""
+    """Returns the label of the IPython cell that `file` holds, such as ``In[3]``."""
     ipython = sys.modules.get("IPython")  # does not import IPython
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None and hasattr(shell.compile, "format_code_name"):
@@ -48,7 +49,7 @@ def notebook_cell(file: str) -> str | None:
 
 
 def code_of(fun: Any) -> CodeType | None:
-    """Returns the code object of a function, method, partial or callable object; None if none."""
+    """Returns the code object of a function, method, partial or callable object."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     fun = inspect.unwrap(fun)
@@ -86,7 +87,8 @@ def listed(names: Sequence[str], most: int) -> str:
 
 
 def nearest(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the names most similar to `patterns`, three at most; the first three if none is."""
+    """Returns the names most similar to `patterns`, three at most; without similar names, the first
+    three."""
     lowered = {name.lower(): name for name in names}
     near: dict[str, None] = {}
     for pattern in patterns:
@@ -112,7 +114,8 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
 
 
 def brief(value: object) -> str:
-    """Describes a value in a message: dtype and shape of an array, type and repr of others."""
+    """Describes a value in a message: dtype and shape of an array, type and repr of other
+    values."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return f"an array {value.dtype}[{','.join(map(str, value.shape))}]"
     if value is None:

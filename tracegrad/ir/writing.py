@@ -22,7 +22,7 @@ Place = tuple[Any, ...]
 @dataclass(frozen=True)
 class Where:
     """The surroundings of a region. `meshes` are the enclosing `jax.shard_map`s, from the outside
-    in. `holds`: whether the region may hold arrays as constants; if not, they become operands."""
+    in. If `holds` is False, the region may not hold arrays as constants: they become operands."""
 
     meshes: tuple[Node, ...] = ()
     holds: bool = True
@@ -54,7 +54,7 @@ class Written:
     """New nodes for a region, and the ports and constants that the region needs for them.
 
     Attributes:
-      nodes: define the values that the edit replaces, except those in `names`.
+      nodes: define the values that the edit replaces, except the values in `names`.
       names: maps each replaced value that is not a result of `nodes` to another value or literal.
       ins, outs: the ports that the region has to add.
       constants: arrays that the region has to hold.
@@ -89,12 +89,14 @@ def write(
       beside: the node whose source line and settings the new nodes get.
       match: the match that is edited.
       where: the surroundings of the region.
-      scope: the scope of the new nodes; default: that of `beside`. `run` is traced outside of it.
-      shared: what the trace depends on besides types, and the programs that were traced so far.
+      scope: the scope of the new nodes; default: the scope of `beside`. `run` is traced outside of
+        it.
+      shared: a key of everything besides types that the trace depends on, and the programs traced
+        so far.
       taps: the types of the taps.
       shown: the list to which `run` appends arrays that become outputs.
-      has_line: whether the new nodes are at the lines at which they were traced; else all are at
-        that of `beside`.
+      has_line: whether the new nodes are at the lines at which they were traced; else all nodes are
+        at the line of `beside`.
 
     Raises GraphError for a wrong number or type of results.
     """
@@ -120,7 +122,7 @@ def write(
         traced[key] = _trace(flat, avals, settings, where)
     call = info if scope is None else info.replace(name_stack=scope)
     place = beside.function, match.node.key, where
-    return _defining(results, operands, traced[key], *place, call, has_line=has_line)
+    return _make_defining_nodes(results, operands, traced[key], *place, call, has_line=has_line)
 
 
 def write_through(
@@ -135,9 +137,8 @@ def write_through(
     taps: Sequence[Any] = (),
 ) -> Written:
     """Traces a function of a value and the taps into nodes that define another value, as `write`.
-
-    `traced`: the programs traced so far. A function is traced once for all values of one type.
-    """
+    `traced` has the programs traced so far: a function is traced once for all values of one
+    type."""
     place = beside, match, where
     return write(
         lambda *args: [run(*args)],
@@ -154,17 +155,17 @@ def write_first(
     run: Callable[[Any], Any], operand: Value, result: Value, graph: Any, traced: dict[Any, Any]
 ) -> Written:
     """Traces a function of one input of a graph, as `write_through`, for nodes before all others.
-
-    The new nodes are outside of all scopes.
-    """
+    The new nodes are outside of all scopes."""
     key = run, operand.aval
     if key not in traced:
         place = f"the input {graph.names[operand]} of {graph.name}"
-        traced[key] = jax.make_jaxpr(_of_type(run, result.aval, place))(operand.aval)
-    return _defining([result], [operand], traced[key], graph.function_source, None, Where())
+        traced[key] = jax.make_jaxpr(_with_result_type(run, result.aval, place))(operand.aval)
+    return _make_defining_nodes(
+        [result], [operand], traced[key], graph.function_source, None, Where()
+    )
 
 
-def _of_type(run: Callable[..., Any], aval: Any, place: object) -> Callable[..., Any]:
+def _with_result_type(run: Callable[..., Any], aval: Any, place: object) -> Callable[..., Any]:
     return lambda *args: _as_type(run(*args), aval, place)
 
 
@@ -183,7 +184,7 @@ def _trace(run: Callable[..., Any], avals: Sequence[Any], settings: Any, where: 
     return programs[0]
 
 
-def _defining(
+def _make_defining_nodes(
     results: Sequence[Value],
     operands: Sequence[Atom],
     program: Any,
@@ -194,12 +195,13 @@ def _defining(
     *,
     has_line: bool = False,
 ) -> Written:
-    """Returns nodes that define `results`: those of a program of `operands` and taps, which returns
-    further arrays to show after the results.
+    """Returns nodes that define `results`: the nodes of a program of `operands` and taps. The
+    program returns the results, then further arrays to show.
 
     The nodes have equations and values of their own, so that one program can be written often.
-    `function`: see `Node`. `key`: that of the match. `call`: the source info inside whose scopes,
-    and (unless `has_line`) at whose line, the nodes are; None: they are where they were traced.
+    `function` is the function of `Node`, `key` the key of the match. The nodes are inside the
+    scopes of the source info `call` and (unless `has_line`) at its line; without `call`, they are
+    at the scopes and lines of their trace.
     """
     open_form, arrays = _jax.parts_of(program)
     inputs, count = open_form.invars, len(operands)
@@ -238,7 +240,7 @@ def _defining(
 
 
 def _as_type(new: Any, aval: Any, place: object) -> Any:
-    """Returns a new result with the exact type of the value that it replaces. Adapts weak types and
+    """Converts a new result to the exact type of the value that it replaces: adapts weak types and
     the mesh axes over which the result varies. Raises GraphError for another shape or dtype."""
     if not isinstance(aval, jax.core.ShapedArray):
         return new

@@ -25,7 +25,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import read, run_node
-from tracegrad.ir.stretches import entering, gathered
+from tracegrad.ir.stretches import entering, make_adjacent
 from tracegrad.planning.checkpoint_names import named_results
 
 
@@ -211,7 +211,7 @@ def _group_into_region(
     """Makes the steps of `nodes` one region, at the position of the first of these steps."""
     chosen = {node.key for node in nodes}
     members = [step for step in steps if step.key in chosen]
-    ordered: list[Any] = gathered(steps, chosen, "a group of recomputed operations")
+    ordered: list[Any] = make_adjacent(steps, chosen, "a group of recomputed operations")
     region, outside = _make_region(members, readers, copied)
     at = ordered.index(members[0])
     return [*ordered[:at], *outside, region, *ordered[at + len(members) :]]
