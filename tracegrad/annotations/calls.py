@@ -97,7 +97,7 @@ def inputs_in(arguments: Any) -> Parted:
 def input_names(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> list[str]:
-    """Returns the name of each input in the user's call: ``params.w``."""
+    """As in the user's call: ``params.w``."""
     names = [leaf.name for leaf in leaves_of_call(fun, args, kwargs)]
     return inputs_in((args, dict(kwargs))).of_chosen(names)
 
@@ -125,7 +125,7 @@ def take_users_name(
 
 
 def _identifiers(names: Sequence[str]) -> list[str]:
-    """Converts names to distinct identifiers: ``params_w`` for ``params.w``."""
+    """Distinct identifiers: ``params_w`` for ``params.w``."""
     found: dict[str, None] = {}
     for name in names:
         word = re.sub(r"\W+", "_", name).strip("_") or "value"

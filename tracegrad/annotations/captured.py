@@ -59,7 +59,6 @@ def explain_captured(
 
 
 def captured_text(name: str | None, value: Any) -> str:
-    """Returns the text for a value in a message: its name, if any, and its type."""
     kind = _jax.type_text(jax.typeof(value))
     return f"a value ({kind})" if name is None else f"{name} ({kind})"
 
@@ -83,7 +82,7 @@ def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, A
 
 
 def _path_to(value: object, held: object, name: str) -> str | None:
-    """Returns the path of `value` in the tree `held`, which is called `name`, or None."""
+    """Returns the path of `value` in the tree `held`, which is called `name`."""
     # A Variable is one leaf: flattening a Variable would read it, and tapes record reads.
     for path, leaf in jax.tree_util.tree_flatten_with_path(held, is_leaf=is_variable)[0]:
         if leaf is value:

@@ -48,8 +48,7 @@ class AnnotatedCall:
     pullbacks: list[Pullback | Exception] = field(default_factory=list)
 
     def name_captured(self, value: Any) -> tuple[str, str]:
-        """Returns texts for messages: the function, and the function's name for a value it closes
-        over."""
+        """Returns texts for messages."""
         name = captured_name(value, self.fun, self.kwargs)
         return described(self.fun), captured_text(name, value)
 
@@ -84,7 +83,6 @@ class AnnotatedCall:
         return y, grad_fn
 
     def forward(self, *arrays: Any) -> tuple[Any, RunResiduals]:
-        """Returns the output, and the residuals of its pullback."""
         y, grad_fn = self.run(*arrays)
         pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
         self.pullbacks.append(pullback)
@@ -252,7 +250,6 @@ def _output_rule(
 def _compute_gradients(
     pullbacks: Sequence[Pullback | Exception], residuals: RunResiduals, dy: Any
 ) -> tuple[Any, ...]:
-    """Maps the cotangents of the outputs to one gradient, or None, for each input."""
     pullback = pullbacks[residuals.pullback]
     assert isinstance(pullback, Pullback)
     return tuple(pullback(residuals.values, jax.tree.leaves(dy)))

@@ -152,7 +152,7 @@ def _to_arrays(func: Callable[..., Any], inp: Any) -> tuple[Any, ...]:
 def _result_types(
     func: Callable[..., Any], Tout: Any, arrays: Sequence[Any]
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[bool, ...]]:
-    """Returns the types of the results, and for each result whether `Tout` has only a dtype."""
+    """Returns the types, and for each result whether `Tout` has only a dtype."""
     given = tuple(Tout) if isinstance(Tout, list | tuple) else (Tout,)
     is_bare = tuple(
         not (hasattr(t, "shape") and hasattr(t, "dtype")) or _is_dtype(t) for t in given
@@ -347,7 +347,6 @@ def _attach_gradient(
     name: str,
     params: dict[str, Any],
 ) -> list[Any]:
-    """Gives the results the gradients that `grad` computes with respect to the inputs."""
     if not any(map(_jax.has_gradient, arrays)) or not any(map(_jax.has_gradient, results)):
         return list(results)
     where = calling_line()

@@ -42,6 +42,5 @@ class ModuleChanges:
         return result, [value for _, value in found]
 
     def settle(self, result: Any, values: list[Any]) -> Any:
-        """Assigns the new arrays, as they are outside of the trace, to the modules of the caller;
-        returns the result."""
+        """Assigns the new arrays, as they are outside of the trace, to the caller's modules."""
         return settled(result, self._objects, self._updates, values, is_in_parts=False)

@@ -98,7 +98,6 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _check_shapes(fun: Any, names: list[str], inputs: list[Any], outputs: list[Any]) -> None:
-    """Raises an error if the cotangent of an output cannot be the gradient of its input."""
     if len(inputs) != len(outputs):
         raise ValueError(
             f"{described(fun)} passes the gradients of its outputs on to its inputs, so it must "

@@ -283,7 +283,7 @@ class _Overrides(OverridingTrace):
     def instead(
         self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
     ) -> Callable[..., list[Any]] | None:
-        """Returns a function to run instead of an operation; None: the operation itself."""
+        """None runs the operation itself."""
         is_opaque = primitive.name in _jax.OPAQUE_PRIMITIVES
         programs = [] if is_opaque else [program for _, program in _jax.sub_programs(params)]
         if not programs and primitive.name not in self._overrides:
@@ -303,7 +303,6 @@ class _Overrides(OverridingTrace):
     def rule_instead(
         self, primitive: Any, subfuns: Sequence[Any], params: Mapping[str, Any], args: Sequence[Any]
     ) -> Callable[..., list[Any]] | None:
-        """Like `instead`, for a function with a custom rule."""
         name = getattr(_jax.rule_functions(subfuns)[0][0], "__name__", "")
         found = [each for each in (name, primitive.name) if each in self._overrides]
         if not found:
@@ -363,6 +362,6 @@ def _run_program(program: Graph, *operands: Any) -> list[Any]:
 
 
 def _times_differentiated() -> int:
-    """Returns how many times JAX is differentiating the current operation, without the rules."""
+    """Derivatives that see the rules do not count."""
     stack = _jax.scopes_around(_jax.current_source_info())
     return 0 if scopes.is_under_rules(stack) else scopes.transformations(stack).count("jvp")

@@ -29,7 +29,6 @@ class Assignments(Listener):
 def require_variables_parameter(
     fun: Callable[..., Any], grad_fn: Callable[..., Any], variables: Sequence[Variable]
 ) -> None:
-    """Raises TypeError if the signature of `grad_fn` has no `variables` parameter."""
     try:
         parameters = inspect.signature(grad_fn).parameters.values()
     except (TypeError, ValueError):
@@ -102,7 +101,7 @@ def substitute_variables(
     variables: Sequence[Variable],
     values: Sequence[Any],
 ) -> Callable[..., Any]:
-    """Wraps `part`, `fun` or its gradient function: reads of `variables` return `values`."""
+    """`part` is `fun` or its gradient function."""
     given = dict(zip(variables, values, strict=True))
     return _under_listener(lambda: Substitute(given, fun), part)
 
@@ -110,7 +109,7 @@ def substitute_variables(
 def _under_listener(
     listener: Callable[[], ReadsOutside], part: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wraps `part` so that each call runs under the listener that ``listener()`` returns."""
+    """Each call of `part` gets a new listener."""
 
     @functools.wraps(part, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:

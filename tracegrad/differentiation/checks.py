@@ -43,8 +43,6 @@ def wrt_or_argnums(wrt: Any, argnums: Any) -> Any:
 def take_name_of(
     fun: Callable[..., Any], what: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a derivative the name and the signature of its function."""
-
     def decorate(derivative: Callable[..., Any]) -> Callable[..., Any]:
         wrapped = functools.wraps(fun, updated=())(derivative)
         wrapped.__doc__ = f"{what} of {function_name(fun)}; takes the same arguments."
@@ -54,7 +52,7 @@ def take_name_of(
 
 
 def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -> tuple[Any, Any]:
-    """Checks that the result is a scalar; returns the scalar and `aux`."""
+    """Raises TypeError if the result is not a scalar; returns the scalar and `aux`."""
     value, aux = pair(fun, result) if has_aux else (result, None)
     value = without_variables(value)
     leaves = jax.tree.leaves(value)
@@ -87,8 +85,7 @@ def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
 def flat_outputs(
     fun: Callable[..., Any], result: Any, has_aux: bool, shape_of_result: list[Any]
 ) -> tuple[list[Any], Any]:
-    """Returns the leaves of the outputs, and `aux`. Writes the structure of the outputs and the
-    shapes of the leaves to `shape_of_result`."""
+    """Writes the structure of the outputs and the shapes of their leaves to `shape_of_result`."""
     outputs, aux = pair(fun, result) if has_aux else (result, None)
     leaves, structure = jax.tree.flatten(outputs)
     if not leaves:

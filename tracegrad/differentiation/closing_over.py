@@ -68,7 +68,6 @@ class _Checking(ForwardingTrace):
 
 
 def _refuse_lost_derivative(bound: Callable[..., list[Any]], args: Sequence[Any]) -> None:
-    """Raises ValueError if a call of a function with a custom JVP loses a derivative."""
     here = _jax.current_source_info()
     try:
         # Trace again at each call: the closed-over values may differ.

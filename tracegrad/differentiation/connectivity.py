@@ -119,8 +119,7 @@ class Walk:
 
     @once_for_each
     def links(self, node: Node, active: Sequence[int]) -> Masks:
-        """Returns, for every result of a node, a mask of the active operands that are connected to
-        it."""
+        """For every result, a mask of the active operands that are connected to it."""
         return self.rule(node, of_each(i in active for i in range(len(node.inputs))))
 
     def vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
@@ -151,14 +150,12 @@ class Walk:
 
 
 def _connect_all(node: Node, ins: Masks) -> Masks:
-    """Connects every differentiable result to every differentiable operand."""
     masks = [mask for mask, v in zip(ins, node.inputs, strict=True) if has_gradient(v)]
     everything = functools.reduce(operator.or_, masks, 0)
     return [everything if has_gradient(v) else 0 for v in node.outputs]
 
 
 def _union_of_rows(rows: Sequence[int], ins: Masks) -> Masks:
-    """Returns, for each result, the union of the masks of the operands in its row."""
     return [
         functools.reduce(operator.or_, (m for i, m in enumerate(ins) if row >> i & 1), 0)
         for row in rows
@@ -175,15 +172,13 @@ Types = tuple[Any, ...]
 
 
 def _types(node: Node) -> tuple[Types, Types]:
-    """Returns the types of the operands, and the types of the results' cotangents (None: no
-    cotangent)."""
+    """The type of a result's cotangent is None if the result has no cotangent."""
     cotangents = tuple([v.aval if is_connectable(v) else None for v in node.outputs])
     return tuple([v.aval for v in node.inputs]), cotangents
 
 
 def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
-    """Returns, for every result of a custom gradient, the operands that its rule gives a gradient.
-    None if JAX cannot differentiate the custom gradient."""
+    """None if JAX cannot differentiate the custom gradient."""
     if node.kind == "vjp":
         return _rows_of_returned_gradients(node, reached)
     if loses_derivative(node, reached):
@@ -210,7 +205,6 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
 
 
 def _call_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
-    """Like `_rows`, for a node with regions."""
     rows = _rows(_run_of_node(node), *_types(node), reached)
     if rows is None or isinstance(node, CustomGradient) or not _has_rules(node):
         return rows
@@ -228,7 +222,7 @@ def _has_rules(node: Node) -> bool:
 
 
 def _rows_of_returned_gradients(node: Node, reached: tuple[bool, ...]) -> Rows:
-    """Returns, for every result, the operands whose cotangents are not symbolic zeros in JAX."""
+    """An operand counts if JAX's cotangent is not a symbolic zero."""
     active = [i for i, is_reached in enumerate(reached) if is_reached]
     flowing = [j for j, v in enumerate(node.outputs) if has_gradient(v)]
     # Without symbolic zeros, a rule cannot tell which results have a cotangent: ask for all at
@@ -246,8 +240,7 @@ def _rows_of_returned_gradients(node: Node, reached: tuple[bool, ...]) -> Rows:
 
 
 def _run_of_node(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
-    """The node's parameters do not have its edits, but the returned function runs the node with its
-    edits."""
+    """The node's parameters do not have its edits; the returned function does."""
     return lambda operands: run_node(node, operands)
 
 

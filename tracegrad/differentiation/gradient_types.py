@@ -73,7 +73,7 @@ def kind_of(leaf: Any) -> Kind:
 
 
 def is_numeric(leaf: Any) -> bool:
-    """Whether a leaf is a number, a boolean, or an array of these."""
+    """For numbers, booleans, and arrays of these."""
     return kind_of(leaf) in ("inexact", "exact")
 
 

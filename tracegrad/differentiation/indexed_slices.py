@@ -360,5 +360,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _align_with_values(flags: Any, values: Any) -> Any:
-    """Reshapes flags ``[n]`` to ``[n, 1, ...]``, to broadcast with values ``[n, ...]``."""
+    """Reshapes flags ``[n]`` to ``[n, 1, ...]``."""
     return flags.reshape(flags.shape + (1,) * (values.ndim - 1))

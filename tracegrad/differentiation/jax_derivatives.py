@@ -43,8 +43,7 @@ _FORWARD_FIRST = {
 
 
 def _wrap_derivative(original: Callable[..., Any], forward: bool) -> Callable[..., Any]:
-    """Wraps a function of JAX: applies the rules in force to `fun`, then differentiates the
-    result."""
+    """The derivative applies the rules in force to `fun` first."""
     lower = (lambda graph: to_callable(with_forward_mode(graph))) if forward else to_callable
 
     def by_rules(take: Callable[[Any], Any], fun: Callable[..., Any]) -> Any:

@@ -104,7 +104,7 @@ _Values = dict[Ref, Any]
 
 
 def _needed_operations(main: Inlined, wanted: Iterable[Ref]) -> list[Occurrence]:
-    """Returns the operations that the wanted values depend on, and the operations with effects."""
+    """Also keeps the operations with effects."""
     needed, chosen = set(_drop_literals(wanted)), []
     for step in reversed(main.steps):
         if step.node.effects or any((step.path, v) in needed for v in step.node.outputs):
@@ -145,7 +145,7 @@ _KEEPS_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "r
 
 
 def _is_zeros(program: Inlined, path: Path, value: Atom) -> bool:
-    """Whether the program itself says that a value is zeros for all inputs."""
+    """Whether the value is zeros for all inputs."""
     while True:
         path, value = program.origin(path, value)
         if isinstance(value, Literal):
@@ -173,8 +173,7 @@ class _Scatter:
 
 
 def _find_scatters(program: Inlined, value: Atom) -> list[_Scatter] | None:
-    """Returns the scatters whose sum is the value, in the order of the lookups. None if the value
-    is not a sum of scatters into zeros."""
+    """Returns scatters into zeros whose sum is the value, in the order of the lookups, or None."""
     found: list[_Scatter] = []
     pending: list[Ref] = [((), value)]
     while pending:

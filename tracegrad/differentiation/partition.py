@@ -63,7 +63,7 @@ class Argument(Parted):
         return leaves_of(self.tree)
 
     def of_kinds(self, kinds: Collection[Kind]) -> Argument:
-        """Keeps only leaves of these kinds among the leaves that count."""
+        """Other leaves no longer count."""
         if not any(self.counted):
             return self
         pairs = zip(self.counted, self.kinds, strict=True)
@@ -138,19 +138,17 @@ class Partition:
 
     @property
     def names(self) -> list[str]:
-        """The paths of the leaves that count."""
         return [leaf.name for leaf in self.named]
 
     @functools.cached_property
     def all_named(self) -> list[Leaf]:
-        """The `Leaf` of every leaf of the call."""
         args = [each.tree for each in self.arguments if isinstance(each.key, int)]
         kwargs = {each.key: each.tree for each in self.arguments if isinstance(each.key, str)}
         return leaves_of_call(self.fun, args, kwargs)
 
     @property
     def all_leaves(self) -> list[tuple[str, Any]]:
-        """The path and the value of each leaf of the call."""
+        """The path and the value of each leaf."""
         leaves = [leaf for each in self.arguments for leaf in each.leaves]
         return [(named.name, leaf) for named, leaf in zip(self.all_named, leaves, strict=True)]
 
@@ -181,7 +179,6 @@ class Partition:
         return replace(self, arguments=arguments)
 
     def _no_gradient(self, place: int, argument: Argument, allowed: Collection[Kind]) -> str:
-        """Returns the message for the first selected leaf of an argument that does not count."""
         first = sum(len(each.leaves) for each in self.arguments[:place])
         pairs = zip(argument.selected, argument.counted, strict=True)
         i = next(i for i, (is_selected, counts) in enumerate(pairs) if is_selected and not counts)
@@ -279,7 +276,6 @@ class Partition:
 
     @property
     def _holding(self) -> list[Argument]:
-        """The arguments that the function gets copies of."""
         return [each for each in self.arguments if any(each.counted) or each.key in self._copied]
 
     # ------------------------------------------------------------------------------- the answer

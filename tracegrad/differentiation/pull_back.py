@@ -135,7 +135,6 @@ def reached_from(graph: Graph, wanted: Sequence[Value], walk: Walk) -> AbstractS
 
 
 def active_inputs(node: Node, reached: Collection[Value]) -> list[int]:
-    """Returns the positions of the inputs of a node that get a cotangent from the node."""
     # The closed-over values of a custom rule come first, and get no cotangent from the rule.
     first = node.closed_over if isinstance(node, CustomGradient) else 0
     inputs = list(enumerate(node.inputs))[first:]
@@ -183,7 +182,7 @@ def linked_inputs(
 
 
 def _is_whole(node: Node) -> bool:
-    """Whether each result of a node counts as connected to each operand, without asking JAX."""
+    """Whether all results count as connected to all operands, without asking JAX."""
     # TensorFlow differentiates a recomputed function as a whole: an unused argument has a gradient
     # of zero, and not None.
     return node.op in CONNECTING or isinstance(node, Recompute)

@@ -66,13 +66,10 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
 
 
 def read_rows(table: Any, unique: IndexedSlices) -> Any:
-    """Returns the rows of the arrays of `table` for which `unique` has slices."""
     return jax.tree.map(lambda leaf: leaf.at[unique.indices].get(mode="clip"), table)
 
 
 def write_rows(table: Any, unique: IndexedSlices, rows: Any) -> Any:
-    """Returns the arrays of `table`, with `rows` in the rows for which `unique` has slices."""
-
     def written(leaf: Any, new: Any) -> Any:
         old = (*unique.indices.shape, *jnp.shape(leaf)[1:])
         if jnp.shape(new) != old:

@@ -176,8 +176,7 @@ def hvp(
 
 
 def _check_direction(leaf: Any, entry: Any, path: str) -> Any:
-    """Converts the entry of `v` for one leaf to an array, and checks its shape. A Python number
-    gets the dtype of the leaf."""
+    """A Python number gets the dtype of the leaf."""
     expected = jax.typeof(leaf)
     try:
         given = jnp.asarray(as_inexact(entry, expected.dtype))

@@ -129,7 +129,6 @@ class _Way:
     weight: tuple[int, int] = (0, 0)  # how many cuts, and the sum of their ranks
 
     def then(self, onward: _Way) -> _Way:
-        """Returns this path followed by `onward`."""
         (count, rank), (more, further) = self.weight, onward.weight
         cuts = (*self.cuts, *(cut for cut in onward.cuts if cut not in self.cuts))
         return _Way(cuts, (count + more, rank + further))
@@ -170,7 +169,6 @@ class _Search:
         return ways
 
     def _into(self, node: Node, ins: Masks, ways: dict[Value, _Way]) -> list[tuple[int, _Way]]:
-        """Returns the paths from the operands of a node, from the paths of its results (`ways`)."""
         references = [v for v in node.operands if is_reference(v)]
         if references:  # a value that is written to a Ref may be read anywhere
             onward = [ways[v] for v in (*node.outputs, *references) if v in ways]
@@ -183,7 +181,6 @@ class _Search:
         ]
 
     def _through(self, node: Node, ins: Masks, k: int) -> Iterator[tuple[int, _Way]]:
-        """Yields the paths from the operands of a node to one of its results."""
         entered = self.walk.enter(node, ins)
         if entered is not None:
             yield from self._through_regions(node, entered[1], k)
@@ -264,8 +261,7 @@ class _Search:
     def _inside(
         self, node: Node, call: RegionCall, masks: dict[str, Masks], k: int
     ) -> dict[int, _Way]:
-        """Returns the paths from the inputs of a region of a node to one of the region's
-        outputs."""
+        """Returns the paths from the inputs of a region to the region's output `k`."""
         region = node.regions[call.name]
         ways = self.of(region, [int(mask != 0) for mask in masks[call.name]], (k,))
         return {

@@ -173,7 +173,7 @@ def global_norm(tree: Any) -> Any:
 def _make_optimizer(
     rule: Rule, learning_rate: LearningRate, beginnings: tuple[float, ...]
 ) -> GradientTransformation:
-    """Makes an optimiser of a rule; `beginnings` has the initial value of each moment."""
+    """`beginnings` has the initial value of each moment."""
 
     def init(params: Any) -> SparseState:
         def begun(value: float) -> Any:

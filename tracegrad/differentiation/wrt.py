@@ -100,14 +100,12 @@ def partition(
 
 
 def _hint_at_match_param(several: Sequence[int | str]) -> str:
-    """Hints at one `match.param` for several globs of one argument."""
     if not all(isinstance(each, str) for each in several):
         return ""
     return f". Several globs for one argument are wrt=tracegrad.match.param{tuple(several)!r}"
 
 
 def check_wrt(wrt: Any) -> None:
-    """Raises TypeError if `wrt` is not of a supported kind, and ValueError if `wrt` is empty."""
     if _is_key(wrt) or isinstance(wrt, Parameters) or _is_mask(wrt) or _is_filter(wrt):
         return
     if callable(wrt):
@@ -137,7 +135,7 @@ def _is_several(wrt: Any) -> bool:
 
 
 def _is_mask(wrt: Any) -> bool:
-    """True for a tree of bools, but not for a single bool."""
+    """A single bool is no mask."""
     if isinstance(wrt, bool):
         return False
     leaves = jax.tree.leaves(wrt)
@@ -156,7 +154,7 @@ def _make_argument(key: int | str, tree: Any) -> Argument:
 def _select_leaves(
     fun: Callable[..., Any], wrt: Any, arguments: Sequence[Argument]
 ) -> tuple[int, Sequence[bool]]:
-    """Returns the index of the argument that `wrt` selects, and a mask of its leaves."""
+    """Returns the index of the argument, and a mask of its leaves."""
     if _is_key(wrt) and not isinstance(wrt, str):
         return _all_leaves(arguments, _argument_at(fun, operator.index(wrt), arguments))
     names = _parameter_names(fun, arguments)
@@ -195,7 +193,6 @@ def _all_leaves(arguments: Sequence[Argument], place: int) -> tuple[int, Sequenc
 
 
 def _parameter_names(fun: Callable[..., Any], arguments: Sequence[Argument]) -> list[str]:
-    """Returns the name of the parameter that gets each argument of the call."""
     names = argument_names(fun, sum(isinstance(each.key, int) for each in arguments))
     return [names[k] if isinstance(k, int) else k for k in (each.key for each in arguments)]
 
@@ -203,7 +200,6 @@ def _parameter_names(fun: Callable[..., Any], arguments: Sequence[Argument]) -> 
 def _first_argument(
     fun: Callable[..., Any], names: Sequence[str], arguments: Sequence[Argument]
 ) -> int:
-    """Returns the index of the function's first argument."""
     if arguments and arguments[0].key == 0:
         return 0
     called = [p.name for p in parameters_of(fun) if p.name in names]
@@ -216,7 +212,6 @@ def _first_argument(
 
 
 def _argument_at(fun: Callable[..., Any], position: int, arguments: Sequence[Argument]) -> int:
-    """Returns the index of the argument at a position in the function's signature."""
     count = sum(isinstance(each.key, int) for each in arguments)
     if -count <= position < count:
         return position % count
@@ -252,7 +247,7 @@ def _not_passed(parameter: inspect.Parameter, name: str) -> str:
 
 
 def _describe_function(fun: Callable[..., Any]) -> str:
-    """Returns the text of a function with its parameters: ``loss(params, x, y)``."""
+    """As ``loss(params, x, y)``."""
     marks: dict[Any, str] = {
         inspect.Parameter.VAR_POSITIONAL: "*",
         inspect.Parameter.VAR_KEYWORD: "**",
@@ -294,8 +289,7 @@ def _filter_selects(wrt: Any, leaf: Leaf, value: Any) -> bool:
 def _mask_of_leaves(
     wrt: Any, named: Sequence[Leaf], leaves: Sequence[Any], argument: str = ""
 ) -> list[bool]:
-    """Returns a mask of the selected leaves of one tree. Raises ValueError if no leaf is
-    selected."""
+    """Raises ValueError if no leaf is selected."""
     if isinstance(wrt, str):
         wrt = Parameters("", (wrt,))
     paths = [leaf.name for leaf in named]

@@ -46,13 +46,13 @@ def whose(occurrence: Occurrence) -> str:
 
 
 def file_of_primal(node: CustomGradient) -> str:
-    """Returns the file of a custom gradient's primal function; "" if unknown."""
+    """ "" if unknown."""
     function = origin_of_function(node.primal.function_source)
     return function.file if function else ""
 
 
 def is_jaxs_rule(node: CustomGradient) -> bool:
-    """Whether JAX wrote a rule: then the rule is the derivative of its function."""
+    """Then the rule is the derivative of its function."""
     return is_jaxs_file(file_of_rule(node))
 
 

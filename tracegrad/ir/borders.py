@@ -62,7 +62,7 @@ def with_regions(node: Node, edits: Mapping[str, Edited], where: Where) -> Writt
 
 
 def why_not_widened(node: Node) -> str | None:
-    """Returns why a node cannot get further operands and results; None if it can."""
+    """None if the node can get further operands and results."""
     known = (_jax.JIT, _jax.SCAN, _jax.COND)
     if isinstance(node, Recompute) or node.primitive in known:
         return None
@@ -80,7 +80,6 @@ def _cannot_widen_error(node: Node, why: str) -> GraphError:
 
 
 def _widen(node: Node, edits: Mapping[str, Edited]) -> Written:
-    """Returns the node with edited regions, and with operands and results for their ports."""
     regions = {n: edits[n].graph if n in edits else g for n, g in node.regions.items()}
     ins = [(n, port) for n, edited in edits.items() for port in edited.ins]
     shown = [(n, port) for n, edited in edits.items() for port in edited.outs]
@@ -158,7 +157,6 @@ def _replace_regions(
     operands: Sequence[Atom] | None = None,
     results: Sequence[Value] | None = None,
 ) -> Node:
-    """Returns the node with other regions, and maybe other parameters, operands and results."""
     operands = node.inputs if operands is None else operands
     programs = {name: region.program for name, region in regions.items()}
     equation = node.equation.replace(
@@ -196,8 +194,7 @@ def _write_by_jax(
 def _close_over_ports(
     edited: Edited, guard: Callable[[Any], Any] = lambda array: array
 ) -> Callable[..., list[Any]]:
-    """Returns an edited region as a function that closes over the arrays of its ports, each passed
-    through `guard`."""
+    """Each array passes through `guard`."""
     closed_over = [guard(port.closed_over) for port in edited.ins]
     region = edited.graph
     if closed_over:

@@ -30,8 +30,7 @@ def refuse_derivatives(node: CustomGradient, args: Sequence[Any]) -> list[Any]:
 
 
 def loses_derivative(node: CustomGradient, reached: Sequence[bool]) -> bool:
-    """Whether the result depends on a closed-over operand that is differentiated; `reached` says of
-    each operand whether it is differentiated."""
+    """Whether the result depends on a closed-over operand that is `reached` by a derivative."""
     closed_over = range(node.closed_over) if node.closes_over else ()
     return any(reached[i] and depends_on(node.primal, i) for i in closed_over)
 

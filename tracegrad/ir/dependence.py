@@ -43,7 +43,7 @@ def dependence(graph: Graph, *, past_stops: bool = True) -> Masks:
 
 
 def data_flow(node: Node, ins: Masks) -> Masks:
-    """The rule for plain data flow: a result depends on all operands from which it is computed."""
+    """A result depends on all operands from which it is computed."""
     return _make_data_flow()[1](node, ins)
 
 
@@ -96,7 +96,7 @@ def _make_data_flow(
 
 
 def node_dependence(node: Node) -> Masks:
-    """Returns for every result of a node the operands (by position) that it depends on."""
+    """For every result, the operands (by position)."""
     return data_flow(node, of_each([True] * len(node.inputs)))
 
 
@@ -199,7 +199,6 @@ def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) 
 
 
 def without_unused(graph: Graph, *, keeps_effects: bool = True) -> Graph:
-    """Removes the nodes whose results are not used, except nodes with effects."""
     used, kept = set(graph.results), list[Node]()
     for node in reversed(graph.nodes):
         if (keeps_effects and node.effects) or not used.isdisjoint(node.outputs):
@@ -209,8 +208,7 @@ def without_unused(graph: Graph, *, keeps_effects: bool = True) -> Graph:
 
 
 def region_outputs_leading_to(node: Node, name: str, outputs: Sequence[bool]) -> list[bool]:
-    """Returns, for each output of a node's region, whether a chosen result of the node depends on
-    it."""
+    """For each output of a region, whether a chosen result of the node depends on it."""
     region = node.regions[name]
     if node.primitive in _jax.WHILES:
         return [True] * len(region.outputs)  # each may decide when the loop ends

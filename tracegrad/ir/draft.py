@@ -56,7 +56,7 @@ class Draft:
         return found
 
     def node_of(self, node: Node, match: Occurrence) -> Node:
-        """Returns the region's node for a node of a match, or for a node on the path to a match."""
+        """Finds the region's node for a node of a match, or on the path to a match."""
         if node.key not in self._node_by_key:
             raise GraphError(f"{match} is not in {self.graph.name}, or was removed by an edit")
         return self._node_by_key[node.key]
@@ -72,7 +72,6 @@ class Draft:
         return found
 
     def gather(self, members: Sequence[Node], match: Occurrence) -> None:
-        """Reorders the nodes so that the members of a match are adjacent."""
         self.order = make_adjacent(self.order, {node.key for node in members}, match)
 
     def replace(

@@ -59,7 +59,6 @@ class Op:
         return {} if isinstance(self.match, Fragment) else self.nodes[0].params
 
     def results(self, *operands: Any) -> list[Any]:
-        """Returns the results on these operands, as a list."""
         with _jax.at_own_lines():
             return _jax.eval_program(self.program, operands)
 
@@ -85,7 +84,7 @@ Taps = Callable[[Any], Sequence[Any]]
 
 
 def _on_nothing(match: Occurrence) -> None:
-    """The key of an edit that is the same at all matches."""
+    """For an edit that is the same at all matches."""
 
 
 def around_each(
@@ -231,7 +230,7 @@ def before_each(
 
 
 def behind_inputs(graph: Graph, behind: Mapping[Value, Callable[[Any], Any]]) -> Graph:
-    """Replaces some inputs of a graph with ``behind[value](value)``, for all their users."""
+    """Replaces inputs with ``behind[value](value)``, for all their users."""
     new = {value: Value(value.aval) for value in behind}
     nodes: list[Node] = []
     constants = dict(graph.constants)
@@ -303,7 +302,7 @@ def _edit(
 
 
 def place_of(match: Occurrence) -> Place:
-    """Returns the key of a match by which its ports are found: see `Port.place`."""
+    """See `Port.place`."""
     return (*((node.key, name) for node, name in match.path), match.node.key)
 
 

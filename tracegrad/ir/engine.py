@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _import_later(file: str, what: str) -> Callable[..., Any]:
-    """Returns a function that imports a file at the first call, and calls the file's function."""
+    """The import at the first call replaces this function in `engine`."""
 
     def first(*args: Any) -> Any:
         importlib.import_module(f"tracegrad.{file}")  # replaces this function in `engine`

@@ -48,7 +48,7 @@ OF_HOST_CALL = Mark()
 
 
 class Frame(NamedTuple):
-    """The code of a running Python function, and the offset of its current instruction."""
+    """`at` is the offset of the current instruction."""
 
     code: CodeType
     at: int
@@ -97,7 +97,7 @@ def is_in_loop(frame: Frame) -> bool:
 
 
 def loops_between(back: Frame, ahead: Frame) -> bool:
-    """Whether a loop can lead from the instruction of `ahead` back to the instruction of `back`."""
+    """Whether a loop can lead from `ahead` back to `back`."""
     return any(start <= back.at and ahead.at <= end for start, end in _loops(back.code))
 
 

@@ -40,8 +40,7 @@ _KINDS: dict[Any, type[Node]] = {
 
 
 def import_program(program: Any, function: _jax.TracedFrom) -> Graph:
-    """Returns a graph of a program that was traced from `function`; JAX may have recorded another
-    function as the program's origin."""
+    """JAX may have recorded another function than `function` as the program's origin."""
     open_form = _jax.opened(program)
     inputs = open_form.invars
     made: dict[str, tuple[Node, ...]] = {}  # once for all graphs of the program, in all threads

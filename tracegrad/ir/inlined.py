@@ -77,7 +77,7 @@ def is_loop(node: Node) -> bool:
 
 
 def may_take_no_step(node: Node) -> bool:
-    """Whether a loop may take no step, and so return its inputs as they are."""
+    """Whether a loop may take no step, and so return its inputs."""
     length = node.params.get("length", 0)
     return is_loop(node) and (not isinstance(length, int) or length == 0)
 
@@ -153,7 +153,6 @@ class Inlined:
         self.graph, self._opens = graph, opens
 
     def region(self, path: Path) -> Graph:
-        """Returns the graph that a path of calls leads to."""
         return path[-1][0].region(path[-1][1]) if path else self.graph
 
     def origin(self, path: Path, atom: Atom) -> Ref:

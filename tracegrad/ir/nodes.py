@@ -39,7 +39,6 @@ Atom = Value | Literal
 
 
 def renamed(atoms: Sequence[Atom], names: Mapping[Value, Atom]) -> list[Atom]:
-    """Replaces the values that `names` maps to other values; keeps other values and literals."""
     return [names.get(atom, atom) if isinstance(atom, Value) else atom for atom in atoms]
 
 
@@ -49,7 +48,7 @@ def dtype_of(atom: Any) -> Any:
 
 
 def has_gradient(atom: Any) -> bool:
-    """Whether a value has a cotangent: whether it is a float or complex array."""
+    """Whether a value is a float or complex array."""
     return _jax.is_inexact(getattr(atom.aval, "dtype", None))
 
 
@@ -140,13 +139,12 @@ class Node:
         return self.having(self.equation.replace(invars=list(operands)))
 
     def reading(self, names: Mapping[Value, Atom]) -> Self:
-        """Replaces operands as `names` says."""
         if names.keys().isdisjoint(self.operands):
             return self
         return self.with_operands(renamed(self.inputs, names))
 
     def renaming(self, names: Mapping[Value, Any]) -> Self:
-        """Replaces operands and results as `names` says."""
+        """Also renames results."""
         operands = renamed(self.inputs, names)
         results = [names.get(value, value) for value in self.outputs]
         return self.having(self.equation.replace(invars=operands, outvars=results))

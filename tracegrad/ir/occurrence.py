@@ -183,7 +183,7 @@ class Fragment(Occurrence):
 
 
 def is_under_rules(occurrence: Occurrence) -> bool:
-    """Whether an occurrence is in a loss to which the rules in force were already applied."""
+    """Whether the rules in force were already applied to the loss around an occurrence."""
     return any(scopes.is_under_rules(scopes.around(node)) for node in occurrence.steps)
 
 
@@ -228,13 +228,13 @@ def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
 
 
 def users_line(node: Node) -> Origin | None:
-    """Returns the user's line of a node inside its region's function."""
+    """Only inside the function of the node's region."""
     found, is_users = _origin_in(node, within=True)
     return found if is_users else None
 
 
 def written_out(call: Node, node: Node) -> Source:
-    """Returns the source of a node that is moved out of a call's region, replacing the call."""
+    """Returns the source of a node that moves out of a call's region."""
     has_line = users_line(node) is not None
     info = _jax.inside_call(call.source.info, node.source.info, has_line=has_line)
     return node.source._replace(info=info)
@@ -254,13 +254,13 @@ def shows_callers(node: Node) -> bool:
 
 
 def _frames_within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
-    """Returns the frames from the innermost frame up to the function of a region."""
+    """Returns the frames up to the function of a region."""
     found = _index_of_frame(stack, function_source)
     return stack if found is None else stack[: found + 1]
 
 
 def _index_of_frame(stack: Sequence[Any], function_source: str) -> int | None:
-    """Returns the index of the innermost frame of a region's function."""
+    """Innermost."""
     function = origin_of_function(function_source)
     if function is None:
         return None
@@ -282,7 +282,6 @@ def _short_name(file: str) -> str:
 
 
 def calling_line() -> Origin | None:
-    """Returns the line of the user's code that is running now."""
     frame = _calling_frame()
     if frame is None:
         return None
@@ -296,7 +295,7 @@ def _calling_frame() -> FrameType | None:
 
 
 def line_of_error(stack: TracebackType | None) -> Origin | None:
-    """Returns the innermost line of the user's code in an error's traceback."""
+    """Innermost."""
     found = None
     for frame, line in traceback.walk_tb(stack):
         code = frame.f_code
@@ -306,7 +305,7 @@ def line_of_error(stack: TracebackType | None) -> Origin | None:
 
 
 def warn_where_called(message: str, category: type[Warning]) -> None:
-    """Warns at the line of the user's code that is running now; by default once per line."""
+    """Warns at the user's running line; by default once per line."""
     frame = _calling_frame()
     if frame is None:
         warnings.warn(message, category, stacklevel=2)
@@ -328,7 +327,7 @@ def is_user_file(file: str) -> bool:
 
 
 def is_own_file(file: str) -> bool:
-    """Whether a file is part of this package or of JAX."""
+    """For this package and JAX."""
     return _owner(file) == "jax"
 
 

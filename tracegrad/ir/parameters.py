@@ -32,7 +32,6 @@ class Parameters:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """All glob patterns in the selection."""
         if not self.operator:
             return self.parts
         return tuple(glob for part in self.parts for glob in part.patterns)

@@ -62,7 +62,6 @@ class _ById:
 
 
 def params_key(params: Mapping[str, Any]) -> Any:
-    """Returns a key that is equal for parameters with which an operation computes the same."""
     names = tuple(sorted(params))
     return names, _value_keys([params[name] for name in names])
 
@@ -176,7 +175,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None), np.dtype})
 
 
 def _value_keys(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Returns a key for each value of a parameter; programs are compared by their operations."""
+    """Programs are compared by their operations."""
     keys: list[Any] = []
     for value in values:
         kind = type(value)

@@ -59,12 +59,12 @@ def run_nodes(
 
 
 def read(wanted: Sequence[Atom], values: Mapping[Value, Any]) -> list[Any]:
-    """Returns the arrays for some values, and the numbers of literals."""
+    """Literals give their numbers."""
     return [values[atom] if isinstance(atom, Value) else atom.val for atom in wanted]
 
 
 def run_node(node: Node, args: Sequence[Any]) -> list[Any]:
-    """Runs one node on `args`, under its own scope, source line and settings."""
+    """Under the node's own scope, source line and settings."""
     scope, settings = _jax.equation_context(*node.source)
     try:
         with scope, settings:

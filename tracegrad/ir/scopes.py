@@ -35,13 +35,13 @@ def _is_sum(name: str) -> bool:
 
 
 def scopes(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
-    """Returns the components of the names of scopes: ``a/b`` counts as two scopes."""
+    """``a/b`` counts as two scopes."""
     names = (name for name, is_transformation in stack if not is_transformation)
     return tuple(part for name in names for part in name.split("/") if part)
 
 
 def transformations(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
-    """Returns the names of transformations: ``("transpose", "jvp")`` in a backward pass."""
+    """``("transpose", "jvp")`` in a backward pass."""
     return tuple(name for name, is_transformation in stack if is_transformation)
 
 

@@ -18,7 +18,7 @@ Covers = Callable[[Path, Node], bool]
 
 
 class Found(NamedTuple):
-    """A selector's matches in a graph, and the function that says whether they cover a node."""
+    """`covers` says whether the matches cover a node."""
 
     matches: list[Occurrence]
     covers: Covers
@@ -40,7 +40,7 @@ class Selector(ABC):
 
     @abstractmethod
     def look(self, graph: Graph) -> Found:
-        """Returns the selector's matches in a graph, in the order of execution."""
+        """In the order of execution."""
 
     def names(self, graph: Graph) -> list[str]:
         """Returns the names that a pattern could match in a graph, for messages."""
@@ -66,7 +66,7 @@ class Selector(ABC):
 
 
 def within(matches: Sequence[Occurrence]) -> Covers:
-    """Returns a predicate: whether a node is part of a match, or in a region of such a node."""
+    """A node is covered if it is part of a match, or in a region of such a node."""
     members = {(match.path, node) for match in matches for node in match.nodes}
 
     def covers(path: Path, node: Node) -> bool:
@@ -148,7 +148,7 @@ class _Not(Selector):
 
 
 def _operand_text(selector: Selector, kind: type) -> str:
-    """Returns the repr of an operand; in parentheses, if the operand is a `kind`."""
+    """In parentheses, if the operand is a `kind`."""
     return f"({selector!r})" if isinstance(selector, kind) else repr(selector)
 
 
@@ -157,7 +157,6 @@ def _lies_in(match: Occurrence, covers: Covers) -> bool:
 
 
 def _sort_by_walk(graph: Graph, matches: list[Occurrence]) -> list[Occurrence]:
-    """Sorts matches in the order of `Graph.walk`."""
     if len(matches) < 2:
         return matches
     first = {(m.path, m.node): m for m in reversed(matches) if isinstance(m, Fragment)}

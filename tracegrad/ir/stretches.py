@@ -34,7 +34,7 @@ C = TypeVar("C", bound=Computes)
 
 
 def entering(nodes: Sequence[Computes]) -> list[Value]:
-    """Returns the values that a group of nodes uses from outside, in the order of first use."""
+    """In the order of first use."""
     made = {value for node in nodes for value in node.outputs}
     used = (value for node in nodes for value in node.operands)
     return list(dict.fromkeys(value for value in used if value not in made))

@@ -49,7 +49,6 @@ _SILENT = frozenset(
 
 
 def plain(path: Path, node: Node, left: str, types: str, place: str) -> str:
-    """Returns a line without colours."""
     return f"{left}  {types}  {place}".rstrip()
 
 
@@ -129,7 +128,7 @@ def _align_columns(rows: Sequence[_Row], path: Path, paint: Paint) -> list[str]:
 
 
 def statement(graph: Graph, node: Node) -> str:
-    """Returns a node of a graph as text: ``y = dot_general(x, w)``."""
+    """As ``y = dot_general(x, w)``."""
     results = ", ".join(graph.names[v] for v in node.outputs if v in graph.names) or "_"
     operands = operands_text(graph, node.inputs)
     return f"{results} = {label(node)}({operands}){parameters(node)}"
@@ -163,7 +162,7 @@ def names_of(graph: Graph) -> dict[Value, str]:
 
 
 def _kept_names(graph: Graph, before: Graph) -> dict[Value, str]:
-    """Returns the names of the values that the same node computes as in a graph before edits."""
+    """Returns the names of the values that the same node computes as before the edits."""
     here, there = graph.producers, before.producers
     given = {*graph.inputs, *graph.constants}
     return {
@@ -201,12 +200,12 @@ def _readable_name(hint: str) -> tuple[str, str]:
 
 
 def types_text(values: Sequence[Value]) -> str:
-    """Returns the types of values: ``f32[8,4], i32[]``."""
+    """As ``f32[8,4], i32[]``."""
     return ", ".join(_jax.type_text(v.aval) for v in values)
 
 
 def operands_text(graph: Graph, atoms: Iterable[Atom]) -> str:
-    """Returns the names of values and the numbers of literals: ``x, 2.0``."""
+    """As ``x, 2.0``."""
     return ", ".join(operand_text(graph, atom) for atom in atoms)
 
 
@@ -215,7 +214,7 @@ def operand_text(graph: Graph, atom: Atom) -> str:
 
 
 def value_text(graph: Graph, atom: Atom) -> str:
-    """Returns a value with its type: ``x: f32[3]``."""
+    """As ``x: f32[3]``."""
     if not isinstance(atom, Value):
         return operand_text(graph, atom)
     return f"{operand_text(graph, atom)}: {_jax.type_text(atom.aval)}"

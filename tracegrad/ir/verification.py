@@ -80,7 +80,6 @@ def _check_types(node: Node) -> None:
 
 
 def _check_operands(node: Node) -> None:
-    """Compares the inputs of a node's regions with the operands that the node passes to them."""
     avals = [value.aval for value in node.inputs]
     if node.op == "shard_map":  # passes shards of its operands
         return

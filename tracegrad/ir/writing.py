@@ -170,8 +170,7 @@ def _with_result_type(run: Callable[..., Any], aval: Any, place: object) -> Call
 
 
 def _trace(run: Callable[..., Any], avals: Sequence[Any], settings: Any, where: Where) -> Any:
-    """Traces a function of flat arguments to a program, under the settings of an equation and in
-    the meshes around it."""
+    """Under the settings of an equation, and in the meshes around it."""
     programs: list[Any] = []
 
     def trace() -> None:

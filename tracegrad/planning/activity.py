@@ -26,13 +26,11 @@ def active_values(graph: Graph) -> set[Value]:
 
 
 def active_outputs(node: Node, active: Collection[Value]) -> list[int]:
-    """Returns the positions of the node's results that get a cotangent."""
     return [i for i, value in enumerate(node.outputs) if value in active]
 
 
 def traced_constants(graph: Graph) -> list[Value]:
-    """Returns the constants that are tracers of another trace: a gradient may flow into that
-    trace."""
+    """A gradient may flow into the other trace whose tracers these constants are."""
     return [value for value, array in graph.constants.items() if _jax.is_tracer(array)]
 
 
@@ -55,7 +53,6 @@ def active_in_body(scan: Node, body: Graph, active: Collection[Value]) -> set[Va
 
 
 def _reached_values(graph: Graph, inputs: Masks, constants: Sequence[Value] = ()) -> set[Value]:
-    """Returns the chosen inputs, the constants, and all values that are computed from them."""
     masks = dict.fromkeys(constants, 1)
     spread(graph, inputs, _rule, masks)
     return {value for value, mask in masks.items() if mask}
@@ -75,7 +72,6 @@ def _rule(node: Node, ins: Masks) -> Masks:
 
 
 def _live_values(graph: Graph, wanted: Sequence[bool], reached: Collection[Value]) -> set[Value]:
-    """Returns the reached values that are wanted outputs, or on which a wanted output depends."""
     ends = [v for v, is_end in zip(graph.outputs, wanted, strict=True) if is_end]
     live = {v for v in ends if isinstance(v, Value) and v in reached}
     for node in reversed(graph.nodes):

@@ -39,7 +39,6 @@ def named_results(
 
 
 def _name_value(value: Any, name: str) -> Any:
-    """Names a value, so that a policy can save it."""
     if jnp.iscomplexobj(value):  # JAX rounds saved values, and cannot round complex ones
         return jax.lax.complex(
             _name_value(jnp.real(value), name), _name_value(jnp.imag(value), name)

@@ -24,8 +24,7 @@ class NotMeasuredError(Exception):
 
 
 def account_of(compiled: Any, device: Any) -> Any:
-    """Returns XLA's memory analysis of a compiled program, in bytes per device. Raises
-    NotMeasuredError if the backend has no such analysis."""
+    """Bytes are per device. Raises NotMeasuredError if the backend has no such analysis."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise NotMeasuredError(f"{_jax.compiled_by(device)} does not say what a program holds")
@@ -67,7 +66,7 @@ class WrittenBuffer(NamedTuple):
 
 
 def written_by(module: Module) -> list[WrittenBuffer]:
-    """Returns the buffers that a program writes, in order, without the buffers inside of loops."""
+    """In order, without the buffers inside of loops."""
     found: list[WrittenBuffer] = []
     until: dict[int, int] = {}
     computed = set[tuple[int, Hashable]]()
@@ -111,8 +110,7 @@ def written_by(module: Module) -> list[WrittenBuffer]:
 
 
 def _parameter_uses(body: Mapping[int, Instruction], number: int) -> Iterator[Hashable]:
-    """Yields the uses of a computation's parameter. Copies of the parameter count as the
-    parameter."""
+    """Copies of the parameter count as the parameter."""
     same = {each.key for each in body.values() if (each.op, each.number) == ("parameter", number)}
     for each in body.values():
         if not same.isdisjoint(each.operands):
@@ -123,15 +121,14 @@ def _parameter_uses(body: Mapping[int, Instruction], number: int) -> Iterator[Ha
 
 
 def _use_key(each: Instruction) -> Hashable:
-    """Returns a key for the value that an instruction computes. Copies of one instruction have
-    equal keys."""
+    """Copies of one instruction have equal keys."""
     return (*each.scopes, each.slices) if each.scopes else each.key
 
 
 def _instructions_inside(
     body: Computation, others: Mapping[int, Computation]
 ) -> Iterator[Instruction]:
-    """Yields the instructions of a computation, and of the fusions inside of it (on TPUs)."""
+    """Also yields the instructions of fusions inside of the computation (on TPUs)."""
     for each in body.instructions.values():
         yield each
         if each.op == "fusion":
@@ -141,7 +138,7 @@ def _instructions_inside(
 def _defining_instructions(
     body: Mapping[int, Instruction], now: Instruction
 ) -> Iterator[Instruction]:
-    """Yields the instructions that compute the value of `now`, which may be a copy or a tuple."""
+    """Looks through copies and tuples."""
     if now.op == "tuple" or (now.op in COPIES and not now.scopes):
         for operand in now.operands:
             yield from _defining_instructions(body, body[operand])

@@ -48,19 +48,18 @@ def elements(aval: Any) -> int:
 
 
 def nbytes(aval: Any) -> int:
-    """Returns the bytes of a type on each device; 0 for a type that is not an array, or is on the
-    host."""
+    """On each device; 0 for a type that is not an array, or is on the host."""
     return 0 if _jax.is_on_host(aval) else nbytes_anywhere(aval)
 
 
 def nbytes_anywhere(aval: Any) -> int:
-    """As `nbytes`, but also counts arrays in the host's memory."""
+    """Also counts arrays in the host's memory."""
     dtype = getattr(aval, "dtype", None)
     return math.prod(map(size_of, _jax.local_shape(aval))) * int(getattr(dtype, "itemsize", 0) or 0)
 
 
 def is_by_element(node: Node) -> bool:
-    """Whether a node is a view, or element-wise."""
+    """Whether a node is element-wise, or a view."""
     if isinstance(node, CustomGradient) or node.primitive is _jax.JIT:
         nodes = [inner for region in node.regions.values() for inner in region.nodes]
         return all(map(is_by_element, nodes))
@@ -82,8 +81,7 @@ def _runs_of_region(node: Node) -> float:
 
 
 def _operations_on_parts(node: Node) -> int:
-    """Returns the number of real operations in one complex operation; 1 for a node of real
-    numbers."""
+    """The number of real operations in one operation of the node."""
     dtypes = [getattr(atom.aval, "dtype", None) for atom in (*node.inputs, *node.outputs)]
     if not any(d is not None and jnp.issubdtype(d, jnp.complexfloating) for d in dtypes):
         return 1

@@ -74,8 +74,7 @@ class Network:
         self._flops = np.array([flops[v] for v in self.values], float)
 
     def capacities(self, price: float) -> np.ndarray:
-        """Returns the capacities of the arcs. `price` is in FLOPs per byte; an infinite price saves
-        as few bytes as possible."""
+        """`price` is in FLOPs per byte; an infinite price saves as few bytes as possible."""
         found = np.full(len(self.arcs), _INFINITE, np.int64)
         can_run = self._flops < math.inf
         everything = max(1.0, self._flops[can_run].sum())
@@ -89,8 +88,7 @@ class Network:
         return found
 
     def cut(self, is_beyond: np.ndarray) -> SaveSet:
-        """Returns the choice of a minimum cut. `is_beyond` says of each node whether it is on the
-        sink's side."""
+        """`is_beyond` says of each node whether it is on the sink's side."""
         is_run = ~is_beyond[3::2]
         is_saved = is_beyond[3::2] & ~is_beyond[2::2]
         saved = frozenset(itertools.compress(self.values, is_saved))

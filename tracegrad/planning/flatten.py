@@ -37,7 +37,6 @@ def _is_plain_call(node: Node) -> bool:
 
 
 def _inline_calls(graph: Graph) -> Graph:
-    """Replaces the calls of jitted functions by the functions' nodes."""
     if not any(map(_is_plain_call, graph.nodes)):
         return graph
     names: dict[Value, Atom] = {}
@@ -69,7 +68,6 @@ def _inline_calls(graph: Graph) -> Graph:
 
 
 def _merge_equal_nodes(graph: Graph) -> Graph:
-    """Removes the nodes that compute the same value as an earlier node."""
     numbers = _Numbers()
     first: dict[Hashable, Value] = {}
     names: dict[Value, Atom] = {}

@@ -117,7 +117,7 @@ def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) ->
 def _cotangents_of_nodes(
     count: int, steps: Mapping[int, set[int]], live: Sequence[int]
 ) -> list[int | None]:
-    """Returns the bytes alive in the backward step of each node; `steps` maps a moment to nodes."""
+    """Returns the bytes alive in each node's backward step; `steps` maps a moment to nodes."""
     most, now = dict[int, int](), count - 1
     for k, nodes in steps.items():
         now = min(now, max(nodes, default=now))
@@ -147,7 +147,7 @@ def _find_inlined_nodes(
 
 
 def _nodes_of_scopes(scopes: Iterable[str]) -> tuple[set[int], set[int]]:
-    """Returns the nodes that the scopes name, in the forward and in the backward pass."""
+    """In the forward and in the backward pass."""
     sides: tuple[set[int], set[int]] = set(), set()
     for found in filter(None, map(_IN_SCOPE.search, scopes)):
         sides["transpose(" in found[1]].add(int(found[2]))

@@ -44,7 +44,7 @@ class Type(NamedTuple):
         return -(-math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8)
 
     def at(self, index: tuple[int, ...]) -> Type:
-        """Returns the type of a nested part of a tuple; `index` has a position for each level."""
+        """`index` has a position for each level of the nested tuple."""
         return self.parts[index[0]].at(index[1:]) if index else self
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Module:
         self.entry = self.computations[first(module, 6)]
 
     def frames(self, frame: int) -> Iterator[HloFrame]:
-        """Yields the Python frames of an instruction, innermost first."""
+        """Innermost first."""
         while frame:
             here = decoded(self._frames[4][frame - 1])
             place = decoded(self._frames[3][first(here, 1) - 1])
@@ -134,8 +134,8 @@ _before: list[dict[str, Any]] = []  # the earlier settings, for each open block
 
 @contextmanager
 def lines_kept() -> Iterator[None]:
-    """While this context is open, compiled instructions keep the Python frames that traced them,
-    and JAX's disk cache does not return another program with the same instructions."""
+    """Compiled instructions keep the Python frames that traced them, and JAX's disk cache does not
+    return another program with the same instructions."""
     with _lock:
         _before.append({name: getattr(_jax.config, name) for name in _LINES})
         for name, value in _LINES.items():
@@ -209,7 +209,7 @@ def decoded(message: bytes) -> Message:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """Decodes a number; also returns the position after it."""
+    """Also returns the position behind the number."""
     byte = message[at]
     number, shift, at = byte & 127, 7, at + 1
     while byte > 127:
@@ -224,7 +224,7 @@ def first(message: Message, field: int, default: Any = 0) -> Any:
 
 
 def numbers(message: Message, field: int) -> list[int]:
-    """Returns the values of a repeated field of numbers, which may be packed into bytes."""
+    """Reads a repeated field of numbers, which may be packed into bytes."""
     found = []
     for each in message.get(field, ()):
         if isinstance(each, int):

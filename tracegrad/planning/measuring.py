@@ -31,7 +31,7 @@ _FOUND: Cache[Any, Any] = Cache(512)
 
 
 def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the sharding of each input of a program; None for an input on one device."""
+    """None for an input on one device."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     found = [*map(_jax.sharding_of, itertools.compress(leaves, are_traced(leaves, structure)))]
     others = len(program.inputs) - len(found)  # inputs that are Variables
@@ -92,8 +92,7 @@ class MeasuredGradient:
         return held, fusion
 
     def _measure(self, program: Graph, run: Callable[..., Any]) -> tuple[int, Fusion | None]:
-        """Returns the bytes that XLA holds for the gradient, and the fusion if `run` is
-        `evaluate_in_scopes`. The alternative is `run_graph`."""
+        """The fusion is None unless `run` is `evaluate_in_scopes`."""
         options = _compiler_options(program, self._device)
         with saying_why_not():
             traced = traced_constants(program)
@@ -123,8 +122,8 @@ class MeasuredGradient:
 def _with_operands(
     program: Graph, constants: Sequence[Value], run: Callable[..., Any] = run_graph
 ) -> Callable[[Sequence[Any]], Any]:
-    """Returns a program as a function of its inputs, followed by some of its constants; `run` runs
-    a graph on its inputs."""
+    """Makes some constants of a program arguments behind its inputs; `run` runs a graph on its
+    inputs."""
     count = len(program.inputs)
 
     def with_constants(operands: Sequence[Any]) -> Any:

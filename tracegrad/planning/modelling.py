@@ -204,7 +204,7 @@ class _Modelling:
         return max(inside, 0) + (handed_bytes(node) if is_scan else 0)
 
     def _region_peak(self, node: Node, region: Graph) -> int:
-        """Returns the peak of a region's gradient with nothing recomputed."""
+        """With nothing recomputed."""
         if region not in self.peaks_known:
             try:
                 body = flatten(region)

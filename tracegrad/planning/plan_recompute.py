@@ -248,7 +248,6 @@ class FitToBudget:
         examples: int,
         begin: Callable[[str], None],
     ) -> RecomputePlan:
-        """Returns the cheapest plan that XLA, as measured, holds within the budget."""
         without, fusion = gradient.held_and_fusion(program)
         budget, numbers = budget_bytes(self.memory_budget, without), itertools.count(1)
 

@@ -54,8 +54,6 @@ _FLOPS, _KEPT, _FROM, _NEAR, _HELD = 0, 1, slice(2, 5), 5, 6
 
 
 class Planner:
-    """Finds plans of one program for any number of budgets."""
-
     def __init__(self, model: MemoryModel):
         self.model = model
         self._tokens = _tokens(model)
@@ -90,7 +88,7 @@ class Planner:
         return budgets[lowest] if lowest < len(budgets) else peak
 
     def _labels(self, budget: int) -> list[np.ndarray]:
-        """Returns the undominated labels of every cut within `budget` bytes."""
+        """Returns the undominated labels of every cut."""
         count = len(self._cuts)
         found = [[np.zeros((int(not i), _HELD + count))] for i in range(count)]
         at: list[np.ndarray] = []
@@ -213,7 +211,7 @@ def _costs(local: Local) -> list[int]:
 
 
 def network_of(piece: Piece) -> Network:
-    """Returns the network that chooses the values that a recomputed piece saves."""
+    """The network chooses the values that a recomputed piece saves."""
     count = len(piece.sizes)
     must_run = [i for i, size in enumerate(piece.extra) if size]
     # If only recomputed operations read an input of the piece, the input must be kept for them.
@@ -227,23 +225,20 @@ def network_of(piece: Piece) -> Network:
 
 
 def recomputing(piece: Piece, cuts: Iterable[SaveSet]) -> list[Segment]:
-    """Returns the ways to recompute a piece, one for each save set."""
     count = len(piece.sizes)
     saved = ([v for v in cut.saved if v < count] for cut in cuts)
     return [Segment(0, count, True, frozenset(values)) for values in saved]
 
 
 def crossing_bytes(model: MemoryModel) -> list[int]:
-    """Returns, for each operation, the bytes of earlier buffers that this operation or a later one
-    reads."""
+    """For each operation, the bytes of earlier buffers that this operation or a later one reads."""
     ends = [uses[-1] if uses else v for v, uses in enumerate(model.uses)]
     spans = zip(range(1, len(model) + 1), ends, model.sizes, strict=True)
     return alive((span for span in spans if span[1] >= span[0]), len(model))
 
 
 def _tokens(model: MemoryModel) -> list[int]:
-    """Numbers the operations. Operations with equal costs, operands and readers have equal
-    numbers."""
+    """Operations with equal costs, operands and readers get equal numbers."""
     seen: dict[Hashable, int] = {}
     tokens = []
     columns = model.sizes, model.flops, model.extra, model.beside, model.cotangents, model.fixed

@@ -70,8 +70,6 @@ def in_stretches(graph: Graph, stretches: Sequence[Stretch], copied: Collection[
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A node, and the way that the node runs."""
-
     node: Node
     instead: Graph | None = None
     names: Sequence[str] = ()  # names for the policy, if the results are saved
@@ -134,7 +132,7 @@ class _Readers:
         return self._found.get(value, set())
 
     def remove(self, nodes: Sequence[Any], values: Sequence[Value]) -> None:
-        """Removes nodes, which a region now contains, from the readers of the values."""
+        """Forgets the nodes, which a region now contains."""
         for value in values:
             self._found.get(value, set()).difference_update(nodes)
 
@@ -208,7 +206,7 @@ def _group_into_region(
     readers: _Readers,
     copied: Collection[Node],
 ) -> list[_Step | _Region]:
-    """Makes the steps of `nodes` one region, at the position of the first of these steps."""
+    """The region is at the position of the first of its steps."""
     chosen = {node.key for node in nodes}
     members = [step for step in steps if step.key in chosen]
     ordered: list[Any] = make_adjacent(steps, chosen, "a group of recomputed operations")
@@ -295,7 +293,6 @@ def _run_region(region: _Region, operands: Sequence[Any]) -> list[Any]:
 
 
 def _barrier() -> Callable[..., list[Any]]:
-    """Returns a function that returns its arguments once all of them are computed."""
     barrier: Callable[..., Sequence[Any]] = jax.lax.optimization_barrier
 
     @jax.custom_jvp

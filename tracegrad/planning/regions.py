@@ -16,7 +16,6 @@ from tracegrad.planning.tuning import TUNING
 
 
 def with_planned_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:
-    """Returns the graph of a model, rewritten by a plan; the model's graph is not changed."""
     assert model.graph is not None
     stretches = [_make_stretch(model, segment) for segment in plan]
     return in_stretches(model.graph, stretches, set(_nodes_to_copy(model)))

@@ -144,7 +144,7 @@ def residuals_of(
 
 
 def _contains_operation(equation: Any, names: Collection[str]) -> bool:
-    """Whether an equation is an operation in `names`, or calls such an operation at any depth."""
+    """At any depth of calls."""
     programs = (v for v in equation.params.values() if isinstance(v, _jax.PROGRAM_TYPES))
     return equation.primitive.name in names or any(
         _contains_operation(inner, names)
@@ -154,7 +154,7 @@ def _contains_operation(equation: Any, names: Collection[str]) -> bool:
 
 
 def _origins(equation: Any, producer: Mapping[Any, Any], result: Collection[Any]) -> set[Any]:
-    """Returns the results, operands and constants that an equation is computed from."""
+    """Returns results, operands and constants."""
     found, seen, pending = set[Any](), set[Any](), [*equation.invars]
     while pending:
         var = pending.pop()

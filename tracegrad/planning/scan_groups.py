@@ -95,7 +95,7 @@ def _body_as_step(node: Node, body: Graph) -> _Step:
 
 
 def _scan_over_groups(node: Node, group: _Step, size: int) -> Callable[..., list[Any]]:
-    """Returns a scan that runs `group` for each `size` iterations of the node's scan."""
+    """Runs `group` for each `size` iterations of the node's scan."""
     constants, carried = _jax.scan_split(node.params)
     groups = node.params["length"] // size
 

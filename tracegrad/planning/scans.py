@@ -112,7 +112,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
     assert body.graph is not None
 
     def put(ways: Sequence[Segment], size: int = 1) -> Graph:
-        """Returns the scan with its body run in these ways in turn, or in groups of `size`."""
+        """Runs the body in these ways in turn, or in groups of `size`."""
         first, *others = ways
         if others:
             inside = with_planned_regions(body, [Segment(0, len(body), step=first.step)])

@@ -108,7 +108,7 @@ class Search:
     def too_small(
         self, budget: int, lowest: RecomputePlan, measured_on: str = ""
     ) -> BudgetTooSmall:
-        """Returns the error for `budget`. `lowest` is the plan with the lowest peak."""
+        """`lowest` is the plan with the lowest peak."""
         return BudgetTooSmall(
             budget,
             self.examples * self.lowest_peak if lowest.held is None else lowest.held,
@@ -131,14 +131,13 @@ def _cannot_be_split(node: Node) -> bool:
 
 
 def _describe_line(node: Node) -> str:
-    """Returns the user's line of a node, or its operation; says if no plan can split the node."""
+    """Returns the user's line, or the operation; says if no plan can split the node."""
     line = str(Occurrence((), node).origin or node.op)
     return f"{line} ({node.op} as a whole)" if _cannot_be_split(node) else line
 
 
 def _describe_unsplittable(graph: Graph) -> str:
-    """Describes the largest node that no plan can split. Returns "" if the node computes at most
-    half of the program's bytes."""
+    """Returns "" if the largest such node computes at most half of the program's bytes."""
     known: dict[Graph, int] = {}
     computed = {node: _bytes_computed(node, known) for node in graph.nodes}
     unsplittable = [node for node in computed if _cannot_be_split(node)]

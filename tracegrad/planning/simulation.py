@@ -105,7 +105,6 @@ class Piece:
                 self._last[v] = i
 
     def left(self, stored: AbstractSet[int]) -> list[int]:
-        """Returns the values that later segments read and that are not in `stored`."""
         return [v for v, leaves in enumerate(self.leaves) if leaves and v not in stored]
 
     def run(self, way: Segment) -> Local:
@@ -282,8 +281,7 @@ def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
 
 
 def plan_to_keep(model: MemoryModel) -> list[Segment]:
-    """Returns the plan that recomputes nothing: one segment, or none if the model has no
-    operations."""
+    """A model without operations has no segment."""
     return [Segment(0, len(model))] if len(model) else []
 
 

@@ -46,7 +46,6 @@ def warn_if_larger(
 
 
 def _why_the_plan_falls_short(places: Iterable[Occurrence]) -> str:
-    """Returns the reason why a step may hold more than the plan of its gradient says, or ""."""
     is_backward = False  # whether the previous node belongs to a backward pass
     for place in places:
         stacks = [scopes.transformations(scopes.around(node)) for node in place.steps]
@@ -64,6 +63,6 @@ def _why_the_plan_falls_short(places: Iterable[Occurrence]) -> str:
 
 
 def _is_backward_moved(names: Sequence[str]) -> bool:
-    """Whether the transformations around a node are forward mode over a backward pass."""
+    """Whether the transformations are forward mode over a backward pass."""
     forward = [k for k, name in enumerate(names) if name == "jvp" and "transpose" not in names[:k]]
     return bool(forward) and "transpose" in names[forward[0] :]

@@ -162,7 +162,6 @@ def _strip_rule_identities(match: Occurrence) -> Occurrence | None:
 
 
 def _is_identity_of_rule(node: Node) -> bool:
-    """Whether a node is an identity by which a rule of this package changes a gradient."""
     if isinstance(node, CustomGradient):
         return not node.primal.nodes and code_of_rule(node) in CHANGES_GRADIENT
     return node.primitive is _jax.CHANGED_COTANGENT
@@ -280,7 +279,6 @@ def _grad_place(node: Node) -> str:
 
 
 def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
-    """Raises GraphError for a match in the primal of a custom gradient or in a solve."""
     node = match.rule_around
     if isinstance(node, CustomGradient) and code_of_rule(node) in CHANGES_GRADIENT:
         advice = (

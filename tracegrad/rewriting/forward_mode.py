@@ -45,7 +45,7 @@ def with_forward_mode(graph: Graph) -> Graph:
 
 
 def _rewrite(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
-    """Rewrites a graph at a path; `done` caches the rewritten regions."""
+    """`done` caches the rewritten regions."""
     if graph in done:
         return done[graph]
     rules = list(_find_vjp_rules(graph, ()))
@@ -64,7 +64,7 @@ def _rewrite(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
 
 
 def _find_vjp_rules(graph: Graph, path: Path) -> Iterator[Occurrence]:
-    """Yields the custom gradients of kind vjp that are differentiated: none in a rule's primal."""
+    """Rules in the primal of a rule are not differentiated, and so omitted."""
     for node in graph.nodes:
         found = Occurrence(path, node)
         if isinstance(node, CustomGradient):
@@ -83,7 +83,6 @@ def _operations(node: Node) -> set[str]:
 
 
 def _make_jvp_rule(found: Occurrence, primal_region: Graph) -> Any:
-    """Returns the function of a custom gradient with a JVP instead of a VJP, on flat arguments."""
     node = found.node
     out_avals = [value.aval for value in node.outputs]
 

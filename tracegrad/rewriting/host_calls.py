@@ -46,7 +46,6 @@ TO_HOST = _jax.identity_primitive(
 
 
 def would_run_again(node: Node) -> NotImplementedError:
-    """Returns the error for differentiating a node that has an effect and returns results."""
     return NotImplementedError(
         f"{Occurrence((), node)} returns results in a compiled function, a loop or a branch: to "
         "differentiate that, it would have to run once more. Call it outside, and pass the results "

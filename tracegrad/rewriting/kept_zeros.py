@@ -83,8 +83,7 @@ def _is_nonlinear(node: Node) -> bool:
 
 
 def _has_factors(node: Node, avals: Sequence[Any], count: int) -> bool:
-    """Whether the backward pass of a node multiplies cotangents by factors that are not constant.
-    Only the last `count` operands are differentiated."""
+    """Only the last `count` operands are differentiated."""
     first = len(avals) - count
     active = [i for i in range(first, len(avals)) if _jax.has_gradient(avals[i])]
     if not active:
@@ -123,8 +122,6 @@ def keeps_zeros(node: CustomGradient) -> bool:
 
 
 def _with_zeros_kept(run: Run, name: str, every: bool) -> Run:
-    """Returns `run` with a custom gradient: JAX's own backward pass, with zeros kept."""
-
     def primal(*operands: Any) -> list[Any]:
         return run(*operands)
 
@@ -249,7 +246,7 @@ def _find_factors(
 
 
 def _run_on_values(node: Node) -> Run:
-    """Returns a function that runs a node on its operands without the literals."""
+    """Literals are no arguments of the returned function."""
 
     def run(*values: Any) -> list[Any]:
         rest = iter(values)

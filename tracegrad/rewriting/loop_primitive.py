@@ -31,7 +31,7 @@ _OURS = ("checkpoints", "place")
 
 
 def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits parameters into the parameters of JAX's loop and our own."""
+    """Returns the parameters of JAX's loop and our own."""
     ours = {name: params[name] for name in _OURS}
     return {k: v for k, v in params.items() if k not in _OURS}, ours
 
@@ -43,7 +43,7 @@ def _to_checkpointed(equation: Any, ours: Mapping[str, Any]) -> Any:
 
 
 def _run_with_ours(program: Any, args: Sequence[Any], ours: Mapping[str, Any]) -> list[Any]:
-    """Runs a program whose while loops become ours; loops inside of loops stay JAX's."""
+    """Loops inside of loops stay JAX's."""
     body = _jax.opened(program)
     edited = body.replace(eqns=[_to_checkpointed(equation, ours) for equation in body.eqns])
     return list(jax.core.eval_jaxpr(edited, _jax.constants_of(program), *args))
@@ -60,7 +60,7 @@ def checkpointed_while_loop(
     init: Any,
     params: Mapping[str, Any],
 ) -> Any:
-    """`lax.while_loop` with reverse mode; `params` has `checkpoints` and `place`."""
+    """`params` has `checkpoints` and `place`."""
     ours = {name: params[name] for name in _OURS}
     leaves, tree = jax.tree.flatten(init)
 

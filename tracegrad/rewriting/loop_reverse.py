@@ -45,7 +45,7 @@ operands are the operands of the loop; the parameter `unknown` says of each whet
 
 
 def bind_checkpointed_while(operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Binds a while loop that has reverse mode; `params` has `checkpoints` and `place`."""
+    """`params` has `checkpoints` and `place`."""
     return _jax.bind(CHECKPOINTED_WHILE, operands, params)
 
 

@@ -116,7 +116,7 @@ def _is_pure(found: Occurrence) -> bool:
 
 
 def _require_pure(graph: Graph, loop: Occurrence) -> None:
-    """Raises GraphError for a loop with effects in its steps, since the steps run again."""
+    """Raises GraphError for effects, since the steps run again."""
     if _is_pure(loop):
         return
     holds = within([loop])

@@ -81,7 +81,6 @@ class Marks:
         return f"{name}({self._where!r})"
 
     def trace(self, trace: Callable[[], Graph]) -> Graph:
-        """Returns a graph with marks."""
         with in_force(Force([self])):
             return trace()
 
@@ -115,7 +114,7 @@ class Marks:
 
 
 def _find_marks(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
-    """Finds the operations of each mark in a program, in order of execution."""
+    """In order of execution."""
     found: dict[tuple[str, int, int], list[Occurrence]] = {}
     for occurrence in program.walk():
         if occurrence.node.primitive is _MARK:

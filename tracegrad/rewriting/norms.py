@@ -53,7 +53,6 @@ def within_value(x: Any, limit: float) -> Any:
 
 
 def within_norm(x: Any, limit: float) -> Any:
-    """Scales an array with a larger Euclidean norm down to the norm `limit`."""
     if limit == jnp.inf:
         return x
     return _limit_norm(x, _cap_limit(limit, x.dtype), axis=None)
@@ -76,7 +75,6 @@ def _from_real_parts(parts: Any, dtype: Any) -> Any:
 
 
 def at_least_32_bits(x: Any) -> Any:
-    """Converts floats of less than 32 bits to float32."""
     return x.astype(jnp.float32) if _finfo(x.dtype).bits < 32 else x
 
 

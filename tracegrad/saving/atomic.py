@@ -69,8 +69,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def _mode_of_existing(target: str) -> int | None:
-    """Returns the permissions of the file `target`; None if there is no such file. Raises OSError
-    if `target` is not a regular file, or if its folder does not exist."""
+    """Raises OSError if `target` is not a regular file, or if its folder does not exist."""
     try:
         existing = os.stat(target)
     except FileNotFoundError:

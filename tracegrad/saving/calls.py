@@ -126,8 +126,8 @@ def _choose_gradient_programs(program: Program, chosen: Sequence[int]) -> list[t
 
 
 def _connected_operands(program: Program, chosen: Sequence[int], called: Gradient) -> set[int]:
-    """Returns the operands of a gradient program on which some result in `chosen` depends. If no
-    result has a program of its own, all operands count as connected."""
+    """Returns the operands that some result in `chosen` depends on. Unknown without single
+    programs: all."""
     single = [
         gradient.operands
         for gradient in program.gradients

@@ -192,7 +192,7 @@ def _require_variables(tree: Any) -> dict[str, Variable]:
 
 
 def _arrays_to_write(variables: Mapping[str, Variable]) -> dict[str, Any]:
-    """Returns the arrays to write for Variables, in dtypes that Orbax supports."""
+    """In dtypes that Orbax supports."""
 
     def form(value: Any) -> Any:
         known = _AS.get(str(value.dtype))
@@ -232,8 +232,7 @@ def _next_number(topic: str, folder: Path, said: Sequence[str]) -> str:
 
 
 def _array_for_orbax(value: Any) -> Any:
-    """If each of several processes holds the whole array, converts it to a NumPy array, because
-    Orbax writes a NumPy array on one process only."""
+    """Orbax writes an array that each process holds as a whole only once if it is a NumPy array."""
     return np.asarray(value) if jax.process_count() > 1 and value.is_fully_addressable else value
 
 
@@ -243,7 +242,7 @@ def _run_on_all_processes(
     timeout: float,
     finish: Callable[[Sequence[T]], None] | None = None,
 ) -> T:
-    """Calls `work` on all processes, then calls `finish` with all results on process 0. Returns the
+    """Calls `work` on all processes, then `finish` with all results on process 0. Returns the
     result of this process. If one process fails, all processes raise."""
     fault: Exception | None = None
     found: Any = None
@@ -295,8 +294,8 @@ def _choose_shardings(
     records: Mapping[str, ArrayRecord],
     sharding: Any,
 ) -> dict[str, Any]:
-    """Returns the sharding for each Variable; None lets JAX choose. Raises ValueError or TypeError
-    if the records do not fit the Variables."""
+    """None lets JAX choose. Raises ValueError or TypeError if the records do not fit the
+    Variables."""
     shown = os.fspath(path)
     missing = [repr(name) for name in variables if name not in records]
     more = [repr(name) for name in records if name not in variables]

@@ -64,8 +64,8 @@ def sha256(contents: Any) -> str:
 def digests_of(
     contents: Mapping[str, Any], digest: Callable[[Any], str] = sha256
 ) -> dict[str, str]:
-    """Computes the SHA-256 of each array, or `digest` of each item. Threads do so, unless the items
-    are arrays that are small in total."""
+    """Digests each array, or each item by `digest`; on threads, unless the arrays are small in
+    total."""
     if sum(getattr(each, "nbytes", _LARGE) for each in contents.values()) < _LARGE:
         return {name: digest(each) for name, each in contents.items()}
     with ThreadPoolExecutor(_AT_ONCE) as several:
@@ -138,8 +138,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def open_file(path: str | os.PathLike[str]) -> BufferedReader:
-    """Opens a regular file for reading. Raises ArtefactError for a folder, a pipe, or a device,
-    since reading a pipe could block forever."""
+    """Raises ArtefactError for a folder, a pipe, or a device: reading a pipe could block
+    forever."""
     if os.path.isdir(path):
         raise ArtefactError("file", "it is a folder")
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)

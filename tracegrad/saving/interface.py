@@ -38,7 +38,7 @@ _ANY = inspect.Signature(
 
 
 def saved_name(fun: Any) -> str:
-    """Returns the name to save a function under. Raises TypeError if `fun` is not callable."""
+    """Raises TypeError if `fun` is not callable."""
     if not callable(fun):
         raise TypeError(
             f"expected a function to save, or a dictionary {{name: (fun, specs)}}, but got {fun!r} "
@@ -80,8 +80,6 @@ class BoundSpecs:
         return tuple((name, kind(name)) for name in self.specs)
 
     def of_arguments(self, fun: Function) -> Function:
-        """Returns `fun` as a function with one positional argument for each saved parameter."""
-
         def function(*arguments: Any) -> Any:
             bound = self.bound(dict(zip(self.specs, arguments, strict=True)))
             return fun(*bound.args, **bound.kwargs)
@@ -236,7 +234,7 @@ def _check_no_module(tree: Any, where: str) -> None:
 
 
 def signature_text(name: str, given: BoundSpecs, trees: Trees) -> str:
-    """Returns the signature as one line: ``score(x: f32[b,2]) -> f32[b]``."""
+    """As one line: ``score(x: f32[b,2]) -> f32[b]``."""
     shown = [
         f"{kind if kind in ('*', '**') else ''}{parameter}: {tree_text(trees.arguments[parameter])}"
         for parameter, kind in given.parameters

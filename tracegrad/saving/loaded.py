@@ -257,8 +257,7 @@ def _name_function(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _convert_weak_type(leaf: Any, aval: Any) -> Any:
-    """Converts a leaf of weak type, such as a Python number, to the saved dtype, if arithmetic
-    would convert the leaf."""
+    """Converts a Python number, or another weak type, to the saved dtype as arithmetic would."""
     found = jax.typeof(leaf)
     if getattr(found, "weak_type", False) and jnp.result_type(leaf, aval.dtype) == aval.dtype:
         return jax.lax.convert_element_type(leaf, aval.dtype)
@@ -266,7 +265,7 @@ def _convert_weak_type(leaf: Any, aval: Any) -> Any:
 
 
 def _mappings_to_dictionaries(tree: Any, kept: Collection[type]) -> Any:
-    """Replaces the mappings in a tree by dictionaries, except mappings of the types `kept`."""
+    """Keeps mappings of the types `kept`."""
 
     def is_mapping(node: Any) -> bool:
         return isinstance(node, Mapping) and type(node) not in kept

@@ -37,15 +37,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(Record, frozen=True):
-    """The sharding of an array: the axes of the mesh with their sizes; and, for each axis of the
-    array, the mesh axes that shard it, or None."""
+    """`mesh` has the axes with their sizes; `spec`, for each axis of the array, the mesh axes or
+    None."""
 
     mesh: tuple[tuple[str, Natural], ...]
     spec: tuple[tuple[str, ...] | None, ...]
 
 
 class ArrayRecord(Record, frozen=True):
-    """The dtype (such as ``float32`` or ``key<fry>``), the shape and the sharding of a Variable."""
+    """`dtype` is a name such as ``float32`` or ``key<fry>``."""
 
     dtype: str
     shape: tuple[Natural, ...]

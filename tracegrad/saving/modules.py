@@ -72,16 +72,16 @@ class ModuleVariables:
         return function
 
     def unused_in(self, traced: Graph) -> set[Variable]:
-        """Returns the module Variables whose values the graph does not use, and which the file can
-        omit: a method may use only one layer of its module."""
+        """Returns the module Variables that the file can omit: a method may use only one of the
+        layers."""
         own = {variable for _, variable in self._known.values()}
         inputs = traced.inputs[len(traced.inputs) - len(traced.variables) :]
         used = _used_values(traced, {}) if own else set()
         return {v for v, value in zip(traced.variables, inputs) if v in own and value not in used}
 
     def _variables(self, module: Any, state: Any) -> tuple[list[Any], Any]:
-        """Returns the leaves and the structure of a module's state; Variables stand for the arrays
-        in an nnx.Variable."""
+        """Returns the leaves and the structure of a module's state, with Variables for the
+        arrays."""
         originals = {
             path: node
             for path, node in nnx().iter_graph(module, graph=True)

@@ -77,7 +77,7 @@ def requested_sharding(sharding: Any, name: str, what: str, *, of_keys: bool) ->
 
 
 def check_names(sharding: Any, names: Iterable[str]) -> None:
-    """Raises ValueError if `sharding=` is a dictionary with a key that is no name of a Variable."""
+    """Raises ValueError if `sharding` is a dictionary with a key that is no name of a Variable."""
     known = list(names)
     unknown = set(sharding).difference(known) if isinstance(sharding, Mapping) else ()
     if unknown:

@@ -28,7 +28,7 @@ _RUNTIME_CHECK = (
 
 
 def exported(fun: Callable[..., Any], specs: Sequence[Any], platforms: Sequence[str] | None) -> Any:
-    """Exports a function, without the folders of its source files."""
+    """The program does not contain the folders of its source files."""
     with _jax.without_folders():
         return jax.export.export(jax.jit(fun), platforms=platforms)(*specs)
 
@@ -91,7 +91,6 @@ def _python_in(occurrence: Occurrence) -> str | None:
 
 
 def _unwritable_in(occurrence: Occurrence, platforms: Sequence[str] | None) -> str | None:
-    """Returns the text of JAX's error if JAX cannot export a node."""
     node = occurrence.node
     if node.regions:
         return None

@@ -155,7 +155,6 @@ def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
 
 
 def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
-    """Returns the name, the function and the specs of each function to save."""
     if not isinstance(fun, Mapping):
         return [(saved_name(fun), fun, specs)]
     if specs is not None:
@@ -225,7 +224,6 @@ class _Contents:
         self._add(record, programs.contents, str(traced))
 
     def add_loaded(self, name: str, fun: LoadedFunction) -> None:
-        """Adds a loaded function with its programs unchanged."""
         if self.order > fun.gradient_order:
             raise ValueError(
                 f"{name} was saved with gradient_order={fun.gradient_order}, so has no derivative "

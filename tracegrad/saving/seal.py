@@ -60,7 +60,7 @@ def step_folder(folder: Path, number: int | str) -> Path:
 
 
 def files_of(step: Path) -> list[str]:
-    """Lists the files of a checkpoint, except its seal and hidden files of the file system."""
+    """Without the seal and hidden files of the file system."""
     found = (file for file in step.rglob("*") if file.is_file())
     names = (file.relative_to(step).as_posix() for file in found if not file.name.startswith("."))
     return sorted(name for name in names if name != SEAL)
@@ -75,7 +75,7 @@ def digests_of_files(step: Path, files: Sequence[str]) -> dict[str, str]:
 
 
 def seal(step: Path, arrays: Mapping[str, ArrayRecord], files: Mapping[str, str]) -> None:
-    """Seals a checkpoint whose files are written, and removes all other checkpoints."""
+    """Also removes all other checkpoints. The files of this checkpoint must be written."""
     versions = {"tracegrad": __version__, **_jax.versions()}
     text = msgspec.json.encode(Seal(versions, dict(arrays), dict(files)))
     with replacing(step / SEAL) as partial:

@@ -108,7 +108,7 @@ def is_key(holder: Any) -> bool:
 
 
 def stored_form(value: Any) -> Any:
-    """Returns the array to write for a value: for random keys, their words."""
+    """Returns the words of random keys, and other arrays unchanged."""
     return jax.random.key_data(value) if is_key(value) else value
 
 
@@ -126,7 +126,6 @@ def check_width(dtypes: Set[str], what: str) -> None:
 
 
 def not_while_tracing(name: str) -> None:
-    """Raises RuntimeError if a function is being traced. The file would be written once, while
-    tracing, and never when the compiled program runs."""
+    """In a trace, the file would be written once, and never when the compiled program runs."""
     if _jax.staging_trace() is not None:
         raise RuntimeError(f"{name} is called inside a function that is being traced")
