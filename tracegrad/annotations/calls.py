@@ -69,11 +69,9 @@ def require_callable(fun: object, annotation: str) -> None:
 
 
 def is_traced(leaf: object) -> bool:
-    """Whether a leaf of the arguments is traced as an array, rather than kept as a Python value.
-
-    Arrays and floating point numbers are traced. Python's ints and bools, and NumPy's integer
-    scalars, are not: they are axes, sizes and flags, on which a function may branch.
-    """
+    """Whether a leaf of the arguments is traced as an array: arrays and floating point numbers are.
+    Python's ints and bools, and NumPy's integer scalars, stay Python values: they are axes, sizes
+    and flags, on which a function may branch."""
     if isinstance(leaf, np.generic):
         return bool(jnp.issubdtype(leaf.dtype, np.inexact))  # (NumPy does not know bfloat16)
     if isinstance(leaf, np.ndarray):

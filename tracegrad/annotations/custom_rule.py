@@ -62,9 +62,9 @@ class AnnotatedCall:
         if changed:
             raise TypeError(
                 f"{described(self.fun)} has a custom gradient, and assigns arrays in a module of "
-                "flax.nnx that it is given (statistics, counts of random numbers): the function "
-                "has a copy of the module, so they would be lost. Call the module outside, and "
-                "give the function its result"
+                "flax.nnx among its arguments (statistics, counts of random numbers): the function "
+                "has a copy of the module, so the arrays would be lost. Call the module outside, "
+                "and pass its result to the function"
             )
         pair = isinstance(result, tuple | list) and len(result) == 2
         if not pair or not callable(result[1]):

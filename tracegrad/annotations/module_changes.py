@@ -34,9 +34,9 @@ class ModuleChanges:
         found = before.changed(copies, ())
         if found is None or (found and len(before.objects) != len(self._objects)):
             raise TypeError(
-                f"{described(self._fun)} changes the structure of a module of flax.nnx that it is "
-                "given, or changes a Variable that is in several of its arguments: make the change "
-                "outside of the annotated function, or give it the module once"
+                f"{described(self._fun)} changes the structure of a module of flax.nnx among its "
+                "arguments, or changes a Variable that is in several of its arguments: make the "
+                "change outside of the annotated function, or pass the module once"
             )
         self._updates = [update for update, _ in found]
         return result, [value for _, value in found]

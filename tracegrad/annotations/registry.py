@@ -175,8 +175,8 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
         warn_where_called(
             f"no operation {' or '.join(map(repr, unmet))} was met in a block of "
             f"gradient_override_map({dict(overrides)!r}), which acts on operations inside of it, "
-            "not on operations that a tape has recorded before. Names are those of primitives, "
-            "jitted functions and custom rules, as print(tracegrad.graph(fun, *args)) shows them",
+            "not on operations that a tape has recorded before. A name is the name of a primitive, "
+            "a jitted function or a custom rule, as print(tracegrad.graph(fun, *args)) shows it",
             UserWarning,
         )
 

@@ -58,14 +58,14 @@ def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -
     leaves = jax.tree.leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         raise TypeError(
-            f"a gradient is that of one scalar; {function_name(fun)} returns a "
+            f"only a scalar has a gradient; {function_name(fun)} returns a "
             f"{type(value).__name__}. Return one scalar"
             + ("" if has_aux else ", and other results with has_aux=True")
             + ", or take `jacobian`"
         )
     if jnp.shape(value) != ():
         raise TypeError(
-            f"a gradient is that of one scalar; {function_name(fun)} returns an array of shape "
+            f"only a scalar has a gradient; {function_name(fun)} returns an array of shape "
             f"{jnp.shape(value)}. Return its sum or mean, or take `jacobian`"
         )
     return value, aux

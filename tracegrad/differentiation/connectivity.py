@@ -84,11 +84,8 @@ def is_connectable(value: Value | Literal) -> bool:
 
 
 class Walk:
-    """Finds connections in a graph, and caches them.
-
-    Shared regions and custom rules are analysed once. The links of a node are cached as well, since
-    first `reached_from` and then `node_vjp` ask for them.
-    """
+    """Finds connections in a graph, and caches them for shared regions, for custom rules, and for
+    nodes: first `reached_from` and then `node_vjp` ask for the links of a node."""
 
     def rule(self, node: Node, ins: Masks) -> Masks:
         """Returns, for each result, a mask of the graph's inputs that are connected to it. `ins`
@@ -264,11 +261,8 @@ def _rows(
     reached: tuple[bool, ...],
 ) -> Rows:
     """Returns, for every result, the reached operands whose cotangents depend on the result's
-    cotangent.
-
-    None if JAX cannot differentiate the node in reverse mode: then the node counts as connected,
-    and computing the gradient raises JAX's own error.
-    """
+    cotangent. None if JAX cannot differentiate the node in reverse mode: then the node counts as
+    connected, and computing the gradient raises JAX's own error."""
     active = [i for i, is_reached in enumerate(reached) if is_reached]
     flowing = [j for j, aval in enumerate(cotangents) if aval is not None]
 

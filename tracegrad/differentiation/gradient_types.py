@@ -13,11 +13,8 @@ from tracegrad.variables.nnx_objects import refuse_hijax
 
 
 def zeros_for(leaf: Any) -> Any:
-    """Returns zeros in place of the gradient of a leaf that is not differentiated.
-
-    An array of numbers or booleans gets zeros of its shape and dtype, a Python number the zero of
-    its type, and any other leaf (a function, a string, a random key) None.
-    """
+    """An array of numbers or booleans gets zeros of its shape and dtype, a Python number the zero
+    of its type, and any other leaf (a function, a string, a random key) None."""
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)(0)
     return None if not is_numeric(leaf) else jnp.zeros_like(leaf)
@@ -28,12 +25,8 @@ def none_for(leaf: Any) -> None:
 
 
 def zero_block(shape: tuple[int, ...], leaf: Any) -> Any:
-    """Returns the zero Jacobian of an output of shape `shape` with respect to a leaf that is not
-    differentiated.
-
-    The Jacobian is None if `zeros_for` of the leaf is None; for a scalar output and a Python
-    number, it is the zero of the number's type.
-    """
+    """The zero Jacobian of an output of shape `shape` with respect to a leaf: None if `zeros_for`
+    of the leaf is None; for a scalar output and a Python number, the zero of the number's type."""
     zeros = zeros_for(leaf)
     if zeros is None or (shape == () and not isinstance(zeros, jax.Array)):
         return zeros
@@ -41,11 +34,8 @@ def zero_block(shape: tuple[int, ...], leaf: Any) -> Any:
 
 
 def as_inexact(given: Any, dtype: Any) -> Any:
-    """Converts a Python number or NumPy integers, as a cotangent or tangent, to `dtype`.
-
-    Returns `given` unchanged if `dtype` is not a float or complex dtype, if `given` is complex and
-    `dtype` is not, and for any other value.
-    """
+    """Converts a Python number or NumPy integers to `dtype`, if it is a float or complex dtype, and
+    for a complex number only if it is complex. Returns other values unchanged."""
     is_number = isinstance(given, int | float | complex | np.integer)
     is_integers = isinstance(given, np.ndarray) and given.dtype.kind in "iu"
     required = np.complexfloating if isinstance(given, complex) else np.inexact

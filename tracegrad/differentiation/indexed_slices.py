@@ -285,11 +285,9 @@ def _make(values: Any, rows: Any, dense_shape: tuple[int, ...] | None) -> Indexe
 
 @jax.jit
 def _integer_rows(values: Any, rows: Any) -> tuple[Any, Any]:
-    """Returns the values and the integer row ids, for computing with them.
-
-    If a gradient's arrays were filled with a number (see `row_ids`), the ids are not valid: zeros
-    count for nothing, and any other value becomes NaN in the first row.
-    """
+    """Returns the values and the integer row ids. If a gradient's arrays were filled with a number
+    (see `row_ids`), the ids are not valid: zeros count for nothing, and any other value becomes NaN
+    in the first row."""
     indices = integers(rows)
     is_none = are_filled(indices)
     if jnp.issubdtype(values.dtype, jnp.inexact):

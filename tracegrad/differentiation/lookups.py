@@ -68,12 +68,10 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
 def call_with_slices(
     fun: Callable[[list[Any]], tuple[Any, list[Any]]], leaves: Sequence[Any]
 ) -> tuple[Any, list[Any]]:
-    """Calls a function that returns ``(values, gradients)``; the gradients may become slices.
-
-    The function is traced, so it takes leaves that `jax.jit` takes. It may read Variables as
-    without a trace. A value that is not computed from the leaves may be any object, and is returned
-    unchanged.
-    """
+    """Calls a function that returns ``(values, gradients)``; the gradients may become slices. The
+    function is traced, so it takes leaves that `jax.jit` takes. It may read Variables as without a
+    trace. A value that is not computed from the leaves may be any object, and is returned
+    unchanged."""
     leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
     variables = ReadsOutside()
     returned: Any = None

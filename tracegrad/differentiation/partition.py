@@ -41,7 +41,6 @@ class Argument(Parted):
 
     Attributes:
       key: the argument's position among the positional arguments, or its keyword.
-      tree: the argument.
       selected: for each leaf, whether the caller selects it. All leaves that count are selected; a
         selected leaf does not count if JAX cannot differentiate with respect to it.
       one_by_one: whether a predicate has selected the leaves; then each of them is meant to count.
@@ -70,11 +69,9 @@ class Argument(Parted):
         return replace(self, counted=[counts and kind in kinds for counts, kind in pairs])
 
     def is_lacking(self, before: Argument) -> bool:
-        """Whether a leaf that was meant to count counts no longer.
-
-        If a whole argument is selected and holds floats and other leaves (a model has functions,
-        counters, flags), the other leaves are not meant to count.
-        """
+        """Whether a leaf that was meant to count counts no longer. If a whole argument is selected
+        and holds floats and other leaves (a model has functions, counters, flags), the other leaves
+        are not meant to count."""
         has_floats = "inexact" in self.of_chosen(self.kinds) if any(self.counted) else False
         return self.counted != before.counted and (self.one_by_one or not has_floats)
 
@@ -108,7 +105,6 @@ class Partition:
     """A call of a function, split into the leaves that count and the rest; made by `wrt.partition`.
 
     Attributes:
-      fun: the function.
       arguments: the arguments of the call, in the order in which JAX flattens them.
       wanted: the indices of the arguments that the answer has trees for, in the caller's order.
       is_single: whether the answer is the tree of one argument rather than a tuple.

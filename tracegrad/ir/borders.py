@@ -71,8 +71,8 @@ def why_not_widened(node: Node) -> str | None:
 
 def _cannot_widen_error(node: Node, why: str) -> GraphError:
     return GraphError(
-        f"a match lies in {node.name} ({node.op}), which {why}, so that its values and gradients "
-        f"cannot be led out; a tap with a callback can show them: {Occurrence((), node)}"
+        f"a match lies in {node.name} ({node.op}), which {why}, so its values and gradients "
+        f"cannot become outputs; a tap with a callback can show them: {Occurrence((), node)}"
     )
 
 

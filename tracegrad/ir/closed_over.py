@@ -57,11 +57,9 @@ def not_differentiated(
 
 
 def depends_on(primal: Graph, position: int) -> bool:
-    """Whether the derivative of a function with respect to one input may differ from zero.
-
-    The derivative is zero if all paths from the input go through ``stop_gradient``, or if only the
-    rules of custom gradients close over the input, since no result depends on it then.
-    """
+    """Whether the derivative of a function with respect to one input may differ from zero. It is
+    zero if all paths from the input go through ``stop_gradient``, or if only the rules of custom
+    gradients close over the input, since no result depends on it then."""
     avals = primal.in_avals
     flows = any(mask >> position & 1 for mask in dependence(primal))
     if not flows or not _jax.has_gradient(avals[position]):

@@ -69,13 +69,10 @@ def _operation_rule_without_stops(node: Node, ins: Masks) -> Masks:
 def _make_data_flow(
     found: dict[Value, int] | None = None, of_operation: Rule = _operation_rule
 ) -> tuple[Run, Rule]:
-    """Returns functions that propagate masks through graphs and through nodes, by data flow. The
-    functions cache the masks of regions, so that nested shared regions take no more time than
-    others.
-
+    """Returns functions that propagate masks through graphs and through nodes, by data flow. They
+    cache the masks of regions, so that nested shared regions take no more time than other regions.
     `found` gets the masks of all values; `of_operation` is the rule for nodes whose regions are not
-    entered.
-    """
+    entered."""
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
 
     def run(region: Graph, ins: Masks) -> Masks:
@@ -227,14 +224,9 @@ def back_around(
     join: Callable[[T, T], T],
 ) -> list[T]:
     """Propagates information backwards to the outputs of a loop's body, to the fixed point: from
-    the users of the loop's results, and from the following iterations.
-
-    Args:
-      node: a node with regions; if it is not a loop, `outputs` is returned.
-      outputs: for each output of the body the information from the users of the loop's results.
-      back: propagates information through the body, from its outputs to its inputs.
-      join: combines the information from both sources.
-    """
+    the users of the loop's results (`outputs`), and from the following iterations
+    (``back(outputs)`` propagates information through the body, to its inputs). `join` combines
+    both. If the node is not a loop, returns `outputs`."""
     found = list(outputs)
     if not is_loop(node):
         return found

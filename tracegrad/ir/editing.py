@@ -39,7 +39,6 @@ class Op:
     several results.
 
     Attributes:
-      match: the match, with its name, scope and source line.
       params: the parameters of the primitive; empty if the match is several operations.
       taps: further inputs of the graph, of the types that the edit asked for.
     """

@@ -98,7 +98,7 @@ class _ByFrame(Grouping):
         name = _short_qualname(run[0].inner[-1].code.co_qualname)
         raise GraphError(
             f"{self!r}: {name} is called in a loop and has a loop of its own, so that its calls "
-            f"cannot be told apart from {Occurrence((), run[0].node)} on: put a jax.named_scope "
+            f"cannot be distinguished from {Occurrence((), run[0].node)} on: put a jax.named_scope "
             "around each call and use match.scope"
         )
 

@@ -261,8 +261,8 @@ class Graph:
                 "one by one, and its `to_callable()` takes the arguments of the function"
             )
         raise TypeError(
-            f"{self.name} is given a part of a reference, ref.at[i], which is several arrays "
-            "to JAX. Give it the reference and the index, and take the part in the function"
+            f"an argument of {self.name} is a part of a reference, ref.at[i], which is several "
+            "arrays to JAX. Pass the reference and the index, and take the part in the function"
         )
 
     def to_callable(self) -> Callable[..., Any]:

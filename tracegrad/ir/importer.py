@@ -64,13 +64,9 @@ def import_program(program: Any, function: _jax.TracedFrom) -> Graph:
 def graph_of(
     program: Any, operands: Sequence[Atom] = (), hints: Mapping[Value, str] = _NO_HINTS
 ) -> Graph:
-    """Returns the graph of a program; for the same program the same graph.
-
-    Args:
-      program: a ``ClosedJaxpr`` (or an open one without constants).
-      operands: the operands of the call, if the program is a region.
-      hints: the names of operands, for a program whose arguments have no names.
-    """
+    """Returns the graph of a program; for the same program the same graph. If the program is a
+    region, `operands` are the operands of its call. `hints` has the names of operands, for a
+    program whose arguments have no names."""
     graph = _known.get(id(program))
     if graph is None:
         function = _jax.traced_from(program)

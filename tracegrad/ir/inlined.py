@@ -25,11 +25,9 @@ _CALLS = frozenset({"jit", "closed_call", "core_call", "shard_map"})
 
 @dataclass(frozen=True)
 class RegionCall:
-    """One call of a region by a node: the operands for the region's inputs, the results for its
-    outputs.
+    """One call of a region by a node.
 
     Attributes:
-      name: the region's name.
       operands: for each input the position of its operand; in a loop, at the first step.
       results: for each output the position of its result; in a loop, at the last step. None: the
         output decides whether the loop goes on.

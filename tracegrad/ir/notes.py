@@ -9,13 +9,9 @@ _CODE = 30  # characters; a line's code is left out if there is room for less of
 
 
 def add_note(error: Exception, text: str, origin: Origin | None = None) -> None:
-    """Adds a note to an error, unless the error has the same note already.
-
-    Args:
-      error: the error that gets the note.
-      text: a longer text than 200 characters loses its middle.
-      origin: the user's line, which stands above the text, and is cut if there is no room for it.
-    """
+    """Adds a note to an error, unless the error has the same note already. A longer text than 200
+    characters loses its middle. `origin`, the user's line, stands above the text, and is cut if
+    there is no room for it."""
     note = _cut(text, NOTE) if origin is None else _note_below_line(origin, text)
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -126,7 +126,7 @@ def make_adjacent(nodes: Sequence[C], chosen: Collection[Any], match: object) ->
             if node.effects and any(n.effects for n in after):
                 raise GraphError(
                     f"cannot group {match}: {_describe(node)} would have its effect before "
-                    f"that of {_describe(next(n for n in after if n.effects))}"
+                    f"the effect of {_describe(next(n for n in after if n.effects))}"
                 )
             members.append(node)
             is_late = True

@@ -87,8 +87,6 @@ def write(
       run: the function of the operands and the taps; returns new values for `results`.
       operands, results: values of the region.
       beside: the node whose source line and settings the new nodes get.
-      match: the match that is edited.
-      where: the surroundings of the region.
       scope: the scope of the new nodes; default: the scope of `beside`. `run` is traced outside of
         it.
       shared: a key of everything besides types that the trace depends on, and the programs traced

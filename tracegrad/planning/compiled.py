@@ -46,7 +46,7 @@ class WrittenBuffer(NamedTuple):
     """A buffer that an instruction writes to memory; buffers are numbered in the order of writing.
 
     Attributes:
-      size: the bytes of the buffer.
+      size: in bytes.
       scopes: the named scopes (``jit(f)/jvp(block)/mul``) of the operations whose results the
         buffer holds. Of several fused operations, only the last ones have results in memory.
       inside: the scopes of the other fused operations, whose results are not in memory.

@@ -55,9 +55,7 @@ class Instruction(NamedTuple):
     """An instruction of a computation.
 
     Attributes:
-      key: identifies the instruction.
       op: the operation, for example ``dot``.
-      type: the type of the result.
       operands: the keys of the operands.
       called: the keys of the computations that the instruction runs.
       scopes: the named scopes of the operations that XLA made the instruction of

@@ -20,7 +20,6 @@ class ScanWay:
       read: the values that the backward pass of the program reads.
       working: the bytes that the backward pass needs inside of the program.
       flops: the FLOPs that all iterations together recompute.
-      name: a description.
     """
 
     program: Graph

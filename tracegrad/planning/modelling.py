@@ -35,12 +35,10 @@ def model(
     """Returns the model of a graph that `flatten` has made.
 
     Args:
-      graph: the forward program.
       fusion: how XLA treats the results; by default all results except views are written, as JAX's
         residuals are before XLA optimizes them.
       active: the values that get a cotangent; the default is `active_values` of the graph.
       residuals: the `MemoryModel.residuals` of a program with the same nodes, as a cache.
-      scans: as in `MemoryModel`.
 
     Raises ValueError for a program without a gradient.
     """

@@ -60,11 +60,9 @@ class Planner:
 
     def find(self, budget: int) -> list[Segment] | None:
         """Returns the plan with the least extra FLOPs whose peak is within `budget` bytes, or None.
-
         Of plans with equal FLOPs, the planner prefers the plan that keeps least, then the plan
         whose recomputed segments stay farthest below the budget, since XLA may hold more for any
-        segment.
-        """
+        segment."""
         at = self._labels(budget)
         if not len(at[-1]):
             return None
@@ -77,11 +75,8 @@ class Planner:
         return segments
 
     def lowest_peak(self) -> int:
-        """Returns the lowest budget, in bytes, for which `find` has a plan.
-
-        The result is exact to 1/5000 of the peak with everything kept. This is enough: XLA's bytes
-        differ by some per cent anyway.
-        """
+        """Returns the lowest budget, in bytes, for which `find` has a plan, exact to 1/5000 of the
+        peak with everything kept. This is enough: XLA's bytes differ by some per cent anyway."""
         peak = keep_all(self.model).peak
         budgets = range(0, peak, max(1, peak // 5000))
         lowest = bisect.bisect_left(budgets, True, key=lambda size: len(self._labels(size)[-1]) > 0)

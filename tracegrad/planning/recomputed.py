@@ -34,7 +34,7 @@ class Stretch:
     """Nodes of a graph that run one after the other, and the way that they run.
 
     Attributes:
-      nodes: the nodes, in the order of execution.
+      nodes: in the order of execution.
       instead: maps a node to the graph that runs in place of the node.
       recompute: whether the nodes form a region, which the backward pass recomputes.
       saved: has the nodes whose results are saved; True if the node's derivative reads the results.

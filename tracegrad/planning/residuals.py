@@ -45,12 +45,9 @@ class NodeResiduals:
         self._keep_alive: list[Any] = []  # parameters in keys by their identity
 
     def of(self, node: Node, active: Sequence[int], outputs: Sequence[int]) -> Residuals:
-        """Returns the residuals of a node. `active` and `outputs` have the positions of the
-        operands and of the results that get a cotangent.
-
-        Raises ValueError if the node has no reverse-mode derivative; the message names the node and
-        its line.
-        """
+        """`active` and `outputs` have the positions of the operands and of the results that get a
+        cotangent. Raises ValueError, with the node and its line, for a node without a reverse-mode
+        derivative."""
         key = (self._key(node), tuple(active), tuple(outputs))
         if key not in self._known:
             try:

@@ -62,11 +62,9 @@ def fill_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
 
 
 def _find_scan_ways(scan: Node, around: MemoryModel, count: int) -> list[ScanWay]:
-    """Returns the undominated ways to run a scan: no other way has fewer bytes and fewer FLOPs.
-
-    The bytes are the bytes that all `count` such scans keep, plus the bytes that the backward pass
-    of one scan needs.
-    """
+    """Returns the undominated ways: no other way has fewer bytes and fewer FLOPs. The bytes are the
+    bytes that all `count` such scans keep, plus the bytes that the backward pass of one scan
+    needs."""
     found = list(_options(scan, around))
     flops = np.array([option.flops for option in found], float)
     size = np.array([count * option.kept + option.working for option in found], float)
@@ -95,11 +93,9 @@ class _Option(NamedTuple):
 
 
 def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
-    """Yields the ways to run a scan.
-
-    The scans inside the body keep less; each iteration is recomputed except for a save set; some
-    iterations have one save set and some another; or iterations are grouped.
-    """
+    """Yields the ways to run a scan: the scans inside the body keep less; each iteration is
+    recomputed except for a save set; some iterations have one save set and some another; or
+    iterations are grouped."""
     length = scan.params["length"]
     constants, carried = _jax.scan_split(scan.params)
 

@@ -26,9 +26,8 @@ def warn_if_larger(
 ) -> int | None:
     """Returns the bytes that XLA holds for a step; None, without compiling, if the plan of one
     gradient says all. Warns, at the user's line, if the bytes are more than the budget, or unknown.
-
-    `places` are the nodes of the step, from `walk`; `asked` is the user's request, for the message.
-    """
+    `places` are the nodes of the step, from `walk`; `asked` is the user's request, for the
+    message."""
     why = _why_the_plan_falls_short(places)
     if not why:
         return None

@@ -213,7 +213,8 @@ def _differentiated_already(
         "enclosing trace reach tracegrad.grad, and jax.grad and the like where they are "
         "looked up in jax while it runs (`import jax` rather than `from jax import grad`), "
         "for derivatives that are made inside of the traced function (call "
-        "`jax.value_and_grad(loss)`, or that of nnx, in the step). Or give the rule to the loss: "
+        "`jax.value_and_grad(loss)` or `nnx.value_and_grad(loss)` in the step). Or give the rule "
+        "to the loss: "
         f"jax.grad({of_loss})"
     )
 
@@ -286,23 +287,23 @@ def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
             f"& ~match.call({node.name!r})"
         )
         if len(node.primal.nodes) == len(match.nodes):  # the earlier rule has the same match
-            advice = "Give this rule before that one: it acts on what arrives there"
+            advice = "Give this rule before the earlier rule: then it acts on the same cotangents"
         raise GraphError(
             f"{rule!r}: {match} lies inside of {node.name}, which an earlier rule matches and "
-            "gives a gradient of its own: of the two the outer rule is taken, and the edit would "
-            f"vanish. {advice}"
+            "gives a gradient of its own: the outer rule decides, and the edit would vanish. "
+            f"{advice}"
         )
     if isinstance(node, CustomGradient):
         raise GraphError(
             f"{rule!r}: {match} lies inside of the custom gradient {node.name}, whose rule "
-            "replaces the derivative of all that is in it: the edit would vanish. Match "
-            f"the call itself, match.call({node.name!r}), or leave it out: "
+            "replaces the derivative of all operations in it: the edit would vanish. Match "
+            f"the call itself, match.call({node.name!r}), or exclude it: "
             f"& ~match.call({node.name!r})"
         )
     if node is None:
         return
     whole = (
-        f"Match the whole, match.op({node.op!r}), or leave out what is in it: "
+        f"Match the whole, match.op({node.op!r}), or exclude the operations in it: "
         "& ~match.where(lambda found: found.rule_around)"
     )
     if node.op == _jax.OF_AN_OBJECT:

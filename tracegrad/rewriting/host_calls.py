@@ -16,7 +16,7 @@ from tracegrad.ir.editing import around_each
 def _has_no_gradient(function: str, stateful: bool) -> Exception:
     return ValueError(
         f"{function}, called by numpy_function, is differentiated and has no gradient: it runs on "
-        "the host, where JAX does not see what it computes. Give numpy_function a gradient "
+        "the host, where JAX does not see its operations. Give numpy_function a gradient "
         "function, grad=; if the result is meant as a constant, apply stop_gradient to its inputs"
     )
 

@@ -60,11 +60,8 @@ def through(
     missing_ok: bool = False,
 ) -> Edit:
     """Returns an edit that passes the values that leave a match, or its operands at the positions
-    `inputs`, through `identity`.
-
-    The edit raises NoMatchError, unless `missing_ok`, if no operand at these positions has a
-    gradient, in any match.
-    """
+    `inputs`, through `identity`. The edit raises NoMatchError, unless `missing_ok`, if no operand
+    at these positions has a gradient, in any match."""
     if inputs is None:
         return behind(identity)
     several = inputs if isinstance(inputs, Iterable) else (inputs,)

@@ -245,9 +245,9 @@ def _refuse_both(fun: Callable[..., Any], program: Graph, where: Selector, asked
     for match in where.look(program).matches:
         if not (is_under_rules(match) or is_of_nothing(match)):
             raise GraphError(
-                f"{asked!r}: {match} lies in {function_name(fun)} itself, and other matches in "
-                "what it differentiates: the gradients of its result may be meant, or those "
-                "inside. Narrow the selector to one of them"
+                f"{asked!r}: {match} lies in {function_name(fun)} itself, and other matches lie in "
+                "a function that it differentiates: the gradients of its result may be meant, or "
+                "the gradients of the inner function. Narrow the selector to one of the two"
             )
 
 

@@ -145,9 +145,7 @@ def _replay_backward(
     Args:
       kept: the kept values that `_run_and_record` returned.
       args: the operands of the whole loop; the unknown operands are ignored.
-      unknown: which operands are tangents.
       own: the parameters of the whole loop.
-      cotangents: the cotangents of the results that are tangents.
     """
     params, _ = _known_part(own, [_aval(arg) for arg in args], unknown)
     known = [arg for arg, u in zip(args, unknown, strict=True) if not u]
@@ -284,7 +282,7 @@ def _transpose_loop(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
     unknown = [ad.is_undefined_primal(arg) for arg in args]
     parts = _known_part(own, [_aval(arg) for arg in args], unknown)
     if parts is None:
-        raise ValueError(f"{ours['place']} is not linear in what it is transposed for")
+        raise ValueError(f"{ours['place']} is not linear in the operands of its transpose")
     known, unknown = parts
     _, kept = _run_and_record([a for a, u in zip(args, unknown, strict=True) if not u], known, ours)
     given = [ct for ct, u in zip(cotangents, _split(own, unknown)[2], strict=True) if u]

@@ -55,11 +55,9 @@ def next_to_keep(position: Any, level: Any, places: int, np: Any) -> tuple[Any, 
 
 
 def last_before(end: Any, level: Any, positions: Any, np: Any) -> Any:
-    """Returns the position of the last kept state before `end`, which is at least 1.
-
-    `level` is the level at the end of the forward pass; `positions`, i32[places], has the positions
-    of the kept states.
-    """
+    """Returns the position of the last kept state before `end`, which is at least 1. `level` is the
+    level at the end of the forward pass; `positions`, i32[places], has the positions of the kept
+    states."""
     finer = np.maximum(level - 1, 0)
     near, far = ((end - 1) >> finer) << finer, ((end - 1) >> level) << level
     is_kept = positions[place_of_state(near, len(positions), np)] == near

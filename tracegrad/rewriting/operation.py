@@ -63,17 +63,12 @@ def check_cotangents(
     """Checks the result of a gradient function; returns, for each input, an array of its shape and
     dtype, or None.
 
-    Args:
-      answer: the result: a sequence of one array (or number, or None) per input; for a single input
-        also the array alone. The entry for an input that has no gradient, such as an integer, is
-        ignored.
-      op: the argument of the gradient function.
-      where: the place of the operation, for messages: an `Origin`, or words.
-      grad: the gradient function, for messages.
+    `answer` is a sequence of one array (or number, or None) per input; for a single input also the
+    array alone. The entry for an input that has no gradient, such as an integer, is ignored.
+    `where`, an `Origin` or words, and `grad` are for messages.
 
-    Raises:
-      ValueError: the number of gradients or the shape of a gradient is wrong.
-      TypeError: the dtype of a gradient is wrong, or a gradient is not an array.
+    Raises ValueError for a wrong number of gradients or a wrong shape, and TypeError for a wrong
+    dtype, or for a gradient that is not an array.
     """
     given = list(answer) if isinstance(answer, tuple | list) else [answer]
 

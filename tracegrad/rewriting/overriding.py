@@ -46,15 +46,10 @@ def with_gradient(
     where: object,
     is_told: bool = False,
 ) -> Callable[..., list[Any]]:
-    """Returns `primal` with the gradient function ``grad(op, *dys)``.
-
-    Args:
-      primal: a function from arrays to a list of arrays.
-      params, name: attributes of `op`.
-      where: the place of the operation, for messages.
-      is_told: whether to call ``grad(op, *dys, active=positions)``, with the positions of the
-        inputs that are differentiated.
-    """
+    """Returns `primal`, a function from arrays to a list of arrays, with the gradient function
+    ``grad(op, *dys)``; with `is_told`, ``grad(op, *dys, active=positions)``, with the positions of
+    the differentiated inputs. `params` and `name` are attributes of `op`, and `where` is the place
+    of the operation, for messages."""
 
     def gradient(
         inputs: Any, outputs: Any, dys: Sequence[Any], **told: Sequence[int]

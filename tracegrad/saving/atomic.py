@@ -20,11 +20,11 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A context manager that yields a new file, which replaces `path` if the block does not raise.
+    """Yields a new file, which replaces `path` if the block does not raise.
 
-    The new file is in a new folder beside `path`. After the block it is flushed to the disk and
-    renamed, which file systems do atomically (rename(2)); then the parent folder is flushed. Each
-    writer has its own folder, so two writers never mix: the file of the last to finish stays. The
+    The new file is in a new folder beside `path`. After the block, the file is flushed to the disk
+    and renamed, which file systems do atomically (rename(2)); then the parent folder is flushed.
+    Each writer has its own folder, so two writers never mix: the file of the last writer stays. The
     permissions of an existing file are kept, and a symbolic link stays a symbolic link. If the
     block raises, the new file is removed.
 

@@ -35,9 +35,7 @@ def differentiable(
     there are no more gradient programs.
 
     Args:
-      program: the program, and the programs of its derivatives.
       exported: the `jax.export.Exported` of each program, by the names of their arrays.
-      record: the record of the saved function.
       not_saved: makes the error for a derivative of an order that was not saved.
       order: the order of the derivative that `program` computes; 0 for the function itself.
     """
@@ -108,13 +106,10 @@ def _instantiate_zeros(cotangent: Any) -> Any:
 
 
 def _choose_gradient_programs(program: Program, chosen: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the `results` of the gradient programs to call, if the results `chosen` have
-    cotangents.
-
-    Each single result has a program, and all results together have one. For some of the results,
+    """Each single result has a program, and all results together have one. For some of the results,
     single programs are added, if gradients may be added. Otherwise the program for all results runs
-    with zeros for the other results, and so also calls the custom gradients of the other results.
-    """
+    with zeros for the other results, and so also calls the custom gradients of the other
+    results."""
     every = max((gradient.results for gradient in program.gradients), key=len, default=())
     wanted = tuple(j for j in chosen if j in every)
     singles = [gradient.results for gradient in program.gradients if len(gradient.results) == 1]

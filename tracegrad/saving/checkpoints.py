@@ -202,11 +202,9 @@ def _arrays_to_write(variables: Mapping[str, Variable]) -> dict[str, Any]:
 
 
 def _checksum(value: Any) -> int:
-    """Returns a checksum that differs between processes that would save different values.
-
-    The checksum covers the dtype, the shape and whether the array is sharded over processes; and
-    the bytes of an array that each process holds for itself.
-    """
+    """Differs between processes that would save different values: it covers the dtype, the shape
+    and whether the array is sharded over processes; and the bytes of an array that each process has
+    itself."""
     text = f"{value.dtype} {value.shape} {value.sharding.is_fully_addressable}".encode()
     is_own = jax.process_count() > 1 and value.is_fully_addressable
     return zlib.crc32(np.asarray(value).tobytes() if is_own else b"", zlib.crc32(text))

@@ -73,11 +73,9 @@ def digests_of(
 
 
 def stored(array: Array) -> Array:
-    """Converts an array to the form in which it is written.
-
-    This form is contiguous, since safetensors ignores strides, and little-endian. An array of a
-    dtype that is not in `_WRITABLE` becomes bytes, with one more axis.
-    """
+    """Converts an array to the written form: contiguous, since safetensors ignores strides, and
+    little-endian. An array of a dtype that is not in `_WRITABLE` becomes bytes, with one more
+    axis."""
     # `ascontiguousarray` gives a scalar an axis; `reshape` removes it.
     array = np.ascontiguousarray(array).reshape(array.shape)
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)

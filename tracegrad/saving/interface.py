@@ -54,10 +54,9 @@ class BoundSpecs:
     """Specs, bound to the parameters of a function.
 
     Attributes:
-      signature: the signature of the function.
-      static: the values of its static parameters, by name.
-      specs: the specs of the other parameters, by name, which are the parameters of the saved
-        function; the spec of ``*args`` is a tuple, that of ``**kwargs`` a dictionary.
+      static: the values of static parameters, by name.
+      specs: the specs of the other parameters, by name; these are the parameters of the saved
+        function. The spec of ``*args`` is a tuple, the spec of ``**kwargs`` a dictionary.
     """
 
     signature: inspect.Signature
@@ -154,7 +153,7 @@ def _convert_spec(spec: Any, parameter: str) -> Any:
         if isinstance(leaf, type) or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise TypeError(
                 f"the spec of {parameter} should be an array, a jax.ShapeDtypeStruct or a tree of "
-                f"those, but has {leaf!r} of type {type(leaf).__name__}"
+                f"these, but has {leaf!r} of type {type(leaf).__name__}"
             )
         shape = getattr(leaf.shape, "dims", leaf.shape)  # TensorFlow has None for no rank
         if shape is None:

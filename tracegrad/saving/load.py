@@ -131,8 +131,8 @@ def _exported(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
             f"it was written by tracegrad {versions.get('tracegrad')} with JAX "
             f"{versions.get('jax')}, and JAX {_jax.versions()['jax']}, which runs here, cannot "
             f"read it: {reason}. A newer JAX reads the programs of an older JAX, but an older JAX "
-            "may fail to read those of a newer one: load the file with the JAX that wrote it, or "
-            "with a newer one",
+            "may fail to read the programs of a newer JAX: load the file with the JAX that wrote "
+            "it, or with a newer JAX",
         ) from error
     if (unknown := outside_calls.unknown(found)) is not None:
         raise ArtefactError(

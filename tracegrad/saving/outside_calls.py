@@ -42,8 +42,8 @@ def _lapack() -> set[str]:
 
 
 ALLOWED = frozenset(_lapack() | _GPUS | _TPU | _KERNELS | _OF_XLA)
-"""The targets that a saved program may call: those in the list of `jax.export`, except the one by
-which a program calls TensorFlow."""
+"""The targets that a saved program may call: the list of `jax.export` without the target for calls
+of TensorFlow."""
 
 
 def unknown(targets: Iterable[str]) -> str | None:

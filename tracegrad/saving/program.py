@@ -50,10 +50,8 @@ class Programs:
     """The programs of one function, without duplicates; made by `export`.
 
     Attributes:
-      name: the name of the function.
-      trees: the pytrees of its arguments and its result.
-      order: how many times it can be differentiated.
-      platforms: the platforms on which the programs can run.
+      trees: the pytrees of the function's arguments and its result.
+      order: how many times the function can be differentiated.
       begin: reports to the progress bar which program is written next.
       contents: the programs as bytes, by the names of their arrays.
       calls: the targets of the custom calls of each program, by the same names.
@@ -216,11 +214,9 @@ def _has_rules(graph: Graph) -> bool:
 def _operands_without_gradient(
     source: ExportedFunction, active: Sequence[int]
 ) -> tuple[tuple[int, str], ...]:
-    """Returns the operands that have no gradient, each with the reason.
-
-    A custom gradient has no gradient for values that its function closes over, for example a
-    Variable that is not trainable: differentiating with respect to such a value raises an error.
-    """
+    """Returns these operands, each with the reason. A custom gradient has no gradient for values
+    that its function closes over, for example a Variable that is not trainable: differentiating
+    with respect to such a value raises an error."""
 
     def why_not(operands: Sequence[int]) -> str | None:
         try:

@@ -186,7 +186,6 @@ class _Contents:
       platforms: the platforms on which the functions can run; None: the default.
       places: maps each Variable of the functions to its position in the manifest.
       modules: the Variables that are arrays of modules.
-      functions: the records of the functions in the manifest.
       arrays: the programs and the texts of the graphs, as arrays of bytes, by name.
     """
 

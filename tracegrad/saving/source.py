@@ -21,8 +21,7 @@ class ExportedFunction:
 
     Attributes:
       name: the name of the program for XLA.
-      avals: the types of its operands.
-      fun: the function.
+      avals: the types of the operands.
       count: the number of results that may have cotangents; new values of Variables follow them.
       fresh: traces again, and returns an equal function. After JAX failed to differentiate a rule,
         JAX cannot differentiate that rule again in the same program.
