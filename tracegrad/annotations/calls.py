@@ -111,7 +111,10 @@ def take_users_name(
     name, code = name_of(fun), code_of(fun)
     program.__name__ = program.__qualname__ = name
     program.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in _identifiers(names)]
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+            for name in _make_identifiers(names)
+        ]
         or [inspect.Parameter("arrays", inspect.Parameter.VAR_POSITIONAL)]
     )
     if code is not None:
@@ -122,7 +125,7 @@ def take_users_name(
     return program
 
 
-def _identifiers(names: Sequence[str]) -> list[str]:
+def _make_identifiers(names: Sequence[str]) -> list[str]:
     """Distinct identifiers: ``params_w`` for ``params.w``."""
     found: dict[str, None] = {}
     for name in names:

@@ -124,7 +124,7 @@ class AnnotatedCall:
 
 def bind_with_values(call: AnnotatedCall) -> Any:
     """Calls a `jax.custom_vjp` of the function itself, which so gets values outside of jit."""
-    output = _output_rule(call.fun, call.pullbacks)
+    output = _make_output_rule(call.fun, call.pullbacks)
 
     def forward(*arrays: Any) -> tuple[Any, RunResiduals]:
         y, residuals = call.forward(*arrays)
@@ -187,7 +187,7 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
         if not _jax.is_tracer(value) and isinstance(value, jax.Array) and _jax.has_gradient(value)
     )
     closed_over = len(values)
-    output = _output_rule(call.fun, pullbacks, captured, closed_over)
+    output = _make_output_rule(call.fun, pullbacks, captured, closed_over)
 
     def forward(*inputs: Any) -> tuple[Any, RunResiduals]:
         if isinstance(pullbacks[0], Exception):
@@ -212,7 +212,7 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
     return _jax.or_plain(rule, primal)(*inputs_given, *values)
 
 
-def _output_rule(
+def _make_output_rule(
     fun: Callable[..., Any],
     pullbacks: Sequence[Pullback | Exception],
     captured: Sequence[Captured] = (),

@@ -215,17 +215,17 @@ class _Host:
     several: bool  # whether it returns a sequence of results
     is_bare: tuple[bool, ...]  # for each result, whether `Tout` has only a dtype
 
-    def _key(self) -> tuple[Any, ...]:
+    def _comparison_key(self) -> tuple[Any, ...]:
         func: Any = self.func
         # Each access of a method makes a new object; the objects of the same instance are equal.
         which = func if isinstance(func, MethodType | BuiltinMethodType) else id(func)
         return which, self.types, self.several, self.is_bare
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Host) and self._key() == other._key()
+        return isinstance(other, _Host) and self._comparison_key() == other._comparison_key()
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._comparison_key())
 
     def __call__(self, *arrays: Any) -> list[Any]:
         who = f"{described(self.func)}, called by numpy_function,"
@@ -247,9 +247,9 @@ class _Host:
                 )
             results = list(returned)
         given = {array.dtype for array in arrays}
-        return [self._checked(who, i, result, given) for i, result in enumerate(results)]
+        return [self._check_result(who, i, result, given) for i, result in enumerate(results)]
 
-    def _checked(self, who: str, i: int, result: Any, given: Collection[Any]) -> Any:
+    def _check_result(self, who: str, i: int, result: Any, given: Collection[Any]) -> Any:
         expected = self.types[i]
         kind = f"result {i}" if self.several else "the result"
         try:
@@ -261,7 +261,7 @@ class _Host:
         if array is None:
             raise TypeError(
                 f"{who} returned {brief(result)} as {kind}, which is not an array, where Tout says "
-                f"{_text(expected)}"
+                f"{_type_text(expected)}"
             )
         # `check_grads` calls the function with inputs of double precision.
         is_float = jnp.issubdtype(array.dtype, jnp.floating)
@@ -279,7 +279,8 @@ class _Host:
         elif not is_shape:
             hint = f" (convert it: .astype('{expected.dtype}'))"
         raise (ValueError if is_shape else TypeError)(
-            f"{who} returned {_text(array)} as {kind}, where Tout says {_text(expected)}{hint}"
+            f"{who} returned {_type_text(array)} as {kind}, where Tout says "
+            f"{_type_text(expected)}{hint}"
         )
 
 
@@ -308,7 +309,7 @@ def _to_array(result: Any) -> Any:
     return array if is_array_like(array) else None
 
 
-def _text(array: Any) -> str:
+def _type_text(array: Any) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 

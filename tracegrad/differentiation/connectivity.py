@@ -127,9 +127,11 @@ class Walk:
         if isinstance(node, Apply):
             params = tuple(sorted(node.params.items()))
             try:
-                rows = _remembered_rows(node.primitive, params, *_types(node), reached)
+                rows = _remembered_rows(
+                    node.primitive, params, *_operand_and_cotangent_types(node), reached
+                )
             except TypeError:  # a parameter that cannot be hashed
-                rows = _rows(_run_of_node(node), *_types(node), reached)
+                rows = _rows(_make_run(node), *_operand_and_cotangent_types(node), reached)
         else:
             rows = self._region_rows(node, reached)
         if rows is not None:
@@ -142,8 +144,8 @@ class Walk:
     @once_for_each
     def _region_rows(self, node: Node, reached: tuple[bool, ...]) -> Rows:
         if isinstance(node, CustomGradient):
-            return _rule_rows(node, reached)
-        return _call_rows(node, reached)
+            return _rows_of_rule(node, reached)
+        return _rows_of_call(node, reached)
 
 
 def _connect_all(node: Node, ins: Masks) -> Masks:
@@ -168,19 +170,19 @@ Rows = tuple[int, ...] | None
 Types = tuple[Any, ...]
 
 
-def _types(node: Node) -> tuple[Types, Types]:
+def _operand_and_cotangent_types(node: Node) -> tuple[Types, Types]:
     """The type of a result's cotangent is None if the result has no cotangent."""
     cotangents = tuple([v.aval if is_connectable(v) else None for v in node.outputs])
     return tuple([v.aval for v in node.inputs]), cotangents
 
 
-def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
+def _rows_of_rule(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
     """None if JAX cannot differentiate the custom gradient."""
     if node.kind == "vjp":
         return _rows_of_returned_gradients(node, reached)
     if loses_derivative(node, reached):
         return None  # connected: differentiating it is an error
-    rows = _call_rows(node, reached)
+    rows = _rows_of_call(node, reached)
     if rows is None or all(row for row, v in zip(rows, node.outputs) if has_gradient(v)):
         return rows
     # A JVP rule returns a tangent for each result. An operand is unconnected if the tangent is
@@ -190,19 +192,21 @@ def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
     given = [i >= first and has_gradient(v) for i, v in enumerate(node.inputs)]
     try:
         written = _jax.written_tangents(
-            _run_of_node(node), _types(node)[0], [i for i, flows in enumerate(given) if flows]
+            _make_run(node),
+            _operand_and_cotangent_types(node)[0],
+            [i for i, flows in enumerate(given) if flows],
         )
     except Exception:
         return rows
-    of_all = _call_rows(node, tuple(given)) or rows
+    of_all = _rows_of_call(node, tuple(given)) or rows
     everything = _connect_all(node, of_each([a and b for a, b in zip(reached, given, strict=True)]))
     return tuple(
         everything[j] if j in written and not of_all[j] else row for j, row in enumerate(rows)
     )
 
 
-def _call_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
-    rows = _rows(_run_of_node(node), *_types(node), reached)
+def _rows_of_call(node: Node, reached: tuple[bool, ...]) -> Rows:
+    rows = _rows(_make_run(node), *_operand_and_cotangent_types(node), reached)
     if rows is None or isinstance(node, CustomGradient) or not _has_rules(node):
         return rows
     returned = _rows_of_returned_gradients(node, reached)
@@ -228,7 +232,9 @@ def _rows_of_returned_gradients(node: Node, reached: tuple[bool, ...]) -> Rows:
     rows = [0] * len(node.outputs)
     try:
         for group in [flowing] if alike else [[j] for j in flowing]:
-            found = _jax.returned_gradients(_run_of_node(node), _types(node)[0], active, group)
+            found = _jax.returned_gradients(
+                _make_run(node), _operand_and_cotangent_types(node)[0], active, group
+            )
             for j in group:
                 rows[j] = joined(1 << i for i in found)
     except Exception:
@@ -236,7 +242,7 @@ def _rows_of_returned_gradients(node: Node, reached: tuple[bool, ...]) -> Rows:
     return tuple(rows)
 
 
-def _run_of_node(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
+def _make_run(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
     """The node's parameters do not have its edits; the returned function does."""
     return lambda operands: run_node(node, operands)
 

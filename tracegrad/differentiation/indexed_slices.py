@@ -147,7 +147,7 @@ class IndexedSlices(metaclass=_OfSlices):
         Warns:
           UserWarning: the array has 100 million elements or more.
         """
-        shape = self._known_shape()
+        shape = self._require_dense_shape()
         if int(np.prod(shape)) >= LARGE:
             size = int(np.prod(shape)) * self.dtype.itemsize / 2**20
             warnings.warn(
@@ -155,35 +155,35 @@ class IndexedSlices(metaclass=_OfSlices):
                 f"{size:,.0f} MiB",
                 stacklevel=2,
             )
-        return self._dense(dtype)
+        return self._to_dense(dtype)
 
-    def _dense(self, dtype: Any = None) -> Any:
+    def _to_dense(self, dtype: Any = None) -> Any:
         if dtype is not None and jnp.dtype(dtype) != self.dtype:
             raise TypeError(
                 f"the slices are {self.dtype}, but an array of {jnp.dtype(dtype)} is expected: "
                 "convert the values of the slices"
             )
-        return self._added_to(jnp.zeros(self._known_shape(), self.dtype))
+        return self._add_to_array(jnp.zeros(self._require_dense_shape(), self.dtype))
 
     def dense_as(self, aval: Any) -> Any:
         """Returns the dense array as the gradient of an array of type `aval`, without a warning for
         a large array. Slices without a dense shape get the shape of `aval`."""
-        return self.shaped_as(aval)._dense()
+        return self.shaped_as(aval)._to_dense()
 
     def shaped_as(self, aval: Any) -> IndexedSlices:
         """Gives slices without a dense shape the shape of `aval`, if it fits."""
         known = self.dense_shape is not None or self.values.shape[1:] != aval.shape[1:]
-        return self if known else _make(self.values, self._rows, tuple(aval.shape))
+        return self if known else _make_slices_unchecked(self.values, self._rows, tuple(aval.shape))
 
     def astype(self, dtype: Any) -> IndexedSlices:
         """Returns the slices with values of another dtype."""
-        return _make(self.values.astype(dtype), self._rows, self.dense_shape)
+        return _make_slices_unchecked(self.values.astype(dtype), self._rows, self.dense_shape)
 
-    def _added_to(self, array: Any) -> Any:
-        values, indices = _integer_rows(self.values, self._rows)
+    def _add_to_array(self, array: Any) -> Any:
+        values, indices = _to_integer_rows(self.values, self._rows)
         return jnp.asarray(array).at[indices].add(values, mode="drop")
 
-    def _known_shape(self) -> tuple[int, ...]:
+    def _require_dense_shape(self) -> tuple[int, ...]:
         if self.dense_shape is None:
             raise ValueError(
                 f"{self!r} has no dense shape, [rows, ...]: pass it as "
@@ -212,8 +212,8 @@ class IndexedSlices(metaclass=_OfSlices):
         >>> print(slices.deduplicated().indices, slices.deduplicated().values)
         [0 2 5] [2. 4. 0.]
         """
-        rows = self._known_shape()[0]
-        values, indices = _integer_rows(self.values, self._rows)
+        rows = self._require_dense_shape()[0]
+        values, indices = _to_integer_rows(self.values, self._rows)
         indices = jnp.where(indices < 0, indices + rows, indices)
         is_row = (indices >= 0) & (indices < rows)
         indices = jnp.where(is_row, indices, rows)
@@ -222,7 +222,7 @@ class IndexedSlices(metaclass=_OfSlices):
         values = jnp.where(_align_with_values(is_row, values), values, 0)[order]
         is_first = jnp.ones(indices.shape, bool).at[1:].set(indices[1:] != indices[:-1])
         place = jnp.cumsum(is_first) - 1
-        return _make(
+        return _make_slices_unchecked(
             jnp.zeros_like(values).at[place].add(values),
             opaque(jnp.full_like(indices, rows).at[place].set(indices)),
             self.dense_shape,
@@ -240,16 +240,16 @@ class IndexedSlices(metaclass=_OfSlices):
                 raise TypeError(f"cannot add {self!r} and {other!r}: their dtypes differ")
             indices = jnp.concatenate([self.indices, other.indices])
             values = jnp.concatenate([self.values, other.values])
-            return _make(values, opaque(indices), self.dense_shape)
+            return _make_slices_unchecked(values, opaque(indices), self.dense_shape)
         if type(other) is int and other == 0:  # what `sum` starts from
             return self
         if not _is_array(other):
             return NotImplemented
-        if jnp.shape(other) != self._known_shape():
+        if jnp.shape(other) != self._require_dense_shape():
             raise ValueError(f"cannot add {self!r} and an array {list(jnp.shape(other))}")
         if other.dtype != self.dtype:
             raise TypeError(f"cannot add {self!r} and an array of {other.dtype}")
-        return self._added_to(other)
+        return self._add_to_array(other)
 
     __radd__ = __add__
 
@@ -260,23 +260,25 @@ class IndexedSlices(metaclass=_OfSlices):
         return -self + other
 
     def __neg__(self) -> IndexedSlices:
-        return _make(-self.values, self._rows, self.dense_shape)
+        return _make_slices_unchecked(-self.values, self._rows, self.dense_shape)
 
     def __mul__(self, number: Any) -> IndexedSlices:
         """Multiplies the slices by a number, or by an array of shape ``[]``."""
         if not _is_number(number):
             return NotImplemented
-        return _make(self.values * number, self._rows, self.dense_shape)
+        return _make_slices_unchecked(self.values * number, self._rows, self.dense_shape)
 
     __rmul__ = __mul__
 
     def __truediv__(self, number: Any) -> IndexedSlices:
         if not _is_number(number):
             return NotImplemented
-        return _make(self.values / number, self._rows, self.dense_shape)
+        return _make_slices_unchecked(self.values / number, self._rows, self.dense_shape)
 
 
-def _make(values: Any, rows: Any, dense_shape: tuple[int, ...] | None) -> IndexedSlices:
+def _make_slices_unchecked(
+    values: Any, rows: Any, dense_shape: tuple[int, ...] | None
+) -> IndexedSlices:
     """Makes slices without checks: the parts fit, or JAX has put other objects in their place."""
     new = object.__new__(IndexedSlices)
     new.values, new._rows, new.dense_shape = values, rows, dense_shape
@@ -284,7 +286,7 @@ def _make(values: Any, rows: Any, dense_shape: tuple[int, ...] | None) -> Indexe
 
 
 @jax.jit
-def _integer_rows(values: Any, rows: Any) -> tuple[Any, Any]:
+def _to_integer_rows(values: Any, rows: Any) -> tuple[Any, Any]:
     """Returns the values and the integer row ids. If a gradient's arrays were filled with a number
     (see `row_ids`), the ids are not valid: zeros count for nothing, and any other value becomes NaN
     in the first row."""
@@ -307,7 +309,7 @@ def _flatten_with_keys(slices: IndexedSlices) -> tuple[Any, Any]:
 
 def _unflatten(dense_shape: tuple[int, ...] | None, children: Any) -> IndexedSlices:
     values, rows = children
-    return _make(values, rows, dense_shape)
+    return _make_slices_unchecked(values, rows, dense_shape)
 
 
 jax.tree_util.register_pytree_with_keys(IndexedSlices, _flatten_with_keys, _unflatten, _flatten)

@@ -196,7 +196,7 @@ class Partition:
         for each in self.arguments:
             if others is not None:
                 each = replace(each, leaves=list(itertools.islice(others, len(each.leaves))))
-            is_new = any(each.counted) or others is not None or each.key in self._copied
+            is_new = any(each.counted) or others is not None or each.key in self._copied_keys
             value = each.combine(itertools.islice(rest, sum(each.counted))) if is_new else each.tree
             if isinstance(each.key, int):
                 args.append(value)
@@ -214,7 +214,7 @@ class Partition:
         changed_structure: Any
         holding = [
             args[each.key] if isinstance(each.key, int) else kwargs[each.key]
-            for each in self._holding
+            for each in self._arguments_with_leaves
         ]
         before, structure = jax.tree.flatten(holding)
         result = self.fun(*args, **kwargs)
@@ -249,7 +249,7 @@ class Partition:
         """Writes the values that the function assigned to the caller's modules; returns `aux`."""
         aux, assigned = beside
         if assigned:
-            trees = [each.tree for each in self._holding]
+            trees = [each.tree for each in self._arguments_with_leaves]
             nodes = jax.tree.leaves(trees, is_leaf=is_variable_of_nnx)
             places = [(node, i) for node in nodes for i in range(len(jax.tree.leaves(node)))]
             for place, value in assigned.items():
@@ -257,7 +257,7 @@ class Partition:
         return aux
 
     @functools.cached_property
-    def _copied(self) -> frozenset[int | str]:
+    def _copied_keys(self) -> frozenset[int | str]:
         """The keys of arguments with modules that share no nnx.Variable with other arguments.
 
         The function gets copies of these arguments even if none of their leaves counts. A shared
@@ -271,8 +271,10 @@ class Partition:
         )
 
     @property
-    def _holding(self) -> list[Argument]:
-        return [each for each in self.arguments if any(each.counted) or each.key in self._copied]
+    def _arguments_with_leaves(self) -> list[Argument]:
+        return [
+            each for each in self.arguments if any(each.counted) or each.key in self._copied_keys
+        ]
 
     # ------------------------------------------------------------------------------- the answer
 

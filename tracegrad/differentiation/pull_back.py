@@ -46,7 +46,7 @@ Aggregation = Callable[[Sequence[Any]], Any]
 # cotangents of these inputs. None stands for no cotangent.
 NodeVJP = Callable[[Node, Sequence[Any], Sequence[int]], list[Any]]
 
-_VJPS: Cache[Any, list[Any]] = Cache(2048)  # see `_traced_once`
+_VJPS: Cache[Any, list[Any]] = Cache(2048)  # see `_trace_repeated_vjp`
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
@@ -123,7 +123,7 @@ def reached_from(graph: Graph, wanted: Sequence[Value], walk: Walk) -> AbstractS
     start = {value for value in wanted if has_gradient(value)}
 
     def rule(node: Node, ins: Masks) -> Masks:
-        if _is_whole(node):
+        if _counts_as_connected(node):
             found: Masks = [any(ins)] * len(node.outputs)
         else:
             found = walk.links(node, [i for i, mask in enumerate(ins) if mask])
@@ -174,14 +174,14 @@ def linked_inputs(
     walk: Walk, node: Node, cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[bool]:
     """For each active input, whether its cotangent depends on a cotangent that is not None."""
-    if _is_whole(node):
+    if _counts_as_connected(node):
         return [True] * len(active)
     rows = zip(walk.links(node, active), cotangents, strict=True)
     linked = joined(row for row, ct in rows if ct is not None)
     return [bool(linked >> i & 1) for i in active]
 
 
-def _is_whole(node: Node) -> bool:
+def _counts_as_connected(node: Node) -> bool:
     """Whether all results count as connected to all operands, without asking JAX."""
     # TensorFlow differentiates a recomputed function as a whole: an unused argument has a gradient
     # of zero, and not None.
@@ -203,7 +203,7 @@ def _jax_vjp(
 
     try:
         if isinstance(node, Apply) and not node.effects:
-            pull = _traced_once(node, pull, active, given)
+            pull = _trace_repeated_vjp(node, pull, active, given)
         return pull(operands, [cotangents[i] for i in given])
     except Exception as error:
         types = [atom.aval for atom in node.inputs]
@@ -212,7 +212,7 @@ def _jax_vjp(
         raise
 
 
-def _traced_once(
+def _trace_repeated_vjp(
     node: Node, pull: Callable[..., Any], active: Sequence[int], given: Sequence[int]
 ) -> Callable[..., list[Any]]:
     """The second time that an equal operation asks, `pull` is traced once for all: models repeat

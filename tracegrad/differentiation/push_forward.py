@@ -61,7 +61,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     linked = [mask >> len(types) for mask in dependence(imported)]
     run = jax.extend.core.jaxpr_as_fun(program)
     if imported.effects:
-        quiet = _without_past_effects(imported, len(types))
+        quiet = _remove_past_effects(imported, len(types))
         run = lambda *operands: run_graph(quiet, operands)  # noqa: E731
 
     def linked_only(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -76,7 +76,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
 # ---------------------------------------------------------------------------------------- effects
 
 
-def _without_past_effects(graph: Graph, value_count: int) -> Graph:
+def _remove_past_effects(graph: Graph, value_count: int) -> Graph:
     """Removes the nodes that have effects and depend on no tangent.
 
     The effects of these nodes happened when the values were computed. A node that prints a tangent
@@ -87,11 +87,11 @@ def _without_past_effects(graph: Graph, value_count: int) -> Graph:
     """
     flows = spread_below(graph, [int(i >= value_count) for i in range(len(graph.inputs))])
     tangents = {value for value, mask in flows.items() if mask}
-    past = list(_past_effects(graph, (), tangents))
+    past = list(_find_past_effects(graph, (), tangents))
     return around_each(graph, past, lambda op, *operands: []).graph
 
 
-def _past_effects(graph: Graph, path: Path, tangents: set[Value]) -> Iterator[Occurrence]:
+def _find_past_effects(graph: Graph, path: Path, tangents: set[Value]) -> Iterator[Occurrence]:
     """Yields the nodes whose effects have already happened, at every depth."""
     for node in graph.nodes:
         found = Occurrence(path, node)
@@ -99,7 +99,7 @@ def _past_effects(graph: Graph, path: Path, tangents: set[Value]) -> Iterator[Oc
             continue
         if node.regions:
             for name, region in node.regions.items():
-                yield from _past_effects(region, found.into(name), tangents)
+                yield from _find_past_effects(region, found.into(name), tangents)
         elif not tangents.intersection(node.operands) and not node.has_references:
             if node.outputs:
                 raise would_run_again(node)

@@ -52,7 +52,7 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
             f"apply_rows takes IndexedSlices, which a derivative with sparse=True returns; it got "
             f"{brief(slices)}"
         )
-    count = slices._known_shape()[0]
+    count = slices._require_dense_shape()[0]
     table = jax.tree.map(jnp.asarray, table)  # replaces Variables, which are trees, by arrays
     for leaf in jax.tree.leaves(table):
         if jnp.shape(leaf)[:1] != (count,):

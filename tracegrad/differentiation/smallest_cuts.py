@@ -160,7 +160,7 @@ class _Search:
         ways = {value: _FREE for value in outputs if isinstance(value, Value)}
         for node in reversed(graph.nodes):
             ins = [mask_of(value, masks) for value in node.inputs]
-            for i, found in self._into(node, ins, ways):
+            for i, found in self._ways_into(node, ins, ways):
                 operand = node.inputs[i]
                 if isinstance(operand, Value):
                     lightest = _lighter_way(ways.get(operand), found)
@@ -168,7 +168,7 @@ class _Search:
                     ways[operand] = lightest
         return ways
 
-    def _into(self, node: Node, ins: Masks, ways: dict[Value, _Way]) -> list[tuple[int, _Way]]:
+    def _ways_into(self, node: Node, ins: Masks, ways: dict[Value, _Way]) -> list[tuple[int, _Way]]:
         references = [v for v in node.operands if is_reference(v)]
         if references:  # a value that is written to a Ref may be read anywhere
             onward = [ways[v] for v in (*node.outputs, *references) if v in ways]
@@ -177,10 +177,10 @@ class _Search:
             (i, found.then(ways[value]))
             for k, value in enumerate(node.outputs)
             if value in ways
-            for i, found in self._through(node, ins, k)
+            for i, found in self._ways_through(node, ins, k)
         ]
 
-    def _through(self, node: Node, ins: Masks, k: int) -> Iterator[tuple[int, _Way]]:
+    def _ways_through(self, node: Node, ins: Masks, k: int) -> Iterator[tuple[int, _Way]]:
         entered = self.walk.enter(node, ins)
         if entered is not None:
             yield from self._through_regions(node, entered[1], k)
@@ -191,7 +191,7 @@ class _Search:
         cut = Cut(Occurrence((), node), node.outputs[k])
         here = _Way((cut,), (1, cut.rank))
         for i, value in enumerate(node.inputs):
-            if not self._flow(node)[k] >> i & 1 or not isinstance(value, Value):
+            if not self._node_flow(node)[k] >> i & 1 or not isinstance(value, Value):
                 continue
             # Integers cut nothing: the cut is the node that made integers of floats.
             if not is_connectable(value) or self._is_connected(node, ins, i, k):
@@ -200,7 +200,7 @@ class _Search:
                 yield i, inside[i] if i in inside and inside[i].cuts else here
 
     @once_for_each
-    def _flow(self, node: Node) -> Masks:
+    def _node_flow(self, node: Node) -> Masks:
         if isinstance(node, CustomGradient) and node.kind == "vjp":
             # The rule may use operands that the function does not use.
             return [(1 << len(node.inputs)) - 1] * len(node.outputs)
@@ -225,7 +225,7 @@ class _Search:
         if node.primitive is _jax.COND:  # the operand that selects the branch
             yield 0, _FREE
         for call in calls:
-            for i, found in self._inside(node, call, masks, k).items():
+            for i, found in self._ways_inside(node, call, masks, k).items():
                 yield call.operands[i], found
 
     def _through_loop(
@@ -237,13 +237,13 @@ class _Search:
             ways: list[_Way | None] = [None] * len(body.operands)
             for j, further in enumerate(onward):
                 if further is not None:
-                    for i, found in self._inside(node, body, masks, j).items():
+                    for i, found in self._ways_inside(node, body, masks, j).items():
                         ways[i] = _lighter_way(ways[i], found.then(further))
             return ways
 
         onward: list[_Way | None] = [None] * len(body.results)
         for call in condition:  # all results depend on when the loop ends
-            for i, found in self._inside(node, call, masks, 0).items():
+            for i, found in self._ways_inside(node, call, masks, 0).items():
                 j = call.fed_back_from[i]
                 if j is None:
                     yield call.operands[i], found
@@ -258,7 +258,7 @@ class _Search:
             if way is not None:
                 yield body.operands[i], way
 
-    def _inside(
+    def _ways_inside(
         self, node: Node, call: RegionCall, masks: dict[str, Masks], k: int
     ) -> dict[int, _Way]:
         """Returns the paths from the inputs of a region to the region's output `k`."""

@@ -83,7 +83,7 @@ def partition(
     """
     arguments = [*map(_make_argument, range(len(args)), args)]
     arguments += [_make_argument(key, kwargs[key]) for key in sorted(kwargs)]
-    is_single = not _is_several(wrt)
+    is_single = not _is_sequence_of_keys(wrt)
     wanted: list[int] = []
     for each in [wrt] if is_single else wrt:
         place, selected = _select_leaves(fun, each, arguments)
@@ -110,7 +110,7 @@ def check_wrt(wrt: Any) -> None:
         return
     if callable(wrt):
         return require_takes(wrt, 2, "predicate (path, leaf) -> bool")
-    if not _is_several(wrt):
+    if not _is_sequence_of_keys(wrt):
         if any(map(is_variable, jax.tree.leaves(wrt, is_leaf=is_variable))):
             raise TypeError(
                 "wrt selects arguments, and a Variable that the function reads is not an argument: "
@@ -130,7 +130,7 @@ def _is_key(wrt: Any) -> bool:
     return isinstance(wrt, (str, int, np.integer)) and not isinstance(wrt, bool)
 
 
-def _is_several(wrt: Any) -> bool:
+def _is_sequence_of_keys(wrt: Any) -> bool:
     return isinstance(wrt, Sequence) and not isinstance(wrt, str) and all(map(_is_key, wrt))
 
 
@@ -221,14 +221,14 @@ def _argument_at(fun: Callable[..., Any], position: int, arguments: Sequence[Arg
         return keys.index(ordered[position])
     why = f"was called with {counted(count, 'positional argument')}"
     if count <= position < len(ordered):
-        why = _not_passed(positional(parameters_of(fun))[position], ordered[position])
+        why = _not_passed_message(positional(parameters_of(fun))[position], ordered[position])
     raise ValueError(f"wrt={position}: {_describe_function(fun)} {why}")
 
 
 def _no_argument_message(fun: Callable[..., Any], name: str, names: Sequence[str]) -> str:
     for parameter in parameters_of(fun):
         if parameter.name == name:
-            why = _not_passed(parameter, "it")
+            why = _not_passed_message(parameter, "it")
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 why = (
                     "stands for any number of arguments; select one by position (argnums=) or name"
@@ -240,7 +240,7 @@ def _no_argument_message(fun: Callable[..., Any], name: str, names: Sequence[str
     return f"wrt={name!r} is no parameter of {_describe_function(fun)}{hint}"
 
 
-def _not_passed(parameter: inspect.Parameter, name: str) -> str:
+def _not_passed_message(parameter: inspect.Parameter, name: str) -> str:
     has_default = parameter.default is not parameter.empty
     what = "its default is not differentiated, so pass it" if has_default else "pass it"
     return f"was called without {name}; {what}"
@@ -305,11 +305,11 @@ def _mask_of_leaves(
         require_takes(wrt, 2, "glob, match.param, filter or predicate (path, leaf) -> bool")
         mask = [bool(wrt(path, leaf)) for path, leaf in zip(paths, leaves, strict=True)]
     if not any(mask):
-        raise ValueError(_nothing_selected(wrt, paths))
+        raise ValueError(_nothing_selected_message(wrt, paths))
     return mask
 
 
-def _nothing_selected(wrt: Any, paths: Sequence[str]) -> str:
+def _nothing_selected_message(wrt: Any, paths: Sequence[str]) -> str:
     what = "the predicate"
     if isinstance(wrt, Parameters):
         what = repr(wrt)

@@ -82,7 +82,7 @@ WritesBehind = Callable[[Occurrence], Callable[..., Any]]
 Taps = Callable[[Any], Sequence[Any]]
 
 
-def _on_nothing(match: Occurrence) -> None:
+def _depends_on_nothing(match: Occurrence) -> None:
     """For an edit that is the same at all matches."""
 
 
@@ -158,7 +158,7 @@ def around_each(
         )
         draft.replace(members, new, match)
 
-    return _edit(graph, matches, write_at, depends_on or _on_nothing)
+    return _edit_matches(graph, matches, write_at, depends_on or _depends_on_nothing)
 
 
 def behind_each(
@@ -168,7 +168,7 @@ def behind_each(
     *,
     wanted: Callable[[Value], bool] = lambda value: True,
     tapped: bool = False,
-    depends_on: Callable[[Occurrence], Hashable] = _on_nothing,
+    depends_on: Callable[[Occurrence], Hashable] = _depends_on_nothing,
 ) -> Edited:
     """Replaces each value that leaves a match with ``behind(match)(value)``, outside of the match.
 
@@ -196,7 +196,7 @@ def behind_each(
                 new = write_through(behind(match), own, value, *place, traced, taps=types)
                 draft.insert(new, behind=makers[value])
 
-    return _edit(graph, matches, write_at, depends_on)
+    return _edit_matches(graph, matches, write_at, depends_on)
 
 
 def before_each(
@@ -225,7 +225,7 @@ def before_each(
         else:
             draft.rename(members, {operands[i]: value for i, value in new.items()})
 
-    return _edit(graph, matches, write_at, _on_nothing).graph
+    return _edit_matches(graph, matches, write_at, _depends_on_nothing).graph
 
 
 def behind_inputs(graph: Graph, behind: Mapping[Value, Callable[[Any], Any]]) -> Graph:
@@ -259,7 +259,7 @@ def shown_behind(graph: Graph, matches: Sequence[Occurrence]) -> Edited:
                 draft.rename(members, {value: shown})
             draft.outs.append(Port((match.node.key,), shown))
 
-    return _edit(graph, matches, show_at, lambda match: match)
+    return _edit_matches(graph, matches, show_at, lambda match: match)
 
 
 def _to_list(results: Any) -> list[Any]:
@@ -271,7 +271,7 @@ def _to_list(results: Any) -> list[Any]:
 _WriteAt = Callable[["Draft", Sequence[Node], Occurrence], None]
 
 
-def _edit(
+def _edit_matches(
     graph: Graph,
     matches: Sequence[Occurrence],
     write_at: _WriteAt,

@@ -55,7 +55,7 @@ class Frame(NamedTuple):
 
     @property
     def line(self) -> int:
-        return _lines(self.code).get(self.at, self.code.co_firstlineno)
+        return _map_offsets_to_lines(self.code).get(self.at, self.code.co_firstlineno)
 
 
 class Stack(NamedTuple):
@@ -93,23 +93,23 @@ def stack_of(node: Node, *, root: bool) -> Stack:
 
 
 def is_in_loop(frame: Frame) -> bool:
-    return any(start <= frame.at <= end for start, end in _loops(frame.code))
+    return any(start <= frame.at <= end for start, end in _find_loops(frame.code))
 
 
 def loops_between(back: Frame, ahead: Frame) -> bool:
     """Whether a loop can lead from `ahead` back to `back`."""
-    return any(start <= back.at and ahead.at <= end for start, end in _loops(back.code))
+    return any(start <= back.at and ahead.at <= end for start, end in _find_loops(back.code))
 
 
 @of_program
-def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
+def _find_loops(code: CodeType) -> tuple[tuple[int, int], ...]:
     """Returns the offsets of the first and last instruction of each loop."""
     jumps = (i for i in dis.get_instructions(code) if "BACKWARD" in i.opname)
     return tuple((int(i.argval), i.offset) for i in jumps if isinstance(i.argval, int))
 
 
 @of_program
-def _lines(code: CodeType) -> dict[int, int]:
+def _map_offsets_to_lines(code: CodeType) -> dict[int, int]:
     lines: dict[int, int] = {}
     for start, end, line in code.co_lines():
         if line is not None:

@@ -240,7 +240,7 @@ class Graph:
 
     def __call__(self, *args: Any) -> list[Any]:
         """Evaluates the program on flat arguments, or traces it; returns its flat outputs."""
-        self._refuse_others(args)
+        self._require_one_array_per_input(args)
         return _jax.eval_program(self.program, args)
 
     def as_call(self, *args: Any) -> list[Any]:
@@ -248,10 +248,10 @@ class Graph:
 
         Unlike `__call__`, this takes no time for each node of the graph.
         """
-        self._refuse_others(args)
+        self._require_one_array_per_input(args)
         return _jax.call_program(self.program, args, self.name)
 
-    def _refuse_others(self, args: Sequence[Any]) -> None:
+    def _require_one_array_per_input(self, args: Sequence[Any]) -> None:
         expected = len(self.inputs)
         if len(args) == expected:
             return

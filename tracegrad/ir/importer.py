@@ -154,8 +154,8 @@ def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[in
     backward_program = jax.make_jaxpr(backward)(*residuals, *given)
     back = ["residual"] * len(residuals) + ["ct"] * len(given)
     faces = {
-        "forward": _make_face(forward, "forward", ["x"] * len(avals)),
-        "backward": _make_face(backward_program, "backward", back),
+        "forward": _import_face(forward, "forward", ["x"] * len(avals)),
+        "backward": _import_face(backward_program, "backward", back),
     }
     return faces, frozenset(returned)
 
@@ -183,9 +183,9 @@ def trace_jvp(
 
     tangents = [avals[i] for i in active]
     program = jax.make_jaxpr(jvp)(*avals, *tangents)
-    return _make_face(program, "jvp", ["x"] * len(avals) + ["tangent"] * len(tangents))
+    return _import_face(program, "jvp", ["x"] * len(avals) + ["tangent"] * len(tangents))
 
 
-def _make_face(program: Any, name: str, hints: Sequence[str]) -> Graph:
+def _import_face(program: Any, name: str, hints: Sequence[str]) -> Graph:
     source = _jax.traced_from(program).source
     return import_program(program, _jax.TracedFrom(name, source, tuple(hints)))

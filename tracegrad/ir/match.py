@@ -247,7 +247,8 @@ class _Scope(Grouping):
         outside = [part for node, _ in path for part in scopes(around(node))]
         groups: dict[Node, Group] = {}
         last: tuple[str, ...] | None = None
-        inside_of = functools.cache(self._inside)  # most nodes share their scope with others
+        # Most nodes share their scope with other nodes.
+        inside_of = functools.cache(self._shortest_match)
         for node in graph.nodes:
             inside = inside_of((*outside, *scopes(around(node))))
             if inside is not None:
@@ -258,9 +259,9 @@ class _Scope(Grouping):
             last = inside
         return groups
 
-    def _inside(self, parts: tuple[str, ...]) -> tuple[str, ...] | None:
+    def _shortest_match(self, parts: tuple[str, ...]) -> tuple[str, ...] | None:
         """Returns the shortest beginning of a scope path that a pattern matches."""
-        ends = [end for p in self.patterns if (end := _scope_end(p, parts)) is not None]
+        ends = [end for p in self.patterns if (end := _shortest_match_length(p, parts)) is not None]
         return parts[: min(ends)] if ends else None
 
     def names(self, graph: Graph) -> list[str]:
@@ -269,20 +270,20 @@ class _Scope(Grouping):
         return [name for name in dict.fromkeys([*paths, *parts]) if name]
 
 
-def _scope_end(pattern: str, parts: tuple[str, ...]) -> int | None:
+def _shortest_match_length(pattern: str, parts: tuple[str, ...]) -> int | None:
     """Returns the number of components after which a pattern first matches; None if never."""
     anchored = pattern.startswith("/")
     globs = tuple(pattern.strip("/").split("/"))
     starts = (0,) if anchored else range(len(parts))
-    ends = [end for start in starts for end in _ends(globs, parts, start)]
+    ends = [end for start in starts for end in _match_ends(globs, parts, start)]
     return min((end for end in ends if end > 0), default=None)
 
 
-def _ends(globs: tuple[str, ...], parts: tuple[str, ...], start: int) -> Iterator[int]:
+def _match_ends(globs: tuple[str, ...], parts: tuple[str, ...], start: int) -> Iterator[int]:
     if not globs:
         yield start
     elif globs[0] == "**":
         for skip in range(start, len(parts) + 1):
-            yield from _ends(globs[1:], parts, skip)
+            yield from _match_ends(globs[1:], parts, skip)
     elif start < len(parts) and fnmatchcase(parts[start], globs[0]):
-        yield from _ends(globs[1:], parts, start + 1)
+        yield from _match_ends(globs[1:], parts, start + 1)

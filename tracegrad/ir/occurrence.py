@@ -219,7 +219,7 @@ def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
     the origin (None if all frames are JAX's or this package's) and whether it is the user's."""
     fallback = None
     for frame in stack:
-        kind = _owner(frame.file_name)
+        kind = _owner_of_file(frame.file_name)
         if kind == "user":
             return Origin(frame.file_name, frame.line_num, frame.function_name), True
         if fallback is None and kind == "library":
@@ -282,13 +282,13 @@ def _short_name(file: str) -> str:
 
 
 def calling_line() -> Origin | None:
-    frame = _calling_frame()
+    frame = _users_calling_frame()
     if frame is None:
         return None
     return Origin(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
 
 
-def _calling_frame() -> FrameType | None:
+def _users_calling_frame() -> FrameType | None:
     return next(
         (f for f, _ in traceback.walk_stack(None) if is_user_file(f.f_code.co_filename)), None
     )
@@ -306,7 +306,7 @@ def line_of_error(stack: TracebackType | None) -> Origin | None:
 
 def warn_where_called(message: str, category: type[Warning]) -> None:
     """Warns at the user's running line; by default once per line."""
-    frame = _calling_frame()
+    frame = _users_calling_frame()
     if frame is None:
         warnings.warn(message, category, stacklevel=2)
         return
@@ -323,12 +323,12 @@ def warn_where_called(message: str, category: type[Warning]) -> None:
 
 def is_user_file(file: str) -> bool:
     """Whether a file is not part of JAX, this package, an installed library, or Python."""
-    return _owner(file) == "user"
+    return _owner_of_file(file) == "user"
 
 
 def is_own_file(file: str) -> bool:
     """For this package and JAX."""
-    return _owner(file) == "jax"
+    return _owner_of_file(file) == "jax"
 
 
 def is_jaxs_file(file: str) -> bool:
@@ -336,7 +336,7 @@ def is_jaxs_file(file: str) -> bool:
 
 
 @cached(1024)
-def _owner(file: str) -> str:
+def _owner_of_file(file: str) -> str:
     """Returns ``"user"``, ``"library"``, or ``"jax"`` (also for this package)."""
     if file.startswith(_OWN):
         return "jax"

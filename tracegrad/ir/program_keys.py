@@ -86,7 +86,7 @@ def program_key(program: Any) -> Structure:
     def read(atom: Any) -> Any:
         if not hasattr(atom, "val"):
             return numbers[atom]
-        return _contents(atom.val), atom.aval
+        return _bits_key(atom.val), atom.aval
 
     of_constants = define(open_form.constvars)
     parts: list[Any] = [
@@ -119,7 +119,7 @@ def operations_key(
     numbers = {value: next(count) for value in inputs if not hasattr(value, "val")}
 
     def read(atom: Any) -> Any:
-        return (_contents(atom.val), atom.aval) if hasattr(atom, "val") else numbers[atom]
+        return (_bits_key(atom.val), atom.aval) if hasattr(atom, "val") else numbers[atom]
 
     parts: list[Any] = [[value.aval for value in numbers]]
     for equation in equations:
@@ -143,10 +143,10 @@ def _as_tuples(parts: list[Any]) -> tuple[Any, ...]:
 def _constant_key(constant: Any) -> Any:
     if isinstance(constant, jax.Array) or not hasattr(constant, "dtype"):
         return _ById(constant)
-    return _contents(constant)
+    return _bits_key(constant)
 
 
-def _contents(value: Any) -> tuple[Any, ...]:
+def _bits_key(value: Any) -> tuple[Any, ...]:
     """Returns a key for an array's bits: as floats, 0.0 equals -0.0, and NaN differs from NaN."""
     array = np.asarray(value)
     digest = array.tobytes() if array.nbytes <= 64 else sha256(array.tobytes()).digest()

@@ -153,7 +153,7 @@ def names_of(graph: Graph) -> dict[Value, str]:
     )
     named = [(value, hint or "arg") for value, hint in hints]
     named += [(value, node.name) for node in graph.nodes for value in node.outputs]
-    names = _kept_names(graph, graph.first) if graph.first is not None else {}
+    names = _names_before_edits(graph, graph.first) if graph.first is not None else {}
     taken = dict.fromkeys(names.values(), 0)
     for value, hint in named:
         if value not in names:
@@ -161,7 +161,7 @@ def names_of(graph: Graph) -> dict[Value, str]:
     return names
 
 
-def _kept_names(graph: Graph, before: Graph) -> dict[Value, str]:
+def _names_before_edits(graph: Graph, before: Graph) -> dict[Value, str]:
     """Returns the names of the values that the same node computes as before the edits."""
     here, there = graph.producers, before.producers
     given = {*graph.inputs, *graph.constants}

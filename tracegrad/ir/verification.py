@@ -74,7 +74,7 @@ def _check_types(node: Node) -> None:
         try:
             expected = _jax.abstract_eval(node.primitive, avals, node.params)
         except Exception as error:
-            raise GraphError(f"{node.op} does not take {_texts(avals)}: {error}") from error
+            raise GraphError(f"{node.op} does not take {_types_text(avals)}: {error}") from error
     if expected is not None:
         _expect_types("results", [v.aval for v in node.outputs], expected)
 
@@ -113,5 +113,5 @@ def _expect_types(what: str, given: Sequence[Any], expected: Sequence[Any]) -> N
             )
 
 
-def _texts(avals: Sequence[Any]) -> str:
+def _types_text(avals: Sequence[Any]) -> str:
     return ", ".join(map(_jax.type_text, avals))

@@ -106,18 +106,18 @@ def write(
             new = list(run(*args))
             if len(new) != len(results):
                 raise GraphError(
-                    f"{match}: expected {len(results)} results ({_types(results)}), one for each "
-                    f"result of the match; the edit gave {len(new)}"
+                    f"{match}: expected {len(results)} results ({_types_text(results)}), one for "
+                    f"each result of the match; the edit gave {len(new)}"
                 )
             pairs = zip(new, results, strict=True)
-            return [*(_as_type(array, value.aval, match) for array, value in pairs), *shown]
+            return [*(_convert_to_type(array, value.aval, match) for array, value in pairs), *shown]
 
     info, settings = beside.source
     avals = [*(atom.aval for atom in operands), *taps]
     key, traced = shared or (None, {})
     key = key, *avals, *(value.aval for value in results), settings, where.meshes
     if key not in traced:
-        traced[key] = _trace(flat, avals, settings, where)
+        traced[key] = _trace_under_settings(flat, avals, settings, where)
     call = info if scope is None else info.replace(name_stack=scope)
     place = beside.function, match.node.key, where
     return _make_defining_nodes(results, operands, traced[key], *place, call, has_line=has_line)
@@ -164,10 +164,12 @@ def write_first(
 
 
 def _with_result_type(run: Callable[..., Any], aval: Any, place: object) -> Callable[..., Any]:
-    return lambda *args: _as_type(run(*args), aval, place)
+    return lambda *args: _convert_to_type(run(*args), aval, place)
 
 
-def _trace(run: Callable[..., Any], avals: Sequence[Any], settings: Any, where: Where) -> Any:
+def _trace_under_settings(
+    run: Callable[..., Any], avals: Sequence[Any], settings: Any, where: Where
+) -> Any:
     """Under the settings of an equation, and in the meshes around it."""
     programs: list[Any] = []
 
@@ -236,7 +238,7 @@ def _make_defining_nodes(
     return Written(nodes, renames, ins, outs, constants)
 
 
-def _as_type(new: Any, aval: Any, place: object) -> Any:
+def _convert_to_type(new: Any, aval: Any, place: object) -> Any:
     """Converts a new result to the exact type of the value that it replaces: adapts weak types and
     the mesh axes over which the result varies. Raises GraphError for another shape or dtype."""
     if not isinstance(aval, jax.core.ShapedArray):
@@ -256,5 +258,5 @@ def _as_type(new: Any, aval: Any, place: object) -> Any:
     return _jax.weak_as(_jax.varying_as(new, aval), aval)
 
 
-def _types(values: Sequence[Value]) -> str:
+def _types_text(values: Sequence[Value]) -> str:
     return ", ".join(_jax.type_text(value.aval) for value in values) or "none"

@@ -72,9 +72,7 @@ def written_by(module: Module) -> list[WrittenBuffer]:
     computed = set[tuple[int, Hashable]]()
     places: dict[int, tuple[int, ...]] = {}  # the buffers that an instruction is, or is a view of
     for key, each in module.entry.instructions.items():
-        reads = _without_repetitions(
-            k for operand in each.operands for k in places.get(operand, ())
-        )
+        reads = _remove_repetitions(k for operand in each.operands for k in places.get(operand, ()))
         if each.op in _VIEWS:
             places[key] = reads
             continue
@@ -100,8 +98,8 @@ def written_by(module: Module) -> list[WrittenBuffer]:
         found.append(
             WrittenBuffer(
                 each.type.nbytes,
-                _without_repetitions(scopes),
-                _without_repetitions(inside),
+                _remove_repetitions(scopes),
+                _remove_repetitions(inside),
                 reads,
                 len(found),
             )
@@ -146,5 +144,5 @@ def _defining_instructions(
         yield now
 
 
-def _without_repetitions(found: Iterable[_T]) -> tuple[_T, ...]:
+def _remove_repetitions(found: Iterable[_T]) -> tuple[_T, ...]:
     return tuple(dict.fromkeys(found))

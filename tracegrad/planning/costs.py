@@ -88,11 +88,11 @@ def _operations_on_parts(node: Node) -> int:
     return _ON_PARTS.get(node.op, 4 if node.op in _FORMULAS else 2)
 
 
-def _shape(node: Node, position: int = 0) -> list[int]:
+def _operand_shape(node: Node, position: int = 0) -> list[int]:
     return [size_of(d) for d in node.inputs[position].aval.shape]
 
 
-def _nothing(node: Node) -> float:
+def _no_flops(node: Node) -> float:
     return 0
 
 
@@ -102,12 +102,12 @@ def _elementwise(node: Node) -> float:
 
 def _dot_general(node: Node) -> float:
     (contracted, _), _ = node.params["dimension_numbers"]
-    lhs = _shape(node)
+    lhs = _operand_shape(node)
     return 2.0 * elements(node.outputs[0].aval) * int(math.prod(lhs[i] for i in contracted))
 
 
 def _convolution(node: Node) -> float:
-    kernel = _shape(node, 1)
+    kernel = _operand_shape(node, 1)
     _, features_in, *window = node.params["dimension_numbers"].rhs_spec
     # The kernel has the input features of one group only.
     taps = int(math.prod(kernel[i] for i in (features_in, *window)))
@@ -116,9 +116,9 @@ def _convolution(node: Node) -> float:
 
 def _ragged_dot(node: Node) -> float:
     ((contracted, _), _) = node.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    lhs, groups = _shape(node), 1
+    lhs, groups = _operand_shape(node), 1
     if set(node.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions) & set(contracted):
-        groups = _shape(node, 2)[-1]  # each group sums its part, and has its own result
+        groups = _operand_shape(node, 2)[-1]  # each group sums its part, and has its own result
     length = int(math.prod(lhs[i] for i in contracted))
     return 2.0 * elements(node.outputs[0].aval) * length / max(1, groups)
 
@@ -151,21 +151,21 @@ def _random_key(node: Node) -> float:
 
 def _sort(node: Node) -> float:
     axis = node.params.get("dimension", -1)
-    return elements(node.inputs[0].aval) * math.log2(max(2, _shape(node)[axis]))
+    return elements(node.inputs[0].aval) * math.log2(max(2, _operand_shape(node)[axis]))
 
 
 def _square_matrices(factor: float) -> Callable[[Node], float]:
     """``factor * n ** 3`` per ``n × n`` matrix."""
-    return lambda node: factor * elements(node.inputs[0].aval) * _shape(node)[-1]
+    return lambda node: factor * elements(node.inputs[0].aval) * _operand_shape(node)[-1]
 
 
 def _rectangular_matrices(factor: float) -> Callable[[Node], float]:
     """``factor * m * n * min(m, n)`` per ``m × n`` matrix."""
-    return lambda node: factor * elements(node.inputs[0].aval) * min(_shape(node)[-2:])
+    return lambda node: factor * elements(node.inputs[0].aval) * min(_operand_shape(node)[-2:])
 
 
 def _triangular_solve(node: Node) -> float:
-    return elements(node.inputs[1].aval) * _shape(node)[-1]
+    return elements(node.inputs[1].aval) * _operand_shape(node)[-1]
 
 
 # Threefry-2x32 makes two words of 32 bits in 20 rounds of a sum, a rotation (two shifts and an or)
@@ -201,7 +201,7 @@ _FORMULAS: dict[str, Callable[[Node], float]] = {
     "random_fold_in": _random_key,
 } | dict.fromkeys(
     (operations.VIEWS - {"convert_element_type"}) | {"iota", "device_put"},
-    _nothing,
+    _no_flops,
 )
 
 # Operations whose formula already counts the parts of complex numbers, or that compute nothing.

@@ -123,9 +123,9 @@ def _search_hull(most: int) -> Generator[float, SaveSet, list[SaveSet]]:
     if last.bytes < first.bytes:
         cuts.append(last)
     while gaps and len(cuts) < most:
-        a, b = gap = max(gaps, key=lambda gap: _area(*gap))
+        a, b = gap = max(gaps, key=lambda gap: _rectangle_area(*gap))
         gaps.remove(gap)
-        if _area(a, b) > 0:
+        if _rectangle_area(a, b) > 0:
             price = (b.flops - a.flops) / (a.bytes - b.bytes)
             found = yield price
             least = (1 - 1e-9) * (a.flops + price * a.bytes)
@@ -135,7 +135,7 @@ def _search_hull(most: int) -> Generator[float, SaveSet, list[SaveSet]]:
     return sorted(cuts, key=lambda cut: -cut.bytes)
 
 
-def _area(a: SaveSet, b: SaveSet) -> float:
+def _rectangle_area(a: SaveSet, b: SaveSet) -> float:
     return float(a.bytes - b.bytes) * float(b.flops - a.flops)
 
 
@@ -152,7 +152,7 @@ def minimum_cuts(asked: Sequence[tuple[Network, float]]) -> list[SaveSet]:
         before = [0, *itertools.accumulate(network.nodes - 2 for network, _ in part)]
         pairs = zip(part, before, strict=False)
         ends = [np.where(n.arcs > 1, n.arcs + offset, n.arcs) for (n, _), offset in pairs]
-        is_beyond = _sink_side(
+        is_beyond = _find_sink_side(
             np.concatenate(ends),
             np.concatenate([network.capacities(price) for network, price in part]),
             2 + before[-1],
@@ -163,7 +163,7 @@ def minimum_cuts(asked: Sequence[tuple[Network, float]]) -> list[SaveSet]:
     return cuts
 
 
-def _sink_side(arcs: np.ndarray, capacities: np.ndarray, nodes: int) -> np.ndarray:
+def _find_sink_side(arcs: np.ndarray, capacities: np.ndarray, nodes: int) -> np.ndarray:
     """Returns for each node whether it is on the sink's side of the minimum cut.
 
     Of several minimum cuts, this is the cut with the fewest nodes on the sink's side: the nodes

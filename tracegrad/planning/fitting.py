@@ -44,7 +44,7 @@ def fitted(
     target = int(TUNING.careful * budget * search.kept.peak / held_without)
     while True:
         fit = _plan_for_target(search, target)
-        most = min([search.kept.peak, *(f.peak for f in tried if _held(f) > budget)])
+        most = min([search.kept.peak, *(f.peak for f in tried if _measured_bytes(f) > budget)])
         while fit.segments in [f.segments for f in tried] and fit.peak <= target < most:
             target = int(target / TUNING.careful**0.5)  # tried already: take the next larger plan
             fit = _plan_for_target(search, min(target, most - 1))
@@ -56,15 +56,15 @@ def fitted(
             break
         is_last = len(tried) == plans - 1
         target = _next_target(search, tried, budget, held_without, is_last)
-    within = [fit for fit in tried if _held(fit) <= budget]
+    within = [fit for fit in tried if _measured_bytes(fit) <= budget]
     if not within:
-        raise search.too_small(budget, min(tried, key=_held), measured_on)
-    return done(min(within, key=lambda fit: (fit.flops, _held(fit))))
+        raise search.too_small(budget, min(tried, key=_measured_bytes), measured_on)
+    return done(min(within, key=lambda fit: (fit.flops, _measured_bytes(fit))))
 
 
 def _spares_enough(flops: int, tried: Sequence[RecomputePlan], budget: int) -> bool:
     """Whether a plan with these FLOPs saves enough, compared to the tried plans, to compile it."""
-    within = (fit for fit in tried if _held(fit) <= budget)
+    within = (fit for fit in tried if _measured_bytes(fit) <= budget)
     best = min(within, key=lambda fit: fit.flops, default=None)
     if best is None:
         return True
@@ -98,16 +98,16 @@ def _next_target(
        XLA often holds as many bytes for it as for the next plan, or more.
     """
     peak, last = search.kept.peak, tried[-1]
-    here, held = last.peak, max(1, _held(last))
-    fits = max((fit.peak for fit in tried if _held(fit) <= budget), default=0)
-    misses = [fit.peak for fit in tried if _held(fit) > budget]
+    here, held = last.peak, max(1, _measured_bytes(last))
+    fits = max((fit.peak for fit in tried if _measured_bytes(fit) <= budget), default=0)
+    misses = [fit.peak for fit in tried if _measured_bytes(fit) > budget]
     above = min((size for size in misses if size > fits), default=0)
     if fits and above:
         return (fits + above) // 2
     target = here * budget / held
     if held <= budget:
         return int(here + TUNING.ahead * (min(target, peak) - here))
-    sizes = [(peak, held_without), *((fit.peak, _held(fit)) for fit in tried)]
+    sizes = [(peak, held_without), *((fit.peak, _measured_bytes(fit)) for fit in tried)]
     larger, then = min((size for size in sizes if size[0] > here), default=(here, held))
     less = here - (held - budget) * (larger - here) / max(1, then - held)
     margin = max(TUNING.careful, (budget / held) ** 2) if is_last else 1
@@ -118,6 +118,6 @@ def _next_target(
     return int(careful)
 
 
-def _held(fit: RecomputePlan) -> int:
+def _measured_bytes(fit: RecomputePlan) -> int:
     assert fit.held is not None
     return fit.held

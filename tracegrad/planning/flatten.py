@@ -97,7 +97,7 @@ class _Numbers:
         self._broadcasts: dict[Hashable, tuple[Hashable, Hashable]] = {}  # parameters, and operand
 
     def of(self, node: Node) -> int:
-        operands = [self._name(v) for v in node.inputs]
+        operands = [self._value_key(v) for v in node.inputs]
         how = node.primitive, *sorted(node.params.items()), node.source.settings
         alike = {
             self._broadcasts[name][0] if name in self._broadcasts else None
@@ -109,17 +109,17 @@ class _Numbers:
             broadcast = how, operands[0]
         elif node.op in operations.BY_ELEMENT and len(alike) == 1 and None not in alike:
             narrow = (self._broadcasts[v][1] if v in self._broadcasts else v for v in operands)
-            broadcast = alike.pop(), self._number(how, *narrow)
-        number = self._number(*(broadcast or (how, *operands)))
+            broadcast = alike.pop(), self._expression_number(how, *narrow)
+        number = self._expression_number(*(broadcast or (how, *operands)))
         if broadcast:
             self._broadcasts[number] = broadcast
         self._known[node.outputs[0]] = number
         return number
 
-    def _name(self, operand: Atom) -> Hashable:
+    def _value_key(self, operand: Atom) -> Hashable:
         if isinstance(operand, Literal):  # by its bits: many print alike, and 0.0 equals -0.0
             return np.asarray(operand.val).tobytes(), operand.aval
         return self._known.get(operand, operand)
 
-    def _number(self, *computed: Hashable) -> int:
+    def _expression_number(self, *computed: Hashable) -> int:
         return self._numbers.setdefault(computed, len(self._numbers))

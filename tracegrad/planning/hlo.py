@@ -103,7 +103,7 @@ class Module:
         )
         entries = map(decoded, decoded(first(module, 7, b"")).get(1, ()))
         order = {first(e, 1): numbers(decoded(first(e, 2, b"")), 1) for e in entries}
-        made = (_computation(decoded(each), order) for each in module.get(3, ()))
+        made = (_read_computation(decoded(each), order) for each in module.get(3, ()))
         self.computations = {computation.key: computation for computation in made}
         self.entry = self.computations[first(module, 6)]
 
@@ -147,20 +147,20 @@ def lines_kept() -> Iterator[None]:
                 _jax.config.update(name, value)
 
 
-def _computation(message: Message, order: Mapping[int, list[int]]) -> Computation:
-    made = {each.key: each for each in map(_instruction, map(decoded, message.get(2, ())))}
+def _read_computation(message: Message, order: Mapping[int, list[int]]) -> Computation:
+    made = {each.key: each for each in map(_read_instruction, map(decoded, message.get(2, ())))}
     key = first(message, 5)
     in_order = {k: made[k] for k in order.get(key, made)}
     return Computation(key, made[first(message, 6)], in_order)
 
 
-def _instruction(message: Message) -> Instruction:
+def _read_instruction(message: Message) -> Instruction:
     op, told = first(message, 2).decode(), decoded(first(message, 7, b""))
     scopes = first(told, 2, b"").decode()
     return Instruction(
         key=first(message, 35),
         op=op,
-        type=_type(decoded(first(message, 3, b""))),
+        type=_read_type(decoded(first(message, 3, b""))),
         operands=numbers(message, 36),
         called=numbers(message, 38),
         scopes=scopes.split(";") if scopes else [],
@@ -170,9 +170,9 @@ def _instruction(message: Message) -> Instruction:
     )
 
 
-def _type(message: Message) -> Type:
+def _read_type(message: Message) -> Type:
     kind = first(message, 2)
-    parts = tuple(_type(decoded(part)) for part in message.get(4, ()))
+    parts = tuple(_read_type(decoded(part)) for part in message.get(4, ()))
     name = _KINDS[kind] if kind < len(_KINDS) else "opaque"
     memory = first(decoded(first(message, 5, b"")), 8)
     return Type(name, tuple(numbers(message, 3)), parts, memory)
@@ -186,17 +186,17 @@ def decoded(message: bytes) -> Message:
     found: Message = {}
     at, end = 0, len(message)
     while at < end:
-        tag, at = _varint(message, at)
+        tag, at = _read_varint(message, at)
         field = found.setdefault(tag >> 3, [])
         match tag & 7:
             case 0:
-                number, at = _varint(message, at)
+                number, at = _read_varint(message, at)
                 field.append(number)
                 continue
             case 1:
                 size = 8
             case 2:
-                size, at = _varint(message, at)
+                size, at = _read_varint(message, at)
             case 5:
                 size = 4
             case width:
@@ -206,7 +206,7 @@ def decoded(message: bytes) -> Message:
     return found
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
     """Also returns the position behind the number."""
     byte = message[at]
     number, shift, at = byte & 127, 7, at + 1
@@ -230,6 +230,6 @@ def numbers(message: Message, field: int) -> list[int]:
             continue
         at = 0
         while at < len(each):
-            number, at = _varint(each, at)
+            number, at = _read_varint(each, at)
             found.append(number)
     return found

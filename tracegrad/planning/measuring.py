@@ -46,7 +46,7 @@ def held_by_program(program: Graph) -> int:
         traced = traced_constants(program)
         shapes = [_jax.placed(value.aval) for value in (*program.inputs, *traced)]
         run = jax.jit(
-            _with_operands(program, traced),
+            _make_constants_arguments(program, traced),
             compiler_options=_compiler_options(program, device) or None,
         )
         account = account_of(run.lower(shapes).compile(), device)
@@ -98,7 +98,7 @@ class MeasuredGradient:
             traced = traced_constants(program)
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
-            gradient = _gradient_of(program, traced, self._active, run)
+            gradient = _make_gradient(program, traced, self._active, run)
             if self._examples > 1:
                 gradient = jax.vmap(gradient)
                 shapes, given = jax.tree.map(
@@ -119,7 +119,7 @@ class MeasuredGradient:
         return known
 
 
-def _with_operands(
+def _make_constants_arguments(
     program: Graph, constants: Sequence[Value], run: Callable[..., Any] = run_graph
 ) -> Callable[[Sequence[Any]], Any]:
     """Makes some constants of a program arguments behind its inputs; `run` runs a graph on its
@@ -134,18 +134,19 @@ def _with_operands(
     return with_constants
 
 
-def _gradient_of(
+def _make_gradient(
     program: Graph,
     constants: Sequence[Value],
     active: Sequence[int],
     run: Callable[..., Any] = run_graph,
 ) -> Callable[[list[Any], list[Any]], Any]:
-    """Returns a function that computes the gradients of `_with_operands` for the `active` operands.
-    The cotangents may be empty for a scalar loss, as in `jax.grad`."""
+    """Returns a function of all operands of `_make_constants_arguments`, and of cotangents. The
+    function computes the gradients for the `active` operands. The cotangents may be empty for a
+    scalar loss, as in `jax.grad`."""
     flowing = [i for i, value in enumerate(program.outputs) if has_gradient(value)]
 
     def gradient(operands: list[Any], given: list[Any]) -> Any:
-        given_all = _with_operands(program, constants, run)
+        given_all = _make_constants_arguments(program, constants, run)
         _, pull = _jax.vjp_of_some(given_all, operands, active, flowing)
         return pull(given or [jnp.ones((), dtype_of(program.outputs[i])) for i in flowing])
 

@@ -230,7 +230,7 @@ class FitToBudget:
                 try:
                     begin("compiling with nothing recomputed")
                     gradient = MeasuredGradient(program, shardings, examples)
-                    return self._measured(program, gradient, examples, begin)
+                    return self._measure_plans(program, gradient, examples, begin)
                 except NotMeasuredError as error:
                     why_not = str(error)
             search = Search(model(program), examples)
@@ -241,7 +241,7 @@ class FitToBudget:
                 add_note(error, f"Bytes are the model's (symbolic sizes count as 1): {why_not}")
                 raise
 
-    def _measured(
+    def _measure_plans(
         self,
         program: Graph,
         gradient: MeasuredGradient,

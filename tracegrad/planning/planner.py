@@ -56,14 +56,14 @@ _FLOPS, _KEPT, _FROM, _NEAR, _HELD = 0, 1, slice(2, 5), 5, 6
 class Planner:
     def __init__(self, model: MemoryModel):
         self.model = model
-        self._tokens = _tokens(model)
+        self._tokens = _number_equal_operations(model)
 
     def find(self, budget: int) -> list[Segment] | None:
         """Returns the plan with the least extra FLOPs whose peak is within `budget` bytes, or None.
         Of plans with equal FLOPs, the planner prefers the plan that keeps least, then the plan
         whose recomputed segments stay farthest below the budget, since XLA may hold more for any
         segment."""
-        at = self._labels(budget)
+        at = self._compute_labels(budget)
         if not len(at[-1]):
             return None
         segments, i, row = list[Segment](), len(self._cuts) - 1, 0  # row 0 costs the least
@@ -79,10 +79,12 @@ class Planner:
         peak with everything kept. This is enough: XLA's bytes differ by some per cent anyway."""
         peak = keep_all(self.model).peak
         budgets = range(0, peak, max(1, peak // 5000))
-        lowest = bisect.bisect_left(budgets, True, key=lambda size: len(self._labels(size)[-1]) > 0)
+        lowest = bisect.bisect_left(
+            budgets, True, key=lambda size: len(self._compute_labels(size)[-1]) > 0
+        )
         return budgets[lowest] if lowest < len(budgets) else peak
 
-    def _labels(self, budget: int) -> list[np.ndarray]:
+    def _compute_labels(self, budget: int) -> list[np.ndarray]:
         """Returns the undominated labels of every cut."""
         count = len(self._cuts)
         found = [[np.zeros((int(not i), _HELD + count))] for i in range(count)]
@@ -132,7 +134,7 @@ class Planner:
             if j - i <= TUNING.longest
         ]
         found = {}
-        all_ways = self._ways([(self._cuts[i], self._cuts[j]) for i, j in ends])
+        all_ways = self._find_ways([(self._cuts[i], self._cuts[j]) for i, j in ends])
         for (i, j), ways in zip(ends, all_ways, strict=True):
             start, stop = self._cuts[i], self._cuts[j]
             left = np.repeat(ways.table[:, 3:4], len(self._cuts) + 1, axis=1)
@@ -161,10 +163,10 @@ class Planner:
                 chosen.add(place)
                 for ends in ((first, place), (place, last)):
                     heapq.heappush(pieces, (before[ends[0]] - before[ends[1]], *ends))
-        scans = {i for i in range(stop) if self._steps(i, i + 1)}
+        scans = {i for i in range(stop) if self._step_indices(i, i + 1)}
         return tuple(sorted({0, stop, *chosen, *scans, *(i + 1 for i in scans)}))
 
-    def _ways(self, parts: Sequence[tuple[int, int]]) -> list[_Ways]:
+    def _find_ways(self, parts: Sequence[tuple[int, int]]) -> list[_Ways]:
         """Returns, for each part, the undominated ways to run the part as one segment. Equal parts
         are solved once."""
         keys = [tuple(self._tokens[start:stop]) for start, stop in parts]
@@ -172,19 +174,19 @@ class Planner:
         pieces = [Piece(self.model, start, stop) for start, stop in alike.values()]
         cuts = hulls(list(map(network_of, pieces)), TUNING.save_sets)
         found = {
-            key: self._ways_of(start, stop, piece, saving)
+            key: self._run_ways(start, stop, piece, saving)
             for (key, (start, stop)), piece, saving in zip(alike.items(), pieces, cuts, strict=True)
         }
         return [found[key] for key in keys]
 
-    def _ways_of(self, start: int, stop: int, piece: Piece, cuts: Sequence[SaveSet]) -> _Ways:
+    def _run_ways(self, start: int, stop: int, piece: Piece, cuts: Sequence[SaveSet]) -> _Ways:
         is_fixed = any(self.model.fixed[start:stop])
         ways = [Segment(0, stop - start), *(() if is_fixed else recomputing(piece, cuts))]
         runs = [(way, piece.run(way)) for way in ways]
-        for step in self._steps(start, stop):
+        for step in self._step_indices(start, stop):
             here = Piece(self.model.steps[step], start, stop)
             runs += [(replace(way, step=step), here.run(way)) for way in ways]
-        table = np.array([_costs(local) for _, local in runs], float)
+        table = np.array([_way_costs(local) for _, local in runs], float)
         chosen = pareto(table)
         return _Ways(
             [runs[k][0] for k in chosen],
@@ -192,14 +194,14 @@ class Planner:
             [tuple(piece.left(runs[k][1].stored)) for k in chosen],
         )
 
-    def _steps(self, start: int, stop: int) -> range:
+    def _step_indices(self, start: int, stop: int) -> range:
         """Returns the indices of the model's `steps`, except the first, in which a part may run."""
         count, scans = len(self.model.steps), self.model.steps[-1].scans
         has_scans = any(node in scans for node in self.model.nodes[start:stop])
         return range(1, count if has_scans else 1)
 
 
-def _costs(local: Local) -> list[int]:
+def _way_costs(local: Local) -> list[int]:
     """Returns a row of `_Ways.table`."""
     backward, staying = max(local.backward) - local.unread, local.staying - local.unread
     return [local.flops, max(local.forward), backward, staying]
@@ -232,7 +234,7 @@ def crossing_bytes(model: MemoryModel) -> list[int]:
     return alive((span for span in spans if span[1] >= span[0]), len(model))
 
 
-def _tokens(model: MemoryModel) -> list[int]:
+def _number_equal_operations(model: MemoryModel) -> list[int]:
     """Operations with equal costs, operands and readers get equal numbers."""
     seen: dict[Hashable, int] = {}
     tokens = []

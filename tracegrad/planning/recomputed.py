@@ -152,7 +152,7 @@ def _plan_steps(
             steps[:0] = _make_stretch_region(own, stretch, readers, copied)
         else:
             steps[:0] = own
-    unread = _only_read_as_copies(steps, readers, copied)
+    unread = _find_unread_originals(steps, readers, copied)
     return [step for step in steps if isinstance(step, _Region) or step.node not in unread]
 
 
@@ -162,7 +162,7 @@ def _make_step(node: Node, stretch: Stretch, names: Iterator[str]) -> _Step:
     return _Step(node, stretch.instead.get(node), own, is_saved and stretch.saved[node])
 
 
-def _only_read_as_copies(
+def _find_unread_originals(
     steps: Sequence[_Step | _Region], readers: _Readers, copied: Collection[Node]
 ) -> set[Node]:
     """Returns the copied nodes whose own results no operation reads: only their copies are read."""
@@ -220,7 +220,7 @@ def _make_region(
 ) -> tuple[_Region, list[_Step | _Region]]:
     """Returns the steps as a region, and the steps of which only copies are read, which stay
     outside."""
-    unread = _only_read_as_copies(steps, readers, copied)
+    unread = _find_unread_originals(steps, readers, copied)
     members = [s for s in steps if isinstance(s, _Region) or s.node not in unread]
     outside: list[_Step | _Region] = [s for s in steps if isinstance(s, _Step) and s.node in unread]
     producers = readers.graph.producers
@@ -265,7 +265,7 @@ def _run_step(step: _Step | _Region, values: MutableMapping[Value, Any]) -> None
         results = _run_region(step, [values[value] for value in step.operands])
         if step.left:
             behind = dict(zip(step.outputs, results, strict=True))
-            waited = _barrier()(*(behind[value] for value in step.left))
+            waited = _make_barrier()(*(behind[value] for value in step.left))
             behind.update(zip(step.left, waited, strict=True))
             results = [behind[value] for value in step.outputs]
     else:
@@ -288,11 +288,11 @@ def _run_region(region: _Region, operands: Sequence[Any]) -> list[Any]:
 
     with _jax.standing_for(region.source.info):
         if region.waits:
-            operands = _barrier()(*operands)
+            operands = _make_barrier()(*operands)
         return list(jax.checkpoint(recomputed, policy=region.policy)(*operands))
 
 
-def _barrier() -> Callable[..., list[Any]]:
+def _make_barrier() -> Callable[..., list[Any]]:
     barrier: Callable[..., Sequence[Any]] = jax.lax.optimization_barrier
 
     @jax.custom_jvp

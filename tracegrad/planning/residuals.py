@@ -48,7 +48,7 @@ class NodeResiduals:
         """`active` and `outputs` have the positions of the operands and of the results that get a
         cotangent. Raises ValueError, with the node and its line, for a node without a reverse-mode
         derivative."""
-        key = (self._key(node), tuple(active), tuple(outputs))
+        key = (self._node_key(node), tuple(active), tuple(outputs))
         if key not in self._known:
             try:
                 self._known[key] = _ask_jax(node, active, outputs)
@@ -62,7 +62,7 @@ class NodeResiduals:
                 ) from error
         return self._known[key]
 
-    def _key(self, node: Node) -> Hashable:
+    def _node_key(self, node: Node) -> Hashable:
         types = tuple(str(v.aval) for v in node.inputs)
         params = []
         for name, value in node.params.items():
@@ -130,7 +130,7 @@ def residuals_of(
                 continue
             pending += [v for v in equation.invars if not hasattr(v, "val")]
             if _contains_operation(equation, operations.COMPARISONS):
-                origins = _origins(equation, producer, result)
+                origins = _find_origins(equation, producer, result)
                 compares |= not (origins.isdisjoint(result) or origins.isdisjoint(operand))
     return Residuals(
         operands=tuple(sorted({operand[v] for v in reads if v in operand})),
@@ -150,7 +150,7 @@ def _contains_operation(equation: Any, names: Collection[str]) -> bool:
     )
 
 
-def _origins(equation: Any, producer: Mapping[Any, Any], result: Collection[Any]) -> set[Any]:
+def _find_origins(equation: Any, producer: Mapping[Any, Any], result: Collection[Any]) -> set[Any]:
     """Returns results, operands and constants."""
     found, seen, pending = set[Any](), set[Any](), [*equation.invars]
     while pending:

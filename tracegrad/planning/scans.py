@@ -65,7 +65,7 @@ def _find_scan_ways(scan: Node, around: MemoryModel, count: int) -> list[ScanWay
     """Returns the undominated ways: no other way has fewer bytes and fewer FLOPs. The bytes are the
     bytes that all `count` such scans keep, plus the bytes that the backward pass of one scan
     needs."""
-    found = list(_options(scan, around))
+    found = list(_scan_options(scan, around))
     flops = np.array([option.flops for option in found], float)
     size = np.array([count * option.kept + option.working for option in found], float)
     best = [found[k] for k in frontier(flops, size, TUNING.scan_options)]
@@ -92,7 +92,7 @@ class _Option(NamedTuple):
     name: str
 
 
-def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
+def _scan_options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
     """Yields the ways to run a scan: the scans inside the body keep less; each iteration is
     recomputed except for a save set; some iterations have one save set and some another; or
     iterations are grouped."""
@@ -133,7 +133,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         (cuts,) = hulls([network_of(piece)], TUNING.save_sets)
         ways = [Segment(0, len(body)), *recomputing(piece, cuts)]
         runs = [(way, piece.run(way)) for way in ways]
-        for turn in _turns(runs, length if is_on_one else 1):
+        for turn in _mix_neighbours(runs, length if is_on_one else 1):
             first, _ = turn[0]
             if not (step or first.recompute):
                 continue  # this way is the unchanged scan
@@ -160,7 +160,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
             )
 
 
-def _turns(
+def _mix_neighbours(
     runs: Sequence[tuple[Segment, Local]], length: int
 ) -> Iterator[list[tuple[Segment, Local]]]:
     """Yields each way for all iterations, and mixtures of each two neighbouring ways. Without

@@ -137,7 +137,7 @@ def _describe_line(node: Node) -> str:
 
 
 def _describe_unsplittable(graph: Graph) -> str:
-    """Returns "" if the largest such node computes at most half of the program's bytes."""
+    """Returns "" if no unsplittable node computes more than half of the program's bytes."""
     known: dict[Graph, int] = {}
     computed = {node: _bytes_computed(node, known) for node in graph.nodes}
     unsplittable = [node for node in computed if _cannot_be_split(node)]

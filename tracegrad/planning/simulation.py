@@ -112,7 +112,7 @@ class Piece:
         piece."""
         # Recomputation includes every operation with `extra` bytes, so saving it is useless.
         saved = {v for v in way.saved if not self.extra[v]}
-        ran = self._recomputed(saved) if way.recompute else set()
+        ran = self._find_recomputed(saved) if way.recompute else set()
         again = tuple(sorted(ran))
         needs = self.needs if way.recompute else self.needs_kept
         reads = [0] * len(self.sizes)
@@ -126,7 +126,7 @@ class Piece:
         live = size + made if way.recompute else staying
         late = self._late(ran)
         lates = [{}, late] if late else [{}]
-        backward = [self._backward(again, late, needs, reads.copy(), live) for late in lates]
+        backward = [self._backward_peaks(again, late, needs, reads.copy(), live) for late in lates]
         best = min(range(len(lates)), key=lambda k: max(backward[k]))
         return Local(
             flops=self.again + sum([self.flops[i] for i in again]),
@@ -135,11 +135,11 @@ class Piece:
             stored=stored,
             staying=staying,
             unread=sum(unread) if way.recompute else self.unread_kept,
-            forward=self._forward(stored, way.recompute),
+            forward=self._forward_peaks(stored, way.recompute),
             backward=backward[best],
         )
 
-    def _recomputed(self, saved: AbstractSet[int]) -> set[int]:
+    def _find_recomputed(self, saved: AbstractSet[int]) -> set[int]:
         """Returns the operations to recompute: the operations with `extra` bytes; the values that
         the backward pass reads and that are not in `saved`; and the values that these need."""
         again: set[int] = set()
@@ -169,7 +169,7 @@ class Piece:
                 late[v] = reader
         return late
 
-    def _backward(
+    def _backward_peaks(
         self,
         again: Sequence[int],
         late: Mapping[int, int],
@@ -211,7 +211,7 @@ class Piece:
             live -= extra[step] + beside[step]
         return tuple(peaks)
 
-    def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
+    def _forward_peaks(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
         sizes, freed = self.sizes, [0] * len(self.sizes)
         for v, at in enumerate(self._last):
             freed[at] += 0 if self.leaves[v] or v in stored else sizes[v]

@@ -136,7 +136,7 @@ def matches_of(
     matches = [left for m in where.look(graph).matches if (left := _strip_rule_identities(m))]
     if gradients:
         matches = [m for m in matches if not (is_under_rules(m) or is_of_nothing(m))]
-    scans_of = functools.cache(_differentiated_scans)  # looks at each region once
+    scans_of = functools.cache(_find_differentiated_scans)  # looks at each region once
     for match in matches:
         if match.path:
             _refuse_inside_of_rules(match, asked)
@@ -195,8 +195,8 @@ def refuse_differentiated(match: Occurrence, rule: object, of_loss: str = _OF_LO
     `of_loss` is the code of the function to differentiate instead, for the message."""
     for node in match.steps:
         if _is_differentiated(node):
-            raise _differentiated_already(match, rule, node, of_loss)
-        if _is_of_jet(node):
+            raise _differentiated_already_error(match, rule, node, of_loss)
+        if _is_made_by_jet(node):
             raise GraphError(
                 f"{rule!r}: {match} lies in a function of which jax.experimental.jet takes the "
                 "Taylor coefficients, by JAX's own derivatives: rules and custom gradients do "
@@ -204,13 +204,13 @@ def refuse_differentiated(match: Occurrence, rule: object, of_loss: str = _OF_LO
             )
 
 
-def _differentiated_already(
+def _differentiated_already_error(
     match: Occurrence, rule: object, node: Node, of_loss: str = _OF_LOSS
 ) -> GraphError:
     return GraphError(
         f"{rule!r}: {match} lies in code that JAX has differentiated already"
-        f"{_grad_place(node)}, where an edit of gradients would do nothing. The rules of an "
-        "enclosing trace reach tracegrad.grad, and jax.grad and the like where they are "
+        f"{_describe_grad_call(node)}, where an edit of gradients would do nothing. The rules of "
+        "an enclosing trace reach tracegrad.grad, and jax.grad and the like where they are "
         "looked up in jax while it runs (`import jax` rather than `from jax import grad`), "
         "for derivatives that are made inside of the traced function (call "
         "`jax.value_and_grad(loss)` or `nnx.value_and_grad(loss)` in the step). Or give the rule "
@@ -223,7 +223,7 @@ def _is_differentiated(node: Node) -> bool:
     return "jvp" in scopes.transformations(scopes.around(node))
 
 
-def _is_of_jet(node: Node) -> bool:
+def _is_made_by_jet(node: Node) -> bool:
     """`jax.experimental.jet` leaves no mark in scopes, so the files of the node's frames decide."""
     jet = sys.modules.get("jax.experimental.jet")
     return jet is not None and any(
@@ -231,7 +231,7 @@ def _is_of_jet(node: Node) -> bool:
     )
 
 
-def _differentiated_scans(region: Graph) -> list[Node]:
+def _find_differentiated_scans(region: Graph) -> list[Node]:
     return [n for n in region.nodes if n.primitive is _jax.SCAN and _is_differentiated(n)]
 
 
@@ -255,7 +255,7 @@ def _refuse_moved(
                 bodies = [below for body in each.regions.values() for below in body.regions_below]
                 sources = {body.function_source for body in bodies}
                 if any(was_called_by(step, s) for step in match.steps[depth:] for s in sources):
-                    raise _differentiated_already(match, rule, each)
+                    raise _differentiated_already_error(match, rule, each)
             elif not (_is_differentiated(each) or used.isdisjoint(each.operands)):
                 used.update(each.outputs)
 
@@ -265,7 +265,7 @@ _JAX_API = inspect.unwrap(_jax.grad).__code__.co_filename
 _TRANSFORMS = {"grad", "value_and_grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"}
 
 
-def _grad_place(node: Node) -> str:
+def _describe_grad_call(node: Node) -> str:
     """Returns the innermost call of `jax.grad` or the like in the user's code, as text."""
     name = ""
     for frame in _jax.frames(node.source.info):

@@ -70,12 +70,12 @@ def _find_vjp_rules(graph: Graph, path: Path) -> Iterator[Occurrence]:
         if isinstance(node, CustomGradient):
             if node.kind == "vjp":
                 yield found
-        elif _jax.CUSTOM_VJP.name in _operations(node):
+        elif _jax.CUSTOM_VJP.name in _region_operations(node):
             for name, region in node.regions.items():
                 yield from _find_vjp_rules(region, found.into(name))
 
 
-def _operations(node: Node) -> set[str]:
+def _region_operations(node: Node) -> set[str]:
     return {op for region in node.regions.values() for op in region.operations}
 
 
@@ -97,7 +97,7 @@ def _make_jvp_rule(found: Occurrence, primal_region: Graph) -> Any:
     ) -> tuple[list[Any], list[Any]]:
         # With respect to the active inputs only: a rule may raise for the others.
         _require_unchecked_axes(found)
-        with _transposing(found):
+        with _forbid_endless_transposes(found):
             passes = _trace_passes(original, primals, active)
             _require_linear(passes, found)
             outs, residuals = passes.forward(primals)
@@ -123,7 +123,7 @@ _MOST_IN_ITSELF = 4
 
 
 @contextmanager
-def _transposing(found: Occurrence) -> Iterator[None]:
+def _forbid_endless_transposes(found: Occurrence) -> Iterator[None]:
     """While this context is open, the backward pass of a custom gradient is transposed. Raises
     ValueError for an endless recursion: the backward pass of a solver calls the solver with the
     cotangent, so its transpose needs the solver's transpose again."""

@@ -50,10 +50,10 @@ def may_make_nan(found: Occurrence) -> bool:
     not constant. Operations with bounded derivatives are excluded, and so are nodes inside a custom
     gradient or a solve, since these nodes are not differentiated.
     """
-    return found.rule_around is None and _is_concerned(found.node)
+    return found.rule_around is None and _may_multiply_zeros(found.node)
 
 
-def _is_concerned(node: Node) -> bool:
+def _may_multiply_zeros(node: Node) -> bool:
     if isinstance(node, CustomGradient):
         first = node.closed_over  # what the function closes over has no gradient
         own = [v for i, v in enumerate(node.inputs) if isinstance(v, Value) and i >= first]
@@ -109,8 +109,8 @@ def keeping_zeros(every: bool) -> Callable[..., list[Any]]:
 
     def replacement(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
-        return _with_zeros_kept(_run_on_values(node), node.name, every)(
-            *_without_literals(node, operands)
+        return _attach_zero_keeping_gradient(_run_on_values(node), node.name, every)(
+            *_drop_literals(node, operands)
         )
 
     return replacement
@@ -121,7 +121,7 @@ def keeps_zeros(node: CustomGradient) -> bool:
     return file_of_primal(node) == __file__
 
 
-def _with_zeros_kept(run: Run, name: str, every: bool) -> Run:
+def _attach_zero_keeping_gradient(run: Run, name: str, every: bool) -> Run:
     def primal(*operands: Any) -> list[Any]:
         return run(*operands)
 
@@ -161,7 +161,9 @@ def _keep_zeros_in(graph: Graph, cotangents: Sequence[Any], every: bool) -> Grap
     rewrites the products of a cotangent and a factor, and gives custom gradients to the operations
     that compute factors."""
     count = len(graph.inputs)
-    found = dict(_find_factors(graph, range(count - len(cotangents), count), (), _is_concerned))
+    found = dict(
+        _find_factors(graph, range(count - len(cotangents), count), (), _may_multiply_zeros)
+    )
 
     def replacement(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
@@ -171,7 +173,7 @@ def _keep_zeros_in(graph: Graph, cotangents: Sequence[Any], every: bool) -> Grap
                 run = _keep_zeros_in_contraction(run, position, node.name, every)
             else:
                 run = _keep_zeros_in_product(run, position, every)
-        return _with_zeros_kept(run, node.name, every)(*_without_literals(node, operands))
+        return _attach_zero_keeping_gradient(run, node.name, every)(*_drop_literals(node, operands))
 
     return around_each(graph, list(found), replacement, depends_on=found.__getitem__).graph
 
@@ -211,7 +213,7 @@ def _keep_zeros_in_contraction(run: Run, position: int, name: str, every: bool) 
             count = contracted((ct != 0).astype(ct.dtype), is_bad.astype(factor.dtype))
             # The contraction's own derivatives keep zeros, too: `where` selects only some of its
             # elements.
-            as_it_is = contracted(ct, factor, _with_zeros_kept(run, name, every))
+            as_it_is = contracted(ct, factor, _attach_zero_keeping_gradient(run, name, every))
             return jnp.where(count != 0, as_it_is, kept)
 
         # Most factors are finite, and the plain contraction takes a third of the time.
@@ -257,5 +259,5 @@ def _run_on_values(node: Node) -> Run:
     return run
 
 
-def _without_literals(node: Node, operands: Sequence[Any]) -> list[Any]:
+def _drop_literals(node: Node, operands: Sequence[Any]) -> list[Any]:
     return [x for v, x in zip(node.inputs, operands, strict=True) if isinstance(v, Value)]

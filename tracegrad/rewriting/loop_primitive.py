@@ -49,7 +49,7 @@ def _run_with_ours(program: Any, args: Sequence[Any], ours: Mapping[str, Any]) -
     return list(jax.core.eval_jaxpr(edited, _jax.constants_of(program), *args))
 
 
-def _trace(run: Callable[..., Any], args: Any) -> Any:
+def _trace_afresh(run: Callable[..., Any], args: Any) -> Any:
     # A fresh function: JAX caches traces by the identity of the function.
     return jax.make_jaxpr(lambda *args: run(*args))(*jax.tree.map(jax.typeof, args))
 
@@ -68,7 +68,7 @@ def checkpointed_while_loop(
         final = lax.while_loop(condition, body, jax.tree.unflatten(tree, leaves))
         return jax.tree.leaves(final)
 
-    return jax.tree.unflatten(tree, _run_with_ours(_trace(run, leaves), leaves, ours))
+    return jax.tree.unflatten(tree, _run_with_ours(_trace_afresh(run, leaves), leaves, ours))
 
 
 # ------------------------------------------------------------------- rules made from JAX's own
@@ -90,7 +90,7 @@ def batch_loop(axis: Any, args: Any, places: Any, **params: Any) -> Any:
         outs, found[:] = batching.fancy_primitive_batchers[WHILE](axis, args, places, **own)
         return outs
 
-    program = _trace(run, args)
+    program = _trace_afresh(run, args)
     return _run_with_ours(program, args, ours), found
 
 
@@ -110,7 +110,7 @@ def differentiate_forward(primals: Any, tangents: Any, **params: Any) -> Any:
         return outs, [tangent for tangent in made if type(tangent) is not ad.Zero]
 
     given = [tangents[i] for i in moving]
-    program = _trace(run, (list(primals), given))
+    program = _trace_afresh(run, (list(primals), given))
     results = _run_with_ours(program, [*primals, *given], ours)
     flowing = iter(results[len(found) :])
     outs = [out if type(out) is ad.Zero else next(flowing) for out in found]

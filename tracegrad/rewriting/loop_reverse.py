@@ -49,7 +49,7 @@ def bind_checkpointed_while(operands: Sequence[Any], params: Mapping[str, Any]) 
     return _jax.bind(CHECKPOINTED_WHILE, operands, params)
 
 
-def _known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> Any:
+def _find_known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> Any:
     """Returns the parameters of the known part of a loop, and which operands the known part omits.
 
     The known part computes all values that do not depend on the unknown operands. It omits these
@@ -72,7 +72,7 @@ def _linearise(trace: Any, *tracers: Any, **params: Any) -> Any:
     unknown = [not tracer.is_known() for tracer in tracers]
     avals = [tracer.aval for tracer in tracers]
     linear = all(_jax.is_inexact(a.dtype) for a, u in zip(avals, unknown, strict=True) if u)
-    parts = _known_part(own, avals, unknown) if linear and not all(unknown) else None
+    parts = _find_known_part(own, avals, unknown) if linear and not all(unknown) else None
     if parts is None:
         return trace.default_process_primitive(CHECKPOINTED_WHILE, tracers, params)
     known, unknown = parts
@@ -81,17 +81,17 @@ def _linearise(trace: Any, *tracers: Any, **params: Any) -> Any:
     tangents = trace.default_process_primitive(
         _LINEAR, [*kept, *tracers], {**params, "unknown": tuple(unknown), "kept": len(kept)}
     )
-    return _merge(_split(own, unknown)[2], outs, tangents)
+    return _merge(_split_operands(own, unknown)[2], outs, tangents)
 
 
 def _merge(choose: Sequence[bool], no: Sequence[Any], yes: Sequence[Any]) -> list[Any]:
     if len(choose) != len(no) + len(yes):
-        raise AssertionError("as many as are chosen from")
+        raise AssertionError("`choose` has one entry for each entry of `no` and `yes`")
     a, b = iter(no), iter(yes)
     return [next(b) if chosen else next(a) for chosen in choose]
 
 
-def _split(params: Mapping[str, Any], args: Sequence[Any]) -> tuple[Any, Any, Any]:
+def _split_operands(params: Mapping[str, Any], args: Sequence[Any]) -> tuple[Any, Any, Any]:
     first = params["cond_nconsts"]
     last = first + params["body_nconsts"]
     return list(args[:first]), list(args[first:last]), list(args[last:])
@@ -107,10 +107,10 @@ def _run_and_record(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[
             "backward pass, where it would happen once more. Take it out of the loop; "
             "jax.debug.print (without ordered=True) may stay, and prints again"
         )
-    *_, init = _split(params, args)
-    going, step = _condition_and_body(params, args)
+    *_, init = _split_operands(params, args)
+    going, step = _make_condition_and_body(params, args)
     places = ours["checkpoints"] + 1
-    fit = _states_fit_for_a_step(init, going)
+    fit = _replace_states_without_step(init, going)
 
     def one_step(carry: Any) -> Any:
         position, live, end, state = carry
@@ -120,8 +120,8 @@ def _run_and_record(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[
     def stretch(carry: Any) -> Any:
         position, live, state, level, positions, states = carry
         place = schedule.place_of_state(position, places, jnp)
-        (positions,) = _put([positions], place, [position])
-        states = _put(states, place, state)
+        (positions,) = _put_state([positions], place, [position])
+        states = _put_state(states, place, state)
         end, level = schedule.next_to_keep(position, level, places, jnp)
         position, live, _, state = checkpointed_while_loop(
             lambda c: jnp.any(c[1]) & (c[0] < c[2]), one_step, (position, live, end, state), ours
@@ -147,14 +147,14 @@ def _replay_backward(
       args: the operands of the whole loop; the unknown operands are ignored.
       own: the parameters of the whole loop.
     """
-    params, _ = _known_part(own, [_aval(arg) for arg in args], unknown)
+    params, _ = _find_known_part(own, [_aval(arg) for arg in args], unknown)
     known = [arg for arg, u in zip(args, unknown, strict=True) if not u]
-    going, step = _condition_and_body(params, known)
+    going, step = _make_condition_and_body(params, known)
     steps, level, positions, *states = kept
     slots = ours["checkpoints"]
     reaches = schedule.reaches(slots)
-    _, of_body, _ = _split(own, args)
-    _, moving, flowing = _split(own, unknown)
+    _, of_body, _ = _split_operands(own, args)
+    _, moving, flowing = _split_operands(own, unknown)
     constants = [arg for arg, u in zip(of_body, moving, strict=True) if not u]
     sums = [
         ad.instantiate_zeros(ad.Zero(_aval(arg)))
@@ -162,7 +162,7 @@ def _replay_backward(
         if u
     ]
 
-    fit = _states_fit_for_a_step(_take(states, 0), going)
+    fit = _replace_states_without_step(_take_state(states, 0), going)
 
     def back_through(state: Any, sums: Any, cotangents: Any) -> Any:
         def tangents(given: Any, carried: Any) -> Any:
@@ -186,23 +186,23 @@ def _replay_backward(
         top, places, stack, end = carry
         position = places[top]
         after = position + schedule.steps_to_next(end - position, slots - 1 - top, reaches, jnp)
-        start = (position, after, _take(stack, top))
+        start = (position, after, _take_state(stack, top))
         *_, state = checkpointed_while_loop(lambda c: c[0] < c[1], forward, start, ours)
-        return top + 1, places.at[top + 1].set(after), _put(stack, top + 1, state), end
+        return top + 1, places.at[top + 1].set(after), _put_state(stack, top + 1, state), end
 
     def back_one(carry: Any) -> Any:
         top, places, stack, end, start, sums, cotangents = carry
         top, places, stack, _ = checkpointed_while_loop(
             lambda c: c[1][c[0]] < c[3] - 1, advance, (top, places, stack, end), ours
         )
-        sums, cotangents = back_through(_take(stack, top), sums, cotangents)
+        sums, cotangents = back_through(_take_state(stack, top), sums, cotangents)
         return jnp.maximum(top - 1, 0), places, stack, end - 1, start, sums, cotangents
 
     def back_stretch(carry: Any) -> Any:
         end, places, stack, sums, cotangents = carry
         start = schedule.last_before(end, level, positions, jnp)
-        base = _take(states, schedule.place_of_state(start, len(positions), jnp))
-        places, stack = places.at[0].set(start), _put(stack, 0, base)
+        base = _take_state(states, schedule.place_of_state(start, len(positions), jnp))
+        places, stack = places.at[0].set(start), _put_state(stack, 0, base)
         inner = (jnp.int32(0), places, stack, end, start, sums, cotangents)
         _, places, stack, end, _, sums, cotangents = checkpointed_while_loop(
             lambda c: c[3] > c[4], back_one, inner, ours
@@ -210,16 +210,16 @@ def _replay_backward(
         return end, places, stack, sums, cotangents
 
     # One place more than slots, for the state that is differentiated when no slot is free.
-    stack = [lax.broadcast(one, (slots + 1,)) for one in _take(states, 0)]
+    stack = [lax.broadcast(one, (slots + 1,)) for one in _take_state(states, 0)]
     carry = (steps, jnp.zeros(slots + 1, jnp.int32), stack, sums, list(cotangents))
     *_, sums, cotangents = checkpointed_while_loop(lambda c: c[0] > 0, back_stretch, carry, ours)
     return [*sums, *cotangents]
 
 
-def _condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
+def _make_condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
     """Returns two functions of a state: whether the loop goes on (in a batch: for each element),
     and the next state."""
-    of_condition, of_body, _ = _split(params, args)
+    of_condition, of_body, _ = _split_operands(params, args)
 
     def going(state: Any) -> Any:
         return _jax.eval_program(params["cond_jaxpr"], [*of_condition, *state])[0]
@@ -249,7 +249,7 @@ def _step_live(step: Any, live: Any, state: Sequence[Any], fit: Sequence[Any]) -
     return _select_live(live, step(_select_live(live, state, fit)), state)
 
 
-def _states_fit_for_a_step(init: Sequence[Any], going: Any) -> list[Any]:
+def _replace_states_without_step(init: Sequence[Any], going: Any) -> list[Any]:
     """Returns the first states of a batch; a state that takes no step is replaced by a state that
     does."""
     live = going(init)
@@ -261,14 +261,14 @@ def _states_fit_for_a_step(init: Sequence[Any], going: Any) -> list[Any]:
     return _select_live(live, init, [lax.broadcast(each, live.shape) for each in some])
 
 
-def _put(places: Sequence[Any], slot: Any, state: Sequence[Any]) -> list[Any]:
+def _put_state(places: Sequence[Any], slot: Any, state: Sequence[Any]) -> list[Any]:
     return [
         lax.dynamic_update_index_in_dim(all_, one, slot, 0)
         for all_, one in zip(places, state, strict=True)
     ]
 
 
-def _take(places: Sequence[Any], slot: Any) -> list[Any]:
+def _take_state(places: Sequence[Any], slot: Any) -> list[Any]:
     return [lax.dynamic_index_in_dim(all_, slot, 0, keepdims=False) for all_ in places]
 
 
@@ -280,13 +280,13 @@ def _transpose_loop(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
     """Transposes a loop that is linear in the unknown operands; runs it now to keep its states."""
     own, ours = split_params(params)
     unknown = [ad.is_undefined_primal(arg) for arg in args]
-    parts = _known_part(own, [_aval(arg) for arg in args], unknown)
+    parts = _find_known_part(own, [_aval(arg) for arg in args], unknown)
     if parts is None:
         raise ValueError(f"{ours['place']} is not linear in the operands of its transpose")
     known, unknown = parts
     _, kept = _run_and_record([a for a, u in zip(args, unknown, strict=True) if not u], known, ours)
-    given = [ct for ct, u in zip(cotangents, _split(own, unknown)[2], strict=True) if u]
-    return _cotangents(given, kept, args, unknown, own, ours)
+    given = [ct for ct, u in zip(cotangents, _split_operands(own, unknown)[2], strict=True) if u]
+    return _operand_cotangents(given, kept, args, unknown, own, ours)
 
 
 def _loop_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -296,11 +296,13 @@ def _loop_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 def _transpose_linear(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
     own, ours = _loop_params(params)
     kept, args = args[: params["kept"]], args[params["kept"] :]
-    found = _cotangents(cotangents, kept, args, params["unknown"], own, ours)
+    found = _operand_cotangents(cotangents, kept, args, params["unknown"], own, ours)
     return [*[None] * len(kept), *found]
 
 
-def _cotangents(cts: Any, kept: Any, args: Any, unknown: Any, own: Any, ours: Any) -> list[Any]:
+def _operand_cotangents(
+    cts: Any, kept: Any, args: Any, unknown: Any, own: Any, ours: Any
+) -> list[Any]:
     given = [ad.instantiate_zeros(ct) for ct in cts]
     flowing = iter(_replay_backward(kept, args, unknown, own, ours, given))
     found = [next(flowing) if u else None for u in unknown]
@@ -308,7 +310,7 @@ def _cotangents(cts: Any, kept: Any, args: Any, unknown: Any, own: Any, ours: An
 
 
 def _unknown_results(results: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    *_, unknown_outs = _split(params, params["unknown"])
+    *_, unknown_outs = _split_operands(params, params["unknown"])
     return [result for result, u in zip(results, unknown_outs, strict=True) if u]
 
 

@@ -105,10 +105,14 @@ class MatchRule:
     def __repr__(self) -> str:
         room = "" if self.name == "edit" else "rules."
         if self.text is not None or self.made_by is None:
-            return f"{room}{self.name}({_text_of(self.where) if self.text is None else self.text})"
+            argument = _describe_argument(self.where) if self.text is None else self.text
+            return f"{room}{self.name}({argument})"
         where, *_ = parameters = inspect.signature(self.made_by.func).parameters
         given = {**dict(zip(parameters, self.made_by.args, strict=False)), **self.made_by.keywords}
-        texts = [f"{'' if name == where else f'{name}='}{_text_of(x)}" for name, x in given.items()]
+        texts = [
+            f"{'' if name == where else f'{name}='}{_describe_argument(x)}"
+            for name, x in given.items()
+        ]
         return f"{room}{self.name}({', '.join(texts)})"
 
 
@@ -131,7 +135,7 @@ def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
     return shown
 
 
-def _text_of(argument: object) -> str:
+def _describe_argument(argument: object) -> str:
     if isinstance(argument, Selector):
         return repr(argument)
     if isinstance(argument, jax.Array | np.ndarray):

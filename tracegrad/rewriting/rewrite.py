@@ -43,18 +43,18 @@ class RewrittenFunction:
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """Returns the graph for arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
-        return self._traced(self._take(args, kwargs))
+        return self._trace_with_rules(self._take(args, kwargs))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         call = self._take(args, kwargs)
-        program = self._traced(call)
+        program = self._trace_with_rules(call)
         try:
             return call_traced(program, call)
         except Exception as error:
             explain_rule(error, lambda: program)
             raise
 
-    def _traced(self, call: Call) -> Graph:
+    def _trace_with_rules(self, call: Call) -> Graph:
         def trace() -> Graph:
             return trace_to_graph(self.__wrapped__, call, self._static)
 

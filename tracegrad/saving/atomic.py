@@ -47,14 +47,14 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
         ['greeting']
     """
     given = os.fsdecode(path)
-    with _named(given):
+    with _name_file_in_errors(given):
         target = os.path.realpath(given)
-        mode = _mode_of_existing(target)
+        mode = _read_mode(target)
         folder = os.path.dirname(target)
         own = os.path.join(folder, f"{PREFIX}{secrets.token_hex(8)}{SUFFIX}")
         os.mkdir(own)
     try:
-        with _named(given, own):
+        with _name_file_in_errors(given, own):
             partial = os.path.join(own, "file")
             with open(partial, "xb"):  # the block may replace it by a file with other permissions
                 mode = mode or stat.S_IMODE(os.stat(partial).st_mode)
@@ -68,7 +68,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     _sync_folder(folder, given)
 
 
-def _mode_of_existing(target: str) -> int | None:
+def _read_mode(target: str) -> int | None:
     """Raises OSError if `target` is not a regular file, or if its folder does not exist."""
     try:
         existing = os.stat(target)
@@ -87,7 +87,7 @@ def _mode_of_existing(target: str) -> int | None:
 
 
 @contextlib.contextmanager
-def _named(path: str, own: str | None = None) -> Iterator[None]:
+def _name_file_in_errors(path: str, own: str | None = None) -> Iterator[None]:
     """Makes `path` the file name of an OSError that has no file name, or the name of a file in the
     folder `own`; without `own`, of every OSError."""
     try:

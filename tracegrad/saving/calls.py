@@ -45,7 +45,7 @@ def differentiable(
 
     # `jax.export` has no rule for `jax.vmap`: the program runs for one element after the other.
     one_by_one: Any = jax.custom_batching.sequential_vmap
-    run = one_by_one(_flat(exported[program.array]))
+    run = one_by_one(_flatten_call(exported[program.array]))
     value = None if program.value is None else below(program.value)
     gradients = {
         gradient.results: (gradient, below(gradient.program)) for gradient in program.gradients
@@ -75,7 +75,7 @@ def differentiable(
         for results in _choose_gradient_programs(program, chosen):
             gradient, pull_back = gradients[results]
             given = [_instantiate_zeros(cotangents[j]) for j in results]
-            connected = _connected_operands(program, chosen, gradient)
+            connected = _find_connected_operands(program, chosen, gradient)
             for i, part in zip(gradient.operands, pull_back(*inputs, *given), strict=True):
                 if i in connected:
                     found[i] = part if found[i] is None else found[i] + part
@@ -91,7 +91,7 @@ def differentiable(
     return alike
 
 
-def _flat(exported: Any) -> Flat:
+def _flatten_call(exported: Any) -> Flat:
     def run(*inputs: Any) -> list[Any]:
         args, _ = jax.tree.unflatten(exported.in_tree, inputs)
         return jax.tree.leaves(exported.call(*args))
@@ -120,7 +120,7 @@ def _choose_gradient_programs(program: Program, chosen: Sequence[int]) -> list[t
     return [(j,) for j in wanted]
 
 
-def _connected_operands(program: Program, chosen: Sequence[int], called: Gradient) -> set[int]:
+def _find_connected_operands(program: Program, chosen: Sequence[int], called: Gradient) -> set[int]:
     """Returns the operands that some result in `chosen` depends on. Unknown without single
     programs: all."""
     single = [

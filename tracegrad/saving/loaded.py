@@ -149,14 +149,14 @@ class LoadedFunction(HasVariables):
         return self._record, self._contents
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        arguments = self._arguments(args, kwargs)
+        arguments = self._bind_arguments(args, kwargs)
         results = self._run(arguments, [variable.value for variable in self.reads])
         result, assigned = jax.tree.unflatten(self._out_tree, results)
         for variable, value in zip(self.assigns, assigned, strict=True):
             variable.assign(value)
         return result if self._returns_plain else original_form(result)
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if not kwargs and self._is_simple and len(args) == len(self.signature.parameters):
             return args
         try:

@@ -52,7 +52,7 @@ class ModuleVariables:
         @functools.wraps(fun, updated=())
         def function(*args: Any, **kwargs: Any) -> Any:
             graphdef, state = nnx().split(module)
-            variables, structure = self._variables(module, state)
+            variables, structure = self._make_variables(module, state)
             before = [_value_or_zeros(v, unused) for v in variables]
             copy = nnx().merge(graphdef, jax.tree.unflatten(structure, before))
             result = of(copy)(*args, **kwargs)
@@ -76,10 +76,10 @@ class ModuleVariables:
         layers."""
         own = {variable for _, variable in self._known.values()}
         inputs = traced.inputs[len(traced.inputs) - len(traced.variables) :]
-        used = _used_values(traced, {}) if own else set()
+        used = _find_used_values(traced, {}) if own else set()
         return {v for v, value in zip(traced.variables, inputs) if v in own and value not in used}
 
-    def _variables(self, module: Any, state: Any) -> tuple[list[Any], Any]:
+    def _make_variables(self, module: Any, state: Any) -> tuple[list[Any], Any]:
         """Returns the leaves and the structure of a module's state, with Variables for the
         arrays."""
         originals = {
@@ -96,10 +96,12 @@ class ModuleVariables:
                 found += arrays
                 continue
             name = path_name(path)
-            found += [self._variable(original, i, name, array) for i, array in enumerate(arrays)]
+            found += [
+                self._make_variable(original, i, name, array) for i, array in enumerate(arrays)
+            ]
         return found, jax.tree.structure(state)
 
-    def _variable(self, original: Any, place: int, name: str, array: Any) -> Variable:
+    def _make_variable(self, original: Any, place: int, name: str, array: Any) -> Variable:
         key = id(original), place
         if key not in self._known:
             variable = Variable(array, trainable=False, name=name)
@@ -109,7 +111,7 @@ class ModuleVariables:
         return self._known[key][1]
 
 
-def _used_values(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
+def _find_used_values(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
     """Returns the values that an operation uses or that the graph returns. A jitted call uses an
     operand only if its region does. `known` caches the answers for regions, which many calls may
     share."""
@@ -119,7 +121,7 @@ def _used_values(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
     for node in graph.nodes:
         if node.primitive is _jax.JIT:
             region = node.region("jaxpr")
-            inside = _used_values(region, known)
+            inside = _find_used_values(region, known)
             pairs = zip(node.inputs, region.inputs, strict=True)
             used.update(v for v, inner in pairs if inner in inside and isinstance(v, Value))
         else:

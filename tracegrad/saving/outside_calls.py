@@ -32,7 +32,7 @@ _OF_XLA = {
 }
 
 
-def _lapack() -> set[str]:
+def _lapack_names() -> set[str]:
     found = set()
     for routine in _LAPACK:
         real, _, complex_ = routine.partition("/")
@@ -41,7 +41,7 @@ def _lapack() -> set[str]:
     return found
 
 
-ALLOWED = frozenset(_lapack() | _GPUS | _TPU | _KERNELS | _OF_XLA)
+ALLOWED = frozenset(_lapack_names() | _GPUS | _TPU | _KERNELS | _OF_XLA)
 """The targets that a saved program may call: the list of `jax.export` without the target for calls
 of TensorFlow."""
 

@@ -78,16 +78,16 @@ class Programs:
         if order == self.order:
             return Program(array)
         refused: tuple[tuple[int, str], ...] = ()
-        active = _floats(source.avals)
+        active = _differentiable_positions(source.avals)
         try:
-            gradients = self._gradients(source, active, size, order, width)
+            gradients = self._export_gradients(source, active, size, order, width)
         except Exception:
             refused = _operands_without_gradient(source, active)
             active = [i for i in active if i not in dict(refused)]
             if not refused or not active:
                 raise
             source = source.fresh()
-            gradients = self._gradients(source, active, size, order, width)
+            gradients = self._export_gradients(source, active, size, order, width)
         value = None
         if _has_rules(source.graph) and active:
             value = self.write(source.value(active), order + 1, width)
@@ -95,11 +95,15 @@ class Programs:
         adds = not any(isinstance(node, CustomGradient) and node.kind == "vjp" for node in nodes)
         return Program(array, gradients, value, refused, adds)
 
-    def _gradients(
+    def _export_gradients(
         self, source: ExportedFunction, active: Sequence[int], size: int, order: int, width: int
     ) -> tuple[Gradient, ...]:
         connected = [set(inputs).intersection(active) for inputs in connections(source.graph)]
-        flowing = [j for j in _floats(source.graph.out_avals[: source.count]) if connected[j]]
+        flowing = [
+            j
+            for j in _differentiable_positions(source.graph.out_avals[: source.count])
+            if connected[j]
+        ]
         choices: list[tuple[int, ...]] = [(j,) for j in flowing]
         if width * len(flowing) > MOST_SINGLE or size * len(flowing) > _MOST_BYTES:
             choices = []
@@ -191,7 +195,7 @@ def export(
     return programs
 
 
-def _floats(avals: Sequence[Any]) -> list[int]:
+def _differentiable_positions(avals: Sequence[Any]) -> list[int]:
     return [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
 
 
@@ -221,19 +225,21 @@ def _operands_without_gradient(
     def why_not(operands: Sequence[int]) -> str | None:
         try:
             fresh = source.fresh()
-            gradient = fresh.gradient(operands, _floats(fresh.graph.out_avals[: source.count]))
+            gradient = fresh.gradient(
+                operands, _differentiable_positions(fresh.graph.out_avals[: source.count])
+            )
             jax.eval_shape(gradient.fun, *gradient.avals)
         except Exception as error:
-            return _without_folders(str(error))
+            return _remove_folders(str(error))
         return None
 
-    if why_not(active) is None:  # the error of `_gradients` had another cause
+    if why_not(active) is None:  # the error of `_export_gradients` had another cause
         return ()
     reasons = {i: why_not([i]) for i in active}
     return tuple((i, why) for i, why in reasons.items() if why is not None)
 
 
-def _without_folders(text: str) -> str:
+def _remove_folders(text: str) -> str:
     """The text is written to the file, which shows no names of folders."""
     return re.sub(r"(?<![\w.])([A-Za-z]:)?[/\\]([^\s/\\:()]+[/\\])+", "", text)
 

@@ -52,7 +52,7 @@ def reason(
         above = source.above
         if above is None:
             return None
-        found = _without_derivative(above.graph)
+        found = _find_without_derivative(above.graph)
         hint = _LOOP if found is not None and found.node.op == "while" else ""
         return (
             f"{what} cannot be saved, because JAX cannot differentiate {found or 'it'}: {error}\n"
@@ -66,14 +66,17 @@ def reason(
     first: dict[Node, Occurrence] = {}
     for occurrence in graph.walk():
         first.setdefault(occurrence.node, occurrence)
-    for fault in (_python_in, functools.partial(_unwritable_in, platforms=platforms)):
+    for fault in (
+        _explain_need_of_python,
+        functools.partial(_explain_unwritable, platforms=platforms),
+    ):
         for occurrence in first.values():
             if (why := fault(occurrence)) is not None:
                 return f"{what} cannot be saved, because of {occurrence}: {why}"
     return None
 
 
-def _python_in(occurrence: Occurrence) -> str | None:
+def _explain_need_of_python(occurrence: Occurrence) -> str | None:
     """Explains why a node needs the Python process that saves."""
     node = occurrence.node
     # A call has only those effects of its operations that leave the call, and not, for example,
@@ -90,7 +93,7 @@ def _python_in(occurrence: Occurrence) -> str | None:
     )
 
 
-def _unwritable_in(occurrence: Occurrence, platforms: Sequence[str] | None) -> str | None:
+def _explain_unwritable(occurrence: Occurrence, platforms: Sequence[str] | None) -> str | None:
     node = occurrence.node
     if node.regions:
         return None
@@ -102,7 +105,7 @@ def _unwritable_in(occurrence: Occurrence, platforms: Sequence[str] | None) -> s
     return None
 
 
-def _without_derivative(graph: Graph) -> Occurrence | None:
+def _find_without_derivative(graph: Graph) -> Occurrence | None:
     """Returns the first operation that JAX cannot differentiate: the innermost, if regions contain
     it. The body of a function with a custom rule is not differentiated, and so not searched."""
     found: Occurrence | None = None

@@ -56,15 +56,15 @@ def variables_of(tree: Any) -> dict[str, Variable]:
                 raise ValueError(f"two Variables of the tree have the same path, {name}")
             found[name] = item
             continue
-        below = list(_named_parts(item))
+        below = list(_iterate_items(item))
         if below:
             seen.add(id(item))
         prefix = f"{path}." if path else ""
-        waiting += [(f"{prefix}{_path_part(name)}", part) for name, part in reversed(below)]
+        waiting += [(f"{prefix}{_key_to_path_part(name)}", part) for name, part in reversed(below)]
     return found
 
 
-def _path_part(name: Any) -> str:
+def _key_to_path_part(name: Any) -> str:
     """Returns the part of a path for a key. Different keys have different parts: ``weight``; ``0``
     for an integer; in quotes, a string that would be ambiguous: ``"0"``, ``"a.b"``."""
     if type(name) is int:
@@ -75,7 +75,7 @@ def _path_part(name: Any) -> str:
     return name if is_plain else json.dumps(name, ensure_ascii=False)
 
 
-def _named_parts(item: Any) -> Iterator[tuple[Any, Any]]:
+def _iterate_items(item: Any) -> Iterator[tuple[Any, Any]]:
     kind: Any = type(item)
     if isinstance(item, Mapping):
         yield from item.items()
@@ -87,11 +87,11 @@ def _named_parts(item: Any) -> Iterator[tuple[Any, Any]]:
         yield from item.variables.items()
     elif not isinstance(item, _CLOSED) and kind.__module__.split(".")[0] not in _CLOSED_PACKAGES:
         # No properties: they compute, and the code of a property may itself call `variables_of`.
-        slots = (slot for base in kind.__mro__ for slot in _slots(base, item))
+        slots = (slot for base in kind.__mro__ for slot in _iterate_slots(base, item))
         yield from {**getattr(item, "__dict__", {}), **dict(slots)}.items()
 
 
-def _slots(kind: type, item: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_slots(kind: type, item: Any) -> Iterator[tuple[str, Any]]:
     """Yields the slots that the class `kind`, one of the classes of `item`, defines."""
     slots = kind.__dict__.get("__slots__", ())
     for name in (slots,) if isinstance(slots, str) else slots:
