@@ -1,4 +1,4 @@
-"""Calls of annotated functions: which arguments are traced, and what the inputs are called."""
+"""Calls of annotated functions: chooses the traced arguments, and names the inputs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ R = TypeVar("R")
 class AnnotatedFunction(Generic[P, R]):
     """A decorated function: every call is ``apply(fun, args, kwargs)``.
 
-    As an attribute of an instance it wraps the bound method: ``self`` is not an argument, but a
-    value that the function closes over. ``__wrapped__`` is the function without the annotation.
+    As an attribute of an instance, an annotated function wraps the bound method: ``self`` is not an
+    argument, but a value that the function closes over. ``__wrapped__`` is the function without the
+    annotation.
     """
 
     __wrapped__: Callable[..., Any]
@@ -60,7 +61,6 @@ class AnnotatedFunction(Generic[P, R]):
 
 
 def require_callable(fun: object, annotation: str) -> None:
-    """Raises TypeError if a decorator was given an object that cannot be called."""
     if not callable(fun):
         raise TypeError(f"{annotation} decorates a function; it was given {brief(fun)}.")
 
@@ -69,11 +69,9 @@ def require_callable(fun: object, annotation: str) -> None:
 
 
 def is_traced(leaf: object) -> bool:
-    """Whether a leaf of the arguments is traced as an array, rather than kept as a Python value.
-
-    Arrays and floating point numbers are traced. Python's ints and bools, and NumPy's integer
-    scalars, are not: they are axes, sizes and flags, on which a function may branch.
-    """
+    """Whether a leaf of the arguments is traced as an array: arrays and floating point numbers are.
+    Python's ints and bools, and NumPy's integer scalars, stay Python values: they are axes, sizes
+    and flags, on which a function may branch."""
     if isinstance(leaf, np.generic):
         return bool(jnp.issubdtype(leaf.dtype, np.inexact))  # (NumPy does not know bfloat16)
     if isinstance(leaf, np.ndarray):
@@ -97,35 +95,38 @@ def inputs_in(arguments: Any) -> Parted:
 def input_names(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> list[str]:
-    """Returns the name of each input in the user's call: ``params.w``."""
+    """As in the user's call: ``params.w``."""
     names = [leaf.name for leaf in leaves_of_call(fun, args, kwargs)]
     return inputs_in((args, dict(kwargs))).of_chosen(names)
 
 
-def with_users_name(
+def take_users_name(
     fun: Callable[..., Any], program: Callable[..., R], names: Sequence[str] = ()
 ) -> Callable[..., R]:
     """Sets the name and the source line of the user's function on `program`, which JAX traces.
 
-    `program` keeps a signature of positional arrays only, because JAX binds arrays by it. `names`:
-    the user's name of each array, which becomes the name of a program's input.
+    `program` keeps a signature of positional arrays only, because JAX binds arrays by it. `names`
+    has the user's name of each array, which becomes the name of the program's input.
     """
     name, code = name_of(fun), code_of(fun)
     program.__name__ = program.__qualname__ = name
     program.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in _identifiers(names)]
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+            for name in _make_identifiers(names)
+        ]
         or [inspect.Parameter("arrays", inspect.Parameter.VAR_POSITIONAL)]
     )
     if code is not None:
-        # JAX reads the source line from `__wrapped__`. It is a new function of the same code,
+        # JAX reads the source line from `__wrapped__`. This is a new function of the same code,
         # because JAX would keep the user's function alive, with all values that it closes over.
         cells = tuple(CellType() for _ in code.co_freevars)
         program.__wrapped__ = FunctionType(code, {}, closure=cells)  # type: ignore[attr-defined]
     return program
 
 
-def _identifiers(names: Sequence[str]) -> list[str]:
-    """Converts names to distinct identifiers: ``params_w`` for ``params.w``."""
+def _make_identifiers(names: Sequence[str]) -> list[str]:
+    """Distinct identifiers: ``params_w`` for ``params.w``."""
     found: dict[str, None] = {}
     for name in names:
         word = re.sub(r"\W+", "_", name).strip("_") or "value"
@@ -140,8 +141,7 @@ def _identifiers(names: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def noted(note: Callable[[], str]) -> Iterator[None]:
-    """A context manager that adds a note to an exception: the annotated function that raised it."""
+def add_note_on_error(note: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:

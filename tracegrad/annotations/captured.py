@@ -1,7 +1,7 @@
-"""The error for a differentiated value for which a custom gradient cannot return a gradient.
+"""The error for a differentiated value that a custom gradient depends on, but gives no gradient.
 
-The function with the custom gradient closes over the value, which belongs to an enclosing trace, or
-takes it by keyword. The error contains the user's name for the value.
+The value belongs to an enclosing trace. The function with the custom gradient closes over the
+value, or takes it by keyword. The error contains the user's name for the value.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tracegrad.variables.statics import is_variable
 
 @dataclass(frozen=True)
 class Captured:
-    """A value of an enclosing trace that a function with a custom gradient closes over, or takes
-    by keyword."""
+    """A value of an enclosing trace that a function with a custom gradient closes over, or takes by
+    keyword."""
 
     position: int  # among the inputs of the rule
     name: str | None
@@ -42,11 +42,11 @@ class Captured:
         )
 
 
-def problem_of(
+def explain_captured(
     captured: Sequence[Captured], inputs: Sequence[Any], perturbed: Sequence[bool]
 ) -> str | None:
     """Returns the message for the first captured input that is being differentiated and on which
-    the output depends, or None. `perturbed`: for each input, whether it is being differentiated."""
+    the output depends. `perturbed` says of each input whether it is being differentiated."""
     for each in captured:
         if perturbed[each.position]:
             primal = graph_of(jax.make_jaxpr(each.primal)(*map(jax.typeof, inputs)))
@@ -59,7 +59,6 @@ def problem_of(
 
 
 def captured_text(name: str | None, value: Any) -> str:
-    """Returns the text for a value in a message: its name, if it has one, and its type."""
     kind = _jax.type_text(jax.typeof(value))
     return f"a value ({kind})" if name is None else f"{name} ({kind})"
 
@@ -68,7 +67,8 @@ def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, A
     """Returns the user's name for a value that is no positional argument of ``fun``, or None.
 
     Searches the keyword arguments, the values that the function closes over, the attributes of the
-    object that a method belongs to, and the same of functions among those values, one level deep.
+    object that a method belongs to, and, one level deep, the same places of functions among those
+    values.
     """
     if (variable := variable_of(value)) is not None:
         return f"the Variable {variable.name!r}"
@@ -82,8 +82,8 @@ def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, A
 
 
 def _path_to(value: object, held: object, name: str) -> str | None:
-    """Returns the path of `value` in the tree `held`, which is called `name`; None if not in it."""
-    # A Variable is one leaf: flattening it would read it, and tapes record what is read.
+    """Returns the path of `value` in the tree `held`, which is called `name`."""
+    # A Variable is one leaf: flattening a Variable would read it, and tapes record reads.
     for path, leaf in jax.tree_util.tree_flatten_with_path(held, is_leaf=is_variable)[0]:
         if leaf is value:
             return path_name(path, name)

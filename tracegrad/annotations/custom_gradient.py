@@ -1,15 +1,15 @@
 """`custom_gradient`: a function with its own gradient, in the form of ``tf.custom_gradient``.
 
 If no transformation but a tape is active, the function runs on values, and the tape calls the
-gradient function with a cotangent. Otherwise each call becomes one ``jax.custom_vjp``, so that it
-works in plain JAX, and is the same node of a Graph as every other custom rule.
+gradient function with a cotangent. Otherwise each call becomes one ``jax.custom_vjp``, which works
+in plain JAX, and is the same node of a Graph as every other custom rule.
 
-Under a transformation, the function and its gradient function are first traced together, once.
-This shows which values of an enclosing trace the two functions close over. These values become
+Under a transformation, the function and its gradient function are first traced together, once. The
+trace shows which values of an enclosing trace the two functions close over. These values become
 arguments of the rule: a rule of JAX may not close over them, because the rule may run after their
 trace has ended (``jax.grad`` of a jitted function), or inside another trace (``jax.vmap`` of
-``jax.grad``). As arguments, they also show whether they are differentiated, which is an error,
-because the gradient function cannot return a gradient for them.
+``jax.grad``). As arguments, these values also show whether they are differentiated: this is an
+error, because the gradient function cannot return a gradient for them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.annotations.calls import AnnotatedFunction, inputs_in, require_callable
 from tracegrad.annotations.custom_rule import AnnotatedCall, bind_traced, bind_with_values
-from tracegrad.annotations.pullback import RunResiduals, gradients_of_inputs, zero_cotangent
+from tracegrad.annotations.pullback import RunResiduals, compute_input_gradients, zero_cotangent
 from tracegrad.annotations.variables import (
-    flat_with_variables,
-    given_variables,
+    flatten_with_variables,
     require_variables_parameter,
-    with_variables_as_inputs,
+    substitute_variables,
+    take_variables_as_inputs,
 )
 from tracegrad.ir.wording import name_of
 from tracegrad.tape.recorder import Recorder
@@ -61,15 +61,15 @@ def custom_gradient(f: Any = None) -> Any:
     objects among the arguments stay Python values, and have no gradient. Keyword arguments are
     passed to ``f``, and have no gradient either.
 
-    Trainable Variables that ``f`` reads, and was not given as arguments, are inputs too. Then
+    Trainable Variables that ``f`` reads, and that are not its arguments, are inputs too. Then
     ``grad_fn`` is called with ``variables=``, a list of these Variables sorted by name, and returns
     a pair: the gradients of the inputs, and a list with one gradient (or None) for each Variable.
 
     Arguments:
-        f: a function ``f(*args, **kwargs) -> (y, grad_fn)``. ``y`` is an array or a tree of
-            arrays. ``grad_fn(*dys)`` is given one cotangent per leaf of ``y``, each of that leaf's
-            shape and dtype (zeros for an output that is not used, or is an integer). It returns one
-            gradient per input, of that input's shape and dtype: an array if there is one input,
+        f: a function ``f(*args, **kwargs) -> (y, grad_fn)``. ``y`` is an array or a tree of arrays.
+            ``grad_fn(*dys)`` takes one cotangent per leaf of ``y``, of the leaf's shape and dtype
+            (zeros for an output that is not used, or is an integer). ``grad_fn`` returns one
+            gradient per input, of the input's shape and dtype: an array for a single input,
             otherwise a sequence of arrays, flat or nested as the arguments are. ``None`` means that
             an input, or all inputs of an argument, have no gradient; an array of zeros is a
             gradient. ``grad_fn`` is differentiated for derivatives of higher order, also with
@@ -82,11 +82,11 @@ def custom_gradient(f: Any = None) -> Any:
     Raises:
         TypeError: ``f`` is not callable or does not return ``(y, grad_fn)``; under
             differentiation, a gradient has another dtype than its input, or is not an array.
-        ValueError: under differentiation, ``grad_fn`` returns a wrong number of gradients, or one
-            of a wrong shape, or under another key than its input; or ``y`` depends on a value that
-            is being differentiated, but that ``f`` closes over or gets by keyword: the value would
-            silently get no gradient. Pass it as a positional argument, or through
-            ``stop_gradient``.
+        ValueError: under differentiation, ``grad_fn`` returns a wrong number of gradients, or a
+            gradient of a wrong shape, or under another key than its input; or ``y`` depends on a
+            value that is being differentiated, but that ``f`` closes over or gets by keyword: the
+            value would silently get no gradient. Pass the value as a positional argument, or
+            through ``stop_gradient``.
         RecursionError: a derivative of sixth or higher order is taken, and ``grad_fn`` calls the
             function itself, or another function whose gradient calls it.
 
@@ -110,7 +110,7 @@ def custom_gradient(f: Any = None) -> Any:
     >>> print(jax.grad(lambda v: clip_gradients(v * v))(2.0))
     2.0
 
-    The idea and the form are those of TensorFlow's ``tf.custom_gradient``. To JAX each call is a
+    The idea and the form come from TensorFlow's ``tf.custom_gradient``. To JAX each call is a
     ``jax.custom_vjp``: ``jax.jvp``, and so ``jax.hessian``, raise an error for it, but tracegrad's
     ``jvp``, ``hessian`` and ``hvp`` transpose its gradient. Under a transformation, ``f`` and
     ``grad_fn`` run once per call, on tracers; outside jit, if ``f`` branches on a value, they run
@@ -119,12 +119,12 @@ def custom_gradient(f: Any = None) -> Any:
     Under a `GradientTape` both run on values: ``f`` once when it is called, ``grad_fn`` once for
     each gradient that reaches it. Their arrays can be printed, branched on and passed to NumPy.
     Tapes around the gradient record these operations, for derivatives of higher order. Values that
-    ``f`` closes over have no gradient on a tape: it is None, and a ``UserWarning`` is issued if a
-    part of a requested gradient is missing because of that. In a Jacobian, ``grad_fn`` runs once,
-    mapped over the rows by `jax.vmap`, and may not branch on its cotangents. Both functions are
-    traced in the block of a `ForwardAccumulator`, which transposes ``grad_fn``, in compiled
-    functions, in loops, and under `jax.vmap`. An outer tape differentiates the operations of an
-    inner gradient, including those of ``grad_fn``.
+    ``f`` closes over have no gradient on a tape: the gradient is None, and a ``UserWarning`` is
+    issued if a part of a requested gradient is missing because of that. In a Jacobian, ``grad_fn``
+    runs once, mapped over the rows by `jax.vmap`, and may not branch on its cotangents. Both
+    functions are traced in the block of a `ForwardAccumulator`, which transposes ``grad_fn``, in
+    compiled functions, in loops, and under `jax.vmap`. An outer tape differentiates the operations
+    of an inner gradient, including those of ``grad_fn``.
 
     >>> import tracegrad as tg
     >>> @custom_gradient
@@ -148,7 +148,6 @@ def custom_gradient(f: Any = None) -> Any:
 
 
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function with a custom gradient."""
     given, args = args, without_variables(args)
     trace = _jax.current_trace(None)
     recorder = trace if isinstance(trace, Recorder) and trace.takes_rules else None
@@ -164,7 +163,7 @@ def _call_on_values(
     kwargs: dict[str, Any],
     recorder: Recorder | None,
 ) -> Any:
-    """Calls the function on values; `recorder` records the call for the active tapes, if any."""
+    """`recorder`, if any, records the call for the active tapes."""
     call = AnnotatedCall(fun, args, kwargs, inputs_in(args))
     arrays = [  # copies NumPy arrays: the user may change them before the gradient is computed
         jnp.array(each) if isinstance(each, np.ndarray) else jnp.asarray(each)
@@ -182,10 +181,10 @@ def _call_on_values(
     gradient, function = grad_fn, fun
     if variables:
         values = [variable.value for variable in variables]
-        flat = flat_with_variables(fun, grad_fn, variables, len(args))
-        gradient = given_variables(fun, flat, variables, values)
+        flat = flatten_with_variables(fun, grad_fn, variables, len(args))
+        gradient = substitute_variables(fun, flat, variables, values)
         arrays, args = [*arrays, *values], (*args, values)
-        function = with_variables_as_inputs(fun, variables)
+        function = take_variables_as_inputs(fun, variables)
     results, tree = jax.tree.flatten(y)
     inputs = inputs_in(args)
 
@@ -193,7 +192,7 @@ def _call_on_values(
         dys = [
             zero_cotangent(result) if ct is None else ct for ct, result in zip(cotangents, results)
         ]
-        return gradients_of_inputs(fun, args, gradient, arrays, dys, sparse)
+        return compute_input_gradients(fun, args, gradient, arrays, dys, sparse)
 
     def traced(*arrays: Any) -> list[Any]:
         y = _call_traced(None, function, inputs.combine(arrays), kwargs)
@@ -209,11 +208,8 @@ def _call_traced(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Traces the function, and calls a custom rule around its program.
-
-    Args:
-      reads: records which Variables the function reads; None if their values are arguments.
-    """
+    """Traces the function, and calls a custom rule around its program. `reads` records which
+    Variables the function reads; it is None if their values are arguments."""
     call = AnnotatedCall(fun, args, kwargs, inputs_in(args), reads)
     listener = reads or ReadsOutside()
 
@@ -229,7 +225,7 @@ def _call_traced(
     if program is None:
         if reads is not None and reads.trainable:
             values = [variable.value for variable in reads.trainable]
-            as_inputs = with_variables_as_inputs(fun, reads.trainable)
+            as_inputs = take_variables_as_inputs(fun, reads.trainable)
             return _call_traced(None, as_inputs, (*args, values), kwargs)
         # `fun` needs values. Outside jit, JAX's rule calls it with values; under jit, the rule
         # raises the same error again.

@@ -11,11 +11,11 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
-from tracegrad.annotations.calls import is_array_like, noted, with_users_name
-from tracegrad.annotations.captured import Captured, captured_name, captured_text, problem_of
+from tracegrad.annotations.calls import add_note_on_error, is_array_like, take_users_name
+from tracegrad.annotations.captured import Captured, captured_name, captured_text, explain_captured
 from tracegrad.annotations.module_changes import ModuleChanges
 from tracegrad.annotations.pullback import Pullback, RunResiduals, trace_pullback
-from tracegrad.annotations.variables import listed_with
+from tracegrad.annotations.variables import list_variables
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
 from tracegrad.rewriting.traced_gradients import OpenedProgram
@@ -39,8 +39,6 @@ _within = _Within()
 
 @dataclass(frozen=True)
 class AnnotatedCall:
-    """A call: a function with a custom gradient, and its arguments."""
-
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -50,13 +48,13 @@ class AnnotatedCall:
     pullbacks: list[Pullback | Exception] = field(default_factory=list)
 
     def name_captured(self, value: Any) -> tuple[str, str]:
-        """Returns texts for messages: the function, and its name for a value it closes over."""
+        """Returns texts for messages."""
         name = captured_name(value, self.fun, self.kwargs)
         return described(self.fun), captured_text(name, value)
 
     def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
-        """Calls the user's function, checks what it returns, and returns ``(y, grad_fn)``."""
-        with noted(lambda: f"in {described(self.fun)}, which has a custom gradient"):
+        """Calls the user's function, checks its result, and returns ``(y, grad_fn)``."""
+        with add_note_on_error(lambda: f"in {described(self.fun)}, which has a custom gradient"):
             copies = self.arguments.combine(arrays)
             result, changed = ModuleChanges(self.fun, copies).run(
                 copies, lambda: self.fun(*copies, **self.kwargs)
@@ -64,9 +62,9 @@ class AnnotatedCall:
         if changed:
             raise TypeError(
                 f"{described(self.fun)} has a custom gradient, and assigns arrays in a module of "
-                "flax.nnx that it is given (statistics, counts of random numbers): the function "
-                "has a copy of the module, so they would be lost. Call the module outside, and "
-                "give the function its result"
+                "flax.nnx among its arguments (statistics, counts of random numbers): the function "
+                "has a copy of the module, so the arrays would be lost. Call the module outside, "
+                "and pass its result to the function"
             )
         pair = isinstance(result, tuple | list) and len(result) == 2
         if not pair or not callable(result[1]):
@@ -85,19 +83,18 @@ class AnnotatedCall:
         return y, grad_fn
 
     def forward(self, *arrays: Any) -> tuple[Any, RunResiduals]:
-        """Returns the output, and the residuals of its pullback."""
         y, grad_fn = self.run(*arrays)
         pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
         self.pullbacks.append(pullback)
         return y, RunResiduals(values, len(self.pullbacks) - 1)
 
     def forward_or_later(self, *arrays: Any) -> tuple[Any, RunResiduals]:
-        """As `forward`, but keeps an error of the gradient function in `pullbacks`, to be raised
+        """Like `forward`, but keeps an error of the gradient function in `pullbacks`, to be raised
         when the gradient is computed."""
         y, grad_fn = self.run(*arrays)
         args = self.args
         if self.reads is not None:
-            grad_fn, operands = listed_with(self.reads, self.fun, grad_fn, len(args))
+            grad_fn, operands = list_variables(self.reads, self.fun, grad_fn, len(args))
             if operands:
                 args, arrays = (*args, operands), (*arrays, *operands)
         pullback: Pullback | Exception
@@ -127,16 +124,16 @@ class AnnotatedCall:
 
 def bind_with_values(call: AnnotatedCall) -> Any:
     """Calls a `jax.custom_vjp` of the function itself, which so gets values outside of jit."""
-    output = _output_rule(call.fun, call.pullbacks)
+    output = _make_output_rule(call.fun, call.pullbacks)
 
     def forward(*arrays: Any) -> tuple[Any, RunResiduals]:
         y, residuals = call.forward(*arrays)
         return output(arrays, y, residuals), residuals
 
     def backward(residuals: RunResiduals, dy: Any) -> tuple[Any, ...]:
-        return _gradients(call.pullbacks, residuals, dy)
+        return _compute_gradients(call.pullbacks, residuals, dy)
 
-    rule = jax.custom_vjp(with_users_name(call.fun, lambda *arrays: call.run(*arrays)[0]))
+    rule = jax.custom_vjp(take_users_name(call.fun, lambda *arrays: call.run(*arrays)[0]))
     rule.defvjp(forward, backward)
     try:
         return rule(*call.arguments.chosen)
@@ -151,7 +148,7 @@ def bind_with_values(call: AnnotatedCall) -> Any:
 
 
 def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
-    """Calls a `jax.custom_vjp` of the traced function; the values that the function closes over are
+    """Calls a `jax.custom_vjp` of the traced function. The values that the function closes over are
     further arguments."""
     traced, values = OpenedProgram.of(program)
     # The rule must not reference `call`, whose arguments may belong to a trace that ends earlier.
@@ -190,7 +187,7 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
         if not _jax.is_tracer(value) and isinstance(value, jax.Array) and _jax.has_gradient(value)
     )
     closed_over = len(values)
-    output = _output_rule(call.fun, pullbacks, captured, closed_over)
+    output = _make_output_rule(call.fun, pullbacks, captured, closed_over)
 
     def forward(*inputs: Any) -> tuple[Any, RunResiduals]:
         if isinstance(pullbacks[0], Exception):
@@ -198,24 +195,24 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
         if captured:
             perturbed = [each.perturbed for each in inputs]
             inputs = tuple(each.value for each in inputs)
-            if problem := problem_of(captured, inputs, perturbed):
+            if problem := explain_captured(captured, inputs, perturbed):
                 raise ValueError(problem)
         y, residuals = evaluate(*inputs)
         return output(inputs, y, residuals), residuals
 
     def backward(residuals: RunResiduals, dy: Any) -> tuple[Any, ...]:
-        return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over)
+        return (*_compute_gradients(pullbacks, residuals, dy), *[None] * closed_over)
 
     pullback = pullbacks[0]
     programs = () if isinstance(pullback, Exception) else (pullback.program.program,)
     tell_made_of(backward, MadeOf((traced.program, *programs), on_tapes))
-    rule = jax.custom_vjp(with_users_name(call.fun, primal))
+    rule = jax.custom_vjp(take_users_name(call.fun, primal))
     # JAX tells a rule which operands are differentiated only with `symbolic_zeros`.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
     return _jax.or_plain(rule, primal)(*inputs_given, *values)
 
 
-def _output_rule(
+def _make_output_rule(
     fun: Callable[..., Any],
     pullbacks: Sequence[Pullback | Exception],
     captured: Sequence[Captured] = (),
@@ -233,7 +230,9 @@ def _output_rule(
 
     def keep(operands: tuple[Any, ...], y: Any, perturbed: Sequence[bool]) -> RunResiduals:
         inputs, _, residuals = operands
-        found: RunResiduals = replace(residuals, problem=problem_of(captured, inputs, perturbed))
+        found: RunResiduals = replace(
+            residuals, problem=explain_captured(captured, inputs, perturbed)
+        )
         return found
 
     def backward(residuals: RunResiduals, _: Any, dy: Any) -> Any:
@@ -242,16 +241,15 @@ def _output_rule(
         used = any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dy))
         if residuals.problem is not None and used:
             raise ValueError(residuals.problem)
-        return (*_gradients(pullbacks, residuals, dy), *[None] * closed_over), None, None
+        return (*_compute_gradients(pullbacks, residuals, dy), *[None] * closed_over), None, None
 
-    run = with_users_name(fun, primal)
+    run = take_users_name(fun, primal)
     return _jax.with_backward(run, backward, keep, symbolic_zeros=bool(captured))
 
 
-def _gradients(
+def _compute_gradients(
     pullbacks: Sequence[Pullback | Exception], residuals: RunResiduals, dy: Any
 ) -> tuple[Any, ...]:
-    """Returns one gradient, or None, for each input, given the cotangents of the outputs."""
     pullback = pullbacks[residuals.pullback]
     assert isinstance(pullback, Pullback)
     return tuple(pullback(residuals.values, jax.tree.leaves(dy)))

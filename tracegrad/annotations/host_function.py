@@ -1,8 +1,8 @@
 """`numpy_function`: a NumPy function as an operation, with its own gradient function.
 
 JAX does not trace the function, but calls it on the host when the program runs. The operands of the
-call are constants to differentiation. If there is a gradient function, a custom rule around the
-results gives them their gradient, so that the function runs once, differentiated or not.
+call are constants to differentiation. A gradient function becomes a custom rule around the results,
+so that the NumPy function runs once, differentiated or not.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jax.experimental import io_callback
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import (
+    add_note_on_error,
     is_array_like,
-    noted,
     require_callable,
-    with_users_name,
+    take_users_name,
 )
 from tracegrad.ir.frames import OF_HOST_CALL
 from tracegrad.ir.occurrence import calling_line
 from tracegrad.ir.wording import brief, described, name_of
 from tracegrad.rewriting.host_calls import TO_HOST
-from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
+from tracegrad.rewriting.operation import GradientOperation, check_cotangents
 from tracegrad.rewriting.traced_gradients import with_traced_gradient
 from tracegrad.tape.recorders import unrecorded
 from tracegrad.variables.reading import ReadsOutside
@@ -51,24 +51,26 @@ def numpy_function(
     The function runs on the host each time that the program reaches the call, in the order of the
     program, and never while a function is traced. This holds under jit, in loops and branches,
     differentiated or not, on CPU, GPU and TPU. There are two exceptions: calls that are not
-    `stateful`, and a call with the same inputs in each step of a `jax.lax.scan`, which runs once
-    under `jax.grad` and `tracegrad.grad` (with tapes and `gradients`, it runs in each step).
+    `stateful`; and a call with the same inputs in each step of a `jax.lax.scan`, which runs once
+    under `jax.grad` and `tracegrad.grad` (with tapes and `gradients`, the call runs in each step).
 
     Arguments:
         func: called with one NumPy array per input, read-only and without axes mapped by
             `jax.vmap`. It returns arrays of the shape and dtype of `Tout`. Python numbers are
-            converted to that dtype, and so are float arrays of the dtype of an input (the inputs
-            that `check_grads` gives are float64). It must not call JAX: this may deadlock.
-        inp: the inputs: a list or tuple of arrays, numbers or Variables of any shapes; or just one.
+            converted to that dtype, and so are float arrays of the dtype of an input (`check_grads`
+            passes float64). It must not call JAX: a call may deadlock.
+        inp: the inputs: a list or tuple of arrays, numbers or Variables of any shapes; or a single
+            input.
         Tout: the type of the result: a dtype, for an array of the shape to which the inputs
             broadcast; a `jax.ShapeDtypeStruct` for another shape; or a list or tuple of these, for
             a list or tuple of arrays (if it has one element, `func` may return the array itself).
         grad: the gradient function ``grad(op, *dys)``. ``op.inputs`` and ``op.outputs`` are tuples
             of arrays, ``op.name`` the name, ``op.params`` the other arguments of this call. There
             is one cotangent ``dy`` per output, of its shape and dtype (zeros for an unused output).
-            It returns one gradient, or None, per input, of its shape and dtype. It is traced, so
-            write it in `jax.numpy`; it may call `numpy_function` too. For derivatives of higher
-            order it is differentiated itself, and the gradient of ``op.outputs`` is again `grad`.
+            `grad` returns one gradient, or None, per input, of its shape and dtype. `grad` is
+            traced, so write it in `jax.numpy`; it may call `numpy_function` too. For derivatives of
+            higher order `grad` is differentiated itself, and the gradient of ``op.outputs`` is
+            again `grad`.
         stateful: whether the order and the number of the calls matter, because `func` draws random
             numbers, counts, or reads a file. False promises that its results depend on its inputs
             alone. Then JAX may drop a call whose result is not used, merge two calls with the same
@@ -92,7 +94,7 @@ def numpy_function(
         jax.errors.JaxRuntimeError: while the program runs, `func` raises, or its result does not
             match `Tout`. The message has the function's name, its line and the cause.
         ValueError, TypeError: under differentiation, `grad` returns a wrong number of gradients, or
-            one of a wrong shape or dtype.
+            a gradient of a wrong shape or dtype.
 
     The remainder of a division, with the gradient that it has almost everywhere:
 
@@ -111,23 +113,22 @@ def numpy_function(
     >>> print(dx, dy)
     [1. 1. 1. 1.] [-1. -1. -1. -0.]
 
-    It corresponds to ``tf.numpy_function`` with a gradient, as ``py_func`` got one from
-    ``tf.RegisterGradient``. It is an ordered `jax.experimental.io_callback`, or a
-    `jax.pure_callback` if it is not `stateful`; the gradient is that of a `jax.custom_vjp`, for
-    which `jax.jvp` raises an error, but which tracegrad's `jvp`, `hessian` and `ForwardAccumulator`
-    transpose.
+    It corresponds to ``tf.numpy_function`` with a gradient, as ``py_func`` got a gradient from
+    ``tf.RegisterGradient``. The call is an ordered `jax.experimental.io_callback`, or a
+    `jax.pure_callback` if it is not `stateful`. The gradient is a `jax.custom_vjp`: `jax.jvp`
+    raises an error for it, but tracegrad's `jvp`, `hessian` and `ForwardAccumulator` transpose it.
     """
     require_callable(func, "numpy_function")
     if grad is not None:
         require_callable(grad, "numpy_function")
-    arrays = _arrays(func, inp)
+    arrays = _to_arrays(func, inp)
     types, has_bare = _result_types(func, Tout, arrays)
     host = _Host(func, types, isinstance(Tout, list | tuple), has_bare)
     with nullcontext() if name is None else jax.named_scope(name):
-        results = _run(host, arrays, stateful, has_gradient=grad is not None)
+        results = _run_on_host(host, arrays, stateful, has_gradient=grad is not None)
         if grad is not None and not _jax.is_top_level():  # else there is no differentiation
             params = {"func": func, "Tout": Tout, "stateful": stateful}
-            results = _with_gradient(grad, arrays, results, name or name_of(func), params)
+            results = _attach_gradient(grad, arrays, results, name or name_of(func), params)
     if not host.several:
         return results[0]
     return results if isinstance(Tout, list) else tuple(results)
@@ -136,7 +137,7 @@ def numpy_function(
 # ---------------------------------------------------------------------------------- the arguments
 
 
-def _arrays(func: Callable[..., Any], inp: Any) -> tuple[Any, ...]:
+def _to_arrays(func: Callable[..., Any], inp: Any) -> tuple[Any, ...]:
     given = tuple(inp) if isinstance(inp, list | tuple) else (inp,)
     for i, value in enumerate(given):
         if not isinstance(value, Variable) and not is_array_like(value):
@@ -151,7 +152,7 @@ def _arrays(func: Callable[..., Any], inp: Any) -> tuple[Any, ...]:
 def _result_types(
     func: Callable[..., Any], Tout: Any, arrays: Sequence[Any]
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[bool, ...]]:
-    """Returns the types of the results, and for each of them whether `Tout` has only a dtype."""
+    """Returns the types, and for each result whether `Tout` has only a dtype."""
     given = tuple(Tout) if isinstance(Tout, list | tuple) else (Tout,)
     is_bare = tuple(
         not (hasattr(t, "shape") and hasattr(t, "dtype")) or _is_dtype(t) for t in given
@@ -168,7 +169,7 @@ def _result_types(
                 f"{shapes}. Give Tout=jax.ShapeDtypeStruct(shape, dtype)"
             ) from None
     types = tuple(
-        _jax.struct(shape if bare else t.shape, _dtype(func, t if bare else t.dtype))
+        _jax.struct(shape if bare else t.shape, _require_dtype(func, t if bare else t.dtype))
         for t, bare in zip(given, is_bare, strict=True)
     )
     return types, is_bare
@@ -178,7 +179,7 @@ def _is_dtype(value: Any) -> bool:
     return isinstance(value, type | np.dtype)  # a NumPy dtype has an attribute `shape` too
 
 
-def _dtype(func: Callable[..., Any], value: Any) -> Any:
+def _require_dtype(func: Callable[..., Any], value: Any) -> Any:
     try:
         dtype = jnp.dtype(value)
     except TypeError:
@@ -204,9 +205,9 @@ def _dtype(func: Callable[..., Any], value: Any) -> Any:
 class _Host:
     """The callback for JAX, which calls the function and checks its results.
 
-    Two are equal for the same function and the same types of results, so that JAX reuses programs.
-    Functions are compared by identity, since equal objects (with an `__eq__`) may do different
-    things.
+    Two callbacks are equal for the same function and the same types of results, so that JAX reuses
+    programs. Functions are compared by identity, since equal objects (with an `__eq__`) may do
+    different things.
     """
 
     func: Callable[..., Any]
@@ -214,21 +215,21 @@ class _Host:
     several: bool  # whether it returns a sequence of results
     is_bare: tuple[bool, ...]  # for each result, whether `Tout` has only a dtype
 
-    def _key(self) -> tuple[Any, ...]:
+    def _comparison_key(self) -> tuple[Any, ...]:
         func: Any = self.func
-        # Each access of a method makes a new object; those of the same instance are equal.
+        # Each access of a method makes a new object; the objects of the same instance are equal.
         which = func if isinstance(func, MethodType | BuiltinMethodType) else id(func)
         return which, self.types, self.several, self.is_bare
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Host) and self._key() == other._key()
+        return isinstance(other, _Host) and self._comparison_key() == other._comparison_key()
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._comparison_key())
 
     def __call__(self, *arrays: Any) -> list[Any]:
         who = f"{described(self.func)}, called by numpy_function,"
-        # JAX's message contains only the last line of this one, so it is a single line.
+        # JAX's message contains only the last line of this message, so it is a single line.
         try:
             returned = self.func(*map(np.asarray, arrays))
         except Exception as error:
@@ -246,21 +247,21 @@ class _Host:
                 )
             results = list(returned)
         given = {array.dtype for array in arrays}
-        return [self._checked(who, i, result, given) for i, result in enumerate(results)]
+        return [self._check_result(who, i, result, given) for i, result in enumerate(results)]
 
-    def _checked(self, who: str, i: int, result: Any, given: Collection[Any]) -> Any:
+    def _check_result(self, who: str, i: int, result: Any, given: Collection[Any]) -> Any:
         expected = self.types[i]
         kind = f"result {i}" if self.several else "the result"
         try:
-            array = _number_as(result, expected.dtype)
+            array = _convert_number(result, expected.dtype)
         except OverflowError as error:
             raise OverflowError(f"{who} returned {result} as {kind}: {error}") from None
         if array is None:
-            array = _array_of(result)
+            array = _to_array(result)
         if array is None:
             raise TypeError(
                 f"{who} returned {brief(result)} as {kind}, which is not an array, where Tout says "
-                f"{_text(expected)}"
+                f"{_type_text(expected)}"
             )
         # `check_grads` calls the function with inputs of double precision.
         is_float = jnp.issubdtype(array.dtype, jnp.floating)
@@ -278,11 +279,12 @@ class _Host:
         elif not is_shape:
             hint = f" (convert it: .astype('{expected.dtype}'))"
         raise (ValueError if is_shape else TypeError)(
-            f"{who} returned {_text(array)} as {kind}, where Tout says {_text(expected)}{hint}"
+            f"{who} returned {_type_text(array)} as {kind}, where Tout says "
+            f"{_type_text(expected)}{hint}"
         )
 
 
-def _number_as(result: Any, dtype: Any) -> Any:
+def _convert_number(result: Any, dtype: Any) -> Any:
     """Converts a Python number to a dtype of its own kind or of a wider kind; returns None for any
     other object. Raises OverflowError if the dtype cannot represent an integer."""
     if type(result) is int and jnp.issubdtype(dtype, np.integer):
@@ -298,8 +300,8 @@ def _number_as(result: Any, dtype: Any) -> Any:
     return np.asarray(float(result) if type(result) is int else result).astype(dtype)
 
 
-def _array_of(result: Any) -> Any:
-    """Converts a result to an array of numbers; returns None if that is impossible."""
+def _to_array(result: Any) -> Any:
+    """Returns None if the result cannot become an array of numbers."""
     try:
         array = np.asarray(result)
     except ValueError:  # lists of different lengths
@@ -307,11 +309,13 @@ def _array_of(result: Any) -> Any:
     return array if is_array_like(array) else None
 
 
-def _text(array: Any) -> str:
+def _type_text(array: Any) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
-def _run(host: _Host, arrays: Sequence[Any], stateful: bool, *, has_gradient: bool) -> list[Any]:
+def _run_on_host(
+    host: _Host, arrays: Sequence[Any], stateful: bool, *, has_gradient: bool
+) -> list[Any]:
     """Calls the host function with operands that are constants to differentiation. Without a
     gradient function, differentiating the operands is an error."""
     with unrecorded():  # tapes do not record the call
@@ -337,14 +341,13 @@ def _gradient_of_host_call() -> None:
     """Carries the mark `OF_HOST_CALL`, by which graphs recognise the rules of host calls."""
 
 
-def _with_gradient(
+def _attach_gradient(
     grad: Callable[..., Any],
     arrays: tuple[Any, ...],
     results: Sequence[Any],
     name: str,
     params: dict[str, Any],
 ) -> list[Any]:
-    """Returns the results, with the gradients that `grad` computes with respect to the inputs."""
     if not any(map(_jax.has_gradient, arrays)) or not any(map(_jax.has_gradient, results)):
         return list(results)
     where = calling_line()
@@ -353,14 +356,14 @@ def _with_gradient(
     def gradient(inputs: Sequence[Any], outputs: Sequence[Any], dys: Sequence[Any]) -> Any:
         op = GradientOperation(tuple(inputs), tuple(outputs), params, name)
         note = f"in the gradient function {described(grad)} of {name} at {where}"
-        with noted(lambda: note), reads.around():
+        with add_note_on_error(lambda: note), reads.around():
             answer = grad(op, *dys)
-        return checked_cotangents(answer, op, where, grad)
+        return check_cotangents(answer, op, where, grad)
 
     def run(*operands: Any) -> list[Any]:
         return list(operands[len(arrays) :])
 
-    run = with_users_name(grad, run)
+    run = take_users_name(grad, run)
     run.__name__ = run.__qualname__ = name
     operands = [*arrays, *results]
     return with_traced_gradient(

@@ -1,4 +1,4 @@
-"""What an annotated function changes in the modules of flax.nnx that are its arguments.
+"""The changes that an annotated function makes to the modules of flax.nnx among its arguments.
 
 The function gets copies of its arguments, which hold the arrays of its trace. The new arrays of a
 copy (statistics, counts of random numbers) belong in the caller's module.
@@ -16,7 +16,7 @@ from tracegrad.variables.results import settled
 
 
 class ModuleChanges:
-    """The changes of one call of an annotated function in the modules of its arguments."""
+    """For one call of an annotated function."""
 
     def __init__(self, fun: Callable[..., Any], arguments: Any):
         self._fun = fun
@@ -24,11 +24,9 @@ class ModuleChanges:
         self._updates: list[Update] = []
 
     def run(self, copies: Any, call: Callable[[], Any]) -> tuple[Any, list[Any]]:
-        """Runs `call`, which gives copies of the arguments to the function; returns its result and
-        the new arrays in the copies.
-
-        Raises TypeError if the function changes the structure of a module.
-        """
+        """Runs `call`, which passes copies of the arguments to the function; returns its result and
+        the new arrays in the copies. Raises TypeError if the function changes the structure of a
+        module."""
         if not self._objects:
             return call(), []
         before = Snapshot(copies)
@@ -36,14 +34,13 @@ class ModuleChanges:
         found = before.changed(copies, ())
         if found is None or (found and len(before.objects) != len(self._objects)):
             raise TypeError(
-                f"{described(self._fun)} changes the structure of a module of flax.nnx that it is "
-                "given, or changes a Variable that is in several of its arguments: make the change "
-                "outside of the annotated function, or give it the module once"
+                f"{described(self._fun)} changes the structure of a module of flax.nnx among its "
+                "arguments, or changes a Variable that is in several of its arguments: make the "
+                "change outside of the annotated function, or pass the module once"
             )
         self._updates = [update for update, _ in found]
         return result, [value for _, value in found]
 
     def settle(self, result: Any, values: list[Any]) -> Any:
-        """Assigns the new arrays, as they are outside of the trace, to the modules of the caller;
-        returns the result."""
+        """Assigns the new arrays, as they are outside of the trace, to the caller's modules."""
         return settled(result, self._objects, self._updates, values, is_in_parts=False)

@@ -33,7 +33,7 @@ def grad_pass_through(f: Callable[P, R]) -> AnnotatedFunction[P, R]: ...
 @overload
 def grad_pass_through(f: None = None) -> Callable[[Callable[P, R]], AnnotatedFunction[P, R]]: ...
 def grad_pass_through(f: Any = None) -> Any:
-    """Keeps the values of a function and replaces its gradient by that of the identity.
+    """Keeps the values of a function and replaces its gradient by the gradient of the identity.
 
     Arguments:
         f: a function with as many output arrays as inputs (the array leaves of its positional
@@ -68,7 +68,6 @@ def grad_pass_through(f: Any = None) -> Any:
 
 @CHANGES_GRADIENT
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function, with the gradient of the identity in place of its own."""
     assigned: list[Variable] = []
 
     @functools.wraps(fun)
@@ -81,7 +80,7 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         assigned[:] = assignments.values
         outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
         inputs = [jax.typeof(array) for array in inputs_in(args).chosen]
-        _check(fun, input_names(fun, args), inputs, outputs)
+        _check_shapes(fun, input_names(fun, args), inputs, outputs)
 
         def identity(*dys: Any, variables: Sequence[Variable] = ()) -> Any:
             gradients = [
@@ -98,8 +97,7 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return y
 
 
-def _check(fun: Any, names: list[str], inputs: list[Any], outputs: list[Any]) -> None:
-    """Raises an error if the cotangent of an output cannot be the gradient of its input."""
+def _check_shapes(fun: Any, names: list[str], inputs: list[Any], outputs: list[Any]) -> None:
     if len(inputs) != len(outputs):
         raise ValueError(
             f"{described(fun)} passes the gradients of its outputs on to its inputs, so it must "

@@ -1,8 +1,8 @@
 """Traces and checks the gradient function of a custom gradient: the result is a *pullback*.
 
-The gradient function is traced in the forward pass, for the types of the cotangents. So its errors
-are found there. The values of the forward pass that it closes over are the constants of its
-program: the residuals.
+The gradient function is traced in the forward pass, for the types of the cotangents, and raises its
+errors there. The constants of its program are the values of the forward pass that the gradient
+function closes over: the residuals.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
-from tracegrad.annotations.calls import input_names, is_traced, noted
+from tracegrad.annotations.calls import add_note_on_error, input_names, is_traced
 from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.wording import counted, described, listed
-from tracegrad.rewriting.operation import checked_cotangent
+from tracegrad.rewriting.operation import check_cotangent
 from tracegrad.rewriting.traced_gradients import OpenedProgram
 from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.paths import is_named_alike, path_name
@@ -72,16 +72,13 @@ def trace_pullback(
     arrays: Sequence[Any],
     y: Any,
 ) -> tuple[Pullback, list[Any]]:
-    """Returns the pullback of ``y, grad_fn = fun(*args, ...)``, and its residuals.
-
-    Args:
-        arrays: the inputs (the array leaves of ``args``) with which the function was called.
-    """
+    """Returns the pullback of ``y, grad_fn = fun(*args, ...)``, and its residuals. `arrays` are the
+    inputs (the array leaves of ``args``) of that call."""
     outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
     differentiable = [_jax.has_gradient(aval) for aval in outputs]
     is_flowing = any(differentiable)
-    # If no output is a float, `gradients` takes all cotangents, to show whether it uses one: then
-    # it raises, because they are zero.
+    # If no output is a float, `gradients` takes all cotangents, and raises if it uses a cotangent,
+    # because the cotangents are zero.
     taken = differentiable if is_flowing else [_is_number(aval) for aval in outputs]
     given: list[bool] = []
 
@@ -91,11 +88,11 @@ def trace_pullback(
             next(flowing) if takes else zero_cotangent(aval) for aval, takes in zip(outputs, taken)
         ]
         try:
-            checked = gradients_of_inputs(fun, args, grad_fn, arrays, dys)
+            checked = compute_input_gradients(fun, args, grad_fn, arrays, dys)
         except TypeError as error:
             if is_flowing:
                 raise
-            raise TypeError(_no_cotangent(fun, grad_fn, outputs)) from error
+            raise TypeError(_no_cotangent_message(fun, grad_fn, outputs)) from error
         given[:] = [gradient is not None for gradient in checked]
         return [gradient for gradient in checked if gradient is not None]
 
@@ -103,7 +100,7 @@ def trace_pullback(
     traced = jax.make_jaxpr(gradients)(*avals)
     if not is_flowing and avals:
         if any(dependence(graph_of(traced))):
-            raise TypeError(_no_cotangent(fun, grad_fn, outputs))
+            raise TypeError(_no_cotangent_message(fun, grad_fn, outputs))
         zeros = list(map(zero_cotangent, avals))
         of_zeros = functools.partial(_jax.eval_program, traced, zeros)
         traced = jax.make_jaxpr(of_zeros)()
@@ -111,11 +108,9 @@ def trace_pullback(
     return Pullback(program, differentiable, given), residuals
 
 
-def _no_cotangent(
+def _no_cotangent_message(
     fun: Callable[..., Any], grad_fn: Callable[..., Any], outputs: Sequence[Any]
 ) -> str:
-    """Returns the error message for a gradient function that uses the cotangent of an output that
-    has no gradient."""
     types = listed([_jax.type_text(aval) for aval in outputs], 3)
     return (
         f"The result of {described(fun)} is {types}, and only floats have a gradient: the gradient "
@@ -130,13 +125,13 @@ def _is_number(aval: Any) -> bool:
 
 
 def zero_cotangent(aval: Any) -> Any:
-    """Returns zeros of the shape and dtype of an output that has no cotangent."""
+    """For an output that has no cotangent."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a random key has no zero
         return _jax.no_cotangent(aval)
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def gradients_of_inputs(
+def compute_input_gradients(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     grad_fn: Callable[..., Any],
@@ -144,14 +139,12 @@ def gradients_of_inputs(
     dys: Sequence[Any],
     sparse: Sequence[bool] = (),
 ) -> list[Any]:
-    """Calls a gradient function; returns one checked gradient or None per input.
+    """Calls a gradient function; returns one checked gradient or None per input. `sparse` says of
+    each input whether IndexedSlices stay slices, or become dense arrays."""
 
-    `sparse`: whether IndexedSlices are kept, for each input; otherwise they become dense arrays.
-    """
-
-    with noted(lambda: f"in the gradient function {described(grad_fn)}"):
+    with add_note_on_error(lambda: f"in the gradient function {described(grad_fn)}"):
         returned = grad_fn(*dys)
-    found = _by_argument(args, returned)
+    found = _match_to_arguments(args, returned)
     if found is None:
         flat = leaves_with_paths(returned, NoneType, IndexedSlices)
         leaves = leaves_with_paths(args, NoneType)
@@ -188,17 +181,17 @@ def gradients_of_inputs(
             return f"input {input_names(fun, args)[i]}"
 
         if stays and is_slices(gradient):
-            jax.eval_shape(lambda slices: checked_cotangent(slices, aval, function, name), gradient)
+            jax.eval_shape(lambda slices: check_cotangent(slices, aval, function, name), gradient)
             return gradient.shaped_as(aval)
-        return checked_cotangent(gradient, aval, function, name)
+        return check_cotangent(gradient, aval, function, name)
 
     flags = sparse or [False] * len(arrays)
     return [checked(i, *each) for i, each in enumerate(zip(found, flags, strict=True))]
 
 
-def _by_argument(args: tuple[Any, ...], returned: Any) -> list[Any] | None:
+def _match_to_arguments(args: tuple[Any, ...], returned: Any) -> list[Any] | None:
     """Returns one gradient per input if `returned` is nested as the arguments are, with None for an
-    input or a whole argument; None if it is nested otherwise."""
+    input or a whole argument; None if `returned` is nested otherwise."""
     if not isinstance(returned, tuple | list) or len(returned) != len(args):
         return None
     found: list[Any] = []

@@ -13,7 +13,7 @@ from tracegrad.annotations.calls import (
     input_names,
     inputs_in,
     require_callable,
-    with_users_name,
+    take_users_name,
 )
 from tracegrad.annotations.module_changes import ModuleChanges
 from tracegrad.ir.notes import add_note
@@ -39,15 +39,15 @@ def recompute_grad(
 def recompute_grad(f: Any = None, *more: Never, policy: Callable[..., Any] | None = None) -> Any:
     """Keeps only the arguments of ``f`` for the backward pass, which then runs ``f`` again.
 
-    It costs one more run of ``f`` per gradient, and frees the memory of the values computed in
-    ``f`` between the forward and the backward pass.
+    Recomputation costs one more run of ``f`` per gradient. Between the forward and the backward
+    pass, it frees the memory of the values computed in ``f``.
 
     Arguments:
         f: a function of pytrees of arrays, by position or by keyword. Array and floating point
             leaves are traced and can be differentiated; Python ints, bools, strings, None,
             functions and other objects stay Python values.
-        policy: which intermediate values to keep, one of ``jax.checkpoint_policies``; None keeps
-            none.
+        policy: chooses the intermediate values to keep, one of ``jax.checkpoint_policies``; None
+            keeps no value.
 
     Returns:
         A function with the results of ``f`` and its derivatives of every order, in reverse and
@@ -93,7 +93,6 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls a recomputed function."""
     arguments = inputs_in((args, kwargs))
     variables, changes = ReadsOutside(), ModuleChanges(fun, (args, kwargs))
 
@@ -105,7 +104,7 @@ def _call(
             return changes.run(copies, lambda: without_variables(fun(*positional, **keywords)))
 
     try:
-        program = with_users_name(fun, run, input_names(fun, args, kwargs))
+        program = take_users_name(fun, run, input_names(fun, args, kwargs))
         result, values = jax.checkpoint(program, policy=policy)(*arguments.chosen)
     except Exception as error:
         explain_rule(error, lambda: graph(lambda *arrays: run(*arrays), *arguments.chosen))

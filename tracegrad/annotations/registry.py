@@ -1,10 +1,10 @@
 """Gradients by name: `register_gradient` stores them, `gradient_override_map` applies them.
 
-An override is a rule. A derivative that is taken inside of a block applies the block's rules to its
-graph (see `tracing.in_force`). A derivative that is taken after the block, by JAX, tracegrad or an
-outer tape, needs the overrides in the operations themselves. So inside of the block a trace of our
-own is the current trace: it applies the same rules to each operation, and replaces an overridden
-operation by a `jax.custom_vjp` with the registered gradient.
+An override is a rule. A derivative that is computed inside of a block applies the block's rules to
+its graph (see `tracing.in_force`). A derivative that is computed after the block, by JAX, tracegrad
+or an outer tape, needs the overrides in the operations themselves. So inside of the block a trace
+of our own is the current trace: it applies the same rules to each operation, and replaces an
+overridden operation by a `jax.custom_vjp` with the registered gradient.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
 
 
 def _is_made_again(grad: Callable[..., Any], old: Any) -> bool:
-    """Whether a gradient function was made by tracing the same code again as `old`: it has the same
-    code object, and closes over the same values, except traced ones."""
+    """Whether the same code was traced again: the functions have the same code object, and close
+    over the same values, except traced values."""
     cells, cells_of_old = (getattr(each, "__closure__", None) or () for each in (grad, old))
     contents = (map(_jax.cell_content, pair) for pair in zip(cells, cells_of_old))
     is_same = all(new is before or _jax.is_tracer(new) for new, before in contents)
@@ -103,10 +103,7 @@ def _is_made_again(grad: Callable[..., Any], old: Any) -> bool:
 
 
 def registered_gradient(name: str) -> Callable[..., Any]:
-    """Returns the gradient function that is registered under a name.
-
-    Raises LookupError, with similar names, if there is none.
-    """
+    """Raises LookupError, with similar names, if no gradient is registered under the name."""
     try:
         return _registered[name]
     except KeyError:
@@ -120,19 +117,19 @@ def registered_gradient(name: str) -> Callable[..., Any]:
 
 @contextmanager
 def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
-    """A context manager in which operations with given names have registered gradients.
+    """A context manager that gives operations registered gradients, by the operations' names.
 
     Args:
       overrides: maps the name of a primitive (``"sin"``), of a jitted function or of a custom rule
         (``"relu"``) to the name of a registered gradient. The name is looked up when the block is
-        entered; if it is not registered then, when a gradient is taken.
+        entered; if it is not registered then, when a gradient is computed.
 
-    The overrides apply to operations that are computed directly in the block, whatever
-    differentiates them afterwards; to traced functions, tapes and `tracegrad.gradients` that are
-    entered in it; and to functions that `tracegrad.grad`, `jax.grad` and the like differentiate in
-    it. They also apply inside of jitted functions, loops and branches, but not of custom rules. Of
-    nested blocks the innermost wins. A block belongs to its thread: it also applies to other
-    coroutines that run meanwhile.
+    The overrides apply to operations that are computed directly in the block, for any later
+    differentiation; to traced functions, tapes and `tracegrad.gradients` that are entered in the
+    block; and to functions that `tracegrad.grad`, `jax.grad` and the like differentiate in the
+    block. The overrides also apply inside of jitted functions, loops and branches, but not inside
+    of custom rules. Of nested blocks the innermost block wins. A block belongs to its thread: it
+    also applies to other coroutines that run meanwhile.
 
     Warns, once per line, of names for which no operation was found in this or any earlier block.
 
@@ -141,7 +138,7 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
       GraphError: an overridden operation is differentiated inside the block by a `jax.grad` (or
         another function of JAX) that was imported by name or made before the block, and so does
         not see the override.
-      LookupError: a gradient is taken, but its name is not registered.
+      LookupError: a gradient is computed, but its name is not registered.
       RuntimeError: the block is left before another block that was entered inside of it.
 
     It corresponds to TensorFlow 1's ``Graph.gradient_override_map``. See also `register_gradient`.
@@ -166,7 +163,7 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
         yield
         return
     named = {name: _Registered.now(gradient) for name, gradient in overrides.items()}
-    rules = [_override(name, grad) for name, grad in named.items()]
+    rules = [_make_override_rule(name, grad) for name, grad in named.items()]
     force = Force(rules, everywhere=True, key=("overrides", frozenset(named.items())))
     trace = _Overrides(_jax.current_trace(None), named, force)
     trace.begin()
@@ -178,8 +175,8 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
         warn_where_called(
             f"no operation {' or '.join(map(repr, unmet))} was met in a block of "
             f"gradient_override_map({dict(overrides)!r}), which acts on operations inside of it, "
-            "not on operations that a tape has recorded before. Names are those of primitives, "
-            "jitted functions and custom rules, as print(tracegrad.graph(fun, *args)) shows them",
+            "not on operations that a tape has recorded before. A name is the name of a primitive, "
+            "a jitted function or a custom rule, as print(tracegrad.graph(fun, *args)) shows it",
             UserWarning,
         )
 
@@ -191,10 +188,8 @@ _MARK = "overridden_"  # prefix of the names of overridden operations: no second
 
 @dataclass(frozen=True, eq=False)
 class _Registered:
-    """A name with the gradient function that it had at the start of a block; equal if both are.
-
-    `function` is None if the name was not registered then: a call looks it up.
-    """
+    """A name with the gradient function that it had at the start of a block. `function` is None if
+    the name was not registered then: a call looks the name up."""
 
     name: str
     function: Callable[..., Any] | None
@@ -229,7 +224,7 @@ class _Registered:
         return hash((self.name, id(self.function)))
 
 
-def _override(name: str, grad: _Registered) -> MatchRule:
+def _make_override_rule(name: str, grad: _Registered) -> MatchRule:
     replaced = overriding(grad, f"{_MARK}{name}")
 
     def overridden(op: Op, *operands: Any) -> list[Any]:
@@ -243,8 +238,8 @@ def _override(name: str, grad: _Registered) -> MatchRule:
 
 
 def _is_named(name: str, found: Occurrence) -> bool:
-    """Whether a node has this name and no enclosing node does, and is not in a custom rule, which
-    replaces the derivatives of the operations in it."""
+    """Whether a node has this name and no enclosing node has it. A node in a custom rule does not
+    count, because the rule replaces the derivatives of its operations."""
     fits = [name in (node.op, node.name) for node in found.steps]
     return fits[-1] and not any(fits[:-1]) and found.rule_around is None
 
@@ -253,8 +248,8 @@ def _is_named(name: str, found: Occurrence) -> bool:
 
 
 class _Overrides(OverridingTrace):
-    """The trace of a block: it applies the block's rules to each operation, as to a program of one
-    operation, and binds the result in its parent trace."""
+    """The trace of a block. The trace applies the block's rules to each operation, as to a program
+    of one operation, and binds the result in its parent trace."""
 
     def __init__(self, parent: Any, overrides: Mapping[str, _Registered], force: Force):
         super().__init__(parent)
@@ -269,8 +264,8 @@ class _Overrides(OverridingTrace):
         self._block.enter_context(in_force(self.force))
 
     def end(self) -> None:
-        """Ends the block; if an inner block or tape is still open, raises RuntimeError, and the
-        block ends with that."""
+        """Ends the block. If an inner block or tape is still open, raises RuntimeError, and the
+        block ends with the inner block or tape."""
         self._is_over = True
         self.leave()
         if self.is_installed:
@@ -288,7 +283,7 @@ class _Overrides(OverridingTrace):
     def instead(
         self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
     ) -> Callable[..., list[Any]] | None:
-        """Returns a function to run instead of an operation; None: the operation itself."""
+        """None runs the operation itself."""
         is_opaque = primitive.name in _jax.OPAQUE_PRIMITIVES
         programs = [] if is_opaque else [program for _, program in _jax.sub_programs(params)]
         if not programs and primitive.name not in self._overrides:
@@ -301,14 +296,13 @@ class _Overrides(OverridingTrace):
             params_key(params),
             tuple(map(_jax.type_key, args)),
         )
-        return self._edited(
+        return self._apply_overrides(
             name, key, programs, lambda: _jax.program_of_one(primitive, params, args)
         )
 
     def rule_instead(
         self, primitive: Any, subfuns: Sequence[Any], params: Mapping[str, Any], args: Sequence[Any]
     ) -> Callable[..., list[Any]] | None:
-        """As `instead`, for a function with a custom rule."""
         name = getattr(_jax.rule_functions(subfuns)[0][0], "__name__", "")
         found = [each for each in (name, primitive.name) if each in self._overrides]
         if not found:
@@ -328,18 +322,15 @@ class _Overrides(OverridingTrace):
         primal.__name__ = primal.__qualname__ = f"{_MARK}{name}"
         return with_gradient(primal, self._overrides[found[0]], params, name, calling_line())
 
-    def _edited(
+    def _apply_overrides(
         self, name: str, key: Any, keyed: Any, trace: Callable[[], Any]
     ) -> Callable[..., list[Any]] | None:
-        """Returns an operation with the overrides applied; None if they change nothing.
+        """Returns an operation with the overrides applied; None if they change nothing. Raises
+        GraphError if JAX is differentiating the operation, without the rules.
 
-        Args:
-          name: the name of the operation.
-          key: a key that is equal for operations that compute the same.
-          keyed: the programs whose identities are in the key; the cache keeps them alive.
-          trace: returns the program of the operation.
-
-        Raises GraphError if JAX is differentiating the operation, without the rules.
+        `key` is equal for operations that compute the same. The identities of the programs `keyed`
+        are in the key, and the cache keeps these programs alive. `trace` returns the program of the
+        operation.
         """
         line = str(calling_line()) if name in self._overrides else ""  # for errors
         key = "gradient_override_map", key, self.force.key, line
@@ -348,7 +339,7 @@ class _Overrides(OverridingTrace):
             original = edited = graph_of(trace())
             for rule in self.force.rules:
                 edited = rule(edited)
-            run: Any = None if edited is original else functools.partial(_run, edited)
+            run: Any = None if edited is original else functools.partial(_run_program, edited)
             if run is not None and name not in self._overrides:
                 run.__name__ = name
                 run = jax.jit(run)  # compiled once, as the call or the loop is
@@ -366,11 +357,11 @@ class _Overrides(OverridingTrace):
             )
 
 
-def _run(program: Graph, *operands: Any) -> list[Any]:
+def _run_program(program: Graph, *operands: Any) -> list[Any]:
     return run_graph(program, operands)
 
 
 def _times_differentiated() -> int:
-    """Returns how many times JAX is differentiating the current operation, without the rules."""
+    """Derivatives that see the rules do not count."""
     stack = _jax.scopes_around(_jax.current_source_info())
     return 0 if scopes.is_under_rules(stack) else scopes.transformations(stack).count("jvp")

@@ -1,4 +1,4 @@
-"""`stop_gradient`: values that are constants to differentiation."""
+"""`stop_gradient`: makes values constants to differentiation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def stop_gradient(tree: T) -> T:
         tree: an array or Python number, or any tree of them, of any shapes and dtypes.
 
     Returns:
-        The same tree. No derivative, of any order, in reverse or forward mode, goes through it.
+        The same tree. No derivative, of any order, in reverse or forward mode, goes through the
+        tree.
 
     Raises:
         TypeError: a leaf is neither an array nor a number; the message gives its path.
 
-    A straight-through rounding: the forward value is rounded, the gradient is that of x.
+    A straight-through rounding: the forward value is rounded, the gradient is the gradient of x.
 
     >>> import jax, jax.numpy as jnp
     >>> def quantised(x):

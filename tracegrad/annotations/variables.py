@@ -29,7 +29,6 @@ class Assignments(Listener):
 def require_variables_parameter(
     fun: Callable[..., Any], grad_fn: Callable[..., Any], variables: Sequence[Variable]
 ) -> None:
-    """Raises TypeError if the signature of `grad_fn` has no `variables` parameter."""
     try:
         parameters = inspect.signature(grad_fn).parameters.values()
     except (TypeError, ValueError):
@@ -45,68 +44,64 @@ def require_variables_parameter(
         )
 
 
-def listed_with(
+def list_variables(
     reads: Operands, fun: Callable[..., Any], grad_fn: Callable[..., Any], count: int
 ) -> tuple[Callable[..., Any], list[Any]]:
     """Lists the trainable Variables that `fun` has read so far. Returns a gradient function of
     cotangents alone, and an operand for each Variable.
 
-    If there are Variables, the gradient function returns the gradients of the `count` arguments of
-    `fun`, then a list of the gradients of the Variables.
+    With Variables, the gradient function returns the gradients of the `count` arguments of `fun`,
+    then a list of the gradients of the Variables.
     """
     operands = reads.list_read()
     if operands:
         require_variables_parameter(fun, grad_fn, reads.listed)
-        grad_fn = flat_with_variables(fun, grad_fn, reads.listed, count)
+        grad_fn = flatten_with_variables(fun, grad_fn, reads.listed, count)
     in_gradient = InGradient()
     return _under_listener(lambda: in_gradient, grad_fn), operands
 
 
-def with_variables_as_inputs(
+def take_variables_as_inputs(
     fun: Callable[..., Any], variables: Sequence[Variable]
 ) -> Callable[..., Any]:
-    """Wraps `fun`, which returns ``(y, grad_fn)``, to take the values of `variables` last.
-
-    The new gradient function returns a list of the gradients of these values last.
-    """
+    """Wraps `fun`, which returns ``(y, grad_fn)``, to take the values of `variables` last. The new
+    gradient function returns a list of the gradients of these values last."""
 
     @functools.wraps(fun, updated=())
     def as_inputs(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
         *inputs, values = args
-        y, grad_fn = given_variables(fun, fun, variables, values)(*inputs, **kwargs)
+        y, grad_fn = substitute_variables(fun, fun, variables, values)(*inputs, **kwargs)
         require_variables_parameter(fun, grad_fn, variables)
-        flat = flat_with_variables(fun, grad_fn, variables, len(inputs))
-        return y, given_variables(fun, flat, variables, values)
+        flat = flatten_with_variables(fun, grad_fn, variables, len(inputs))
+        return y, substitute_variables(fun, flat, variables, values)
 
     return as_inputs
 
 
-def flat_with_variables(
+def flatten_with_variables(
     fun: Callable[..., Any],
     grad_fn: Callable[..., Any],
     variables: Sequence[Variable],
     count: int,
 ) -> Callable[..., Any]:
-    """Wraps `grad_fn` to take only cotangents; the wrapper passes `variables` to `grad_fn`.
-
-    It returns the gradients of the `count` inputs, then a list of the gradients of `variables`.
-    """
+    """Wraps `grad_fn` to take only cotangents. The wrapper passes `variables` to `grad_fn`, and
+    returns the gradients of the `count` inputs, then a list of the gradients of `variables`."""
 
     @functools.wraps(grad_fn, updated=())
     def wrapped(*dys: Any) -> tuple[Any, ...]:
         result = grad_fn(*dys, variables=list(variables))
-        return _flat(fun, grad_fn, result, count, variables)
+        return _flatten_gradients(fun, grad_fn, result, count, variables)
 
     return wrapped
 
 
-def given_variables(
+def substitute_variables(
     fun: Callable[..., Any],
     part: Callable[..., Any],
     variables: Sequence[Variable],
     values: Sequence[Any],
 ) -> Callable[..., Any]:
-    """Wraps `part`, `fun` or its gradient function: reads of `variables` return `values`."""
+    """`part` is `fun` or its gradient function."""
     given = dict(zip(variables, values, strict=True))
     return _under_listener(lambda: Substitute(given, fun), part)
 
@@ -114,7 +109,7 @@ def given_variables(
 def _under_listener(
     listener: Callable[[], ReadsOutside], part: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wraps `part` so that each call runs under the listener that ``listener()`` returns."""
+    """Each call of `part` gets a new listener."""
 
     @functools.wraps(part, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -124,17 +119,15 @@ def _under_listener(
     return wrapped
 
 
-def _flat(
+def _flatten_gradients(
     fun: Callable[..., Any],
     grad_fn: Callable[..., Any],
     result: Any,
     count: int,
     variables: Sequence[Variable],
 ) -> tuple[Any, ...]:
-    """Checks and flattens ``(gradients, variable gradients)``, the `result` of `grad_fn`.
-
-    Returns the gradients of the inputs, then one list of the gradients of the variables.
-    """
+    """Checks and flattens ``(gradients, variable gradients)``, the `result` of `grad_fn`: the
+    gradients of the inputs, then one list of the gradients of the variables."""
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise ValueError(
             f"the gradient function {described(grad_fn)} of {described(fun)} was given variables, "

@@ -18,7 +18,6 @@ Unconnected = Literal["zero", "none", "raise"]  # the gradient of a leaf that no
 
 
 def check(fun: Callable[..., Any], wrt: Any, unconnected: Unconnected = "zero") -> None:
-    """Raises TypeError or ValueError if an argument of a derivative function is not allowed."""
     if not callable(fun):
         raise TypeError(f"expected a function to differentiate, got {fun!r}")
     check_wrt(wrt)
@@ -27,7 +26,7 @@ def check(fun: Callable[..., Any], wrt: Any, unconnected: Unconnected = "zero") 
 
 
 def wrt_or_argnums(wrt: Any, argnums: Any) -> Any:
-    """Returns `wrt`, or `argnums`, which is JAX's name for it and takes positions only."""
+    """`argnums` is JAX's name for `wrt`, and takes positions only."""
     if argnums is None:
         return 0 if wrt is None else wrt
     if wrt is not None:
@@ -41,11 +40,9 @@ def wrt_or_argnums(wrt: Any, argnums: Any) -> Any:
     return argnums
 
 
-def named_after(
+def take_name_of(
     fun: Callable[..., Any], what: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that gives a derivative the name and signature of its function."""
-
     def decorate(derivative: Callable[..., Any]) -> Callable[..., Any]:
         wrapped = functools.wraps(fun, updated=())(derivative)
         wrapped.__doc__ = f"{what} of {function_name(fun)}; takes the same arguments."
@@ -55,27 +52,27 @@ def named_after(
 
 
 def scalar_result(fun: Callable[..., Any], result: Any, has_aux: bool = False) -> tuple[Any, Any]:
-    """Checks that the function's result is a scalar; returns the scalar and `aux`."""
+    """Raises TypeError if the result is not a scalar; returns the scalar and `aux`."""
     value, aux = pair(fun, result) if has_aux else (result, None)
     value = without_variables(value)
     leaves = jax.tree.leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         raise TypeError(
-            f"a gradient is that of one scalar; {function_name(fun)} returns a "
+            f"only a scalar has a gradient; {function_name(fun)} returns a "
             f"{type(value).__name__}. Return one scalar"
             + ("" if has_aux else ", and other results with has_aux=True")
             + ", or take `jacobian`"
         )
     if jnp.shape(value) != ():
         raise TypeError(
-            f"a gradient is that of one scalar; {function_name(fun)} returns an array of shape "
+            f"only a scalar has a gradient; {function_name(fun)} returns an array of shape "
             f"{jnp.shape(value)}. Return its sum or mean, or take `jacobian`"
         )
     return value, aux
 
 
 def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
-    """Returns the result of a function with `has_aux`, or raises TypeError if it is not a pair."""
+    """Raises TypeError if the result is not a pair."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
             f"has_aux=True: {function_name(fun)} must return a pair (value, aux); it returns "
@@ -88,8 +85,7 @@ def pair(fun: Callable[..., Any], result: Any) -> tuple[Any, Any]:
 def flat_outputs(
     fun: Callable[..., Any], result: Any, has_aux: bool, shape_of_result: list[Any]
 ) -> tuple[list[Any], Any]:
-    """Returns the leaves of a function's outputs, and `aux`. The call writes the structure of the
-    outputs and the shapes of the leaves to `shape_of_result`."""
+    """Writes the structure of the outputs and the shapes of their leaves to `shape_of_result`."""
     outputs, aux = pair(fun, result) if has_aux else (result, None)
     leaves, structure = jax.tree.flatten(outputs)
     if not leaves:

@@ -1,9 +1,9 @@
 """Raises an error if differentiation would lose the gradient of a value that a custom rule ignores.
 
-JAX asks the rule of a `jax.custom_jvp` for the derivative with respect to the arguments only. For
-the values that the function closes over it silently takes zero. A graph is lowered with a check
-for such values (see `tracegrad.ir.running`). A function that is differentiated without a graph is
-checked here, while it runs.
+JAX asks the rule of a `jax.custom_jvp` for the derivative with respect to the arguments only, and
+silently takes zero for the values that the function closes over. Running a graph checks for such
+values (see `tracegrad.ir.running`). For a function that is differentiated without a graph, the
+check here runs with the function.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ from tracegrad.ir.running import run_graph
 from tracegrad.variables.overriding import ForwardingTrace
 
 
-def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function with a check for the time that JAX differentiates it.
-
-    The check raises ValueError if a `jax.custom_jvp` in the function closes over a differentiated
-    value and the result of the `jax.custom_jvp` depends on the value.
-    """
+def refuse_lost_derivatives(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds a check to a function: while JAX differentiates the function, a `jax.custom_jvp` that
+    closes over a differentiated value raises ValueError, if its result depends on the value."""
 
     @functools.wraps(fun, updated=())
     def checked(*args: Any) -> Any:
@@ -39,7 +36,7 @@ def refusing(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Checking(ForwardingTrace):
-    """A trace that checks each operation with a custom rule, and hands on all operations."""
+    """Checks each operation with a custom rule, and hands on all operations."""
 
     def __init__(self, parent: Any):
         super().__init__(parent)
@@ -65,13 +62,12 @@ class _Checking(ForwardingTrace):
             # JAX itself refuses a custom_vjp that closes over a differentiated value.
             is_jvp = primitive is _jax.CUSTOM_JVP
             if is_jvp and may_hold_tracers(_jax.rule_functions(subfuns)[0][0]):
-                _refuse(bound, args)
+                _refuse_lost_derivative(bound, args)
                 _jax.forget_result_trees(function)
             return bound(*args)
 
 
-def _refuse(bound: Callable[..., list[Any]], args: Sequence[Any]) -> None:
-    """Raises ValueError if a call of a function with a custom JVP loses a derivative."""
+def _refuse_lost_derivative(bound: Callable[..., list[Any]], args: Sequence[Any]) -> None:
     here = _jax.current_source_info()
     try:
         # Trace again at each call: the closed-over values may differ.

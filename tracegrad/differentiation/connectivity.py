@@ -2,11 +2,11 @@
 
 An input is *connected* to an output if there is a path of data flow between them on which the VJP
 of every node depends on its cotangent, or is a custom rule that returned a gradient. The program
-decides, never the values: a gradient that happens to be zero is connected. To learn whether a VJP
-depends on its cotangent, the VJP of each node is traced by JAX, imported, and analysed. ``round``,
-``floor`` and ``sign`` cut because their derivative in JAX is zero by structure.
+decides, never the values: an input whose gradient happens to be zero is connected. JAX traces the
+VJP of each node, and the analysis of the traced VJP says whether it depends on its cotangent.
+``round``, ``floor`` and ``sign`` cut because their derivative in JAX is zero by structure.
 
-A custom gradient cuts if its rule returns None. Anything else that it returns is a gradient, even
+A custom gradient cuts if its rule returns None. Any other result of the rule is a gradient, even
 zeros, or an array that does not depend on the cotangent: such a rule adds an auxiliary loss.
 """
 
@@ -66,8 +66,7 @@ class UnconnectedError(ValueError):
 
 
 def connections(graph: Graph) -> list[frozenset[int]]:
-    """Returns, for every output of a graph, the positions of the inputs that are connected to
-    it."""
+    """Returns, for every output of a graph, the positions of the connected inputs."""
     inputs = graph.inputs
     sources = of_each(map(is_connectable, inputs))
     return [
@@ -85,15 +84,12 @@ def is_connectable(value: Value | Literal) -> bool:
 
 
 class Walk:
-    """Finds connections in a graph, and caches them.
-
-    Shared regions and custom rules are analysed once. The links of a node are cached as well, since
-    `reached_from` and then `node_vjp` ask for them.
-    """
+    """Finds connections in a graph, and caches them for shared regions, for custom rules, and for
+    nodes: first `reached_from` and then `node_vjp` ask for the links of a node."""
 
     def rule(self, node: Node, ins: Masks) -> Masks:
-        """Returns a mask for each result, of the graph's inputs that are connected to it. `ins`:
-        such a mask for each operand. A value that is not connectable has an empty mask."""
+        """Returns, for each result, a mask of the graph's inputs that are connected to it. `ins`
+        has such a mask for each operand. A value that is not connectable has an empty mask."""
         if isinstance(node, StopGradient) or not any(ins):
             return [0] * len(node.outputs)
         if any(is_reference(v) for v in (*node.inputs, *node.outputs)):
@@ -101,13 +97,14 @@ class Walk:
             # whole.
             return [joined(ins) if is_connectable(v) else 0 for v in node.outputs]
         if node.op in CONNECTING:
-            return _all_to_all(node, ins)
+            return _connect_all(node, ins)
         if node.regions and (entered := self.enter(node, ins)) is not None:
             return entered[0]
-        return _carried(self.vjp_rows(node, tuple(mask != 0 for mask in ins)), ins)
+        return _union_of_rows(self.vjp_rows(node, tuple(mask != 0 for mask in ins)), ins)
 
     def enter(self, node: Node, ins: Masks) -> tuple[Masks, dict[str, Masks]] | None:
-        """As `dependence.enter`, but None also for a node that is differentiated as a whole."""
+        """Like `dependence.enter`, but returns None also for a node that is differentiated as a
+        whole."""
         # The operations inside a shard_map can be differentiated only inside their mesh.
         if isinstance(node, CustomGradient) or node.op == "shard_map":
             return None
@@ -119,45 +116,45 @@ class Walk:
 
     @once_for_each
     def links(self, node: Node, active: Sequence[int]) -> Masks:
-        """Returns, for every result of a node, a mask of the active operands connected to it."""
+        """For every result, a mask of the active operands that are connected to it."""
         return self.rule(node, of_each(i in active for i in range(len(node.inputs))))
 
     def vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
-        """Returns, for every result of a node, a mask of operands. It holds the reached operands
-        whose cotangents depend on the result's cotangent."""
+        """Returns, for every result, a mask of the reached operands whose cotangents depend on the
+        result's cotangent."""
         if node.op in CONNECTING:
-            return tuple(_all_to_all(node, of_each(reached)))
+            return tuple(_connect_all(node, of_each(reached)))
         if isinstance(node, Apply):
             params = tuple(sorted(node.params.items()))
             try:
-                rows = _remembered_rows(node.primitive, params, *_types(node), reached)
+                rows = _remembered_rows(
+                    node.primitive, params, *_operand_and_cotangent_types(node), reached
+                )
             except TypeError:  # a parameter that cannot be hashed
-                rows = _rows(_binding(node), *_types(node), reached)
+                rows = _rows(_make_run(node), *_operand_and_cotangent_types(node), reached)
         else:
             rows = self._region_rows(node, reached)
         if rows is not None:
             return rows
         if isinstance(node, CustomGradient):  # the rule may use more operands than the function
-            return tuple(_all_to_all(node, of_each(reached)))
+            return tuple(_connect_all(node, of_each(reached)))
         pairs = zip(node_dependence(node), node.outputs, strict=True)
         return tuple(row if is_connectable(v) else 0 for row, v in pairs)
 
     @once_for_each
     def _region_rows(self, node: Node, reached: tuple[bool, ...]) -> Rows:
         if isinstance(node, CustomGradient):
-            return _rule_rows(node, reached)
-        return _call_rows(node, reached)
+            return _rows_of_rule(node, reached)
+        return _rows_of_call(node, reached)
 
 
-def _all_to_all(node: Node, ins: Masks) -> Masks:
-    """Returns masks that connect every differentiable result to every differentiable operand."""
+def _connect_all(node: Node, ins: Masks) -> Masks:
     masks = [mask for mask, v in zip(ins, node.inputs, strict=True) if has_gradient(v)]
     everything = functools.reduce(operator.or_, masks, 0)
     return [everything if has_gradient(v) else 0 for v in node.outputs]
 
 
-def _carried(rows: Sequence[int], ins: Masks) -> Masks:
-    """Returns the mask of each result: the union of the masks of the operands in its row."""
+def _union_of_rows(rows: Sequence[int], ins: Masks) -> Masks:
     return [
         functools.reduce(operator.or_, (m for i, m in enumerate(ins) if row >> i & 1), 0)
         for row in rows
@@ -173,47 +170,46 @@ Rows = tuple[int, ...] | None
 Types = tuple[Any, ...]
 
 
-def _types(node: Node) -> tuple[Types, Types]:
-    """Returns the types of the operands, and of the cotangents of the results (None: no
-    cotangent)."""
+def _operand_and_cotangent_types(node: Node) -> tuple[Types, Types]:
+    """The type of a result's cotangent is None if the result has no cotangent."""
     cotangents = tuple([v.aval if is_connectable(v) else None for v in node.outputs])
     return tuple([v.aval for v in node.inputs]), cotangents
 
 
-def _rule_rows(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
-    """Returns, for every result of a custom gradient, the operands that its rule gives a gradient.
-    None if JAX cannot differentiate the custom gradient."""
+def _rows_of_rule(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
+    """None if JAX cannot differentiate the custom gradient."""
     if node.kind == "vjp":
-        return _returned_rows(node, reached)
+        return _rows_of_returned_gradients(node, reached)
     if loses_derivative(node, reached):
         return None  # connected: differentiating it is an error
-    rows = _call_rows(node, reached)
+    rows = _rows_of_call(node, reached)
     if rows is None or all(row for row, v in zip(rows, node.outputs) if has_gradient(v)):
         return rows
-    # A JVP rule returns a tangent for each result. If the tangent is independent of an operand, the
-    # operand is unconnected. But if it is independent of all operands, and the rule has written
+    # A JVP rule returns a tangent for each result. An operand is unconnected if the tangent is
+    # independent of it. But if the tangent is independent of all operands, and the rule has written
     # the tangent (not a symbolic zero), all operands are connected.
     first = node.closed_over
     given = [i >= first and has_gradient(v) for i, v in enumerate(node.inputs)]
     try:
         written = _jax.written_tangents(
-            _binding(node), _types(node)[0], [i for i, flows in enumerate(given) if flows]
+            _make_run(node),
+            _operand_and_cotangent_types(node)[0],
+            [i for i, flows in enumerate(given) if flows],
         )
     except Exception:
         return rows
-    of_all = _call_rows(node, tuple(given)) or rows
-    everything = _all_to_all(node, of_each([a and b for a, b in zip(reached, given, strict=True)]))
+    of_all = _rows_of_call(node, tuple(given)) or rows
+    everything = _connect_all(node, of_each([a and b for a, b in zip(reached, given, strict=True)]))
     return tuple(
         everything[j] if j in written and not of_all[j] else row for j, row in enumerate(rows)
     )
 
 
-def _call_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
-    """As `_rows`, for a node with regions."""
-    rows = _rows(_binding(node), *_types(node), reached)
+def _rows_of_call(node: Node, reached: tuple[bool, ...]) -> Rows:
+    rows = _rows(_make_run(node), *_operand_and_cotangent_types(node), reached)
     if rows is None or isinstance(node, CustomGradient) or not _has_rules(node):
         return rows
-    returned = _returned_rows(node, reached)
+    returned = _rows_of_returned_gradients(node, reached)
     return rows if returned is None else tuple(map(operator.or_, rows, returned))
 
 
@@ -226,16 +222,19 @@ def _has_rules(node: Node) -> bool:
     )
 
 
-def _returned_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
-    """Returns, for every result, the operands whose cotangents are not symbolic zeros in JAX."""
+def _rows_of_returned_gradients(node: Node, reached: tuple[bool, ...]) -> Rows:
+    """An operand counts if JAX's cotangent is not a symbolic zero."""
     active = [i for i, is_reached in enumerate(reached) if is_reached]
     flowing = [j for j, v in enumerate(node.outputs) if has_gradient(v)]
-    # Without symbolic zeros a rule cannot tell which results have a cotangent: ask for all at once.
+    # Without symbolic zeros, a rule cannot tell which results have a cotangent: ask for all at
+    # once.
     alike = isinstance(node, CustomGradient) and not node.params.get("symbolic_zeros")
     rows = [0] * len(node.outputs)
     try:
         for group in [flowing] if alike else [[j] for j in flowing]:
-            found = _jax.returned_gradients(_binding(node), _types(node)[0], active, group)
+            found = _jax.returned_gradients(
+                _make_run(node), _operand_and_cotangent_types(node)[0], active, group
+            )
             for j in group:
                 rows[j] = joined(1 << i for i in found)
     except Exception:
@@ -243,8 +242,8 @@ def _returned_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
     return tuple(rows)
 
 
-def _binding(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
-    """Returns a function that runs the node with its edits, which its parameters do not have."""
+def _make_run(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
+    """The node's parameters do not have its edits; the returned function does."""
     return lambda operands: run_node(node, operands)
 
 
@@ -267,11 +266,9 @@ def _rows(
     cotangents: Types,
     reached: tuple[bool, ...],
 ) -> Rows:
-    """Returns, for every result, the reached operands whose cotangents depend on its cotangent.
-
-    None if JAX cannot differentiate the node in reverse mode: then the node counts as connected,
-    and computing the gradient raises JAX's own error.
-    """
+    """Returns, for every result, the reached operands whose cotangents depend on the result's
+    cotangent. None if JAX cannot differentiate the node in reverse mode: then the node counts as
+    connected, and computing the gradient raises JAX's own error."""
     active = [i for i, is_reached in enumerate(reached) if is_reached]
     flowing = [j for j, aval in enumerate(cotangents) if aval is not None]
 

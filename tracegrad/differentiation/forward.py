@@ -25,9 +25,9 @@ def jvp(
 ) -> Any:
     """Returns the value of a function and its derivative along a direction, in one forward pass.
 
-    It works as `jax.jvp`, but it also accepts custom gradients (`jax.custom_vjp`,
-    `tracegrad.custom_gradient`), which `jax.jvp` refuses. The derivative of a custom gradient is
-    the transpose of its backward function, so forward and reverse mode agree.
+    Unlike `jax.jvp`, this function accepts custom gradients (`jax.custom_vjp`,
+    `tracegrad.custom_gradient`). The forward derivative of a custom gradient is the transpose of
+    its backward function, so forward and reverse mode agree.
 
     Args:
       fun: a traced or plain function of pytrees of arrays, of any arguments that `jax.jit` takes.

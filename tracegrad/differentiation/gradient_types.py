@@ -13,27 +13,20 @@ from tracegrad.variables.nnx_objects import refuse_hijax
 
 
 def zeros_for(leaf: Any) -> Any:
-    """Returns zeros in place of the gradient of a leaf that is not differentiated.
-
-    For an array of numbers or booleans, the result is zeros of its shape and dtype. For a Python
-    number, it is the zero of its type. For anything else (a function, a string, a random key), it
-    is None.
-    """
+    """An array of numbers or booleans gets zeros of its shape and dtype, a Python number the zero
+    of its type, and any other leaf (a function, a string, a random key) None."""
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)(0)
     return None if not is_numeric(leaf) else jnp.zeros_like(leaf)
 
 
 def none_for(leaf: Any) -> None:
-    """Returns None for a leaf that is not differentiated, to tell "no gradient" from zero."""
+    """None tells "no gradient" from zero."""
 
 
 def zero_block(shape: tuple[int, ...], leaf: Any) -> Any:
-    """Returns the zero Jacobian of an output with respect to a leaf that is not differentiated.
-
-    `shape` is that of the output. The result is None if `zeros_for` of the leaf is None. For a
-    scalar output and a Python number, it is the zero of the number's type.
-    """
+    """The zero Jacobian of an output of shape `shape` with respect to a leaf: None if `zeros_for`
+    of the leaf is None; for a scalar output and a Python number, the zero of the number's type."""
     zeros = zeros_for(leaf)
     if zeros is None or (shape == () and not isinstance(zeros, jax.Array)):
         return zeros
@@ -41,11 +34,8 @@ def zero_block(shape: tuple[int, ...], leaf: Any) -> Any:
 
 
 def as_inexact(given: Any, dtype: Any) -> Any:
-    """Converts a Python number or NumPy integers, as a cotangent or tangent, to `dtype`.
-
-    It does so only if `dtype` is a float or complex dtype, and for a complex number only if
-    `dtype` is complex. Otherwise, and for any other value, it returns `given` unchanged.
-    """
+    """Converts a Python number or NumPy integers to `dtype`, if it is a float or complex dtype, and
+    for a complex number only if it is complex. Returns other values unchanged."""
     is_number = isinstance(given, int | float | complex | np.integer)
     is_integers = isinstance(given, np.ndarray) and given.dtype.kind in "iu"
     required = np.complexfloating if isinstance(given, complex) else np.inexact
@@ -53,7 +43,7 @@ def as_inexact(given: Any, dtype: Any) -> Any:
     return jnp.asarray(given, dtype) if is_converted else given
 
 
-# The kind of a leaf, which decides what its gradient is:
+# The kind of a leaf decides its gradient:
 #   "inexact": a float or complex array or number. The gradient is an array like the leaf.
 #   "exact": integers or booleans. The gradient is zeros, if requested.
 #   "key": random keys. The gradient is zeros, if requested.
@@ -63,7 +53,7 @@ Kind = Literal["inexact", "exact", "key", "setting", "other"]
 
 
 def kind_of(leaf: Any) -> Kind:
-    """Returns the kind of a leaf by its type alone; never "setting"."""
+    """Never "setting": only the tree around a leaf can tell a setting."""
     aval = type_of(leaf)
     if not isinstance(aval, _jax.ARRAY):
         return "other"
@@ -73,11 +63,11 @@ def kind_of(leaf: Any) -> Kind:
 
 
 def is_numeric(leaf: Any) -> bool:
-    """Whether a leaf is a number, a boolean, or an array of these."""
+    """For numbers, booleans, and arrays of these."""
     return kind_of(leaf) in ("inexact", "exact")
 
 
 def type_of(leaf: Any) -> Any:
-    """Returns the JAX type of a leaf; None if it has none. Refuses hijax objects."""
+    """Refuses hijax objects; returns None for a leaf without a JAX type."""
     refuse_hijax(leaf)
     return _jax.type_of(leaf)

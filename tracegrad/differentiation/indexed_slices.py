@@ -1,4 +1,4 @@
-"""`IndexedSlices`: the gradient of a table, if a program looked up some of its rows."""
+"""`IndexedSlices`: the gradient of a table whose rows a program looked up."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.row_ids import are_of_a_fill, are_opaque, integers, opaque
+from tracegrad.differentiation.row_ids import are_filled, are_opaque, integers, opaque
 
 LARGE = 100_000_000  # elements from which on `to_dense` warns, as in TensorFlow
 
 
 class _OfSlices(type):
-    """The class of `IndexedSlices`, which JAX's errors print: of a tree of slices beside one of
-    arrays, as of an optimiser whose moments are arrays, JAX says only their classes."""
+    """JAX's errors print the class of `IndexedSlices`, and nothing else, if a tree has slices where
+    another tree has arrays (an optimiser's moments). So the text of the class says what to use."""
 
     def __str__(cls) -> str:
         return (
@@ -30,29 +30,29 @@ class _OfSlices(type):
 class IndexedSlices(metaclass=_OfSlices):
     """Some rows of an array whose other rows are zero: one slice for each lookup.
 
-    The slices stand for a dense array, to which ``values[i]`` adds at row ``indices[i]``. If an
-    index occurs several times, its slices are added up. An index that is not a row counts for
-    nothing (a lookup out of range has the index ``dense_shape[0]`` in its gradient). The gradient
-    functions return slices for ``sparse=True``; their memory is proportional to the number of
+    The slices stand for a dense array: zeros, plus ``values[i]`` at row ``indices[i]``. If an index
+    occurs several times, its slices are added up. An index that is not a row counts for nothing
+    (the gradient of a lookup out of range has the index ``dense_shape[0]``). The gradient functions
+    return slices for ``sparse=True``; the memory of slices is proportional to the number of
     lookups, not to the size of the table.
 
     ``table - 0.1 * slices`` is a step of gradient descent that changes the looked-up rows only (in
     place if `table` is donated); for optimisers with a state see `apply_rows`.
 
-    `IndexedSlices` are a pytree, to go through `jax.jit`, loops and meshes. But the leaves alone
-    are not a gradient: a function that computes with the leaves (``jax.tree.map``, an optimiser, a
-    norm) would treat several slices of one row as several rows. So the row ids are of a type that
-    can be moved but not computed with, and JAX raises an error instead of returning a wrong number.
-    (If JAX fills the leaves with a number, as `jax.numpy.ones_like` does, their array has NaN.)
-    Before you map over a tree, convert the slices to arrays, or treat them as one leaf by
-    ``is_leaf`` (see below). For a norm, use ``slices.deduplicated().values``.
+    `IndexedSlices` are a pytree, so they go through `jax.jit`, loops and meshes. But the leaves
+    alone are not a gradient: a function that computes with the leaves (``jax.tree.map``, an
+    optimiser, a norm) would treat several slices of one row as several rows. So the row ids have a
+    type that can be moved but not computed with, and JAX raises an error instead of returning a
+    wrong number. (If JAX fills the leaves with a number, as `jax.numpy.ones_like` does, the dense
+    array has NaN.) Before you map over a tree, convert the slices to arrays, or treat the slices as
+    one leaf by ``is_leaf`` (see below). For a norm, use ``slices.deduplicated().values``.
 
     Args:
       values: ``[n, ...]``, of any dtype.
       indices: ``int[n]``; integers of a smaller type become ``int32``.
-      dense_shape: the shape ``[rows, ...]`` of the dense array; None if it is not known. A traced
-        array counts as None. Slices that are returned as the gradient of an input, or passed as
-        the gradient of a target, get the shape of the input or target.
+      dense_shape: the shape ``[rows, ...]`` of the dense array; None if unknown. A traced array
+        counts as None. Slices that a rule returns as the gradient of an input, or that are passed
+        as the gradient of a target, get the shape of the input or target.
 
     Raises:
       ValueError: the shapes do not fit each other.
@@ -141,13 +141,13 @@ class IndexedSlices(metaclass=_OfSlices):
           dtype: the expected dtype; the default is the dtype of the values.
 
         Raises:
-          ValueError: the dense shape is not known.
+          ValueError: the dense shape is unknown.
           TypeError: the values have another dtype than `dtype`.
 
         Warns:
           UserWarning: the array has 100 million elements or more.
         """
-        shape = self._known_shape()
+        shape = self._require_dense_shape()
         if int(np.prod(shape)) >= LARGE:
             size = int(np.prod(shape)) * self.dtype.itemsize / 2**20
             warnings.warn(
@@ -155,35 +155,35 @@ class IndexedSlices(metaclass=_OfSlices):
                 f"{size:,.0f} MiB",
                 stacklevel=2,
             )
-        return self._dense(dtype)
+        return self._to_dense(dtype)
 
-    def _dense(self, dtype: Any = None) -> Any:
+    def _to_dense(self, dtype: Any = None) -> Any:
         if dtype is not None and jnp.dtype(dtype) != self.dtype:
             raise TypeError(
                 f"the slices are {self.dtype}, but an array of {jnp.dtype(dtype)} is expected: "
                 "convert the values of the slices"
             )
-        return self._added_to(jnp.zeros(self._known_shape(), self.dtype))
+        return self._add_to_array(jnp.zeros(self._require_dense_shape(), self.dtype))
 
     def dense_as(self, aval: Any) -> Any:
-        """Returns the dense array as the gradient of an array of type `aval`. Slices without a
-        dense shape get the shape of `aval`. Does not warn of a large array."""
-        return self.shaped_as(aval)._dense()
+        """Returns the dense array as the gradient of an array of type `aval`, without a warning for
+        a large array. Slices without a dense shape get the shape of `aval`."""
+        return self.shaped_as(aval)._to_dense()
 
     def shaped_as(self, aval: Any) -> IndexedSlices:
-        """Returns the slices, with the shape of `aval` if they have no dense shape and fit it."""
+        """Gives slices without a dense shape the shape of `aval`, if it fits."""
         known = self.dense_shape is not None or self.values.shape[1:] != aval.shape[1:]
-        return self if known else _make(self.values, self._rows, tuple(aval.shape))
+        return self if known else _make_slices_unchecked(self.values, self._rows, tuple(aval.shape))
 
     def astype(self, dtype: Any) -> IndexedSlices:
         """Returns the slices with values of another dtype."""
-        return _make(self.values.astype(dtype), self._rows, self.dense_shape)
+        return _make_slices_unchecked(self.values.astype(dtype), self._rows, self.dense_shape)
 
-    def _added_to(self, array: Any) -> Any:
-        values, indices = _placed(self.values, self._rows)
+    def _add_to_array(self, array: Any) -> Any:
+        values, indices = _to_integer_rows(self.values, self._rows)
         return jnp.asarray(array).at[indices].add(values, mode="drop")
 
-    def _known_shape(self) -> tuple[int, ...]:
+    def _require_dense_shape(self) -> tuple[int, ...]:
         if self.dense_shape is None:
             raise ValueError(
                 f"{self!r} has no dense shape, [rows, ...]: pass it as "
@@ -203,26 +203,26 @@ class IndexedSlices(metaclass=_OfSlices):
     def deduplicated(self) -> IndexedSlices:
         """Returns slices in which each row occurs once, with the sum of its slices.
 
-        The number of slices stays the same, so that this works in compiled functions: the rows
-        come first, in ascending order, then zeros with the index ``dense_shape[0]``, which is not
-        a row.
+        The number of slices stays the same, because compiled functions need fixed shapes: the rows
+        come first, in ascending order, then zeros with the index ``dense_shape[0]``, which is not a
+        row.
 
         >>> import jax.numpy as jnp
         >>> slices = IndexedSlices(jnp.array([1.0, 2.0, 3.0]), jnp.array([2, 0, 2]), (5,))
         >>> print(slices.deduplicated().indices, slices.deduplicated().values)
         [0 2 5] [2. 4. 0.]
         """
-        rows = self._known_shape()[0]
-        values, indices = _placed(self.values, self._rows)
+        rows = self._require_dense_shape()[0]
+        values, indices = _to_integer_rows(self.values, self._rows)
         indices = jnp.where(indices < 0, indices + rows, indices)
         is_row = (indices >= 0) & (indices < rows)
         indices = jnp.where(is_row, indices, rows)
         order = jnp.argsort(indices)
         indices = indices[order]
-        values = jnp.where(_like_rows(is_row, values), values, 0)[order]
+        values = jnp.where(_align_with_values(is_row, values), values, 0)[order]
         is_first = jnp.ones(indices.shape, bool).at[1:].set(indices[1:] != indices[:-1])
         place = jnp.cumsum(is_first) - 1
-        return _make(
+        return _make_slices_unchecked(
             jnp.zeros_like(values).at[place].add(values),
             opaque(jnp.full_like(indices, rows).at[place].set(indices)),
             self.dense_shape,
@@ -240,16 +240,16 @@ class IndexedSlices(metaclass=_OfSlices):
                 raise TypeError(f"cannot add {self!r} and {other!r}: their dtypes differ")
             indices = jnp.concatenate([self.indices, other.indices])
             values = jnp.concatenate([self.values, other.values])
-            return _make(values, opaque(indices), self.dense_shape)
+            return _make_slices_unchecked(values, opaque(indices), self.dense_shape)
         if type(other) is int and other == 0:  # what `sum` starts from
             return self
         if not _is_array(other):
             return NotImplemented
-        if jnp.shape(other) != self._known_shape():
+        if jnp.shape(other) != self._require_dense_shape():
             raise ValueError(f"cannot add {self!r} and an array {list(jnp.shape(other))}")
         if other.dtype != self.dtype:
             raise TypeError(f"cannot add {self!r} and an array of {other.dtype}")
-        return self._added_to(other)
+        return self._add_to_array(other)
 
     __radd__ = __add__
 
@@ -260,23 +260,25 @@ class IndexedSlices(metaclass=_OfSlices):
         return -self + other
 
     def __neg__(self) -> IndexedSlices:
-        return _make(-self.values, self._rows, self.dense_shape)
+        return _make_slices_unchecked(-self.values, self._rows, self.dense_shape)
 
     def __mul__(self, number: Any) -> IndexedSlices:
         """Multiplies the slices by a number, or by an array of shape ``[]``."""
         if not _is_number(number):
             return NotImplemented
-        return _make(self.values * number, self._rows, self.dense_shape)
+        return _make_slices_unchecked(self.values * number, self._rows, self.dense_shape)
 
     __rmul__ = __mul__
 
     def __truediv__(self, number: Any) -> IndexedSlices:
         if not _is_number(number):
             return NotImplemented
-        return _make(self.values / number, self._rows, self.dense_shape)
+        return _make_slices_unchecked(self.values / number, self._rows, self.dense_shape)
 
 
-def _make(values: Any, rows: Any, dense_shape: tuple[int, ...] | None) -> IndexedSlices:
+def _make_slices_unchecked(
+    values: Any, rows: Any, dense_shape: tuple[int, ...] | None
+) -> IndexedSlices:
     """Makes slices without checks: the parts fit, or JAX has put other objects in their place."""
     new = object.__new__(IndexedSlices)
     new.values, new._rows, new.dense_shape = values, rows, dense_shape
@@ -284,16 +286,14 @@ def _make(values: Any, rows: Any, dense_shape: tuple[int, ...] | None) -> Indexe
 
 
 @jax.jit
-def _placed(values: Any, rows: Any) -> tuple[Any, Any]:
-    """Returns the values and the integer row ids, for computing with them.
-
-    If the arrays of a gradient were filled with a number (see `row_ids`), the ids are not valid.
-    Then zeros count for nothing, and any other value becomes NaN in the first row.
-    """
+def _to_integer_rows(values: Any, rows: Any) -> tuple[Any, Any]:
+    """Returns the values and the integer row ids. If a gradient's arrays were filled with a number
+    (see `row_ids`), the ids are not valid: zeros count for nothing, and any other value becomes NaN
+    in the first row."""
     indices = integers(rows)
-    is_none = are_of_a_fill(indices)
+    is_none = are_filled(indices)
     if jnp.issubdtype(values.dtype, jnp.inexact):
-        values = jnp.where(_like_rows(is_none, values) & (values != 0), jnp.nan, values)
+        values = jnp.where(_align_with_values(is_none, values) & (values != 0), jnp.nan, values)
     return values, jnp.where(is_none, 0, indices)
 
 
@@ -309,7 +309,7 @@ def _flatten_with_keys(slices: IndexedSlices) -> tuple[Any, Any]:
 
 def _unflatten(dense_shape: tuple[int, ...] | None, children: Any) -> IndexedSlices:
     values, rows = children
-    return _make(values, rows, dense_shape)
+    return _make_slices_unchecked(values, rows, dense_shape)
 
 
 jax.tree_util.register_pytree_with_keys(IndexedSlices, _flatten_with_keys, _unflatten, _flatten)
@@ -324,10 +324,6 @@ def row_indices(indices: Any, rows: Any) -> Any:
 
     The number of rows stands for an index that is not a row. An index that the new type cannot hold
     becomes the largest number of that type, which is not a row either.
-
-    Args:
-      indices: integers of any type and shape.
-      rows: how many rows the table has.
     """
     limits: Callable[[Any], Any] = jnp.iinfo  # NumPy's does not know JAX's integers of 4 bits
     kind = limits(indices.dtype)
@@ -339,7 +335,7 @@ def row_indices(indices: Any, rows: Any) -> Any:
 
 
 def _static_shape(shape: Any) -> tuple[int, ...] | None:
-    """A shape as a tuple; None if it is not known."""
+    """None if a part of the shape is traced."""
     if shape is None or _jax.is_tracer(shape) or any(map(_jax.is_tracer, shape)):
         return None
     # A dimension may be symbolic, and then is not an integer.
@@ -363,6 +359,6 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def _like_rows(flags: Any, values: Any) -> Any:
-    """Reshapes flags ``[n]`` to ``[n, 1, ...]``, to broadcast with values ``[n, ...]``."""
+def _align_with_values(flags: Any, values: Any) -> Any:
+    """Reshapes flags ``[n]`` to ``[n, 1, ...]``."""
     return flags.reshape(flags.shape + (1,) * (values.ndim - 1))

@@ -1,13 +1,13 @@
 """Makes `jax.grad` and the like apply the rules in force while a function is traced under rules.
 
-A train step calls `jax.grad`, or `nnx.value_and_grad` and `equinox.filter_grad`, which call it.
-While rules are in force on a thread, `jax.grad` and the like are replaced. On that thread a
-replacement applies the rules to the function that it differentiates, and then calls JAX's function.
-On other threads it only calls JAX's function. While no thread has rules, JAX is unchanged.
+A train step calls `jax.grad`, also through `nnx.value_and_grad` and `equinox.filter_grad`. While
+rules are in force on a thread, `jax.grad` and the like are replaced. On that thread a replacement
+applies the rules to the differentiated function, and then calls JAX's function. On other threads it
+only calls JAX's function. While no thread has rules, JAX is unchanged.
 
 A name that was imported before (``from jax import grad``) is still JAX's function, and a derivative
 that was made before the trace began is still JAX's derivative. Both differentiate without the
-rules; a rule that matches an operation in code that was differentiated so raises an error (see
+rules; if a rule then matches an operation in their code, the rule raises an error (see
 `rewriting.edits`).
 """
 
@@ -28,8 +28,8 @@ from tracegrad.tracing import in_force, to_callable
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.signatures import argument_names
 
-# Maps the name of a function of `jax` to whether it differentiates in forward mode. There, a custom
-# gradient needs a JVP, which is the transpose of its backward.
+# Maps a function of `jax` to whether it differentiates in forward mode. There, a custom gradient
+# needs a JVP: the transpose of its backward.
 _FORWARD_FIRST = {
     "grad": False,
     "value_and_grad": False,
@@ -42,8 +42,8 @@ _FORWARD_FIRST = {
 }
 
 
-def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]:
-    """Wraps a function of JAX: applies the rules in force to `fun`, then differentiates it."""
+def _wrap_derivative(original: Callable[..., Any], forward: bool) -> Callable[..., Any]:
+    """The derivative applies the rules in force to `fun` first."""
     lower = (lambda graph: to_callable(with_forward_mode(graph))) if forward else to_callable
 
     def by_rules(take: Callable[[Any], Any], fun: Callable[..., Any]) -> Any:
@@ -53,7 +53,7 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
         edited = in_force.under_rules(fun, function_name(fun), lower, forward=forward)
         # The function that `equinox.filter_jvp` differentiates.
         if getattr(fun, "__qualname__", None) == "filter_jvp.<locals>._fn":
-            edited = _parted_anew(edited)
+            edited = _separate_results_again(edited)
         with in_force.differentiating():
             return take(functools.wraps(fun, updated=())(edited))
 
@@ -78,8 +78,8 @@ def _by_rules(original: Callable[..., Any], forward: bool) -> Callable[..., Any]
 
 @jax.tree_util.register_pytree_node_class
 class _Pullback:
-    """Wraps the pullback that `jax.vjp` returns. Its calls run under `in_force.differentiating`, so
-    that rules do not apply to what the backward passes of custom rules differentiate."""
+    """Calls the pullback of `jax.vjp` under `in_force.differentiating`. Otherwise rules would apply
+    to functions that the backward passes of custom rules differentiate."""
 
     def __init__(self, pullback: Any):
         self.pullback = pullback
@@ -100,8 +100,8 @@ class _Pullback:
 
 
 def _name_by_users_parameter(fun: Any) -> None:
-    """Gives the parameter of the function that `equinox.filter_grad` differentiates the name of the
-    user's parameter: `match.param` finds the leaves by it."""
+    """`equinox.filter_grad` differentiates a function of its own, with its own parameter. Gives the
+    parameter the name of the user's parameter, because `match.param` finds leaves by the name."""
     if getattr(fun, "__qualname__", "").endswith("Wrapper.__call__.<locals>.fun_value_and_grad"):
         (name,) = argument_names(inspect.getclosurevars(fun).nonlocals["self"].__wrapped__, 1)
         first, *others = inspect.signature(fun).parameters.values()
@@ -109,12 +109,12 @@ def _name_by_users_parameter(fun: Any) -> None:
             fun.__signature__ = inspect.Signature([first.replace(name=name), *others])
 
 
-def _parted_anew(edited: Callable[..., Any]) -> Callable[..., Any]:
-    """Separates again the results that have tangents from those that have none.
+def _separate_results_again(edited: Callable[..., Any]) -> Callable[..., Any]:
+    """Separates the results with tangents from the results without tangents again.
 
-    The function that `equinox.filter_jvp` differentiates takes results that are tracers of the JVP
-    for those with tangents. While `edited` is traced to a graph, results are tracers of that trace,
-    so equinox finds none.
+    `equinox.filter_jvp` differentiates a function that takes each tracer of the JVP for a result
+    with a tangent. While `edited` is traced to a graph, results are tracers of that trace, so
+    equinox finds no such result.
     """
 
     def is_moving(result: Any) -> bool:
@@ -128,8 +128,8 @@ def _parted_anew(edited: Callable[..., Any]) -> Callable[..., Any]:
     return parted
 
 
-def _hessian(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `jax.hessian`, which takes two derivatives: the rules in force apply to each."""
+def _wrap_hessian(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Applies the rules in force to both derivatives of `jax.hessian`."""
 
     @functools.wraps(original)
     def hessian(fun: Callable[..., Any], argnums: Any = 0, *options: Any, **named: Any) -> Any:
@@ -143,8 +143,11 @@ def _hessian(original: Callable[..., Any]) -> Callable[..., Any]:
 # These functions return results at once; the others return a function.
 _AT_ONCE = (_jax.vjp, _jax.jvp, _jax.linearize)
 _PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    *((jax, name, functools.partial(_by_rules, forward=f)) for name, f in _FORWARD_FIRST.items()),
-    (jax, "hessian", _hessian),
+    *(
+        (jax, name, functools.partial(_wrap_derivative, forward=f))
+        for name, f in _FORWARD_FIRST.items()
+    ),
+    (jax, "hessian", _wrap_hessian),
 )
 
 engine.derivatives_by_rules = functools.partial(_jax.Replacement().in_place, _PLACES)

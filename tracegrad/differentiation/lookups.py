@@ -1,9 +1,9 @@
 """Returns the gradient of a table as the rows that a program looked up, without a dense array.
 
-JAX's derivative of a lookup adds the cotangents of the rows to an array of zeros of the table's
-shape. In a traced backward program such an array can be recognised: it is a sum of scatters into
-zeros. Then the scattered rows and their indices are the gradient, and the operations that only
-serve the scatter are not run.
+JAX's derivative of a lookup adds the cotangents of the rows to zeros of the table's shape. In a
+traced backward program such a gradient is a sum of scatters into zeros. The scattered rows and
+their indices then stand for the gradient, and the operations that only serve the scatter do not
+run.
 """
 
 from __future__ import annotations
@@ -31,21 +31,17 @@ from tracegrad.variables.reading import ReadsOutside
 def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]]:
     """Returns a function that runs a backward program, and returns slices instead of dense tables.
 
-    Args:
-      program: a ``ClosedJaxpr`` that returns gradients.
-      sparse: for each result of the program, whether it may be `IndexedSlices`.
-
-    Returns:
-      A function ``(*args) -> results``. A result is `IndexedSlices` if all of it comes from
-      lookups along axis 0 (``table[ids]``, `jax.numpy.take`), also in jitted functions: one slice
-      for each lookup, in the order in which the lookups ran. A result is an array if it includes a
-      dense gradient or a lookup in the body of a loop, of a branch or of a recomputed function, or
-      in a table on a mesh with explicit axes. Unused results are not computed; effects are kept.
+    `program` is a ``ClosedJaxpr`` that returns gradients; `sparse` says of each gradient whether it
+    may become `IndexedSlices`. A gradient becomes slices if all of it comes from lookups along axis
+    0 (``table[ids]``, `jax.numpy.take`), also in jitted functions: one slice for each lookup, in
+    the order in which the lookups ran. It stays an array if it includes a dense gradient or a
+    lookup in the body of a loop, of a branch or of a recomputed function, or in a table on a mesh
+    with explicit axes. Unused results are not computed; effects are kept.
     """
     graph = graph_of(program)
     written_out = Inlined(graph)
     scatters = [
-        _scatters(written_out, value) if flag and has_gradient(value) else None
+        _find_scatters(written_out, value) if flag and has_gradient(value) else None
         for value, flag in zip(graph.outputs, sparse, strict=True)
     ]
     found = [scatter for each in scatters for scatter in each or ()]
@@ -55,12 +51,14 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
     results = list(zip(graph.outputs, scatters, strict=True))
     dense = [main.origin((), value) for value, rows in results if not rows]
     read = [main.origin(each.path, v) for each in found for v in (each.updates, *each.indices)]
-    steps = _needed(main, [*dense, *read])
+    steps = _needed_operations(main, [*dense, *read])
 
     def run(*args: Any) -> list[Any]:
-        values = _run(main, steps, args)
+        values = _run_operations(main, steps, args)
         return [
-            _slices(rows, value.aval, main, values) if rows else _read(values, main, (), value)
+            _make_slices(rows, value.aval, main, values)
+            if rows
+            else _read_value(values, main, (), value)
             for value, rows in results
         ]
 
@@ -70,12 +68,10 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
 def call_with_slices(
     fun: Callable[[list[Any]], tuple[Any, list[Any]]], leaves: Sequence[Any]
 ) -> tuple[Any, list[Any]]:
-    """Calls a function that returns ``(values, gradients)``; the gradients may become slices.
-
-    The function is traced, so it takes leaves that `jax.jit` takes. It may read Variables as
-    without a trace. A value that is not computed from the leaves may be any object, and is returned
-    unchanged.
-    """
+    """Calls a function that returns ``(values, gradients)``; the gradients may become slices. The
+    function is traced, so it takes leaves that `jax.jit` takes. It may read Variables as without a
+    trace. A value that is not computed from the leaves may be any object, and is returned
+    unchanged."""
     leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
     variables = ReadsOutside()
     returned: Any = None
@@ -105,26 +101,25 @@ _COMPUTED = object()  # marks a value that the program computes
 _Values = dict[Ref, Any]
 
 
-def _needed(main: Inlined, wanted: Iterable[Ref]) -> list[Occurrence]:
-    """Returns the operations that the wanted values depend on, and the operations with effects."""
-    needed, chosen = set(_values(wanted)), []
+def _needed_operations(main: Inlined, wanted: Iterable[Ref]) -> list[Occurrence]:
+    """Also keeps the operations with effects."""
+    needed, chosen = set(_drop_literals(wanted)), []
     for step in reversed(main.steps):
         if step.node.effects or any((step.path, v) in needed for v in step.node.outputs):
-            needed.update(_values(main.origin(step.path, v) for v in step.node.operands))
+            needed.update(_drop_literals(main.origin(step.path, v) for v in step.node.operands))
             chosen.append(step)
     return chosen[::-1]
 
 
-def _values(refs: Iterable[Ref]) -> list[Ref]:
-    """Returns the refs without the literals."""
+def _drop_literals(refs: Iterable[Ref]) -> list[Ref]:
     return [ref for ref in refs if isinstance(ref[1], Value)]
 
 
-def _run(main: Inlined, steps: Sequence[Occurrence], args: Sequence[Any]) -> _Values:
-    """Runs the operations; returns the values of their results and of the inputs."""
+def _run_operations(main: Inlined, steps: Sequence[Occurrence], args: Sequence[Any]) -> _Values:
+    """Returns the values of the operations' results and of the inputs."""
     values: _Values = {((), v): arg for v, arg in zip(main.graph.inputs, args, strict=True)}
     for path, node in ((step.path, step.node) for step in steps):
-        operands = [_read(values, main, path, v) for v in node.inputs]
+        operands = [_read_value(values, main, path, v) for v in node.inputs]
         with ExitStack() as around:
             for call, _ in path:
                 for context in _jax.equation_context(*call.source):
@@ -134,7 +129,7 @@ def _run(main: Inlined, steps: Sequence[Occurrence], args: Sequence[Any]) -> _Va
     return values
 
 
-def _read(values: _Values, main: Inlined, path: Path, atom: Atom) -> Any:
+def _read_value(values: _Values, main: Inlined, path: Path, atom: Atom) -> Any:
     path, atom = main.origin(path, atom)
     if isinstance(atom, Literal):
         return atom.val
@@ -148,7 +143,7 @@ _KEEPS_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "r
 
 
 def _is_zeros(program: Inlined, path: Path, value: Atom) -> bool:
-    """Whether the program itself says that a value is zeros, whatever its inputs are."""
+    """Whether the value is zeros for all inputs."""
     while True:
         path, value = program.origin(path, value)
         if isinstance(value, Literal):
@@ -167,7 +162,7 @@ _Rows = Callable[..., tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class _Scatter:
-    """Rows written into zeros: the updates, their indices, and how to convert both to slices."""
+    """Rows written into zeros. `rows` converts the updates and their indices to slices."""
 
     path: Path
     updates: Atom
@@ -175,9 +170,8 @@ class _Scatter:
     rows: _Rows
 
 
-def _scatters(program: Inlined, value: Atom) -> list[_Scatter] | None:
-    """Returns the scatters that a value is the sum of, in the order of the lookups. None if the
-    value is not a sum of scatters into zeros."""
+def _find_scatters(program: Inlined, value: Atom) -> list[_Scatter] | None:
+    """Returns scatters into zeros whose sum is the value, in the order of the lookups, or None."""
     found: list[_Scatter] = []
     pending: list[Ref] = [((), value)]
     while pending:
@@ -203,8 +197,8 @@ def _scatters(program: Inlined, value: Atom) -> list[_Scatter] | None:
     return found[::-1]  # the backward pass meets the last lookup first
 
 
-def _scatter_add(program: Inlined, path: Path, node: Node) -> _Scatter | None:
-    """Recognises the transpose of a gather."""
+def _read_scatter_add(program: Inlined, path: Path, node: Node) -> _Scatter | None:
+    """The transpose of a gather."""
     numbers, mode = node.params["dimension_numbers"], node.params["mode"]
     table = tuple(node.outputs[0].aval.shape)
     _, indices, updates = node.inputs
@@ -229,28 +223,28 @@ def _scatter_add(program: Inlined, path: Path, node: Node) -> _Scatter | None:
         others = np.array([i for i, d in enumerate(columns) if d != 0], int)
         # A window as wide as the table begins at the table's edge; otherwise it is out of range.
         inside = jnp.all(starts[:, others] == 0, axis=1) if others.size else True
-        return _within(
+        return _split_windows(
             slices, starts[:, columns.index(0)], inside, table[0], mode is GatherScatterMode.CLIP
         )
 
     return _Scatter(path, updates, (indices,), rows)
 
 
-def _update_slice(program: Inlined, path: Path, node: Node) -> _Scatter | None:
-    """Recognises the transpose of ``table[i]`` with a single traced index."""
+def _read_update_slice(program: Inlined, path: Path, node: Node) -> _Scatter | None:
+    """The transpose of ``table[i]`` with a single traced index."""
     table, updates, *starts = node.inputs
     if updates.aval.shape[1:] != table.aval.shape[1:] or not _is_zeros(program, path, table):
         return None
     count = table.aval.shape[0]
 
     def rows(updates: Any, start: Any) -> tuple[Any, Any]:
-        return _within(updates[None], jnp.asarray(start)[None], True, count, clips=True)
+        return _split_windows(updates[None], jnp.asarray(start)[None], True, count, clips=True)
 
     return _Scatter(path, updates, (starts[0],), rows)
 
 
-def _pad(program: Inlined, path: Path, node: Node) -> _Scatter | None:
-    """Recognises the transpose of ``table[3]`` with a constant index."""
+def _read_pad(program: Inlined, path: Path, node: Node) -> _Scatter | None:
+    """The transpose of ``table[3]`` with a constant index."""
     updates, padding = node.inputs
     (row, *first), *others = [tuple(map(int, config)) for config in node.params["padding_config"]]
     is_row = updates.aval.shape[0] == 1 and row >= 0 and first[0] >= 0 and not any(map(any, others))
@@ -260,9 +254,9 @@ def _pad(program: Inlined, path: Path, node: Node) -> _Scatter | None:
 
 
 _SCATTERS: dict[str, Callable[[Inlined, Path, Node], _Scatter | None]] = {
-    "scatter-add": _scatter_add,
-    "dynamic_update_slice": _update_slice,
-    "pad": _pad,
+    "scatter-add": _read_scatter_add,
+    "dynamic_update_slice": _read_update_slice,
+    "pad": _read_pad,
 }
 _MODES = (
     GatherScatterMode.CLIP,
@@ -271,10 +265,13 @@ _MODES = (
 )
 
 
-def _within(windows: Any, starts: Any, inside: Any, count: int, clips: bool) -> tuple[Any, Any]:
-    """Splits windows ``[n, k, ...]`` of k rows each into single rows; `starts`: their first rows.
+def _split_windows(
+    windows: Any, starts: Any, inside: Any, count: int, clips: bool
+) -> tuple[Any, Any]:
+    """Splits windows ``[n, k, ...]`` of k rows each into single rows; `starts` has their first
+    rows.
 
-    A window out of range is moved into the table if `clips`; otherwise its rows become zeros with
+    If `clips`, a window out of range is moved into the table; otherwise its rows become zeros with
     the index `count`, which is not a row.
     """
     size = windows.shape[1]
@@ -291,12 +288,12 @@ def _within(windows: Any, starts: Any, inside: Any, count: int, clips: bool) -> 
     return windows.reshape(-1, *windows.shape[2:]), rows.reshape(-1)
 
 
-def _slices(
+def _make_slices(
     scatters: Sequence[_Scatter], aval: Any, main: Inlined, values: _Values
 ) -> IndexedSlices:
     found = []
     for each in scatters:
-        operands = [_read(values, main, each.path, v) for v in (each.updates, *each.indices)]
+        operands = [_read_value(values, main, each.path, v) for v in (each.updates, *each.indices)]
         found.append(each.rows(*operands))
     slices, rows = (jnp.concatenate(parts) if len(found) > 1 else parts[0] for parts in zip(*found))
     return IndexedSlices(slices.astype(aval.dtype), rows, aval.shape)

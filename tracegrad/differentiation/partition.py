@@ -1,12 +1,11 @@
-"""Parts a call into the leaves that JAX differentiates with respect to, and the rest.
+"""Splits a call into the leaves that JAX differentiates with respect to, and the rest.
 
-The leaves that JAX differentiates with respect to *count*. JAX gets a function of these leaves
-only, so the other leaves need not be arrays. The two parts are combined to call the user's
-function.
+A leaf *counts* if JAX differentiates with respect to it. JAX gets a function of these leaves only,
+so the other leaves need not be arrays. The two parts are combined to call the user's function.
 
 The user's function may assign Variables in modules of flax.nnx that are its arguments (statistics,
-counts of random numbers). It is called with copies of these modules that hold the differentiated
-values; afterwards the assigned values are written to the modules themselves, as `nnx.grad` does.
+counts of random numbers). The function gets copies of these modules with the differentiated values;
+afterwards the assigned values are written to the modules themselves, as `nnx.grad` does.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import jax
 
-from tracegrad.differentiation.closing_over import refusing
+from tracegrad.differentiation.closing_over import refuse_lost_derivatives
 from tracegrad.differentiation.gradient_types import Kind, kind_of, type_of, zeros_for
 from tracegrad.ir.wording import with_article
 from tracegrad.tracing.graphs import function_name
@@ -42,10 +41,9 @@ class Argument(Parted):
 
     Attributes:
       key: the argument's position among the positional arguments, or its keyword.
-      tree: the argument.
       selected: for each leaf, whether the caller selects it. All leaves that count are selected; a
         selected leaf does not count if JAX cannot differentiate with respect to it.
-      one_by_one: whether a predicate has selected the leaves, so that each is meant to count.
+      one_by_one: whether a predicate has selected the leaves; then each of them is meant to count.
     """
 
     key: int | str
@@ -55,28 +53,25 @@ class Argument(Parted):
 
     @functools.cached_property
     def kinds(self) -> list[Kind]:
-        """The kind of each leaf; see `Kind`."""
         fixed = settings([type(leaf) for leaf in self.leaves], self.structure)
         return ["setting" if i in fixed else kind_of(leaf) for i, leaf in enumerate(self.leaves)]
 
     @functools.cached_property
     def named(self) -> list[Leaf]:
-        """The `Leaf` of each leaf, with its path in the argument."""
+        """Paths are relative to the argument."""
         return leaves_of(self.tree)
 
     def of_kinds(self, kinds: Collection[Kind]) -> Argument:
-        """Returns the argument, in which only leaves of these kinds still count."""
+        """Other leaves no longer count."""
         if not any(self.counted):
             return self
         pairs = zip(self.counted, self.kinds, strict=True)
         return replace(self, counted=[counts and kind in kinds for counts, kind in pairs])
 
     def is_lacking(self, before: Argument) -> bool:
-        """Whether a leaf that was meant to count counts no longer.
-
-        If a whole argument is selected and holds floats and other leaves (a model has functions,
-        counters, flags), the other leaves are not meant to count.
-        """
+        """Whether a leaf that was meant to count counts no longer. If a whole argument is selected
+        and holds floats and other leaves (a model has functions, counters, flags), the other leaves
+        are not meant to count."""
         has_floats = "inexact" in self.of_chosen(self.kinds) if any(self.counted) else False
         return self.counted != before.counted and (self.one_by_one or not has_floats)
 
@@ -100,17 +95,16 @@ class Argument(Parted):
 
     @functools.cached_property
     def variables_of_nnx(self) -> dict[int, Any]:
-        """The nnx.Variables in the argument, by identity."""
+        """Maps the ``id`` of each nnx.Variable in the argument to the nnx.Variable."""
         nodes = jax.tree.leaves(self.tree, is_leaf=is_variable_of_nnx)
         return {id(node): node for node in nodes if is_variable_of_nnx(node)}
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """A call of a function, parted into the leaves that count and the rest; see `wrt.partition`.
+    """A call of a function, split into the leaves that count and the rest; made by `wrt.partition`.
 
     Attributes:
-      fun: the function.
       arguments: the arguments of the call, in the order in which JAX flattens them.
       wanted: the indices of the arguments that the answer has trees for, in the caller's order.
       is_single: whether the answer is the tree of one argument rather than a tuple.
@@ -130,31 +124,27 @@ class Partition:
 
     @property
     def kinds(self) -> list[Kind]:
-        """The kind of each leaf that counts; see `Kind`."""
         chosen = [each for each in self.arguments if any(each.counted)]
         return [kind for each in chosen for kind in each.of_chosen(each.kinds)]
 
     @property
     def named(self) -> list[Leaf]:
-        """The `Leaf` of each leaf that counts; its path begins with the argument:
-        ``params.0.kernel``."""
-        return _where(self.all_named, [c for each in self.arguments for c in each.counted])
+        """Paths begin with the argument: ``params.0.kernel``."""
+        return _compress(self.all_named, [c for each in self.arguments for c in each.counted])
 
     @property
     def names(self) -> list[str]:
-        """The paths of the leaves that count."""
         return [leaf.name for leaf in self.named]
 
     @functools.cached_property
     def all_named(self) -> list[Leaf]:
-        """As `named`, but for all leaves of the call."""
         args = [each.tree for each in self.arguments if isinstance(each.key, int)]
         kwargs = {each.key: each.tree for each in self.arguments if isinstance(each.key, str)}
         return leaves_of_call(self.fun, args, kwargs)
 
     @property
     def all_leaves(self) -> list[tuple[str, Any]]:
-        """The path and the value of each leaf of the call."""
+        """The path and the value of each leaf."""
         leaves = [leaf for each in self.arguments for leaf in each.leaves]
         return [(named.name, leaf) for named, leaf in zip(self.all_named, leaves, strict=True)]
 
@@ -164,7 +154,7 @@ class Partition:
         return tuple(
             c
             for each in self.arguments
-            for c in _where(each.counted, are_traced(each.leaves, each.structure))
+            for c in _compress(each.counted, are_traced(each.leaves, each.structure))
         )
 
     def differentiable(
@@ -173,11 +163,8 @@ class Partition:
         """Returns the call, in which only the leaves count that JAX can differentiate.
 
         The other selected leaves get None in the answer. Raises TypeError for a leaf that is meant
-        to have a gradient (see `Argument.is_lacking`), unless the caller accepts None for it.
-
-        Args:
-          unconnected: "none" if the caller accepts None.
-          allowed: the kinds of further leaves that count, and get zeros.
+        to have a gradient (see `Argument.is_lacking`), unless `unconnected` is "none": then the
+        caller accepts None. Leaves of the kinds `allowed` count as well, and get zeros.
         """
         takes_none = unconnected == "none"
         kept: list[Kind] = ["inexact", *(() if takes_none else allowed)]
@@ -188,7 +175,6 @@ class Partition:
         return replace(self, arguments=arguments)
 
     def _no_gradient(self, place: int, argument: Argument, allowed: Collection[Kind]) -> str:
-        """Returns the message for the first selected leaf of an argument that does not count."""
         first = sum(len(each.leaves) for each in self.arguments[:place])
         pairs = zip(argument.selected, argument.counted, strict=True)
         i = next(i for i, (is_selected, counts) in enumerate(pairs) if is_selected and not counts)
@@ -201,18 +187,16 @@ class Partition:
     def combine(
         self, values: Iterable[Any], leaves: Sequence[Any] | None = None
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments of the call, in which `values` replace the leaves that count.
-
-        `leaves`: replace all leaves first. An argument without a replaced leaf is the caller's own
-        object.
-        """
+        """Returns the arguments of the call, in which `values` replace the leaves that count;
+        `leaves`, if any, replace all leaves first. An argument without a replaced leaf is the
+        caller's own object."""
         rest, others = iter(values), None if leaves is None else iter(leaves)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for each in self.arguments:
             if others is not None:
                 each = replace(each, leaves=list(itertools.islice(others, len(each.leaves))))
-            is_new = any(each.counted) or others is not None or each.key in self._copied
+            is_new = any(each.counted) or others is not None or each.key in self._copied_keys
             value = each.combine(itertools.islice(rest, sum(each.counted))) if is_new else each.tree
             if isinstance(each.key, int):
                 args.append(value)
@@ -221,10 +205,8 @@ class Partition:
         return args, kwargs
 
     def call(self, values: Iterable[Any]) -> tuple[Any, Assigned]:
-        """Calls the function, with `values` in place of the leaves that count.
-
-        Returns the result, and the values that the function assigned in modules, for `settle`.
-        """
+        """Calls the function, with `values` in place of the leaves that count. Also returns the
+        values that the function assigned in modules, for `settle`."""
         args, kwargs = self.combine(values)
         if not any(each.has_modules for each in self.arguments):
             return self.fun(*args, **kwargs), {}
@@ -232,7 +214,7 @@ class Partition:
         changed_structure: Any
         holding = [
             args[each.key] if isinstance(each.key, int) else kwargs[each.key]
-            for each in self._holding
+            for each in self._arguments_with_leaves
         ]
         before, structure = jax.tree.flatten(holding)
         result = self.fun(*args, **kwargs)
@@ -259,21 +241,23 @@ class Partition:
             outputs, aux = parted(outcome)
             return outputs, (aux, assigned)
 
-        return refusing(under_rules(result, function_name(self.fun), paths=lambda: self.names))
+        return refuse_lost_derivatives(
+            under_rules(result, function_name(self.fun), paths=lambda: self.names)
+        )
 
     def settle(self, beside: tuple[Any, Assigned]) -> Any:
         """Writes the values that the function assigned to the caller's modules; returns `aux`."""
         aux, assigned = beside
         if assigned:
-            trees = [each.tree for each in self._holding]
+            trees = [each.tree for each in self._arguments_with_leaves]
             nodes = jax.tree.leaves(trees, is_leaf=is_variable_of_nnx)
             places = [(node, i) for node in nodes for i in range(len(jax.tree.leaves(node)))]
             for place, value in assigned.items():
-                _assign(*places[place], value)
+                _assign_nnx_variable(*places[place], value)
         return aux
 
     @functools.cached_property
-    def _copied(self) -> frozenset[int | str]:
+    def _copied_keys(self) -> frozenset[int | str]:
         """The keys of arguments with modules that share no nnx.Variable with other arguments.
 
         The function gets copies of these arguments even if none of their leaves counts. A shared
@@ -287,9 +271,10 @@ class Partition:
         )
 
     @property
-    def _holding(self) -> list[Argument]:
-        """The arguments that the function gets copies of."""
-        return [each for each in self.arguments if any(each.counted) or each.key in self._copied]
+    def _arguments_with_leaves(self) -> list[Argument]:
+        return [
+            each for each in self.arguments if any(each.counted) or each.key in self._copied_keys
+        ]
 
     # ------------------------------------------------------------------------------- the answer
 
@@ -326,12 +311,12 @@ class Partition:
         return entries
 
 
-def _where(items: Iterable[Any], flags: Iterable[bool]) -> list[Any]:
+def _compress(items: Iterable[Any], flags: Iterable[bool]) -> list[Any]:
     return list(itertools.compress(items, flags))
 
 
-def _assign(variable: Any, leaf: int, value: Any) -> None:
-    """Writes an array to a leaf of an nnx.Variable; raises TypeError for any other object."""
+def _assign_nnx_variable(variable: Any, leaf: int, value: Any) -> None:
+    """Raises TypeError if the object is not an nnx.Variable."""
     if not is_variable_of_nnx(variable):
         raise TypeError(
             f"a function that is differentiated assigns {with_article(type(variable).__name__)} in "
@@ -342,7 +327,6 @@ def _assign(variable: Any, leaf: int, value: Any) -> None:
 
 
 def _no_gradient(path: str, leaf: Any, kind: Kind, allowed: Collection[Kind]) -> str:
-    """Returns the message for a selected leaf that cannot be differentiated."""
     if kind == "setting":
         return (
             f"wrt selects {path}, the number {leaf!r} of an equinox module, where numbers are "

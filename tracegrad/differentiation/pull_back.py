@@ -1,7 +1,7 @@
 """The reverse pass: cotangents of a graph's outputs → cotangents of any of its values.
 
-It asks JAX for each node's VJP, at the values of the node's operands, and has no derivative formula
-of its own. A node's forward pass runs again inside its VJP; XLA drops the parts that are not used.
+JAX supplies each node's VJP, at the values of the node's operands; no derivative formula is written
+here. A node's forward pass runs again inside its VJP; XLA drops the unused parts.
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ Aggregation = Callable[[Sequence[Any]], Any]
 # cotangents of these inputs. None stands for no cotangent.
 NodeVJP = Callable[[Node, Sequence[Any], Sequence[int]], list[Any]]
 
-_VJPS: Cache[Any, list[Any]] = Cache(2048)  # see `_traced_once`
+_VJPS: Cache[Any, list[Any]] = Cache(2048)  # see `_trace_repeated_vjp`
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
-    """Adds one term after the other."""
     return functools.reduce(jnp.add, terms)
 
 
@@ -64,7 +63,7 @@ def tree_sum(terms: Sequence[Any]) -> Any:
 
 
 def sum_of_known(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> Any:
-    """Returns the sum of the terms that are not None (arrays or slices); None if all are None."""
+    """Adds the terms that are not None (arrays or slices); None if all are None."""
     known = [term for term in terms if term is not None]
     if len(known) == 1:
         return known[0]
@@ -80,18 +79,15 @@ def pull_back(
     reached: AbstractSet[Value],
     through: NodeVJP,
 ) -> list[Any]:
-    """Pulls cotangents back through a graph.
+    """Pulls cotangents back through a graph, node by node in reverse order.
 
     Args:
-      graph: the graph; each node is pulled back once, in reverse order.
       cotangents: for any values of the graph, cotangents of the value's shape and dtype; several
         cotangents of one value are added up.
-      wanted: the values whose cotangents are returned.
+      wanted: the values whose cotangents are returned; None for a value that no value with a
+        cotangent depends on.
       reached: the values on the paths to the wanted values, from `reached_from`.
       through: pulls cotangents back through one node.
-
-    Returns:
-      The cotangent of each wanted value, or None if no value with a cotangent depends on it.
     """
     found = {value: list(terms) for value, terms in cotangents.items()}
 
@@ -127,7 +123,7 @@ def reached_from(graph: Graph, wanted: Sequence[Value], walk: Walk) -> AbstractS
     start = {value for value in wanted if has_gradient(value)}
 
     def rule(node: Node, ins: Masks) -> Masks:
-        if _is_whole(node):
+        if _counts_as_connected(node):
             found: Masks = [any(ins)] * len(node.outputs)
         else:
             found = walk.links(node, [i for i, mask in enumerate(ins) if mask])
@@ -139,7 +135,6 @@ def reached_from(graph: Graph, wanted: Sequence[Value], walk: Walk) -> AbstractS
 
 
 def active_inputs(node: Node, reached: Collection[Value]) -> list[int]:
-    """Returns the positions of the inputs of a node that get a cotangent from it."""
     # The closed-over values of a custom rule come first, and get no cotangent from the rule.
     first = node.closed_over if isinstance(node, CustomGradient) else 0
     inputs = list(enumerate(node.inputs))[first:]
@@ -155,8 +150,8 @@ def node_vjp(
 ) -> list[Any]:
     """Returns the cotangents of the active inputs of a node, from JAX's VJP of the node.
 
-    A cotangent that is zero whatever the cotangents of the results are (``floor``) is None: an
-    array of zeros would become NaN at the first infinite derivative on its way.
+    A cotangent that is zero for all cotangents of the results (``floor``) is None: an array of
+    zeros would become NaN at the first infinite derivative on its way.
     """
     linked = linked_inputs(walk, node, cotangents, active)
     if not any(linked):
@@ -179,15 +174,15 @@ def linked_inputs(
     walk: Walk, node: Node, cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[bool]:
     """For each active input, whether its cotangent depends on a cotangent that is not None."""
-    if _is_whole(node):
+    if _counts_as_connected(node):
         return [True] * len(active)
     rows = zip(walk.links(node, active), cotangents, strict=True)
     linked = joined(row for row, ct in rows if ct is not None)
     return [bool(linked >> i & 1) for i in active]
 
 
-def _is_whole(node: Node) -> bool:
-    """Whether each result of a node counts as connected to each operand, without asking JAX."""
+def _counts_as_connected(node: Node) -> bool:
+    """Whether all results count as connected to all operands, without asking JAX."""
     # TensorFlow differentiates a recomputed function as a whole: an unused argument has a gradient
     # of zero, and not None.
     return node.op in CONNECTING or isinstance(node, Recompute)
@@ -196,8 +191,8 @@ def _is_whole(node: Node) -> bool:
 def _jax_vjp(
     node: Node, values: Mapping[Value, Any], cotangents: Sequence[Any], active: Sequence[int]
 ) -> list[Any]:
-    # Results without a cotangent are left out, instead of getting zeros. Then a custom rule that
-    # only such results depend on is not called; it could return a gradient even for zeros.
+    # Results without a cotangent are omitted, instead of getting zeros. Then a custom rule that
+    # only such results depend on is not called; the rule could return a gradient even for zeros.
     given = [i for i, ct in enumerate(cotangents) if ct is not None]
     operands = read(node.inputs, values)
 
@@ -208,7 +203,7 @@ def _jax_vjp(
 
     try:
         if isinstance(node, Apply) and not node.effects:
-            pull = _traced_once(node, pull, active, given)
+            pull = _trace_repeated_vjp(node, pull, active, given)
         return pull(operands, [cotangents[i] for i in given])
     except Exception as error:
         types = [atom.aval for atom in node.inputs]
@@ -217,12 +212,11 @@ def _jax_vjp(
         raise
 
 
-def _traced_once(
+def _trace_repeated_vjp(
     node: Node, pull: Callable[..., Any], active: Sequence[int], given: Sequence[int]
 ) -> Callable[..., list[Any]]:
-    """Returns the function `pull` of operands and cotangents. If an equal operation has asked
-    before, `pull` is traced once for all: models repeat operations, and to trace a VJP takes ten
-    times as long as to run it."""
+    """The second time that an equal operation asks, `pull` is traced once for all: models repeat
+    operations, and tracing a VJP takes ten times as long as running it."""
     operands, results = ([v.aval for v in atoms] for atoms in (node.inputs, node.outputs))
     types = (*operands, *(results[i] for i in given))
     params, settings = params_key(node.params), node.source[1]
@@ -238,7 +232,7 @@ def _traced_once(
 
 def explain_node(error: Exception, node: Node, program: Callable[[], Graph]) -> None:
     """Adds notes to JAX's error at the derivative of a node: the node, its line, and the cure.
-    `program`: returns the node as a graph."""
+    `program` returns the node as a graph."""
     explain_loop(error, users_line(node))
     explain_rule(error, program)
     # Only the innermost node is named: the note may exist already.

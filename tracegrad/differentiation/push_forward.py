@@ -1,5 +1,5 @@
-"""The pushforward of a graph: a program from values and tangents of its inputs to the tangents of
-its outputs.
+"""The pushforward of a graph: a program from the values and tangents of its inputs to the tangents
+of its outputs.
 
 JAX computes the JVP of the graph; the JVP of a custom gradient is the transpose of its backward.
 The graph has already run: the pushforward computes its values again, but does not repeat its
@@ -26,22 +26,20 @@ from tracegrad.rewriting.host_calls import would_run_again
 
 
 class PushForward(NamedTuple):
-    """The pushforward of a graph: a function to compile, and which tangents depend on which."""
+    """The pushforward of a graph: a function to compile, and the dependences between the
+    tangents."""
 
     run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     """Takes the values of all inputs and a tangent for each active input; returns the tangents of
     the outputs that depend on a tangent."""
     linked: tuple[int, ...]
-    """For every output, a mask of the active inputs whose tangents its tangent depends on; bit i
-    stands for the i-th active input."""
+    """For every output, a mask of the active inputs on whose tangents the output's tangent depends;
+    bit i stands for the i-th active input."""
 
 
 def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
-    """Returns the pushforward of a graph, with respect to some of its inputs.
-
-    Args:
-      graph: a graph with inputs and outputs of any types.
-      active: the positions of the inputs that have tangents; they are of a float or complex dtype.
+    """Returns the pushforward of a graph with respect to the inputs at the positions `active`,
+    which have tangents and a float or complex dtype.
 
     Raises:
       ValueError: a custom gradient in the graph has no transpose.
@@ -63,7 +61,7 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     linked = [mask >> len(types) for mask in dependence(imported)]
     run = jax.extend.core.jaxpr_as_fun(program)
     if imported.effects:
-        quiet = _without_past_effects(imported, len(types))
+        quiet = _remove_past_effects(imported, len(types))
         run = lambda *operands: run_graph(quiet, operands)  # noqa: E731
 
     def linked_only(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -78,24 +76,22 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
 # ---------------------------------------------------------------------------------------- effects
 
 
-def _without_past_effects(graph: Graph, value_count: int) -> Graph:
-    """Returns the graph without the nodes that have effects and depend on no tangent.
+def _remove_past_effects(graph: Graph, value_count: int) -> Graph:
+    """Removes the nodes that have effects and depend on no tangent.
 
     The effects of these nodes happened when the values were computed. A node that prints a tangent
     (in the rule of a `jax.custom_jvp`) has not run yet, and stays. Raises NotImplementedError if a
     node whose effect has happened has results, too.
 
-    Args:
-      graph: a graph of the inputs ``(*values, *tangents)``.
-      value_count: the number of inputs that are values.
+    The inputs of the graph are ``(*values, *tangents)``, with `value_count` values.
     """
     flows = spread_below(graph, [int(i >= value_count) for i in range(len(graph.inputs))])
     tangents = {value for value, mask in flows.items() if mask}
-    past = list(_past(graph, (), tangents))
+    past = list(_find_past_effects(graph, (), tangents))
     return around_each(graph, past, lambda op, *operands: []).graph
 
 
-def _past(graph: Graph, path: Path, tangents: set[Value]) -> Iterator[Occurrence]:
+def _find_past_effects(graph: Graph, path: Path, tangents: set[Value]) -> Iterator[Occurrence]:
     """Yields the nodes whose effects have already happened, at every depth."""
     for node in graph.nodes:
         found = Occurrence(path, node)
@@ -103,7 +99,7 @@ def _past(graph: Graph, path: Path, tangents: set[Value]) -> Iterator[Occurrence
             continue
         if node.regions:
             for name, region in node.regions.items():
-                yield from _past(region, found.into(name), tangents)
+                yield from _find_past_effects(region, found.into(name), tangents)
         elif not tangents.intersection(node.operands) and not node.has_references:
             if node.outputs:
                 raise would_run_again(node)

@@ -1,8 +1,8 @@
 """Gradients and Jacobians of traced or plain functions, with respect to the selected leaves.
 
 `jax.value_and_grad` and `jax.jacrev` do the work, on the selected leaves alone. If the answer must
-tell "no gradient" from "a gradient of zero", the function is also traced to a `Graph`, which says
-which leaves are connected to the result (see `connectivity`).
+tell "no gradient" from "a gradient of zero", the function is also traced to a `Graph`, because the
+graph says which leaves are connected to the result (see `connectivity`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tracegrad.differentiation.checks import (
     Unconnected,
     check,
     flat_outputs,
-    named_after,
     scalar_result,
+    take_name_of,
     wrt_or_argnums,
 )
 from tracegrad.differentiation.connectivity import UnconnectedError, connections
@@ -45,11 +45,11 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a function that computes the gradient of `fun` with respect to what `wrt` selects.
+    """Returns a function that computes the gradient of `fun` with respect to the leaves in `wrt`.
 
     Args:
       fun: a traced or plain function that returns one float scalar (shape ``[]``).
-      wrt: what to differentiate with respect to. The default is the first argument. It is one of:
+      wrt: the leaves to differentiate with respect to; by default the first argument. One of:
 
         - a position, or an argument's name, however the argument is passed: selects all leaves of
           the argument. Leaves that are not float or complex arrays (functions, counters) get None;
@@ -57,20 +57,20 @@ def grad(
         - a selection of leaves of the first argument: a glob for their paths
           (``"layers.*.kernel"``; see `match.param`, which takes several globs), a tree of bools
           (`select`), a filter of flax.nnx (``nnx.Param``), or a predicate ``(path, leaf) -> bool``,
-          which is given the path in the argument, without the argument's name.
+          with paths that begin below the argument's name.
           A glob that begins with the name of another argument selects leaves of that argument. The
           answer has the structure of the argument. Leaves that are not selected need not be
           differentiable. They get zeros: an array zeros of its shape and dtype, a Python number the
           zero of its type; a leaf that is not a number (a function, a random key) gets None.
           Zeros do not freeze a weight under weight decay: see `select`.
       has_aux: whether `fun` returns ``(value, aux)``; ``aux`` is returned unchanged.
-      unconnected: the gradient of a selected leaf that no gradient reaches, whatever the values:
-        ``"zero"``: zeros, as of `jax.grad`; ``"none"``: None, also for leaves that are
-        not selected; ``"raise"``: raises an `UnconnectedError` that names the leaf and the line
-        that cuts it off. ``"none"`` and ``"raise"`` trace `fun` once more, so `fun` must take
-        arguments that `jax.jit` takes; put `tracegrad.trace` or `jax.jit` around a gradient that
-        is called often. These cut: stop_gradient, integers and booleans, round, floor, ceil, sign,
-        comparisons, and a custom gradient that returns None.
+      unconnected: the gradient of a selected leaf that no gradient can reach: ``"zero"``: zeros, as
+        `jax.grad`; ``"none"``: None, also for leaves that are not selected; ``"raise"``: raises an
+        `UnconnectedError` that names the leaf and the line that cuts the leaf off. ``"none"`` and
+        ``"raise"`` trace `fun` once more, so `fun` must take arguments that `jax.jit` takes; put
+        `tracegrad.trace` or `jax.jit` around a gradient that is called often. Gradients are cut by
+        stop_gradient, integers and booleans, round, floor, ceil, sign, comparisons, and custom
+        gradients that return None.
       sparse: whether a leaf that is only used through lookups along axis 0 (``table[ids]``,
         `jax.numpy.take`, embeddings of flax and equinox), also in jitted functions, gets
         `IndexedSlices`: one slice for each lookup. Then no array of the table's size is made, and
@@ -84,12 +84,12 @@ def grad(
 
     Returns:
       A function of the same arguments. It returns the gradient, or ``(gradient, aux)``. The
-      gradient has the structure of the selected argument(s), and each leaf has the shape and dtype
-      of the leaf that it belongs to. Complex numbers follow JAX's convention: for ``f(x + iy)`` the
-      gradient of a real ``f`` is ``∂f/∂x - i ∂f/∂y``, the conjugate of TensorFlow's.
+      gradient has the structure of the selected argument(s), and each leaf of the gradient has the
+      shape and dtype of the argument's leaf. Complex numbers follow JAX's convention: the gradient
+      of a real ``f(x + iy)`` is ``∂f/∂x - i ∂f/∂y``, the conjugate of TensorFlow's.
 
     Raises:
-      TypeError: `wrt` is of another kind, or `argnums` is given as well; a selected leaf is not a
+      TypeError: `wrt` is of another kind, or `argnums` is passed as well; a selected leaf is not a
         float or complex array (with ``unconnected="none"`` the leaf gets None instead); the result
         is not a scalar.
       ValueError: `unconnected` has another value; `wrt` selects nothing, or an argument that the
@@ -136,7 +136,7 @@ def grad(
         allow_int=allow_int,
     )
 
-    @named_after(fun, "Gradient")
+    @take_name_of(fun, "Gradient")
     def gradient(*args: Any, **kwargs: Any) -> Any:
         value, answer = both(*args, **kwargs)
         return (answer, value[1]) if has_aux else answer
@@ -173,7 +173,7 @@ def value_and_grad(
     wrt = wrt_or_argnums(wrt, argnums)
     check(fun, wrt, unconnected)
 
-    @named_after(fun, "Value and gradient")
+    @take_name_of(fun, "Value and gradient")
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         allowed: Sequence[Kind] = ("exact", "key") if allow_int else ()
         call = partition(fun, wrt, args, kwargs).differentiable(unconnected, allowed)
@@ -185,7 +185,7 @@ def value_and_grad(
         with explaining(), differentiating():
             given, results = call_with_slices(run, leaves) if sparse else run(leaves)
         if unconnected != "zero":
-            (results,) = _marked(call, scalar, unconnected, [results])
+            (results,) = _mark_unconnected(call, scalar, unconnected, [results])
         absent = zeros_for if unconnected != "none" else none_for
         value, beside = given
         aux = call.settle(beside)
@@ -240,7 +240,7 @@ def jacobian(
     wrt = wrt_or_argnums(wrt, argnums)
     check(fun, wrt, unconnected)
 
-    @named_after(fun, "Jacobian")
+    @take_name_of(fun, "Jacobian")
     def jacobian_of(*args: Any, **kwargs: Any) -> Any:
         # JAX has no Jacobian with respect to random keys.
         allowed: Sequence[Kind] = ("exact",) if allow_int else ()
@@ -257,7 +257,7 @@ def jacobian(
             outputs, beside = flat([])
             rows = [[] for _ in outputs]
         if unconnected != "zero":
-            rows = _marked(call, flat, unconnected, rows)
+            rows = _mark_unconnected(call, flat, unconnected, rows)
         aux = call.settle(beside)
         structure, shapes = shape_of_result
         blocks = [
@@ -273,17 +273,15 @@ def jacobian(
 # -------------------------------------------------------------------------------- unconnected
 
 
-def _marked(
+def _mark_unconnected(
     call: Partition,
     fun: Callable[[list[Any]], Any],
     unconnected: Unconnected,
     rows: list[list[Any]],
 ) -> list[list[Any]]:
     """Returns the derivatives (one row per output leaf), with None for each unconnected pair.
-
-    Raises UnconnectedError instead for ``unconnected="raise"``.
-    """
-    program = _traced(call, fun)
+    Raises UnconnectedError instead for ``unconnected="raise"``."""
+    program = _trace_call(call, fun)
     # The values that are assigned in modules come after the results.
     linked = connections(program)[: program.result_count]
     if unconnected == "raise":
@@ -294,7 +292,7 @@ def _marked(
     ]
 
 
-def _traced(call: Partition, fun: Callable[[list[Any]], Any]) -> Graph:
+def _trace_call(call: Partition, fun: Callable[[list[Any]], Any]) -> Graph:
     def traced(leaves: list[Any]) -> Any:
         return fun(leaves)[0]
 

@@ -1,16 +1,16 @@
 """Row ids as arrays of an opaque dtype, which can be moved but not computed with.
 
 `IndexedSlices` are a pytree, so that they go into and out of compiled functions. If the row ids in
-the tree were integers, a function that maps over trees could scale them, clip them, or count them
-into a norm, and would silently return a gradient of other rows. So the tree holds arrays of an
+the tree were integers, a function that maps over trees could scale the ids, clip them, or count
+them into a norm, and would silently return a gradient of other rows. So the tree holds arrays of an
 opaque element type. JAX has such types for random keys, supports them in every transformation, and
-lets a library define more of them. Operations that move elements (indexing, concatenating,
-selecting, loops, meshes) accept them; operations that compute with elements raise. In compiled
+lets libraries define more. Operations that move elements (indexing, concatenating, selecting,
+loops, meshes) accept opaque types; operations that compute with elements raise. In compiled
 programs the ids are integers.
 
-JAX can still make an array of this type that is filled with a number (``jnp.ones_like``). The fill
-must not be a valid id. So an id is stored as an integer with its sign bit flipped: then a small
-number stands for an id that no table has.
+JAX can still fill an array of this type with a number (``jnp.ones_like``). The fill must not be a
+valid id. So an id is stored as an integer with its sign bit flipped: then a small number stands for
+an id that no table has.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ _KINDS = {
 
 
 def opaque(ids: Any) -> Any:
-    """Returns row ids ``int32[...]`` or ``int64[...]`` as an opaque array of the same shape."""
+    """Converts row ids ``int32[...]`` or ``int64[...]`` to an opaque array of the same shape."""
     words = ids.dtype.itemsize // 4
-    bits = jax.lax.bitcast_convert_type(_flipped(ids), jnp.uint32).reshape(*ids.shape, words)
+    bits = jax.lax.bitcast_convert_type(_flip_sign_bit(ids), jnp.uint32).reshape(*ids.shape, words)
     return jax.random.wrap_key_data(bits, impl=_KINDS[words])
 
 
 def are_opaque(rows: Any) -> bool:
-    """Whether something is an array of row ids, or its type."""
+    """Whether `rows` is an array of row ids, or the type of such an array."""
     dtype: Any = getattr(rows, "dtype", None)
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def integers(rows: Any) -> Any:
-    """Returns the row ids of an opaque array as integers; for the type of an array, their type.
+    """Converts an opaque array, or the type of an opaque array, to integer row ids.
 
     A value that is not an array is returned unchanged, since JAX may put any object in the place of
-    an array of a tree. Raises TypeError for an array that is not opaque: it is not an array of ids.
+    an array of a tree. Raises TypeError for an array that is not opaque, and so has no ids.
     """
     if not are_opaque(rows):
         if not hasattr(rows, "dtype"):
@@ -76,15 +76,15 @@ def integers(rows: Any) -> Any:
         return jax.eval_shape(integers, kind(rows.shape, rows.dtype))
     bits = jax.random.key_data(rows)
     if bits.shape[-1] == 1:
-        return _flipped(jax.lax.bitcast_convert_type(bits, jnp.int32).reshape(rows.shape))
-    return _flipped(jax.lax.bitcast_convert_type(bits, jnp.int64))
+        return _flip_sign_bit(jax.lax.bitcast_convert_type(bits, jnp.int32).reshape(rows.shape))
+    return _flip_sign_bit(jax.lax.bitcast_convert_type(bits, jnp.int64))
 
 
-def _flipped(ids: Any) -> Any:
+def _flip_sign_bit(ids: Any) -> Any:
     return ids ^ np.iinfo(ids.dtype).min
 
 
-def are_of_a_fill(ids: Any) -> Any:
+def are_filled(ids: Any) -> Any:
     """For each id, whether it comes from an opaque array that was filled with a number."""
     kind = np.iinfo(ids.dtype)
     return ids < kind.min + (1 << kind.bits - 16)

@@ -15,8 +15,8 @@ from tracegrad.ir.wording import brief
 def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any]) -> Any:
     """Updates the rows of a table that have a gradient, and leaves the other rows unchanged.
 
-    An optimiser with a state uses it for sparse gradients: no other row of the table or of the
-    state is read or written. So the cost of a step is proportional to the number of lookups,
+    Optimisers with a state use this function for sparse gradients: no other row of the table or of
+    the state is read or written. So the cost of a step is proportional to the number of lookups,
     provided that the table is donated to the compiled function; otherwise the table is copied.
 
     Args:
@@ -52,7 +52,7 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
             f"apply_rows takes IndexedSlices, which a derivative with sparse=True returns; it got "
             f"{brief(slices)}"
         )
-    count = slices._known_shape()[0]
+    count = slices._require_dense_shape()[0]
     table = jax.tree.map(jnp.asarray, table)  # replaces Variables, which are trees, by arrays
     for leaf in jax.tree.leaves(table):
         if jnp.shape(leaf)[:1] != (count,):
@@ -66,13 +66,10 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
 
 
 def read_rows(table: Any, unique: IndexedSlices) -> Any:
-    """Returns the rows of the arrays of `table` that `unique` has slices for."""
     return jax.tree.map(lambda leaf: leaf.at[unique.indices].get(mode="clip"), table)
 
 
 def write_rows(table: Any, unique: IndexedSlices, rows: Any) -> Any:
-    """Returns the arrays of `table`, with `rows` in place of the rows that `unique` has."""
-
     def written(leaf: Any, new: Any) -> Any:
         old = (*unique.indices.shape, *jnp.shape(leaf)[1:])
         if jnp.shape(new) != old:

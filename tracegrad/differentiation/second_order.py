@@ -13,8 +13,8 @@ from tracegrad import _jax
 from tracegrad.differentiation.checks import (
     check,
     flat_outputs,
-    named_after,
     scalar_result,
+    take_name_of,
     wrt_or_argnums,
 )
 from tracegrad.differentiation.forward import jvp
@@ -66,7 +66,7 @@ def hessian(
     wrt = wrt_or_argnums(wrt, argnums)
     check(fun, wrt)
 
-    @named_after(fun, "Hessian")
+    @take_name_of(fun, "Hessian")
     def hessian_of(*args: Any, **kwargs: Any) -> Any:
         call = partition(fun, wrt, args, kwargs).differentiable()
         shape_of_result: list[Any] = []
@@ -159,7 +159,7 @@ def hvp(
     call = partition(fun, wrt, tuple(primals), {}).differentiable()
     leaves = call.leaves
     vector = [
-        _direction(leaf, entry, path)
+        _check_direction(leaf, entry, path)
         for leaf, entry, path in zip(leaves, call.entries(v), call.names, strict=True)
     ]
 
@@ -175,9 +175,8 @@ def hvp(
     return call.answer(product)
 
 
-def _direction(leaf: Any, entry: Any, path: str) -> Any:
-    """Returns the entry of `v` for one leaf as an array; checks its shape. A Python number gets the
-    dtype of the leaf."""
+def _check_direction(leaf: Any, entry: Any, path: str) -> Any:
+    """A Python number gets the dtype of the leaf."""
     expected = jax.typeof(leaf)
     try:
         given = jnp.asarray(as_inexact(entry, expected.dtype))

@@ -1,10 +1,10 @@
 """Explains why an input gets no gradient: the fewest cuts on a path from the input to an output.
 
 Most programs have nodes that pass no gradient on: softmax stops the gradient of the maximum that it
-subtracts, and comparisons make masks. Such a node is the cause only if no path goes around it. So
-each path of the data from the input to an output is weighted by the number of nodes on it that pass
-no gradient on, its *cuts*. The lightest path is reported; of equally light paths, the one whose
-cuts are in the user's code.
+subtracts, and comparisons make masks. Such a node is the cause only if no path goes around it. A
+*cut* is a node on a path of the data that passes no gradient on, and the weight of a path is the
+number of its cuts. The lightest path from the input to an output is reported; of equally light
+paths, the path whose cuts are in the user's code.
 
 The search runs backward from the outputs, and keeps the lightest path from each value to an output.
 A region is searched once for each of its outputs. If calls were inlined instead, a program whose
@@ -90,7 +90,7 @@ def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[CutsOnWay | None
     """Returns, for every input of a graph, the fewest cuts on a path to a target.
 
     The cuts are ``()`` if the input is connected, and None if no target depends on the input.
-    `targets`: the positions of outputs.
+    `targets` has the positions of outputs.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> program = tg.graph(lambda x: jnp.sum(x * jax.lax.stop_gradient(jnp.round(x))), jnp.ones(3))
@@ -109,7 +109,7 @@ def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[CutsOnWay | None
 
 
 def explain_unconnected(graph: Graph, source: int, cuts: CutsOnWay | None) -> str:
-    """Explains in words why an input gets no gradient; `cuts`: the input's `smallest_cuts`."""
+    """Explains why an input gets no gradient; `cuts` are the input's `smallest_cuts`."""
     value = graph.inputs[source]
     if not is_connectable(value):
         return f"it is {dtype_of(value)}, which has no gradient"
@@ -129,7 +129,6 @@ class _Way:
     weight: tuple[int, int] = (0, 0)  # how many cuts, and the sum of their ranks
 
     def then(self, onward: _Way) -> _Way:
-        """Returns this path followed by `onward`."""
         (count, rank), (more, further) = self.weight, onward.weight
         cuts = (*self.cuts, *(cut for cut in onward.cuts if cut not in self.cuts))
         return _Way(cuts, (count + more, rank + further))
@@ -141,7 +140,7 @@ class _Way:
 _FREE = _Way()
 
 
-def _lighter(one: _Way | None, other: _Way | None) -> _Way | None:
+def _lighter_way(one: _Way | None, other: _Way | None) -> _Way | None:
     if one is None or (other is not None and other.weight < one.weight):
         return other
     return one
@@ -153,24 +152,23 @@ class _Search:
 
     @once_for_each
     def of(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Way]:
-        """Returns the lightest path from each value of a graph to one of the target outputs.
-        `reached`: for each input, 1 if a gradient at the input would reach a source."""
+        """Returns the lightest path from each value of a graph to a target output. `reached` has,
+        for each input, 1 if a gradient at the input would reach a source."""
         masks: dict[Value, int] = {}
         spread(graph, reached, self.walk.rule, masks)
         outputs = (graph.outputs[k] for k in targets)
         ways = {value: _FREE for value in outputs if isinstance(value, Value)}
         for node in reversed(graph.nodes):
             ins = [mask_of(value, masks) for value in node.inputs]
-            for i, found in self._into(node, ins, ways):
+            for i, found in self._ways_into(node, ins, ways):
                 operand = node.inputs[i]
                 if isinstance(operand, Value):
-                    lightest = _lighter(ways.get(operand), found)
+                    lightest = _lighter_way(ways.get(operand), found)
                     assert lightest is not None
                     ways[operand] = lightest
         return ways
 
-    def _into(self, node: Node, ins: Masks, ways: dict[Value, _Way]) -> list[tuple[int, _Way]]:
-        """Returns the paths from the operands of a node, from the paths of its results (`ways`)."""
+    def _ways_into(self, node: Node, ins: Masks, ways: dict[Value, _Way]) -> list[tuple[int, _Way]]:
         references = [v for v in node.operands if is_reference(v)]
         if references:  # a value that is written to a Ref may be read anywhere
             onward = [ways[v] for v in (*node.outputs, *references) if v in ways]
@@ -179,11 +177,10 @@ class _Search:
             (i, found.then(ways[value]))
             for k, value in enumerate(node.outputs)
             if value in ways
-            for i, found in self._through(node, ins, k)
+            for i, found in self._ways_through(node, ins, k)
         ]
 
-    def _through(self, node: Node, ins: Masks, k: int) -> Iterator[tuple[int, _Way]]:
-        """Yields the paths from the operands of a node to one of its results."""
+    def _ways_through(self, node: Node, ins: Masks, k: int) -> Iterator[tuple[int, _Way]]:
         entered = self.walk.enter(node, ins)
         if entered is not None:
             yield from self._through_regions(node, entered[1], k)
@@ -194,7 +191,7 @@ class _Search:
         cut = Cut(Occurrence((), node), node.outputs[k])
         here = _Way((cut,), (1, cut.rank))
         for i, value in enumerate(node.inputs):
-            if not self._flow(node)[k] >> i & 1 or not isinstance(value, Value):
+            if not self._node_flow(node)[k] >> i & 1 or not isinstance(value, Value):
                 continue
             # Integers cut nothing: the cut is the node that made integers of floats.
             if not is_connectable(value) or self._is_connected(node, ins, i, k):
@@ -203,7 +200,7 @@ class _Search:
                 yield i, inside[i] if i in inside and inside[i].cuts else here
 
     @once_for_each
-    def _flow(self, node: Node) -> Masks:
+    def _node_flow(self, node: Node) -> Masks:
         if isinstance(node, CustomGradient) and node.kind == "vjp":
             # The rule may use operands that the function does not use.
             return [(1 << len(node.inputs)) - 1] * len(node.outputs)
@@ -228,7 +225,7 @@ class _Search:
         if node.primitive is _jax.COND:  # the operand that selects the branch
             yield 0, _FREE
         for call in calls:
-            for i, found in self._inside(node, call, masks, k).items():
+            for i, found in self._ways_inside(node, call, masks, k).items():
                 yield call.operands[i], found
 
     def _through_loop(
@@ -240,20 +237,20 @@ class _Search:
             ways: list[_Way | None] = [None] * len(body.operands)
             for j, further in enumerate(onward):
                 if further is not None:
-                    for i, found in self._inside(node, body, masks, j).items():
-                        ways[i] = _lighter(ways[i], found.then(further))
+                    for i, found in self._ways_inside(node, body, masks, j).items():
+                        ways[i] = _lighter_way(ways[i], found.then(further))
             return ways
 
         onward: list[_Way | None] = [None] * len(body.results)
         for call in condition:  # all results depend on when the loop ends
-            for i, found in self._inside(node, call, masks, 0).items():
+            for i, found in self._ways_inside(node, call, masks, 0).items():
                 j = call.fed_back_from[i]
                 if j is None:
                     yield call.operands[i], found
                 else:
                     onward[j] = found
         onward[k] = _FREE
-        onward = back_around(node, onward, back, _lighter)
+        onward = back_around(node, onward, back, _lighter_way)
         for i, way in enumerate(back(onward)):
             j = body.fed_back_from[i]
             if j is not None and may_take_no_step(node):  # the initial value is the result
@@ -261,11 +258,10 @@ class _Search:
             if way is not None:
                 yield body.operands[i], way
 
-    def _inside(
+    def _ways_inside(
         self, node: Node, call: RegionCall, masks: dict[str, Masks], k: int
     ) -> dict[int, _Way]:
-        """Returns the paths from the inputs of a region of a node to one of the region's
-        outputs."""
+        """Returns the paths from the inputs of a region to the region's output `k`."""
         region = node.regions[call.name]
         ways = self.of(region, [int(mask != 0) for mask in masks[call.name]], (k,))
         return {

@@ -1,10 +1,11 @@
-"""Optimisers for trees in which some gradients are `IndexedSlices`: they update only the rows that
-were looked up.
+"""Optimisers for trees in which some gradients are `IndexedSlices`: they update only the looked-up
+rows.
 
 They have the form of optax's `GradientTransformation` (a pair of functions, `init` and `update`),
 so `optax.chain`, `optax.apply_updates` and `flax.nnx.Optimizer` accept them. The moments of a table
 are tables as well, and only their looked-up rows are read and written. So the cost of a step is
-proportional to the number of lookups, provided that the state is donated; otherwise it is copied.
+proportional to the number of lookups, provided that the state is donated; otherwise the state is
+copied.
 
 A gradient that is an array is treated as if all of its rows had been looked up.
 """
@@ -73,7 +74,7 @@ def sparse_sgd(
         direction = gradient + momentum * moments[0]
         return direction, direction
 
-    return _by_rows(rule, learning_rate, () if momentum is None else (0.0,))
+    return _make_optimizer(rule, learning_rate, () if momentum is None else (0.0,))
 
 
 def sparse_adagrad(
@@ -103,7 +104,7 @@ def sparse_adagrad(
         squares = squares + gradient**2
         return gradient / (jnp.sqrt(squares) + eps), squares
 
-    return _by_rows(rule, learning_rate, (initial_accumulator_value,))
+    return _make_optimizer(rule, learning_rate, (initial_accumulator_value,))
 
 
 def sparse_adam(
@@ -148,14 +149,14 @@ def sparse_adam(
         step = scale * first.astype(scale.dtype) / (jnp.sqrt(second) + eps).astype(scale.dtype)
         return step.astype(gradient.dtype), first, second
 
-    return _by_rows(rule, learning_rate, (0.0, 0.0))
+    return _make_optimizer(rule, learning_rate, (0.0, 0.0))
 
 
 def global_norm(tree: Any) -> Any:
     """Returns the norm of all numbers in a tree of arrays and `IndexedSlices`, ``float[]``.
 
-    Slices of the same row are added up first, as in the dense array. It is `optax.global_norm`,
-    which does not take slices.
+    Slices of the same row are added up first, as in the dense array. For arrays alone, the norm is
+    the norm of `optax.global_norm`.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> slices = tg.IndexedSlices(jnp.array([1.0, 2.0]), jnp.array([4, 4]), (9,))
@@ -169,10 +170,10 @@ def global_norm(tree: Any) -> Any:
     return jnp.sqrt(sum((jnp.sum(jnp.abs(array) ** 2) for array in arrays), jnp.zeros(())))
 
 
-def _by_rows(
+def _make_optimizer(
     rule: Rule, learning_rate: LearningRate, beginnings: tuple[float, ...]
 ) -> GradientTransformation:
-    """Makes a transformation of a rule; `beginnings`: the initial value of each moment."""
+    """`beginnings` has the initial value of each moment."""
 
     def init(params: Any) -> SparseState:
         def begun(value: float) -> Any:

@@ -34,8 +34,8 @@ def select(tree: Any, wrt: Any) -> Any:
     """Returns a mask of a tree: True for each leaf that ``wrt`` selects in the gradient functions.
 
     A gradient of zero does not freeze a weight if the optimiser changes weights without a gradient,
-    as weight decay does. Pass the mask to the optimiser, which then leaves the other weights
-    unchanged. The gradient functions accept the mask as ``wrt``, too.
+    as weight decay does. Pass the mask to the optimiser: then the other weights stay unchanged. The
+    gradient functions accept the mask as ``wrt``, too.
 
     Args:
       tree: a pytree.
@@ -69,7 +69,7 @@ def select(tree: Any, wrt: Any) -> Any:
     [0.9 0.9] [1. 1.]
     """
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _mask(wrt, leaves_of(tree), leaves))
+    return jax.tree.unflatten(structure, _mask_of_leaves(wrt, leaves_of(tree), leaves))
 
 
 def partition(
@@ -78,17 +78,19 @@ def partition(
     """Splits the arguments of a call of `fun` into the leaves that `wrt` selects and the rest.
 
     Raises ValueError if the call does not have the selected argument (the message lists the
-    function's parameters), if an argument is selected twice, or if nothing is selected (the
-    message lists similar paths).
+    function's parameters), if an argument is selected twice, or if nothing is selected (the message
+    lists similar paths).
     """
-    arguments = [*map(_argument, range(len(args)), args)]
-    arguments += [_argument(key, kwargs[key]) for key in sorted(kwargs)]
-    is_single = not _is_several(wrt)
+    arguments = [*map(_make_argument, range(len(args)), args)]
+    arguments += [_make_argument(key, kwargs[key]) for key in sorted(kwargs)]
+    is_single = not _is_sequence_of_keys(wrt)
     wanted: list[int] = []
     for each in [wrt] if is_single else wrt:
-        place, selected = _selected(fun, each, arguments)
+        place, selected = _select_leaves(fun, each, arguments)
         if place in wanted:
-            raise ValueError(f"wrt={wrt!r} selects the same argument twice: {each!r}{_as_one(wrt)}")
+            raise ValueError(
+                f"wrt={wrt!r} selects the same argument twice: {each!r}{_hint_at_match_param(wrt)}"
+            )
         wanted.append(place)
         one_by_one = callable(each) and not _is_filter(each) and not _is_mask(each)
         arguments[place] = replace(
@@ -97,20 +99,18 @@ def partition(
     return Partition(fun, tuple(arguments), tuple(wanted), is_single)
 
 
-def _as_one(several: Sequence[int | str]) -> str:
-    """Returns the hint to give several globs for one argument as one `match.param`."""
+def _hint_at_match_param(several: Sequence[int | str]) -> str:
     if not all(isinstance(each, str) for each in several):
         return ""
     return f". Several globs for one argument are wrt=tracegrad.match.param{tuple(several)!r}"
 
 
 def check_wrt(wrt: Any) -> None:
-    """Raises TypeError if `wrt` is not of a supported kind, and ValueError if it is empty."""
     if _is_key(wrt) or isinstance(wrt, Parameters) or _is_mask(wrt) or _is_filter(wrt):
         return
     if callable(wrt):
         return require_takes(wrt, 2, "predicate (path, leaf) -> bool")
-    if not _is_several(wrt):
+    if not _is_sequence_of_keys(wrt):
         if any(map(is_variable, jax.tree.leaves(wrt, is_leaf=is_variable))):
             raise TypeError(
                 "wrt selects arguments, and a Variable that the function reads is not an argument: "
@@ -130,12 +130,12 @@ def _is_key(wrt: Any) -> bool:
     return isinstance(wrt, (str, int, np.integer)) and not isinstance(wrt, bool)
 
 
-def _is_several(wrt: Any) -> bool:
+def _is_sequence_of_keys(wrt: Any) -> bool:
     return isinstance(wrt, Sequence) and not isinstance(wrt, str) and all(map(_is_key, wrt))
 
 
 def _is_mask(wrt: Any) -> bool:
-    """Whether `wrt` is a tree of bools; a single bool is not."""
+    """A single bool is no mask."""
     if isinstance(wrt, bool):
         return False
     leaves = jax.tree.leaves(wrt)
@@ -145,24 +145,24 @@ def _is_mask(wrt: Any) -> bool:
 # ------------------------------------------------------------------------------ which argument
 
 
-def _argument(key: int | str, tree: Any) -> Argument:
+def _make_argument(key: int | str, tree: Any) -> Argument:
     leaves, structure = jax.tree.flatten(tree)
     none = [False] * len(leaves)
     return Argument(leaves, structure, none, key, tree, none)
 
 
-def _selected(
+def _select_leaves(
     fun: Callable[..., Any], wrt: Any, arguments: Sequence[Argument]
 ) -> tuple[int, Sequence[bool]]:
-    """Returns the index of the argument that `wrt` selects, and a mask of its leaves."""
+    """Returns the index of the argument, and a mask of its leaves."""
     if _is_key(wrt) and not isinstance(wrt, str):
-        return _whole(arguments, _at_position(fun, operator.index(wrt), arguments))
-    names = _names(fun, arguments)
+        return _all_leaves(arguments, _argument_at(fun, operator.index(wrt), arguments))
+    names = _parameter_names(fun, arguments)
     if isinstance(wrt, str):
         if wrt in names:
-            return _whole(arguments, names.index(wrt))
+            return _all_leaves(arguments, names.index(wrt))
         if not _is_path(wrt, fun, names, arguments):
-            raise ValueError(_no_argument(fun, wrt, names))
+            raise ValueError(_no_argument_message(fun, wrt, names))
         wrt = Parameters("", (wrt,))
     first = {pattern.partition(".")[0] for pattern in getattr(wrt, "patterns", ())}
     meant = [place for place, name in enumerate(names) if name in first]
@@ -172,10 +172,10 @@ def _selected(
             f"{wrt!r} names leaves of {each}, but selects leaves of one argument: give wrt a list "
             "with one glob for each argument"
         )
-    place = meant[0] if meant else _first(fun, names, arguments)
+    place = meant[0] if meant else _first_argument(fun, names, arguments)
     argument = arguments[place]
     if not _is_mask(wrt):
-        return place, _mask(wrt, argument.named, argument.leaves, names[place])
+        return place, _mask_of_leaves(wrt, argument.named, argument.leaves, names[place])
     mask, structure = jax.tree.flatten(wrt)
     if structure != argument.structure:
         raise ValueError(
@@ -188,30 +188,30 @@ def _selected(
     return place, mask
 
 
-def _whole(arguments: Sequence[Argument], place: int) -> tuple[int, Sequence[bool]]:
+def _all_leaves(arguments: Sequence[Argument], place: int) -> tuple[int, Sequence[bool]]:
     return place, [True] * len(arguments[place].leaves)
 
 
-def _names(fun: Callable[..., Any], arguments: Sequence[Argument]) -> list[str]:
-    """Returns the name of the parameter that gets each argument of the call."""
+def _parameter_names(fun: Callable[..., Any], arguments: Sequence[Argument]) -> list[str]:
     names = argument_names(fun, sum(isinstance(each.key, int) for each in arguments))
     return [names[k] if isinstance(k, int) else k for k in (each.key for each in arguments)]
 
 
-def _first(fun: Callable[..., Any], names: Sequence[str], arguments: Sequence[Argument]) -> int:
-    """Returns the index of the function's first argument."""
+def _first_argument(
+    fun: Callable[..., Any], names: Sequence[str], arguments: Sequence[Argument]
+) -> int:
     if arguments and arguments[0].key == 0:
         return 0
     called = [p.name for p in parameters_of(fun) if p.name in names]
     if not names or (not called and len(names) > 1):
         raise ValueError(
-            f"wrt selects leaves of the first argument; {_described(fun)} was called without one"
+            f"wrt selects leaves of the first argument; {_describe_function(fun)} was called "
+            "without one"
         )
     return names.index(called[0]) if called else 0
 
 
-def _at_position(fun: Callable[..., Any], position: int, arguments: Sequence[Argument]) -> int:
-    """Returns the index of the argument at a position in the function's signature."""
+def _argument_at(fun: Callable[..., Any], position: int, arguments: Sequence[Argument]) -> int:
     count = sum(isinstance(each.key, int) for each in arguments)
     if -count <= position < count:
         return position % count
@@ -221,34 +221,33 @@ def _at_position(fun: Callable[..., Any], position: int, arguments: Sequence[Arg
         return keys.index(ordered[position])
     why = f"was called with {counted(count, 'positional argument')}"
     if count <= position < len(ordered):
-        why = _not_passed(positional(parameters_of(fun))[position], ordered[position])
-    raise ValueError(f"wrt={position}: {_described(fun)} {why}")
+        why = _not_passed_message(positional(parameters_of(fun))[position], ordered[position])
+    raise ValueError(f"wrt={position}: {_describe_function(fun)} {why}")
 
 
-def _no_argument(fun: Callable[..., Any], name: str, names: Sequence[str]) -> str:
-    """Returns the message for a `wrt` that is the name of no argument of the call."""
+def _no_argument_message(fun: Callable[..., Any], name: str, names: Sequence[str]) -> str:
     for parameter in parameters_of(fun):
         if parameter.name == name:
-            why = _not_passed(parameter, "it")
+            why = _not_passed_message(parameter, "it")
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 why = (
                     "stands for any number of arguments; select one by position (argnums=) or name"
                 )
-            return f"wrt={name!r}: {_described(fun)} {why}"
+            return f"wrt={name!r}: {_describe_function(fun)} {why}"
     parameters = [p.name for p in positional(parameters_of(fun))]
     near = difflib.get_close_matches(name, [*parameters, *names], 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"wrt={name!r} is no parameter of {_described(fun)}{hint}"
+    return f"wrt={name!r} is no parameter of {_describe_function(fun)}{hint}"
 
 
-def _not_passed(parameter: inspect.Parameter, name: str) -> str:
+def _not_passed_message(parameter: inspect.Parameter, name: str) -> str:
     has_default = parameter.default is not parameter.empty
     what = "its default is not differentiated, so pass it" if has_default else "pass it"
     return f"was called without {name}; {what}"
 
 
-def _described(fun: Callable[..., Any]) -> str:
-    """Returns the text of a function with its parameters: ``loss(params, x, y)``."""
+def _describe_function(fun: Callable[..., Any]) -> str:
+    """As ``loss(params, x, y)``."""
     marks: dict[Any, str] = {
         inspect.Parameter.VAR_POSITIONAL: "*",
         inspect.Parameter.VAR_KEYWORD: "**",
@@ -260,19 +259,19 @@ def _described(fun: Callable[..., Any]) -> str:
 def _is_path(
     wrt: str, fun: Callable[..., Any], names: Sequence[str], arguments: Sequence[Argument]
 ) -> bool:
-    """Whether a text that is not the name of an argument of the call is a glob for paths. A text
-    that could be the name of a parameter must match a path of the first argument."""
+    """Whether a text that is not the name of an argument is a glob for paths. A text that could be
+    the name of a parameter must match a path of the first argument."""
     if not wrt.isidentifier():
         return True
     if not arguments or wrt in [parameter.name for parameter in parameters_of(fun)]:
         return False
     glob = Parameters("", (wrt,))
-    first = arguments[_first(fun, names, arguments)]
+    first = arguments[_first_argument(fun, names, arguments)]
     return any(glob.fits(f".{leaf.name}") for leaf in first.named)
 
 
 def _is_filter(wrt: Any) -> bool:
-    """Whether `wrt` is a filter of flax.nnx: a class of variables, or an object of its filters."""
+    """True for a class of variables of flax.nnx, or an object of its filters."""
     flax = nnx()
     if flax is None:
         return False
@@ -281,15 +280,16 @@ def _is_filter(wrt: Any) -> bool:
     return bool(type(wrt).__module__ == flax.Not.__module__)
 
 
-def _passes(wrt: Any, leaf: Leaf, value: Any) -> bool:
-    """Whether a filter of flax.nnx selects a leaf."""
+def _filter_selects(wrt: Any, leaf: Leaf, value: Any) -> bool:
     path = tuple(int(key) if key.isdigit() else key for key in leaf.name.split("."))
     held = value if leaf.holder is None else leaf.holder
     return bool(nnx().filterlib.to_predicate(wrt)(path, held))
 
 
-def _mask(wrt: Any, named: Sequence[Leaf], leaves: Sequence[Any], argument: str = "") -> list[bool]:
-    """Returns a mask of the selected leaves of one tree. Raises ValueError if none is selected."""
+def _mask_of_leaves(
+    wrt: Any, named: Sequence[Leaf], leaves: Sequence[Any], argument: str = ""
+) -> list[bool]:
+    """Raises ValueError if no leaf is selected."""
     if isinstance(wrt, str):
         wrt = Parameters("", (wrt,))
     paths = [leaf.name for leaf in named]
@@ -298,16 +298,18 @@ def _mask(wrt: Any, named: Sequence[Leaf], leaves: Sequence[Any], argument: str 
         mask = [wrt.fits(path) for path in paths]
     elif _is_filter(wrt):
         paths = [leaf.within(argument).name for leaf in named]
-        mask = [_passes(wrt, leaf, value) for leaf, value in zip(named, leaves, strict=True)]
+        mask = [
+            _filter_selects(wrt, leaf, value) for leaf, value in zip(named, leaves, strict=True)
+        ]
     else:
         require_takes(wrt, 2, "glob, match.param, filter or predicate (path, leaf) -> bool")
         mask = [bool(wrt(path, leaf)) for path, leaf in zip(paths, leaves, strict=True)]
     if not any(mask):
-        raise ValueError(_nothing_selected(wrt, paths))
+        raise ValueError(_nothing_selected_message(wrt, paths))
     return mask
 
 
-def _nothing_selected(wrt: Any, paths: Sequence[str]) -> str:
+def _nothing_selected_message(wrt: Any, paths: Sequence[str]) -> str:
     what = "the predicate"
     if isinstance(wrt, Parameters):
         what = repr(wrt)

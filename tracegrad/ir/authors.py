@@ -25,15 +25,13 @@ _EDITORS = dirname(__file__)
 
 
 def whose(occurrence: Occurrence) -> str:
-    """Returns the author of an annotation: ``"yours"``, `A_RULE`, or the library's name.
-
-    It is the author of the code that calls the annotation's function.
-    """
+    """Returns the author of an annotation: ``"yours"``, `A_RULE`, or the library's name. The author
+    is the author of the code that calls the annotation's function."""
     node = occurrence.node
     stack = _jax.frames(node.source.info)
     if isinstance(node, StopGradient):
-        around = _above_stop_gradient(stack)
-        # What a rule writes at an operation has the operation's frames.
+        around = _frames_above_stop_gradient(stack)
+        # A rule's operation has the frames of the operation at which the rule acts.
         if around is stack or (around and dirname(around[0].file_name) == _EDITORS):
             return A_RULE
         stack = around
@@ -43,41 +41,39 @@ def whose(occurrence: Occurrence) -> str:
         if is_user_file(frame.file_name):
             return "yours"
         if not is_own_file(frame.file_name):
-            return _package(frame.file_name)
+            return _package_name(frame.file_name)
     return "yours"
 
 
 def file_of_primal(node: CustomGradient) -> str:
-    """Returns the file of a custom gradient's primal function; "" if it is not known."""
+    """ "" if unknown."""
     function = origin_of_function(node.primal.function_source)
     return function.file if function else ""
 
 
 def is_jaxs_rule(node: CustomGradient) -> bool:
-    """Whether a rule is JAX's own: then it is the derivative of its function."""
+    """Then the rule is the derivative of its function."""
     return is_jaxs_file(file_of_rule(node))
 
 
 def may_change(node: CustomGradient) -> bool:
-    """Whether a rule may change a gradient: it is the user's, or made by this package."""
+    """Whether a rule may change a gradient: the user or this package has made the rule."""
     file = file_of_rule(node)
     return is_user_file(file) or (is_own_file(file) and not is_jaxs_file(file)) if file else False
 
 
 def file_of_rule(node: CustomGradient) -> str:
-    """Returns the file of a custom gradient's rule, which may differ from that of the function. (In
-    ``custom_gradient(jnp.round)`` only the function is JAX's.) JAX makes the rule of ``defjvps``:
-    for it, returns the file of the function."""
+    """Returns the file of a custom gradient's rule. The function may be in another file: in
+    ``custom_gradient(jnp.round)`` only the function is JAX's. For ``defjvps``, whose rule JAX
+    makes, returns the file of the function."""
     code = code_of_rule(node)
     is_given = code is not None and (node.kind == "vjp" or not is_jaxs_file(code.co_filename))
     return code.co_filename if code is not None and is_given else file_of_primal(node)
 
 
 def code_of_rule(node: CustomGradient) -> CodeType | None:
-    """Returns the code of a VJP's backward function or of a JVP's rule.
-
-    Returns None if that is not a Python function.
-    """
+    """Returns the code of a VJP's backward function or of a JVP's rule; None if it is not a Python
+    function."""
     rule = node.params["bwd" if node.kind == "vjp" else "jvp_jaxpr_fun"]
     function = _jax.users_function(rule)
     code = getattr(function, "__code__", None)
@@ -86,7 +82,7 @@ def code_of_rule(node: CustomGradient) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def _above_stop_gradient(stack: Sequence[Any]) -> Sequence[Any]:
+def _frames_above_stop_gradient(stack: Sequence[Any]) -> Sequence[Any]:
     """Returns the frames around a call of `stop_gradient`, or around its `tree_map`; `stack` itself
     if it has no such call."""
     # Under `vmap`, frames of JAX are inside of the call: take the outermost `stop_gradient`.
@@ -101,6 +97,6 @@ def _above_stop_gradient(stack: Sequence[Any]) -> Sequence[Any]:
     return stack[end:]
 
 
-def _package(file: str) -> str:
+def _package_name(file: str) -> str:
     match = re.search(r"(?:site|dist)-packages[\\/]([^\\/]+)", file)
     return match[1].removesuffix(".py") if match else "a library"

@@ -3,8 +3,8 @@
 An edited region may need more inputs (arrays that the new code closes over, or taps) or more
 outputs (arrays that it shows). So the node that holds the region gets more operands and results,
 and so do its enclosing nodes, up to the root. An array that is the same in each execution becomes a
-constant of a loop. Taps are sliced by a scan, and shown arrays are stacked; a branch that is not
-taken returns zeros for them.
+constant of a loop. A scan slices taps, and stacks shown arrays; a branch that does not run returns
+zeros for shown arrays.
 
 Three kinds of node are not widened, but made again by JAX's own functions: a `jax.shard_map`, in
 its mesh; a custom gradient, from its faces; and a call with a rule in Python.
@@ -36,7 +36,7 @@ class Edited:
     """A region after an edit, and the values that have to cross its border.
 
     Attributes:
-      graph: the edited region, still without these inputs and outputs.
+      graph: the edited region, without the inputs and outputs in `ins` and `outs`.
       ins: the inputs to add: for arrays that are closed over, and for taps.
       outs: the values to add as outputs.
     """
@@ -47,50 +47,48 @@ class Edited:
 
 
 def with_regions(node: Node, edits: Mapping[str, Edited], where: Where) -> Written:
-    """Replaces the regions of a node; returns nodes with the same results, and their ports.
-
-    The ports are those that the enclosing region has to add.
-    """
+    """Replaces the regions of a node; returns nodes with the same results, and the ports that the
+    enclosing region has to add."""
     if isinstance(node, CustomGradient):
-        return _by_jax(node, edits, where, _rule_of(node, edits))
+        return _write_by_jax(node, edits, where, _make_rule(node, edits))
     if node.op == "shard_map":
-        return _by_jax(node, edits, where, _shard_map_of(node, edits["jaxpr"]))
+        return _write_by_jax(node, edits, where, _make_shard_map(node, edits["jaxpr"]))
     called = _jax.CALLS_WITH_RULES.get(node.op)
     if called is not None:
-        # The call's rule is for the unedited program: write out the edited one, without the rule.
-        return _by_jax(node, edits, where, _closing(edits[called]))
-    return _widened(node, edits)
+        # The call's rule is for the unedited program: write out the edited program, without the
+        # rule.
+        return _write_by_jax(node, edits, where, _close_over_ports(edits[called]))
+    return _widen(node, edits)
 
 
 def why_not_widened(node: Node) -> str | None:
-    """Returns why a node cannot get further operands and results; None if it can."""
+    """None if the node can get further operands and results."""
     known = (_jax.JIT, _jax.SCAN, _jax.COND)
     if isinstance(node, Recompute) or node.primitive in known:
         return None
     return "has no place for more inputs and outputs"
 
 
-def _refuse(node: Node, why: str) -> GraphError:
+def _cannot_widen_error(node: Node, why: str) -> GraphError:
     return GraphError(
-        f"a match lies in {node.name} ({node.op}), which {why}, so that its values and gradients "
-        f"cannot be led out; a tap with a callback can show them: {Occurrence((), node)}"
+        f"a match lies in {node.name} ({node.op}), which {why}, so its values and gradients "
+        f"cannot become outputs; a tap with a callback can show them: {Occurrence((), node)}"
     )
 
 
 # -------------------------------------------------------------------------------- widened in place
 
 
-def _widened(node: Node, edits: Mapping[str, Edited]) -> Written:
-    """Returns the node with edited regions, and with operands and results for their ports."""
+def _widen(node: Node, edits: Mapping[str, Edited]) -> Written:
     regions = {n: edits[n].graph if n in edits else g for n, g in node.regions.items()}
     ins = [(n, port) for n, edited in edits.items() for port in edited.ins]
     shown = [(n, port) for n, edited in edits.items() for port in edited.outs]
     closed = [(n, port) for n, port in ins if port.closed_over is not None]
     tapped = [(n, port) for n, port in ins if port.closed_over is None]
     if (tapped or shown) and (why := why_not_widened(node)) is not None:
-        raise _refuse(node, why)
+        raise _cannot_widen_error(node, why)
     if not ins and not shown:
-        return Written([_replaced(node, regions)], {})
+        return Written([_replace_regions(node, regions)], {})
     primitive, params = node.primitive, dict(node.params)
     # Closed-over arrays are inserted at these positions of a region's inputs, and of the operands.
     places = {n: len(g.inputs) for n, g in regions.items()}
@@ -148,34 +146,31 @@ def _widened(node: Node, edits: Mapping[str, Edited]) -> Written:
                 outputs += _jax.opened(zero).outvars
         regions[name] = region.replace(nodes=nodes, inputs=inputs, outputs=outputs)
     results = [*node.outputs, *(port.value for port in outer_shown)]
-    wide = _replaced(node, regions, params, operands, results)
+    wide = _replace_regions(node, regions, params, operands, results)
     return Written([wide], {}, [*(p for _, p in outer_closed), *outer_tapped], outer_shown)
 
 
-def _replaced(
+def _replace_regions(
     node: Node,
     regions: Mapping[str, Graph],
     params: Mapping[str, Any] | None = None,
     operands: Sequence[Atom] | None = None,
     results: Sequence[Value] | None = None,
 ) -> Node:
-    """Returns the node with other regions and, if given, other parameters, operands and results."""
     operands = node.inputs if operands is None else operands
     programs = {name: region.program for name, region in regions.items()}
     equation = node.equation.replace(
         invars=list(operands),
         outvars=list(node.outputs if results is None else results),
         params=_jax.with_programs(node.params if params is None else params, programs),
-        effects=_effects(node, regions, operands),
+        effects=_edited_effects(node, regions, operands),
     )
     return node.having(equation, MappingProxyType(dict(regions)))
 
 
-def _effects(node: Node, regions: Mapping[str, Graph], operands: Sequence[Atom]) -> set[Any]:
-    """Returns the effects of a node with other regions and operands.
-
-    An effect on a Ref refers to the Ref by the position of its operand.
-    """
+def _edited_effects(node: Node, regions: Mapping[str, Graph], operands: Sequence[Atom]) -> set[Any]:
+    """Returns the effects of a node with other regions and operands. An effect on a Ref refers to
+    the Ref by the position of its operand."""
     before = {effect for region in node.regions.values() for effect in region.effects}
     now = {effect for region in regions.values() for effect in region.effects}
     kept = {e for e in node.effects if _jax.is_of_reference(e) or e not in before}
@@ -186,23 +181,20 @@ def _effects(node: Node, regions: Mapping[str, Graph], operands: Sequence[Atom])
 # -------------------------------------------------------------------- made again by JAX's functions
 
 
-def _by_jax(
+def _write_by_jax(
     node: Node, edits: Mapping[str, Edited], where: Where, run: Callable[..., Sequence[Any]]
 ) -> Written:
     for edited in edits.values():
         if edited.outs or any(port.closed_over is None for port in edited.ins):
-            raise _refuse(node, "has no place for more inputs and outputs")
+            raise _cannot_widen_error(node, "has no place for more inputs and outputs")
     place = Occurrence((), node)
     return write(run, node.inputs, node.outputs, node, place, where)
 
 
-def _closing(
+def _close_over_ports(
     edited: Edited, guard: Callable[[Any], Any] = lambda array: array
 ) -> Callable[..., list[Any]]:
-    """Returns an edited region as a function that closes over the arrays of its ports.
-
-    `guard` is applied to each of these arrays.
-    """
+    """Each array passes through `guard`."""
     closed_over = [guard(port.closed_over) for port in edited.ins]
     region = edited.graph
     if closed_over:
@@ -215,10 +207,10 @@ def _closing(
     return run
 
 
-def _shard_map_of(node: Node, edited: Edited) -> Callable[..., Sequence[Any]]:
+def _make_shard_map(node: Node, edited: Edited) -> Callable[..., Sequence[Any]]:
     params = node.params
     mapped: Callable[..., Sequence[Any]] = jax.shard_map(
-        _closing(edited),
+        _close_over_ports(edited),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
@@ -227,10 +219,10 @@ def _shard_map_of(node: Node, edited: Edited) -> Callable[..., Sequence[Any]]:
     return mapped
 
 
-def _rule_of(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[..., Sequence[Any]]:
-    """Returns a function with a custom gradient, made from edited and other faces. Raises
-    GraphError for an edit of the primal region without the rule's forward pass: under
-    differentiation only the forward pass runs, so the edit would be lost."""
+def _make_rule(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[..., Sequence[Any]]:
+    """Makes a function with a custom gradient from edited and unedited faces. Raises GraphError for
+    an edit of the primal region without the rule's forward pass: under differentiation only the
+    forward pass runs, so the edit would be lost."""
     running = "jvp" if node.kind == "jvp" else "forward"
     if "call_jaxpr" in edits and running not in edits:
         raise GraphError(
@@ -248,7 +240,7 @@ def _rule_of(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[...,
     guard = functools.partial(not_differentiated, node)
 
     def face(name: str) -> Callable[..., list[Any]]:
-        return _closing(edits[name] if name in edits else Edited(node.region(name)), guard)
+        return _close_over_ports(edits[name] if name in edits else Edited(node.region(name)), guard)
 
     def run(*args: Any) -> list[Any]:
         return list(rule_of_faces(node, face)(*args))
@@ -259,9 +251,9 @@ def _rule_of(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[...,
 def rule_of_faces(
     node: CustomGradient, face: Callable[[str], Callable[..., list[Any]]]
 ) -> Callable[..., Sequence[Any]]:
-    """Returns a function with a custom gradient, given its faces as functions. ``face(name)``
-    returns the face of that name. Differentiating with respect to a value that the function closes
-    over raises an error."""
+    """Makes a function with a custom gradient from its faces, which ``face(name)`` returns as
+    functions. Differentiating with respect to a value that the function closes over raises an
+    error."""
     rule = _jvp_rule(node, face) if node.kind == "jvp" else _vjp_rule(node, face)
     first = node.closed_over
 

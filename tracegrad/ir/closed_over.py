@@ -22,7 +22,7 @@ from tracegrad.ir.occurrence import Occurrence
 
 
 def refuse_derivatives(node: CustomGradient, args: Sequence[Any]) -> list[Any]:
-    """Returns the operands of a custom gradient; differentiating closed-over ones raises."""
+    """Returns the operands of a custom gradient; differentiating closed-over operands raises."""
     args = list(args)
     for i in range(node.closed_over) if node.closes_over else ():
         args[i] = not_differentiated(node, args[i], functools.partial(depends_on, node.primal, i))
@@ -30,10 +30,7 @@ def refuse_derivatives(node: CustomGradient, args: Sequence[Any]) -> list[Any]:
 
 
 def loses_derivative(node: CustomGradient, reached: Sequence[bool]) -> bool:
-    """Whether the result depends on a closed-over operand that is differentiated.
-
-    `reached`: for each operand, whether it is differentiated.
-    """
+    """Whether the result depends on a closed-over operand that is `reached` by a derivative."""
     closed_over = range(node.closed_over) if node.closes_over else ()
     return any(reached[i] and depends_on(node.primal, i) for i in closed_over)
 
@@ -41,10 +38,8 @@ def loses_derivative(node: CustomGradient, reached: Sequence[bool]) -> bool:
 def not_differentiated(
     node: CustomGradient, value: Any, matters: Callable[[], bool] = lambda: True
 ) -> Any:
-    """Returns the value; differentiating it raises ValueError.
-
-    `matters` is called when it is differentiated: if false, the derivative is zero instead.
-    """
+    """Returns the value; differentiating the value raises ValueError. But if `matters`, which is
+    called then, returns False, the derivative is zero instead."""
     if not isinstance(jax.typeof(value), jax.core.ShapedArray) or not _jax.has_gradient(value):
         return value
 
@@ -62,15 +57,9 @@ def not_differentiated(
 
 
 def depends_on(primal: Graph, position: int) -> bool:
-    """Whether the derivative of a function with respect to one input may differ from zero.
-
-    It is zero if all paths from the input go through ``stop_gradient``, or if only the rules of
-    custom gradients close over the input, since no result depends on it then.
-
-    Args:
-      primal: the graph of the function.
-      position: the position of the input.
-    """
+    """Whether the derivative of a function with respect to one input may differ from zero. It is
+    zero if all paths from the input go through ``stop_gradient``, or if only the rules of custom
+    gradients close over the input, since no result depends on it then."""
     avals = primal.in_avals
     flows = any(mask >> position & 1 for mask in dependence(primal))
     if not flows or not _jax.has_gradient(avals[position]):

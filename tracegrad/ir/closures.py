@@ -22,7 +22,8 @@ _WITHOUT = (
 
 
 def may_hold_tracers(function: Any) -> bool:
-    """Whether a function closes over tracers, or over objects that cannot be searched for them."""
+    """Whether a function closes over tracers, or over objects that cannot be searched for
+    tracers."""
     pending, seen = [function], set[int]()
     while pending:
         held = pending.pop()
@@ -51,9 +52,7 @@ def may_hold_tracers(function: Any) -> bool:
 
 def values_closed_over(fun: object, depth: int) -> Iterator[tuple[str, object]]:
     """Yields the names and values that a function closes over, reads as globals, or is bound to.
-
-    `depth`: to how many levels it goes into functions among these values.
-    """
+    The search goes into functions among these values, `depth` levels deep."""
     fun = inspect.unwrap(cast("Any", fun))
     if depth == 0:
         return

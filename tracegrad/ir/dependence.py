@@ -1,8 +1,8 @@
 """Dependences in a program: for every result, the inputs that it depends on.
 
 A set of inputs is a bit mask: bit i for the i-th input. `spread` propagates masks forward through a
-graph. The caller's rule says what a node does to masks, so the same walk finds the inputs that an
-output depends on, and the inputs that get a gradient from it.
+graph. The caller's rule propagates masks through a node, so the same walk finds the inputs that an
+output depends on, and the inputs that get a gradient from the output.
 """
 
 from __future__ import annotations
@@ -28,52 +28,51 @@ _ELEMENTWISE_TUPLES = frozenset({"optimization_barrier"})
 
 def dependence(graph: Graph, *, past_stops: bool = True) -> Masks:
     """Returns for every output of a graph the inputs that it depends on through any data flow.
-    `past_stops`: whether also through stopped gradients.
+    `past_stops` says whether data flows through stopped gradients.
 
     A loop's masks are the fixed point over any number of iterations (none too, unless a scan is
     known to run); a branch's masks are the union over all branches and the predicate. If only JAX
     knows how a node runs its regions, every result depends on every operand.
     """
-    run, _ = _data_flow() if past_stops else _data_flow(of_operation=_of_operation_but_stops)
+    run, _ = (
+        _make_data_flow()
+        if past_stops
+        else _make_data_flow(of_operation=_operation_rule_without_stops)
+    )
     return run(graph, of_each([True] * len(graph.inputs)))
 
 
 def data_flow(node: Node, ins: Masks) -> Masks:
-    """The rule for plain data flow: a result depends on all operands from which it is computed."""
-    return _data_flow()[1](node, ins)
+    """A result depends on all operands from which it is computed."""
+    return _make_data_flow()[1](node, ins)
 
 
 def spread_below(graph: Graph, inputs: Masks) -> dict[Value, int]:
     """Returns the mask of every value in a graph and in the regions below it, by plain data flow.
-
-    For a region that is called several times it is the union.
-    """
+    The mask in a region is the union over all its calls."""
     found: dict[Value, int] = {}
-    _data_flow(found)[0](graph, inputs)
+    _make_data_flow(found)[0](graph, inputs)
     return found
 
 
-def _of_operation(node: Node, ins: Masks) -> Masks:
-    """The rule of plain data flow for a node whose regions are not entered."""
+def _operation_rule(node: Node, ins: Masks) -> Masks:
+    """For a node whose regions are not entered."""
     if node.primitive.name in _ELEMENTWISE_TUPLES:
         return ins
     return [joined(ins)] * len(node.outputs)
 
 
-def _of_operation_but_stops(node: Node, ins: Masks) -> Masks:
-    return [0] if isinstance(node, StopGradient) else _of_operation(node, ins)
+def _operation_rule_without_stops(node: Node, ins: Masks) -> Masks:
+    return [0] if isinstance(node, StopGradient) else _operation_rule(node, ins)
 
 
-def _data_flow(
-    found: dict[Value, int] | None = None, of_operation: Rule = _of_operation
+def _make_data_flow(
+    found: dict[Value, int] | None = None, of_operation: Rule = _operation_rule
 ) -> tuple[Run, Rule]:
     """Returns functions that propagate masks through graphs and through nodes, by data flow. They
-    cache the masks of regions, so that nested shared regions take no more time than others.
-
-    Args:
-      found: gets the masks of all values.
-      of_operation: the rule for nodes whose regions are not entered.
-    """
+    cache the masks of regions, so that nested shared regions take no more time than other regions.
+    `found` gets the masks of all values; `of_operation` is the rule for nodes whose regions are not
+    entered."""
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
 
     def run(region: Graph, ins: Masks) -> Masks:
@@ -94,22 +93,20 @@ def _data_flow(
 
 
 def node_dependence(node: Node) -> Masks:
-    """Returns for every result of a node the operands (by position) that it depends on."""
+    """For every result, the operands (by position)."""
     return data_flow(node, of_each([True] * len(node.inputs)))
 
 
 def of_each(chosen: Iterable[bool]) -> Masks:
-    """Returns for each input a mask with only its own bit, or 0 if it is not chosen."""
+    """Returns for each input a mask with only its own bit, or 0 if the input is not chosen."""
     return [1 << i if is_chosen else 0 for i, is_chosen in enumerate(chosen)]
 
 
 def spread(
     graph: Graph, inputs: Masks, rule: Rule, record: MutableMapping[Value, int] | None = None
 ) -> Masks:
-    """Propagates masks from the inputs of a graph; returns the masks of its outputs.
-
-    `record`, if given, is filled with the mask of every value.
-    """
+    """Propagates masks from the inputs of a graph to its outputs; `record` gets the mask of every
+    value."""
     masks: MutableMapping[Value, int] = {} if record is None else record
     masks.update(zip(graph.inputs, inputs, strict=True))
     for node in graph.nodes:
@@ -125,12 +122,11 @@ def spread(
 
 
 def joined(masks: Iterable[int]) -> int:
-    """Returns the union of masks."""
     return functools.reduce(operator.or_, masks, 0)
 
 
 def mask_of(value: Atom, masks: Mapping[Value, int]) -> int:
-    """Returns the mask of a node's operand; it is 0 for constants and literals."""
+    """Constants and literals have the mask 0."""
     return masks.get(value, 0) if isinstance(value, Value) else 0
 
 
@@ -139,7 +135,7 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
 
     Returns the masks of the results, and for each region the masks of its inputs. Returns None for
     a node without regions, with a Ref among its operands, or with regions of which only JAX knows
-    how they are run.
+    how they run.
     """
     calls = region_calls(node)
     if not calls or any(is_reference(v) for v in node.inputs):
@@ -175,16 +171,14 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
 
 
 def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) -> set[Value]:
-    """Returns the values on which the chosen outputs of a graph depend.
-
-    `rule`: the operands on which each result of a node depends; default: plain data flow.
-    """
+    """Returns the values on which the chosen outputs of a graph depend. By `rule`, each result of a
+    node depends on some operands; the default is plain data flow."""
     live = {
         value
         for value, chosen in zip(graph.outputs, outputs, strict=True)
         if chosen and isinstance(value, Value)
     }
-    rule = rule or _data_flow()[1]
+    rule = rule or _make_data_flow()[1]
     for node in reversed(graph.nodes):
         wanted = [value in live for value in node.outputs]
         if any(is_reference(v) and v in live for v in node.inputs):  # the node may write to a Ref
@@ -202,7 +196,6 @@ def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) 
 
 
 def without_unused(graph: Graph, *, keeps_effects: bool = True) -> Graph:
-    """Removes the nodes whose results are not used, except nodes with effects."""
     used, kept = set(graph.results), list[Node]()
     for node in reversed(graph.nodes):
         if (keeps_effects and node.effects) or not used.isdisjoint(node.outputs):
@@ -212,7 +205,7 @@ def without_unused(graph: Graph, *, keeps_effects: bool = True) -> Graph:
 
 
 def region_outputs_leading_to(node: Node, name: str, outputs: Sequence[bool]) -> list[bool]:
-    """Returns on which outputs of a node's region the chosen results of the node depend."""
+    """For each output of a region, whether a chosen result of the node depends on it."""
     region = node.regions[name]
     if node.primitive in _jax.WHILES:
         return [True] * len(region.outputs)  # each may decide when the loop ends
@@ -230,16 +223,10 @@ def back_around(
     back: Callable[[list[T]], Sequence[T]],
     join: Callable[[T, T], T],
 ) -> list[T]:
-    """Propagates information backwards to the outputs of a loop's body, to the fixed point.
-
-    It comes from the users of the loop's results, and from the following iterations.
-
-    Args:
-      node: a node with regions; if it is not a loop, `outputs` is returned.
-      outputs: for each output of the body the information from the users of the loop's results.
-      back: propagates information through the body, from its outputs to its inputs.
-      join: combines the information from both sources.
-    """
+    """Propagates information backwards to the outputs of a loop's body, to the fixed point: from
+    the users of the loop's results (`outputs`), and from the following iterations
+    (``back(outputs)`` propagates information through the body, to its inputs). `join` combines
+    both. If the node is not a loop, returns `outputs`."""
     found = list(outputs)
     if not is_loop(node):
         return found

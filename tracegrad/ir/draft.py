@@ -11,7 +11,7 @@ from tracegrad.ir.errors import GraphError
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.nodes import Atom, Node, Value, renamed
 from tracegrad.ir.occurrence import Occurrence
-from tracegrad.ir.stretches import gathered
+from tracegrad.ir.stretches import make_adjacent
 from tracegrad.ir.writing import Port, Where, Written
 
 
@@ -20,7 +20,7 @@ class Draft:
 
     Attributes:
       order: the nodes before the edit, in the order in which their replacements will stand.
-      now: by the key of a node, the nodes that replace it (itself if nothing does).
+      now: by the key of a node, the nodes that replace it; the node itself if it is not replaced.
       operands: by the key of a node, new operands for the nodes that replace it.
       ins: ports of new inputs of the region.
       outs: ports of new outputs of the region.
@@ -42,10 +42,8 @@ class Draft:
         self._replaced_by: dict[Any, Occurrence] = {}
 
     def nodes_of(self, match: Occurrence) -> list[Node]:
-        """Returns the region's nodes of a match, as they were before this edit.
-
-        Raises GraphError if the match overlaps one that was replaced, or is not in the region.
-        """
+        """Returns the region's nodes of a match, as they were before this edit. Raises GraphError
+        if the match overlaps a replaced match, or is not in the region."""
         found = []
         for node in match.nodes:
             if node.key in self._replaced_by:
@@ -58,7 +56,7 @@ class Draft:
         return found
 
     def node_of(self, node: Node, match: Occurrence) -> Node:
-        """Returns the region's node for a node of a match, or for one on the path to a match."""
+        """Finds the region's node for a node of a match, or on the path to a match."""
         if node.key not in self._node_by_key:
             raise GraphError(f"{match} is not in {self.graph.name}, or was removed by an edit")
         return self._node_by_key[node.key]
@@ -74,8 +72,7 @@ class Draft:
         return found
 
     def gather(self, members: Sequence[Node], match: Occurrence) -> None:
-        """Reorders the nodes so that the members of a match are adjacent."""
-        self.order = gathered(self.order, {node.key for node in members}, match)
+        self.order = make_adjacent(self.order, {node.key for node in members}, match)
 
     def replace(
         self, members: Sequence[Node], new: Written, match: Occurrence | None = None
@@ -94,7 +91,6 @@ class Draft:
     def insert(
         self, new: Written, *, before: Node | None = None, behind: Node | None = None
     ) -> None:
-        """Inserts the nodes of `new` before or after a node."""
         self._add_ports_and_names(new)
         if before is not None:
             self._before.setdefault(before.key, []).extend(new.nodes)

@@ -1,10 +1,10 @@
 """The editor of graphs: returns a graph with new code around matches, or after values.
 
-Only the new code of an edit is traced, by `jax.make_jaxpr`. The operations around it are not bound
-again, so they keep their scopes, settings, types and effects. New code defines the same values as
-the code that it replaces, so the operations that read those values stay as they are. An edit
-costs the tracing of its code, and one new program for each region around it; a region that is
-called from several places is edited once if the edits there are equal.
+Only the new code of an edit is traced, by `jax.make_jaxpr`. The operations around the new code are
+not bound again, so they keep their scopes, settings, types and effects. New code defines the same
+values as the replaced code, so the operations that read these values do not change. An edit costs
+the tracing of its code, and one new program for each region around it; a region that is called from
+several places is edited once if the edits there are equal.
 
 New code may close over arrays, take arrays as further inputs of the graph (*taps*), or return
 arrays as further outputs (*shown* arrays). Each such array crosses the borders of regions by a
@@ -35,11 +35,10 @@ from tracegrad.ir.writing import Place, Port, Where, write, write_first, write_t
 class Op:
     """The matched operations as a function of their operands, for the code around a match.
 
-    It may be called any number of times: ``op(*operands)`` returns the result, or a list of
-    results if there are several.
+    The code may call ``op(*operands)`` any number of times; a call returns the result, or a list of
+    several results.
 
     Attributes:
-      match: the match, with its name, scope and source line.
       params: the parameters of the primitive; empty if the match is several operations.
       taps: further inputs of the graph, of the types that the edit asked for.
     """
@@ -59,7 +58,6 @@ class Op:
         return {} if isinstance(self.match, Fragment) else self.nodes[0].params
 
     def results(self, *operands: Any) -> list[Any]:
-        """Returns the results on these operands, as a list."""
         with _jax.at_own_lines():
             return _jax.eval_program(self.program, operands)
 
@@ -84,8 +82,8 @@ WritesBehind = Callable[[Occurrence], Callable[..., Any]]
 Taps = Callable[[Any], Sequence[Any]]
 
 
-def _on_nothing(match: Occurrence) -> None:
-    """The key of an edit that is the same at all matches."""
+def _depends_on_nothing(match: Occurrence) -> None:
+    """For an edit that is the same at all matches."""
 
 
 def around_each(
@@ -99,23 +97,24 @@ def around_each(
     """Replaces each match with ``around(op, *operands)``.
 
     Args:
-      graph, matches: the matches were found in this graph, or in one that it was made from.
-      around: returns as many values as the match has results, of the same types. The operands of
-        a match of one operation are the operation's own, in their order. The operands of a match
-        of several are the values that enter it, and its results are the values that leave it.
+      graph, matches: the matches were found in this graph, or in a graph that it was made from.
+      around: returns as many values as the match has results, of the same types. A match of one
+        operation has the operation's operands, in their order. The operands of a match of several
+        operations are the values that enter the match, and its results are the values that leave
+        it.
       taps: returns the types of the arrays in ``op.taps``, which become inputs of the graph.
-      depends_on: returns a hashable key of a match, of which `around` may make use. Two calls of
-        one region share an edit only if the keys of their matches are equal. Matches of the same
-        operations at the same lines with equal keys share the trace of `around`; if this is None,
-        each match has a trace of its own.
+      depends_on: returns a hashable key of a match. `around` may use only the key and the
+        operations of a match. Two calls of one region share an edit only if the keys of their
+        matches are equal. Matches of the same operations at the same lines with equal keys share
+        the trace of `around`; without `depends_on`, each match has a trace of its own.
 
     Returns:
-      The graph and its ports. The inputs for taps come last, and so do the outputs for arrays
-      that are shown.
+      The graph and its ports. The inputs for taps come last, and so do the outputs for shown
+      arrays.
 
     Raises GraphError for a wrong number or type of results, for matches that overlap, for a match
-    that is not convex (a value leaves it and comes back), and if a value has to cross the border
-    of a region that cannot take further inputs or outputs.
+    that is not convex (a value leaves the match and comes back), and for a value that has to cross
+    the border of a region that cannot take further inputs or outputs.
     """
     traced: dict[Any, Any] = {}
 
@@ -143,7 +142,7 @@ def around_each(
 
         def run(*args: Any) -> list[Any]:
             op = Op(match, tuple(members), program, args[count:], shown)
-            return _flat(around(op, *args[:count]))
+            return _to_list(around(op, *args[:count]))
 
         place = members[0], match, draft.where
         key = depends_on and (depends_on(match), operations_key(own, operands, results))
@@ -159,7 +158,7 @@ def around_each(
         )
         draft.replace(members, new, match)
 
-    return _edit(graph, matches, write_at, depends_on or _on_nothing)
+    return _edit_matches(graph, matches, write_at, depends_on or _depends_on_nothing)
 
 
 def behind_each(
@@ -169,7 +168,7 @@ def behind_each(
     *,
     wanted: Callable[[Value], bool] = lambda value: True,
     tapped: bool = False,
-    depends_on: Callable[[Occurrence], Hashable] = _on_nothing,
+    depends_on: Callable[[Occurrence], Hashable] = _depends_on_nothing,
 ) -> Edited:
     """Replaces each value that leaves a match with ``behind(match)(value)``, outside of the match.
 
@@ -197,7 +196,7 @@ def behind_each(
                 new = write_through(behind(match), own, value, *place, traced, taps=types)
                 draft.insert(new, behind=makers[value])
 
-    return _edit(graph, matches, write_at, depends_on)
+    return _edit_matches(graph, matches, write_at, depends_on)
 
 
 def before_each(
@@ -206,10 +205,8 @@ def before_each(
     before: Callable[[Any], Any],
     chosen: Callable[[Graph, Occurrence, Sequence[Atom]], Sequence[int]],
 ) -> Graph:
-    """Replaces some operands of each match with ``before(operand)``.
-
-    ``chosen(region, match, operands)`` returns the positions of these operands.
-    """
+    """Replaces operands of each match, at the positions ``chosen(region, match, operands)``, with
+    ``before(operand)``."""
 
     traced: dict[Any, Any] = {}
 
@@ -228,11 +225,11 @@ def before_each(
         else:
             draft.rename(members, {operands[i]: value for i, value in new.items()})
 
-    return _edit(graph, matches, write_at, _on_nothing).graph
+    return _edit_matches(graph, matches, write_at, _depends_on_nothing).graph
 
 
 def behind_inputs(graph: Graph, behind: Mapping[Value, Callable[[Any], Any]]) -> Graph:
-    """Replaces some inputs of a graph with ``behind[value](value)``, for all their users."""
+    """Replaces inputs with ``behind[value](value)``, for all their users."""
     new = {value: Value(value.aval) for value in behind}
     nodes: list[Node] = []
     constants = dict(graph.constants)
@@ -262,10 +259,10 @@ def shown_behind(graph: Graph, matches: Sequence[Occurrence]) -> Edited:
                 draft.rename(members, {value: shown})
             draft.outs.append(Port((match.node.key,), shown))
 
-    return _edit(graph, matches, show_at, lambda match: match)
+    return _edit_matches(graph, matches, show_at, lambda match: match)
 
 
-def _flat(results: Any) -> list[Any]:
+def _to_list(results: Any) -> list[Any]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
@@ -274,7 +271,7 @@ def _flat(results: Any) -> list[Any]:
 _WriteAt = Callable[["Draft", Sequence[Node], Occurrence], None]
 
 
-def _edit(
+def _edit_matches(
     graph: Graph,
     matches: Sequence[Occurrence],
     write_at: _WriteAt,
@@ -304,7 +301,7 @@ def _edit(
 
 
 def place_of(match: Occurrence) -> Place:
-    """Returns the key by which the ports of a match are found: see `Port.place`."""
+    """See `Port.place`."""
     return (*((node.key, name) for node, name in match.path), match.node.key)
 
 
@@ -317,9 +314,7 @@ def _edit_region(
     known: dict[Any, Edited],
 ) -> Edited:
     """Edits a region at `places`: pairs of the path from the region to a match, and the match.
-
-    `known` caches the edited regions, by the region and the edits in it.
-    """
+    `known` caches the edited regions, by the region and the edits in it."""
     key: tuple[Any, ...] = (
         graph,
         where,

@@ -1,7 +1,7 @@
 """Functions of later rooms that earlier rooms need: to call, plan and explain a graph.
 
 Each later room registers its functions when it is imported, so that earlier rooms need not import
-it.
+the later room.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
 
 
-def _later(file: str, what: str) -> Callable[..., Any]:
-    """Returns a function that imports a file at the first call, and calls the file's function."""
+def _import_later(file: str, what: str) -> Callable[..., Any]:
+    """The import at the first call replaces this function in `engine`."""
 
     def first(*args: Any) -> Any:
         importlib.import_module(f"tracegrad.{file}")  # replaces this function in `engine`
@@ -43,8 +43,8 @@ class Engine:
 
 
 engine = Engine(
-    to_callable=_later("tracing.callable", "to_callable"),
-    fit_to_budget=_later("planning.plan_recompute", "fit_to_budget"),
-    derivatives_by_rules=_later("differentiation.jax_derivatives", "derivatives_by_rules"),
-    explain_tape=_later("insight.explain_tape", "explain_tape"),
+    to_callable=_import_later("tracing.callable", "to_callable"),
+    fit_to_budget=_import_later("planning.plan_recompute", "fit_to_budget"),
+    derivatives_by_rules=_import_later("differentiation.jax_derivatives", "derivatives_by_rules"),
+    explain_tape=_import_later("insight.explain_tape", "explain_tape"),
 )

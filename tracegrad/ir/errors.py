@@ -8,7 +8,7 @@ from collections.abc import Callable
 class GraphError(Exception):
     """Raised for a graph that is not a valid program, and for an edit that would make it invalid.
 
-    The message names the node, its source line, what was expected and what came.
+    The message has the node, its source line, the expected value and the actual value.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> wider = tg.edit(tg.match.op("sin"), lambda op, x: jnp.stack([op(x), x]))
@@ -23,8 +23,8 @@ class GraphError(Exception):
 class NoMatchError(GraphError, LookupError):
     """Raised if the selector of a rule matches nothing in a program.
 
-    The message lists the nearest names. It is computed from the program when it is first read, or
-    by `with_text`; until then the error keeps the program alive.
+    The message lists the nearest names. The first reader, or `with_text`, computes the message from
+    the program; until then the error keeps the program alive.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> stop = tg.rules.stop_gradient(tg.match.op("sine"))
@@ -45,6 +45,6 @@ class NoMatchError(GraphError, LookupError):
         return self._message
 
     def with_text(self) -> NoMatchError:
-        """Returns this error after computing its message; it may keep the program alive no more."""
+        """Computes the message now, so that the error no longer keeps the program alive."""
         str(self)
         return self

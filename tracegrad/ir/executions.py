@@ -26,7 +26,7 @@ class _ByFrame(Grouping):
     """Finds groups of nodes that come from one execution of a piece of Python code.
 
     For each operation JAX records the Python frames and their instructions. The operations of one
-    execution are adjacent in the program and have the same frames outside of that code. If the code
+    execution are adjacent in the program and have the same frames outside of the code. If the code
     was executed several times in a row from one place, a frame that goes back to an earlier
     instruction marks the start of the next execution, unless a loop in the code itself can be the
     reason.
@@ -45,13 +45,16 @@ class _ByFrame(Grouping):
 
     def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
         groups: dict[Node, Group] = {}
-        run: list[_Bound] = []
+        run: list[_FramedNode] = []
         last: Any = None
         known: dict[int, bool] = {}
 
         def finish() -> None:
-            for members in self._split(run):
-                group = (_short(members[0].inner[-1].code.co_qualname), [b.node for b in members])
+            for members in self._split_executions(run):
+                group = (
+                    _short_qualname(members[0].inner[-1].code.co_qualname),
+                    [b.node for b in members],
+                )
                 groups.update(dict.fromkeys(group[1], group))
             run.clear()
 
@@ -69,11 +72,11 @@ class _ByFrame(Grouping):
             if key != last:
                 finish()
             last = key
-            run.append(_Bound(node, stack.frames(0, index + 1), stack.frames(index + 1)))
+            run.append(_FramedNode(node, stack.frames(0, index + 1), stack.frames(index + 1)))
         finish()
         return groups
 
-    def _split(self, run: Sequence[_Bound]) -> list[list[_Bound]]:
+    def _split_executions(self, run: Sequence[_FramedNode]) -> list[list[_FramedNode]]:
         """Splits successive nodes of the same code into its executions."""
         if not run:
             return []
@@ -91,24 +94,25 @@ class _ByFrame(Grouping):
         if not unsure or _are_independent(executions):
             return executions
         if not any(map(is_in_loop, run[0].outer)):  # only the code's own loop can go back
-            return _joined(executions, unsure)
-        name = _short(run[0].inner[-1].code.co_qualname)
+            return _join_unsure(executions, unsure)
+        name = _short_qualname(run[0].inner[-1].code.co_qualname)
         raise GraphError(
             f"{self!r}: {name} is called in a loop and has a loop of its own, so that its calls "
-            f"cannot be told apart from {Occurrence((), run[0].node)} on: put a jax.named_scope "
+            f"cannot be distinguished from {Occurrence((), run[0].node)} on: put a jax.named_scope "
             "around each call and use match.scope"
         )
 
 
-class _Bound(NamedTuple):
-    """A node with its frames, split at the matched code: inside of it, and outside."""
+class _FramedNode(NamedTuple):
+    """A node with its frames, split into the frames inside of the matched code and outside of
+    it."""
 
     node: Node
     inner: tuple[Frame, ...]  # innermost first; the last is the frame of the matched code
     outer: tuple[Frame, ...]
 
 
-def _deciding_level(run: Sequence[_Bound]) -> tuple[int, bool]:
+def _deciding_level(run: Sequence[_FramedNode]) -> tuple[int, bool]:
     """Returns the outermost level at which the nodes' frames are not all at the same instruction,
     and whether a frame further out is in a loop of its code. Level 1 is the matched code."""
     may_loop = False
@@ -120,12 +124,12 @@ def _deciding_level(run: Sequence[_Bound]) -> tuple[int, bool]:
     return 0, may_loop
 
 
-def _went_back(before: _Bound, now: _Bound, level: int, last: Node) -> str:
-    """Returns ``"in a loop"`` or ``"again"`` if execution went back at a level; ``""`` if not.
+def _went_back(before: _FramedNode, now: _FramedNode, level: int, last: Node) -> str:
+    """Returns ``"in a loop"`` or ``"again"`` if execution went back at a level, else ``""``.
 
-    At level 0 no frame tells. JAX gives the frames of the call to all operations of a jitted
-    function that it inlines (`jnp.mean`; a product that converts or broadcasts an operand first).
-    Each execution ends with the same operation, that of the `last` node of all.
+    At level 0 the frames do not differ: JAX gives the frames of the call to all operations of a
+    jitted function that it inlines (`jnp.mean`; a product that converts or broadcasts an operand
+    first). Then each execution ends with the operation of the `last` node of all.
     """
     if level == 0:
         is_end = before.node.primitive is last.primitive
@@ -136,8 +140,8 @@ def _went_back(before: _Bound, now: _Bound, level: int, last: Node) -> str:
     return "in a loop" if loops_between(new, old) else "again"
 
 
-def _joined(executions: list[list[_Bound]], unsure: set[int]) -> list[list[_Bound]]:
-    joined: list[list[_Bound]] = []
+def _join_unsure(executions: list[list[_FramedNode]], unsure: set[int]) -> list[list[_FramedNode]]:
+    joined: list[list[_FramedNode]] = []
     for i, members in enumerate(executions):
         if i in unsure:
             joined[-1].extend(members)
@@ -146,7 +150,7 @@ def _joined(executions: list[list[_Bound]], unsure: set[int]) -> list[list[_Boun
     return joined
 
 
-def _are_independent(executions: Sequence[Sequence[_Bound]]) -> bool:
+def _are_independent(executions: Sequence[Sequence[_FramedNode]]) -> bool:
     """Whether no group uses a value that another group computes."""
     makers = {
         value: i
@@ -170,13 +174,13 @@ class CallOf(_ByFrame):
             code = stack.codes[index]
             found = known.get(id(code))
             if found is None:
-                found = known[id(code)] = _is_function(code.co_qualname, self.patterns)
+                found = known[id(code)] = _matches_function(code.co_qualname, self.patterns)
             if found:
                 return index, None
         return None
 
     def _is_named(self, node: Node) -> bool:
-        return bool(node.regions) and _is_function(node.name, self.patterns)
+        return bool(node.regions) and _matches_function(node.name, self.patterns)
 
     def names(self, graph: Graph) -> list[str]:
         found: dict[str, None] = {}
@@ -185,27 +189,25 @@ class CallOf(_ByFrame):
                 found[o.node.name] = None
             for code in reversed(stack_of(o.node, root=not o.path).codes):
                 if not _is_machinery(code):
-                    found[_short(code.co_qualname)] = None
+                    found[_short_qualname(code.co_qualname)] = None
         return list(found)
 
 
 def _is_machinery(code: CodeType) -> bool:
-    """Whether a function is of no interest by name: JAX's tracing code and private functions."""
+    """Whether the name of a function does not matter: JAX's tracing code and private functions."""
     *_, folder, name = ["", "", *code.co_filename.replace("\\", "/").split("/")]
     traces = folder in ("_src", "interpreters") and name != "random.py"
     return traces or ("/_src/" in code.co_filename and code.co_name.startswith("_"))
 
 
-def _is_function(qualname: str, patterns: tuple[str, ...]) -> bool:
-    names = {qualname, _short(qualname), qualname.rsplit(".", 1)[-1]}
+def _matches_function(qualname: str, patterns: tuple[str, ...]) -> bool:
+    names = {qualname, _short_qualname(qualname), qualname.rsplit(".", 1)[-1]}
     return any(fits_any(name, patterns) for name in names)
 
 
-def _short(qualname: str) -> str:
-    """Returns a function's name within its module, without the enclosing functions.
-
-    For the ``__call__`` of a class it is the name of the class.
-    """
+def _short_qualname(qualname: str) -> str:
+    """Returns a function's name within its module, without the enclosing functions. For the
+    ``__call__`` of a class, returns the name of the class."""
     return qualname.rsplit("<locals>.", 1)[-1].removesuffix(".__call__")
 
 
@@ -219,7 +221,7 @@ class SourceOf(_ByFrame):
                 known[id(code)] = is_user_file(code.co_filename)
             if known[id(code)]:
                 (frame,) = stack.frames(index, index + 1)
-                kind = next((p for p in self.patterns if _is_place(frame, p)), None)
+                kind = next((p for p in self.patterns if _matches_place(frame, p)), None)
                 return None if kind is None else (index, kind)
         return None
 
@@ -229,15 +231,15 @@ class SourceOf(_ByFrame):
         return list(dict.fromkeys(places))
 
 
-def _is_place(frame: Frame, pattern: str) -> bool:
+def _matches_place(frame: Frame, pattern: str) -> bool:
     origin = Origin(frame.code.co_filename, frame.line, frame.code.co_qualname)
     if re.search(r":\d+$", pattern):
         file, line = pattern.rsplit(":", 1)
-        return origin.line == int(line) and _is_file(origin, file)
-    return _is_file(origin, pattern) or _is_function(origin.function, (pattern,))
+        return origin.line == int(line) and _matches_file(origin, file)
+    return _matches_file(origin, pattern) or _matches_function(origin.function, (pattern,))
 
 
-def _is_file(origin: Origin, pattern: str) -> bool:
+def _matches_file(origin: Origin, pattern: str) -> bool:
     short = origin.place.rsplit(":", 1)[0]
     file = origin.file.replace("\\", "/")
     return fits_any(short, (pattern,)) or file == pattern or file.endswith("/" + pattern)

@@ -11,15 +11,13 @@ from collections.abc import Iterable, Sequence
 
 
 def report(headline: str, *parts: str) -> str:
-    """Returns a report: a headline of plain text, and parts in HTML."""
+    """`headline` is plain text; `parts` are HTML."""
     return f'<div style="line-height:1.5"><b>{html.escape(headline)}</b>{"".join(parts)}</div>'
 
 
 def of_text(text: str) -> str:
-    """Returns text as a report: its first line is the headline, the other lines fold.
-
-    They are open at first if there are at most 40 of them.
-    """
+    """Returns text as a report: its first line is the headline, the other lines fold. Up to 40
+    other lines are unfolded at first."""
     headline, *lines = text.splitlines()
     style = "margin:0;line-height:1.35;white-space:pre"
     body = f'<pre style="{style}">{html.escape(chr(10).join(lines))}</pre>'

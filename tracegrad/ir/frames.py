@@ -1,4 +1,4 @@
-"""The Python frames that bound a node: their code objects, and the instructions they were at.
+"""The Python frames that bound a node: their code objects, and their instructions.
 
 A line can call a function twice: the offset of the instruction distinguishes the two calls. A loop
 can run a line many times: jumps back in the code show whether an instruction is in a loop.
@@ -21,9 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class Mark:
     """A decorator that marks functions of this package, so that their frames can be recognised.
-
-    Names do not suffice: the user's files and functions may have the same names as ours.
-    """
+    Names do not suffice: the user's files and functions may have the same names as ours."""
 
     def __init__(self) -> None:
         # By identity: code objects compare, and hash, by their whole contents.
@@ -43,20 +41,21 @@ CALLS_TRACED = Mark()
 # Marks functions that insert a custom gradient which differs on purpose from the derivative of its
 # function, and the rules (backward functions of VJPs) of such custom gradients.
 CHANGES_GRADIENT = Mark()
-# Marks the backward function of a rule that gives the results of a host call a gradient: it is the
-# derivative of that call, and not of the rule's own function, which returns the results unchanged.
+# Marks the backward function of a rule that gives the results of a host call a gradient. The
+# backward function is the derivative of the host call, and not of the rule's own function, which
+# returns the results unchanged.
 OF_HOST_CALL = Mark()
 
 
 class Frame(NamedTuple):
-    """The code of a running Python function, and the offset of its current instruction."""
+    """`at` is the offset of the current instruction."""
 
     code: CodeType
     at: int
 
     @property
     def line(self) -> int:
-        return _lines(self.code).get(self.at, self.code.co_firstlineno)
+        return _map_offsets_to_lines(self.code).get(self.at, self.code.co_firstlineno)
 
 
 class Stack(NamedTuple):
@@ -68,7 +67,7 @@ class Stack(NamedTuple):
     offsets: list[int]
 
     def key(self, start: int, stop: int | None = None) -> tuple[Any, ...]:
-        """Returns a key that is equal for the same frames; it has the ids of the code objects."""
+        """The key is equal for the same frames; it has the ids of the code objects."""
         return (*map(id, self.codes[start:stop]), *self.offsets[start:stop])
 
     def frames(self, start: int, stop: int | None = None) -> tuple[Frame, ...]:
@@ -76,8 +75,8 @@ class Stack(NamedTuple):
 
 
 def stack_of(node: Node, *, root: bool) -> Stack:
-    """Returns the stack of a node. `root`: whether the node is in the traced function itself; if
-    so, the frames that traced it are left out."""
+    """If `root`, the node is in the traced function itself, and the stack omits the frames that
+    traced it."""
     codes, offsets = _jax.frame_positions(node.source.info)
     function = origin_of_function(node.function)
     file, line = (function.file, function.line) if function else ("", 0)
@@ -94,24 +93,23 @@ def stack_of(node: Node, *, root: bool) -> Stack:
 
 
 def is_in_loop(frame: Frame) -> bool:
-    """Whether a frame's instruction is in a loop of its function."""
-    return any(start <= frame.at <= end for start, end in _loops(frame.code))
+    return any(start <= frame.at <= end for start, end in _find_loops(frame.code))
 
 
 def loops_between(back: Frame, ahead: Frame) -> bool:
-    """Whether a loop can lead from the instruction of `ahead` back to that of `back`."""
-    return any(start <= back.at and ahead.at <= end for start, end in _loops(back.code))
+    """Whether a loop can lead from `ahead` back to `back`."""
+    return any(start <= back.at and ahead.at <= end for start, end in _find_loops(back.code))
 
 
 @of_program
-def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
+def _find_loops(code: CodeType) -> tuple[tuple[int, int], ...]:
     """Returns the offsets of the first and last instruction of each loop."""
     jumps = (i for i in dis.get_instructions(code) if "BACKWARD" in i.opname)
     return tuple((int(i.argval), i.offset) for i in jumps if isinstance(i.argval, int))
 
 
 @of_program
-def _lines(code: CodeType) -> dict[int, int]:
+def _map_offsets_to_lines(code: CodeType) -> dict[int, int]:
     lines: dict[int, int] = {}
     for start, end, line in code.co_lines():
         if line is not None:

@@ -2,7 +2,7 @@
 
 A graph wraps one of JAX's programs (a jaxpr) and gives access to its parts. Graphs are immutable:
 each edit makes another graph, which shares all nodes that the edit did not touch. So an unedited
-graph still has the program that JAX traced, and lowering that program needs no conversion.
+graph has the program that JAX traced, and lowering that program needs no conversion.
 
 Graphs nest: a node with regions holds a graph for each region. A jitted function that is called
 forty times is one region, held by forty nodes.
@@ -43,7 +43,7 @@ class Graph:
       hints: for each input the path from which its name is made, ``params.w``; "" if unknown.
       aliases: for each input a second path by which `match.param` finds it, or ""; () if no input
         has a second path.
-      first: the unedited graph from which edits made this one; None if this graph is unedited. A
+      first: the unedited graph from which edits made this graph; None if this graph is unedited. A
         value keeps the name that it has in `first`.
       in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result; None for regions.
       signature: the traced function's signature without static parameters; None if it has none.
@@ -51,13 +51,14 @@ class Graph:
         `in_tree` does not count.
       assigned: the Variables that the function assigns. Their new values are outputs after the
         result, which `out_tree` does not count.
-      updates: the places in flax.nnx modules among the arguments to which the function assigns
-        new arrays. These arrays are the very last outputs; `out_tree` does not count them either.
+      updates: the places in flax.nnx modules among the arguments to which the function assigns new
+        arrays. These arrays are the last outputs, behind the new values; `out_tree` does not count
+        them.
       changes_structure: whether the function changes the structure of these modules; if so, the
         result contains their whole new state.
-      differentiated: for each input, whether a gradient is taken with respect to it; () if that
-        is not known.
-      loses: paths of the changes that the function makes to a copy of a state, and that are lost.
+      differentiated: for each input, whether the program is differentiated with respect to it; ()
+        if unknown.
+      loses: paths of the lost changes, which the function makes to a copy of a state.
 
     `print(graph)` is meant to be read.
 
@@ -172,10 +173,8 @@ class Graph:
 
     @property
     def closes_over(self) -> bool:
-        """Whether a `jax.custom_jvp` in the graph closes over a value of a float or complex dtype.
-
-        Somebody may differentiate with respect to such a value.
-        """
+        """Whether a `jax.custom_jvp` in the graph closes over a value of a float or complex dtype,
+        which may be differentiated."""
         return _jax.outline(self.program).closes_over
 
     @property
@@ -191,8 +190,8 @@ class Graph:
     def walk(self) -> Iterator[Occurrence]:
         """Yields every node at any depth with the calls that lead to it, in order of execution.
 
-        The nodes of a region come once for each call of the region. If such regions are nested,
-        the number of nodes grows exponentially: `walk` raises GraphError if it is too large.
+        The nodes of a region come once for each call of the region. If such regions are nested, the
+        number of nodes grows exponentially: `walk` raises GraphError for too many nodes.
         `graph.regions_below` has each region only once.
         """
         return walking.walk(self)
@@ -205,7 +204,7 @@ class Graph:
 
         Returns:
           A list that prints one match a line, with its scope and its source line. The matches stay
-          valid in graphs made from this one by edits that do not touch them.
+          valid in graphs made from this graph by edits that do not touch them.
         """
         selector = wanted if isinstance(wanted, Selector) else match.where(wanted)
         return Matches(selector.look(self).matches)
@@ -241,7 +240,7 @@ class Graph:
 
     def __call__(self, *args: Any) -> list[Any]:
         """Evaluates the program on flat arguments, or traces it; returns its flat outputs."""
-        self._refuse_others(args)
+        self._require_one_array_per_input(args)
         return _jax.eval_program(self.program, args)
 
     def as_call(self, *args: Any) -> list[Any]:
@@ -249,10 +248,10 @@ class Graph:
 
         Unlike `__call__`, this takes no time for each node of the graph.
         """
-        self._refuse_others(args)
+        self._require_one_array_per_input(args)
         return _jax.call_program(self.program, args, self.name)
 
-    def _refuse_others(self, args: Sequence[Any]) -> None:
+    def _require_one_array_per_input(self, args: Sequence[Any]) -> None:
         expected = len(self.inputs)
         if len(args) == expected:
             return
@@ -262,16 +261,16 @@ class Graph:
                 "one by one, and its `to_callable()` takes the arguments of the function"
             )
         raise TypeError(
-            f"{self.name} is given a part of a reference, ref.at[i], which is several arrays "
-            "to JAX. Give it the reference and the index, and take the part in the function"
+            f"an argument of {self.name} is a part of a reference, ref.at[i], which is several "
+            "arrays to JAX. Pass the reference and the index, and take the part in the function"
         )
 
     def to_callable(self) -> Callable[..., Any]:
         """Returns a function with the traced function's own signature (pytrees, keywords).
 
-        The function runs under every JAX transformation. Each call reads the graph's `variables`
-        and sets those that are `assigned`. If the graph is a region, the function takes and
-        returns flat lists.
+        The function runs under every JAX transformation. Each call reads the Variables in
+        `variables`, and sets the Variables in `assigned`. If the graph is a region, the function
+        takes and returns flat lists.
         """
         return engine.to_callable(self)
 
@@ -289,8 +288,8 @@ class Graph:
         """Returns the graph with some parts replaced.
 
         Args:
-          nodes, inputs, outputs: the new ones, if given. They use and define JAX's variables.
-          constants: the new constants, if given: arrays by their values in the program.
+          nodes, inputs, outputs: the new parts, which use and define JAX's variables.
+          constants: the new constants: arrays by their values in the program.
           **other: new values of further attributes.
         """
         nodes = self.nodes if nodes is None else tuple(nodes)

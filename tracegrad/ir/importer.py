@@ -1,8 +1,8 @@
 """Makes a `Graph` of a program that `jax.make_jaxpr` has traced.
 
 A program has one graph as long as a reference to the graph exists: a function that is called forty
-times is one region, in one trace or in several. Nothing is interpreted and nothing is lost: a node
-holds JAX's equation.
+times is one region, in one trace or in several traces. Nothing is interpreted and nothing is lost:
+a node holds JAX's equation.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ _KINDS: dict[Any, type[Node]] = {
 
 
 def import_program(program: Any, function: _jax.TracedFrom) -> Graph:
-    """Returns a graph of a program that was traced from a function; JAX may have recorded another
-    function as its origin."""
+    """JAX may have recorded another function than `function` as the program's origin."""
     open_form = _jax.opened(program)
     inputs = open_form.invars
     made: dict[str, tuple[Node, ...]] = {}  # once for all graphs of the program, in all threads
@@ -58,20 +57,16 @@ def import_program(program: Any, function: _jax.TracedFrom) -> Graph:
         make_nodes=make_nodes,
         name=function.name,
         function_source=function.source,
-        hints=_hints(inputs, function.arguments),
+        hints=_clean_hints(inputs, function.arguments),
     )
 
 
 def graph_of(
     program: Any, operands: Sequence[Atom] = (), hints: Mapping[Value, str] = _NO_HINTS
 ) -> Graph:
-    """Returns the graph of a program; for the same program the same graph.
-
-    Args:
-      program: a ``ClosedJaxpr`` (or an open one without constants).
-      operands: the operands of the call, if the program is a region.
-      hints: the names of operands, for a program whose arguments have no names.
-    """
+    """Returns the graph of a program; for the same program the same graph. If the program is a
+    region, `operands` are the operands of its call. `hints` has the names of operands, for a
+    program whose arguments have no names."""
     graph = _known.get(id(program))
     if graph is None:
         function = _jax.traced_from(program)
@@ -82,14 +77,13 @@ def graph_of(
     return graph
 
 
-def _hints(inputs: Sequence[Value], names: Sequence[str]) -> tuple[str, ...]:
+def _clean_hints(inputs: Sequence[Value], names: Sequence[str]) -> tuple[str, ...]:
     if len(names) != len(inputs):
         return ("",) * len(inputs)
     return tuple([name.removesuffix(".value") for name in names])  # flax.nnx adds it
 
 
 def node_of(equation: Any, function: str = "", hints: Mapping[Value, str] = _NO_HINTS) -> Node:
-    """Makes the node of an equation, of the kind for its primitive."""
     primitive = equation.primitive
     if primitive is _jax.STOP_GRADIENT:
         return StopGradient(equation, equation, NO_REGIONS, function)
@@ -111,10 +105,10 @@ def node_of(equation: Any, function: str = "", hints: Mapping[Value, str] = _NO_
 def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[int]]:
     """Traces the faces of a rule to graphs, by differentiating the node as JAX does.
 
-    Returns the faces by name and, for a vjp, the inputs for which it returns a gradient. Both faces
-    of a vjp are traced together, since the backward face takes the residuals that the forward face
-    returns. The first operands, which the function closes over, are not differentiated: JAX would
-    raise an error.
+    Returns the faces by name and, for a vjp, the inputs for which the rule returns a gradient. Both
+    faces of a vjp are traced together, since the backward face takes the residuals that the forward
+    face returns. The first operands, which the function closes over, are not differentiated: JAX
+    would raise an error.
     """
     closed_over = node.closed_over
     avals = [atom.aval for atom in node.inputs]
@@ -160,8 +154,8 @@ def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[in
     backward_program = jax.make_jaxpr(backward)(*residuals, *given)
     back = ["residual"] * len(residuals) + ["ct"] * len(given)
     faces = {
-        "forward": _face(forward, "forward", ["x"] * len(avals)),
-        "backward": _face(backward_program, "backward", back),
+        "forward": _import_face(forward, "forward", ["x"] * len(avals)),
+        "backward": _import_face(backward_program, "backward", back),
     }
     return faces, frozenset(returned)
 
@@ -170,8 +164,8 @@ def trace_jvp(
     bound: Callable[..., Any], avals: Sequence[Any], active: Sequence[int] | None = None
 ) -> Graph:
     """Traces JAX's JVP of a function of arrays to a graph. The inputs are the arrays, and the
-    tangents of those at the positions `active` (default: of all that have tangents). The outputs
-    are the results, and the tangents of those that have any."""
+    tangents of the arrays at the positions `active` (default: all arrays that have tangents). The
+    outputs are the results, and the tangents of the results that have tangents."""
     if active is None:
         active = [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
 
@@ -189,9 +183,9 @@ def trace_jvp(
 
     tangents = [avals[i] for i in active]
     program = jax.make_jaxpr(jvp)(*avals, *tangents)
-    return _face(program, "jvp", ["x"] * len(avals) + ["tangent"] * len(tangents))
+    return _import_face(program, "jvp", ["x"] * len(avals) + ["tangent"] * len(tangents))
 
 
-def _face(program: Any, name: str, hints: Sequence[str]) -> Graph:
+def _import_face(program: Any, name: str, hints: Sequence[str]) -> Graph:
     source = _jax.traced_from(program).source
     return import_program(program, _jax.TracedFrom(name, source, tuple(hints)))

@@ -1,8 +1,8 @@
 """Follows values across the borders of regions, and views a program with its calls inlined.
 
 A region can be called from several places, and its values differ between the calls. So a value of
-the inlined program is a value and the path of calls that leads to it. Only `region_calls` knows
-which operands a node passes to its regions, and which results their outputs become.
+the inlined program is a value and the path of calls that leads to it. Only `region_calls` maps the
+operands of a node to inputs of its regions, and the outputs of its regions to results.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ _CALLS = frozenset({"jit", "closed_call", "core_call", "shard_map"})
 
 @dataclass(frozen=True)
 class RegionCall:
-    """How a node runs one of its regions: operands and results for the region's inputs and outputs.
+    """One call of a region by a node.
 
     Attributes:
-      name: the region's name.
-      operands: for each input the position of its operand; in a loop this is for the first step.
-      results: for each output the position of its result; in a loop this is for the last step.
-        None: the output decides whether the loop goes on.
+      operands: for each input the position of its operand; in a loop, at the first step.
+      results: for each output the position of its result; in a loop, at the last step. None: the
+        output decides whether the loop goes on.
       fed_back_from: for each input the position of the output of the loop's body that enters it at
         the next step; None: the operand enters it at each step.
       sliced: the number of inputs, from the end, that are slices of their operands.
@@ -45,9 +44,8 @@ class RegionCall:
 
 
 def region_calls(node: Node) -> list[RegionCall]:
-    """Returns how a node runs its regions, for a loop in the order of execution. Returns [] if only
-    JAX knows how the node runs its regions. For a custom gradient it is the primal region that
-    runs."""
+    """Returns the calls of a node's regions, for a loop in the order of execution; [] if only JAX
+    knows how the node runs its regions. A custom gradient calls its primal region."""
     ins, outs, params = range(len(node.inputs)), range(len(node.outputs)), node.params
     none: list[int | None] = [None] * len(ins)
     if node.primitive is _jax.SCAN:
@@ -77,7 +75,7 @@ def is_loop(node: Node) -> bool:
 
 
 def may_take_no_step(node: Node) -> bool:
-    """Whether a loop may take no step, and so return its inputs as they are."""
+    """Whether a loop may take no step, and so return its inputs."""
     length = node.params.get("length", 0)
     return is_loop(node) and (not isinstance(length, int) or length == 0)
 
@@ -102,9 +100,7 @@ def inside_result(call: Occurrence, result: Value, name: str) -> tuple[Path, Ato
 
 def outside(path: Path, value: Value) -> list[Ref]:
     """Returns the sources of a region's input: an operand and, in a loop, an output of the body.
-
-    Returns [] for a value that is not an input, and for an input of a rule's face.
-    """
+    Returns [] for a value that is not an input, and for an input of a rule's face."""
     call, name = path[-1]
     calls = region_calls(call)
     inputs = call.region(name).inputs
@@ -120,10 +116,8 @@ def outside(path: Path, value: Value) -> list[Ref]:
 
 
 def onward(path: Path, value: Value) -> list[tuple[Path, Value]]:
-    """Returns where a region's output goes: to a result and, in a loop, to inputs of the next step.
-
-    Returns [] for a value that is not an output, and for an output of a rule's face.
-    """
+    """Returns the destinations of a region's output: a result and, in a loop, inputs of the next
+    step. Returns [] for a value that is not an output, and for an output of a rule's face."""
     call, name = path[-1]
     calls = region_calls(call)
     found: list[tuple[Path, Value]] = []
@@ -149,15 +143,14 @@ class Inlined:
 
     Args:
       graph: the graph. It is not copied, and its calls are inlined only on demand.
-      opens: ``opens(path, node)``: whether to inline a call of one program; default: the calls of
-        jitted functions. Other calls count as single operations.
+      opens: ``opens(path, node)`` says whether to inline a call of one program; default: the calls
+        of jitted functions. Other calls count as single operations.
     """
 
     def __init__(self, graph: Graph, opens: Callable[[Path, Node], bool] = _is_jit):
         self.graph, self._opens = graph, opens
 
     def region(self, path: Path) -> Graph:
-        """Returns the graph that a path of calls leads to."""
         return path[-1][0].region(path[-1][1]) if path else self.graph
 
     def origin(self, path: Path, atom: Atom) -> Ref:
@@ -189,7 +182,8 @@ class Inlined:
 
     @cached_property
     def steps(self) -> list[Occurrence]:
-        """The operations in order; those of a call that is inlined several times come as often."""
+        """The operations in order. The operations of a call that is inlined several times come as
+        often."""
         found: list[Occurrence] = []
         self._visit((), found)
         return found

@@ -1,9 +1,9 @@
 """Selectors: they find places of a program by operation, call, scope or source line.
 
 A selector finds *matches*. A match is an `Occurrence` (one node and the calls that lead to it) or a
-`Fragment` (several nodes of one region that belong together: those of an inlined call, of a scope
-or of a source line). The same selector works on a traced graph and on a recorded tape, and also
-searches the bodies of loops, branches and calls.
+`Fragment` (several nodes of one region that belong together: the nodes of an inlined call, of a
+scope or of a source line). The same selector works on a traced graph and on a recorded tape, and
+also searches the bodies of loops, branches and calls.
 
 >>> import jax, jax.numpy as jnp, tracegrad as tg
 >>> def f(x):
@@ -67,16 +67,16 @@ def op(*names: str) -> Selector:
     ...     tg.match.op("dot*"))]
     ['dot_general']
     """
-    return _Op(*_checked(names, "match.op", "dot_general"))
+    return _Op(*_require_names(names, "match.op", "dot_general"))
 
 
 def call(*names: str) -> Selector:
     """Selects calls of functions by the functions' names.
 
-    A call that JAX keeps in the program (of a jitted function, or of one with a custom rule) is
-    found by its name. A call that JAX inlines (most calls, also those of `jax.nn.softmax` and
-    `jax.nn.gelu`) is found by the traceback of each operation; its operations are one match, a
-    `Fragment`. Of nested calls only the outermost matches.
+    The selector finds a call that JAX keeps in the program (of a jitted function, or of a function
+    with a custom rule) by its name. It finds a call that JAX inlines (most calls, also calls of
+    `jax.nn.softmax` and `jax.nn.gelu`) by the traceback of each operation; the operations of the
+    call are one match, a `Fragment`. Of nested calls only the outermost call matches.
 
     Args:
       *names: the name of a function (``"softmax"``), of a method (``"Attention.__call__"``) or, if
@@ -91,7 +91,7 @@ def call(*names: str) -> Selector:
     >>> len(tg.graph(twice, jnp.ones(2)).find(tg.match.call("softmax")))
     2
     """
-    return CallOf(*_checked(names, "match.call", "relu"))
+    return CallOf(*_require_names(names, "match.call", "relu"))
 
 
 def scope(*globs: str) -> Selector:
@@ -99,11 +99,11 @@ def scope(*globs: str) -> Selector:
 
     flax.linen names the scopes of its modules. For modules of flax.nnx and of equinox, tracegrad
     names the scope of each call of a module (its ``__call__``) while it traces: by the class of the
-    outermost module that is called, and by the paths of the others in it:
-    ``Model/blocks.0/attention``. What other methods of a module compute belongs to the scope around
-    them; `match.param` selects a module's parameters wherever they are used.
+    outermost called module, and by the paths of the other modules in it:
+    ``Model/blocks.0/attention``. The operations of other methods of a module belong to the scope
+    around the call; `match.param` selects a module's parameters wherever they are used.
 
-    Each entry of the scope is one match, a `Fragment` if it contains several operations. Two
+    Each entry of the scope is one match, a `Fragment` if the entry contains several operations. Two
     entries with no operation between them are one match.
 
     Args:
@@ -122,7 +122,7 @@ def scope(*globs: str) -> Selector:
     >>> [m.name for m in g.find(tg.match.scope("block_[12]"))]
     ['block_1', 'block_2']
     """
-    return _Scope(*_checked(globs, "match.scope", "block_*/attention"))
+    return _Scope(*_require_names(globs, "match.scope", "block_*/attention"))
 
 
 def param(*globs: str) -> Parameters:
@@ -137,23 +137,24 @@ def param(*globs: str) -> Parameters:
     the gradients from all its uses.
 
     A rule acts on every gradient with respect to the parameter, as code after each call of
-    `jax.grad` would. If such a gradient is taken inside of another one (meta-learning, a penalty on
-    that gradient), the outer gradient is the derivative of what the rule made of the inner one, and
-    then the rule acts on the outer one as well. To select one of the two, give the argument another
-    name in the inner function: ``match.param("fast.*")`` is the inner gradient then, and
-    ``match.param("params.*") & ~match.param("fast.*")`` the outer one. Forward mode over a gradient
-    (a Hessian-vector product) has no outer gradient: `rules.clip_gradient` and
-    `rules.tap_gradient` act on the inner one, and the other two rules on the tangents too.
+    `jax.grad` would. If a function that computes such a gradient is differentiated again
+    (meta-learning, a penalty on the gradient), the outer gradient is the derivative of the inner
+    gradient after the rule, and then the rule acts on the outer gradient as well. To select one of
+    the two gradients, give the argument another name in the inner function. Then
+    ``match.param("fast.*")`` selects the inner gradient, and
+    ``match.param("params.*") & ~match.param("fast.*")`` the outer gradient. Forward mode over a
+    gradient (a Hessian-vector product) has no outer gradient: `rules.clip_gradient` and
+    `rules.tap_gradient` act on the inner gradient, and the other two rules on the tangents too.
 
-    In a function under `jax.jit`, paths begin with the names of its own arguments, and those of the
-    sources of a tape, unless they are arguments of the step, with ``sources``. A rule does not
-    reach an inner gradient by a name that was imported from jax (``from jax import grad``), or that
-    was made before the trace: call ``jax.grad`` in the traced function.
+    In a function under `jax.jit`, paths begin with the names of its own arguments. The paths of the
+    sources of a tape begin with ``sources``, unless the sources are arguments of the step. A rule
+    reaches no inner gradient by a name that was imported from jax (``from jax import grad``), or
+    that was made before the trace: call ``jax.grad`` in the traced function.
 
     Args:
-      *globs: patterns for paths; ``*`` stands for any letters, also dots. A glob may leave out the
+      *globs: patterns for paths; ``*`` stands for any letters, also dots. A glob may omit the
         argument's name (``"blocks.*"``), and may end before the leaf (``"blocks.0"``: all leaves
-        below it). The path of a Variable is its name.
+        below ``blocks.0``). The path of a Variable is its name.
 
     Selections of parameters combine with ``&``, ``|`` and ``~``, but not with the selectors of
     operations.
@@ -167,28 +168,28 @@ def param(*globs: str) -> Parameters:
     >>> print(gradient["encoder"]["w"].ravel(), gradient["head"]["w"].ravel())
     [0. 0. 0. 0.] [2. 2.]
     """
-    return Parameters("", _checked(globs, "match.param", "blocks.*.kernel"))
+    return Parameters("", _require_names(globs, "match.param", "blocks.*.kernel"))
 
 
 def source(*places: str) -> Selector:
     """Selects the operations that a line, a function or a file of the user's code computes.
 
-    Each execution of the line or the function is one match, a `Fragment` if it made several
-    operations. An operation belongs to the innermost line of the user's own code that led to it,
-    not to lines of installed libraries.
+    Each execution of the line or the function is one match, a `Fragment` if the execution made
+    several operations. An operation belongs to the innermost line of the user's own code that led
+    to the operation, not to lines of installed libraries.
 
     Args:
       *places: ``"model.py:42"`` (in a notebook ``"In[3]:42"``), ``"model.py"``, or the name of a
         function (``"Block.__call__"``); ``*`` stands for any letters.
     """
-    return SourceOf(*_checked(places, "match.source", "model.py:42"))
+    return SourceOf(*_require_names(places, "match.source", "model.py:42"))
 
 
 def where(predicate: Callable[[Occurrence], object]) -> Selector:
     """Selects single nodes for which a predicate is true.
 
     Args:
-      predicate: is given each `Occurrence` (``.node``, ``.scope``, ``.origin``, ``.path``,
+      predicate: a function of an `Occurrence` (``.node``, ``.scope``, ``.origin``, ``.path``,
         ``.rule_around``).
 
     >>> import jax.numpy as jnp, tracegrad as tg
@@ -201,7 +202,7 @@ def where(predicate: Callable[[Occurrence], object]) -> Selector:
     return _Where(predicate)
 
 
-def _checked(names: tuple[str, ...], function: str, example: str) -> tuple[str, ...]:
+def _require_names(names: tuple[str, ...], function: str, example: str) -> tuple[str, ...]:
     if not names or "" in names or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"{function} takes names, as in {function}({example!r}); it was given "
@@ -246,7 +247,8 @@ class _Scope(Grouping):
         outside = [part for node, _ in path for part in scopes(around(node))]
         groups: dict[Node, Group] = {}
         last: tuple[str, ...] | None = None
-        inside_of = functools.cache(self._inside)  # most nodes share their scope with others
+        # Most nodes share their scope with other nodes.
+        inside_of = functools.cache(self._shortest_match)
         for node in graph.nodes:
             inside = inside_of((*outside, *scopes(around(node))))
             if inside is not None:
@@ -257,9 +259,9 @@ class _Scope(Grouping):
             last = inside
         return groups
 
-    def _inside(self, parts: tuple[str, ...]) -> tuple[str, ...] | None:
-        """Returns the shortest beginning of a scope path that a pattern matches; None if none."""
-        ends = [end for p in self.patterns if (end := _scope_end(p, parts)) is not None]
+    def _shortest_match(self, parts: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Returns the shortest beginning of a scope path that a pattern matches."""
+        ends = [end for p in self.patterns if (end := _shortest_match_length(p, parts)) is not None]
         return parts[: min(ends)] if ends else None
 
     def names(self, graph: Graph) -> list[str]:
@@ -268,20 +270,20 @@ class _Scope(Grouping):
         return [name for name in dict.fromkeys([*paths, *parts]) if name]
 
 
-def _scope_end(pattern: str, parts: tuple[str, ...]) -> int | None:
+def _shortest_match_length(pattern: str, parts: tuple[str, ...]) -> int | None:
     """Returns the number of components after which a pattern first matches; None if never."""
     anchored = pattern.startswith("/")
     globs = tuple(pattern.strip("/").split("/"))
     starts = (0,) if anchored else range(len(parts))
-    ends = [end for start in starts for end in _ends(globs, parts, start)]
+    ends = [end for start in starts for end in _match_ends(globs, parts, start)]
     return min((end for end in ends if end > 0), default=None)
 
 
-def _ends(globs: tuple[str, ...], parts: tuple[str, ...], start: int) -> Iterator[int]:
+def _match_ends(globs: tuple[str, ...], parts: tuple[str, ...], start: int) -> Iterator[int]:
     if not globs:
         yield start
     elif globs[0] == "**":
         for skip in range(start, len(parts) + 1):
-            yield from _ends(globs[1:], parts, skip)
+            yield from _match_ends(globs[1:], parts, skip)
     elif start < len(parts) and fnmatchcase(parts[start], globs[0]):
-        yield from _ends(globs[1:], parts, start + 1)
+        yield from _match_ends(globs[1:], parts, start + 1)

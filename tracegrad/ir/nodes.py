@@ -39,7 +39,6 @@ Atom = Value | Literal
 
 
 def renamed(atoms: Sequence[Atom], names: Mapping[Value, Atom]) -> list[Atom]:
-    """Replaces the values that `names` maps to other values; keeps other values and literals."""
     return [names.get(atom, atom) if isinstance(atom, Value) else atom for atom in atoms]
 
 
@@ -49,7 +48,7 @@ def dtype_of(atom: Any) -> Any:
 
 
 def has_gradient(atom: Any) -> bool:
-    """Whether a value has a cotangent: whether it is a float or complex array."""
+    """Whether a value is a float or complex array."""
     return _jax.is_inexact(getattr(atom.aval, "dtype", None))
 
 
@@ -59,10 +58,8 @@ def is_reference(atom: Any) -> bool:
 
 
 def same_type(a: Any, b: Any) -> bool:
-    """Whether a value of one type can replace a value of another: shape and dtype are equal.
-
-    Weak types, and the mesh axes over which a value varies, are adapted where it is used.
-    """
+    """Whether a value of one type can replace a value of another: shape and dtype are equal. Weak
+    types, and the mesh axes over which a value varies, are adapted where the value is used."""
     if hasattr(a, "shape") and hasattr(b, "shape"):
         return bool(type(a) is type(b) and (a.shape, a.dtype) == (b.shape, b.dtype))
     return bool(a == b)
@@ -84,8 +81,8 @@ class Node:
 
     Attributes:
       equation: JAX's equation.
-      key: the equation as JAX first traced it. Edits of operands and regions keep the key, so
-        that a match found before an edit is found again after it.
+      key: the equation as JAX first traced it. Edits of operands and regions keep the key, so that
+        a match from before an edit is found again after the edit.
       regions: the graphs of the programs among the parameters, by name; empty for most nodes.
       function: the function whose program contains the node, ``loss at /home/ada/train.py:12``.
     """
@@ -127,33 +124,27 @@ class Node:
 
     @property
     def has_references(self) -> bool:
-        """Whether an operand or a result is a `jax.Ref`."""
         return any(map(is_reference, (*self.inputs, *self.outputs)))
 
     def region(self, name: str) -> Graph:
-        """Returns one sub-program; for a `CustomGradient` also a face of its rule.
-
-        Raises KeyError for another name.
-        """
+        """Returns one sub-program; for a `CustomGradient` also a face of its rule. Raises KeyError
+        for another name."""
         return self.regions[name]
 
     def having(self, equation: Any, regions: Mapping[str, Graph] | None = None) -> Self:
-        """Returns the node with another equation, and with other regions if given."""
         regions = self.regions if regions is None else regions
         return replace(self, equation=equation, regions=regions)
 
     def with_operands(self, operands: Sequence[Atom]) -> Self:
-        """Returns the node with other operands."""
         return self.having(self.equation.replace(invars=list(operands)))
 
     def reading(self, names: Mapping[Value, Atom]) -> Self:
-        """Returns the node with its operands replaced as `names` says."""
         if names.keys().isdisjoint(self.operands):
             return self
         return self.with_operands(renamed(self.inputs, names))
 
     def renaming(self, names: Mapping[Value, Any]) -> Self:
-        """Returns the node with its operands and its results replaced as `names` says."""
+        """Also renames results."""
         operands = renamed(self.inputs, names)
         results = [names.get(value, value) for value in self.outputs]
         return self.having(self.equation.replace(invars=operands, outvars=results))
@@ -177,8 +168,8 @@ class RegionNode(Node):
 
     @property
     def closes_over(self) -> bool:
-        """Whether this node, or one below it, is a `jax.custom_jvp` that closes over a value of a
-        float or complex dtype: somebody may differentiate with respect to that value."""
+        """Whether this node, or a node below it, is a `jax.custom_jvp` that closes over a value of
+        a float or complex dtype, which may be differentiated."""
         return any(region.closes_over for region in self.regions.values())
 
 
@@ -235,7 +226,7 @@ class CustomGradient(RegionNode):
     @property
     def closed_over(self) -> int:
         """The number of values that the function closes over: the first operands. JAX has no
-        derivative with respect to them."""
+        derivative with respect to these operands."""
         return _jax.count_closed_over(self.params)
 
     @property
@@ -270,9 +261,7 @@ class CustomGradient(RegionNode):
     @property
     def returned(self) -> frozenset[int]:
         """The inputs (by position) for which a rule of kind vjp returns a gradient, and not None.
-
-        The backward face returns zeros instead of None.
-        """
+        The backward face returns zeros instead of None."""
         return self._faces[1]
 
     @property

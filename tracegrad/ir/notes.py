@@ -9,30 +9,26 @@ _CODE = 30  # characters; a line's code is left out if there is room for less of
 
 
 def add_note(error: Exception, text: str, origin: Origin | None = None) -> None:
-    """Adds a note to an error, unless the error has the same note already.
-
-    Args:
-      error: the error that gets the note.
-      text: a text of up to 200 characters is not cut; a longer one loses its middle.
-      origin: the user's line, which is put above the text and cut if there is no room for it.
-    """
-    note = _cut(text, NOTE) if origin is None else _below(origin, text)
+    """Adds a note to an error, unless the error has the same note already. A longer text than 200
+    characters loses its middle. `origin`, the user's line, stands above the text, and is cut if
+    there is no room for it."""
+    note = _shorten_middle(text, NOTE) if origin is None else _note_below_line(origin, text)
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
-def _below(origin: Origin, text: str) -> str:
+def _note_below_line(origin: Origin, text: str) -> str:
     place = f"{origin.file}:{origin.line} in {origin.function}"
     room = NOTE - len(f"{place}: \n{text}")
     line = f"{place}: {origin.code}"
     if room < len(origin.code):
         line = f"{place}: {origin.code[: room - 3]}..." if room >= _CODE else place
     if len(f"{line}\n{text}") > NOTE:
-        line = _cut(str(origin), 99)
-    return f"{line}\n{_cut(text, NOTE - 1 - len(line))}"
+        line = _shorten_middle(str(origin), 99)
+    return f"{line}\n{_shorten_middle(text, NOTE - 1 - len(line))}"
 
 
-def _cut(text: str, most: int) -> str:
+def _shorten_middle(text: str, most: int) -> str:
     """Returns a text, or its beginning and end if it is longer than `most`."""
     if len(text) <= most:
         return text

@@ -1,10 +1,10 @@
 """The place of a node: the calls that lead to it, the user's source line, the named scopes.
 
 A shared region can be called from many places, so origin and scope belong to an *occurrence*: a
-node and the path of calls to it. JAX took the traceback of a node in a shared region when it first
-traced the region's function, so it includes the frames of that first caller; only the frames inside
-the region's own function are right for every occurrence. If none of these frames is in the user's
-code, the origin of the call is used.
+node and the path of calls to it. JAX recorded the traceback of a node in a shared region when it
+first traced the region's function, so the traceback includes the frames of that first caller; only
+the frames inside the region's own function are right for every occurrence. If none of these frames
+is in the user's code, the origin of the call is the origin of the node.
 """
 
 from __future__ import annotations
@@ -113,12 +113,10 @@ class Occurrence:
 
     @property
     def rule_around(self) -> Node | None:
-        """The outermost enclosing call whose derivative comes from a rule, not from its body.
-
-        That is a custom gradient, a `jax.lax.custom_linear_solve` (if the node is in one of its
-        solves), or a call whose rule JAX keeps in an object, such as `jax.lax.custom_root`. None
-        if derivatives reach the node.
-        """
+        """The outermost enclosing call whose derivative comes from a rule, not from its body: a
+        custom gradient, a `jax.lax.custom_linear_solve` (if the node is in one of its solves), or a
+        call whose rule JAX keeps in an object, such as `jax.lax.custom_root`. None if derivatives
+        reach the node."""
         for node, region in self.path:
             if isinstance(node, CustomGradient) or (node.op, region) in _SOLVES:
                 return node
@@ -132,10 +130,8 @@ class Occurrence:
 
     @property
     def origin(self) -> Origin | None:
-        """The user's line that made the node; a library's line if there is no user's frame.
-
-        None if JAX recorded no frame outside of JAX and this package.
-        """
+        """The user's line that made the node; without a user's frame, a library's line; None if JAX
+        recorded no frame outside of JAX and this package."""
         fallback: Origin | None = None
         for depth, node in reversed(list(enumerate(self.steps))):
             found, is_users = _origin_in(node, within=bool(depth))
@@ -146,11 +142,9 @@ class Occurrence:
 
     @property
     def lines(self) -> tuple[Origin, ...]:
-        """The lines that led to the node, from the function of its region inwards.
-
-        Lines of JAX and of this package are left out.
-        """
-        stack = _within(_jax.frames(self.node.source.info), self.node.function)
+        """The lines that led to the node, from the function of its region inwards, without lines of
+        JAX and of this package."""
+        stack = _frames_within(_jax.frames(self.node.source.info), self.node.function)
         return tuple(
             Origin(frame.file_name, frame.line_num, frame.function_name)
             for frame in reversed(stack)
@@ -166,10 +160,8 @@ class Occurrence:
 
 @dataclass(frozen=True, slots=True)
 class Fragment(Occurrence):
-    """Several nodes of one region that are one match of a selector.
-
-    They are the operations of an inlined call, a scope or a line. `node` is the first of `nodes`.
-    """
+    """Several nodes of one region that are one match of a selector: the operations of an inlined
+    call, a scope or a line. `node` is the first of `nodes`."""
 
     members: tuple[Node, ...]
     label: str
@@ -191,7 +183,7 @@ class Fragment(Occurrence):
 
 
 def is_under_rules(occurrence: Occurrence) -> bool:
-    """Whether an occurrence is in a loss to which the rules in force were already applied."""
+    """Whether the rules in force were already applied to the loss around an occurrence."""
     return any(scopes.is_under_rules(scopes.around(node)) for node in occurrence.steps)
 
 
@@ -216,12 +208,10 @@ class Matches(list[Occurrence]):
 
 
 def _origin_in(node: Node, *, within: bool) -> tuple[Origin | None, bool]:
-    """Finds the innermost user's frame of a node; `within`: only in its region's function.
-
-    Returns the origin (None if there is no frame) and whether it is the user's.
-    """
+    """Finds the innermost user's frame of a node (with `within`: only in its region's function).
+    Returns the origin, if any frame has one, and whether it is the user's."""
     stack = _jax.frames(node.source.info)
-    return origin_in(_within(stack, node.function) if within else stack)
+    return origin_in(_frames_within(stack, node.function) if within else stack)
 
 
 def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
@@ -229,7 +219,7 @@ def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
     the origin (None if all frames are JAX's or this package's) and whether it is the user's."""
     fallback = None
     for frame in stack:
-        kind = _owner(frame.file_name)
+        kind = _owner_of_file(frame.file_name)
         if kind == "user":
             return Origin(frame.file_name, frame.line_num, frame.function_name), True
         if fallback is None and kind == "library":
@@ -238,13 +228,13 @@ def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
 
 
 def users_line(node: Node) -> Origin | None:
-    """Returns the user's line of a node inside its region's function; None if there is none."""
+    """Only inside the function of the node's region."""
     found, is_users = _origin_in(node, within=True)
     return found if is_users else None
 
 
 def written_out(call: Node, node: Node) -> Source:
-    """Returns the source of a node that is moved out of a call's region, replacing the call."""
+    """Returns the source of a node that moves out of a call's region."""
     has_line = users_line(node) is not None
     info = _jax.inside_call(call.source.info, node.source.info, has_line=has_line)
     return node.source._replace(info=info)
@@ -253,24 +243,24 @@ def written_out(call: Node, node: Node) -> Source:
 def was_called_by(node: Node, function_source: str) -> bool:
     """Whether the function of a region (`Graph.function_source`) was running when JAX traced a
     node."""
-    return _frame_of(_jax.frames(node.source.info), function_source) is not None
+    return _index_of_frame(_jax.frames(node.source.info), function_source) is not None
 
 
 def shows_callers(node: Node) -> bool:
-    """Whether the frames of a node go back to where its thread began: those of a program that JAX
-    traced by itself (`jax.make_jaxpr`) do not."""
+    """Whether the frames of a node go back to the beginning of its thread. The frames of a program
+    that JAX traced by itself (`jax.make_jaxpr`) do not."""
     stack = _jax.frames(node.source.info)
     return bool(stack) and stack[-1].function_name in ("<module>", "Thread._bootstrap")
 
 
-def _within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
-    """Returns the frames from the innermost one up to the function of a region."""
-    found = _frame_of(stack, function_source)
+def _frames_within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
+    """Returns the frames up to the function of a region."""
+    found = _index_of_frame(stack, function_source)
     return stack if found is None else stack[: found + 1]
 
 
-def _frame_of(stack: Sequence[Any], function_source: str) -> int | None:
-    """Returns the index of the innermost frame of a region's function; None if there is none."""
+def _index_of_frame(stack: Sequence[Any], function_source: str) -> int | None:
+    """Innermost."""
     function = origin_of_function(function_source)
     if function is None:
         return None
@@ -292,21 +282,20 @@ def _short_name(file: str) -> str:
 
 
 def calling_line() -> Origin | None:
-    """Returns the line of the user's code that is running now; None if no user's frame runs."""
-    frame = _calling_frame()
+    frame = _users_calling_frame()
     if frame is None:
         return None
     return Origin(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
 
 
-def _calling_frame() -> FrameType | None:
+def _users_calling_frame() -> FrameType | None:
     return next(
         (f for f, _ in traceback.walk_stack(None) if is_user_file(f.f_code.co_filename)), None
     )
 
 
 def line_of_error(stack: TracebackType | None) -> Origin | None:
-    """Returns the innermost line of the user's code in an error's traceback; None if none."""
+    """Innermost."""
     found = None
     for frame, line in traceback.walk_tb(stack):
         code = frame.f_code
@@ -316,8 +305,8 @@ def line_of_error(stack: TracebackType | None) -> Origin | None:
 
 
 def warn_where_called(message: str, category: type[Warning]) -> None:
-    """Warns at the line of the user's code that is running now; by default once per line."""
-    frame = _calling_frame()
+    """Warns at the user's running line; by default once per line."""
+    frame = _users_calling_frame()
     if frame is None:
         warnings.warn(message, category, stacklevel=2)
         return
@@ -334,22 +323,21 @@ def warn_where_called(message: str, category: type[Warning]) -> None:
 
 def is_user_file(file: str) -> bool:
     """Whether a file is not part of JAX, this package, an installed library, or Python."""
-    return _owner(file) == "user"
+    return _owner_of_file(file) == "user"
 
 
 def is_own_file(file: str) -> bool:
-    """Whether a file is part of this package or of JAX."""
-    return _owner(file) == "jax"
+    """For this package and JAX."""
+    return _owner_of_file(file) == "jax"
 
 
 def is_jaxs_file(file: str) -> bool:
-    """Whether a file is part of JAX."""
     return file.startswith(_JAX)
 
 
 @cached(1024)
-def _owner(file: str) -> str:
-    """Returns the owner of a file: ``"user"``, ``"library"``, or ``"jax"`` (also this package)."""
+def _owner_of_file(file: str) -> str:
+    """Returns ``"user"``, ``"library"``, or ``"jax"`` (also for this package)."""
     if file.startswith(_OWN):
         return "jax"
     if file.startswith(_PYTHONS) or _INSTALLED.search(file):

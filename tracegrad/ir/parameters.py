@@ -21,10 +21,8 @@ class Parameters:
     parts: tuple[Any, ...]
 
     def fits(self, *paths: str) -> bool:
-        """Whether the selection includes the parameter that has these paths.
-
-        Each path begins with the name of an argument.
-        """
+        """Whether the selection includes the parameter that has these paths. Each path begins with
+        the name of an argument."""
         if not self.operator:
             return any(_matches(glob, path) for glob in self.parts for path in paths)
         found = [part.fits(*paths) for part in self.parts]
@@ -34,7 +32,6 @@ class Parameters:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """All glob patterns in the selection."""
         if not self.operator:
             return self.parts
         return tuple(glob for part in self.parts for glob in part.patterns)
@@ -79,10 +76,8 @@ def _matches(glob: str, path: str) -> bool:
 
 
 def _path_prefixes(path: str) -> Iterator[str]:
-    """Yields a path and its prefixes, with and then without the argument's name.
-
-    For ``m.a.b``: ``m.a.b``, ``m.a``, ``m``, ``a.b``, ``a``.
-    """
+    """Yields a path and its prefixes, with and then without the argument's name. For ``m.a.b``:
+    ``m.a.b``, ``m.a``, ``m``, ``a.b``, ``a``."""
     for name in (path, path.partition(".")[2]):
         while name:
             yield name

@@ -20,11 +20,11 @@ _NOTE = "while running"
 
 def run_graph(graph: Graph, args: Sequence[Any], *, as_call: bool = False) -> list[Any]:
     """Runs or traces a graph on flat arguments; returns its flat outputs. If a `jax.custom_jvp`
-    closes over a value, differentiating with respect to it raises ValueError. `as_call`: whether to
-    use `Graph.as_call`."""
+    closes over a value, differentiating with respect to the value raises ValueError. With
+    `as_call`, uses `Graph.as_call`."""
     if graph.closes_over:
         closing = [found for found in graph.walk() if _closes_over(found)]
-        graph = around_each(graph, closing, _refusing).graph
+        graph = around_each(graph, closing, _run_refusing_derivatives).graph
     return graph.as_call(*args) if as_call else graph(*args)
 
 
@@ -33,7 +33,7 @@ def _closes_over(found: Occurrence) -> bool:
     return isinstance(node, CustomGradient) and node.closes_over and found.rule_around is None
 
 
-def _refusing(op: Op, *operands: Any) -> list[Any]:
+def _run_refusing_derivatives(op: Op, *operands: Any) -> list[Any]:
     (node,) = op.nodes
     assert isinstance(node, CustomGradient)
     return op.results(*refuse_derivatives(node, operands))
@@ -45,9 +45,9 @@ def run_nodes(
     *,
     instead: Mapping[Node, Callable[[list[Any]], Sequence[Any]]] = MappingProxyType({}),
 ) -> dict[Value, Any]:
-    """Runs the nodes of a graph in order; returns arrays for all its values. `args`: the arrays for
-    its inputs. `instead`: for some nodes a function that is called with the node's operands, and
-    returns the node's results."""
+    """Runs the nodes of a graph in order; returns arrays for all its values. `args` are the arrays
+    for the graph's inputs. For some nodes, `instead` has a function that runs in place of the
+    node."""
     values: dict[Value, Any] = dict(graph.constants)
     values.update(zip(graph.inputs, args, strict=True))
     for node in graph.nodes:
@@ -59,12 +59,12 @@ def run_nodes(
 
 
 def read(wanted: Sequence[Atom], values: Mapping[Value, Any]) -> list[Any]:
-    """Returns the arrays for some values, and the numbers of literals."""
+    """Literals give their numbers."""
     return [values[atom] if isinstance(atom, Value) else atom.val for atom in wanted]
 
 
 def run_node(node: Node, args: Sequence[Any]) -> list[Any]:
-    """Runs one node on `args`, under its own scope, source line and settings."""
+    """Under the node's own scope, source line and settings."""
     scope, settings = _jax.equation_context(*node.source)
     try:
         with scope, settings:

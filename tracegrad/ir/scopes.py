@@ -1,7 +1,7 @@
 """The named scopes and the transformations that JAX records around an operation.
 
-In JAX's text the two cannot be distinguished: ``jvp(x)`` is a valid name of a scope. So the text is
-only shown to people, and all code uses the parts.
+In JAX's text, scopes and transformations cannot be distinguished: ``jvp(x)`` is a valid name of a
+scope. So the text is only shown to people, and all code uses the parts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ UNDER_RULES = "tracegrad.rules"
 
 def around(node: Node) -> tuple[_jax.Around, ...]:
     """Returns the scopes and transformations around a node in its region, from the outside in.
-    Leaves out the scope that JAX makes of the subscripts of `jnp.einsum` (``bi,ij->bj``), which is
-    not a name of the user's."""
+    Omits the scope that JAX makes of the subscripts of `jnp.einsum` (``bi,ij->bj``), which is not
+    the user's name."""
     stack = _jax.scopes_around(node.source.info)
     if not any("->" in name for name, _ in stack):
         return stack
@@ -35,18 +35,17 @@ def _is_sum(name: str) -> bool:
 
 
 def scopes(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
-    """Returns the components of the names of scopes: ``a/b`` counts as two scopes."""
+    """``a/b`` counts as two scopes."""
     names = (name for name, is_transformation in stack if not is_transformation)
     return tuple(part for name in names for part in name.split("/") if part)
 
 
 def transformations(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
-    """Returns the names of transformations: ``("transpose", "jvp")`` in a backward pass."""
+    """``("transpose", "jvp")`` in a backward pass."""
     return tuple(name for name, is_transformation in stack if is_transformation)
 
 
 def is_backward(node: Node) -> bool:
-    """Whether a node is part of a backward pass."""
     return "transpose" in transformations(around(node))
 
 

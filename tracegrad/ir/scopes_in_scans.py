@@ -1,8 +1,8 @@
 """Puts a named scope around the operations in the bodies of scans, and not only around the scans.
 
 When JAX differentiates a `scan`, it moves the operations that are the same at each step out of the
-scan (the weights of a recurrent layer are quantised there, say). Outside, such an operation has the
-scopes that it had in the body, and none of those around the scan.
+scan (for example, operations that quantise the weights of a recurrent layer). Outside, such an
+operation has the scopes that it had in the body, and no scope that is around the scan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tracegrad.ir.writing import Where
 
 
 def in_scope_in_scans(graph: Graph, name: str) -> Graph:
-    """Returns the graph with the scope `name` around each operation in the body of a scan."""
+    """Puts the scope `name` around each operation in the body of a scan."""
 
     @functools.cache  # a region that several nodes call is edited once, and stays one region
     def edited(region: Graph, inside: bool) -> Graph:

@@ -1,4 +1,4 @@
-"""`Selector`: the base class of what finds matches in a graph, and its combinations."""
+"""`Selector`: the base class of selectors, which find matches in a graph; and its combinations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Covers = Callable[[Path, Node], bool]
 
 
 class Found(NamedTuple):
-    """A selector's matches in a graph, and the function that says whether they cover a node."""
+    """`covers` says whether the matches cover a node."""
 
     matches: list[Occurrence]
     covers: Covers
@@ -40,10 +40,10 @@ class Selector(ABC):
 
     @abstractmethod
     def look(self, graph: Graph) -> Found:
-        """Returns the selector's matches in a graph, in the order of execution."""
+        """In the order of execution."""
 
     def names(self, graph: Graph) -> list[str]:
-        """Returns the names that a pattern could match in a graph, for messages if none does."""
+        """Returns the names that a pattern could match in a graph, for messages."""
         return []
 
     def __eq__(self, other: object) -> bool:
@@ -56,17 +56,17 @@ class Selector(ABC):
         return f"{self.made_by}({', '.join(map(repr, self.patterns))})"
 
     def __and__(self, other: Selector) -> Selector:
-        return _And(self, _selector(other))
+        return _And(self, _require_selector(other))
 
     def __or__(self, other: Selector) -> Selector:
-        return _Or(self, _selector(other))
+        return _Or(self, _require_selector(other))
 
     def __invert__(self) -> Selector:
         return _Not(self)
 
 
 def within(matches: Sequence[Occurrence]) -> Covers:
-    """Returns a predicate: whether a node is part of a match, or in a region of such a node."""
+    """A node is covered if it is part of a match, or in a region of such a node."""
     members = {(match.path, node) for match in matches for node in match.nodes}
 
     def covers(path: Path, node: Node) -> bool:
@@ -98,7 +98,7 @@ class _And(_Two):
         def covers(path: Path, node: Node) -> bool:
             return left.covers(path, node) and right.covers(path, node)
 
-        return Found(_in_order(graph, kept), covers)
+        return Found(_sort_by_walk(graph, kept), covers)
 
     def names(self, graph: Graph) -> list[str]:
         """Returns the names for the operand that finds nothing by itself."""
@@ -108,7 +108,7 @@ class _And(_Two):
         return []
 
     def __repr__(self) -> str:
-        return f"{_operand(self.left, _Or)} & {_operand(self.right, _Two)}"
+        return f"{_operand_text(self.left, _Or)} & {_operand_text(self.right, _Two)}"
 
 
 class _Or(_Two):
@@ -119,13 +119,13 @@ class _Or(_Two):
         def covers(path: Path, node: Node) -> bool:
             return left.covers(path, node) or right.covers(path, node)
 
-        return Found(_in_order(graph, both), covers)
+        return Found(_sort_by_walk(graph, both), covers)
 
     def names(self, graph: Graph) -> list[str]:
         return [*self.left.names(graph), *self.right.names(graph)]
 
     def __repr__(self) -> str:
-        return f"{self.left!r} | {_operand(self.right, _Or)}"
+        return f"{self.left!r} | {_operand_text(self.right, _Or)}"
 
 
 class _Not(Selector):
@@ -144,11 +144,11 @@ class _Not(Selector):
         return Found(outside, lambda path, node: not inner.covers(path, node))
 
     def __repr__(self) -> str:
-        return f"~{_operand(self.inner, _Two)}"
+        return f"~{_operand_text(self.inner, _Two)}"
 
 
-def _operand(selector: Selector, kind: type) -> str:
-    """Returns the repr of an operand, in parentheses if it is of a kind that needs them there."""
+def _operand_text(selector: Selector, kind: type) -> str:
+    """In parentheses, if the operand is a `kind`."""
     return f"({selector!r})" if isinstance(selector, kind) else repr(selector)
 
 
@@ -156,8 +156,7 @@ def _lies_in(match: Occurrence, covers: Covers) -> bool:
     return all(covers(match.path, node) for node in match.nodes)
 
 
-def _in_order(graph: Graph, matches: list[Occurrence]) -> list[Occurrence]:
-    """Sorts matches in the order of `Graph.walk`."""
+def _sort_by_walk(graph: Graph, matches: list[Occurrence]) -> list[Occurrence]:
     if len(matches) < 2:
         return matches
     first = {(m.path, m.node): m for m in reversed(matches) if isinstance(m, Fragment)}
@@ -170,7 +169,7 @@ def _in_order(graph: Graph, matches: list[Occurrence]) -> list[Occurrence]:
     return ordered
 
 
-def _selector(other: Any) -> Selector:
+def _require_selector(other: Any) -> Selector:
     if isinstance(other, Parameters):
         raise TypeError(NOT_COMBINED)
     if not isinstance(other, Selector):
@@ -189,10 +188,8 @@ Group = tuple[str | None, list[Node]]
 
 
 class Grouping(Selector):
-    """The base of selectors whose matches may be several nodes of a region.
-
-    Finds the outermost matches: the regions of a matched node are not searched.
-    """
+    """The base of selectors whose matches may be several nodes of a region. It finds the outermost
+    matches: the regions of a matched node are not searched."""
 
     def look(self, graph: Graph) -> Found:
         matches = list(self._visit(graph, ()))
@@ -219,7 +216,7 @@ class Grouping(Selector):
 
     @abstractmethod
     def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
-        """Returns for each node that is part of a match the match's name and all its nodes."""
+        """Returns, for each node that is part of a match, the match's name and all its nodes."""
 
 
 def fits_any(name: str, patterns: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Groups of nodes of a graph: the values that enter and leave a group, and how to gather it."""
+"""Groups of nodes: finds the values that enter and leave a group, and makes a group adjacent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ C = TypeVar("C", bound=Computes)
 
 
 def entering(nodes: Sequence[Computes]) -> list[Value]:
-    """Returns the values that a group of nodes uses from outside, in the order of first use."""
+    """In the order of first use."""
     made = {value for node in nodes for value in node.outputs}
     used = (value for node in nodes for value in node.operands)
     return list(dict.fromkeys(value for value in used if value not in made))
@@ -60,10 +60,8 @@ def operands_of(nodes: Sequence[Node]) -> list[Value]:
 
 
 def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
-    """Returns the arrays of a group that other nodes or the graph's outputs use.
-
-    For a single node it returns all its arrays.
-    """
+    """Returns the arrays of a group that other nodes or the graph's outputs use; for a single node,
+    all its arrays."""
     made = [value for node in nodes for value in node.outputs]
     if len(nodes) > 1:
         members = {node.key for node in nodes}
@@ -78,9 +76,7 @@ def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
 
 def refuse_references(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
     """Raises GraphError for a match that makes a Ref for other nodes, or writes to an outer Ref.
-
-    Gradients that flow through such a Ref would bypass an edit of the match.
-    """
+    Gradients that flow through such a Ref would bypass an edit of the match."""
     if not any(node.has_references for node in nodes):
         return
     made = {value for node in nodes for value in node.outputs if is_reference(value)}
@@ -104,13 +100,11 @@ def refuse_references(graph: Graph, nodes: Sequence[Node], match: Occurrence) ->
 _READ = "get"  # the primitive that reads an array out of a Ref
 
 
-def gathered(nodes: Sequence[C], chosen: Collection[Any], match: object) -> list[C]:
-    """Reorders nodes so that the chosen ones (by their keys) are adjacent.
+def make_adjacent(nodes: Sequence[C], chosen: Collection[Any], match: object) -> list[C]:
+    """Reorders nodes so that the chosen nodes (by their keys) are adjacent.
 
-    Of the nodes between, those that depend on a chosen node come after the group, and the rest
-    before it. Nodes with effects keep their order.
-
-    Raises GraphError if no such order exists.
+    Of the nodes between, the nodes that depend on a chosen node come after the group, and the rest
+    before it. Nodes with effects keep their order. Raises GraphError if no such order exists.
     """
     places = [i for i, node in enumerate(nodes) if node.key in chosen]
     start, stop = places[0], places[-1] + 1
@@ -126,13 +120,13 @@ def gathered(nodes: Sequence[C], chosen: Collection[Any], match: object) -> list
             outside = next((maker for maker in makers if maker.key not in chosen), None)
             if outside is not None:
                 raise GraphError(
-                    f"cannot group {match}: {_told(outside)} depends on one of the nodes "
-                    f"and {_told(node)} depends on it (the set is not convex)"
+                    f"cannot group {match}: {_describe(outside)} depends on one of the nodes "
+                    f"and {_describe(node)} depends on it (the set is not convex)"
                 )
             if node.effects and any(n.effects for n in after):
                 raise GraphError(
-                    f"cannot group {match}: {_told(node)} would have its effect before "
-                    f"that of {_told(next(n for n in after if n.effects))}"
+                    f"cannot group {match}: {_describe(node)} would have its effect before "
+                    f"the effect of {_describe(next(n for n in after if n.effects))}"
                 )
             members.append(node)
             is_late = True
@@ -146,5 +140,5 @@ def gathered(nodes: Sequence[C], chosen: Collection[Any], match: object) -> list
     return [*nodes[:start], *before, *members, *after, *nodes[stop:]]
 
 
-def _told(node: Computes) -> str:
+def _describe(node: Computes) -> str:
     return str(Occurrence((), node)) if isinstance(node, Node) else repr(node)

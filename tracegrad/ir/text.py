@@ -2,8 +2,8 @@
 
 One node a line: results, operation, operands, informative parameters, type, source line. A sign
 marks each of the three gradient annotations. A region follows, indented, the first node that has
-it. A line says when the named scope changes. The form is stable: it contains no addresses and no
-absolute paths, and the same program prints the same text.
+the region. A line says when the named scope changes. The form is stable: it contains no addresses
+and no absolute paths, and the same program prints the same text.
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ _SILENT = frozenset(
 
 
 def plain(path: Path, node: Node, left: str, types: str, place: str) -> str:
-    """Returns a line without colours."""
     return f"{left}  {types}  {place}".rstrip()
 
 
 def format_graph(graph: Graph, paint: Paint = plain) -> str:
-    """Returns the whole text of a graph, regions included."""
     return "\n".join(_graph_lines(graph, (), set(), set(), paint))
 
 
@@ -87,7 +85,7 @@ def _graph_lines(
                     continue
                 texts.add(text)
                 rows.extend(_Row(_INDENT + line) for line in body)
-    lines += _aligned(rows, path, paint)
+    lines += _align_columns(rows, path, paint)
     lines.append(f"  return {operands_text(graph, graph.outputs)}".rstrip())
     return lines
 
@@ -114,7 +112,7 @@ class _Row:
     node: Node | None = None  # None: the line is not a node
 
 
-def _aligned(rows: Sequence[_Row], path: Path, paint: Paint) -> list[str]:
+def _align_columns(rows: Sequence[_Row], path: Path, paint: Paint) -> list[str]:
     """Aligns types and source lines in columns; long lines do not widen the columns."""
     nodes = [row for row in rows if row.node is not None]
     column = max((len(row.left) for row in nodes if len(row.left) <= 56), default=0)
@@ -130,7 +128,7 @@ def _aligned(rows: Sequence[_Row], path: Path, paint: Paint) -> list[str]:
 
 
 def statement(graph: Graph, node: Node) -> str:
-    """Returns a node of a graph as text: ``y = dot_general(x, w)``."""
+    """As ``y = dot_general(x, w)``."""
     results = ", ".join(graph.names[v] for v in node.outputs if v in graph.names) or "_"
     operands = operands_text(graph, node.inputs)
     return f"{results} = {label(node)}({operands}){parameters(node)}"
@@ -155,30 +153,30 @@ def names_of(graph: Graph) -> dict[Value, str]:
     )
     named = [(value, hint or "arg") for value, hint in hints]
     named += [(value, node.name) for node in graph.nodes for value in node.outputs]
-    names = _kept_names(graph, graph.first) if graph.first is not None else {}
+    names = _names_before_edits(graph, graph.first) if graph.first is not None else {}
     taken = dict.fromkeys(names.values(), 0)
     for value, hint in named:
         if value not in names:
-            names[value] = _unique(taken, *_readable(hint))
+            names[value] = _make_unique(taken, *_readable_name(hint))
     return names
 
 
-def _kept_names(graph: Graph, before: Graph) -> dict[Value, str]:
-    """Returns the names of the values that the same node computes as in a graph before edits."""
+def _names_before_edits(graph: Graph, before: Graph) -> dict[Value, str]:
+    """Returns the names of the values that the same node computes as before the edits."""
     here, there = graph.producers, before.producers
     given = {*graph.inputs, *graph.constants}
     return {
         value: name
         for value, name in before.names.items()
-        if (value in given if value not in there else _same(here.get(value), there[value]))
+        if (value in given if value not in there else _is_same_node(here.get(value), there[value]))
     }
 
 
-def _same(node: Node | None, before: Node) -> bool:
+def _is_same_node(node: Node | None, before: Node) -> bool:
     return node is not None and node.key is before.key
 
 
-def _unique(taken: dict[str, int], base: str, name: str) -> str:
+def _make_unique(taken: dict[str, int], base: str, name: str) -> str:
     while name in taken:  # `x_1` may be an argument's own name
         taken[base] = taken.get(base, 0) + 1
         name = f"{base}_{taken[base]}"
@@ -186,7 +184,7 @@ def _unique(taken: dict[str, int], base: str, name: str) -> str:
     return name
 
 
-def _readable(hint: str) -> tuple[str, str]:
+def _readable_name(hint: str) -> tuple[str, str]:
     """Returns the base of a value's name, and the first name to try, made from a hint.
 
     The hint is the path of a leaf (``params.dense.kernel.0``, or in a region JAX's
@@ -202,22 +200,21 @@ def _readable(hint: str) -> tuple[str, str]:
 
 
 def types_text(values: Sequence[Value]) -> str:
-    """Returns the types of values: ``f32[8,4], i32[]``."""
+    """As ``f32[8,4], i32[]``."""
     return ", ".join(_jax.type_text(v.aval) for v in values)
 
 
 def operands_text(graph: Graph, atoms: Iterable[Atom]) -> str:
-    """Returns the names of values and the numbers of literals: ``x, 2.0``."""
+    """As ``x, 2.0``."""
     return ", ".join(operand_text(graph, atom) for atom in atoms)
 
 
 def operand_text(graph: Graph, atom: Atom) -> str:
-    """Returns a value's name, or a literal's number."""
     return graph.names.get(atom, "?") if isinstance(atom, Value) else str(np.asarray(atom.val))
 
 
 def value_text(graph: Graph, atom: Atom) -> str:
-    """Returns a value with its type: ``x: f32[3]``."""
+    """As ``x: f32[3]``."""
     if not isinstance(atom, Value):
         return operand_text(graph, atom)
     return f"{operand_text(graph, atom)}: {_jax.type_text(atom.aval)}"
@@ -227,7 +224,9 @@ def parameters(node: Node) -> str:
     """Returns a node's informative parameters, each after a space: `` axes=(0,)``."""
     if isinstance(node, CustomGradient):
         return ""
-    shown = {key: _parameter(value) for key, value in node.params.items() if key not in _SILENT}
+    shown = {
+        key: _parameter_text(value) for key, value in node.params.items() if key not in _SILENT
+    }
     if node.op == "dot_general":
         shown = {**_product_axes(node), **shown, "dimension_numbers": ""}
     text = " ".join(f"{key}={value}" for key, value in shown.items() if value)
@@ -246,8 +245,8 @@ def _product_axes(node: Node) -> dict[str, str]:
     }
 
 
-def _parameter(value: Any) -> str:
-    """Returns a short text of a parameter without addresses; "" if there is none."""
+def _parameter_text(value: Any) -> str:
+    """Returns a short text of a parameter without addresses, or ""."""
     if value is None or value is False or isinstance(value, (dict, frozenset, set)):
         return ""
     if isinstance(value, (bool, int, float, complex)):
@@ -257,19 +256,19 @@ def _parameter(value: Any) -> str:
     if isinstance(value, np.dtype):
         return str(value)
     if isinstance(value, tuple):
-        return _tuple(value)
+        return _tuple_text(value)
     if callable(value) or isinstance(value, _jax.PROGRAM_TYPES):
         return ""
     text = str(value)
     return text if " at 0x" not in text and "\n" not in text and len(text) <= 40 else ""
 
 
-def _tuple(value: tuple[Any, ...]) -> str:
+def _tuple_text(value: tuple[Any, ...]) -> str:
     if any(isinstance(v, _jax.PROGRAM_TYPES) for v in value):
         return ""
     fields = getattr(value, "_fields", None)  # a named tuple, as gather's dimension numbers are
     names = [""] * len(value) if fields is None else [f"{field}=" for field in fields]
-    parts = [name + part for name, part in zip(names, map(_parameter, value)) if part]
+    parts = [name + part for name, part in zip(names, map(_parameter_text, value)) if part]
     if fields is None and len(parts) == 1:
         return f"({parts[0]},)"
     return f"({', '.join(parts)})" if parts else ""

@@ -51,7 +51,6 @@ def _verify(graph: Graph, path: Path, seen: set[Graph]) -> None:
 
 
 def _check_node(graph: Graph, node: Node, defined: set[Value]) -> None:
-    """Raises GraphError for a node with wrong operands, results or types."""
     for value in node.operands:
         if value not in defined:
             where = "defined later" if value in graph.producers else "of another graph"
@@ -75,13 +74,12 @@ def _check_types(node: Node) -> None:
         try:
             expected = _jax.abstract_eval(node.primitive, avals, node.params)
         except Exception as error:
-            raise GraphError(f"{node.op} does not take {_texts(avals)}: {error}") from error
+            raise GraphError(f"{node.op} does not take {_types_text(avals)}: {error}") from error
     if expected is not None:
         _expect_types("results", [v.aval for v in node.outputs], expected)
 
 
 def _check_operands(node: Node) -> None:
-    """Compares the inputs of a node's regions with the operands that the node passes to them."""
     avals = [value.aval for value in node.inputs]
     if node.op == "shard_map":  # passes shards of its operands
         return
@@ -93,7 +91,7 @@ def _check_operands(node: Node) -> None:
 
 
 class _Slice(NamedTuple):
-    """The type of one step's slice of a scanned operand: the attributes that are compared."""
+    """The type of one step's slice of a scanned operand: only the compared attributes."""
 
     shape: tuple[Any, ...]
     dtype: Any
@@ -115,5 +113,5 @@ def _expect_types(what: str, given: Sequence[Any], expected: Sequence[Any]) -> N
             )
 
 
-def _texts(avals: Sequence[Any]) -> str:
+def _types_text(avals: Sequence[Any]) -> str:
     return ", ".join(map(_jax.type_text, avals))

@@ -12,13 +12,13 @@ from tracegrad.ir.occurrence import Occurrence, Path
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
 
-# The largest number of nodes to walk over, each counted with every path of calls to it. A walk over
-# so many takes minutes.
+# The largest number of nodes to walk over, each counted with every path of calls to it. Such a walk
+# takes minutes.
 _MOST = 20_000_000
 
 
 def regions_below(graph: Graph) -> list[Graph]:
-    """Returns a graph and its regions at any depth, each once."""
+    """Each once, at any depth."""
     seen: dict[Graph, None] = {}
     waiting = [graph]
     while waiting:
@@ -43,7 +43,7 @@ def walk(graph: Graph) -> Iterator[Occurrence]:
 
 
 def count(graph: Graph, known: dict[Graph, int]) -> int:
-    """Returns the number of nodes that `walk` yields; `known` caches it for each region."""
+    """`known` caches the number of nodes in each region."""
     if graph not in known:
         below = (region for node in graph.nodes for region in node.regions.values())
         known[graph] = len(graph.nodes) + sum(count(region, known) for region in below)
@@ -59,7 +59,6 @@ def _walk(graph: Graph, path: Path) -> Iterator[Occurrence]:
 
 
 def shared_regions(graph: Graph) -> frozenset[Graph]:
-    """Returns the regions below a graph that are called from more than one place."""
     entered = Counter(
         region
         for each in regions_below(graph)

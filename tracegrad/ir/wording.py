@@ -15,20 +15,19 @@ import numpy as np
 
 
 def name_of(fun: object) -> str:
-    """Returns the name of a function, as used in messages and programs."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     return getattr(fun, "__name__", None) or type(fun).__name__
 
 
 def code_name(fun: object) -> str:
-    """Returns the name of a function for code in a message; ``fun`` if it has none, as a model."""
+    """``fun`` for a function without a name, as a model."""
     name = getattr(fun, "__name__", "")
     return name if name.isidentifier() and not name.startswith("__") else "fun"
 
 
 def described(fun: object) -> str:
-    """Returns a function's name, and its source line if it has one: ``'relu' (layers.py:12)``."""
+    """With the source line if known: ``'relu' (layers.py:12)``."""
     code = code_of(fun)
     if code is None:
         return f"'{name_of(fun)}'"
@@ -37,7 +36,7 @@ def described(fun: object) -> str:
 
 
 def notebook_cell(file: str) -> str | None:
-    """Returns the label of the IPython cell that `file` holds, such as ``In[3]``; None if none."""
+    """As ``In[3]``."""
     ipython = sys.modules.get("IPython")  # does not import IPython
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None and hasattr(shell.compile, "format_code_name"):
@@ -48,7 +47,6 @@ def notebook_cell(file: str) -> str | None:
 
 
 def code_of(fun: Any) -> CodeType | None:
-    """Returns the code object of a function, method, partial or callable object; None if none."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     fun = inspect.unwrap(fun)
@@ -58,17 +56,16 @@ def code_of(fun: Any) -> CodeType | None:
 
 
 def with_article(noun: str) -> str:
-    """Returns a noun with its article: ``an object``, ``an x``, ``a target``."""
+    """As ``an object``, ``an x``, ``a target``."""
     return f"{'an' if noun[0] in 'aeioAEIO' or noun == 'x' else 'a'} {noun}"
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message, or the error's type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns a number with its noun in singular or plural: ``1 input``, ``2 inputs``."""
+    """As ``1 input``, ``2 inputs``."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
@@ -86,7 +83,8 @@ def listed(names: Sequence[str], most: int) -> str:
 
 
 def nearest(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the names most similar to `patterns`, three at most; the first three if none is."""
+    """Returns the names most similar to `patterns`, three at most; without similar names, the first
+    three."""
     lowered = {name.lower(): name for name in names}
     near: dict[str, None] = {}
     for pattern in patterns:
@@ -112,7 +110,8 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
 
 
 def brief(value: object) -> str:
-    """Describes a value in a message: dtype and shape of an array, type and repr of others."""
+    """Describes a value in a message: dtype and shape of an array, type and repr of other
+    values."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return f"an array {value.dtype}[{','.join(map(str, value.shape))}]"
     if value is None:
@@ -121,7 +120,7 @@ def brief(value: object) -> str:
 
 
 def shortened(text: str) -> str:
-    """Returns the text in one line, cut to sixty characters if it is longer."""
+    """In one line, of at most sixty characters."""
     text = " ".join(text.split()) if "\n" in text else text
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -136,7 +135,7 @@ def changes_lost(function: str, paths: Sequence[str]) -> str:
 
 
 def in_units(size: float) -> str:
-    """Formats a number of bytes: ``1.25 GiB``."""
+    """As ``1.25 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.4g} {unit}"

@@ -22,7 +22,7 @@ Place = tuple[Any, ...]
 @dataclass(frozen=True)
 class Where:
     """The surroundings of a region. `meshes` are the enclosing `jax.shard_map`s, from the outside
-    in. `holds`: whether the region may hold arrays as constants; if not, they become operands."""
+    in. If `holds` is False, the region may not hold arrays as constants: they become operands."""
 
     meshes: tuple[Node, ...] = ()
     holds: bool = True
@@ -54,7 +54,7 @@ class Written:
     """New nodes for a region, and the ports and constants that the region needs for them.
 
     Attributes:
-      nodes: define the values that the edit replaces, except those in `names`.
+      nodes: define the values that the edit replaces, except the values in `names`.
       names: maps each replaced value that is not a result of `nodes` to another value or literal.
       ins, outs: the ports that the region has to add.
       constants: arrays that the region has to hold.
@@ -87,14 +87,14 @@ def write(
       run: the function of the operands and the taps; returns new values for `results`.
       operands, results: values of the region.
       beside: the node whose source line and settings the new nodes get.
-      match: the match that is edited.
-      where: the surroundings of the region.
-      scope: the scope of the new nodes; default: that of `beside`. `run` is traced outside of it.
-      shared: what the trace depends on besides types, and the programs that were traced so far.
+      scope: the scope of the new nodes; default: the scope of `beside`. `run` is traced outside of
+        it.
+      shared: a key of everything besides types that the trace depends on, and the programs traced
+        so far.
       taps: the types of the taps.
       shown: the list to which `run` appends arrays that become outputs.
-      has_line: whether the new nodes are at the lines at which they were traced; else all are at
-        that of `beside`.
+      has_line: whether the new nodes are at the lines at which they were traced; else all nodes are
+        at the line of `beside`.
 
     Raises GraphError for a wrong number or type of results.
     """
@@ -106,21 +106,21 @@ def write(
             new = list(run(*args))
             if len(new) != len(results):
                 raise GraphError(
-                    f"{match}: expected {len(results)} results ({_types(results)}), one for each "
-                    f"result of the match; the edit gave {len(new)}"
+                    f"{match}: expected {len(results)} results ({_types_text(results)}), one for "
+                    f"each result of the match; the edit gave {len(new)}"
                 )
             pairs = zip(new, results, strict=True)
-            return [*(_as_type(array, value.aval, match) for array, value in pairs), *shown]
+            return [*(_convert_to_type(array, value.aval, match) for array, value in pairs), *shown]
 
     info, settings = beside.source
     avals = [*(atom.aval for atom in operands), *taps]
     key, traced = shared or (None, {})
     key = key, *avals, *(value.aval for value in results), settings, where.meshes
     if key not in traced:
-        traced[key] = _trace(flat, avals, settings, where)
+        traced[key] = _trace_under_settings(flat, avals, settings, where)
     call = info if scope is None else info.replace(name_stack=scope)
     place = beside.function, match.node.key, where
-    return _defining(results, operands, traced[key], *place, call, has_line=has_line)
+    return _make_defining_nodes(results, operands, traced[key], *place, call, has_line=has_line)
 
 
 def write_through(
@@ -135,9 +135,8 @@ def write_through(
     taps: Sequence[Any] = (),
 ) -> Written:
     """Traces a function of a value and the taps into nodes that define another value, as `write`.
-
-    `traced`: the programs traced so far. A function is traced once for all values of one type.
-    """
+    `traced` has the programs traced so far: a function is traced once for all values of one
+    type."""
     place = beside, match, where
     return write(
         lambda *args: [run(*args)],
@@ -154,23 +153,24 @@ def write_first(
     run: Callable[[Any], Any], operand: Value, result: Value, graph: Any, traced: dict[Any, Any]
 ) -> Written:
     """Traces a function of one input of a graph, as `write_through`, for nodes before all others.
-
-    The new nodes are outside of all scopes.
-    """
+    The new nodes are outside of all scopes."""
     key = run, operand.aval
     if key not in traced:
         place = f"the input {graph.names[operand]} of {graph.name}"
-        traced[key] = jax.make_jaxpr(_of_type(run, result.aval, place))(operand.aval)
-    return _defining([result], [operand], traced[key], graph.function_source, None, Where())
+        traced[key] = jax.make_jaxpr(_with_result_type(run, result.aval, place))(operand.aval)
+    return _make_defining_nodes(
+        [result], [operand], traced[key], graph.function_source, None, Where()
+    )
 
 
-def _of_type(run: Callable[..., Any], aval: Any, place: object) -> Callable[..., Any]:
-    return lambda *args: _as_type(run(*args), aval, place)
+def _with_result_type(run: Callable[..., Any], aval: Any, place: object) -> Callable[..., Any]:
+    return lambda *args: _convert_to_type(run(*args), aval, place)
 
 
-def _trace(run: Callable[..., Any], avals: Sequence[Any], settings: Any, where: Where) -> Any:
-    """Traces a function of flat arguments to a program, under the settings of an equation and in
-    the meshes around it."""
+def _trace_under_settings(
+    run: Callable[..., Any], avals: Sequence[Any], settings: Any, where: Where
+) -> Any:
+    """Under the settings of an equation, and in the meshes around it."""
     programs: list[Any] = []
 
     def trace() -> None:
@@ -183,7 +183,7 @@ def _trace(run: Callable[..., Any], avals: Sequence[Any], settings: Any, where: 
     return programs[0]
 
 
-def _defining(
+def _make_defining_nodes(
     results: Sequence[Value],
     operands: Sequence[Atom],
     program: Any,
@@ -194,12 +194,13 @@ def _defining(
     *,
     has_line: bool = False,
 ) -> Written:
-    """Returns nodes that define `results`: those of a program of `operands` and taps, which returns
-    further arrays to show after the results.
+    """Returns nodes that define `results`: the nodes of a program of `operands` and taps. The
+    program returns the results, then further arrays to show.
 
     The nodes have equations and values of their own, so that one program can be written often.
-    `function`: see `Node`. `key`: that of the match. `call`: the source info inside whose scopes,
-    and (unless `has_line`) at whose line, the nodes are; None: they are where they were traced.
+    `function` is the function of `Node`, `key` the key of the match. The nodes are inside the
+    scopes of the source info `call` and (unless `has_line`) at its line; without `call`, they are
+    at the scopes and lines of their trace.
     """
     open_form, arrays = _jax.parts_of(program)
     inputs, count = open_form.invars, len(operands)
@@ -237,8 +238,8 @@ def _defining(
     return Written(nodes, renames, ins, outs, constants)
 
 
-def _as_type(new: Any, aval: Any, place: object) -> Any:
-    """Returns a new result with the exact type of the value that it replaces. Adapts weak types and
+def _convert_to_type(new: Any, aval: Any, place: object) -> Any:
+    """Converts a new result to the exact type of the value that it replaces: adapts weak types and
     the mesh axes over which the result varies. Raises GraphError for another shape or dtype."""
     if not isinstance(aval, jax.core.ShapedArray):
         return new
@@ -257,5 +258,5 @@ def _as_type(new: Any, aval: Any, place: object) -> Any:
     return _jax.weak_as(_jax.varying_as(new, aval), aval)
 
 
-def _types(values: Sequence[Value]) -> str:
+def _types_text(values: Sequence[Value]) -> str:
     return ", ".join(_jax.type_text(value.aval) for value in values) or "none"

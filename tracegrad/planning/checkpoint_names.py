@@ -1,9 +1,10 @@
 """Names the results of a node (`jax.ad_checkpoint.checkpoint_name`), for a policy to save them.
 
-A name is an operation that comes after the node, and the policy saves the result of this operation.
-The node is not recomputed only if no other operation reads the node's own result. But JAX's
-derivative of ``tanh`` reads the result of ``tanh``. So a node whose derivative reads the node's
-results becomes a function with JAX's derivative of the node, in which the results are named, too.
+A name is an operation behind the node, and the policy saves the result of this operation. If
+another operation reads the node's own result, the node is recomputed all the same: JAX's derivative
+of ``tanh`` reads the result of ``tanh``. So a node whose derivative reads the node's results
+becomes a function with a derivative of its own: JAX's derivative of the node, reading named
+results.
 """
 
 from __future__ import annotations
@@ -27,34 +28,37 @@ from tracegrad.rewriting.overriding import with_tangents
 def named_results(
     node: Node, operands: Sequence[Any], names: Sequence[str], reads_results: bool
 ) -> list[Any]:
-    """Runs a node and names its results; `reads_results`: whether the derivative reads them."""
-    # The derivatives of loops and calls read values inside of them, and not their results.
+    """Runs a node and names its results. `reads_results`: whether the node's derivative reads
+    them."""
+    # The derivatives of loops and calls read values inside of the loop or call, and not its
+    # results.
     is_open = not node.regions or (isinstance(node, CustomGradient) and node.kind == "jvp")
     if reads_results and is_open:
-        return _with_names(node, names)(*operands)
-    return _named(run_node(node, operands), names)
+        return _run_with_named_results(node, names)(*operands)
+    return _name_values(run_node(node, operands), names)
 
 
-def _with_name(value: Any, name: str) -> Any:
-    """Returns the value with a name, by which a policy may save it."""
+def _name_value(value: Any, name: str) -> Any:
     if jnp.iscomplexobj(value):  # JAX rounds saved values, and cannot round complex ones
-        return jax.lax.complex(_with_name(jnp.real(value), name), _with_name(jnp.imag(value), name))
+        return jax.lax.complex(
+            _name_value(jnp.real(value), name), _name_value(jnp.imag(value), name)
+        )
     return checkpoint_name(value, name)  # type: ignore[no-untyped-call]
 
 
-def _named(values: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    return [_with_name(value, name) for value, name in zip(values, names, strict=True)]
+def _name_values(values: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    return [_name_value(value, name) for value, name in zip(values, names, strict=True)]
 
 
-def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
-    """Returns a function that runs a node, and in which all readers of its results read named
-    ones."""
+def _run_with_named_results(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
+    """Returns a function that runs a node. Also inside the derivative, all readers of the node's
+    results read named results."""
 
     def run(*args: Any) -> list[Any]:
         return run_node(node, args)
 
     def original(*args: Any) -> list[Any]:
-        return _named(run(*args), names)
+        return _name_values(run(*args), names)
 
     def differentiated(
         primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
@@ -67,7 +71,7 @@ def _with_names(node: Node, names: Sequence[str]) -> Callable[..., list[Any]]:
             if value in graph.producers
         }
         named = {
-            found: functools.partial(_with_name, name=by_name[value])
+            found: functools.partial(_name_value, name=by_name[value])
             for found in map(functools.partial(Occurrence, ()), graph.nodes)
             for value in found.node.outputs
             if value in by_name

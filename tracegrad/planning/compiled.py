@@ -24,10 +24,7 @@ class NotMeasuredError(Exception):
 
 
 def account_of(compiled: Any, device: Any) -> Any:
-    """Returns XLA's memory analysis of a compiled program, in bytes per device.
-
-    Raises NotMeasuredError if the backend has no such analysis.
-    """
+    """Bytes are per device. Raises NotMeasuredError if the backend has no such analysis."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise NotMeasuredError(f"{_jax.compiled_by(device)} does not say what a program holds")
@@ -36,7 +33,7 @@ def account_of(compiled: Any, device: Any) -> Any:
 
 @contextmanager
 def saying_why_not() -> Iterator[None]:
-    """A context manager for compiling: turns any error of JAX or XLA into a NotMeasuredError."""
+    """Turns any error of JAX or XLA into a NotMeasuredError."""
     try:
         yield
     except NotMeasuredError:
@@ -49,15 +46,16 @@ class WrittenBuffer(NamedTuple):
     """A buffer that an instruction writes to memory; buffers are numbered in the order of writing.
 
     Attributes:
-      size: the bytes of the buffer.
+      size: in bytes.
       scopes: the named scopes (``jit(f)/jvp(block)/mul``) of the operations whose results the
-        buffer holds. If XLA has fused several operations, these are the last ones.
+        buffer holds. Of several fused operations, only the last ones have results in memory.
       inside: the scopes of the other fused operations, whose results are not in memory.
       reads: the numbers of the earlier buffers that the instruction reads; not arguments.
-      until: the number of the last buffer that keeps this one alive; its own if none does. A reader
-        keeps it alive if it computes something of it that no earlier reader has computed, or that
-        was written in part only. A reader that recomputes the same inside a fusion does not: if a
-        barrier comes between, the result is written instead.
+      until: the number of the last buffer whose instruction keeps this buffer alive; without such
+        an instruction, this buffer's own number. A reader keeps the buffer alive if the reader
+        computes a new value: a value that no earlier reader has computed, or that was written in
+        part only. A reader that recomputes an earlier value inside a fusion does not keep the
+        buffer alive: if a barrier comes between, XLA writes the value instead.
     """
 
     size: int
@@ -68,29 +66,29 @@ class WrittenBuffer(NamedTuple):
 
 
 def written_by(module: Module) -> list[WrittenBuffer]:
-    """Returns the buffers that a program writes, in order, without those inside of loops."""
+    """In order, without the buffers inside of loops."""
     found: list[WrittenBuffer] = []
     until: dict[int, int] = {}
     computed = set[tuple[int, Hashable]]()
     places: dict[int, tuple[int, ...]] = {}  # the buffers that an instruction is, or is a view of
     for key, each in module.entry.instructions.items():
-        reads = _once(k for operand in each.operands for k in places.get(operand, ()))
+        reads = _remove_repetitions(k for operand in each.operands for k in places.get(operand, ()))
         if each.op in _VIEWS:
             places[key] = reads
             continue
         inner = module.computations[each.called[0]] if each.op == "fusion" else None
-        last = list(_last(inner.instructions, inner.root)) if inner else [each]
+        last = list(_defining_instructions(inner.instructions, inner.root)) if inner else [each]
         scopes = [scope for end in last if end.op != "parameter" for scope in end.scopes]
         if not scopes:  # it copies its operands
             copied = [each.operands[end.number] for end in last if end.op == "parameter"]
             if each.op in COPIES:
                 copied += each.operands
             scopes = [s for k in copied for j in places.get(k, ()) for s in found[j].scopes]
-        parts = _all_of(inner, module.computations) if inner else ()
+        parts = _instructions_inside(inner, module.computations) if inner else ()
         inside = (scope for v in parts if v not in last for scope in v.scopes)
-        written, is_part = {_use(end) for end in last}, any(end.slices for end in last)
+        written, is_part = {_use_key(end) for end in last}, any(end.slices for end in last)
         for number, operand in enumerate(each.operands):
-            uses = list(_uses(inner.instructions, number)) if inner else [_use(each)]
+            uses = list(_parameter_uses(inner.instructions, number)) if inner else [_use_key(each)]
             for now in itertools.product(places.get(operand, ()), uses or [key]):
                 if now not in computed:
                     until[now[0]] = len(found)
@@ -98,45 +96,53 @@ def written_by(module: Module) -> list[WrittenBuffer]:
                     computed.add(now)
         places[key] = (len(found),)
         found.append(
-            WrittenBuffer(each.type.nbytes, _once(scopes), _once(inside), reads, len(found))
+            WrittenBuffer(
+                each.type.nbytes,
+                _remove_repetitions(scopes),
+                _remove_repetitions(inside),
+                reads,
+                len(found),
+            )
         )
     return [each._replace(until=until.get(k, k)) for k, each in enumerate(found)]
 
 
-def _uses(body: Mapping[int, Instruction], number: int) -> Iterator[Hashable]:
-    """Yields the uses of a computation's parameter; copies of the parameter count as the
-    parameter."""
+def _parameter_uses(body: Mapping[int, Instruction], number: int) -> Iterator[Hashable]:
+    """Copies of the parameter count as the parameter."""
     same = {each.key for each in body.values() if (each.op, each.number) == ("parameter", number)}
     for each in body.values():
         if not same.isdisjoint(each.operands):
             if each.op in (*COPIES, "broadcast", "tuple") and not each.scopes:
                 same.add(each.key)
             else:
-                yield _use(each)
+                yield _use_key(each)
 
 
-def _use(each: Instruction) -> Hashable:
-    """Returns a key for what an instruction computes; copies of one instruction have equal keys."""
+def _use_key(each: Instruction) -> Hashable:
+    """Copies of one instruction have equal keys."""
     return (*each.scopes, each.slices) if each.scopes else each.key
 
 
-def _all_of(body: Computation, others: Mapping[int, Computation]) -> Iterator[Instruction]:
-    """Yields the instructions of a computation, and of fusions inside of it (on TPUs)."""
+def _instructions_inside(
+    body: Computation, others: Mapping[int, Computation]
+) -> Iterator[Instruction]:
+    """Also yields the instructions of fusions inside of the computation (on TPUs)."""
     for each in body.instructions.values():
         yield each
         if each.op == "fusion":
-            yield from _all_of(others[each.called[0]], others)
+            yield from _instructions_inside(others[each.called[0]], others)
 
 
-def _last(body: Mapping[int, Instruction], now: Instruction) -> Iterator[Instruction]:
-    """Yields the instructions that compute the value of `now`, which may be a copy or a tuple."""
+def _defining_instructions(
+    body: Mapping[int, Instruction], now: Instruction
+) -> Iterator[Instruction]:
+    """Looks through copies and tuples."""
     if now.op == "tuple" or (now.op in COPIES and not now.scopes):
         for operand in now.operands:
-            yield from _last(body, body[operand])
+            yield from _defining_instructions(body, body[operand])
     else:
         yield now
 
 
-def _once(found: Iterable[_T]) -> tuple[_T, ...]:
-    """Returns the items without repetitions, in order."""
+def _remove_repetitions(found: Iterable[_T]) -> tuple[_T, ...]:
     return tuple(dict.fromkeys(found))

@@ -1,7 +1,7 @@
-"""Computes the cost of a node: its floating point operations (FLOPs), by a formula for its
-primitive, and the bytes of its results.
+"""Computes the cost of a node: the floating point operations (FLOPs), by a formula for the
+primitive, and the bytes of the results.
 
-A multiply-add counts as two operations. A primitive that is not listed takes one operation for each
+A multiply-add counts as two operations. A primitive without a formula takes one operation for each
 element of its largest operand or result, which is right for element-wise operations and reductions.
 An operation on complex numbers counts as operations on their parts: 6 for a product, 8 for a
 multiply-add, 2 for a sum. Random bits count the integer operations of their generator.
@@ -25,8 +25,8 @@ def node_flops(node: Node, known: dict[Graph, int]) -> int:
     """Returns the FLOPs of one run of a node; `known` caches the FLOPs of regions.
 
     A scan costs its length times its body. A while loop counts as one iteration, since the number
-    of iterations is not known. A `cond` costs its most expensive branch. A symbolic size counts
-    as 1.
+    of iterations is not known. A `cond` costs its most expensive branch. A symbolic size counts as
+    1.
     """
     if node.regions:
         costs = [_graph_flops(region, known) for region in node.regions.values()]
@@ -39,28 +39,27 @@ def node_flops(node: Node, known: dict[Graph, int]) -> int:
 
 
 def size_of(dimension: Any) -> int:
-    """Returns an array dimension as a number; a symbolic dimension counts as 1."""
+    """A symbolic dimension counts as 1."""
     return dimension if isinstance(dimension, int) else 1
 
 
 def elements(aval: Any) -> int:
-    """Returns the number of elements of a type."""
     return math.prod(map(size_of, getattr(aval, "shape", ())))
 
 
 def nbytes(aval: Any) -> int:
-    """Returns the bytes of a type on each device; 0 if it is not an array, or is on the host."""
+    """On each device; 0 for a type that is not an array, or is on the host."""
     return 0 if _jax.is_on_host(aval) else nbytes_anywhere(aval)
 
 
 def nbytes_anywhere(aval: Any) -> int:
-    """As `nbytes`, but also counts arrays in the host's memory."""
+    """Also counts arrays in the host's memory."""
     dtype = getattr(aval, "dtype", None)
     return math.prod(map(size_of, _jax.local_shape(aval))) * int(getattr(dtype, "itemsize", 0) or 0)
 
 
 def is_by_element(node: Node) -> bool:
-    """Whether a node is a view, or element-wise."""
+    """Whether a node is element-wise, or a view."""
     if isinstance(node, CustomGradient) or node.primitive is _jax.JIT:
         nodes = [inner for region in node.regions.values() for inner in region.nodes]
         return all(map(is_by_element, nodes))
@@ -82,18 +81,18 @@ def _runs_of_region(node: Node) -> float:
 
 
 def _operations_on_parts(node: Node) -> int:
-    """Returns the number of operations on real numbers for one operation of a node."""
+    """The number of real operations in one operation of the node."""
     dtypes = [getattr(atom.aval, "dtype", None) for atom in (*node.inputs, *node.outputs)]
     if not any(d is not None and jnp.issubdtype(d, jnp.complexfloating) for d in dtypes):
         return 1
     return _ON_PARTS.get(node.op, 4 if node.op in _FORMULAS else 2)
 
 
-def _shape(node: Node, position: int = 0) -> list[int]:
+def _operand_shape(node: Node, position: int = 0) -> list[int]:
     return [size_of(d) for d in node.inputs[position].aval.shape]
 
 
-def _nothing(node: Node) -> float:
+def _no_flops(node: Node) -> float:
     return 0
 
 
@@ -103,12 +102,12 @@ def _elementwise(node: Node) -> float:
 
 def _dot_general(node: Node) -> float:
     (contracted, _), _ = node.params["dimension_numbers"]
-    lhs = _shape(node)
+    lhs = _operand_shape(node)
     return 2.0 * elements(node.outputs[0].aval) * int(math.prod(lhs[i] for i in contracted))
 
 
 def _convolution(node: Node) -> float:
-    kernel = _shape(node, 1)
+    kernel = _operand_shape(node, 1)
     _, features_in, *window = node.params["dimension_numbers"].rhs_spec
     # The kernel has the input features of one group only.
     taps = int(math.prod(kernel[i] for i in (features_in, *window)))
@@ -117,9 +116,9 @@ def _convolution(node: Node) -> float:
 
 def _ragged_dot(node: Node) -> float:
     ((contracted, _), _) = node.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    lhs, groups = _shape(node), 1
+    lhs, groups = _operand_shape(node), 1
     if set(node.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions) & set(contracted):
-        groups = _shape(node, 2)[-1]  # each group sums its part, and has its own result
+        groups = _operand_shape(node, 2)[-1]  # each group sums its part, and has its own result
     length = int(math.prod(lhs[i] for i in contracted))
     return 2.0 * elements(node.outputs[0].aval) * length / max(1, groups)
 
@@ -132,7 +131,7 @@ def _fft(node: Node) -> float:
 
 
 def _windows(node: Node) -> float:
-    """Returns the number of elements of all windows together."""
+    """The number of elements of all windows together."""
     window = math.prod(map(size_of, node.params["window_dimensions"]))
     return float(elements(node.outputs[0].aval) * window)
 
@@ -152,29 +151,28 @@ def _random_key(node: Node) -> float:
 
 def _sort(node: Node) -> float:
     axis = node.params.get("dimension", -1)
-    return elements(node.inputs[0].aval) * math.log2(max(2, _shape(node)[axis]))
+    return elements(node.inputs[0].aval) * math.log2(max(2, _operand_shape(node)[axis]))
 
 
 def _square_matrices(factor: float) -> Callable[[Node], float]:
-    """Returns the formula ``factor * n ** 3`` per ``n × n`` matrix."""
-    return lambda node: factor * elements(node.inputs[0].aval) * _shape(node)[-1]
+    """``factor * n ** 3`` per ``n × n`` matrix."""
+    return lambda node: factor * elements(node.inputs[0].aval) * _operand_shape(node)[-1]
 
 
 def _rectangular_matrices(factor: float) -> Callable[[Node], float]:
-    """Returns the formula ``factor * m * n * min(m, n)`` per ``m × n`` matrix."""
-    return lambda node: factor * elements(node.inputs[0].aval) * min(_shape(node)[-2:])
+    """``factor * m * n * min(m, n)`` per ``m × n`` matrix."""
+    return lambda node: factor * elements(node.inputs[0].aval) * min(_operand_shape(node)[-2:])
 
 
 def _triangular_solve(node: Node) -> float:
-    return elements(node.inputs[1].aval) * _shape(node)[-1]
+    return elements(node.inputs[1].aval) * _operand_shape(node)[-1]
 
 
 # Threefry-2x32 makes two words of 32 bits in 20 rounds of a sum, a rotation (two shifts and an or)
 # and an exclusive or, and adds keys and a counter after every fourth (Salmon et al. 2011).
 _RANDOM_WORD = (20 * 5 + 5 * 3 + 2) / 2
 
-# The constants are those of the standard dense algorithms (Golub and Van Loan, Matrix
-# Computations).
+# The constants come from the standard dense algorithms (Golub and Van Loan, Matrix Computations).
 _FORMULAS: dict[str, Callable[[Node], float]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
@@ -203,7 +201,7 @@ _FORMULAS: dict[str, Callable[[Node], float]] = {
     "random_fold_in": _random_key,
 } | dict.fromkeys(
     (operations.VIEWS - {"convert_element_type"}) | {"iota", "device_put"},
-    _nothing,
+    _no_flops,
 )
 
 # Operations whose formula already counts the parts of complex numbers, or that compute nothing.

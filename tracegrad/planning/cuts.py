@@ -1,10 +1,10 @@
-"""Finds by minimum cuts which values to save, so that saving and recomputing cost the least.
+"""Finds by minimum cuts the values to save, so that saving and recomputing cost the least.
 
-Every value that the backward pass reads must be available: it is either saved, at a price for each
-byte, or recomputed, at the cost of its FLOPs; then its operands must be available as well. Both
-costs are arcs of a network, and the cheapest choice is the minimum cut of the network (the project
-selection problem; for tensors, PyTorch's min-cut partitioner of functorch does the same). The save
-sets for all prices are the lower convex hull of (bytes, FLOPs) over all save sets.
+Every value that the backward pass reads must be available. A value is either saved, at a price for
+each byte, or recomputed, at the cost of its FLOPs; then its operands must be available as well.
+Both costs are arcs of a network, and the cheapest choice is the minimum cut of the network (the
+project selection problem; PyTorch's min-cut partitioner of functorch solves it for tensors). The
+save sets for all prices are the lower convex hull of (bytes, FLOPs) over all save sets.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Network:
     """The network for the choice in a program, or in a piece of a program.
 
     Args:
-      sizes, flops, args: the bytes, the FLOPs (infinite if it cannot be recomputed) and the
-        operands of each operation.
+      sizes, flops, args: the bytes, the FLOPs (infinite for an operation that cannot be recomputed)
+        and the operands of each operation.
       needed: the operations whose results the backward pass reads.
-      must_run: the operations that are recomputed in any case.
+      must_run: the operations that every choice recomputes.
     """
 
     def __init__(
@@ -74,14 +74,13 @@ class Network:
         self._flops = np.array([flops[v] for v in self.values], float)
 
     def capacities(self, price: float) -> np.ndarray:
-        """Returns the capacities of the arcs. `price`: FLOPs per byte; if it is infinite, as few
-        bytes as possible are saved."""
+        """`price` is in FLOPs per byte; an infinite price saves as few bytes as possible."""
         found = np.full(len(self.arcs), _INFINITE, np.int64)
         can_run = self._flops < math.inf
         everything = max(1.0, self._flops[can_run].sum())
         price = min(price, 2 * everything)  # one byte costs more than to recompute everything
-        # Saving a value never pays if it costs more than to recompute everything and to save what
-        # cannot be recomputed.
+        # Saving a value never pays if it costs more than to recompute all operations that can be
+        # recomputed, and to save the other values.
         scale = _SCALE / (2 * (everything + price * self._sizes[~can_run].sum()))
         count = len(self.values)
         found[:count] = np.minimum(np.floor(self._sizes * price * scale), _SCALE)
@@ -89,8 +88,7 @@ class Network:
         return found
 
     def cut(self, is_beyond: np.ndarray) -> SaveSet:
-        """Returns the choice of a minimum cut; `is_beyond`: for each node, whether it is on the
-        sink's side."""
+        """`is_beyond` says of each node whether it is on the sink's side."""
         is_run = ~is_beyond[3::2]
         is_saved = is_beyond[3::2] & ~is_beyond[2::2]
         saved = frozenset(itertools.compress(self.values, is_saved))
@@ -100,11 +98,11 @@ class Network:
 def hulls(networks: Sequence[Network], most: int) -> list[list[SaveSet]]:
     """Returns save sets of each network on the convex hull of bytes and FLOPs.
 
-    They go from the fewest FLOPs to the fewest bytes, at most `most` of them; the gaps of the
-    largest area (bytes times FLOPs) are searched first.
+    The save sets go from the fewest FLOPs to the fewest bytes; there are at most `most` per
+    network. The gaps of the largest area (bytes times FLOPs) are searched first.
     """
     found: dict[int, list[SaveSet]] = {}
-    searches = {k: _hull(most) for k in range(len(networks))}
+    searches = {k: _search_hull(most) for k in range(len(networks))}
     prices = {k: next(search) for k, search in searches.items()}
     while prices:
         cuts = minimum_cuts([(networks[k], price) for k, price in prices.items()])
@@ -117,18 +115,17 @@ def hulls(networks: Sequence[Network], most: int) -> list[list[SaveSet]]:
     return [found[k] for k in searches]
 
 
-def _hull(most: int) -> Generator[float, SaveSet, list[SaveSet]]:
-    """A generator that yields prices, is sent the cheapest choice for each, and returns the
-    hull."""
+def _search_hull(most: int) -> Generator[float, SaveSet, list[SaveSet]]:
+    """Yields prices, is sent the cheapest choice for each price, and returns the hull."""
     first = yield 0.0
     last = yield math.inf
     cuts, gaps = [first], [(first, last)]
     if last.bytes < first.bytes:
         cuts.append(last)
     while gaps and len(cuts) < most:
-        a, b = gap = max(gaps, key=lambda gap: _area(*gap))
+        a, b = gap = max(gaps, key=lambda gap: _rectangle_area(*gap))
         gaps.remove(gap)
-        if _area(a, b) > 0:
+        if _rectangle_area(a, b) > 0:
             price = (b.flops - a.flops) / (a.bytes - b.bytes)
             found = yield price
             least = (1 - 1e-9) * (a.flops + price * a.bytes)
@@ -138,7 +135,7 @@ def _hull(most: int) -> Generator[float, SaveSet, list[SaveSet]]:
     return sorted(cuts, key=lambda cut: -cut.bytes)
 
 
-def _area(a: SaveSet, b: SaveSet) -> float:
+def _rectangle_area(a: SaveSet, b: SaveSet) -> float:
     return float(a.bytes - b.bytes) * float(b.flops - a.flops)
 
 
@@ -155,7 +152,7 @@ def minimum_cuts(asked: Sequence[tuple[Network, float]]) -> list[SaveSet]:
         before = [0, *itertools.accumulate(network.nodes - 2 for network, _ in part)]
         pairs = zip(part, before, strict=False)
         ends = [np.where(n.arcs > 1, n.arcs + offset, n.arcs) for (n, _), offset in pairs]
-        is_beyond = _beyond(
+        is_beyond = _find_sink_side(
             np.concatenate(ends),
             np.concatenate([network.capacities(price) for network, price in part]),
             2 + before[-1],
@@ -166,11 +163,11 @@ def minimum_cuts(asked: Sequence[tuple[Network, float]]) -> list[SaveSet]:
     return cuts
 
 
-def _beyond(arcs: np.ndarray, capacities: np.ndarray, nodes: int) -> np.ndarray:
+def _find_sink_side(arcs: np.ndarray, capacities: np.ndarray, nodes: int) -> np.ndarray:
     """Returns for each node whether it is on the sink's side of the minimum cut.
 
-    Of several minimum cuts, it is the one with the fewest nodes on the sink's side: those from
-    which more could flow to the sink.
+    Of several minimum cuts, this is the cut with the fewest nodes on the sink's side: the nodes
+    from which more could flow to the sink.
 
     SciPy uses 32-bit capacities, and silently drops the higher bits. So the flow is computed in
     rounds, the high bits of the capacities first (capacity scaling), and is exact. After a round,
@@ -181,7 +178,7 @@ def _beyond(arcs: np.ndarray, capacities: np.ndarray, nodes: int) -> np.ndarray:
     most = 1 << 30
     bits = 29 - len(arcs).bit_length()
     assert bits > 0, "half a billion arcs"
-    # Imported late: it takes 14 MiB, which a process that plans nothing need not have.
+    # Imported late: SciPy's graphs take 14 MiB, also in a process that plans nothing.
     csgraph = importlib.import_module("scipy.sparse.csgraph")
     csr_array = importlib.import_module("scipy.sparse").csr_array
     left = csr_array((capacities, (arcs[:, 0], arcs[:, 1])), (nodes, nodes))

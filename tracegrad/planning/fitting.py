@@ -2,7 +2,7 @@
 
 The model ranks plans, but the bytes that XLA holds for a plan depend on the backend. So gradients
 are compiled, and the bytes that XLA holds correct the *target*, the peak that the model plans for.
-Two compilations are usually enough: they have to find little more than one ratio.
+Two compilations are usually enough, because they have to find little more than one ratio.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def fitted(
     tried: list[RecomputePlan] = []
     target = int(TUNING.careful * budget * search.kept.peak / held_without)
     while True:
-        fit = _planned(search, target)
-        most = min([search.kept.peak, *(f.peak for f in tried if _held(f) > budget)])
+        fit = _plan_for_target(search, target)
+        most = min([search.kept.peak, *(f.peak for f in tried if _measured_bytes(f) > budget)])
         while fit.segments in [f.segments for f in tried] and fit.peak <= target < most:
             target = int(target / TUNING.careful**0.5)  # tried already: take the next larger plan
-            fit = _planned(search, min(target, most - 1))
+            fit = _plan_for_target(search, min(target, most - 1))
         is_known = fit.segments in [f.segments for f in tried]
         if is_known or not _spares_enough(fit.flops, tried, budget):
             break
@@ -55,16 +55,16 @@ def fitted(
         if len(tried) == plans or not _spares_enough(0, tried, budget):
             break
         is_last = len(tried) == plans - 1
-        target = _next(search, tried, budget, held_without, is_last)
-    within = [fit for fit in tried if _held(fit) <= budget]
+        target = _next_target(search, tried, budget, held_without, is_last)
+    within = [fit for fit in tried if _measured_bytes(fit) <= budget]
     if not within:
-        raise search.too_small(budget, min(tried, key=_held), measured_on)
-    return done(min(within, key=lambda fit: (fit.flops, _held(fit))))
+        raise search.too_small(budget, min(tried, key=_measured_bytes), measured_on)
+    return done(min(within, key=lambda fit: (fit.flops, _measured_bytes(fit))))
 
 
 def _spares_enough(flops: int, tried: Sequence[RecomputePlan], budget: int) -> bool:
     """Whether a plan with these FLOPs saves enough, compared to the tried plans, to compile it."""
-    within = (fit for fit in tried if _held(fit) <= budget)
+    within = (fit for fit in tried if _measured_bytes(fit) <= budget)
     best = min(within, key=lambda fit: fit.flops, default=None)
     if best is None:
         return True
@@ -72,42 +72,42 @@ def _spares_enough(flops: int, tried: Sequence[RecomputePlan], budget: int) -> b
     return best.flops - flops > least
 
 
-def _planned(search: Search, target: int) -> RecomputePlan:
-    """Returns the model's plan for a target; if there is none, the plan with the lowest peak."""
+def _plan_for_target(search: Search, target: int) -> RecomputePlan:
+    """Returns the model's plan for a target; without such a plan, the plan with the lowest peak."""
     try:
         return search.best(target)
     except BudgetTooSmall:
         return search.best(search.lowest_peak)
 
 
-def _next(
+def _next_target(
     search: Search, tried: Sequence[RecomputePlan], budget: int, held_without: int, is_last: bool
 ) -> int:
     """Returns the next target, in bytes of the model; `tried[-1]` is the last plan.
 
-    1. If some plan fits the budget and a larger one does not, the target is halfway between the
-       largest that fits and the next larger one that does not.
+    1. If some plan fits the budget and a larger plan does not, the target is halfway between the
+       largest plan that fits and the next larger plan that does not.
     2. Otherwise, if the last plan fits, the target goes `TUNING.ahead` of the way from its peak to
        ``peak * budget / held`` (at most the peak with nothing recomputed).
-    3. Otherwise it is ``peak * budget / held`` times `TUNING.careful`. For the last compilation it
-       is also multiplied by ``(budget / held) ** 2``, or by `careful` if that is larger.
+    3. Otherwise the target is ``peak * budget / held`` times `TUNING.careful`. The last compilation
+       multiplies it also by ``(budget / held) ** 2``, or by `careful` if that is larger.
     4. `less` is the peak at which XLA would hold the budget, extrapolated from the last plan and
-       the next larger one. If `less` is below the target of 3, because XLA's bytes fell little or
+       the next larger plan. If `less` is below the target of 3, because XLA's bytes fell little or
        rose, the target is `less` times `careful`, but at least `TUNING.fewest` times the lowest
        peak, if the last plan was larger: the plan with the lowest peak costs the most by far, and
-       XLA often holds no less for it than for the next, or even more.
+       XLA often holds as many bytes for it as for the next plan, or more.
     """
     peak, last = search.kept.peak, tried[-1]
-    here, held = last.peak, max(1, _held(last))
-    fits = max((fit.peak for fit in tried if _held(fit) <= budget), default=0)
-    misses = [fit.peak for fit in tried if _held(fit) > budget]
+    here, held = last.peak, max(1, _measured_bytes(last))
+    fits = max((fit.peak for fit in tried if _measured_bytes(fit) <= budget), default=0)
+    misses = [fit.peak for fit in tried if _measured_bytes(fit) > budget]
     above = min((size for size in misses if size > fits), default=0)
     if fits and above:
         return (fits + above) // 2
     target = here * budget / held
     if held <= budget:
         return int(here + TUNING.ahead * (min(target, peak) - here))
-    sizes = [(peak, held_without), *((fit.peak, _held(fit)) for fit in tried)]
+    sizes = [(peak, held_without), *((fit.peak, _measured_bytes(fit)) for fit in tried)]
     larger, then = min((size for size in sizes if size[0] > here), default=(here, held))
     less = here - (held - budget) * (larger - here) / max(1, then - held)
     margin = max(TUNING.careful, (budget / held) ** 2) if is_last else 1
@@ -118,6 +118,6 @@ def _next(
     return int(careful)
 
 
-def _held(fit: RecomputePlan) -> int:
+def _measured_bytes(fit: RecomputePlan) -> int:
     assert fit.held is not None
     return fit.held

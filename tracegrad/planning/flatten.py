@@ -1,5 +1,5 @@
-"""Rewrites a program as XLA treats it: jitted calls are inlined, so that a plan can cut inside of
-them, and equal cheap operations are merged."""
+"""Rewrites a program as XLA treats it: inlines jitted calls, so that a plan can cut inside of them,
+and merges equal cheap operations."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tracegrad.ir import Apply, Atom, Graph, Literal, Node, Value, operations
 from tracegrad.ir.nodes import renamed
 from tracegrad.ir.occurrence import written_out
 
-# Barriers exist to prevent merging. A user who computes a larger operation twice means to do so.
+# Barriers exist to prevent merging. If a user computes a larger operation twice, this is on
+# purpose.
 _MERGED = (operations.VIEWS | operations.BY_ELEMENT | operations.REDUCTIONS) - {
     "optimization_barrier"
 }
 
 
 def flatten(graph: Graph) -> Graph:
-    """Returns a copy of a graph in which jitted calls are inlined, at every depth of calls, and no
-    element-wise operation or reduction is computed twice (such as a mean that a variance computes
-    again).
+    """Inlines jitted calls, at every depth, and computes no element-wise operation or reduction
+    twice (such as a mean that a variance computes again).
 
     Calls with their own settings (shardings, layouts, donated operands) are not inlined. Loops,
     branches, custom gradients and `jax.checkpoint` regions are not changed.
     """
-    return _merged(_written_out(graph))
+    return _merge_equal_nodes(_inline_calls(graph))
 
 
 def _is_plain_call(node: Node) -> bool:
@@ -36,8 +36,7 @@ def _is_plain_call(node: Node) -> bool:
     return not any(node.params["donated_invars"]) and _jax.is_plain_jit(node.params)
 
 
-def _written_out(graph: Graph) -> Graph:
-    """Returns the graph with the calls of jitted functions replaced by the functions' nodes."""
+def _inline_calls(graph: Graph) -> Graph:
     if not any(map(_is_plain_call, graph.nodes)):
         return graph
     names: dict[Value, Atom] = {}
@@ -48,7 +47,7 @@ def _written_out(graph: Graph) -> Graph:
         if not _is_plain_call(node):
             nodes.append(node)
             continue
-        region = _written_out(node.region("jaxpr"))
+        region = _inline_calls(node.region("jaxpr"))
         inner: dict[Value, Atom] = dict(zip(region.inputs, node.inputs, strict=True))
         for value, array in region.constants.items():
             inner[value] = own = Value(value.aval)
@@ -68,8 +67,7 @@ def _written_out(graph: Graph) -> Graph:
     return graph.replace(nodes=nodes, outputs=outputs, constants=constants)
 
 
-def _merged(graph: Graph) -> Graph:
-    """Returns the graph without the nodes that compute the same as an earlier node."""
+def _merge_equal_nodes(graph: Graph) -> Graph:
     numbers = _Numbers()
     first: dict[Hashable, Value] = {}
     names: dict[Value, Atom] = {}
@@ -87,11 +85,10 @@ def _merged(graph: Graph) -> Graph:
 
 
 class _Numbers:
-    """Numbers the results; results that are computed in the same way have equal numbers.
+    """Numbers the results; equal computations have equal numbers (value numbering).
 
-    (The technique is value numbering.) An element-wise operation on broadcasts gets the number of
-    the broadcast of the operation: a mean may be divided before it is broadcast or, with
-    ``keepdims``, after it.
+    An element-wise operation on broadcasts gets the number of the broadcast of the operation: a
+    mean may be divided before it is broadcast or, with ``keepdims``, after it.
     """
 
     def __init__(self) -> None:
@@ -100,7 +97,7 @@ class _Numbers:
         self._broadcasts: dict[Hashable, tuple[Hashable, Hashable]] = {}  # parameters, and operand
 
     def of(self, node: Node) -> int:
-        operands = [self._name(v) for v in node.inputs]
+        operands = [self._value_key(v) for v in node.inputs]
         how = node.primitive, *sorted(node.params.items()), node.source.settings
         alike = {
             self._broadcasts[name][0] if name in self._broadcasts else None
@@ -112,17 +109,17 @@ class _Numbers:
             broadcast = how, operands[0]
         elif node.op in operations.BY_ELEMENT and len(alike) == 1 and None not in alike:
             narrow = (self._broadcasts[v][1] if v in self._broadcasts else v for v in operands)
-            broadcast = alike.pop(), self._number(how, *narrow)
-        number = self._number(*(broadcast or (how, *operands)))
+            broadcast = alike.pop(), self._expression_number(how, *narrow)
+        number = self._expression_number(*(broadcast or (how, *operands)))
         if broadcast:
             self._broadcasts[number] = broadcast
         self._known[node.outputs[0]] = number
         return number
 
-    def _name(self, operand: Atom) -> Hashable:
+    def _value_key(self, operand: Atom) -> Hashable:
         if isinstance(operand, Literal):  # by its bits: many print alike, and 0.0 equals -0.0
             return np.asarray(operand.val).tobytes(), operand.aval
         return self._known.get(operand, operand)
 
-    def _number(self, *computed: Hashable) -> int:
+    def _expression_number(self, *computed: Hashable) -> int:
         return self._numbers.setdefault(computed, len(self._numbers))

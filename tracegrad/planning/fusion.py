@@ -1,10 +1,10 @@
-"""Finds which results of a graph XLA writes to memory, and which it fuses into their readers.
+"""Finds the results that XLA writes to memory, and the results that XLA fuses into their readers.
 
-The backend decides what to fuse, so it is read from the compiled gradient with nothing recomputed:
-each node is traced in its own named scope, and XLA keeps the scopes of the operations that it
-compiles. If nothing was compiled, all results except views are assumed to be written.
+The backend decides which operations to fuse, and the compiled gradient with nothing recomputed
+shows the decision: each node is traced in its own named scope, and XLA keeps the scopes of the
+operations that it compiles. Without a compiled gradient, all results except views count as written.
 
-A result that is computed inside of its readers only, and not written, is called *inlined* here.
+A result is *inlined* if only its readers compute it, inside of themselves, and no buffer holds it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _IN_SCOPE = re.compile(rf"([^/]*?){re.escape(_SCOPE)}(\d+)\b")
 
 
 class Fate(NamedTuple):
-    """What XLA does with the results of a node.
+    """How XLA treats the results of a node.
 
     Attributes:
-      inlined: whether all readers compute the results themselves, and no buffer holds them.
-      repeated: whether the results are written, but the backward pass computes them again anyway.
+      inlined: whether the readers compute the results themselves, and no buffer holds the results.
+      repeated: whether the results are written, and the backward pass still computes them again.
       beside: bytes of other values of the node, such as a derivative, that are written before the
         backward pass begins, and that the backward pass reads.
-      cotangents: bytes alive that the backward pass has computed, during the node's backward step;
-        None if unknown: on several devices, or in a program with loops or branches.
+      cotangents: the bytes that the backward pass has computed and that are alive during the node's
+        backward step; None if unknown: on several devices, or in a program with loops or branches.
     """
 
     inlined: bool = False
@@ -49,12 +49,12 @@ Fusion = tuple[Fate, ...]  # one for each node of a graph, in order
 
 
 def without_compiling(graph: Graph) -> Fusion:
-    """Returns the fates without compiling: views are inlined, and all other results are written."""
+    """Views are inlined, and all other results are written."""
     return tuple(Fate(inlined=node.op in operations.VIEWS) for node in graph.nodes)
 
 
 def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
-    """As `run_graph`, with each node in its own named scope, by which `seen` recognises it."""
+    """Runs a graph as `run_graph` does, with each node in a named scope of its own for `seen`."""
 
     def in_scope(number: int, node: Node) -> Callable[[list[Any]], Sequence[Any]]:
         def run(operands: list[Any]) -> Sequence[Any]:
@@ -68,17 +68,17 @@ def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
 
 
 def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) -> Fusion:
-    """Returns the fate of each node, from the compiled gradient of `evaluate_in_scopes`.
+    """Returns the fate of each node, read from the compiled gradient of `evaluate_in_scopes`.
 
     `examples`: the number of examples that the enclosing `jax.vmap`s compute together; `devices`:
-    the number of devices that results may be split over.
+    the number of devices that may share the results.
     """
     writes = written_by(compiled)
     own = [[nbytes(v.aval) for v in node.outputs] for node in graph.nodes]
     holds: list[set[int]] = []  # for each buffer, the nodes whose results it holds
     is_back: list[bool] = []  # for each buffer, whether the backward pass writes it
-    made = [_nodes(each.scopes) for each in writes]
-    on_the_way = [_nodes(each.inside)[0] for each in writes]
+    made = [_nodes_of_scopes(each.scopes) for each in writes]
+    on_the_way = [_nodes_of_scopes(each.inside)[0] for each in writes]
     for each, (forward, backward) in zip(writes, made, strict=True):
         is_back.append(bool(backward) or (not forward and any(is_back[k] for k in each.reads)))
         size = each.size * devices // examples
@@ -95,10 +95,10 @@ def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) ->
         if of := made[k][0]:
             sizes.setdefault(max(of), []).append(writes[k].size // examples)
     beside = {i: max(0, sum(s) - sum(own[i]) * (i in read_back)) for i, s in sizes.items()}
-    given, inlined = _inlined(graph, set().union(*holds), set().union(*on_the_way))
+    given, inlined = _find_inlined_nodes(graph, set().union(*holds), set().union(*on_the_way))
     again -= inlined
-    # Backward steps come after the buffer of the last forward node; gradients of arguments may come
-    # at any time.
+    # Backward steps come after the buffer of the last forward node. XLA may compute gradients of
+    # arguments at any time.
     ends = [(max(made[k][0]), k) for k, b in enumerate(is_back) if not b and made[k][0]]
     _, end = max(ends, default=(0, -1))
     for k in back:
@@ -110,12 +110,14 @@ def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) ->
     if devices > 1 or not run.isdisjoint({"while", "conditional"}):
         steps = {}
     live = alive([(k, writes[k].until, writes[k].size // examples) for k in steps], len(writes))
-    fates = enumerate(_of_nodes(len(graph.nodes), steps, live))
+    fates = enumerate(_cotangents_of_nodes(len(graph.nodes), steps, live))
     return tuple(Fate(i in inlined, i in again, beside.get(i, 0), size) for i, size in fates)
 
 
-def _of_nodes(count: int, steps: Mapping[int, set[int]], live: Sequence[int]) -> list[int | None]:
-    """Returns the bytes alive in the backward step of each node; `steps` maps a moment to nodes."""
+def _cotangents_of_nodes(
+    count: int, steps: Mapping[int, set[int]], live: Sequence[int]
+) -> list[int | None]:
+    """Returns the bytes alive in each node's backward step; `steps` maps a moment to nodes."""
     most, now = dict[int, int](), count - 1
     for k, nodes in steps.items():
         now = min(now, max(nodes, default=now))
@@ -124,13 +126,14 @@ def _of_nodes(count: int, steps: Mapping[int, set[int]], live: Sequence[int]) ->
     return [there := most.get(i, there) for i in range(count)]
 
 
-def _inlined(
+def _find_inlined_nodes(
     graph: Graph, written: Collection[int], inside: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Returns the nodes that are views of arguments, and all inlined nodes. Inlined are views, and
-    nodes that occur inside of other nodes but are not written."""
+    """Returns the nodes that are views of arguments, and all inlined nodes: the views, and the
+    nodes that occur inside of other nodes and are not written."""
     results = {graph.producers.get(value) for value in graph.results}
-    # If XLA writes a view of an argument, it is alive during the whole program, as the argument.
+    # If XLA writes a view of an argument, the view is alive during the whole program, as the
+    # argument is.
     of_arguments, given, found = {*graph.inputs, *graph.constants}, set[int](), set[int]()
     for i, node in enumerate(graph.nodes):
         if node.op in operations.VIEWS and of_arguments.issuperset(node.operands):
@@ -143,8 +146,8 @@ def _inlined(
     return given, given | found
 
 
-def _nodes(scopes: Iterable[str]) -> tuple[set[int], set[int]]:
-    """Returns the nodes that the scopes belong to, in the forward and in the backward pass."""
+def _nodes_of_scopes(scopes: Iterable[str]) -> tuple[set[int], set[int]]:
+    """In the forward and in the backward pass."""
     sides: tuple[set[int], set[int]] = set(), set()
     for found in filter(None, map(_IN_SCOPE.search, scopes)):
         sides["transpose(" in found[1]].add(int(found[2]))

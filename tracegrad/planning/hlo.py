@@ -1,8 +1,8 @@
 """Decodes a program that XLA has compiled: its instructions, in the order in which they run.
 
 The source is the serialized module (`HloModuleProto` of ``xla/service/hlo.proto``), which
-`jax.stages.Compiled` returns for every backend. Unlike the text of a module, it says which buffer
-belongs to which instruction. Only the fields that are used are decoded.
+`jax.stages.Compiled` returns for every backend. Unlike the text of a module, the serialized module
+says which buffer belongs to which instruction. Only the needed fields are decoded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Message = dict[int, list[Any]]  # maps a field to its values: numbers, or bytes
 
 
 class Type(NamedTuple):
-    """The type of an array (``f32[64,512]``), or of a tuple, which has `parts`. `memory`: the
+    """The type of an array (``f32[64,512]``), or of a tuple, which has `parts`. `memory` is the
     number of the device's memory that holds the value; 0 is the main memory."""
 
     kind: str
@@ -35,14 +35,14 @@ class Type(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays in it. A kind without bits in its name (``pred``) has 8 bits."""
+        """A kind without bits in its name (``pred``) has 8 bits."""
         if self.kind == "tuple":
             return sum(part.nbytes for part in self.parts)
         bits = re.search(r"\d+", self.kind)
         return -(-math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8)
 
     def at(self, index: tuple[int, ...]) -> Type:
-        """Returns the type of a nested part of a tuple; `index` has a position for each level."""
+        """`index` has a position for each level of the nested tuple."""
         return self.parts[index[0]].at(index[1:]) if index else self
 
     def __str__(self) -> str:
@@ -53,14 +53,12 @@ class Instruction(NamedTuple):
     """An instruction of a computation.
 
     Attributes:
-      key: identifies the instruction.
       op: the operation, for example ``dot``.
-      type: the type of the result.
       operands: the keys of the operands.
-      called: the keys of the computations that it runs.
-      scopes: the named scopes under which it was traced (``jit(f)/jvp(block)/mul``); several if it
-        was made of several operations. For a parameter, its name (``params['w']``).
-      frame: the innermost Python frame that traced it, for `Module.frames`; 0 for none.
+      called: the keys of the computations that the instruction runs.
+      scopes: the named scopes of the operations that XLA made the instruction of
+        (``jit(f)/jvp(block)/mul``). For a parameter, its name (``params['w']``).
+      frame: the innermost Python frame that traced the operation, for `Module.frames`; 0 for none.
       number: the number of a parameter, or the index of a tuple's part (``get-tuple-element``).
       slices: the slice of each axis that a slice takes, as encoded by XLA.
     """
@@ -103,12 +101,12 @@ class Module:
         )
         entries = map(decoded, decoded(first(module, 7, b"")).get(1, ()))
         order = {first(e, 1): numbers(decoded(first(e, 2, b"")), 1) for e in entries}
-        made = (_computation(decoded(each), order) for each in module.get(3, ()))
+        made = (_read_computation(decoded(each), order) for each in module.get(3, ()))
         self.computations = {computation.key: computation for computation in made}
         self.entry = self.computations[first(module, 6)]
 
     def frames(self, frame: int) -> Iterator[HloFrame]:
-        """Yields the Python frames of an instruction, innermost first."""
+        """Innermost first."""
         while frame:
             here = decoded(self._frames[4][frame - 1])
             place = decoded(self._frames[3][first(here, 1) - 1])
@@ -118,7 +116,6 @@ class Module:
 
 
 def module_of(compiled: Any) -> Module:
-    """Returns the module of a `jax.stages.Compiled`."""
     module, *_ = compiled.runtime_executable().hlo_modules()
     return Module(module.as_serialized_hlo_module_proto())
 
@@ -132,20 +129,20 @@ _LINES = {
 lines_kept = _jax.Settings(_LINES).in_place
 
 
-def _computation(message: Message, order: Mapping[int, list[int]]) -> Computation:
-    made = {each.key: each for each in map(_instruction, map(decoded, message.get(2, ())))}
+def _read_computation(message: Message, order: Mapping[int, list[int]]) -> Computation:
+    made = {each.key: each for each in map(_read_instruction, map(decoded, message.get(2, ())))}
     key = first(message, 5)
     in_order = {k: made[k] for k in order.get(key, made)}
     return Computation(key, made[first(message, 6)], in_order)
 
 
-def _instruction(message: Message) -> Instruction:
+def _read_instruction(message: Message) -> Instruction:
     op, told = first(message, 2).decode(), decoded(first(message, 7, b""))
     scopes = first(told, 2, b"").decode()
     return Instruction(
         key=first(message, 35),
         op=op,
-        type=_type(decoded(first(message, 3, b""))),
+        type=_read_type(decoded(first(message, 3, b""))),
         operands=numbers(message, 36),
         called=numbers(message, 38),
         scopes=scopes.split(";") if scopes else [],
@@ -155,9 +152,9 @@ def _instruction(message: Message) -> Instruction:
     )
 
 
-def _type(message: Message) -> Type:
+def _read_type(message: Message) -> Type:
     kind = first(message, 2)
-    parts = tuple(_type(decoded(part)) for part in message.get(4, ()))
+    parts = tuple(_read_type(decoded(part)) for part in message.get(4, ()))
     name = _KINDS[kind] if kind < len(_KINDS) else "opaque"
     memory = first(decoded(first(message, 5, b"")), 8)
     return Type(name, tuple(numbers(message, 3)), parts, memory)
@@ -167,22 +164,21 @@ def _type(message: Message) -> Type:
 
 
 def decoded(message: bytes) -> Message:
-    """Decodes a message of Protocol Buffers; the encoding is described at
-    https://protobuf.dev/programming-guides/encoding."""
+    """Decodes a message of Protocol Buffers (https://protobuf.dev/programming-guides/encoding)."""
     found: Message = {}
     at, end = 0, len(message)
     while at < end:
-        tag, at = _varint(message, at)
+        tag, at = _read_varint(message, at)
         field = found.setdefault(tag >> 3, [])
         match tag & 7:
             case 0:
-                number, at = _varint(message, at)
+                number, at = _read_varint(message, at)
                 field.append(number)
                 continue
             case 1:
                 size = 8
             case 2:
-                size, at = _varint(message, at)
+                size, at = _read_varint(message, at)
             case 5:
                 size = 4
             case width:
@@ -192,8 +188,8 @@ def decoded(message: bytes) -> Message:
     return found
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """Decodes a number; returns it and the position after it."""
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """Also returns the position behind the number."""
     byte = message[at]
     number, shift, at = byte & 127, 7, at + 1
     while byte > 127:
@@ -208,7 +204,7 @@ def first(message: Message, field: int, default: Any = 0) -> Any:
 
 
 def numbers(message: Message, field: int) -> list[int]:
-    """Returns the values of a repeated field of numbers, which may be packed into bytes."""
+    """Reads a repeated field of numbers, which may be packed into bytes."""
     found = []
     for each in message.get(field, ()):
         if isinstance(each, int):
@@ -216,6 +212,6 @@ def numbers(message: Message, field: int) -> list[int]:
             continue
         at = 0
         while at < len(each):
-            number, at = _varint(each, at)
+            number, at = _read_varint(each, at)
             found.append(number)
     return found

@@ -1,6 +1,6 @@
 """Measures the bytes that XLA holds for the gradient of a program, by compiling it.
 
-The compiled gradient is never run. The user's first call compiles another program, which also
+The compiled gradient is never run: the user's first call compiles another program, which also
 returns the value, differentiates with respect to other arguments, or applies an optimizer.
 """
 
@@ -24,14 +24,14 @@ from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
 from tracegrad.planning.hlo import module_of
 from tracegrad.variables.statics import are_traced
 
-# Caches the bytes that XLA holds, by the program's text and the compiler's target and options. The
-# cache saves seconds: if a function is traced again, or planned for another budget, its gradient
-# with nothing recomputed is the same, and often that of a plan is.
+# Caches the bytes that XLA holds, by the program's text and the compiler's target and options. This
+# saves seconds: a function that is traced again, or planned for another budget, has the same
+# gradient with nothing recomputed, and often the same planned gradients.
 _FOUND: Cache[Any, Any] = Cache(512)
 
 
 def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the sharding of each input of a program; None for an input on one device."""
+    """None for an input on one device."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     found = [*map(_jax.sharding_of, itertools.compress(leaves, are_traced(leaves, structure)))]
     others = len(program.inputs) - len(found)  # inputs that are Variables
@@ -40,22 +40,20 @@ def shardings_of(program: Graph, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def held_by_program(program: Graph) -> int:
     """Returns the peak of XLA's temporary memory for a program, without arguments and results.
-
-    Raises NotMeasuredError if the program cannot be compiled by itself.
-    """
+    Raises NotMeasuredError if the program cannot be compiled alone."""
     device = _jax.device_of(())
     with saying_why_not():
         traced = traced_constants(program)
         shapes = [_jax.placed(value.aval) for value in (*program.inputs, *traced)]
         run = jax.jit(
-            _with_operands(program, traced), compiler_options=_options(program, device) or None
+            _make_constants_arguments(program, traced),
+            compiler_options=_compiler_options(program, device) or None,
         )
         account = account_of(run.lower(shapes).compile(), device)
         return int(account.temp_size_in_bytes)
 
 
-def _options(program: Graph, device: Any) -> dict[str, Any]:
-    """Returns compiler options for a compilation that only measures memory."""
+def _compiler_options(program: Graph, device: Any) -> dict[str, Any]:
     options: dict[str, Any] = _jax.quick_options(device.platform, same_buffers=True)
     if program.recomputes:
         options.update(_jax.keep_recompute_options(device.platform) or {})
@@ -65,11 +63,9 @@ def _options(program: Graph, device: Any) -> dict[str, Any]:
 class MeasuredGradient:
     """Measures the gradients of a program, and of programs that compute the same.
 
-    `measured_on`: the backend and the JAX version that compile the gradients.
-
-    Args:
-      examples: the number of examples that the enclosing `jax.vmap`s compute together.
-      shardings: the shardings of the inputs, if known; then bytes are for one device.
+    `measured_on` names the backend and the JAX version that compile the gradients. The enclosing
+    `jax.vmap`s compute `examples` examples together. With the `shardings` of the inputs, bytes are
+    for one device.
     """
 
     def __init__(self, program: Graph, shardings: Sequence[Any] | None = None, examples: int = 1):
@@ -85,25 +81,24 @@ class MeasuredGradient:
         self._is_loss = [shape.shape for shape in self._cotangents] == [()]
 
     def held(self, program: Graph) -> int:
-        """Returns the peak of XLA's temporary memory for the gradient. Arguments and results do not
-        count. Raises NotMeasuredError if the gradient cannot be compiled by itself."""
-        return self._compiled(program, run_graph)[0]
+        """Returns the peak of XLA's temporary memory for the gradient, without arguments and
+        results. Raises NotMeasuredError if the gradient cannot be compiled alone."""
+        return self._measure(program, run_graph)[0]
 
     def held_and_fusion(self, program: Graph) -> tuple[int, Fusion]:
-        """As `held`, for a program with nothing recomputed; also returns what XLA fuses."""
-        held, fusion = self._compiled(program, evaluate_in_scopes)
+        """Like `held`, for a program with nothing recomputed; also returns the fusion."""
+        held, fusion = self._measure(program, evaluate_in_scopes)
         assert fusion is not None
         return held, fusion
 
-    def _compiled(self, program: Graph, run: Callable[..., Any]) -> tuple[int, Fusion | None]:
-        """Returns the bytes that XLA holds for the gradient and, with scopes, its fusion. `run`:
-        runs a graph on its inputs: `run_graph` or `evaluate_in_scopes`."""
-        options = _options(program, self._device)
+    def _measure(self, program: Graph, run: Callable[..., Any]) -> tuple[int, Fusion | None]:
+        """The fusion is None unless `run` is `evaluate_in_scopes`."""
+        options = _compiler_options(program, self._device)
         with saying_why_not():
             traced = traced_constants(program)
             shapes = [*self._shapes, *(_jax.placed(v.aval) for v in traced)]
             given = [] if self._is_loss else self._cotangents
-            gradient = _gradient_of(program, traced, self._active, run)
+            gradient = _make_gradient(program, traced, self._active, run)
             if self._examples > 1:
                 gradient = jax.vmap(gradient)
                 shapes, given = jax.tree.map(
@@ -124,11 +119,11 @@ class MeasuredGradient:
         return known
 
 
-def _with_operands(
+def _make_constants_arguments(
     program: Graph, constants: Sequence[Value], run: Callable[..., Any] = run_graph
 ) -> Callable[[Sequence[Any]], Any]:
-    """Returns a program as a function of its inputs, followed by some of its constants. `run`: runs
-    a graph on its inputs."""
+    """Makes some constants of a program arguments behind its inputs; `run` runs a graph on its
+    inputs."""
     count = len(program.inputs)
 
     def with_constants(operands: Sequence[Any]) -> Any:
@@ -139,18 +134,19 @@ def _with_operands(
     return with_constants
 
 
-def _gradient_of(
+def _make_gradient(
     program: Graph,
     constants: Sequence[Value],
     active: Sequence[int],
     run: Callable[..., Any] = run_graph,
 ) -> Callable[[list[Any], list[Any]], Any]:
-    """Returns a function that computes the gradients of `_with_operands` for the `active` operands.
-    The cotangents may be left out for a scalar loss, as in `jax.grad`."""
+    """Returns a function of all operands of `_make_constants_arguments`, and of cotangents. The
+    function computes the gradients for the `active` operands. The cotangents may be empty for a
+    scalar loss, as in `jax.grad`."""
     flowing = [i for i, value in enumerate(program.outputs) if has_gradient(value)]
 
     def gradient(operands: list[Any], given: list[Any]) -> Any:
-        given_all = _with_operands(program, constants, run)
+        given_all = _make_constants_arguments(program, constants, run)
         _, pull = _jax.vjp_of_some(given_all, operands, active, flowing)
         return pull(given or [jnp.ones((), dtype_of(program.outputs[i])) for i in flowing])
 

@@ -1,4 +1,4 @@
-"""The planner's model of a program: for every buffer its bytes, the FLOPs to compute it, and its
+"""The planner's model of a program: the bytes of every buffer, the FLOPs to compute it, and its
 readers in the forward and in the backward pass."""
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ class ScanWay:
 
     Attributes:
       program: a graph that computes the same as the scan, from the same operands.
-      read: the residuals of the program.
-      working: bytes that the backward pass needs inside of the program.
+      read: the values that the backward pass of the program reads.
+      working: the bytes that the backward pass needs inside of the program.
       flops: the FLOPs that all iterations together recompute.
-      name: a description.
     """
 
     program: Graph
@@ -38,12 +37,12 @@ class MemoryModel:
       sizes: bytes of the buffer.
       flops: FLOPs to compute the buffer from the buffers in `args`.
       args: the buffers that the operation reads.
-      needs: the buffers that its backward step reads (its own may be one).
+      needs: the buffers that the operation's backward step reads, maybe also its own.
       behind: further buffers that the backward step reads if the segment is not recomputed: XLA
         then recomputes written results of the segment inside of their readers, from these buffers.
-      cotangents: bytes of cotangents alive during the backward step, whatever the plan is.
-      extra: bytes of residuals that are not buffers. They are computed again whenever the operation
-        is recomputed, and are kept only if its segment is not recomputed.
+      cotangents: bytes of cotangents that are alive during the backward step in every plan.
+      extra: bytes of residuals that are not buffers. Recomputing the operation computes these
+        residuals again; they are kept only if its segment is not recomputed.
       beside: bytes that XLA computes from the buffers for the backward step in advance: before the
         backward pass begins or, in a recomputed segment, before the segment's backward pass.
       fixed: whether the operation, or one that follows it and writes no buffer, has effects. Its
@@ -51,12 +50,11 @@ class MemoryModel:
       nodes: the node that writes the buffer; empty for a model that was made by hand.
       graph: the modelled graph, in which calls are inlined.
       active: the values of the graph that get a cotangent.
-      fusion: what XLA does with the results of each node of the graph.
+      fusion: how XLA treats the results of each node of the graph.
       residuals: the cached residuals of nodes, to share with other models of the same nodes.
-      again: FLOPs that the backward step recomputes inside of the operation, whatever the plan is.
-      scans: maps each scan that runs in another way to this way.
-      steps: the model itself, followed by models of the same operations in which scans keep less
-        and less.
+      again: FLOPs that the backward step recomputes inside of the operation in every plan.
+      scans: maps each scan that runs in another way to that way.
+      steps: this model, then models of the same operations in which scans keep less and less.
     """
 
     sizes: list[int]

@@ -1,10 +1,9 @@
-"""Makes the memory model of a graph: what its operations read, write and cost, as XLA runs them.
+"""Makes the memory model of a graph: the reads, writes and costs of its operations in XLA.
 
-A buffer is an array that XLA writes to memory. A view is not a buffer: reading a view is reading
-the buffer that it is a view of. A result that XLA computes inside of each of its readers (see
-`fusion`) is not a buffer either: the backward pass computes it again in any case, so the operands
-of such a result are kept. Arguments of the program and constants are always alive and count as
-zero bytes, and so do gradients of arguments, which are results.
+A buffer is an array that XLA writes to memory. A view is not a buffer: reading a view means reading
+the viewed buffer. An inlined result (see `fusion`) is not a buffer either: the backward pass
+computes the result again in any case, so its operands are kept. Arguments of the program,
+constants, and gradients of arguments (which are results) are always alive, and count as zero bytes.
 """
 
 from __future__ import annotations
@@ -33,15 +32,13 @@ def model(
     residuals: NodeResiduals | None = None,
     scans: Mapping[Node, ScanWay] | None = None,
 ) -> MemoryModel:
-    """Returns the model of a graph without plain calls (see `flatten`).
+    """Returns the model of a graph that `flatten` has made.
 
     Args:
-      graph: the forward program.
-      fusion: what XLA does with the results; by default all results except views are written, as
-        JAX's residuals are before XLA optimizes them.
+      fusion: how XLA treats the results; by default all results except views are written, as JAX's
+        residuals are before XLA optimizes them.
       active: the values that get a cotangent; the default is `active_values` of the graph.
       residuals: the `MemoryModel.residuals` of a program with the same nodes, as a cache.
-      scans: as in `MemoryModel`.
 
     Raises ValueError for a program without a gradient.
     """
@@ -56,7 +53,7 @@ def model(
 
 
 class _Modelling:
-    """Models one graph: first what each node reads, then (`assemble`) the lists of the model."""
+    """Models one graph: first the reads of each node, then (`assemble`) the lists of the model."""
 
     def __init__(
         self,
@@ -73,8 +70,8 @@ class _Modelling:
         self.ops: list[Node] = []
         self.flops: list[int] = []
         nothing, given = frozenset[int](), (*graph.inputs, *graph.constants)
-        # For every value: the buffers that reading it reads (`roots`); these if repeated results
-        # are computed again (`behind`); the FLOPs of inlined operations (`inside`).
+        # For every value: the buffers that reading it reads (`roots`); the same buffers if repeated
+        # results are computed again (`behind`); the FLOPs of inlined operations (`inside`).
         self.roots: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
         self.behind: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
         self.inside: dict[Value, int] = dict.fromkeys(given, 0)
@@ -111,7 +108,7 @@ class _Modelling:
             size = size if fate.cotangents is None else min(size, fate.cotangents)
             step += not fate.inlined
             # An inlined element-wise node is pulled back with its operands. Any other inlined node
-            # is pulled back with the node that it is inlined into, which follows.
+            # is pulled back with the node that contains it, which follows.
             is_in_next = fate.inlined and not is_by_element(node)
             at = min(max(step + is_in_next, 0), len(ops) - 1)
             fixed[at] |= bool(node.effects)
@@ -123,13 +120,13 @@ class _Modelling:
                 needs[at].update(*(self.roots.get(v, ()) for v in values))
                 extra[at] += read.extra
                 if read.compares and not fate.inlined:
-                    extra[at] = max(extra[at], 1)  # see `_compared`
+                    extra[at] = max(extra[at], 1)  # see `_find_compared`
                 if is_by_element(node):
                     behind[at].update(*(self.behind.get(v, ()) for v in values))
                 if not read.extra:  # otherwise these bytes are counted already
                     beside[at] += fate.beside
         args = [tuple(sorted({r for v in node.operands for r in self.roots[v]})) for node in ops]
-        for i in self._compared(args):
+        for i in self._find_compared(args):
             extra[i] = max(extra[i], 1)
         return MemoryModel(
             sizes=[sum(nbytes(v.aval) for v in node.outputs) for node in ops],
@@ -150,13 +147,13 @@ class _Modelling:
             scans=self.scans,
         )
 
-    def _compared(self, args: Sequence[Sequence[int]]) -> Iterator[int]:
-        """Yields the operations whose results are compared with the values that they are chosen of.
+    def _find_compared(self, args: Sequence[Sequence[int]]) -> Iterator[int]:
+        """Yields the operations whose result is one of the values that it is later compared with: a
+        maximum, or the smallest of the largest k elements.
 
-        Examples are a maximum, and the smallest of the largest k elements. XLA may round a value in
-        another way when it is computed again. If the maximum of the value was saved, then no
-        element would be equal to the maximum, and the gradient would be wrong. So the maximum is
-        computed again, too.
+        XLA may round a value in another way when it is computed again. If the maximum of the value
+        was saved, then no element would be equal to the maximum, and the gradient would be wrong.
+        So the maximum is computed again, too.
         """
         for node in self.graph.nodes if self.ops else ():
             if node.op in operations.COMPARISONS:
@@ -168,9 +165,9 @@ class _Modelling:
     def _cotangent_bytes(self) -> list[int]:
         """Returns the bytes of cotangents that are alive while each node is pulled back.
 
-        The cotangent of a value is alive from the backward step of its last reader, which is the
-        first that adds to it, to that of its producer. Cotangents of arguments, and of reshaped
-        arguments, do not count: they are alive whatever the plan is.
+        The cotangent of a value is alive from the backward step of the value's last reader, the
+        first step to add to the cotangent, to the backward step of its producer. Cotangents of
+        arguments, and of reshaped arguments, do not count: they are alive in every plan.
         """
         given = {*self.graph.inputs, *self.graph.constants}
         for node in self.graph.nodes:
@@ -191,8 +188,8 @@ class _Modelling:
         ]
 
     def work(self, node: Node) -> int:
-        """Returns the bytes that the backward pass of a loop or a recomputed region needs inside.
-        They are the bytes of one iteration with everything kept."""
+        """Returns the bytes that the backward pass of a loop or a recomputed region needs inside:
+        the bytes of one iteration with everything kept."""
         if isinstance(node, CustomGradient) or not node.regions:
             return 0
         if node in self.scans:
@@ -205,7 +202,7 @@ class _Modelling:
         return max(inside, 0) + (handed_bytes(node) if is_scan else 0)
 
     def _region_peak(self, node: Node, region: Graph) -> int:
-        """Returns the peak of a region's gradient with nothing recomputed."""
+        """With nothing recomputed."""
         if region not in self.peaks_known:
             try:
                 body = flatten(region)
@@ -220,7 +217,7 @@ class _Modelling:
 
 def cotangents_around(node: Node, region: Graph, active: Collection[Value]) -> int:
     """Returns the bytes of cotangents that are counted both inside a region and around its node.
-    For a scan, they are the cotangents of the carry, which it updates in place."""
+    For a scan, these are the cotangents of the carry, which the scan updates in place."""
     pairs = list(zip(region.outputs, node.outputs, strict=False))
     if node.primitive is _jax.SCAN:
         pairs = pairs[: _jax.scan_split(node.params)[1]]
@@ -229,11 +226,8 @@ def cotangents_around(node: Node, region: Graph, active: Collection[Value]) -> i
 
 
 def handed_bytes(scan: Node) -> int:
-    """Returns the bytes of an iteration's own copies of its inputs and of their gradients.
-
-    They are the slices for the iteration, and the gradients of slices and constants before these
-    are stacked or added up.
-    """
+    """Returns the bytes of an iteration's own copies: its slices, and the gradients of slices and
+    constants before the scan stacks these gradients or adds them up."""
     body = scan.regions["jaxpr"]
     constants, carried = _jax.scan_split(scan.params)
     read, cut = body.inputs[:constants], body.inputs[constants + carried :]

@@ -28,8 +28,8 @@ _EXPECTED = (
 def budget_bytes(budget: MemoryBudget, whole: int) -> int:
     """Returns the bytes of a budget; a share is a share of `whole` bytes.
 
-    Raises TypeError for a budget of another type, and ValueError for one that is not above 0 or
-    cannot be parsed.
+    Raises TypeError for a budget of another type, and ValueError for a budget that is not above 0
+    or cannot be parsed.
 
     >>> budget_bytes("2GiB", 0), budget_bytes("1.5 MB", 0), budget_bytes("40%", 1000)
     (2147483648, 1500000, 400)
@@ -64,10 +64,8 @@ def budget_bytes(budget: MemoryBudget, whole: int) -> int:
 
 
 def plans_to_compile(measure: Measure) -> int:
-    """Returns how many plans may be compiled: the number `measure`, two for True, none for False.
-
-    Raises TypeError or ValueError if `measure` is not a number of plans.
-    """
+    """Returns the maximum number of plans to compile: `measure`, two for True, none for False.
+    Raises TypeError or ValueError if `measure` is not a number of plans."""
     if isinstance(measure, bool):
         return TUNING.plans if measure else 0
     expected = "measure= is True, False or how many plans to compile at most"

@@ -1,4 +1,4 @@
-"""A plan: what a program keeps and what it recomputes; printed as text or drawn as a picture."""
+"""A plan: the values that a program keeps and recomputes; printed as text or drawn as a picture."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class PlanSummary:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a traced function with a memory budget recomputes; see `TracedFunction.plan`.
+    """The recomputation in a traced function with a memory budget; see `TracedFunction.plan`.
 
     Attributes:
       name: the name of the function.
-      gradients: the plans of the gradients that the function computes, in the order of the trace.
-        If it computes none, the plan of the function's own gradient, for a caller that
-        differentiates it.
+      gradients: the plans of the gradients that the function computes, in the order of the trace. A
+        function that computes no gradient has the plan of its own gradient, for callers that
+        differentiate it.
       held: bytes that XLA holds for the whole function, without arguments and results, if several
         gradients may be alive at once and the budget is in bytes; otherwise None.
     """
@@ -89,11 +89,12 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """What a program keeps, what it recomputes, and the cost; from `plan_recompute`.
+    """The values that a program keeps, the values that it recomputes, and the cost; from
+    `plan_recompute`.
 
     Sizes are bytes that are alive at once in the gradient, without arguments and results. The sizes
-    of the planner's model count activations, cotangents and unfinished gradients; they estimate
-    what XLA holds on any backend. `held` is what XLA reports for the compiled gradient.
+    of the planner's model count activations, cotangents and unfinished gradients; they estimate the
+    bytes that XLA holds on any backend. XLA reports `held` for the compiled gradient.
 
     Attributes:
       graph: the planned program, in which jitted calls are inlined.
@@ -108,7 +109,7 @@ class RecomputePlan:
       flops: the FLOPs of recomputation.
       forward_flops: the FLOPs of the forward pass.
       target: the peak in the model that the planner aimed at, in bytes.
-      segments: the parts of the program, in order; each is kept, or recomputed except for the
+      segments: the parts of the program, in order. A segment is kept, or recomputed except for the
         values that it saves.
     """
 
@@ -136,7 +137,7 @@ class RecomputePlan:
 
     @functools.cached_property
     def scans(self) -> str:
-        """Describes how the bodies of scans are run; "" if they are not changed."""
+        """Describes how the bodies of scans run; "" if they run unchanged."""
         whole = self._search.whole
         ways = ((s, whole.steps[s.step].scans) for s in self.segments)
         names = [w[n].name for s, w in ways for n in whole.nodes[s.start : s.stop] if n in w]
@@ -144,7 +145,7 @@ class RecomputePlan:
 
     @property
     def is_needed(self) -> bool:
-        """Whether anything is recomputed at all."""
+        """Whether the plan recomputes anything."""
         return any(segment.recompute or segment.step for segment in self.segments)
 
     @property
@@ -155,8 +156,9 @@ class RecomputePlan:
         return PlanSummary(name=self.graph.name, text=str(self), **known)
 
     def rewritten(self) -> Graph:
-        """Returns the program with a `Recompute` node for every recomputed segment. Plans of equal
-        segments share it, so that JAX differentiates the regions of a measured plan once."""
+        """Returns the program with a `Recompute` node for every recomputed segment. Plans with
+        equal segments share the program, so that JAX differentiates the regions of a measured plan
+        once."""
         return self._search.rewritten(self.segments)
 
     def apply(self) -> Callable[..., Any]:
@@ -204,8 +206,8 @@ class RecomputePlan:
         return folding.of_text(str(self))
 
     def timeline(self) -> tuple[list[int], list[int]]:
-        """Returns the bytes alive at each operation of the forward and then the backward pass. The
-        first list is for everything kept, the second for the plan."""
+        """Returns the bytes alive at each operation of the forward pass and then of the backward
+        pass: a list with everything kept, and a list with the plan."""
         before, after = self._search.kept, self._simulation
         return [*before.forward, *before.backward], [*after.forward, *after.backward]
 

@@ -1,4 +1,4 @@
-"""Plans what a program recomputes to fit a memory budget: `plan_recompute` returns a plan, and
+"""Plans the recomputation of a program to fit a memory budget: `plan_recompute` returns a plan, and
 `recompute_to_fit` returns a rule that rewrites graphs before they are compiled."""
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def plan_recompute(
     measure: Measure = True,
     **kwargs: Any,
 ) -> RecomputePlan:
-    """Plans what the backward pass of a function recomputes, so that memory stays within a budget.
+    """Plans the recomputation in a function's backward pass, so that memory stays within a budget.
 
-    Of the values that the gradient of ``fun`` would keep, it chooses values to recompute, so that
-    the memory that XLA needs at once for the gradient, without arguments and results, is within the
-    budget, and the extra FLOPs are the fewest. Plans are made with a model of residuals and live
-    ranges. Then the gradient is compiled, and the bytes that XLA reports correct the plan. On a
-    mesh, bytes are for one device.
+    The gradient of ``fun`` keeps values for the backward pass. The plan recomputes some of these
+    values, so that the memory that XLA needs at once for the gradient, without arguments and
+    results, is within the budget, and the extra FLOPs are the fewest. A model of residuals and live
+    ranges makes the plan. Then the gradient is compiled, and the bytes that XLA reports correct the
+    plan. On a mesh, bytes are for one device.
 
     Args:
       fun: a function of arrays and pytrees of arrays, differentiable with respect to its float
@@ -59,13 +59,13 @@ def plan_recompute(
       *args, **kwargs: the arguments of `fun`: arrays, or `jax.ShapeDtypeStruct`s.
       memory_budget: bytes as an int or a string (``"2GiB"``), or a share of the memory without
         recomputation as a float (``0.3``) or a string (``"30%"``).
-      wrt, argnums: what the gradient is with respect to, as in `tracegrad.grad` and `jax.grad`;
-        the default is all float arguments. The gradient with respect to other arguments may hold
-        more or less than the plan says.
+      wrt, argnums: the arguments to differentiate with respect to, as in `tracegrad.grad` and
+        `jax.grad`; the default is all float arguments. The gradient with respect to other arguments
+        may hold more or less than the plan says.
       measure: the maximum number of plans to compile, besides the program with nothing recomputed;
-        two if True. The bytes of similar plans differ by some per cent in XLA. So a third or
-        further plan, each halfway between one that was too large and one that was not, may need
-        fewer FLOPs. A plan that would save little (less than a hundredth of the forward pass, or a
+        True means two. The bytes of similar plans differ by some per cent in XLA. So a further
+        plan, halfway between a plan that was too large and a plan that was not, may need fewer
+        FLOPs. A plan that would save little (less than a hundredth of the forward pass, or a
         thirtieth of the recomputation) is not compiled. False plans by the model alone, without
         compiling: XLA may then hold more or less, and the plan says that it was not measured.
 
@@ -77,9 +77,10 @@ def plan_recompute(
       says why.
 
     Raises:
-      TypeError, ValueError: `memory_budget`, `measure` or `wrt` (see `tracegrad.grad`) are not
+      TypeError, ValueError: `memory_budget`, `measure` or `wrt` (see `tracegrad.grad`) is not
         valid, or the program has no gradient.
-      BudgetTooSmall: no plan is within the budget. The error has the lowest peak that was found.
+      BudgetTooSmall: no plan is within the budget. The error has the lowest peak of the tried
+        plans.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(weights, x):
@@ -156,8 +157,8 @@ class _Planned(threading.local):
         self._found.append((plan, [weakref.ref(trace) for trace in around]))
 
     def take(self) -> tuple[PlanSummary, ...]:
-        """Removes all plans; returns those of the current trace (others belong to failed
-        traces)."""
+        """Removes all plans, and returns the plans of the current trace. The other plans belong to
+        failed traces."""
         here, found = _jax.current_trace(None), self._found
         self._found = []
         return tuple([plan for plan, around in found if any(ref() is here for ref in around)])
@@ -165,8 +166,8 @@ class _Planned(threading.local):
 
 @dataclass(eq=False)
 class FitToBudget:
-    """The rule of `recompute_to_fit`; `plans`: the maximum number of plans to compile. `latest`:
-    the plan of the function that was traced last."""
+    """The rule of `recompute_to_fit`, which compiles at most `plans` plans. `latest` is the plan of
+    the function that was traced last."""
 
     memory_budget: MemoryBudget
     plans: int
@@ -216,21 +217,20 @@ class FitToBudget:
 
     @property
     def _is_share(self) -> bool:
-        """Whether the budget is a share of the memory without recomputation, and not bytes."""
         return budget_bytes(self.memory_budget, 1 << 40) != budget_bytes(self.memory_budget, 1)
 
     def plan(
         self, graph: Graph, shardings: Sequence[Any] | None = None, examples: int = 1
     ) -> RecomputePlan:
-        """Plans a graph, as `plan_recompute` does for a function. `shardings`: the shardings of the
-        inputs, if known. `examples`: as in `Gradient`; the budget is for all examples together."""
+        """Plans a graph, as `plan_recompute` plans a function. The enclosing `jax.vmap`s compute
+        `examples` examples together, and the budget is for all of them."""
         with progress("plan_recompute", 1 + self.plans) as begin:
             program, why_not = flatten(graph), "measure=False"
             if self.plans:
                 try:
                     begin("compiling with nothing recomputed")
                     gradient = MeasuredGradient(program, shardings, examples)
-                    return self._measured(program, gradient, examples, begin)
+                    return self._measure_plans(program, gradient, examples, begin)
                 except NotMeasuredError as error:
                     why_not = str(error)
             search = Search(model(program), examples)
@@ -241,14 +241,13 @@ class FitToBudget:
                 add_note(error, f"Bytes are the model's (symbolic sizes count as 1): {why_not}")
                 raise
 
-    def _measured(
+    def _measure_plans(
         self,
         program: Graph,
         gradient: MeasuredGradient,
         examples: int,
         begin: Callable[[str], None],
     ) -> RecomputePlan:
-        """Returns the cheapest plan that XLA, as measured, holds within the budget."""
         without, fusion = gradient.held_and_fusion(program)
         budget, numbers = budget_bytes(self.memory_budget, without), itertools.count(1)
 

@@ -6,7 +6,7 @@
    save sets come from minimum cuts at all prices of a byte (`cuts.hulls`). Equal parts are solved
    once.
 3. Dynamic programming from the first to the last cut chooses one way for each part. A *label* is a
-   row of numbers for one sequence of ways up to a cut: its cost, and the bytes that it leaves in
+   row of numbers for one sequence of ways up to a cut: their cost, and the bytes that they leave in
    memory for the rest.
 
 Everything is deterministic.
@@ -36,9 +36,9 @@ class _Ways:
     """The ways to run a part (or equal parts) of a program; each has a row in `table`.
 
     The segments count positions from the start of the part. The columns of `table` are the extra
-    FLOPs, the bytes of the forward peak and of the backward peak, and the bytes that are kept for
-    the part's backward pass. `leaves[k]` has the values that later parts read and that way `k`
-    does not keep for its own backward pass.
+    FLOPs, the bytes of the forward peak and of the backward peak, and the bytes kept for the part's
+    backward pass. `leaves[k]` has the values that later parts read, but that way `k` does not keep
+    for its own backward pass.
     """
 
     segments: list[Segment]
@@ -54,19 +54,16 @@ _FLOPS, _KEPT, _FROM, _NEAR, _HELD = 0, 1, slice(2, 5), 5, 6
 
 
 class Planner:
-    """Finds plans of one program for any number of budgets."""
-
     def __init__(self, model: MemoryModel):
         self.model = model
-        self._tokens = _tokens(model)
+        self._tokens = _number_equal_operations(model)
 
     def find(self, budget: int) -> list[Segment] | None:
         """Returns the plan with the least extra FLOPs whose peak is within `budget` bytes, or None.
-
-        Of plans with equal FLOPs, it is the one that keeps least, then the one whose recomputed
-        segments come least near to the budget, since XLA may hold more for any of them.
-        """
-        at = self._labels(budget)
+        Of plans with equal FLOPs, the planner prefers the plan that keeps least, then the plan
+        whose recomputed segments stay farthest below the budget, since XLA may hold more for any
+        segment."""
+        at = self._compute_labels(budget)
         if not len(at[-1]):
             return None
         segments, i, row = list[Segment](), len(self._cuts) - 1, 0  # row 0 costs the least
@@ -78,18 +75,17 @@ class Planner:
         return segments
 
     def lowest_peak(self) -> int:
-        """Returns the lowest budget, in bytes, for which `find` has a plan.
-
-        It is exact to 1/5000 of the peak with everything kept, which is enough: XLA's bytes differ
-        by some per cent anyway.
-        """
+        """Returns the lowest budget, in bytes, for which `find` has a plan, exact to 1/5000 of the
+        peak with everything kept. This is enough: XLA's bytes differ by some per cent anyway."""
         peak = keep_all(self.model).peak
         budgets = range(0, peak, max(1, peak // 5000))
-        lowest = bisect.bisect_left(budgets, True, key=lambda size: len(self._labels(size)[-1]) > 0)
+        lowest = bisect.bisect_left(
+            budgets, True, key=lambda size: len(self._compute_labels(size)[-1]) > 0
+        )
         return budgets[lowest] if lowest < len(budgets) else peak
 
-    def _labels(self, budget: int) -> list[np.ndarray]:
-        """Returns the labels of every cut: the undominated ones within `budget` bytes."""
+    def _compute_labels(self, budget: int) -> list[np.ndarray]:
+        """Returns the undominated labels of every cut."""
         count = len(self._cuts)
         found = [[np.zeros((int(not i), _HELD + count))] for i in range(count)]
         at: list[np.ndarray] = []
@@ -138,7 +134,7 @@ class Planner:
             if j - i <= TUNING.longest
         ]
         found = {}
-        all_ways = self._ways([(self._cuts[i], self._cuts[j]) for i, j in ends])
+        all_ways = self._find_ways([(self._cuts[i], self._cuts[j]) for i, j in ends])
         for (i, j), ways in zip(ends, all_ways, strict=True):
             start, stop = self._cuts[i], self._cuts[j]
             left = np.repeat(ways.table[:, 3:4], len(self._cuts) + 1, axis=1)
@@ -150,7 +146,7 @@ class Planner:
 
     @functools.cached_property
     def _cuts(self) -> tuple[int, ...]:
-        """The operations that a segment may begin at, and the end of the program."""
+        """The operations at which a segment may begin, and the end of the program."""
         stop = len(self.model)
         if stop <= TUNING.cuts + 1:
             return tuple(range(stop + 1))
@@ -167,30 +163,30 @@ class Planner:
                 chosen.add(place)
                 for ends in ((first, place), (place, last)):
                     heapq.heappush(pieces, (before[ends[0]] - before[ends[1]], *ends))
-        scans = {i for i in range(stop) if self._steps(i, i + 1)}
+        scans = {i for i in range(stop) if self._step_indices(i, i + 1)}
         return tuple(sorted({0, stop, *chosen, *scans, *(i + 1 for i in scans)}))
 
-    def _ways(self, parts: Sequence[tuple[int, int]]) -> list[_Ways]:
-        """Returns, for each part, the undominated ways to run it as one segment. Equal parts are
-        solved once."""
+    def _find_ways(self, parts: Sequence[tuple[int, int]]) -> list[_Ways]:
+        """Returns, for each part, the undominated ways to run the part as one segment. Equal parts
+        are solved once."""
         keys = [tuple(self._tokens[start:stop]) for start, stop in parts]
         alike = dict(zip(keys, parts, strict=True))
         pieces = [Piece(self.model, start, stop) for start, stop in alike.values()]
         cuts = hulls(list(map(network_of, pieces)), TUNING.save_sets)
         found = {
-            key: self._ways_of(start, stop, piece, saving)
+            key: self._run_ways(start, stop, piece, saving)
             for (key, (start, stop)), piece, saving in zip(alike.items(), pieces, cuts, strict=True)
         }
         return [found[key] for key in keys]
 
-    def _ways_of(self, start: int, stop: int, piece: Piece, cuts: Sequence[SaveSet]) -> _Ways:
+    def _run_ways(self, start: int, stop: int, piece: Piece, cuts: Sequence[SaveSet]) -> _Ways:
         is_fixed = any(self.model.fixed[start:stop])
         ways = [Segment(0, stop - start), *(() if is_fixed else recomputing(piece, cuts))]
         runs = [(way, piece.run(way)) for way in ways]
-        for step in self._steps(start, stop):
+        for step in self._step_indices(start, stop):
             here = Piece(self.model.steps[step], start, stop)
             runs += [(replace(way, step=step), here.run(way)) for way in ways]
-        table = np.array([_costs(local) for _, local in runs], float)
+        table = np.array([_way_costs(local) for _, local in runs], float)
         chosen = pareto(table)
         return _Ways(
             [runs[k][0] for k in chosen],
@@ -198,24 +194,24 @@ class Planner:
             [tuple(piece.left(runs[k][1].stored)) for k in chosen],
         )
 
-    def _steps(self, start: int, stop: int) -> range:
-        """Returns the indices of the model's `steps` that a part may run in, except the first."""
+    def _step_indices(self, start: int, stop: int) -> range:
+        """Returns the indices of the model's `steps`, except the first, in which a part may run."""
         count, scans = len(self.model.steps), self.model.steps[-1].scans
         has_scans = any(node in scans for node in self.model.nodes[start:stop])
         return range(1, count if has_scans else 1)
 
 
-def _costs(local: Local) -> list[int]:
+def _way_costs(local: Local) -> list[int]:
     """Returns a row of `_Ways.table`."""
     backward, staying = max(local.backward) - local.unread, local.staying - local.unread
     return [local.flops, max(local.forward), backward, staying]
 
 
 def network_of(piece: Piece) -> Network:
-    """Returns the network for the choice of the values that a recomputed piece saves."""
+    """The network chooses the values that a recomputed piece saves."""
     count = len(piece.sizes)
     must_run = [i for i, size in enumerate(piece.extra) if size]
-    # An input of the piece that only recomputed operations read must be kept for them.
+    # If only recomputed operations read an input of the piece, the input must be kept for them.
     args = [*map(list, piece.args), *([] for _ in piece.given)]
     for k, (_, readers) in enumerate(piece.given):
         for i in readers:
@@ -226,22 +222,20 @@ def network_of(piece: Piece) -> Network:
 
 
 def recomputing(piece: Piece, cuts: Iterable[SaveSet]) -> list[Segment]:
-    """Returns the ways to recompute a piece, one for each save set."""
     count = len(piece.sizes)
     saved = ([v for v in cut.saved if v < count] for cut in cuts)
     return [Segment(0, count, True, frozenset(values)) for values in saved]
 
 
 def crossing_bytes(model: MemoryModel) -> list[int]:
-    """Returns, for each operation, the bytes of earlier buffers that it or a later one reads."""
+    """For each operation, the bytes of earlier buffers that this operation or a later one reads."""
     ends = [uses[-1] if uses else v for v, uses in enumerate(model.uses)]
     spans = zip(range(1, len(model) + 1), ends, model.sizes, strict=True)
     return alive((span for span in spans if span[1] >= span[0]), len(model))
 
 
-def _tokens(model: MemoryModel) -> list[int]:
-    """Numbers the operations; operations with equal costs, operands and readers have equal
-    numbers."""
+def _number_equal_operations(model: MemoryModel) -> list[int]:
+    """Operations with equal costs, operands and readers get equal numbers."""
     seen: dict[Hashable, int] = {}
     tokens = []
     columns = model.sizes, model.flops, model.extra, model.beside, model.cotangents, model.fixed
@@ -259,8 +253,8 @@ def _tokens(model: MemoryModel) -> list[int]:
 
 
 def pareto(table: np.ndarray) -> list[int]:
-    """Returns the undominated rows: no other row is as small in every column. They are sorted by
-    the columns, the first column first; of equal rows, the first is returned."""
+    """Returns the undominated rows: no other row is as small in every column. The rows are sorted
+    by the columns, the first column first; of equal rows, the first is returned."""
     order = np.lexsort(table.T[::-1])
     chosen: list[int] = []
     kept = np.empty((0, table.shape[1]))
@@ -273,7 +267,7 @@ def pareto(table: np.ndarray) -> list[int]:
 
 def frontier(flops: np.ndarray, size: np.ndarray, most: int) -> list[int]:
     """Returns at most `most` rows of fewer and fewer bytes for more and more FLOPs. If there are
-    more such rows, the returned ones are spread evenly over the bytes."""
+    more such rows, the returned rows are spread evenly over the bytes."""
     order = np.lexsort((size, flops))
     smallest = np.minimum.accumulate(size[order])
     is_new = smallest < np.concatenate([[np.inf], smallest])[:-1]

@@ -4,9 +4,9 @@ Each result to save gets a name (see `checkpoint_names`), and the policy of the 
 results with these names only. The operands of a region are always saved.
 
 XLA fuses some operations into their readers. If the result of such an operation were an operand or
-an output of a region, XLA would have to keep it. So each region that reads it has a copy of the
-operation. An optimization barrier stands before and after a region, so that XLA does not recompute
-on one side of the barrier what it has computed on the other side.
+an output of a region, XLA would have to keep the result. So each region that reads the result has a
+copy of the operation. An optimization barrier stands before and after a region, so that XLA does
+not compute a value on both sides of the barrier.
 
 A whole region is recomputed when the cotangents of its outputs arrive. Nodes that are needed only
 when the cotangents of one inner operation arrive form an inner region with that operation.
@@ -25,19 +25,19 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import read, run_node
-from tracegrad.ir.stretches import entering, gathered
+from tracegrad.ir.stretches import entering, make_adjacent
 from tracegrad.planning.checkpoint_names import named_results
 
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """Nodes of a graph that run one after the other, and how they run.
+    """Nodes of a graph that run one after the other, and the way that they run.
 
     Attributes:
-      nodes: the nodes, in the order of execution.
+      nodes: in the order of execution.
       instead: maps a node to the graph that runs in place of the node.
-      recompute: whether the nodes are a region, which is recomputed in the backward pass.
-      saved: maps a node whose results are saved to whether its derivative reads the results.
+      recompute: whether the nodes form a region, which the backward pass recomputes.
+      saved: has the nodes whose results are saved; True if the node's derivative reads the results.
       late: maps a node A to a node B: A is recomputed when the cotangents of B arrive. Only B, or
         other nodes that wait for B, read the results of A.
     """
@@ -51,14 +51,14 @@ class Stretch:
 
 def in_stretches(graph: Graph, stretches: Sequence[Stretch], copied: Collection[Node]) -> Graph:
     """Returns the graph, run as the stretches say. Each node of the graph is in one stretch.
-    `copied`: nodes that a region copies, instead of taking their results as operands."""
+    Regions copy the nodes in `copied`, instead of taking their results as operands."""
     steps = _plan_steps(graph, stretches, copied)
 
     def run(*args: Any) -> list[Any]:
         values: dict[Value, Any] = {**graph.constants}
         values.update(zip(graph.inputs, args, strict=True))
         for step in steps:
-            _run(step, values)
+            _run_step(step, values)
         return read(graph.outputs, values)
 
     new = graph_of(jax.make_jaxpr(run)(*graph.in_avals))
@@ -70,8 +70,6 @@ def in_stretches(graph: Graph, stretches: Sequence[Stretch], copied: Collection[
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A node, and the way that it runs."""
-
     node: Node
     instead: Graph | None = None
     names: Sequence[str] = ()  # names for the policy, if the results are saved
@@ -98,8 +96,8 @@ class _Step:
 class _Region:
     """Steps that are recomputed together.
 
-    `steps` are in the order of execution; copies of nodes outside of the region come first.
-    `left`: the outputs that nodes outside of all regions read. They pass through a barrier.
+    `steps` are in the order of execution; copies of nodes outside of the region come first. `left`
+    has the outputs that nodes outside of all regions read; they pass through a barrier.
     """
 
     steps: Sequence[_Step | _Region]
@@ -134,7 +132,7 @@ class _Readers:
         return self._found.get(value, set())
 
     def remove(self, nodes: Sequence[Any], values: Sequence[Value]) -> None:
-        """Removes nodes, which are now in a region, from the readers of the values."""
+        """Forgets the nodes, which a region now contains."""
         for value in values:
             self._found.get(value, set()).difference_update(nodes)
 
@@ -149,25 +147,25 @@ def _plan_steps(
     names = (f"planned_{k}" for k in itertools.count())
     readers, steps = _Readers(graph), list[_Step | _Region]()
     for stretch in reversed(stretches):  # so that the later readers of its results are known
-        own = [_step(node, stretch, names) for node in stretch.nodes]
+        own = [_make_step(node, stretch, names) for node in stretch.nodes]
         if stretch.recompute:
-            steps[:0] = _in_region(own, stretch, readers, copied)
+            steps[:0] = _make_stretch_region(own, stretch, readers, copied)
         else:
             steps[:0] = own
-    unread = _unread(steps, readers, copied)
+    unread = _find_unread_originals(steps, readers, copied)
     return [step for step in steps if isinstance(step, _Region) or step.node not in unread]
 
 
-def _step(node: Node, stretch: Stretch, names: Iterator[str]) -> _Step:
+def _make_step(node: Node, stretch: Stretch, names: Iterator[str]) -> _Step:
     is_saved = stretch.recompute and node in stretch.saved
     own = list(itertools.islice(names, len(node.outputs))) if is_saved else []
     return _Step(node, stretch.instead.get(node), own, is_saved and stretch.saved[node])
 
 
-def _unread(
+def _find_unread_originals(
     steps: Sequence[_Step | _Region], readers: _Readers, copied: Collection[Node]
 ) -> set[Node]:
-    """Returns the copied nodes of which only the copies are read, and not the nodes themselves."""
+    """Returns the copied nodes whose own results no operation reads: only their copies are read."""
     unread, results = set[Node](), readers.graph.results
     for step in reversed(steps):
         if isinstance(step, _Region) or step.node not in copied:
@@ -177,20 +175,21 @@ def _unread(
     return unread
 
 
-def _in_region(
+def _make_stretch_region(
     steps: Sequence[_Step],
     stretch: Stretch,
     readers: _Readers,
     copied: Collection[Node],
 ) -> list[_Step | _Region]:
-    """Returns a stretch as a region, preceded by the steps of which only the copies are read."""
+    """Returns a stretch as a region. Before the region stand the nodes that only the region's
+    copies need."""
     kept = [name for step in steps for name in step.names]
     inside: list[_Step | _Region] = list(steps)
     for reader in dict.fromkeys(stretch.late.values()):
         late = [node for node, other in stretch.late.items() if other is reader]
         waiting = _dependents_up_to(reader, late, readers.graph)
         if waiting.issubset(stretch.nodes):  # not so if a view of a result is outside
-            inside = _group(inside, waiting, readers, copied)
+            inside = _group_into_region(inside, waiting, readers, copied)
     region, outside = _make_region(inside, readers, copied)
     left = [v for v in region.outputs if any(not isinstance(r, _Region) for r in readers.of(v))]
     policies: Any = jax.checkpoint_policies
@@ -201,16 +200,16 @@ def _in_region(
     return [*outside, whole]
 
 
-def _group(
+def _group_into_region(
     steps: Sequence[_Step | _Region],
     nodes: Collection[Node],
     readers: _Readers,
     copied: Collection[Node],
 ) -> list[_Step | _Region]:
-    """Returns the steps, with those of `nodes` made one region at the position of the first."""
+    """The region is at the position of the first of its steps."""
     chosen = {node.key for node in nodes}
     members = [step for step in steps if step.key in chosen]
-    ordered: list[Any] = gathered(steps, chosen, "a group of recomputed operations")
+    ordered: list[Any] = make_adjacent(steps, chosen, "a group of recomputed operations")
     region, outside = _make_region(members, readers, copied)
     at = ordered.index(members[0])
     return [*ordered[:at], *outside, region, *ordered[at + len(members) :]]
@@ -219,8 +218,9 @@ def _group(
 def _make_region(
     steps: Sequence[_Step | _Region], readers: _Readers, copied: Collection[Node]
 ) -> tuple[_Region, list[_Step | _Region]]:
-    """Returns the steps as a region, and apart from it the steps of which only copies are read."""
-    unread = _unread(steps, readers, copied)
+    """Returns the steps as a region, and the steps of which only copies are read, which stay
+    outside."""
+    unread = _find_unread_originals(steps, readers, copied)
     members = [s for s in steps if isinstance(s, _Region) or s.node not in unread]
     outside: list[_Step | _Region] = [s for s in steps if isinstance(s, _Step) and s.node in unread]
     producers = readers.graph.producers
@@ -236,10 +236,10 @@ def _make_region(
     inside = {s.node if isinstance(s, _Step) else s for s in members}
     made = [value for step in members for value in step.outputs]
     results = [v for v in made if v in readers.graph.results or not readers.of(v) <= inside]
-    # Without a barrier, XLA may compute the parts of all regions that depend on arguments alone
-    # (an RNN's products with its inputs) in advance, and hold the results until the regions run.
-    # Also, in a loop JAX saves a named result again for each inner region that takes it as an
-    # operand, unless another operation, such as the barrier, stands between them.
+    # Without a barrier, XLA may compute in advance the parts of all regions that depend on
+    # arguments alone (an RNN's products with its inputs), and hold the results until the regions
+    # run. Also, in a loop JAX saves a named result again for each inner region that takes the
+    # result as an operand, unless another operation, such as the barrier, stands between them.
     region = _Region(whole, came, results, waits=any(value in producers for value in came))
     for step in members:
         readers.remove(list(inside), step.operands)
@@ -248,7 +248,7 @@ def _make_region(
 
 
 def _dependents_up_to(reader: Node, nodes: Sequence[Node], graph: Graph) -> set[Node]:
-    """Returns the nodes and all that depends on them, up to and including `reader`."""
+    """Returns `reader`, the nodes, and the nodes that depend on them before `reader`."""
     found, pending = {reader}, [*nodes]
     while pending:
         if (node := pending.pop()) not in found:
@@ -260,12 +260,12 @@ def _dependents_up_to(reader: Node, nodes: Sequence[Node], graph: Graph) -> set[
 # ---------------------------------------------------------------------------------------- running
 
 
-def _run(step: _Step | _Region, values: MutableMapping[Value, Any]) -> None:
+def _run_step(step: _Step | _Region, values: MutableMapping[Value, Any]) -> None:
     if isinstance(step, _Region):
         results = _run_region(step, [values[value] for value in step.operands])
         if step.left:
             behind = dict(zip(step.outputs, results, strict=True))
-            waited = _barrier()(*(behind[value] for value in step.left))
+            waited = _make_barrier()(*(behind[value] for value in step.left))
             behind.update(zip(step.left, waited, strict=True))
             results = [behind[value] for value in step.outputs]
     else:
@@ -283,17 +283,16 @@ def _run_region(region: _Region, operands: Sequence[Any]) -> list[Any]:
     def recomputed(*operands: Any) -> list[Any]:
         values = dict(zip(region.operands, operands, strict=True))
         for step in region.steps:
-            _run(step, values)
+            _run_step(step, values)
         return [values[value] for value in region.outputs]
 
     with _jax.standing_for(region.source.info):
         if region.waits:
-            operands = _barrier()(*operands)
+            operands = _make_barrier()(*operands)
         return list(jax.checkpoint(recomputed, policy=region.policy)(*operands))
 
 
-def _barrier() -> Callable[..., list[Any]]:
-    """Returns a barrier: a function that returns its arguments once all of them are computed."""
+def _make_barrier() -> Callable[..., list[Any]]:
     barrier: Callable[..., Sequence[Any]] = jax.lax.optimization_barrier
 
     @jax.custom_jvp
@@ -301,8 +300,8 @@ def _barrier() -> Callable[..., list[Any]]:
         return list(barrier(values))
 
     def derivative(values: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        # Cotangents get no barrier. If they waited for each other, the cotangents of an argument's
-        # slices would each be padded to the size of the argument.
+        # Cotangents get no barrier. If they waited for each other, XLA would pad the cotangent of
+        # each slice of an argument to the size of the argument.
         return together(*values), list(tangents)
 
     together.defjvp(derivative, symbolic_zeros=True)

@@ -16,13 +16,12 @@ from tracegrad.planning.tuning import TUNING
 
 
 def with_planned_regions(model: MemoryModel, plan: Sequence[Segment]) -> Graph:
-    """Returns the graph of a model, rewritten by a plan; the model's graph is not changed."""
     assert model.graph is not None
-    stretches = [_stretch(model, segment) for segment in plan]
-    return in_stretches(model.graph, stretches, set(_copied(model)))
+    stretches = [_make_stretch(model, segment) for segment in plan]
+    return in_stretches(model.graph, stretches, set(_nodes_to_copy(model)))
 
 
-def _stretch(model: MemoryModel, segment: Segment) -> Stretch:
+def _make_stretch(model: MemoryModel, segment: Segment) -> Stretch:
     start, stop = segment.start, segment.stop
     inside, written = model.steps[segment.step], model.nodes[start:stop]
     nodes = nodes_of(model, start, stop)
@@ -39,12 +38,12 @@ def _stretch(model: MemoryModel, segment: Segment) -> Stretch:
     return Stretch(nodes, instead, True, saved, late)
 
 
-def _copied(model: MemoryModel) -> Iterator[Node]:
+def _nodes_to_copy(model: MemoryModel) -> Iterator[Node]:
     """Yields the inlined nodes that regions copy, instead of taking their results as operands.
 
     A node is copied if the buffers that it is computed from are at most `TUNING.terms` times as
     large as its result; so a sum of many terms, such as a residual stream, is an operand. And no
-    operand of the node may be larger than its result: each region with a copy of a slice would have
+    operand of the node may be larger than the result: each region with a copy of a slice would have
     a cotangent as large as the whole operand.
     """
     assert model.graph is not None
@@ -62,11 +61,9 @@ def _copied(model: MemoryModel) -> Iterator[Node]:
 
 
 def nodes_of(model: MemoryModel, start: int, stop: int) -> Sequence[Node]:
-    """Returns the nodes of the operations from `start` to `stop` (exclusive).
-
-    Nodes that write no buffer belong to the next operation that writes one; at the end of the
-    program, to the last operation.
-    """
+    """Returns the nodes of the operations from `start` to `stop` (exclusive). A node that writes no
+    buffer belongs to the next operation that writes a buffer; at the end of the program, to the
+    last operation."""
     assert model.graph is not None
     nodes = model.graph.nodes
     first = nodes.index(model.nodes[start - 1]) + 1 if start else 0

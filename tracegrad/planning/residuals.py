@@ -1,9 +1,9 @@
 """Finds the values that the backward pass of a node reads, by asking JAX.
 
-JAX traces the node's own VJP. Its residuals are followed back to the node's operands and results,
-through cheap operations, which the backward pass can repeat. The result of a costly operation
-inside the rule (the stacked results of a scan, the factors of a decomposition) needs memory of its
-own.
+JAX traces the node's own VJP. A search follows the residuals of the VJP back to the node's operands
+and results, through cheap operations, which the backward pass can repeat. The result of a costly
+operation inside the rule (the stacked results of a scan, the factors of a decomposition) needs
+memory of its own.
 """
 
 from __future__ import annotations
@@ -38,23 +38,20 @@ class Residuals:
 
 
 class NodeResiduals:
-    """Returns the residuals of nodes; asks JAX once for nodes with equal types and parameters."""
+    """Asks JAX only once for nodes with equal types and parameters."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Residuals] = {}
         self._keep_alive: list[Any] = []  # parameters in keys by their identity
 
     def of(self, node: Node, active: Sequence[int], outputs: Sequence[int]) -> Residuals:
-        """Returns the residuals of a node; `active`, `outputs`: the positions of the operands and
-        of the results that get a cotangent.
-
-        Raises ValueError if the node has no reverse-mode derivative; the message names the node
-        and its line.
-        """
-        key = (self._key(node), tuple(active), tuple(outputs))
+        """`active` and `outputs` have the positions of the operands and of the results that get a
+        cotangent. Raises ValueError, with the node and its line, for a node without a reverse-mode
+        derivative."""
+        key = (self._node_key(node), tuple(active), tuple(outputs))
         if key not in self._known:
             try:
-                self._known[key] = _ask(node, active, outputs)
+                self._known[key] = _ask_jax(node, active, outputs)
             except Exception as error:
                 raise ValueError(
                     "cannot plan what to recompute for a program without a gradient: "
@@ -65,7 +62,7 @@ class NodeResiduals:
                 ) from error
         return self._known[key]
 
-    def _key(self, node: Node) -> Hashable:
+    def _node_key(self, node: Node) -> Hashable:
         types = tuple(str(v.aval) for v in node.inputs)
         params = []
         for name, value in node.params.items():
@@ -79,7 +76,7 @@ class NodeResiduals:
         return (node.primitive, types, tuple(params), regions)
 
 
-def _ask(node: Node, active: Sequence[int], outputs: Sequence[int]) -> Residuals:
+def _ask_jax(node: Node, active: Sequence[int], outputs: Sequence[int]) -> Residuals:
     run, types = functools.partial(run_node, node), [v.aval for v in node.inputs]
     found = residuals_of(run, types, active)
     if node.regions:  # some loops raise only when the VJP is called
@@ -95,8 +92,8 @@ def _ask(node: Node, active: Sequence[int], outputs: Sequence[int]) -> Residuals
 def residuals_of(
     run: Callable[[Sequence[Any]], Sequence[Any]], types: Sequence[Any], active: Sequence[int]
 ) -> Residuals:
-    """Returns the values that the backward pass of a program reads. `run`: the program; `types`:
-    the types of its operands; `active`: the positions of the operands that get a cotangent."""
+    """Returns the values that the backward pass of a program reads. `types` are the types of the
+    operands of `run`; `active` has the positions of the operands that get a cotangent."""
 
     def forward(*args: Any) -> Any:
         results, vjp = _jax.vjp_of_some(run, args, active)
@@ -124,15 +121,16 @@ def residuals_of(
         if var in producer and var not in result:
             equation = producer[var]
             if _jax.is_on_host(var.aval):
-                # It needs no device memory, but must be recomputed; `extra` > 0 says so.
+                # A value on the host needs no device memory, but must be recomputed; `extra` > 0
+                # says so.
                 extra = max(extra, 1)
                 continue
-            if _has(equation, operations.KERNELS):
+            if _contains_operation(equation, operations.KERNELS):
                 extra += nbytes(var.aval)
                 continue
             pending += [v for v in equation.invars if not hasattr(v, "val")]
-            if _has(equation, operations.COMPARISONS):
-                origins = _origins(equation, producer, result)
+            if _contains_operation(equation, operations.COMPARISONS):
+                origins = _find_origins(equation, producer, result)
                 compares |= not (origins.isdisjoint(result) or origins.isdisjoint(operand))
     return Residuals(
         operands=tuple(sorted({operand[v] for v in reads if v in operand})),
@@ -142,16 +140,18 @@ def residuals_of(
     )
 
 
-def _has(equation: Any, names: Collection[str]) -> bool:
-    """Whether an equation is one of these operations, or calls a program with one, at any depth."""
+def _contains_operation(equation: Any, names: Collection[str]) -> bool:
+    """At any depth of calls."""
     programs = (v for v in equation.params.values() if isinstance(v, _jax.PROGRAM_TYPES))
     return equation.primitive.name in names or any(
-        _has(inner, names) for program in programs for inner in _jax.opened(program).eqns
+        _contains_operation(inner, names)
+        for program in programs
+        for inner in _jax.opened(program).eqns
     )
 
 
-def _origins(equation: Any, producer: Mapping[Any, Any], result: Collection[Any]) -> set[Any]:
-    """Returns the results, operands and constants that an equation is computed from."""
+def _find_origins(equation: Any, producer: Mapping[Any, Any], result: Collection[Any]) -> set[Any]:
+    """Returns results, operands and constants."""
     found, seen, pending = set[Any](), set[Any](), [*equation.invars]
     while pending:
         var = pending.pop()

@@ -2,8 +2,8 @@
 
 If the backward pass recomputes a whole group, only the first carry of the group is kept. This is
 Griewank's checkpointing at two levels, and the square root of the length is the best group size.
-If each iteration of a group has its own body, some iterations may keep values that others
-recompute.
+With a body of its own for each iteration of a group, some iterations may keep values that other
+iterations recompute.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def group_size(length: int) -> int:
 def in_groups(node: Node, body: Graph, size: int) -> Callable[..., list[Any]]:
     """Returns the scan with this body, in groups of `size` iterations; a size of 1 makes no groups.
     The backward pass recomputes each group from its first carry."""
-    one = _step(node, body)
+    one = _body_as_step(node, body)
     if size == 1:
-        return _around(node, one, size)
+        return _scan_over_groups(node, one, size)
 
     def group(
         fixed: Sequence[Any], carry: list[Any], slices: list[Any]
@@ -45,13 +45,13 @@ def in_groups(node: Node, body: Graph, size: int) -> Callable[..., list[Any]]:
         how = {"reverse": node.params["reverse"], "unroll": node.params["unroll"]}
         return lax.scan(step, carry, slices, length=size, **how)
 
-    return _around(node, jax.checkpoint(group), size)
+    return _scan_over_groups(node, jax.checkpoint(group), size)
 
 
 def in_turn(node: Node, bodies: Sequence[Graph]) -> Callable[..., list[Any]]:
-    """Returns the scan with its iterations run by these bodies in turn, over and over. `part_of`
-    makes the bodies; the scan's length is a multiple of their number."""
-    steps = [_step(node, body) for body in bodies]
+    """Returns the scan with these bodies (made by `part_of`) as its iterations, in turn, over and
+    over. The scan's length is a multiple of the number of bodies."""
+    steps = [_body_as_step(node, body) for body in bodies]
 
     def group(
         fixed: Sequence[Any], carry: list[Any], slices: list[Any]
@@ -62,14 +62,14 @@ def in_turn(node: Node, bodies: Sequence[Graph]) -> Callable[..., list[Any]]:
             carry, rows[i] = steps[i](fixed, carry, slices)
         return carry, [jnp.stack(each) for each in zip(*(rows[i] for i in order), strict=True)]
 
-    return _around(node, group, len(steps))
+    return _scan_over_groups(node, group, len(steps))
 
 
 def part_of(node: Node, body: Graph, place: int, count: int) -> Graph:
     """Returns a body of a scan for iteration `place` of a group of `count` iterations.
 
-    It takes the slices of the whole group, and selects its own slice inside. So if the body is
-    recomputed, only the slices of the group are kept.
+    The body takes the slices of the whole group, and selects its own slice inside. So if the body
+    is recomputed, only the slices of the group are kept.
     """
     first, run = sum(_jax.scan_split(node.params)), to_callable(body)
 
@@ -82,7 +82,7 @@ def part_of(node: Node, body: Graph, place: int, count: int) -> Graph:
     return graph(part, *types)
 
 
-def _step(node: Node, body: Graph) -> _Step:
+def _body_as_step(node: Node, body: Graph) -> _Step:
     run, (_, carried) = to_callable(body), _jax.scan_split(node.params)
 
     def step(
@@ -94,8 +94,8 @@ def _step(node: Node, body: Graph) -> _Step:
     return step
 
 
-def _around(node: Node, group: _Step, size: int) -> Callable[..., list[Any]]:
-    """Returns a scan that runs `group` for each `size` iterations of the node's scan."""
+def _scan_over_groups(node: Node, group: _Step, size: int) -> Callable[..., list[Any]]:
+    """Runs `group` for each `size` iterations of the node's scan."""
     constants, carried = _jax.scan_split(node.params)
     groups = node.params["length"] // size
 

@@ -37,11 +37,11 @@ from tracegrad.planning.tuning import TUNING
 from tracegrad.tracing.graphs import graph as trace_graph
 
 
-def in_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
+def fill_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
     """Fills the `steps` of a model, and returns the model.
 
     From step to step, the scans that keep more than their operands and results recompute more to
-    keep less. `times`: how often enclosing scans run the program.
+    keep less. Enclosing scans run the program `times` times.
     """
     assert whole.graph is not None
     if len(whole.steps) > 1:
@@ -52,7 +52,7 @@ def in_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
         if node.primitive is _jax.SCAN and extra and not node.effects
         if isinstance(length := node.params["length"], int) and length > 1
     ]
-    found = {node: _ways(node, whole, times * len(scans)) for node in scans}
+    found = {node: _find_scan_ways(node, whole, times * len(scans)) for node in scans}
     known: Any = {"active": whole.active, "residuals": whole.residuals}
     in_step = functools.partial(model, whole.graph, whole.fusion, **known)
     for k in range(max(map(len, found.values()), default=0)):
@@ -61,13 +61,11 @@ def in_steps(whole: MemoryModel, times: int = 1) -> MemoryModel:
     return whole
 
 
-def _ways(scan: Node, around: MemoryModel, count: int) -> list[ScanWay]:
-    """Returns the undominated ways to run a scan: no other way has fewer bytes and fewer FLOPs.
-
-    `count`: the number of such scans. The bytes are those that all of them keep, and those that
-    the backward pass of one scan needs.
-    """
-    found = list(_options(scan, around))
+def _find_scan_ways(scan: Node, around: MemoryModel, count: int) -> list[ScanWay]:
+    """Returns the undominated ways: no other way has fewer bytes and fewer FLOPs. The bytes are the
+    bytes that all `count` such scans keep, plus the bytes that the backward pass of one scan
+    needs."""
+    found = list(_scan_options(scan, around))
     flops = np.array([option.flops for option in found], float)
     size = np.array([count * option.kept + option.working for option in found], float)
     best = [found[k] for k in frontier(flops, size, TUNING.scan_options)]
@@ -94,12 +92,10 @@ class _Option(NamedTuple):
     name: str
 
 
-def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
-    """Yields the ways to run a scan.
-
-    The scans inside the body keep less; each iteration is recomputed except for a save set; some
-    iterations have one save set and some another; or iterations are grouped.
-    """
+def _scan_options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
+    """Yields the ways to run a scan: the scans inside the body keep less; each iteration is
+    recomputed except for a save set; some iterations have one save set and some another; or
+    iterations are grouped."""
     length = scan.params["length"]
     constants, carried = _jax.scan_split(scan.params)
 
@@ -108,11 +104,11 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         return model(graph, active=active, residuals=around.residuals)
 
     given = [v.aval for v in scan.inputs]
-    body = in_steps(modelled(flatten(scan.regions["jaxpr"])), length)
+    body = fill_steps(modelled(flatten(scan.regions["jaxpr"])), length)
     assert body.graph is not None
 
     def put(ways: Sequence[Segment], size: int = 1) -> Graph:
-        """Returns the scan with its body run in these ways in turn, or in groups of `size`."""
+        """Runs the body in these ways in turn, or in groups of `size`."""
         first, *others = ways
         if others:
             inside = with_planned_regions(body, [Segment(0, len(body), step=first.step)])
@@ -137,7 +133,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         (cuts,) = hulls([network_of(piece)], TUNING.save_sets)
         ways = [Segment(0, len(body)), *recomputing(piece, cuts)]
         runs = [(way, piece.run(way)) for way in ways]
-        for turn in _turns(runs, length if is_on_one else 1):
+        for turn in _mix_neighbours(runs, length if is_on_one else 1):
             first, _ = turn[0]
             if not (step or first.recompute):
                 continue  # this way is the unchanged scan
@@ -150,7 +146,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
                 times * flops,
                 times * sum(kept),
                 max(0, working - around_it) + len(turn) * handed,
-                f"{_described([way for way, _ in turn])}{deeper}",
+                f"{_describe_turn([way for way, _ in turn])}{deeper}",
             )
         if (size := group_size(length)) > 1:
             again = Segment(0, len(body), recompute=True, step=step)
@@ -164,7 +160,7 @@ def _options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
             )
 
 
-def _turns(
+def _mix_neighbours(
     runs: Sequence[tuple[Segment, Local]], length: int
 ) -> Iterator[list[tuple[Segment, Local]]]:
     """Yields each way for all iterations, and mixtures of each two neighbouring ways. Without
@@ -177,8 +173,7 @@ def _turns(
                 yield [more] * part + [less] * (count - part)
 
 
-def _described(turn: Sequence[Segment]) -> str:
-    """Describes the ways that the iterations of a scan run in."""
+def _describe_turn(turn: Sequence[Segment]) -> str:
     counts = Counter(
         f"recomputed but for {len(way.saved)} values" if way.recompute else "kept" for way in turn
     )

@@ -1,4 +1,4 @@
-"""Finds recomputation plans of a program within memory budgets; the error if no plan fits."""
+"""Finds the recomputation plans of a program within memory budgets, or raises BudgetTooSmall."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.planner import Planner
 from tracegrad.planning.regions import with_planned_regions
-from tracegrad.planning.scans import in_steps
+from tracegrad.planning.scans import fill_steps
 from tracegrad.planning.simulation import Segment, Simulation, keep_all, plan_to_keep, simulate
 
 
@@ -23,12 +23,12 @@ class BudgetTooSmall(ValueError):
     """No plan was found within the budget.
 
     Attributes:
-      lowest: the lowest peak of any plan found, in bytes: measured in XLA, or by the model.
+      lowest: the lowest peak of the tried plans, in bytes: measured in XLA, or by the model.
       measured_on: the backend and the JAX version that measured `lowest`; "" if the model did.
       held_most: the user's lines that hold the most bytes at that peak, and these bytes, by the
         model.
       in_the_way: describes an operation that computes more than half of the program's bytes and
-        that no plan can split, with its line; "" if there is none.
+        that no plan can split, with its line; "" without such an operation.
     """
 
     def __init__(
@@ -77,19 +77,16 @@ class Search:
 
     @functools.cached_property
     def kept(self) -> Simulation:
-        """The simulation of the program with nothing recomputed."""
         return keep_all(self.whole)
 
     @functools.cached_property
     def _planner(self) -> Planner:
-        return Planner(in_steps(self.whole))
+        return Planner(fill_steps(self.whole))
 
     def best(self, target: int) -> RecomputePlan:
-        """Returns the plan that recomputes least, of those with a peak of at most `target` bytes.
-
-        The peak is that of the model. Raises BudgetTooSmall, with the lowest peak of all plans, if
-        no plan has such a peak.
-        """
+        """Returns the plan that recomputes least, among the plans with a modelled peak of at most
+        `target` bytes. Without such a plan, raises BudgetTooSmall, with the lowest peak of all
+        plans."""
         if self.kept.peak <= target:  # nothing must be recomputed
             return RecomputePlan(self, self.kept, (*plan_to_keep(self.whole),), target, target)
         found = self._planner.find(target)
@@ -98,14 +95,12 @@ class Search:
         return self.plan(found, target)
 
     def plan(self, segments: Sequence[Segment], target: int) -> RecomputePlan:
-        """Makes the plan that has these segments."""
         if any(segment.step for segment in segments):
-            in_steps(self.whole)  # fills `whole.steps`, which the segments refer to
+            fill_steps(self.whole)  # fills `whole.steps`, which the segments refer to
         found = simulate(self.whole, segments)
         return RecomputePlan(self, found, tuple(segments), target, target)
 
     def rewritten(self, segments: tuple[Segment, ...]) -> Graph:
-        """Returns the program with a `Recompute` node for every recomputed segment."""
         if segments not in self._rewritten:
             self._rewritten[segments] = with_planned_regions(self.whole, segments)
         return self._rewritten[segments]
@@ -113,37 +108,36 @@ class Search:
     def too_small(
         self, budget: int, lowest: RecomputePlan, measured_on: str = ""
     ) -> BudgetTooSmall:
-        """Returns the error for `budget`. `lowest` is the plan with the lowest peak found."""
+        """`lowest` is the plan with the lowest peak."""
         return BudgetTooSmall(
             budget,
             self.examples * self.lowest_peak if lowest.held is None else lowest.held,
             measured_on,
-            _held_most(self.whole, lowest.segments, self.examples),
+            _lines_holding_most(self.whole, lowest.segments, self.examples),
             self.graph.name,
             _describe_unsplittable(self.graph),
         )
 
     @functools.cached_property
     def lowest_peak(self) -> int:
-        """The lowest peak of any plan, in bytes for one example, by the model."""
+        """In bytes for one example, by the model."""
         return self._planner.lowest_peak()
 
 
 def _cannot_be_split(node: Node) -> bool:
-    """Whether no plan can split a node: it has regions and is not a scan. Examples are a branch, a
-    custom gradient and a `jax.checkpoint`."""
+    """True for a node with regions that is not a scan: a branch, a custom gradient, a
+    `jax.checkpoint`."""
     return bool(node.regions) and node.primitive is not _jax.SCAN
 
 
-def _line(node: Node) -> str:
-    """The user's line of a node, or its operation; says if no plan can split the node."""
+def _describe_line(node: Node) -> str:
+    """Returns the user's line, or the operation; says if no plan can split the node."""
     line = str(Occurrence((), node).origin or node.op)
     return f"{line} ({node.op} as a whole)" if _cannot_be_split(node) else line
 
 
 def _describe_unsplittable(graph: Graph) -> str:
-    """Describes the largest node that no plan can split, if it computes more than half of the
-    program's bytes; otherwise returns ""."""
+    """Returns "" if no unsplittable node computes more than half of the program's bytes."""
     known: dict[Graph, int] = {}
     computed = {node: _bytes_computed(node, known) for node in graph.nodes}
     unsplittable = [node for node in computed if _cannot_be_split(node)]
@@ -161,8 +155,8 @@ def _describe_unsplittable(graph: Graph) -> str:
 
 
 def _bytes_computed(node: Node, known: dict[Graph, int]) -> int:
-    """The bytes of all values that a node and the nodes in its regions compute. A loop body counts
-    as one iteration. `known` caches the bytes of regions, since nodes may share a region."""
+    """Returns the bytes of all values that a node and the nodes in its regions compute. A loop body
+    counts as one iteration. `known` caches the bytes of regions, since nodes may share a region."""
     for region in node.regions.values():
         if region not in known:
             known[region] = sum(_bytes_computed(inner, known) for inner in region.nodes)
@@ -170,24 +164,25 @@ def _bytes_computed(node: Node, known: dict[Graph, int]) -> int:
     return inside + sum(nbytes(value.aval) for value in node.outputs)
 
 
-def _held_most(
+def _lines_holding_most(
     whole: MemoryModel, segments: Sequence[Segment], examples: int
 ) -> list[tuple[str, int]]:
-    """The (at most three) lines that hold the most bytes at the peak, and these bytes.
+    """Returns the lines, at most three, that hold the most bytes at the peak, and these bytes, for
+    all examples.
 
     The model counts the values that are alive when the backward pass of the segment with the peak
-    begins: those that this segment and earlier ones keep, and those that this segment recomputes
-    then. The bytes are those of all examples.
+    begins: the values that this segment and earlier segments keep, and the values that this segment
+    recomputes at that moment.
     """
     found, sizes = simulate(whole, segments), Counter[str]()
     for segment, local, peak in zip(segments, found.locals, found.peaks, strict=True):
         model, is_peak = whole.steps[segment.step], peak == found.peak
         for i in range(segment.start, segment.stop):
             if is_peak or not segment.recompute:
-                sizes[_line(model.nodes[i])] += model.extra[i]
+                sizes[_describe_line(model.nodes[i])] += model.extra[i]
         again = set(local.recomputed).difference(local.late) if is_peak else ()
         for i in local.stored.union(again):
-            sizes[_line(model.nodes[segment.start + i])] += model.sizes[segment.start + i]
+            sizes[_describe_line(model.nodes[segment.start + i])] += model.sizes[segment.start + i]
         if is_peak:
             break
     return [(line, examples * size) for line, size in sizes.most_common(3) if size]

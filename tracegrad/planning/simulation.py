@@ -24,9 +24,9 @@ from tracegrad.planning.model import MemoryModel
 class Segment:
     """The operations from `start` to `stop` (exclusive).
 
-    `recompute`: whether the backward pass recomputes the values that it reads, except those in
-    `saved`; otherwise the segment keeps these values. `step`: the index in the model's `steps` of
-    the model that the segment uses; it says how scans are run.
+    With `recompute`, the backward pass recomputes the values that it reads, except the values in
+    `saved`; otherwise the segment keeps these values. `step` is an index in the model's `steps`:
+    the segment runs scans as that model says.
     """
 
     start: int
@@ -36,7 +36,7 @@ class Segment:
     step: int = 0
 
     def shifted(self, by: int) -> Segment:
-        """Returns the segment with all its positions moved by `by`, which may be negative."""
+        """Moves all positions by `by`, which may be negative."""
         saved = frozenset([v + by for v in self.saved])
         return replace(self, start=self.start + by, stop=self.stop + by, saved=saved)
 
@@ -51,7 +51,7 @@ class Local:
       late: maps a recomputed operation that is postponed to the operation whose backward step it
         waits for.
       stored: the values that are kept from the forward to the backward pass.
-      staying: bytes of `stored`; without recomputation, also those of `extra` and `beside`.
+      staying: bytes of `stored`; without recomputation, also the bytes of `extra` and `beside`.
       unread: bytes of inputs of the segment that are freed at the end of its forward pass.
       forward: bytes of the segment's own buffers alive at each operation of its forward pass.
       backward: bytes of the segment's own buffers and of cotangents alive at each backward step;
@@ -69,8 +69,8 @@ class Local:
 
 
 class Piece:
-    """The operations of a segment, numbered from its start. `args` and `needs` leave out values
-    that are computed before the segment."""
+    """The operations of a segment, numbered from its start. `args` and `needs` omit the values that
+    are computed before the segment."""
 
     def __init__(self, model: MemoryModel, start: int, stop: int):
         within = range(start, stop)
@@ -105,14 +105,14 @@ class Piece:
                 self._last[v] = i
 
     def left(self, stored: AbstractSet[int]) -> list[int]:
-        """The values that later segments read and that are not in `stored`."""
         return [v for v, leaves in enumerate(self.leaves) if leaves and v not in stored]
 
     def run(self, way: Segment) -> Local:
-        """Simulates these operations as `way` says; its positions count from the first of them."""
+        """Simulates the operations as `way` says. Positions in `way` count from the start of this
+        piece."""
         # Recomputation includes every operation with `extra` bytes, so saving it is useless.
         saved = {v for v in way.saved if not self.extra[v]}
-        ran = self._recomputed(saved) if way.recompute else set()
+        ran = self._find_recomputed(saved) if way.recompute else set()
         again = tuple(sorted(ran))
         needs = self.needs if way.recompute else self.needs_kept
         reads = [0] * len(self.sizes)
@@ -126,7 +126,7 @@ class Piece:
         live = size + made if way.recompute else staying
         late = self._late(ran)
         lates = [{}, late] if late else [{}]
-        backward = [self._backward(again, late, needs, reads.copy(), live) for late in lates]
+        backward = [self._backward_peaks(again, late, needs, reads.copy(), live) for late in lates]
         best = min(range(len(lates)), key=lambda k: max(backward[k]))
         return Local(
             flops=self.again + sum([self.flops[i] for i in again]),
@@ -135,13 +135,13 @@ class Piece:
             stored=stored,
             staying=staying,
             unread=sum(unread) if way.recompute else self.unread_kept,
-            forward=self._forward(stored, way.recompute),
+            forward=self._forward_peaks(stored, way.recompute),
             backward=backward[best],
         )
 
-    def _recomputed(self, saved: AbstractSet[int]) -> set[int]:
-        """The operations to recompute: those with `extra` bytes, and those that the values need
-        which the backward pass reads and which are not in `saved`."""
+    def _find_recomputed(self, saved: AbstractSet[int]) -> set[int]:
+        """Returns the operations to recompute: the operations with `extra` bytes; the values that
+        the backward pass reads and that are not in `saved`; and the values that these need."""
         again: set[int] = set()
         pending = [v for v in self.needed if v not in saved]
         pending += [i for i, extra in enumerate(self.extra) if extra]
@@ -155,10 +155,10 @@ class Piece:
     def _late(self, ran: AbstractSet[int]) -> dict[int, int]:
         """Maps each recomputed operation that can wait to the operation that it waits for.
 
-        An operation can wait for the backward step of its reader if it has a single reader and
-        this reader is not recomputed. A reader that waits itself counts as the operation that it
-        waits for. Another backward step must come first, the reader's backward step must not read
-        the reader's result, and the operation must have no `extra` bytes.
+        An operation can wait for the backward step of its reader if it has a single reader and this
+        reader is not recomputed. A reader that waits itself counts as the operation that it waits
+        for. Another backward step must come first, the reader's backward step must not read the
+        reader's result, and the operation must have no `extra` bytes.
         """
         late: dict[int, int] = {}
         first = max((i for i, needs in enumerate(self.needs) if needs), default=0)
@@ -169,7 +169,7 @@ class Piece:
                 late[v] = reader
         return late
 
-    def _backward(
+    def _backward_peaks(
         self,
         again: Sequence[int],
         late: Mapping[int, int],
@@ -177,15 +177,16 @@ class Piece:
         reads: list[int],
         live: int,
     ) -> tuple[int, ...]:
-        """The peak bytes alive at each backward step. `live`: bytes alive before the first step.
+        """Returns the peak bytes alive at each backward step; `live` bytes are alive before the
+        first step.
 
         Operations are recomputed when the segment's cotangents arrive: a barrier makes them wait
         for the cotangents, and XLA does not postpone operations that it can run. An operation in
         `late` is recomputed when the cotangents of its reader arrive.
         """
         sizes, extra, beside = self.sizes, self.extra, self.beside
-        # For each operation, those that are recomputed just before its backward step. Nothing in
-        # `late` waits for the last operation, whose backward step is the first.
+        # For each operation, the operations that are recomputed just before its backward step.
+        # Nothing in `late` waits for the last operation, whose backward step is the first.
         before: dict[int, list[int]] = {}
         for i in again:
             before.setdefault(late.get(i, len(sizes) - 1), []).append(i)
@@ -210,7 +211,7 @@ class Piece:
             live -= extra[step] + beside[step]
         return tuple(peaks)
 
-    def _forward(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
+    def _forward_peaks(self, stored: AbstractSet[int], recompute: bool) -> tuple[int, ...]:
         sizes, freed = self.sizes, [0] * len(self.sizes)
         for v, at in enumerate(self._last):
             freed[at] += 0 if self.leaves[v] or v in stored else sizes[v]
@@ -227,8 +228,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The costs of a plan. `residual` is the bytes that are kept after the forward pass; `forward`
-    and `backward` are the bytes alive at each operation, in the order of execution."""
+    """The costs of a plan. `residual` is the bytes kept after the forward pass; `forward` and
+    `backward` are the bytes alive at each operation, in the order of execution."""
 
     peak: int
     residual: int
@@ -240,11 +241,12 @@ class Simulation:
 
 
 def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
-    """Simulates a plan. Its segments must be in order and cover the program."""
+    """The segments of the plan must be in order and cover the program."""
     kept = 0  # bytes of earlier segments that are alive in a segment's forward pass
     staying = 0  # bytes of earlier segments that are alive in a segment's backward pass
     # For each value that leaves an earlier segment and is not in its `stored`: the first operation
-    # that reads it, and its bytes. It is freed after the backward pass of that operation's segment.
+    # that reads the value, and the value's bytes. The value is freed after the backward pass of
+    # that operation's segment.
     waiting: list[tuple[int, int]] = []
     forward: list[int] = []
     backward: list[list[int]] = []
@@ -279,10 +281,9 @@ def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
 
 
 def plan_to_keep(model: MemoryModel) -> list[Segment]:
-    """The plan that recomputes nothing: one segment, or none if the model has no operations."""
+    """A model without operations has no segment."""
     return [Segment(0, len(model))] if len(model) else []
 
 
 def keep_all(model: MemoryModel) -> Simulation:
-    """Simulates the program with nothing recomputed."""
     return simulate(model, plan_to_keep(model))

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 
 def alive(spans: Iterable[tuple[int, int, int]], moments: int) -> list[int]:
-    """Returns the bytes alive at each moment; a span is its first and last moment, and its
-    bytes."""
+    """A span is its first moment, its last moment, and its bytes."""
     changes = [0] * (moments + 1)
     for first, last, size in spans:
         changes[first] += size

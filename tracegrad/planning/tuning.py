@@ -13,10 +13,10 @@ class Tuning:
 
     Attributes:
       cuts: the number of places where a program may be cut. Half as many cost up to 3 points.
-      sideways: the bytes that a cut may have crossing it in addition, for each byte that it is
-        nearer to the middle. 0 costs up to 4 points, a quarter of the value 2.5 (before fusion).
+      sideways: a cut that is nearer to the middle by one byte may have this many more bytes
+        crossing it. 0 costs up to 4 points, a quarter of the value 2.5 (before fusion).
       longest: the number of cuts that one segment may span. Half as many cost 1 point on average,
-        and 31 at most; twice as many save 1 in one program, and take twice the time.
+        and 31 at most; twice as many save 1 point in one program, and take twice the time.
       save_sets: the number of save sets for each segment, and for the body of a scan, on the hull
         of bytes and FLOPs. 3 cost up to 4 points, 14 save nothing.
       labels: the number of labels at a cut that are extended. Half as many cost up to 0.6 points,
@@ -26,17 +26,18 @@ class Tuning:
       in_turn: the group sizes in which some iterations of a scan may keep more than others, if the
         size divides the length.
       plans: the default number of compiled plans, besides the program with nothing recomputed.
-      careful: the share of the budget that the first target is; the factor of the next target if
-        XLA held more than the budget. A segment is near to the budget above the square of it;
-        without this rule 0.3 points are lost. XLA's bytes of similar plans differ by 5 %.
-      spared, spared_of_it: the share of the forward pass, and of the cheapest plan within the
-        budget, that a further plan must save to be compiled.
-      ahead: the share of the unused budget by which the next plan is larger. With 1, one plan in
-        four was too large; 0.6 costs up to 4 points.
+      careful: the first target, as a share of the budget; the factor of the next target if XLA held
+        more than the budget. Segments above `careful` ** 2 × budget are near to the budget, and
+        break ties between plans; without this rule 0.3 points are lost. XLA's bytes of similar
+        plans differ by 5 %.
+      spared, spared_of_it: to be compiled, a further plan must save this share of the forward pass,
+        and this share of the cheapest plan within the budget.
+      ahead: after a plan that fits, the share of the way to peak × budget / held that the next
+        target goes. With 1, one plan in four was too large; 0.6 costs up to 4 points.
       fewest: the lowest target, as a multiple of the model's lowest peak. With 1, no plan was found
         for one program; with 1.08, none for another.
-      terms: the limit for copying an inlined node into regions: the bytes that it is computed from,
-        as a multiple of the bytes of its result. With 1, one program has no plan at 45 %; without a
+      terms: regions copy an inlined node only if the buffers that it is computed from have at most
+        `terms` times the bytes of its result. With 1, one program has no plan at 45 %; without a
         limit, a chain of sums keeps all its terms.
     """
 

@@ -1,9 +1,9 @@
 """Compares a memory budget with the memory of a whole step, and warns if the step holds more.
 
-A plan is for one gradient. In a step with two gradients, the values that the first one leaves
-behind are alive while the second runs. A second derivative keeps more values. A gradient that was
-made outside of the step has no plan. Such a step is compiled as a whole; if XLA then reports more
-bytes than the budget, the user gets a warning.
+A plan is for one gradient. In a step with two gradients, the values that the first gradient leaves
+behind are alive while the second gradient runs. A second derivative keeps more values. A gradient
+that was made outside of the step has no plan. Such a step is compiled as a whole; if XLA then
+reports more bytes than the budget, the user gets a warning.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ class BudgetWarning(UserWarning):
 def warn_if_larger(
     step: Graph, places: Iterable[Occurrence], budget: int, asked: object
 ) -> int | None:
-    """Returns the bytes that XLA holds for a step, if the plan of one gradient does not say it.
-
-    Returns None without compiling if the plan says it. Warns, at the user's line, if the bytes are
-    more than the budget, or are not known.
-
-    `places`: the nodes of the step, from `walk`; `asked`: the user's request, for the message.
-    """
+    """Returns the bytes that XLA holds for a step; None, without compiling, if the plan of one
+    gradient says all. Warns, at the user's line, if the bytes are more than the budget, or unknown.
+    `places` are the nodes of the step, from `walk`; `asked` is the user's request, for the
+    message."""
     why = _why_the_plan_falls_short(places)
     if not why:
         return None
@@ -48,7 +45,6 @@ def warn_if_larger(
 
 
 def _why_the_plan_falls_short(places: Iterable[Occurrence]) -> str:
-    """Returns the reason why a step may hold more than the plan of its gradient says, or ""."""
     is_backward = False  # whether the previous node belongs to a backward pass
     for place in places:
         stacks = [scopes.transformations(scopes.around(node)) for node in place.steps]
@@ -66,6 +62,6 @@ def _why_the_plan_falls_short(places: Iterable[Occurrence]) -> str:
 
 
 def _is_backward_moved(names: Sequence[str]) -> bool:
-    """Whether the transformations around a node are forward mode over a backward pass."""
+    """Whether the transformations are forward mode over a backward pass."""
     forward = [k for k, name in enumerate(names) if name == "jvp" and "transpose" not in names[:k]]
     return bool(forward) and "transpose" in names[forward[0] :]

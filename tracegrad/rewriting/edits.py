@@ -1,4 +1,4 @@
-"""The matches at which a rule acts: how they are found, checked and named."""
+"""Finds, checks and names the matches at which a rule acts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ from tracegrad.ir.wording import nearest
 
 
 def check_selector(where: object) -> None:
-    """Raises TypeError if `where` is not a selector of operations."""
     if isinstance(where, Parameters):
         raise TypeError(
             f"expected a selector of operations (match.op, match.call, ...); {where!r} says which "
@@ -52,8 +51,8 @@ def check_selector(where: object) -> None:
 
 
 def parameters_of(graph: Graph) -> dict[Value, tuple[str, str]]:
-    """Returns the parameters of a graph: its float inputs, each with its path and its alias. If it
-    is known with respect to which inputs the graph is differentiated, only these inputs count."""
+    """Returns the parameters of a graph, the float inputs, each with its path and its alias. If the
+    graph says which inputs it is differentiated with respect to, only these inputs count."""
     moved = graph.differentiated or [True] * len(graph.inputs)
     hints = graph.hints or [""] * len(graph.inputs)
     names = zip(hints, graph.aliases or hints, strict=True)
@@ -67,27 +66,23 @@ def parameters_of(graph: Graph) -> dict[Value, tuple[str, str]]:
 def check_parameters(
     found: Collection[Value], where: Parameters, graph: Graph, missing_ok: bool, rule: object
 ) -> None:
-    """Checks the parameters of a graph at which a rule acts.
-
-    Raises:
-      NoMatchError: there is none, and `missing_ok` is false.
-      GraphError: a parameter enters code that JAX has already differentiated.
-    """
+    """Raises NoMatchError if there is no parameter and `missing_ok` is false, and GraphError if a
+    parameter enters code that JAX has already differentiated."""
     if not found and not missing_ok:
         known = list(dict.fromkeys(path for path, _ in parameters_of(graph).values()))
-        raise NoMatchError(lambda: _no_parameter(graph, where, rule, known))
+        raise NoMatchError(lambda: _no_parameter_message(graph, where, rule, known))
     if not graph.differentiated:
-        for match in _readers(graph, frozenset(found), (), set()):
+        for match in _find_readers(graph, frozenset(found), (), set()):
             if not is_under_rules(match):
                 refuse_differentiated(match, rule)
 
 
-def _readers(
+def _find_readers(
     graph: Graph, values: frozenset[Value], path: Path, seen: set[tuple[Graph, frozenset[Value]]]
 ) -> Iterator[Occurrence]:
-    """Yields the operations that have one of the values as an operand, also in regions. An
-    operation comes once, and not once for each call of its region. `seen`: the regions already
-    searched, with the values searched for."""
+    """Yields the operations, also in regions, that have one of the values as an operand. An
+    operation comes once, and not once for each call of its region. `seen` has the searched regions,
+    with the values searched for."""
     if (graph, values) in seen:
         return
     seen.add((graph, values))
@@ -103,10 +98,12 @@ def _readers(
                 for inner, atom in zip(region.inputs, outer, strict=True)
                 if isinstance(atom, Value) and atom in values
             )
-            yield from _readers(region, inside, (*path, (node, call.name)), seen)
+            yield from _find_readers(region, inside, (*path, (node, call.name)), seen)
 
 
-def _no_parameter(graph: Graph, where: Parameters, rule: object, paths: Sequence[str]) -> str:
+def _no_parameter_message(
+    graph: Graph, where: Parameters, rule: object, paths: Sequence[str]
+) -> str:
     near = ", ".join(map(repr, nearest(where.patterns, paths)))
     return (
         f"{rule!r} matches nothing in {graph.name}: no parameter {where!r}. "
@@ -122,26 +119,24 @@ def matches_of(
     """Returns the matches of a selector at which a rule acts.
 
     Args:
-      where, graph: the selector, and the graph to search.
-      missing_ok: whether the selector may match nothing.
       asked: the rule or function that searches, for messages.
-      gradients: whether the rule acts on gradients. If so, the result leaves out matches that no
-        gradient passes through, and matches in a loss to which `tracegrad.grad` and the like have
-        already applied the rules in force.
+      gradients: whether the rule acts on gradients. If so, the result has no matches that no
+        gradient passes through, and no matches in a loss to which `tracegrad.grad` and the like
+        have already applied the rules in force.
 
     An identity that an earlier rule put behind a match has the scope and the line of the match. It
-    is no match, and no match ends with it, so that the gradient meets rules in their order, and
-    each of them once.
+    is no match, and no match ends with it, so that the gradient meets the rules in their order, and
+    each rule once.
 
     Raises:
       NoMatchError: nothing matches, and `missing_ok` is false.
       GraphError: a match is in a custom gradient or in a solve or, if `gradients`, in code that JAX
         has already differentiated.
     """
-    matches = [left for m in where.look(graph).matches if (left := _before_rules(m))]
+    matches = [left for m in where.look(graph).matches if (left := _strip_rule_identities(m))]
     if gradients:
         matches = [m for m in matches if not (is_under_rules(m) or is_of_nothing(m))]
-    scans_of = functools.cache(_differentiated_scans)  # looks at each region once
+    scans_of = functools.cache(_find_differentiated_scans)  # looks at each region once
     for match in matches:
         if match.path:
             _refuse_inside_of_rules(match, asked)
@@ -149,12 +144,12 @@ def matches_of(
             refuse_differentiated(match, asked)
             _refuse_moved(match, graph, scans_of, asked)
     if not matches and not missing_ok:
-        raise NoMatchError(lambda: _no_match(graph, where, asked))
+        raise NoMatchError(lambda: _no_match_message(graph, where, asked))
     return matches
 
 
-def _before_rules(match: Occurrence) -> Occurrence | None:
-    """Returns a match without the identities of rules at its end; None if it is one of these."""
+def _strip_rule_identities(match: Occurrence) -> Occurrence | None:
+    """Returns a match without the identities of rules at its end; None if nothing else is left."""
     if not any(map(_is_identity_of_rule, match.nodes)):
         return match
     kept: list[Node] = []
@@ -167,13 +162,12 @@ def _before_rules(match: Occurrence) -> Occurrence | None:
 
 
 def _is_identity_of_rule(node: Node) -> bool:
-    """Whether a node is an identity by which a rule of this package changes a gradient."""
     if isinstance(node, CustomGradient):
         return not node.primal.nodes and code_of_rule(node) in CHANGES_GRADIENT
     return node.primitive is _jax.CHANGED_COTANGENT
 
 
-def _no_match(graph: Graph, where: Selector, rule: object) -> str:
+def _no_match_message(graph: Graph, where: Selector, rule: object) -> str:
     around = getattr(where, "where", where)
     if around is not where and (there := around.look(graph).matches):
         _refuse_inside_of_rules(there[0], rule)
@@ -198,13 +192,11 @@ _OF_LOSS = "tracegrad.rewrite(loss, rule)"
 
 def refuse_differentiated(match: Occurrence, rule: object, of_loss: str = _OF_LOSS) -> None:
     """Raises GraphError, with the line of the `jax.grad`, for a match that JAX has differentiated.
-
-    `of_loss`: the code of the function to differentiate instead, for the message.
-    """
+    `of_loss` is the code of the function to differentiate instead, for the message."""
     for node in match.steps:
         if _is_differentiated(node):
-            raise _differentiated_already(match, rule, node, of_loss)
-        if _is_of_jet(node):
+            raise _differentiated_already_error(match, rule, node, of_loss)
+        if _is_made_by_jet(node):
             raise GraphError(
                 f"{rule!r}: {match} lies in a function of which jax.experimental.jet takes the "
                 "Taylor coefficients, by JAX's own derivatives: rules and custom gradients do "
@@ -212,16 +204,17 @@ def refuse_differentiated(match: Occurrence, rule: object, of_loss: str = _OF_LO
             )
 
 
-def _differentiated_already(
+def _differentiated_already_error(
     match: Occurrence, rule: object, node: Node, of_loss: str = _OF_LOSS
 ) -> GraphError:
     return GraphError(
         f"{rule!r}: {match} lies in code that JAX has differentiated already"
-        f"{_grad_call(node)}, where an edit of gradients would do nothing. The rules of an "
-        "enclosing trace reach tracegrad.grad, and jax.grad and the like where they are "
+        f"{_describe_grad_call(node)}, where an edit of gradients would do nothing. The rules of "
+        "an enclosing trace reach tracegrad.grad, and jax.grad and the like where they are "
         "looked up in jax while it runs (`import jax` rather than `from jax import grad`), "
         "for derivatives that are made inside of the traced function (call "
-        "`jax.value_and_grad(loss)`, or that of nnx, in the step). Or give the rule to the loss: "
+        "`jax.value_and_grad(loss)` or `nnx.value_and_grad(loss)` in the step). Or give the rule "
+        "to the loss: "
         f"jax.grad({of_loss})"
     )
 
@@ -230,16 +223,15 @@ def _is_differentiated(node: Node) -> bool:
     return "jvp" in scopes.transformations(scopes.around(node))
 
 
-def _is_of_jet(node: Node) -> bool:
-    """Whether `jax.experimental.jet`, which leaves no mark in scopes, computes a node."""
+def _is_made_by_jet(node: Node) -> bool:
+    """`jax.experimental.jet` leaves no mark in scopes, so the files of the node's frames decide."""
     jet = sys.modules.get("jax.experimental.jet")
     return jet is not None and any(
         frame.file_name == jet.__file__ for frame in _jax.frames(node.source.info)
     )
 
 
-def _differentiated_scans(region: Graph) -> list[Node]:
-    """Returns the scans among the nodes of a region that JAX has differentiated."""
+def _find_differentiated_scans(region: Graph) -> list[Node]:
     return [n for n in region.nodes if n.primitive is _jax.SCAN and _is_differentiated(n)]
 
 
@@ -248,9 +240,9 @@ def _refuse_moved(
 ) -> None:
     """Raises GraphError for a match that JAX moved out of a scan when it differentiated the scan.
 
-    JAX moves operations that are the same at each step. Outside of the scan an operation has no
-    mark of the differentiation, but it was called by the function of the scan's body, and not by
-    the function of the region that it is in; and the scan uses its results.
+    JAX moves operations that are the same at each step. Outside of the scan, an operation has no
+    mark of the differentiation. But the function of the scan's body called it, and not the function
+    of the region around the scan; and the scan uses its results.
     """
     regions = [graph, *(node.region(name) for node, name in match.path)]
     for depth, (node, region) in enumerate(zip(match.steps, regions, strict=True)):
@@ -263,7 +255,7 @@ def _refuse_moved(
                 bodies = [below for body in each.regions.values() for below in body.regions_below]
                 sources = {body.function_source for body in bodies}
                 if any(was_called_by(step, s) for step in match.steps[depth:] for s in sources):
-                    raise _differentiated_already(match, rule, each)
+                    raise _differentiated_already_error(match, rule, each)
             elif not (_is_differentiated(each) or used.isdisjoint(each.operands)):
                 used.update(each.outputs)
 
@@ -273,7 +265,7 @@ _JAX_API = inspect.unwrap(_jax.grad).__code__.co_filename
 _TRANSFORMS = {"grad", "value_and_grad", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"}
 
 
-def _grad_call(node: Node) -> str:
+def _describe_grad_call(node: Node) -> str:
     """Returns the innermost call of `jax.grad` or the like in the user's code, as text."""
     name = ""
     for frame in _jax.frames(node.source.info):
@@ -288,7 +280,6 @@ def _grad_call(node: Node) -> str:
 
 
 def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
-    """Raises GraphError for a match in the primal of a custom gradient or in a solve."""
     node = match.rule_around
     if isinstance(node, CustomGradient) and code_of_rule(node) in CHANGES_GRADIENT:
         advice = (
@@ -296,23 +287,23 @@ def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
             f"& ~match.call({node.name!r})"
         )
         if len(node.primal.nodes) == len(match.nodes):  # the earlier rule has the same match
-            advice = "Give this rule before that one: it acts on what arrives there"
+            advice = "Give this rule before the earlier rule: then it acts on the same cotangents"
         raise GraphError(
             f"{rule!r}: {match} lies inside of {node.name}, which an earlier rule matches and "
-            "gives a gradient of its own: of the two the outer rule is taken, and the edit would "
-            f"vanish. {advice}"
+            "gives a gradient of its own: the outer rule decides, and the edit would vanish. "
+            f"{advice}"
         )
     if isinstance(node, CustomGradient):
         raise GraphError(
             f"{rule!r}: {match} lies inside of the custom gradient {node.name}, whose rule "
-            "replaces the derivative of all that is in it: the edit would vanish. Match "
-            f"the call itself, match.call({node.name!r}), or leave it out: "
+            "replaces the derivative of all operations in it: the edit would vanish. Match "
+            f"the call itself, match.call({node.name!r}), or exclude it: "
             f"& ~match.call({node.name!r})"
         )
     if node is None:
         return
     whole = (
-        f"Match the whole, match.op({node.op!r}), or leave out what is in it: "
+        f"Match the whole, match.op({node.op!r}), or exclude the operations in it: "
         "& ~match.where(lambda found: found.rule_around)"
     )
     if node.op == _jax.OF_AN_OBJECT:
@@ -340,15 +331,12 @@ def place_name(match: Occurrence) -> str:
 
 
 def place_names(matches: Sequence[Occurrence]) -> list[str]:
-    """Returns the names of all matches, made unique by numbers."""
-    return made_different([place_name(match) for match in matches])
+    return number_repeated_names([place_name(match) for match in matches])
 
 
-def made_different(names: Sequence[str]) -> list[str]:
-    """Returns unique names: a repeated name gets a number, ``sin``, ``sin_1``.
-
-    A number is skipped if it would make another name of the list.
-    """
+def number_repeated_names(names: Sequence[str]) -> list[str]:
+    """Numbers repeated names: ``sin``, ``sin_1``. A number is skipped if the list has a name with
+    it."""
     taken, number = set(names), dict.fromkeys(names, 0)
     different: dict[str, None] = {}
     for name in names:

@@ -1,8 +1,8 @@
 """Gives custom gradients a forward-mode derivative: the transpose of their backward pass.
 
 A rule of kind vjp (`jax.custom_vjp`, `tracegrad.custom_gradient`) maps cotangents of its results to
-cotangents of its inputs. That map is linear, and its transpose maps tangents of the inputs to
-tangents of the results: it is a JVP, which `jax.jvp` does not find. The pass replaces each such
+cotangents of its inputs. This map is linear, and its transpose maps tangents of the inputs to
+tangents of the results: the transpose is the JVP that `jax.jvp` misses. The pass replaces each such
 node, at any depth, with a `jax.custom_jvp` of the same primal.
 
 TensorFlow's ``tf.autodiff.ForwardAccumulator`` treats a ``custom_gradient`` in the same way.
@@ -32,59 +32,57 @@ from tracegrad.rewriting.overriding import with_tangents
 
 
 def with_forward_mode(graph: Graph) -> Graph:
-    """Returns a graph in which every custom gradient has a JVP; the same graph if it has none.
-
-    The graph may be any graph. Regions that many calls share stay shared.
+    """Gives every custom gradient of a graph a JVP. A graph without custom gradients is returned
+    unchanged, and regions that many calls share stay shared.
 
     A rule whose backward pass is not linear in its cotangents has no transpose: differentiating it
     in forward mode raises ValueError, which names the rule and its line.
     """
     if _jax.CUSTOM_VJP.name not in graph.operations:
         return graph
-    # A function that returns only a gradient also computes the value; its tangent is not needed.
-    return _rewritten(without_unused(graph), (), {})
+    # A function that returns only a gradient also computes the value, whose tangent is not needed.
+    return _rewrite(without_unused(graph), (), {})
 
 
-def _rewritten(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
-    """Does `with_forward_mode` for a graph at a path; `done` caches the rewritten regions."""
+def _rewrite(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
+    """`done` caches the rewritten regions."""
     if graph in done:
         return done[graph]
-    rules = list(_rules(graph, ()))
+    rules = list(_find_vjp_rules(graph, ()))
 
     def forward(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
         assert isinstance(node, CustomGradient)
         found = Occurrence((*path, *op.match.path), node)
-        primal = _rewritten(node.primal, found.into("call_jaxpr"), done)
+        primal = _rewrite(node.primal, found.into("call_jaxpr"), done)
         if keeps_zeros(node):  # that rule concerns zero cotangents, so reverse mode only
             return run_graph(primal, operands)
-        return list(_forward_rule(found, primal)(*operands))
+        return list(_make_jvp_rule(found, primal)(*operands))
 
     done[graph] = around_each(graph, rules, forward).graph if rules else graph
     return done[graph]
 
 
-def _rules(graph: Graph, path: Path) -> Iterator[Occurrence]:
-    """Yields the custom gradients of kind vjp that are differentiated: none in a rule's primal."""
+def _find_vjp_rules(graph: Graph, path: Path) -> Iterator[Occurrence]:
+    """Rules in the primal of a rule are not differentiated, and so omitted."""
     for node in graph.nodes:
         found = Occurrence(path, node)
         if isinstance(node, CustomGradient):
             if node.kind == "vjp":
                 yield found
-        elif _jax.CUSTOM_VJP.name in _operations(node):
+        elif _jax.CUSTOM_VJP.name in _region_operations(node):
             for name, region in node.regions.items():
-                yield from _rules(region, found.into(name))
+                yield from _find_vjp_rules(region, found.into(name))
 
 
-def _operations(node: Node) -> set[str]:
+def _region_operations(node: Node) -> set[str]:
     return {op for region in node.regions.values() for op in region.operations}
 
 
 # ---------------------------------------------------------------------------------- the new rule
 
 
-def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
-    """Returns the function of a custom gradient with a JVP instead of a VJP, on flat arguments."""
+def _make_jvp_rule(found: Occurrence, primal_region: Graph) -> Any:
     node = found.node
     out_avals = [value.aval for value in node.outputs]
 
@@ -99,17 +97,19 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
     ) -> tuple[list[Any], list[Any]]:
         # With respect to the active inputs only: a rule may raise for the others.
         _require_unchecked_axes(found)
-        with _transposing(found):
+        with _forbid_endless_transposes(found):
             passes = _trace_passes(original, primals, active)
             _require_linear(passes, found)
             outs, residuals = passes.forward(primals)
-            marked = _with_derivative(passes)([primals[i] for i in active], outs, residuals)
+            marked = _attach_derivative(passes)([primals[i] for i in active], outs, residuals)
             try:
                 flowing = passes.transposed(residuals, outs, tangents)
             except Exception as error:  # JAX's message is about reverse mode: confusing here
                 if "has no forward-mode derivative" in str(error):
                     raise
-                raise ValueError(_refusal(found, f"JAX cannot transpose: {error}")) from error
+                raise ValueError(
+                    _refusal_message(found, f"JAX cannot transpose: {error}")
+                ) from error
         return marked, _jax.align(out_avals, flowing)
 
     return with_tangents(primal, node.name, differentiated)
@@ -117,22 +117,22 @@ def _forward_rule(found: Occurrence, primal_region: Graph) -> Any:
 
 # The rules that are being transposed now, outermost first: each rule's code and primal function.
 _transposed_now: ContextVar[tuple[Any, ...]] = ContextVar("transposed_now", default=())
-# The most times that the transpose of a rule may need its own transpose. It is more than once
-# since a library may make different rules from the same code.
+# The most times that the transpose of a rule may need its own transpose: more than once, since a
+# library may make different rules from the same code.
 _MOST_IN_ITSELF = 4
 
 
 @contextmanager
-def _transposing(found: Occurrence) -> Iterator[None]:
-    """A context in which the backward pass of a custom gradient is transposed. Raises ValueError
-    for an endless recursion: the backward pass of a solver calls the solver with the cotangent, so
-    its transpose needs the solver's transpose again."""
+def _forbid_endless_transposes(found: Occurrence) -> Iterator[None]:
+    """While this context is open, the backward pass of a custom gradient is transposed. Raises
+    ValueError for an endless recursion: the backward pass of a solver calls the solver with the
+    cotangent, so its transpose needs the solver's transpose again."""
     node = found.node
     assert isinstance(node, CustomGradient)
     rule, around = (code_of_rule(node), node.primal.function_source), _transposed_now.get()
     if around.count(rule) == _MOST_IN_ITSELF:
         raise ValueError(
-            _refusal(found, "calls it again, whose transpose is asked for without end")
+            _refusal_message(found, "calls it again, whose transpose is asked for without end")
         )
     token = _transposed_now.set((*around, rule))
     try:
@@ -141,10 +141,10 @@ def _transposing(found: Occurrence) -> Iterator[None]:
         _transposed_now.reset(token)
 
 
-def _with_derivative(passes: _Passes) -> Any:
-    """Returns ``(inputs, results, residuals) -> results``, whose derivative is the rule's. The
-    derivative is with respect to the inputs. Higher derivatives of the results must also come from
-    the rule, and not from the operations of the forward pass."""
+def _attach_derivative(passes: _Passes) -> Any:
+    """Returns ``(inputs, results, residuals) -> results`` with the rule's derivative by the inputs.
+    Higher derivatives of the results must also come from the rule, and not from the operations of
+    the forward pass."""
 
     def results(inputs: Any, outs: Any, residuals: Any) -> Any:
         return outs
@@ -172,17 +172,18 @@ class _Passes:
         return outs[: self.result_count], outs[self.result_count :]
 
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """Returns the cotangents of the inputs that are differentiated."""
+        """Returns the cotangents of the differentiated inputs."""
         return run_graph(self.backward_graph, [*residuals, *cotangents])
 
     def transposed(
         self, residuals: Sequence[Any], outs: Sequence[Any], tangents: Sequence[Any]
     ) -> list[Any]:
-        """Returns the tangents of the float results, given the tangents of the active inputs.
+        """Maps the tangents of the active inputs to the tangents of the float results.
 
-        Transposes the derivative of the backward pass, which equals the backward pass, since JAX
-        cannot transpose some linear operations (scatter), but can transpose their derivatives. The
-        derivative is the same at all cotangents; the results serve as cotangents of the right type.
+        JAX cannot transpose some linear operations (scatter), but can transpose their derivatives.
+        So this function transposes the derivative of the backward pass, which equals the backward
+        pass. The derivative is the same at all cotangents; the results serve as cotangents of the
+        right type.
         """
         anywhere = [out for out in outs if _jax.has_gradient(jax.typeof(out))]
         _, transpose = _jax.vjp(lambda *cts: self.backward(residuals, cts), *anywhere)
@@ -217,9 +218,9 @@ def _trace_passes(
 
 
 def _require_linear(passes: _Passes, found: Occurrence) -> None:
-    """Raises ValueError unless the backward pass is linear in the cotangents. It is linear if its
-    derivative does not depend on the cotangents, if the derivative is not zero for a cotangent that
-    a result depends on, and if no constant is added to the linear part."""
+    """Raises ValueError unless the backward pass is linear in the cotangents: its derivative must
+    not depend on the cotangents, the derivative must not be zero for a cotangent that a result
+    depends on, and no constant may be added to the linear part."""
     split = len(passes.backward_graph.inputs) - len(passes.cotangents)
 
     def derivative(residuals: list[Any], cotangents: list[Any], tangents: list[Any]) -> Any:
@@ -233,21 +234,19 @@ def _require_linear(passes: _Passes, found: Occurrence) -> None:
     half = len(masks) // 2
     for value, tangent in zip(masks[:half], masks[half:], strict=True):
         if tangent & here:
-            raise ValueError(_not_linear(found, "its derivative depends on the cotangent"))
+            raise ValueError(_not_linear_message(found, "its derivative depends on the cotangent"))
         if (value & here) << count & ~tangent & along:
-            raise ValueError(_not_linear(found, "its derivative by the cotangent is zero"))
+            raise ValueError(_not_linear_message(found, "its derivative by the cotangent is zero"))
     zeros = zero_outputs(passes.forward_graph)[passes.result_count :]
     residuals = [TermKinds.ZERO if zero else TermKinds.CONSTANT for zero in zeros]
     added = constant_part(passes.backward_graph, residuals + [TermKinds.LINEAR] * count)
     if added is not None:
-        raise ValueError(_not_linear(found, added))
+        raise ValueError(_not_linear_message(found, added))
 
 
 def _require_unchecked_axes(found: Occurrence) -> None:
-    """Raises ValueError in a `shard_map` that checks over which mesh axes values vary.
-
-    The new rule is traced outside of the mesh, where JAX does not compute these axes.
-    """
+    """Raises ValueError in a `shard_map` that checks over which mesh axes values vary: the new rule
+    is traced outside of the mesh, where JAX does not compute these axes."""
     for value in found.node.inputs:
         if axes := _jax.varying_axes(value.aval):
             raise ValueError(
@@ -257,11 +256,11 @@ def _require_unchecked_axes(found: Occurrence) -> None:
             )
 
 
-def _not_linear(found: Occurrence, reason: str) -> str:
-    return _refusal(found, f"is not linear in the cotangent ({reason})")
+def _not_linear_message(found: Occurrence, reason: str) -> str:
+    return _refusal_message(found, f"is not linear in the cotangent ({reason})")
 
 
-def _refusal(found: Occurrence, reason: str) -> str:
+def _refusal_message(found: Occurrence, reason: str) -> str:
     assert isinstance(found.node, CustomGradient)
     return (
         f"the custom gradient {found.node.name}{line_of_rule(found)} has no forward-mode "

@@ -1,4 +1,4 @@
-"""Operands of calls to the host that have no gradient function.
+"""Marks the operands of calls to the host that have no gradient function.
 
 The primitive `TO_HOST` marks each such operand. A functional gradient that goes through a mark
 raises an error; for a tape, and for `gradients()`, the mark disconnects, as `stop_gradient` does.
@@ -16,7 +16,7 @@ from tracegrad.ir.editing import around_each
 def _has_no_gradient(function: str, stateful: bool) -> Exception:
     return ValueError(
         f"{function}, called by numpy_function, is differentiated and has no gradient: it runs on "
-        "the host, where JAX does not see what it computes. Give numpy_function a gradient "
+        "the host, where JAX does not see its operations. Give numpy_function a gradient "
         "function, grad=; if the result is meant as a constant, apply stop_gradient to its inputs"
     )
 
@@ -38,15 +38,14 @@ def _cannot_be_mapped(function: str, stateful: bool) -> Exception | None:
     )
 
 
-# Parameters: `function` is the name and line of the function called; `stateful` is whether the
-# order and the number of its calls matter.
+# `function` is the name and line of the called function; `stateful` says whether the order and the
+# number of its calls matter.
 TO_HOST = _jax.identity_primitive(
     "to_host", _has_no_gradient, _cannot_be_exported, _cannot_be_mapped
 )
 
 
 def would_run_again(node: Node) -> NotImplementedError:
-    """Returns the error for differentiating a node that has an effect and returns results."""
     return NotImplementedError(
         f"{Occurrence((), node)} returns results in a compiled function, a loop or a branch: to "
         "differentiate that, it would have to run once more. Call it outside, and pass the results "
@@ -55,10 +54,8 @@ def would_run_again(node: Node) -> NotImplementedError:
 
 
 def end_gradients_at_host(graph: Graph) -> Graph:
-    """Stops the gradient at each operand that is handed to the host.
-
-    Custom gradients are left alone, since the operations in them are not differentiated.
-    """
+    """Stops the gradient at each operand that is handed to the host, except in custom gradients,
+    whose operations are not differentiated."""
     if TO_HOST.name not in graph.operations:
         return graph
     handed = graph.find(lambda found: found.node.primitive is TO_HOST and not found.rule_around)

@@ -31,13 +31,11 @@ def rule_of(
     of_parameter: Callable[[Any], Any] | None = None,
     again: Callable[[Any], Any] | None = None,
 ) -> MatchRule:
-    """Returns a rule that passes values through `identity`, which has another tangent.
+    """Makes a rule that passes values through `identity`, a function with another tangent. The
+    values are parameters, or the values that leave a match, or its operands at `inputs`.
 
-    The values are parameters, or the values that leave a match, or its operands at `inputs`.
-
-    Args:
-      of_parameter: the identity for parameters; default: `identity`.
-      again: see `MatchRule.identity_again`.
+    `of_parameter` is the identity for parameters, by default `identity`; for `again` see
+    `MatchRule.identity_again`.
     """
     if isinstance(where, Parameters) and inputs is not None:
         raise TypeError(
@@ -61,12 +59,9 @@ def through(
     inputs: int | Sequence[int] | None = None,
     missing_ok: bool = False,
 ) -> Edit:
-    """Returns an edit that passes values through `identity`: those that leave a match or, if given,
-    its operands at the positions `inputs`.
-
-    The edit raises NoMatchError, unless `missing_ok`, if no operand at these positions has a
-    gradient, in any match.
-    """
+    """Returns an edit that passes the values that leave a match, or its operands at the positions
+    `inputs`, through `identity`. The edit raises NoMatchError, unless `missing_ok`, if no operand
+    at these positions has a gradient, in any match."""
     if inputs is None:
         return behind(identity)
     several = inputs if isinstance(inputs, Iterable) else (inputs,)
@@ -128,14 +123,14 @@ scaled = _jax.with_tangent(lambda value, factor: value, _scaled_tangent, "scaled
 scaled_once = _jax.with_tangent(
     lambda value, factor: value, _scaled_tangent, "scaled", at_any_order=False
 )
-"""Returns the value; multiplies its tangent and cotangent by the factor. Derivatives of these see
-the identity."""
+"""Returns the value; multiplies its tangent and cotangent by the factor. Derivatives of the product
+see the identity."""
 
 perturbed = _jax.with_tangent(
     lambda value, perturbation: value,
     lambda primals, tangents: tangents[0] + tangents[1],
     "perturbed",
 )
-"""Returns the value bit by bit; its derivative is that of ``value + perturbation``.
+"""Returns the value bit by bit, with the derivative of ``value + perturbation``.
 
-The perturbation is zero, and only serves to differentiate with respect to it."""
+The perturbation is zero: the program is differentiated with respect to it."""

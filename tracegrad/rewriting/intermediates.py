@@ -18,8 +18,8 @@ from tracegrad.ir.stretches import refuse_references
 from tracegrad.ir.wording import with_article
 from tracegrad.rewriting.edits import (
     check_selector,
-    made_different,
     matches_of,
+    number_repeated_names,
     place_name,
     place_names,
 )
@@ -46,10 +46,10 @@ def intermediates(
 
     Returns:
       ``(output, values)``: the output of `fun`, and a dict from the scope and name of each match to
-      the array that it computes (a tuple if it computes several). Values in a scan are stacked over
-      its steps along a new axis 0; values in a branch that was not taken are zeros. Each call
-      traces `fun`. It works under every JAX transformation: call it in a function under
-      ``jax.jit`` to compile it.
+      the match's array (to a tuple of several arrays). Values in a scan are stacked over its steps
+      along a new axis 0; values in a branch that was not taken are zeros. Each call traces `fun`.
+      It works under every JAX transformation: call it in a function under ``jax.jit`` to compile
+      it.
 
     Raises:
       NoMatchError: nothing matches (unless `missing_ok`).
@@ -67,12 +67,12 @@ def intermediates(
     >>> print(out, values["layer_0"])
     16.0 [2. 6.]
 
-    If `fun` is a train step that differentiates a loss, the selector also finds operations of the
-    loss, as they are before differentiation: see `intermediate_gradients`.
+    If `fun` is a train step that differentiates a loss, the selector also finds the operations of
+    the loss before differentiation: see `intermediate_gradients`.
 
     It corresponds to forward hooks of PyTorch's modules and to flax's ``sow``.
     """
-    _check(fun, where)
+    _check_arguments(fun, where)
     marks = Marks(where, gradients=False)
     program = marks.trace(lambda: graph_of_call(fun, args, kwargs))
     inside = marks.shown(program)
@@ -80,7 +80,7 @@ def intermediates(
     found = matches_of(where, program, may_miss, marks, gradients=False)
     if inside:  # the loss was searched: do not also match what differentiation left of it
         found = [m for m in found if not (is_under_rules(m) or is_of_nothing(m))]
-    return _led_out(program, inside, found, args, kwargs)
+    return _run_and_show(program, inside, found, args, kwargs)
 
 
 @tool
@@ -95,34 +95,35 @@ def intermediate_gradients(
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the gradients of a scalar function with respect to intermediate values.
 
-    They are the exact cotangents of the backward pass, after all custom gradients on the way. The
-    gradient of a scope or call with several results counts only uses outside of it. No value is
-    changed.
+    The gradients are the exact cotangents of the backward pass, after all custom gradients on the
+    way. The gradient of a result of a scope or call counts only uses outside of the scope or call.
+    No value is changed.
 
     If `fun` differentiates a loss itself, as a train step does (by `jax.grad` or by a function that
     calls it, such as `nnx.value_and_grad` and `eqx.filter_grad`; by `tracegrad.grad` or a tape),
-    they are the gradients of that loss, from the one backward pass that the step runs. If that loss
-    is under a `jax.vmap` or in a scan, they are stacked along axis 0, as the step's values are.
+    the result has the gradients of that loss, from the single backward pass that the step runs. If
+    that loss is under a `jax.vmap` or in a scan, the gradients are stacked along axis 0, as the
+    step's values are.
 
     Args:
       fun: a function of arrays and pytrees of arrays that returns a float scalar; or a function
         that returns anything, and differentiates a function in which `where` matches.
       *args, **kwargs: the arguments of `fun`.
       where: a selector of the operations whose results get a gradient.
-      has_aux: whether `fun` returns ``(value, aux)``, of which ``value`` is differentiated.
+      has_aux: whether `fun` returns ``(value, aux)``; only ``value`` is differentiated.
       missing_ok: whether `where` may match nothing.
 
     Returns:
       ``(output, gradients)``, as `intermediates`: the output of `fun`, from the same pass, and a
-      dict from the scope and name of each match to the gradient (a tuple if there are several), of
-      the shape and dtype of the value; in a scan stacked over its steps along a new axis 0. Values
-      that are not float have no gradient.
+      dict from the scope and name of each match to the gradient (to a tuple of several gradients).
+      A gradient has the shape and dtype of its value; gradients in a scan are stacked over its
+      steps along a new axis 0. Values that are not float have no gradient.
 
     Raises:
       NoMatchError, GraphError: as `intermediates`. Also GraphError for a match in a function that
         was differentiated by a `jax.grad` imported by name; for a match that does not depend on
-        anything that a train step differentiates with respect to; and if it is not clear whether
-        the gradients of a scalar result or of an inner loss are meant.
+        anything that a train step differentiates with respect to; and if both the scalar result of
+        `fun` and an inner loss could be meant.
       TypeError: the result is not a float scalar, and `fun` differentiates nothing itself.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
@@ -142,19 +143,19 @@ def intermediate_gradients(
 
     It corresponds to PyTorch's ``retain_grad`` and flax's ``perturb``, on an unmodified model.
     """
-    _check(fun, where)
+    _check_arguments(fun, where)
     marks = Marks(where, gradients=True)
     program = marks.trace(lambda: graph_of_call(fun, args, kwargs))
     inside = marks.shown(program)
     value = _type_of_value(fun, program, has_aux)
     if inside:
         _refuse_both(fun, program, where, marks)
-        return _led_out(program, inside, [], args, kwargs)
+        return _run_and_show(program, inside, [], args, kwargs)
     if not _is_float_scalar(value):
         matches_of(where, program, True, marks)  # raises for a match that cannot be reached
         raise TypeError(
             f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
-            f"{_kind(value)}. Return the sum of the outputs, weighted by cotangents of your "
+            f"{_type_text(value)}. Return the sum of the outputs, weighted by cotangents of your "
             "choice. With has_aux=True the function may return a pair of a scalar and anything"
         )
     program = apply_in_force(program)
@@ -166,7 +167,7 @@ def intermediate_gradients(
 
     def to_result(graph: Graph) -> Callable[..., Any]:
         def result(taps: Sequence[Any]) -> tuple[Any, list[Any]]:
-            results = _run(graph, call, taps)
+            results = _run_program(graph, call, taps)
             return results[0], results
 
         return result
@@ -181,49 +182,46 @@ def intermediate_gradients(
         [ct for port, ct in zip(tapped.ins, cotangents, strict=True) if port.place == place]
         for place in map(place_of, found)
     ]
-    return output, dict(zip(place_names(found), map(_alone, by_match), strict=True))
+    return output, dict(zip(place_names(found), map(_unwrap_single, by_match), strict=True))
 
 
-def _check(fun: object, where: object) -> None:
+def _check_arguments(fun: object, where: object) -> None:
     if not callable(fun):
         raise TypeError(f"expected a function, got {fun!r}")
     check_selector(where)
 
 
 def _type_of_value(fun: Callable[..., Any], program: Graph, has_aux: bool) -> Any:
-    """Returns the type of a function's result or, if `has_aux`, of its first part.
-
-    Raises TypeError if `has_aux` and the result is not a pair.
-    """
+    """Returns the type of a function's result or, if `has_aux`, of its first part. Raises TypeError
+    if `has_aux` and the result is not a pair."""
     result = jax.tree.unflatten(program.out_tree, program.out_avals[: program.result_count])
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        got = f"{len(result)} values" if isinstance(result, tuple) else _kind(result)
+        got = f"{len(result)} values" if isinstance(result, tuple) else _type_text(result)
         raise TypeError(
             f"has_aux=True: {function_name(fun)} is to return a pair (value, aux), not {got}"
         )
     return result[0] if has_aux else result
 
 
-def _kind(value: Any) -> str:
+def _type_text(value: Any) -> str:
     is_array = isinstance(value, jax.core.AbstractValue)
     return _jax.type_text(value) if is_array else with_article(type(value).__name__)
 
 
-def _led_out(
+def _run_and_show(
     program: Graph,
     inside: Sequence[tuple[str, Sequence[Shown]]],
     outside: Sequence[Occurrence],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Runs a program; returns its result, and arrays by the names of matches. The arrays are those
-    `inside` functions that the program differentiates, and those that leave the matches
-    `outside`."""
+    """Runs a program; returns its result, and arrays by the names of matches: the arrays `inside`
+    functions that the program differentiates, and the arrays that leave the matches `outside`."""
     shown = [each for _, of in inside for each in of]
     matches = [*(each.at for each in shown), *outside]
     wide = shown_behind(program, list({place_of(match): match for match in matches}.values()))
     call = TakingApart()(args, kwargs)
-    results = _run(wide.graph, call)
+    results = _run_program(wide.graph, call)
     output = settle_call(program, call, results)
     further = results[len(program.outputs) :]
     pairs = list(zip(wide.outs, further, strict=True))
@@ -233,38 +231,35 @@ def _led_out(
         [jnp.zeros_like(v) if each.is_zero else v for each in of for v in next(rest)]
         for _, of in inside
     ]
-    names = made_different([*(name for name, _ in inside), *map(place_name, outside)])
-    values = map(_alone, [*by_match, *rest])
+    names = number_repeated_names([*(name for name, _ in inside), *map(place_name, outside)])
+    values = map(_unwrap_single, [*by_match, *rest])
     return output, dict(zip(names, values, strict=True))
 
 
 def _refuse_both(fun: Callable[..., Any], program: Graph, where: Selector, asked: object) -> None:
-    """Raises GraphError if a scalar function also differentiates one, and both have matches.
-
-    It is not clear then which gradients are meant.
-    """
+    """If a scalar function also differentiates a loss, and both have matches, the gradients of
+    either may be meant: raises GraphError."""
     outputs = program.outputs[: program.result_count]
     if len(outputs) != 1 or not _is_float_scalar(outputs[0].aval):
         return
     for match in where.look(program).matches:
         if not (is_under_rules(match) or is_of_nothing(match)):
             raise GraphError(
-                f"{asked!r}: {match} lies in {function_name(fun)} itself, and other matches in "
-                "what it differentiates: the gradients of its result may be meant, or those "
-                "inside. Narrow the selector to one of them"
+                f"{asked!r}: {match} lies in {function_name(fun)} itself, and other matches lie in "
+                "a function that it differentiates: the gradients of its result may be meant, or "
+                "the gradients of the inner function. Narrow the selector to one of the two"
             )
 
 
 def _is_float_scalar(aval: Any) -> bool:
-    """Whether a type is that of a float scalar."""
     is_array = isinstance(aval, _jax.ARRAY)
     return is_array and aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
 
 
-def _run(program: Graph, call: Call, taps: Sequence[Any] = ()) -> list[Any]:
+def _run_program(program: Graph, call: Call, taps: Sequence[Any] = ()) -> list[Any]:
     values = [variable.value for variable in program.variables]
     return run_graph(program, [*jax.tree.leaves((call.args, call.kwargs)), *values, *taps])
 
 
-def _alone(values: Sequence[Any]) -> Any:
+def _unwrap_single(values: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)

@@ -2,10 +2,10 @@
 
 A backward pass multiplies cotangents by factors (such as ``0.5 / sqrt(x)``), and zero times
 infinity is NaN. So an operation gets a custom gradient: JAX's own backward pass, as a graph in
-which a select follows each product of a cotangent and a factor. Where the cotangent is zero and
-the product is not finite, the select returns zero. A matrix product or convolution, which sums
-products, leaves those terms out. The operations of this backward pass get such custom gradients
-too, for higher derivatives.
+which a select follows each product of a cotangent and a factor. Where the cotangent is zero and the
+product is not finite, the select returns zero. A matrix product or convolution, which sums
+products, omits such terms. The operations of this backward pass get such custom gradients too, for
+higher derivatives.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ Run = Callable[..., list[Any]]
 def may_make_nan(found: Occurrence) -> bool:
     """Whether the derivative at a node may be NaN or Inf.
 
-    It may be if the node is an elementwise operation, a contraction (a matrix product or a
-    convolution), or a custom gradient of kind "jvp", whose backward pass multiplies cotangents by
-    factors that are not constant. Operations with bounded derivatives are excluded, and so are
-    nodes inside a custom gradient or a solve, since these nodes are not differentiated.
+    This concerns elementwise operations, contractions (a matrix product or a convolution), and
+    custom gradients of kind "jvp", if their backward pass multiplies cotangents by factors that are
+    not constant. Operations with bounded derivatives are excluded, and so are nodes inside a custom
+    gradient or a solve, since these nodes are not differentiated.
     """
-    return found.rule_around is None and _is_concerned(found.node)
+    return found.rule_around is None and _may_multiply_zeros(found.node)
 
 
-def _is_concerned(node: Node) -> bool:
+def _may_multiply_zeros(node: Node) -> bool:
     if isinstance(node, CustomGradient):
         first = node.closed_over  # what the function closes over has no gradient
         own = [v for i, v in enumerate(node.inputs) if isinstance(v, Value) and i >= first]
@@ -83,20 +83,17 @@ def _is_nonlinear(node: Node) -> bool:
 
 
 def _has_factors(node: Node, avals: Sequence[Any], count: int) -> bool:
-    """Whether the backward pass of a node multiplies cotangents by factors that are not constant.
-
-    Only the last `count` operands are differentiated.
-    """
+    """Only the last `count` operands are differentiated."""
     first = len(avals) - count
     active = [i for i in range(first, len(avals)) if _jax.has_gradient(avals[i])]
     if not active:
         return False
     try:
-        graph = _backward_graph(_on_values(node), avals, active)
+        graph = _backward_graph(_run_on_values(node), avals, active)
     except Exception:  # the node has no derivative; differentiating it raises JAX's own error
         return False
     along = range(len(avals), len(graph.inputs))
-    return any(_factors(graph, along, (), lambda node: False))
+    return any(_find_factors(graph, along, (), lambda node: False))
 
 
 # ---------------------------------------------------------------------------- rewriting the nodes
@@ -105,14 +102,16 @@ def _has_factors(node: Node, avals: Sequence[Any], count: int) -> bool:
 def keeping_zeros(every: bool) -> Callable[..., list[Any]]:
     """Returns ``function(op, *operands)``, the replacement for a matched node.
 
-    It has the same values and the same forward mode; its backward pass keeps zeros. `every`:
-    whether a product that is not finite becomes zero for every finite cotangent, and not only for
-    a zero cotangent.
+    The replacement has the same values and the same forward mode; its backward pass keeps zeros.
+    With `every`, a product that is not finite becomes zero for every finite cotangent, and not only
+    for a zero cotangent.
     """
 
     def replacement(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
-        return _with_rule(_on_values(node), node.name, every)(*_without_literals(node, operands))
+        return _attach_zero_keeping_gradient(_run_on_values(node), node.name, every)(
+            *_drop_literals(node, operands)
+        )
 
     return replacement
 
@@ -122,9 +121,7 @@ def keeps_zeros(node: CustomGradient) -> bool:
     return file_of_primal(node) == __file__
 
 
-def _with_rule(run: Run, name: str, every: bool) -> Run:
-    """Returns `run` with a custom gradient: JAX's own backward pass, with zeros kept."""
-
+def _attach_zero_keeping_gradient(run: Run, name: str, every: bool) -> Run:
     def primal(*operands: Any) -> list[Any]:
         return run(*operands)
 
@@ -160,30 +157,30 @@ def _backward_graph(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Gr
 
 
 def _keep_zeros_in(graph: Graph, cotangents: Sequence[Any], every: bool) -> Graph:
-    """Rewrites a backward graph, whose last inputs are `cotangents`, so that it keeps zeros. It
-    rewrites products of a cotangent and a factor, and gives custom gradients to operations that
-    compute factors."""
+    """Rewrites a backward graph, whose last inputs are `cotangents`, so that it keeps zeros:
+    rewrites the products of a cotangent and a factor, and gives custom gradients to the operations
+    that compute factors."""
     count = len(graph.inputs)
-    found = dict(_factors(graph, range(count - len(cotangents), count), (), _is_concerned))
+    found = dict(
+        _find_factors(graph, range(count - len(cotangents), count), (), _may_multiply_zeros)
+    )
 
     def replacement(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
-        run, position = _on_values(node), found[op.match]
+        run, position = _run_on_values(node), found[op.match]
         if position is not None:
             if node.op in operations.CONTRACTIONS:
-                run = _sum_of_products(run, position, node.name, every)
+                run = _keep_zeros_in_contraction(run, position, node.name, every)
             else:
-                run = _product(run, position, every)
-        return _with_rule(run, node.name, every)(*_without_literals(node, operands))
+                run = _keep_zeros_in_product(run, position, every)
+        return _attach_zero_keeping_gradient(run, node.name, every)(*_drop_literals(node, operands))
 
     return around_each(graph, list(found), replacement, depends_on=found.__getitem__).graph
 
 
-def _product(run: Run, position: int, every: bool) -> Run:
-    """Wraps `run`, a product of factors and the cotangent at `position`, to keep zeros.
-
-    A product that is not finite becomes zero where the cotangent is zero (`every`: finite).
-    """
+def _keep_zeros_in_product(run: Run, position: int, every: bool) -> Run:
+    """Wraps `run`, a product of factors and the cotangent at `position`, to keep zeros. A product
+    that is not finite becomes zero where the cotangent is zero (with `every`: finite)."""
 
     def product(*values: Any) -> list[Any]:
         ct, constants = values[position], map(jax.lax.stop_gradient, values)
@@ -197,12 +194,10 @@ def _product(run: Run, position: int, every: bool) -> Run:
     return product
 
 
-def _sum_of_products(run: Run, position: int, name: str, every: bool) -> Run:
-    """Wraps `run`, a contraction of a factor and the cotangent at `position`, to keep zeros.
-
-    Where an element of the factor is not finite, and the element of the cotangent is zero
-    (`every`: whatever it is), their product is left out of the sum.
-    """
+def _keep_zeros_in_contraction(run: Run, position: int, name: str, every: bool) -> Run:
+    """Wraps `run`, a contraction of a factor and the cotangent at `position`, to keep zeros. The
+    sum omits the products of an element of the factor that is not finite and a zero element of the
+    cotangent (with `every`: any element)."""
 
     def contraction(*values: Any) -> list[Any]:
         ct, is_bad = values[position], ~jnp.isfinite(values[1 - position])
@@ -216,8 +211,9 @@ def _sum_of_products(run: Run, position: int, name: str, every: bool) -> Run:
             if every:
                 return kept
             count = contracted((ct != 0).astype(ct.dtype), is_bad.astype(factor.dtype))
-            # Its own derivatives keep zeros, too: those of the elements that are not selected.
-            as_it_is = contracted(ct, factor, _with_rule(run, name, every))
+            # The contraction's own derivatives keep zeros, too: `where` selects only some of its
+            # elements.
+            as_it_is = contracted(ct, factor, _attach_zero_keeping_gradient(run, name, every))
             return jnp.where(count != 0, as_it_is, kept)
 
         # Most factors are finite, and the plain contraction takes a third of the time.
@@ -227,7 +223,7 @@ def _sum_of_products(run: Run, position: int, name: str, every: bool) -> Run:
     return contraction
 
 
-def _factors(
+def _find_factors(
     graph: Graph, cotangents: Sequence[int], path: Path, others: Callable[[Node], bool]
 ) -> Iterator[tuple[Occurrence, int | None]]:
     """Finds the nodes to rewrite in a graph that is linear in its inputs at `cotangents`.
@@ -243,7 +239,7 @@ def _factors(
         if along:
             depends.update(node.outputs)
         if node.primitive is _jax.JIT:
-            yield from _factors(node.region("jaxpr"), along, found.into("jaxpr"), others)
+            yield from _find_factors(node.region("jaxpr"), along, found.into("jaxpr"), others)
         elif along:
             if node.op in operations.FACTORS and len(along) < len(node.operands):
                 yield found, along[0]
@@ -251,8 +247,8 @@ def _factors(
             yield found, None
 
 
-def _on_values(node: Node) -> Run:
-    """Returns a function that runs a node on those of its operands that are not literals."""
+def _run_on_values(node: Node) -> Run:
+    """Literals are no arguments of the returned function."""
 
     def run(*values: Any) -> list[Any]:
         rest = iter(values)
@@ -263,5 +259,5 @@ def _on_values(node: Node) -> Run:
     return run
 
 
-def _without_literals(node: Node, operands: Sequence[Any]) -> list[Any]:
+def _drop_literals(node: Node, operands: Sequence[Any]) -> list[Any]:
     return [x for v, x in zip(node.inputs, operands, strict=True) if isinstance(v, Value)]

@@ -1,8 +1,8 @@
 """Finds constants that a program adds to a linear function of some of its inputs.
 
-A derivative does not show such a constant: the gradient function ``lambda dy: dy + 1``, or one that
-ignores ``dy``, would seem to be linear. A value counts as zero if it is a zero in the program's
-text, or if the program computes it from such zeros in a way that must give zero.
+A derivative does not show such a constant: the gradient function ``lambda dy: dy + 1``, or a
+function that ignores ``dy``, would seem to be linear. A value counts as zero if it is a zero in the
+program's text, or if the program computes it from such zeros in a way that must give zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tracegrad.ir.occurrence import at
 class TermKinds(IntFlag):
     """The terms of a value: a constant, a linear function of the inputs marked LINEAR, or both.
 
-    It is a mask, which is propagated through a program like the masks of `dependence`.
+    The mask is propagated through a program like the masks of `dependence`.
     """
 
     ZERO = 0
@@ -33,9 +33,8 @@ class TermKinds(IntFlag):
 
 
 def constant_part(graph: Graph, inputs: Sequence[TermKinds]) -> str | None:
-    """Describes a constant that a graph adds to a linear function of its linear inputs. Returns a
-    phrase that names the operation and its line, or the result that is a constant; None if there is
-    no such constant."""
+    """Describes a constant that a graph adds to a linear function of its linear inputs: the
+    operation and its line, or the result that is a constant."""
     added: list[Occurrence] = []
     outs = _part_propagator(added)(graph, list(inputs))
     if added:
@@ -56,7 +55,7 @@ def zero_outputs(graph: Graph) -> list[bool]:
 def _part_propagator(added: list[Occurrence]) -> Run:
     """Returns a function that propagates `TermKinds` masks through a graph. The function appends to
     `added` the nodes with a result that is both CONSTANT and LINEAR, inner nodes before outer
-    ones."""
+    nodes."""
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
     calls: list[Node] = []
 
@@ -85,7 +84,8 @@ def _part_propagator(added: list[Occurrence]) -> Run:
 
 
 def _innermost_occurrence(calls: Sequence[Node]) -> Occurrence:
-    """The occurrence of the last node in `calls`; each node is in a region of the one before."""
+    """The occurrence of the last node in `calls`. Each node in `calls` is in a region of the node
+    before."""
     path = [
         (call, next(name for name, region in call.regions.items() if inner in region.nodes))
         for call, inner in itertools.pairwise(calls)
@@ -94,7 +94,7 @@ def _innermost_occurrence(calls: Sequence[Node]) -> Occurrence:
 
 
 def _result_parts(node: Node, ins: Masks) -> Masks:
-    """Returns the `TermKinds` of each result of an operation whose regions are not entered."""
+    """For an operation whose regions are not entered."""
     if node.op == "select_n":
         return [joined(ins[1:])]
     if node.op in operations.ADDITIVE:

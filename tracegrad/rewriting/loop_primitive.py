@@ -1,9 +1,9 @@
 """The rules of the primitive `checkpointed_while`, a `while` loop with reverse mode.
 
 JAX's own rules for `while` lower and batch the loop, and differentiate it in forward mode; each
-loop that such a rule makes is turned into a `checkpointed_while` again. So the loop compiles to the
-same code as JAX's loop, unless it is differentiated in reverse. `loop_reverse` has the rules for
-reverse mode.
+loop that such a rule makes becomes a `checkpointed_while` again. So the loop compiles to the same
+code as JAX's loop, unless it is differentiated in reverse. `loop_reverse` has the rules for reverse
+mode.
 
 The rules are registered in the tables that JAX's documentation of new primitives uses, as in
 `_jax.identity_primitive`.
@@ -30,26 +30,26 @@ pe: Any = _pe
 _OURS = ("checkpoints", "place")
 
 
-def apart(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits parameters into those of JAX's loop and our own."""
+def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the parameters of JAX's loop and our own."""
     ours = {name: params[name] for name in _OURS}
     return {k: v for k, v in params.items() if k not in _OURS}, ours
 
 
-def _with_ours(equation: Any, ours: Mapping[str, Any]) -> Any:
+def _to_checkpointed(equation: Any, ours: Mapping[str, Any]) -> Any:
     if equation is None or equation.primitive is not WHILE:
         return equation
     return equation.replace(primitive=CHECKPOINTED_WHILE, params={**equation.params, **ours})
 
 
 def _run_with_ours(program: Any, args: Sequence[Any], ours: Mapping[str, Any]) -> list[Any]:
-    """Runs a program whose while loops become ours; loops inside of loops stay JAX's."""
+    """Loops inside of loops stay JAX's."""
     body = _jax.opened(program)
-    edited = body.replace(eqns=[_with_ours(equation, ours) for equation in body.eqns])
+    edited = body.replace(eqns=[_to_checkpointed(equation, ours) for equation in body.eqns])
     return list(jax.core.eval_jaxpr(edited, _jax.constants_of(program), *args))
 
 
-def _traced(run: Callable[..., Any], args: Any) -> Any:
+def _trace_afresh(run: Callable[..., Any], args: Any) -> Any:
     # A fresh function: JAX caches traces by the identity of the function.
     return jax.make_jaxpr(lambda *args: run(*args))(*jax.tree.map(jax.typeof, args))
 
@@ -60,7 +60,7 @@ def checkpointed_while_loop(
     init: Any,
     params: Mapping[str, Any],
 ) -> Any:
-    """`lax.while_loop` with reverse mode; `params` has `checkpoints` and `place`."""
+    """`params` has `checkpoints` and `place`."""
     ours = {name: params[name] for name in _OURS}
     leaves, tree = jax.tree.flatten(init)
 
@@ -68,35 +68,35 @@ def checkpointed_while_loop(
         final = lax.while_loop(condition, body, jax.tree.unflatten(tree, leaves))
         return jax.tree.leaves(final)
 
-    return jax.tree.unflatten(tree, _run_with_ours(_traced(run, leaves), leaves, ours))
+    return jax.tree.unflatten(tree, _run_with_ours(_trace_afresh(run, leaves), leaves, ours))
 
 
 # ------------------------------------------------------------------- rules made from JAX's own
 
 
-def _types(*avals: Any, **params: Any) -> Any:
-    return WHILE.abstract_eval(*avals, **apart(params)[0])
+def _abstract_eval(*avals: Any, **params: Any) -> Any:
+    return WHILE.abstract_eval(*avals, **split_params(params)[0])
 
 
 def _bind_while(*args: Any, **params: Any) -> Any:
-    return WHILE.bind(*args, **apart(params)[0])
+    return WHILE.bind(*args, **split_params(params)[0])
 
 
-def batched(axis: Any, args: Any, places: Any, **params: Any) -> Any:
-    own, ours = apart(params)
+def batch_loop(axis: Any, args: Any, places: Any, **params: Any) -> Any:
+    own, ours = split_params(params)
     found: list[Any] = []
 
     def run(*args: Any) -> Any:
         outs, found[:] = batching.fancy_primitive_batchers[WHILE](axis, args, places, **own)
         return outs
 
-    program = _traced(run, args)
+    program = _trace_afresh(run, args)
     return _run_with_ours(program, args, ours), found
 
 
-def differentiated_forward(primals: Any, tangents: Any, **params: Any) -> Any:
+def differentiate_forward(primals: Any, tangents: Any, **params: Any) -> Any:
     """The JVP of a `checkpointed_while`: JAX's JVP of `while`, in which the loop is ours."""
-    own, ours = apart(params)
+    own, ours = split_params(params)
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     found: list[Any] = []
 
@@ -110,35 +110,35 @@ def differentiated_forward(primals: Any, tangents: Any, **params: Any) -> Any:
         return outs, [tangent for tangent in made if type(tangent) is not ad.Zero]
 
     given = [tangents[i] for i in moving]
-    program = _traced(run, (list(primals), given))
+    program = _trace_afresh(run, (list(primals), given))
     results = _run_with_ours(program, [*primals, *given], ours)
     flowing = iter(results[len(found) :])
     outs = [out if type(out) is ad.Zero else next(flowing) for out in found]
     return results[: len(found)], outs
 
 
-def _without_dead(*args: Any) -> Any:
+def _eliminate_dead_code(*args: Any) -> Any:
     *rest, equation = args
-    own, ours = apart(equation.params)
+    own, ours = split_params(equation.params)
     (*used, equation) = pe.dce_rules[WHILE](*rest, equation.replace(primitive=WHILE, params=own))
-    return (*used, _with_ours(equation, ours))
+    return (*used, _to_checkpointed(equation, ours))
 
 
-def _parted(saveable: Any, unknown: Any, written: Any, equation: Any) -> Any:
+def _partial_eval(saveable: Any, unknown: Any, written: Any, equation: Any) -> Any:
     """The rule for `jax.checkpoint`, which keeps no states: the known part, and the whole loop."""
-    own, ours = apart(equation.params)
+    own, ours = split_params(equation.params)
     known, staged, *rest = pe.partial_eval_jaxpr_custom_rules[WHILE](
         saveable, unknown, written, equation.replace(primitive=WHILE, params=own)
     )
-    return _with_ours(known, ours), _with_ours(staged, ours), *rest
+    return _to_checkpointed(known, ours), _to_checkpointed(staged, ours), *rest
 
 
 CHECKPOINTED_WHILE.multiple_results = True
 CHECKPOINTED_WHILE.def_impl(_bind_while)
-CHECKPOINTED_WHILE.def_effectful_abstract_eval(_types)
+CHECKPOINTED_WHILE.def_effectful_abstract_eval(_abstract_eval)
 mlir.register_lowering(CHECKPOINTED_WHILE, mlir.lower_fun(_bind_while, multiple_results=True))
-batching.fancy_primitive_batchers[CHECKPOINTED_WHILE] = batched
-ad.primitive_jvps[CHECKPOINTED_WHILE] = differentiated_forward
-pe.partial_eval_jaxpr_custom_rules[CHECKPOINTED_WHILE] = _parted
+batching.fancy_primitive_batchers[CHECKPOINTED_WHILE] = batch_loop
+ad.primitive_jvps[CHECKPOINTED_WHILE] = differentiate_forward
+pe.partial_eval_jaxpr_custom_rules[CHECKPOINTED_WHILE] = _partial_eval
 if WHILE in pe.dce_rules:  # from 0.12 on
-    pe.dce_rules[CHECKPOINTED_WHILE] = _without_dead
+    pe.dce_rules[CHECKPOINTED_WHILE] = _eliminate_dead_code

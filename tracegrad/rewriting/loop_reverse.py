@@ -1,10 +1,10 @@
 """Reverse mode of a `while` loop: the forward pass keeps states, and steps are run again.
 
 JAX linearises a loop by running it in forward mode and separating the known part (the values) from
-the unknown part (the tangents). Here the known part also keeps states (`loop_schedule` says which),
-and the unknown part becomes one linear operation, whose transpose goes back from each of these
-states to the one before. The cotangents of a step come from JAX's transpose of the step's tangents:
-no derivative is written here.
+the unknown part (the tangents). Here the known part also keeps the states that `loop_schedule`
+chooses, and the unknown part becomes one linear operation, whose transpose goes back from each kept
+state to the kept state before. The cotangents of a step come from JAX's transpose of the step's
+tangents: no derivative is written here.
 
 All loops made here are checkpointed too, so derivatives of any order work.
 """
@@ -27,10 +27,10 @@ from tracegrad.rewriting import loop_schedule as schedule
 from tracegrad.rewriting.loop_primitive import (
     CHECKPOINTED_WHILE,
     WHILE,
-    apart,
-    batched,
+    batch_loop,
     checkpointed_while_loop,
-    differentiated_forward,
+    differentiate_forward,
+    split_params,
 )
 
 ad: Any = _ad  # some of its functions have type annotations, and others do not
@@ -39,20 +39,20 @@ pe: Any = _pe
 _LINEAR: Any = jex.Primitive("linear_while")
 """The tangents that a loop returns, as a linear function of the tangents among its operands.
 
-The operands are `kept` values from the forward run (a number), and then those of the loop, of which
-`unknown` (a bool for each) are tangents.
+The first operands are values from the forward run; the parameter `kept` is their number. The other
+operands are the operands of the loop; the parameter `unknown` says of each whether it is a tangent.
 """
 
 
 def bind_checkpointed_while(operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Binds a while loop that has reverse mode; `params` has `checkpoints` and `place`."""
+    """`params` has `checkpoints` and `place`."""
     return _jax.bind(CHECKPOINTED_WHILE, operands, params)
 
 
-def _known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> Any:
-    """Returns the parameters of the known part of a loop, and which operands it leaves out.
+def _find_known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> Any:
+    """Returns the parameters of the known part of a loop, and which operands the known part omits.
 
-    The known part computes all that does not depend on the unknown operands. It leaves out these
+    The known part computes all values that do not depend on the unknown operands. It omits these
     operands, and the carried values that come to depend on them (tangents that are zero at first).
     Returns None if the number of steps depends on an unknown operand.
     """
@@ -66,39 +66,40 @@ def _known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> 
     return known.params, [*unknown[: -len(unknown_outs)], *unknown_outs]
 
 
-def _linearised(trace: Any, *tracers: Any, **params: Any) -> Any:
+def _linearise(trace: Any, *tracers: Any, **params: Any) -> Any:
     """The partial evaluation of a loop: runs its known part, and binds `_LINEAR` for the rest."""
-    own, ours = apart(params)
+    own, ours = split_params(params)
     unknown = [not tracer.is_known() for tracer in tracers]
     avals = [tracer.aval for tracer in tracers]
     linear = all(_jax.is_inexact(a.dtype) for a, u in zip(avals, unknown, strict=True) if u)
-    parts = _known_part(own, avals, unknown) if linear and not all(unknown) else None
+    parts = _find_known_part(own, avals, unknown) if linear and not all(unknown) else None
     if parts is None:
         return trace.default_process_primitive(CHECKPOINTED_WHILE, tracers, params)
     known, unknown = parts
     values = [t.pval.get_known() for t, u in zip(tracers, unknown, strict=True) if not u]
-    outs, kept = _recorded(values, known, ours)
+    outs, kept = _run_and_record(values, known, ours)
     tangents = trace.default_process_primitive(
         _LINEAR, [*kept, *tracers], {**params, "unknown": tuple(unknown), "kept": len(kept)}
     )
-    return _merged(_split(own, unknown)[2], outs, tangents)
+    return _merge(_split_operands(own, unknown)[2], outs, tangents)
 
 
-def _merged(choose: Sequence[bool], no: Sequence[Any], yes: Sequence[Any]) -> list[Any]:
+def _merge(choose: Sequence[bool], no: Sequence[Any], yes: Sequence[Any]) -> list[Any]:
     if len(choose) != len(no) + len(yes):
-        raise AssertionError("as many as are chosen from")
+        raise AssertionError("`choose` has one entry for each entry of `no` and `yes`")
     a, b = iter(no), iter(yes)
     return [next(b) if chosen else next(a) for chosen in choose]
 
 
-def _split(params: Mapping[str, Any], args: Sequence[Any]) -> tuple[Any, Any, Any]:
+def _split_operands(params: Mapping[str, Any], args: Sequence[Any]) -> tuple[Any, Any, Any]:
     first = params["cond_nconsts"]
     last = first + params["body_nconsts"]
     return list(args[:first]), list(args[first:last]), list(args[last:])
 
 
-def _recorded(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
-    """Runs a loop and keeps states; returns its results, and the values `kept` for `_replayed`."""
+def _run_and_record(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
+    """Runs a loop and keeps states; returns its results, and the values `kept` for the backward
+    pass."""
     effects = params["cond_jaxpr"].effects | params["body_jaxpr"].effects
     if not all(map(_jax.may_be_repeated, effects)):
         raise ValueError(
@@ -106,21 +107,21 @@ def _recorded(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
             "backward pass, where it would happen once more. Take it out of the loop; "
             "jax.debug.print (without ordered=True) may stay, and prints again"
         )
-    *_, init = _split(params, args)
-    going, step = _condition_and_body(params, args)
+    *_, init = _split_operands(params, args)
+    going, step = _make_condition_and_body(params, args)
     places = ours["checkpoints"] + 1
-    fit = _fit_for_a_step(init, going)
+    fit = _replace_states_without_step(init, going)
 
     def one_step(carry: Any) -> Any:
         position, live, end, state = carry
-        state = _stepped(step, live, state, fit)
+        state = _step_live(step, live, state, fit)
         return position + 1, going(state), end, state
 
     def stretch(carry: Any) -> Any:
         position, live, state, level, positions, states = carry
         place = schedule.place_of_state(position, places, jnp)
-        (positions,) = _put([positions], place, [position])
-        states = _put(states, place, state)
+        (positions,) = _put_state([positions], place, [position])
+        states = _put_state(states, place, state)
         end, level = schedule.next_to_keep(position, level, places, jnp)
         position, live, _, state = checkpointed_while_loop(
             lambda c: jnp.any(c[1]) & (c[0] < c[2]), one_step, (position, live, end, state), ours
@@ -136,24 +137,24 @@ def _recorded(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
     return outs, [steps, level, positions, *states]
 
 
-def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangents: Any) -> Any:
-    """Returns the cotangents of a loop's unknown operands, given those of its unknown results.
+def _replay_backward(
+    kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangents: Any
+) -> Any:
+    """Maps the cotangents of a loop's unknown results to the cotangents of its unknown operands.
 
     Args:
-      kept: the kept values that `_recorded` returned.
-      args: the operands of the whole loop; the unknown ones are ignored.
-      unknown: which operands are tangents.
+      kept: the kept values that `_run_and_record` returned.
+      args: the operands of the whole loop; the unknown operands are ignored.
       own: the parameters of the whole loop.
-      cotangents: the cotangents of the results that are tangents.
     """
-    params, _ = _known_part(own, [_aval(arg) for arg in args], unknown)
+    params, _ = _find_known_part(own, [_aval(arg) for arg in args], unknown)
     known = [arg for arg, u in zip(args, unknown, strict=True) if not u]
-    going, step = _condition_and_body(params, known)
+    going, step = _make_condition_and_body(params, known)
     steps, level, positions, *states = kept
     slots = ours["checkpoints"]
     reaches = schedule.reaches(slots)
-    _, of_body, _ = _split(own, args)
-    _, moving, flowing = _split(own, unknown)
+    _, of_body, _ = _split_operands(own, args)
+    _, moving, flowing = _split_operands(own, unknown)
     constants = [arg for arg, u in zip(of_body, moving, strict=True) if not u]
     sums = [
         ad.instantiate_zeros(ad.Zero(_aval(arg)))
@@ -161,46 +162,47 @@ def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangent
         if u
     ]
 
-    fit = _fit_for_a_step(_take(states, 0), going)
+    fit = _replace_states_without_step(_take_state(states, 0), going)
 
     def back_through(state: Any, sums: Any, cotangents: Any) -> Any:
         def tangents(given: Any, carried: Any) -> Any:
-            operands = [*_merged(moving, constants, given), *_merged(flowing, state, carried)]
+            operands = [*_merge(moving, constants, given), *_merge(flowing, state, carried)]
             results = _jax.eval_program(own["body_jaxpr"], operands)
             return [t for t, u in zip(results, flowing, strict=True) if u]
 
         live = going(state)
-        state = _where(live, state, fit)
+        state = _select_live(live, state, fit)
         types = jax.tree.map(jax.typeof, (sums, cotangents))
         none = [jnp.zeros_like(ct) for ct in cotangents]
-        more, found = jax.linear_transpose(tangents, *types)(_where(live, cotangents, none))
-        return [a + b for a, b in zip(sums, more, strict=True)], _where(live, found, cotangents)
+        more, found = jax.linear_transpose(tangents, *types)(_select_live(live, cotangents, none))
+        sums = [a + b for a, b in zip(sums, more, strict=True)]
+        return sums, _select_live(live, found, cotangents)
 
     def forward(carry: Any) -> Any:
         position, end, state = carry
-        return position + 1, end, _stepped(step, going(state), state, fit)
+        return position + 1, end, _step_live(step, going(state), state, fit)
 
     def advance(carry: Any) -> Any:
         top, places, stack, end = carry
         position = places[top]
         after = position + schedule.steps_to_next(end - position, slots - 1 - top, reaches, jnp)
-        start = (position, after, _take(stack, top))
+        start = (position, after, _take_state(stack, top))
         *_, state = checkpointed_while_loop(lambda c: c[0] < c[1], forward, start, ours)
-        return top + 1, places.at[top + 1].set(after), _put(stack, top + 1, state), end
+        return top + 1, places.at[top + 1].set(after), _put_state(stack, top + 1, state), end
 
     def back_one(carry: Any) -> Any:
         top, places, stack, end, start, sums, cotangents = carry
         top, places, stack, _ = checkpointed_while_loop(
             lambda c: c[1][c[0]] < c[3] - 1, advance, (top, places, stack, end), ours
         )
-        sums, cotangents = back_through(_take(stack, top), sums, cotangents)
+        sums, cotangents = back_through(_take_state(stack, top), sums, cotangents)
         return jnp.maximum(top - 1, 0), places, stack, end - 1, start, sums, cotangents
 
     def back_stretch(carry: Any) -> Any:
         end, places, stack, sums, cotangents = carry
         start = schedule.last_before(end, level, positions, jnp)
-        base = _take(states, schedule.place_of_state(start, len(positions), jnp))
-        places, stack = places.at[0].set(start), _put(stack, 0, base)
+        base = _take_state(states, schedule.place_of_state(start, len(positions), jnp))
+        places, stack = places.at[0].set(start), _put_state(stack, 0, base)
         inner = (jnp.int32(0), places, stack, end, start, sums, cotangents)
         _, places, stack, end, _, sums, cotangents = checkpointed_while_loop(
             lambda c: c[3] > c[4], back_one, inner, ours
@@ -208,18 +210,16 @@ def _replayed(kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangent
         return end, places, stack, sums, cotangents
 
     # One place more than slots, for the state that is differentiated when no slot is free.
-    stack = [lax.broadcast(one, (slots + 1,)) for one in _take(states, 0)]
+    stack = [lax.broadcast(one, (slots + 1,)) for one in _take_state(states, 0)]
     carry = (steps, jnp.zeros(slots + 1, jnp.int32), stack, sums, list(cotangents))
     *_, sums, cotangents = checkpointed_while_loop(lambda c: c[0] > 0, back_stretch, carry, ours)
     return [*sums, *cotangents]
 
 
-def _condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
-    """Returns two functions of a state: whether the loop goes on, and the next state.
-
-    The first returns one boolean or, in a batch, one for each element.
-    """
-    of_condition, of_body, _ = _split(params, args)
+def _make_condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
+    """Returns two functions of a state: whether the loop goes on (in a batch: for each element),
+    and the next state."""
+    of_condition, of_body, _ = _split_operands(params, args)
 
     def going(state: Any) -> Any:
         return _jax.eval_program(params["cond_jaxpr"], [*of_condition, *state])[0]
@@ -230,8 +230,8 @@ def _condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
     return going, step
 
 
-def _where(live: Any, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
-    """Selects `yes` for the elements of a batch that are live, else `no`; `yes` if no batch."""
+def _select_live(live: Any, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
+    """Selects `yes` for the live elements of a batch, else `no`; without a batch, `yes`."""
     if live.ndim == 0:
         return list(yes)
 
@@ -242,32 +242,33 @@ def _where(live: Any, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
     return [choose(a, b) for a, b in zip(yes, no, strict=True)]
 
 
-def _stepped(step: Any, live: Any, state: Sequence[Any], fit: Sequence[Any]) -> list[Any]:
-    """Returns the state after a step of the elements that are live. An element of a batch that is
-    not live keeps its state. The step of such a state may be infinite, so the step runs on a state
-    in `fit` instead, and its result is dropped."""
-    return _where(live, step(_where(live, state, fit)), state)
+def _step_live(step: Any, live: Any, state: Sequence[Any], fit: Sequence[Any]) -> list[Any]:
+    """Returns the state after a step of the live elements of a batch. An element that is not live
+    keeps its state. A step from such a state may be infinite, so the step runs on a state in `fit`
+    instead, and its result is dropped."""
+    return _select_live(live, step(_select_live(live, state, fit)), state)
 
 
-def _fit_for_a_step(init: Sequence[Any], going: Any) -> list[Any]:
-    """Returns the first states of a batch; one that takes no step is replaced by one that does."""
+def _replace_states_without_step(init: Sequence[Any], going: Any) -> list[Any]:
+    """Returns the first states of a batch; a state that takes no step is replaced by a state that
+    does."""
     live = going(init)
     if live.ndim == 0:
         return list(init)
     stepping = jnp.argmax(lax.collapse(live, 0))
     flat = [lax.collapse(each, 0, live.ndim) for each in init]
     some = [lax.dynamic_index_in_dim(each, stepping, 0, keepdims=False) for each in flat]
-    return _where(live, init, [lax.broadcast(each, live.shape) for each in some])
+    return _select_live(live, init, [lax.broadcast(each, live.shape) for each in some])
 
 
-def _put(places: Sequence[Any], slot: Any, state: Sequence[Any]) -> list[Any]:
+def _put_state(places: Sequence[Any], slot: Any, state: Sequence[Any]) -> list[Any]:
     return [
         lax.dynamic_update_index_in_dim(all_, one, slot, 0)
         for all_, one in zip(places, state, strict=True)
     ]
 
 
-def _take(places: Sequence[Any], slot: Any) -> list[Any]:
+def _take_state(places: Sequence[Any], slot: Any) -> list[Any]:
     return [lax.dynamic_index_in_dim(all_, slot, 0, keepdims=False) for all_ in places]
 
 
@@ -275,75 +276,77 @@ def _aval(arg: Any) -> Any:
     return arg.aval if ad.is_undefined_primal(arg) else jax.typeof(arg)
 
 
-def _transposed(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
+def _transpose_loop(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
     """Transposes a loop that is linear in the unknown operands; runs it now to keep its states."""
-    own, ours = apart(params)
+    own, ours = split_params(params)
     unknown = [ad.is_undefined_primal(arg) for arg in args]
-    parts = _known_part(own, [_aval(arg) for arg in args], unknown)
+    parts = _find_known_part(own, [_aval(arg) for arg in args], unknown)
     if parts is None:
-        raise ValueError(f"{ours['place']} is not linear in what it is transposed for")
+        raise ValueError(f"{ours['place']} is not linear in the operands of its transpose")
     known, unknown = parts
-    _, kept = _recorded([a for a, u in zip(args, unknown, strict=True) if not u], known, ours)
-    given = [ct for ct, u in zip(cotangents, _split(own, unknown)[2], strict=True) if u]
-    return _cotangents(given, kept, args, unknown, own, ours)
+    _, kept = _run_and_record([a for a, u in zip(args, unknown, strict=True) if not u], known, ours)
+    given = [ct for ct, u in zip(cotangents, _split_operands(own, unknown)[2], strict=True) if u]
+    return _operand_cotangents(given, kept, args, unknown, own, ours)
 
 
-def _of_loop(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return apart({k: v for k, v in params.items() if k not in ("unknown", "kept")})
+def _loop_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return split_params({k: v for k, v in params.items() if k not in ("unknown", "kept")})
 
 
-def _linear_transposed(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
-    own, ours = _of_loop(params)
+def _transpose_linear(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
+    own, ours = _loop_params(params)
     kept, args = args[: params["kept"]], args[params["kept"] :]
-    found = _cotangents(cotangents, kept, args, params["unknown"], own, ours)
+    found = _operand_cotangents(cotangents, kept, args, params["unknown"], own, ours)
     return [*[None] * len(kept), *found]
 
 
-def _cotangents(cts: Any, kept: Any, args: Any, unknown: Any, own: Any, ours: Any) -> list[Any]:
+def _operand_cotangents(
+    cts: Any, kept: Any, args: Any, unknown: Any, own: Any, ours: Any
+) -> list[Any]:
     given = [ad.instantiate_zeros(ct) for ct in cts]
-    flowing = iter(_replayed(kept, args, unknown, own, ours, given))
+    flowing = iter(_replay_backward(kept, args, unknown, own, ours, given))
     found = [next(flowing) if u else None for u in unknown]
     return [ct if ad.is_undefined_primal(arg) else None for ct, arg in zip(found, args)]
 
 
 def _unknown_results(results: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    *_, unknown_outs = _split(params, params["unknown"])
+    *_, unknown_outs = _split_operands(params, params["unknown"])
     return [result for result, u in zip(results, unknown_outs, strict=True) if u]
 
 
 def _run_linear(*args: Any, **params: Any) -> list[Any]:
-    own, _ = _of_loop(params)
+    own, _ = _loop_params(params)
     return _unknown_results(WHILE.bind(*args[params["kept"] :], **own), params)
 
 
-def _linear_types(*avals: Any, **params: Any) -> Any:
-    results, effects = WHILE.abstract_eval(*avals[params["kept"] :], **_of_loop(params)[0])
+def _types_of_linear(*avals: Any, **params: Any) -> Any:
+    results, effects = WHILE.abstract_eval(*avals[params["kept"] :], **_loop_params(params)[0])
     return _unknown_results(results, params), effects
 
 
-def _linear_batched(axis: Any, args: Any, places: Any, **params: Any) -> Any:
-    own, ours = _of_loop(params)
+def _batch_linear(axis: Any, args: Any, places: Any, **params: Any) -> Any:
+    own, ours = _loop_params(params)
     args, places = args[params["kept"] :], places[params["kept"] :]
     return tuple(
-        _unknown_results(each, params) for each in batched(axis, args, places, **own, **ours)
+        _unknown_results(each, params) for each in batch_loop(axis, args, places, **own, **ours)
     )
 
 
-def _linear_forward(primals: Any, tangents: Any, **params: Any) -> Any:
-    own, ours = _of_loop(params)
+def _jvp_of_linear(primals: Any, tangents: Any, **params: Any) -> Any:
+    own, ours = _loop_params(params)
     primals, tangents = primals[params["kept"] :], tangents[params["kept"] :]
     return tuple(
         _unknown_results(each, params)
-        for each in differentiated_forward(primals, tangents, **own, **ours)
+        for each in differentiate_forward(primals, tangents, **own, **ours)
     )
 
 
 _LINEAR.multiple_results = True
 _LINEAR.def_impl(_run_linear)
-_LINEAR.def_effectful_abstract_eval(_linear_types)
+_LINEAR.def_effectful_abstract_eval(_types_of_linear)
 mlir.register_lowering(_LINEAR, mlir.lower_fun(_run_linear, multiple_results=True))
-batching.fancy_primitive_batchers[_LINEAR] = _linear_batched
-ad.primitive_jvps[_LINEAR] = _linear_forward
-ad.primitive_transposes[_LINEAR] = _linear_transposed
-ad.primitive_transposes[CHECKPOINTED_WHILE] = _transposed
-pe.custom_partial_eval_rules[CHECKPOINTED_WHILE] = _linearised
+batching.fancy_primitive_batchers[_LINEAR] = _batch_linear
+ad.primitive_jvps[_LINEAR] = _jvp_of_linear
+ad.primitive_transposes[_LINEAR] = _transpose_linear
+ad.primitive_transposes[CHECKPOINTED_WHILE] = _transpose_loop
+pe.custom_partial_eval_rules[CHECKPOINTED_WHILE] = _linearise

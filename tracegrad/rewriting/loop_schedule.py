@@ -1,19 +1,19 @@
-"""The schedule of a loop's checkpoints: which states are kept, and how steps are replayed.
+"""The schedule of a loop's checkpoints: which states are kept, and which steps are replayed.
 
-The number of steps is not known in the forward pass. It keeps at most ``slots + 1`` states at even
-distances: one every ``1 << level`` steps and, when all places are full, one every ``2 << level``,
-which replaces, from the left, the states that lie between two others. In the backward pass the
-number is known. The steps between two kept states are replayed by the binomial schedule, which is
-optimal for a known number, with `slots` places; the kept state has the first of them. That makes
-``2 * slots`` states at a time, and the one that is differentiated.
+The number of steps is not known in the forward pass. The forward pass keeps at most ``slots + 1``
+states at even distances: a state every ``1 << level`` steps and, when all places are full, a state
+every ``2 << level`` steps, which replaces, from the left, the states that lie between two others.
+In the backward pass the number is known. The steps between two kept states are replayed by the
+binomial schedule, which is optimal for a known number, with `slots` places; the kept state has the
+first of them. That makes ``2 * slots`` states at a time, and the state that is differentiated.
 
-So this replays no more steps than the binomial optimum of `slots` states (Griewank and Walther,
-*Revolve*, 2000), which knows the number of steps from the start. The second half of the memory
-makes up for not knowing it. With `slots` states in all that is not possible (Stumm and Walther,
+So this schedule replays no more steps than the binomial optimum of `slots` states (Griewank and
+Walther, *Revolve*, 2000), which knows the number of steps from the start. The second half of the
+memory makes up for the unknown number. `slots` states in all are not enough (Stumm and Walther,
 *New algorithms for optimal online checkpointing*, 2010): for each strategy with two states there is
-a number of steps for which it replays 1.177 times as many steps as the optimum for that number;
-with three states 1.101 times, with four 1.07 times (found by trying all strategies, for numbers up
-to 300, 120 and 40).
+a number of steps for which the strategy replays 1.177 times as many steps as the optimum for that
+number; with three states 1.101 times, with four 1.07 times (found by trying all strategies, for
+numbers up to 300, 120 and 40).
 
 The functions take integers of NumPy or of JAX (`np` is the module), so that a test can count the
 steps without running a loop.
@@ -37,9 +37,9 @@ _MOST_REPETITIONS = 192
 def place_of_state(position: Any, places: int, np: Any) -> Any:
     """Returns the place of the state after `position` steps, if that state is kept.
 
-    The first states fill the places in order. A later state replaces the state that is
-    ``places << (level - 1)`` steps before it if the number of places is odd. If it is even, the
-    initial state keeps the first place, and the others count as an odd number of places.
+    The first states fill the places in order. If the number of places is odd, a later state
+    replaces the state that is ``places << (level - 1)`` steps before it. If the number is even, the
+    initial state keeps the first place, and the other places count as an odd number of places.
     """
     if places % 2:
         return np.fmod(position, places)
@@ -47,27 +47,17 @@ def place_of_state(position: Any, places: int, np: Any) -> Any:
 
 
 def next_to_keep(position: Any, level: Any, places: int, np: Any) -> tuple[Any, Any]:
-    """Returns the position of the next state to keep, and the level from then on.
-
-    A position is a number of steps from the start.
-
-    Args:
-      position: the position of the last kept state.
-      level: the level until now.
-      places: the number of places, at least 2.
-    """
+    """Returns the position of the next state to keep, and the level from then on. A position is a
+    number of steps from the start. `position` is the position of the last kept state; there are at
+    least 2 places."""
     level = np.where((position >> level) < places - 1, level, level + 1)
     return ((position >> level) + 1) << level, level
 
 
 def last_before(end: Any, level: Any, positions: Any, np: Any) -> Any:
-    """Returns the position of the last kept state before a position.
-
-    Args:
-      end: that position, at least 1.
-      level: the level at the end of the forward pass.
-      positions: i32[places]: the positions of the kept states.
-    """
+    """Returns the position of the last kept state before `end`, which is at least 1. `level` is the
+    level at the end of the forward pass; `positions`, i32[places], has the positions of the kept
+    states."""
     finer = np.maximum(level - 1, 0)
     near, far = ((end - 1) >> finer) << finer, ((end - 1) >> level) << level
     is_kept = positions[place_of_state(near, len(positions), np)] == near
@@ -75,8 +65,8 @@ def last_before(end: Any, level: Any, positions: Any, np: Any) -> Any:
 
 
 def reaches(slots: int) -> numpy.ndarray[Any, Any]:
-    """Returns i32[slots + 1, repetitions]: the largest number of steps that s slots can reverse
-    without replaying a step more than r times, at [s, r]."""
+    """Returns i32[slots + 1, repetitions]: at [s, r], the largest number of steps that s slots can
+    reverse without replaying a step more than r times."""
     repetitions = 2
     while comb(slots + repetitions, slots) < _MOST_STEPS and repetitions < _MOST_REPETITIONS:
         repetitions += 1

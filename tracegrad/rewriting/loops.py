@@ -24,26 +24,29 @@ def checkpointed_loop(
     known at tracing. Nested loops in a match get reverse mode too.
 
     Args:
-      where: a selector of while loops, or of operations that contain some. None: the whole program.
-      checkpoints: the number of states of a loop that the forward pass keeps, beside the first. The
-        backward pass keeps nearly as many more. So memory is at most ``2 * checkpoints`` times the
-        loop's carry, plus what the backward pass of one step needs, for any number of steps. Up to
-        ``checkpoints + 1`` steps, none is run again; up to ``checkpoints**2 / 2`` steps, each is
-        run again at most once. Beyond, no more steps are run again than by the optimal schedule
-        for as many states and a number of steps known from the start.
+      where: a selector of while loops, or of operations that contain while loops. None: the whole
+        program.
+      checkpoints: the number of states of a loop that the forward pass keeps, beside the first
+        state. The backward pass keeps nearly as many more. So memory is at most ``2 * checkpoints``
+        times the loop's carry, plus the memory for the backward pass of one step, for any number of
+        steps. Up to ``checkpoints + 1`` steps, no step runs again; up to ``checkpoints**2 / 2``
+        steps, each step runs again at most once. Beyond, no more steps run again than by the
+        optimal schedule for as many states and a number of steps known from the start.
       missing_ok: whether `where` may match nothing; always true for None.
 
     Returns:
       A rule. Values and forward mode do not change, and the compiled program changes only if
       something is differentiated in reverse. Derivatives of any order, `jax.vmap` (also if the
-      numbers of steps differ), `jax.checkpoint` and the like work with it. Applied to a program, it
-      raises GraphError if a match contains no while loop, or one with an effect in each step. With
-      None, such a loop is an error only if something differentiates it in reverse.
+      numbers of steps differ), `jax.checkpoint` and the like work with the rule. Applied to a
+      program, it raises GraphError if a match contains no while loop, or a loop with an effect in
+      each step. With None, a loop with an effect is an error only if something differentiates it in
+      reverse.
 
     In a batch, an element that takes no step adds nothing to a gradient, even if its step would
-    divide by zero; unless it divides by a value that the loop closes over, which is no state.
+    divide by zero. (An exception is a division by a value that the loop closes over, which is no
+    state.)
 
-    The number of steps may depend on the differentiated inputs; the gradient is that of the steps
+    The number of steps may depend on the differentiated inputs; the rule differentiates the steps
     that were run, as if their number were constant. So the gradient of a bisection is zero, since
     its steps only compare.
 
@@ -80,16 +83,14 @@ def checkpointed_loop(
     return MatchRule(
         "checkpointed_loop",
         where,
-        lambda graph, matches: edit(graph, _loops_of(graph, matches)),
+        lambda graph, matches: edit(graph, _find_loops(graph, matches)),
         missing_ok,
     )
 
 
-def _loops_of(graph: Graph, matches: Sequence[Occurrence]) -> list[Occurrence]:
+def _find_loops(graph: Graph, matches: Sequence[Occurrence]) -> list[Occurrence]:
     """Returns the while loops in matches, except loops whose derivative a custom gradient replaces.
-
-    Raises GraphError for a match without a loop, and for a loop whose steps cannot be run again.
-    """
+    Raises GraphError for a match without a loop, and for a loop whose steps cannot run again."""
     found: dict[tuple[object, Node], Occurrence] = {}
     for matched in matches:
         holds = within([matched])
@@ -115,7 +116,7 @@ def _is_pure(found: Occurrence) -> bool:
 
 
 def _require_pure(graph: Graph, loop: Occurrence) -> None:
-    """Raises GraphError for a loop with effects in its steps, since the steps are run again."""
+    """Raises GraphError for effects, since the steps run again."""
     if _is_pure(loop):
         return
     holds = within([loop])

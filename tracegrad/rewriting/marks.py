@@ -1,11 +1,11 @@
 """Extracts intermediate values and cotangents of a loss that a traced function differentiates.
 
-The program of a train step that calls `jax.grad` has the forward and backward passes of the loss,
-in which a selector can no longer find the operations of the loss. So a rule in force marks the
-loss before it is differentiated. A mark is an identity operation on a value that leaves a match.
-For a value, the mark is in the forward pass; for a gradient, there is one mark in the forward pass
-and one in the backward pass. Marks stay in the traced program. When the step has been traced, the
-marks are found, and their results become outputs of the program.
+The program of a train step that calls `jax.grad` has the forward and backward passes of the loss. A
+selector can no longer find the operations of the loss there. So a rule in force marks the loss
+before it is differentiated. A mark is an identity operation on a value that leaves a match. For a
+value, the mark is in the forward pass; for a gradient, there is one mark in the forward pass and
+one mark in the backward pass. Marks stay in the traced program. When the step has been traced, the
+results of the marks become outputs of the program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tracegrad.rewriting.edits import matches_of, place_name
 from tracegrad.tracing.in_force import Force, in_force
 
 # Parameters of a mark: `place` is the number of the match; `index` the number of the value among
-# those that leave the match; `what` is `_VALUE`, `_COTANGENT` (the cotangent of a value),
+# the values that leave the match; `what` is `_VALUE`, `_COTANGENT` (the cotangent of a value),
 # `_DIFFERENTIATED` (a value that is differentiated) or `_CONSTANT` (a value that is not).
 _MARK = _jax.identity_primitive("mark")
 _CUSTOM_VJP = _jax.CUSTOM_VJP.name
@@ -38,7 +38,7 @@ class Shown:
 
     Attributes:
       at: the operation that returns the value or cotangent; the value's operation if `is_zero`.
-      is_zero: whether no cotangent arrives, so that it is zeros with the type of the value.
+      is_zero: whether no cotangent arrives; then the cotangent is zeros of the value's type.
     """
 
     at: Occurrence
@@ -47,11 +47,7 @@ class Shown:
 
 class Marks:
     """A rule that marks the values that leave each match, in functions that are differentiated.
-
-    Args:
-      where: selects the matches.
-      gradients: whether to mark the cotangents of the values, and not the values.
-    """
+    With `gradients`, marks their cotangents instead."""
 
     def __init__(self, where: Selector, gradients: bool):
         self._where, self._gradients = where, gradients
@@ -67,7 +63,7 @@ class Marks:
                 refuse_references(region, match.nodes, match)
                 values = [value for value in values if has_gradient(value)]
             self._places.append((place_name(match), str(match), len(values)))
-        identity = _with_cotangent if self._gradients else _with_value
+        identity = _mark_cotangent if self._gradients else _mark_value
         wanted = has_gradient if self._gradients else lambda value: True
 
         def marking(match: Occurrence) -> Callable[[Any], Any]:
@@ -85,16 +81,13 @@ class Marks:
         return f"{name}({self._where!r})"
 
     def trace(self, trace: Callable[[], Graph]) -> Graph:
-        """Calls `trace` with this rule in force; returns a graph with marks."""
         with in_force(Force([self])):
             return trace()
 
     def shown(self, program: Graph) -> list[tuple[str, list[Shown]]]:
-        """Returns the name of each match, and the values that leave it, once for each call.
-
-        Raises GraphError for a match whose gradient the program does not compute.
-        """
-        found = _found(program)
+        """Returns the name of each match, and the values that leave the match, once for each call.
+        Raises GraphError for a match whose gradient the program does not compute."""
+        found = _find_marks(program)
         if not self._gradients:
             kinds = [(_VALUE, False)]
         else:
@@ -109,19 +102,19 @@ class Marks:
                     for what, is_zero in kinds
                 ]
                 ways.append(next(filter(None, here), []))
-                # Some values of a match (statistics beside activations) may be constant. It is an
-                # error only if all of them are.
+                # Some values of a match (statistics beside activations) may be constant. All of
+                # them constant is an error.
                 is_computed |= not here[-1] or ways[-1] is not here[-1]
             if self._gradients and not is_computed:
-                raise GraphError(_not_computed(self, text))
+                raise GraphError(_not_computed_message(self, text))
             # No item if the program does not contain the match; several if it is called repeatedly.
             for all_of_one in zip(*ways, strict=False):
                 answer.append((name, list(all_of_one)))
         return answer
 
 
-def _found(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
-    """Finds the operations of each mark in a program, in order of execution."""
+def _find_marks(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
+    """In order of execution."""
     found: dict[tuple[str, int, int], list[Occurrence]] = {}
     for occurrence in program.walk():
         if occurrence.node.primitive is _MARK:
@@ -137,7 +130,7 @@ def _found(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
     return found
 
 
-def _not_computed(rule: object, match: str) -> str:
+def _not_computed_message(rule: object, match: str) -> str:
     return (
         f"{rule!r}: {match} does not depend on anything that the function differentiates with "
         "respect to, so its gradient is not computed. Exclude the match from the selector, or "
@@ -145,11 +138,11 @@ def _not_computed(rule: object, match: str) -> str:
     )
 
 
-def _with_value(place: int, index: int) -> Callable[[Any], Any]:
+def _mark_value(place: int, index: int) -> Callable[[Any], Any]:
     return lambda value: _MARK.bind(value, what=_VALUE, place=place, index=index)
 
 
-def _with_cotangent(place: int, index: int) -> Callable[[Any], Any]:
+def _mark_cotangent(place: int, index: int) -> Callable[[Any], Any]:
     def mark(value: Any, what: str) -> Any:
         return _MARK.bind(value, what=what, place=place, index=index)
 

@@ -25,8 +25,7 @@ from tracegrad.rewriting.edits import (
 )
 
 Edit = Callable[[Graph, Sequence[Occurrence]], Graph]
-# identity(place): an identity function with another tangent; `place`: the name of the place where
-# it is put.
+# identity(place): an identity function with another tangent, to put at a place of this name.
 Identity = Callable[[str], Callable[[Any], Any]]
 P = ParamSpec("P")
 
@@ -35,9 +34,9 @@ P = ParamSpec("P")
 class MatchRule:
     """A rule: its name, the selector that finds its matches, and the edit at the matches.
 
-    ``edit(graph, matches)`` returns the edited graph. For parameters (`match.param`),
-    ``identity(path)`` returns the function that a parameter is passed through. If that function
-    refuses forward mode, ``identity_again(path)`` returns one that leaves tangents as they are.
+    ``edit(graph, matches)`` returns the edited graph. For parameters (`match.param`), a parameter
+    passes through the function ``identity(path)``. If that function refuses forward mode,
+    ``identity_again(path)`` is a function that does not change tangents.
 
     A call of the rule raises:
       NoMatchError: nothing matches (unless `missing_ok`).
@@ -64,7 +63,7 @@ class MatchRule:
         return isinstance(self.where, Parameters)
 
     def parameters_in(self, graph: Graph) -> dict[Value, str]:
-        """Returns the parameters of a graph at which the rule acts; {} for a rule on operations."""
+        """Empty for a rule on operations."""
         if not isinstance(self.where, Parameters):
             return {}
         known = parameters_of(graph).items()
@@ -79,21 +78,21 @@ class MatchRule:
         if isinstance(self.where, Parameters):
             found = self.parameters_in(graph)
             check_parameters(found, self.where, graph, self.missing_ok, self)
-            return _behind(graph, found, self.identity)
+            return _apply_to_parameters(graph, found, self.identity)
         matches = matches_of(self.where, graph, self.missing_ok, self)
         return self.edit(graph, matches) if matches else graph
 
     def again(self, graph: Graph) -> Graph:
         """Applies the rule to a graph that takes derivatives on which the rule has acted.
 
-        A rule for parameters acts on every gradient with respect to a parameter. In forward mode
-        the tangent of a gradient is that of what the rule made of the gradient.
+        A rule for parameters acts on every gradient with respect to a parameter. In forward mode,
+        the tangent of a gradient is the tangent of the gradient after the rule.
         """
         if not isinstance(self.where, Parameters):
             return self(graph)
         found = self.parameters_in(graph)
         check_parameters(found, self.where, graph, True, self)
-        return _behind(graph, found, self.identity_again or self.identity)
+        return _apply_to_parameters(graph, found, self.identity_again or self.identity)
 
     @property
     def has_tangents(self) -> bool:
@@ -106,24 +105,27 @@ class MatchRule:
     def __repr__(self) -> str:
         room = "" if self.name == "edit" else "rules."
         if self.text is not None or self.made_by is None:
-            return f"{room}{self.name}({_shown(self.where) if self.text is None else self.text})"
+            argument = _describe_argument(self.where) if self.text is None else self.text
+            return f"{room}{self.name}({argument})"
         where, *_ = parameters = inspect.signature(self.made_by.func).parameters
         given = {**dict(zip(parameters, self.made_by.args, strict=False)), **self.made_by.keywords}
-        texts = [f"{'' if name == where else f'{name}='}{_shown(x)}" for name, x in given.items()]
+        texts = [
+            f"{'' if name == where else f'{name}='}{_describe_argument(x)}"
+            for name, x in given.items()
+        ]
         return f"{room}{self.name}({', '.join(texts)})"
 
 
-def _behind(graph: Graph, found: Mapping[Value, str], identity: Identity | None) -> Graph:
+def _apply_to_parameters(
+    graph: Graph, found: Mapping[Value, str], identity: Identity | None
+) -> Graph:
     assert identity is not None
     return behind_inputs(graph, {value: identity(path) for value, path in found.items()})
 
 
 def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
-    """Decorates a function that makes rules: the repr of a rule shows the function's arguments, and
-    a pickled rule is these arguments.
-
-    The selector is shown by position, the other arguments by name.
-    """
+    """Decorates a function that makes rules: the repr of a rule shows the function's arguments, the
+    selector by position and the others by name; and pickling a rule stores these arguments."""
 
     @functools.wraps(make)
     def shown(*args: P.args, **kwargs: P.kwargs) -> MatchRule:
@@ -133,7 +135,7 @@ def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
     return shown
 
 
-def _shown(argument: object) -> str:
+def _describe_argument(argument: object) -> str:
     if isinstance(argument, Selector):
         return repr(argument)
     if isinstance(argument, jax.Array | np.ndarray):
@@ -142,9 +144,8 @@ def _shown(argument: object) -> str:
 
 
 def of_arrays(edit: Edit) -> Edit:
-    """Wraps an edit of arrays, so that it raises GraphError if a match has effects on a Ref. It
-    raises if a match makes a Ref that other operations use, or writes to one: gradients that flow
-    through the Ref would bypass the edit."""
+    """Makes an edit raise GraphError if a match makes a Ref that other operations use, or writes to
+    one: gradients that flow through the Ref would bypass the edit."""
 
     def of_matches(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
         for match in matches:
@@ -158,15 +159,14 @@ def around(
     function: Callable[..., Any],
     depends_on: Callable[[Occurrence], Hashable] = lambda match: None,
 ) -> Edit:
-    """Returns an edit that replaces each match with ``function(op, *operands)``: `around_each`."""
+    """Returns an edit that replaces each match with ``function(op, *operands)``, by
+    `around_each`."""
     return lambda graph, matches: around_each(graph, matches, function, depends_on=depends_on).graph
 
 
 def behind(function: Callable[[Any], Any]) -> Edit:
-    """Returns an edit that passes each float value that leaves a match through an identity.
-
-    See `behind_each`.
-    """
+    """Returns an edit that passes each float value that leaves a match through an identity, by
+    `behind_each`."""
     return lambda graph, matches: (
         behind_each(graph, matches, lambda match: function, wanted=has_gradient).graph
     )

@@ -15,7 +15,7 @@ _finfo: Any = jnp.finfo  # JAX has no type annotations for it
 def over_largest(x: Any, axis: int | None = None, xp: Any = jnp) -> tuple[Any, Any]:
     """Returns an array divided by its largest absolute value along an axis, and that value.
 
-    Where that value is 0, NaN or Inf (or too small to divide by), returns the array unchanged, and
+    Where the value is 0, NaN or Inf (or too small to divide by), returns the array unchanged, and
     1. The norm of `x` is the second result times the norm of the first result, in which the sum of
     squares neither overflows nor underflows.
 
@@ -32,8 +32,8 @@ def over_largest(x: Any, axis: int | None = None, xp: Any = jnp) -> tuple[Any, A
 
 
 def near_one(x: Any, xp: Any = jnp) -> Any:
-    """Returns factors for absolute values: the reciprocal of the product is a normal number. XLA
-    divides by multiplying with the reciprocal, and treats subnormal numbers as zero."""
+    """Returns factors for absolute values, so that the reciprocal of the product is a normal
+    number. XLA divides by multiplying with the reciprocal, and treats subnormal numbers as zero."""
     return xp.where(x > 1, 1 / _FAR, _FAR).astype(x.dtype)
 
 
@@ -41,52 +41,50 @@ def near_one(x: Any, xp: Any = jnp) -> Any:
 
 
 def within_value(x: Any, limit: float) -> Any:
-    """Limits the absolute value of each entry, real or complex, to `limit`."""
+    """Limits the absolute value of each entry, real or complex."""
     if limit == jnp.inf:
         return x
-    limit = _capped(limit, x.dtype)
+    limit = _cap_limit(limit, x.dtype)
     if not jnp.iscomplexobj(x):
         bound = jnp.asarray(limit, x.dtype)
         # `jnp.clip` halves the derivative at entries that are equal to the limit.
         return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
-    return _limited(x, limit, axis=0)
+    return _limit_norm(x, limit, axis=0)
 
 
 def within_norm(x: Any, limit: float) -> Any:
-    """Scales an array down to the Euclidean norm `limit`, if its norm is larger."""
     if limit == jnp.inf:
         return x
-    return _limited(x, _capped(limit, x.dtype), axis=None)
+    return _limit_norm(x, _cap_limit(limit, x.dtype), axis=None)
 
 
-def _capped(limit: float, dtype: Any) -> float:
+def _cap_limit(limit: float, dtype: Any) -> float:
     """Caps a finite limit at the type's largest number, so that infinite entries become finite."""
     return min(float(limit), float(_finfo(dtype).max))
 
 
-def _parts(x: Any) -> Any:
+def _to_real_parts(x: Any) -> Any:
     """Returns real and, if complex, imaginary parts along a new first axis, as float32 or wider."""
     if jnp.iscomplexobj(x):
         return jnp.stack([jnp.real(x), jnp.imag(x)])
     return at_least_32_bits(x)[None]
 
 
-def _from_parts(parts: Any, dtype: Any) -> Any:
+def _from_real_parts(parts: Any, dtype: Any) -> Any:
     return jax.lax.complex(*parts) if len(parts) == 2 else parts[0].astype(dtype)
 
 
 def at_least_32_bits(x: Any) -> Any:
-    """Converts floats of less than 32 bits to float32, and leaves others as they are."""
     return x.astype(jnp.float32) if _finfo(x.dtype).bits < 32 else x
 
 
 @functools.partial(jax.jit, static_argnames="axis")  # traced and lowered once for all matches
-def _limited(given: Any, limit: float, axis: int | None) -> Any:
-    """Limits the Euclidean norm of the `_parts` of an array along an axis.
+def _limit_norm(given: Any, limit: float, axis: int | None) -> Any:
+    """Limits the Euclidean norm of the `_to_real_parts` of an array along an axis.
 
     Next to an infinite entry, finite entries count as 0. An array with a NaN stays as it is.
     """
-    x = _parts(given)
+    x = _to_real_parts(given)
     infinite = jnp.isinf(x)
     has_infinite = jnp.any(infinite, axis, keepdims=True)
     has_infinite &= ~jnp.any(jnp.isnan(x), axis, keepdims=True)
@@ -95,5 +93,5 @@ def _limited(given: Any, limit: float, axis: int | None) -> Any:
     squares = jnp.sum(jnp.square(x), axis=axis, keepdims=True)
     norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # no NaN in derivatives at zero
     exceeds = has_infinite | ((squares > 0) & (largest > limit / norm))
-    limited = _from_parts(limit * (x / norm), given.dtype)
+    limited = _from_real_parts(limit * (x / norm), given.dtype)
     return jnp.where(jnp.squeeze(exceeds, axis), limited, given)

@@ -1,7 +1,7 @@
 """The argument `op` of a gradient function `grad(op, *dys)`, and the check of its results.
 
-All gradient functions have this form: of overridden gradients, of registered ones, and of NumPy
-functions.
+The gradient functions of overridden gradients, of registered gradients, and of NumPy functions all
+have this form.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class StandsForArray(Protocol):
 class GradientOperation:
     """The operation whose gradient a gradient function computes.
 
-    `inputs` and `outputs` are its arrays, `params` its other parameters, `name` its name. It
-    corresponds to ``tf.Operation`` in a gradient function of TensorFlow.
+    `inputs` and `outputs` are its arrays, `params` its other parameters, `name` its name. The model
+    is ``tf.Operation`` in a gradient function of TensorFlow.
     """
 
     inputs: tuple[Any, ...]
@@ -54,28 +54,21 @@ class GradientOperation:
         return f"<GradientOperation {self.name}({inputs}) -> ({outputs})>"
 
 
-def checked_cotangents(
+def check_cotangents(
     answer: Any,
     op: GradientOperation,
     where: object = None,
     grad: Callable[..., Any] | None = None,
 ) -> tuple[Any, ...]:
-    """Checks the result of a gradient function; returns one cotangent or None per input.
+    """Checks the result of a gradient function; returns, for each input, an array of its shape and
+    dtype, or None.
 
-    Args:
-      answer: the result: a sequence of one array (or number, or None) per input; for a single input
-        also the array alone. The entry for an input that has no gradient, such as an integer, is
-        ignored.
-      op: the operation that the function got.
-      where: the place of the operation, for messages: an `Origin`, or words.
-      grad: the gradient function, for messages.
+    `answer` is a sequence of one array (or number, or None) per input; for a single input also the
+    array alone. The entry for an input that has no gradient, such as an integer, is ignored.
+    `where`, an `Origin` or words, and `grad` are for messages.
 
-    Returns:
-      For each input an array of its shape and dtype, or None.
-
-    Raises:
-      ValueError: the number of gradients or the shape of a gradient is wrong.
-      TypeError: the dtype of a gradient is wrong, or it is not an array.
+    Raises ValueError for a wrong number of gradients or a wrong shape, and TypeError for a wrong
+    dtype, or for a gradient that is not an array.
     """
     given = list(answer) if isinstance(answer, tuple | list) else [answer]
 
@@ -97,29 +90,23 @@ def checked_cotangents(
 
     def checked(i: int) -> Any:
         aval = jax.typeof(op.inputs[i])
-        return checked_cotangent(given[i], aval, function, lambda: f"input {i}", others)
+        return check_cotangent(given[i], aval, function, lambda: f"input {i}", others)
 
     return tuple(map(checked, range(len(given))))
 
 
-def checked_cotangent(
+def check_cotangent(
     gradient: Any,
     expected: Any,
     function: Callable[[], str],
     name: Callable[[], str],
     others: Callable[[], str] = str,
 ) -> Any:
-    """Returns a gradient as an array of the type of its input; None if there is none.
+    """Returns a gradient as an array of the type of its input; None if there is no gradient.
 
-    Args:
-      gradient: the result of a gradient function for one input.
-      expected: the type of that input.
-      function: returns the gradient function and its owner, for messages:
-        ``" 'grad' (a.py:1) of mod"``.
-      name: returns the user's name for the input, for messages.
-      others: returns words about the other inputs, for messages.
-
-    Raises ValueError or TypeError as `checked_cotangents`.
+    For messages, `function` returns the gradient function and its owner, as in ``" 'grad' (a.py:1)
+    of mod"``, `name` the user's name for the input, and `others` words about the other inputs.
+    Raises ValueError or TypeError as `check_cotangents`.
     """
     if gradient is None or not _jax.has_gradient(expected):
         return None  # an integer input has no gradient, whatever was returned for it

@@ -12,7 +12,7 @@ from tracegrad import _jax
 from tracegrad.ir.closures import may_hold_tracers
 from tracegrad.ir.editing import Op
 from tracegrad.ir.frames import CHANGES_GRADIENT
-from tracegrad.rewriting.operation import GradientOperation, checked_cotangents
+from tracegrad.rewriting.operation import GradientOperation, check_cotangents
 from tracegrad.rewriting.traced_gradients import dense, with_traced_gradient
 from tracegrad.tracing.in_force import without_rules
 from tracegrad.tracing.signatures import require_takes
@@ -21,15 +21,12 @@ GradientFunction = Callable[..., Any]
 
 
 def require_gradient_function(grad: GradientFunction) -> None:
-    """Raises TypeError if `grad` cannot be called as ``grad(op, dy)``."""
     require_takes(grad, 2, "gradient function grad(op, *dys)")
 
 
 def overriding(grad: GradientFunction, name: str | None = None) -> Callable[..., list[Any]]:
-    """Returns ``function(op, *operands)``, which gives a match another gradient.
-
-    `name`: the name of the function with the custom gradient; default: the name of the match.
-    """
+    """Returns ``function(op, *operands)``, which gives a match another gradient. `name` is the name
+    of the function with the custom gradient; default: the name of the match."""
 
     def overridden(op: Op, *operands: Any) -> list[Any]:
         def primal(*operands: Any) -> list[Any]:
@@ -49,15 +46,10 @@ def with_gradient(
     where: object,
     is_told: bool = False,
 ) -> Callable[..., list[Any]]:
-    """Returns `primal` with the gradient function ``grad(op, *dys)``.
-
-    Args:
-      primal: a function from arrays to a list of arrays.
-      params, name: attributes of `op`.
-      where: the place of the operation, for messages.
-      is_told: whether to call ``grad(op, *dys, active=positions)``, where `positions` are those of
-        the inputs that are differentiated.
-    """
+    """Returns `primal`, a function from arrays to a list of arrays, with the gradient function
+    ``grad(op, *dys)``; with `is_told`, ``grad(op, *dys, active=positions)``, with the positions of
+    the differentiated inputs. `params` and `name` are attributes of `op`, and `where` is the place
+    of the operation, for messages."""
 
     def gradient(
         inputs: Any, outputs: Any, dys: Sequence[Any], **told: Sequence[int]
@@ -65,7 +57,7 @@ def with_gradient(
         op = GradientOperation(inputs, outputs, params, name)
         with without_rules():  # else this rule would apply to derivatives that `grad` takes
             answer = grad(op, *dys, **told)
-        return checked_cotangents(answer, op, where, grad)
+        return check_cotangents(answer, op, where, grad)
 
     @CHANGES_GRADIENT
     def backward(
@@ -90,7 +82,7 @@ def with_tangents(
 ) -> Callable[..., list[Any]]:
     """Returns `primal`, a function from arrays to a list of arrays, with a JVP.
     ``differentiated(primals, active, tangents)`` returns the results and their tangents; `tangents`
-    are those of the operands at the positions `active`."""
+    are the tangents of the operands at the positions `active`."""
     primal.__name__ = primal.__qualname__ = name
     rule: Any = jax.custom_jvp(primal)
 

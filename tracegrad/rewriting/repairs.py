@@ -44,11 +44,11 @@ from tracegrad.rewriting.overriding import with_gradient
 def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> MatchRule:
     """Keeps zero cotangents zero in the backward pass: 0 * inf gives 0, and so does 0 * nan.
 
-    `jnp.where` selects one of two values, and gives the other a cotangent of zero. If the
+    `jnp.where` selects one of two values, and gives the other value a cotangent of zero. If the
     derivative of the other value is infinite, zero times infinity is NaN, and the whole gradient is
-    lost. With this rule, an elementwise operation maps a zero cotangent to zero, whatever its
-    derivative is, and a matrix product or convolution leaves out the terms whose cotangent is zero
-    and whose factor is not finite.
+    lost. With this rule, an elementwise operation maps a zero cotangent to zero for any derivative,
+    and a matrix product or convolution omits the terms whose cotangent is zero and whose factor is
+    not finite.
 
     Args:
       where: a selector; the rule changes the operations in its matches whose derivative may not be
@@ -153,8 +153,7 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
 
 class _Within(Selector):
     """Selects the single nodes in a selector's matches for which `is_concerned` is true. ``where &
-    match.where(is_concerned)`` would do so too, but for a scope with only such nodes it gives the
-    scope as one match."""
+    match.where(is_concerned)`` would select a scope with only such nodes as one match."""
 
     def __init__(self, where: Selector, is_concerned: Callable[[Occurrence], bool]):
         super().__init__(*where.patterns)
@@ -177,9 +176,8 @@ def _is_vjp_rule(found: Occurrence) -> bool:
 
 
 def _finite_gradient(node: Node, closed_over: int) -> Any:
-    """Returns the gradient function of a node's rule, with zeros instead of NaN and Inf. It
-    replaces them only if all cotangents of the results are finite. The first `closed_over` operands
-    get no gradient."""
+    """Returns the gradient function of a node's rule, with zeros instead of NaN and Inf if all
+    cotangents of the results are finite. The first `closed_over` operands get no gradient."""
 
     def gradient(op: Any, *dys: Any, active: Sequence[int] | None = None) -> list[Any]:
         places = range(closed_over, len(op.inputs)) if active is None else active
@@ -197,12 +195,12 @@ def _finite_gradient(node: Node, closed_over: int) -> Any:
     return gradient
 
 
-def _zeros_for_bad(cotangent: Any, came_in: Any) -> Any:
+def _replace_not_finite(cotangent: Any, came_in: Any) -> Any:
     return jnp.where(came_in | jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
 
 
-# Its tangent is that of the identity, so forward mode, the transpose of the rule, does not change.
-_finite = _jax.with_tangent(_zeros_for_bad, lambda primals, tangents: tangents[0], "_finite")
+# It has the tangent of the identity, so forward mode, the transpose of the rule, does not change.
+_finite = _jax.with_tangent(_replace_not_finite, lambda primals, tangents: tangents[0], "_finite")
 """Replaces NaN and Inf in a cotangent with zero, unless `came_in`: an incoming one was not finite.
 """
 
@@ -219,16 +217,16 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
     else's code.
 
     Args:
-      where: a selector; each match is one function with one result, which gets the gradient of the
-        identity with respect to its input of the same type. If several inputs have that type, it
-        is the one that depends on an argument of the program and that the function does not close
-        over; for `lax.clamp` the operand that is bounded.
+      where: a selector; each match is one function with one result. The function gets the gradient
+        of the identity with respect to its input of the result's type. Of several such inputs, the
+        rule takes the input that depends on an argument of the program and that the function does
+        not close over; for `lax.clamp`, the bounded operand.
       missing_ok: whether `where` may match nothing.
 
     Returns:
       A rule. It replaces the true derivative, finite or not, in forward mode too. Other inputs get
-      no gradient. Applied to a program, the rule raises GraphError for a match that has no such
-      input, or several.
+      no gradient. Applied to a program, the rule raises GraphError for a match with no such input,
+      or with several.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(w):
@@ -284,12 +282,11 @@ def positions_past(
     node: Node | None = None,
 ) -> list[int]:
     """Returns the positions of the operands that could get the gradient of a match by
-    `straight_through`: those that have the type of the match's one result.
+    `straight_through`: the operands with the type of the match's one result.
 
     Args:
-      operands, results: those of the match.
       varying: a mask for each value that depends on an argument of the program, if known. Without
-        it, a constant bound or threshold could get the gradient, which would be lost.
+        the masks, a constant bound or threshold could get the gradient, which would be lost.
       node: the match, if it is one node.
     """
     if len(results) != 1 or not has_gradient(results[0]):
@@ -307,10 +304,8 @@ def positions_past(
 
 
 def _is_closed_over(node: Node, position: int) -> bool:
-    """Whether an operand is a value that a function closes over.
-
-    JAX puts these operands before the arguments, and has no names for them.
-    """
+    """Whether an operand is a value that a function closes over. JAX puts these operands before the
+    arguments, and has no names for them."""
     if isinstance(node, CustomGradient):
         return position < node.closed_over
     hints = node.regions["jaxpr"].hints if node.primitive is _jax.JIT else ()

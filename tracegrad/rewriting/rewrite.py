@@ -47,18 +47,18 @@ class RewrittenFunction:
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """Returns the graph for arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
-        return self._traced(self._take(args, kwargs))
+        return self._trace_with_rules(self._take(args, kwargs))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         call = self._take(args, kwargs)
-        program = self._traced(call)
+        program = self._trace_with_rules(call)
         try:
             return call_traced(program, call)
         except Exception as error:
             explain_rule(error, lambda: program)
             raise
 
-    def _traced(self, call: Call) -> Graph:
+    def _trace_with_rules(self, call: Call) -> Graph:
         def trace() -> Graph:
             return trace_to_graph(self.__wrapped__, call, self._static)
 
@@ -129,14 +129,14 @@ def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = Fa
       where: a selector.
       function: ``function(op, *operands)``, in ``jax.numpy`` and the like. ``op(*operands)``
         computes the original operation, and may be called any number of times, or not at all;
-        ``op.match``, ``op.name`` and ``op.params`` describe it. The function returns the result,
-        or a list of results if the match has several, of the same shapes and dtypes. The operands
-        are those of `rules.override_gradient`.
+        ``op.match``, ``op.name`` and ``op.params`` describe it. The function returns the result, or
+        a list of results if the match has several, of the same shapes and dtypes. The operands are
+        the inputs in `rules.override_gradient`.
       missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. The code is traced into the program and is evaluated and differentiated like any
-      other code in it; the rules of `tracegrad.rules` are written in the same way. Applied to a
+      A rule. The code is traced into the program, and is evaluated and differentiated like the rest
+      of the program; the rules of `tracegrad.rules` are written in the same way. Applied to a
       program, the rule raises GraphError if the number, shapes or dtypes of the results differ.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
@@ -146,7 +146,7 @@ def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = Fa
     >>> print(half(jnp.array([-2.0, 3.0])), jax.grad(half)(jnp.array([-2.0, 3.0])))
     4.5 [0. 3.]
 
-    It corresponds to interception in qwix and in penzai, but edits a traced program.
+    The model is interception in qwix and in penzai; this rule edits a traced program.
     """
     require_takes(function, 1, "function(op, *operands)")
     return MatchRule("edit", where, of_arrays(around(function, lambda match: match)), missing_ok)

@@ -2,9 +2,9 @@
 
 Each function here makes a rule: a function ``Graph -> Graph``, for `tracegrad.rewrite`,
 ``tracegrad.trace(rules=...)``, or to call on a graph. All rules act at the matches of a selector
-(see `tracegrad.match`), some also on parameters (`match.param`). They do not change the values of
-the program, bit by bit, nor the operations that do not match. A rule of your own is any function
-from graph to graph.
+(see `tracegrad.match`), some also on parameters (`match.param`). Rules change no value of the
+program, bit by bit, and no operation that does not match. Any function from graph to graph can be a
+rule of your own.
 
 >>> import jax, jax.numpy as jnp, tracegrad as tg
 >>> def model(x):
@@ -92,8 +92,8 @@ def override_gradient(
       missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. If a match is inside of another match, of this rule or of an earlier one, the outer
-      match is taken: its gradient replaces the derivative of all operations in it.
+      A rule. If a match is inside of another match, of this rule or of an earlier rule, the outer
+      match counts: its gradient replaces the derivative of all operations in it.
 
     When a gradient is computed, the result of `grad` is checked: ValueError or TypeError for a
     wrong number, shape or dtype of cotangents, with the operation and its source line.
@@ -158,12 +158,13 @@ def recompute(
 
     Args:
       where: a selector; each match is recomputed by itself.
-      policy: which intermediates are saved nevertheless (`jax.checkpoint_policies`); None: none.
+      policy: the intermediates to save nevertheless (`jax.checkpoint_policies`); None: none.
       missing_ok: whether `where` may match nothing.
 
     Returns:
       A rule. Applied to a program, it raises GraphError if nodes of a match have effects, or if an
-      operation outside of a match depends on one of its nodes and leads to another.
+      operation outside of a match depends on a node of the match and leads to another node of the
+      match.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def model(x):
@@ -203,27 +204,27 @@ def clip_gradient(
     *,
     missing_ok: bool = False,
 ) -> MatchRule:
-    """Clips the cotangents of a match's outputs: the gradients that arrive from outside of it.
+    """Clips the cotangents of a match's outputs: the gradients that arrive from outside.
 
     Args:
       where: a selector; or `match.param`, for the gradients of parameters.
       max_norm: the largest Euclidean norm of the cotangent of an output; a cotangent with a larger
         norm is scaled down. If the function with the rule is mapped by `jax.vmap`, each example has
         its own norm; an array that the program itself maps has one norm. If entries are infinite,
-        the finite entries become zero: only the infinite ones give the direction. A cotangent with
-        a NaN is not changed.
+        the finite entries become zero: only the infinite entries give the direction. A cotangent
+        with a NaN is not changed.
       max_value: the largest absolute value of an element, applied first, as by ``jnp.clip``: an
         infinite element becomes the limit, and NaN stays NaN. Complex elements keep their phase.
       missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. Both limits hold for any cotangents, up to rounding: nothing in between overflows or
-      underflows, not even in half precision. They apply to the cotangents of a first derivative.
-      Higher derivatives differentiate the clipped first derivative, and do not clip again, as with
-      a `jax.custom_vjp` whose forward function returns its value; `override_gradient` acts on the
-      cotangents of higher derivatives too.
+      A rule. Both limits hold for any cotangents, up to rounding: no step of the computation
+      overflows or underflows, not even in half precision. The limits apply to the cotangents of a
+      first derivative. Higher derivatives differentiate the clipped first derivative, and do not
+      clip again, as with a `jax.custom_vjp` whose forward function returns its value;
+      `override_gradient` acts on the cotangents of higher derivatives too.
 
-    Raises ValueError if neither limit is given, or one is not positive.
+    Raises ValueError without a limit, and for a limit that is not positive.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> f = tg.rewrite(lambda x: 10.0 * jnp.sin(x), tg.rules.clip_gradient(
@@ -279,7 +280,8 @@ def scale_gradient(
       factor: a number or a scalar array, which may be a traced value. Negative: gradient reversal
         (Ganin and Lempitsky, 2015, for domain-adversarial training).
       inputs: positions of inputs (see `override_gradient`): the gradient of these inputs is
-        multiplied, and other inputs, such as weights, keep theirs. None: multiply at the outputs.
+        multiplied, and other inputs, such as weights, keep their gradients. None: multiply at the
+        outputs.
       missing_ok: whether `where` may match nothing.
 
     Returns:
@@ -307,9 +309,9 @@ def scale_gradient(
 def tap_gradient(
     where: Selector | Parameters, callback: Callable[[str, Any], Any], *, missing_ok: bool = False
 ) -> MatchRule:
-    """Calls a function with the gradients that arrive at a match's outputs from outside of it.
+    """Calls a function with the gradients that arrive at a match's outputs from outside.
 
-    `tracegrad.intermediate_gradients` returns them as values.
+    `tracegrad.intermediate_gradients` returns these gradients as values.
 
     Args:
       where: a selector; or `match.param`, for the gradients of parameters, by their paths.

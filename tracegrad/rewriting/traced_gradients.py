@@ -1,7 +1,7 @@
 """Traces gradient functions when they are defined, if they close over values of a trace.
 
-The values of an enclosing trace that a gradient function closes over become operands of its custom
-gradient. As operands they are differentiated, and do not outlive their trace.
+A gradient function may close over values of an enclosing trace. These values become operands of its
+custom gradient: as operands they are differentiated, and do not outlive their trace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tracegrad import _jax
 class OpenedProgram:
     """A traced function whose closed-over tracers and arrays have become arguments.
 
-    (To a tape, programs that close over different arrays would be different functions.)
+    (A tape would take programs that close over different arrays for different functions.)
     """
 
     program: Any
@@ -32,10 +32,8 @@ class OpenedProgram:
 
     @classmethod
     def of(cls, program: Any) -> tuple[OpenedProgram, list[Any]]:
-        """Splits a program into an `OpenedProgram` without those values, and the values.
-
-        The `OpenedProgram` may outlive the traces of the values.
-        """
+        """Splits a program into an `OpenedProgram` without the closed-over values, and the values.
+        The `OpenedProgram` may outlive the traces of the values."""
         constants = list(_jax.constants_of(program))
         captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c))
         values = [constants[i] for i in captured]
@@ -71,14 +69,12 @@ _tracing = _Tracing()
 def trace_gradient(
     gradient: Gradient, inputs: Sequence[Any], results: Sequence[Any]
 ) -> tuple[Callable[..., Sequence[Any]], list[Any]]:
-    """Traces a gradient function.
-
-    Returns a function ``run(captured, inputs, results, cotangents)``, and the values `captured`
+    """Returns a function ``run(captured, inputs, results, cotangents)``, and the values `captured`
     that the gradient function closes over.
 
-    The gradient function is not traced if it needs concrete values, or if another one is being
-    traced (a gradient function may call itself without end). If it raises an error, `run` raises
-    that error, when a gradient is computed.
+    The gradient function is not traced if it needs concrete values, or if another gradient function
+    is being traced (a gradient function may call itself without end). If the gradient function
+    raises an error, `run` raises that error, when a gradient is computed.
     """
 
     def untraced(captured: Any, *given: Any) -> Sequence[Any]:
@@ -124,14 +120,14 @@ def with_traced_gradient(
     known_by: Callable[..., Any],
     count: int | None = None,
 ) -> list[Any]:
-    """Calls ``run(*operands)``, with ``gradient(inputs, results, cotangents)`` as its gradient.
+    """Calls ``run(*operands)``, with ``gradient(inputs, results, cotangents)`` as its gradient,
+    traced.
 
     Args:
-      gradient: the gradient function, which is traced.
       results: arrays of the types of the results.
       known_by: the function whose mark (`ir.frames`) the rule gets.
       count: the number of operands, from the first on, that are inputs of `gradient`; default: all.
-        The others have no gradient.
+        The other operands have no gradient.
     """
     pullback, captured = trace_gradient(gradient, operands[:count], results)
 
@@ -153,7 +149,7 @@ def with_traced_gradient(
 
 
 def dense(cotangents: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Returns cotangents of results as arrays of their types, symbolic zeros as arrays of zeros."""
+    """Replaces symbolic zeros, and cotangents of results without a gradient, by arrays of zeros."""
     return [
         ct if _jax.has_gradient(out) and not isinstance(ct, SymbolicZero) else jnp.zeros_like(out)
         for ct, out in zip(cotangents, results, strict=True)

@@ -20,11 +20,11 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A context manager that yields a new file, which replaces `path` if the block does not raise.
+    """Yields a new file, which replaces `path` if the block does not raise.
 
-    The new file is in a new folder beside `path`. After the block it is flushed to the disk and
-    renamed, which file systems do atomically (rename(2)); then the parent folder is flushed. Each
-    writer has its own folder, so two writers never mix: the file of the last to finish stays. The
+    The new file is in a new folder beside `path`. After the block, the file is flushed to the disk
+    and renamed, which file systems do atomically (rename(2)); then the parent folder is flushed.
+    Each writer has its own folder, so two writers never mix: the file of the last writer stays. The
     permissions of an existing file are kept, and a symbolic link stays a symbolic link. If the
     block raises, the new file is removed.
 
@@ -47,14 +47,14 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
         ['greeting']
     """
     given = os.fsdecode(path)
-    with _named(given):
+    with _name_file_in_errors(given):
         target = os.path.realpath(given)
-        mode = _mode_of_existing(target)
+        mode = _read_mode(target)
         folder = os.path.dirname(target)
         own = os.path.join(folder, f"{PREFIX}{secrets.token_hex(8)}{SUFFIX}")
         os.mkdir(own)
     try:
-        with _named(given, own):
+        with _name_file_in_errors(given, own):
             partial = os.path.join(own, "file")
             with open(partial, "xb"):  # the block may replace it by a file with other permissions
                 mode = mode or stat.S_IMODE(os.stat(partial).st_mode)
@@ -68,9 +68,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     _sync_folder(folder, given)
 
 
-def _mode_of_existing(target: str) -> int | None:
-    """Returns the permissions of the file `target`; None if it does not exist. Raises OSError if
-    `target` is not a regular file or its folder does not exist."""
+def _read_mode(target: str) -> int | None:
+    """Raises OSError if `target` is not a regular file, or if its folder does not exist."""
     try:
         existing = os.stat(target)
     except FileNotFoundError:
@@ -88,9 +87,9 @@ def _mode_of_existing(target: str) -> int | None:
 
 
 @contextlib.contextmanager
-def _named(path: str, own: str | None = None) -> Iterator[None]:
-    """Sets `path` as the file of an OSError that names no file, or a file in the folder `own`;
-    without `own`, of every OSError."""
+def _name_file_in_errors(path: str, own: str | None = None) -> Iterator[None]:
+    """Makes `path` the file name of an OSError that has no file name, or the name of a file in the
+    folder `own`; without `own`, of every OSError."""
     try:
         yield
     except OSError as error:
@@ -103,7 +102,7 @@ def _named(path: str, own: str | None = None) -> Iterator[None]:
 
 
 def _sync_folder(folder: str, path: str) -> None:
-    """Flushes a folder, so that the new name survives a loss of power, if folders can be opened."""
+    """Flushes a folder, so that a new name in it survives a loss of power."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     try:

@@ -31,15 +31,13 @@ def differentiable(
 ) -> Flat:
     """Returns the function of flat arrays that a program computes.
 
-    Args:
-      program: the program, and the programs of its derivatives.
-      exported: the `jax.export.Exported` of each program, by the names of their arrays.
-      record: has the name of the function, and how many derivatives were saved.
-      not_saved: makes the error for a derivative of an order that was not saved.
-      order: the order of the derivative that `program` computes; 0 for the function itself.
-
     The function can be compiled, batched (one element after the other), and differentiated until
     there are no more gradient programs.
+
+    Args:
+      exported: the `jax.export.Exported` of each program, by the names of their arrays.
+      not_saved: makes the error for a derivative of an order that was not saved.
+      order: the order of the derivative that `program` computes; 0 for the function itself.
     """
 
     def below(program: Program) -> Flat:
@@ -47,7 +45,7 @@ def differentiable(
 
     # `jax.export` has no rule for `jax.vmap`: the program runs for one element after the other.
     one_by_one: Any = jax.custom_batching.sequential_vmap
-    run = one_by_one(_flat(exported[program.array]))
+    run = one_by_one(_flatten_call(exported[program.array]))
     value = None if program.value is None else below(program.value)
     gradients = {
         gradient.results: (gradient, below(gradient.program)) for gradient in program.gradients
@@ -74,10 +72,10 @@ def differentiable(
         if chosen and order == record.gradient_order:
             raise not_saved(order + 1)
         found: list[Any] = [None] * len(inputs)
-        for results in _parts(program, chosen):
+        for results in _choose_gradient_programs(program, chosen):
             gradient, pull_back = gradients[results]
-            given = [_dense(cotangents[j]) for j in results]
-            connected = _connected(program, chosen, gradient)
+            given = [_instantiate_zeros(cotangents[j]) for j in results]
+            connected = _find_connected_operands(program, chosen, gradient)
             for i, part in zip(gradient.operands, pull_back(*inputs, *given), strict=True):
                 if i in connected:
                     found[i] = part if found[i] is None else found[i] + part
@@ -93,7 +91,7 @@ def differentiable(
     return alike
 
 
-def _flat(exported: Any) -> Flat:
+def _flatten_call(exported: Any) -> Flat:
     def run(*inputs: Any) -> list[Any]:
         args, _ = jax.tree.unflatten(exported.in_tree, inputs)
         return jax.tree.leaves(exported.call(*args))
@@ -101,20 +99,17 @@ def _flat(exported: Any) -> Flat:
     return run
 
 
-def _dense(cotangent: Any) -> Any:
+def _instantiate_zeros(cotangent: Any) -> Any:
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
 
 
-def _parts(program: Program, chosen: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the `results` of the gradient programs to call if the results `chosen` have
-    cotangents.
-
-    For one result or for all results there is one program. For some of the results, the programs of
-    single results are added if the gradients may be added. Otherwise the program for all results is
-    called, with zeros for the others: custom gradients of these are then called too.
-    """
+def _choose_gradient_programs(program: Program, chosen: Sequence[int]) -> list[tuple[int, ...]]:
+    """Each single result has a program, and all results together have one. For some of the results,
+    single programs are added, if gradients may be added. Otherwise the program for all results runs
+    with zeros for the other results, and so also calls the custom gradients of the other
+    results."""
     every = max((gradient.results for gradient in program.gradients), key=len, default=())
     wanted = tuple(j for j in chosen if j in every)
     singles = [gradient.results for gradient in program.gradients if len(gradient.results) == 1]
@@ -125,9 +120,9 @@ def _parts(program: Program, chosen: Sequence[int]) -> list[tuple[int, ...]]:
     return [(j,) for j in wanted]
 
 
-def _connected(program: Program, chosen: Sequence[int], called: Gradient) -> set[int]:
-    """Returns the operands that get a gradient from a program: those on which some of `chosen`
-    depend. If there is only a program for all results, this is unknown: all its operands do."""
+def _find_connected_operands(program: Program, chosen: Sequence[int], called: Gradient) -> set[int]:
+    """Returns the operands that some result in `chosen` depends on. Unknown without single
+    programs: all."""
     single = [
         gradient.operands
         for gradient in program.gradients

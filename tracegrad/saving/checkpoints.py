@@ -87,10 +87,10 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
     <Variable Variable: f32[2] = [1. 2.]>
     """
     not_while_tracing("save_variables")
-    variables, folder = _some(tree), Path(os.path.abspath(path))
-    values = _forms(variables)
+    variables, folder = _require_variables(tree), Path(os.path.abspath(path))
+    values = _arrays_to_write(variables)
     topic = f"save_variables({folder.name!r})"
-    said = json.dumps({name: _summary(value) for name, value in values.items()})
+    said = json.dumps({name: _checksum(value) for name, value in values.items()})
     number = agree(topic, said, timeout, functools.partial(_next_number, topic, folder))
     new = step_folder(folder, number)
     checkpoints = needed("orbax.checkpoint")  # importing it takes a second
@@ -99,7 +99,9 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
         options = checkpoints.AsyncOptions(timeout_secs=max(1, int(timeout)))
         with checkpoints.StandardCheckpointer(async_options=options) as checkpointer:
             # Orbax refuses arrays without elements.
-            checkpointer.save(new, {name: _given(v) for name, v in values.items() if v.size})
+            checkpointer.save(
+                new, {name: _array_for_orbax(v) for name, v in values.items() if v.size}
+            )
             checkpointer.wait_until_finished()
         # Each process computes the digests of its share of the files.
         return digests_of_files(new, files_of(new)[jax.process_index() :: jax.process_count()])
@@ -109,7 +111,7 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
         seal(new, arrays, {name: digest for each in found for name, digest in each.items()})
 
     try:
-        _together(f"{topic} {number}", write, timeout, finish)
+        _run_on_all_processes(f"{topic} {number}", write, timeout, finish)
     except BaseException:
         if jax.process_index() == 0:
             remove(folder.glob(f"{new.name}*"))
@@ -152,23 +154,23 @@ def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
     >>> print(weights["w"].value)
     [1. 1.]
     """
-    variables, folder = _some(tree), Path(os.path.abspath(path))
+    variables, folder = _require_variables(tree), Path(os.path.abspath(path))
     check_width({str(variable.dtype) for variable in variables.values()}, "the Variables are of")
-    forms = _forms(variables)
+    forms = _arrays_to_write(variables)
     if folder.is_file():
         arrays = _read_file(folder)
         records = {name: ArrayRecord(str(a.dtype), a.shape) for name, a in arrays.items()}
-        shardings = _fitting(path, variables, forms, records, sharding)
+        shardings = _choose_shardings(path, variables, forms, records, sharding)
     else:
         topic = f"load_variables({folder.name!r})"
         number = agree(topic, "", _TIMEOUT, lambda _: str(last_sealed(folder)))
         step = step_folder(folder, number)
 
         def check() -> dict[str, Any]:
-            return _fitting(path, variables, forms, read_seal(path, step).arrays, sharding)
+            return _choose_shardings(path, variables, forms, read_seal(path, step).arrays, sharding)
 
-        shardings = _together(f"{topic} {number}", check, _TIMEOUT)
-        arrays = _restored(path, step, forms, shardings)
+        shardings = _run_on_all_processes(f"{topic} {number}", check, _TIMEOUT)
+        arrays = _read_checkpoint(path, step, forms, shardings)
     new = {
         name: array
         if isinstance(array, jax.Array)
@@ -176,21 +178,21 @@ def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
         for name, array in arrays.items()
     }
     for name, array in new.items():
-        variables[name].assign(_as_variable(variables[name], array))
+        variables[name].assign(_to_variable_value(variables[name], array))
 
 
 # --------------------------------------------------------------------------------------- writing
 
 
-def _some(tree: Any) -> dict[str, Variable]:
+def _require_variables(tree: Any) -> dict[str, Variable]:
     variables = variables_of(tree)
     if not variables:
         raise ValueError(f"there is no Variable in {brief(tree)}")
     return variables
 
 
-def _forms(variables: Mapping[str, Variable]) -> dict[str, Any]:
-    """Returns the arrays to write for Variables, in dtypes that Orbax supports."""
+def _arrays_to_write(variables: Mapping[str, Variable]) -> dict[str, Any]:
+    """In dtypes that Orbax supports."""
 
     def form(value: Any) -> Any:
         known = _AS.get(str(value.dtype))
@@ -199,20 +201,17 @@ def _forms(variables: Mapping[str, Variable]) -> dict[str, Any]:
     return dict(zip(variables, map(form, peek(list(variables.values()))), strict=True))
 
 
-def _summary(value: Any) -> int:
-    """Returns a checksum that differs between processes that would save different values.
-
-    It covers the dtype, the shape and whether the array is sharded over processes; of an array that
-    each process holds for itself, also the bytes.
-    """
+def _checksum(value: Any) -> int:
+    """Differs between processes that would save different values: it covers the dtype, the shape
+    and whether the array is sharded over processes; and the bytes of an array that each process has
+    itself."""
     text = f"{value.dtype} {value.shape} {value.sharding.is_fully_addressable}".encode()
     is_own = jax.process_count() > 1 and value.is_fully_addressable
     return zlib.crc32(np.asarray(value).tobytes() if is_own else b"", zlib.crc32(text))
 
 
 def _next_number(topic: str, folder: Path, said: Sequence[str]) -> str:
-    """Returns the number of the next step. Raises ValueError if the processes want to save
-    different Variables."""
+    """Raises ValueError if the processes want to save different Variables."""
     first, *others = map(json.loads, said)
     for process, other in enumerate(others, 1):
         if other == first:
@@ -230,20 +229,19 @@ def _next_number(topic: str, folder: Path, said: Sequence[str]) -> str:
     return str(next_step(folder))
 
 
-def _given(value: Any) -> Any:
-    """Returns the array to give to Orbax. If each of several processes holds the whole array, it is
-    a NumPy array, which Orbax writes on one process only."""
+def _array_for_orbax(value: Any) -> Any:
+    """Orbax writes an array that each process holds as a whole only once if it is a NumPy array."""
     return np.asarray(value) if jax.process_count() > 1 and value.is_fully_addressable else value
 
 
-def _together(
+def _run_on_all_processes(
     topic: str,
     work: Callable[[], T],
     timeout: float,
     finish: Callable[[Sequence[T]], None] | None = None,
 ) -> T:
-    """Calls `work` on all processes, then `finish`, with the results of all, on process 0. Returns
-    the result of this process. If one process fails, all raise."""
+    """Calls `work` on all processes, then `finish` with all results on process 0. Returns the
+    result of this process. If one process fails, all processes raise."""
     fault: Exception | None = None
     found: Any = None
     try:
@@ -287,15 +285,15 @@ def _read_file(path: Path) -> dict[str, Any]:
     return found
 
 
-def _fitting(
+def _choose_shardings(
     path: PathLike,
     variables: Mapping[str, Variable],
     forms: Mapping[str, Any],
     records: Mapping[str, ArrayRecord],
     sharding: Any,
 ) -> dict[str, Any]:
-    """Returns the sharding for each Variable; None: JAX chooses. Raises ValueError or TypeError if
-    the records do not fit the Variables."""
+    """None lets JAX choose. Raises ValueError or TypeError if the records do not fit the
+    Variables."""
     shown = os.fspath(path)
     missing = [repr(name) for name in variables if name not in records]
     more = [repr(name) for name in records if name not in variables]
@@ -327,10 +325,10 @@ def _fitting(
     return found
 
 
-def _restored(
+def _read_checkpoint(
     path: PathLike, step: Path, forms: Mapping[str, Any], shardings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Reads the arrays of a checkpoint. An array that this process holds alone is a NumPy array."""
+    """An array that this process holds alone becomes a NumPy array."""
 
     def wanted(name: str, form: Any) -> Any:
         sharding = shardings[name]
@@ -347,8 +345,7 @@ def _restored(
     return found
 
 
-def _as_variable(variable: Variable, stored: Any) -> Any:
-    """Returns the value for a Variable, given the array that is stored for it."""
+def _to_variable_value(variable: Variable, stored: Any) -> Any:
     if is_key(variable):
         (own,) = peek([variable])
         return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(own))

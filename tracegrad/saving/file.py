@@ -42,8 +42,6 @@ _LARGE, _AT_ONCE = 16 << 20, 4
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """The entry of a header for one array."""
-
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -59,15 +57,15 @@ class Contents:
 
 
 def sha256(contents: Any) -> str:
-    """Returns the SHA-256 of bytes, in hexadecimal digits."""
+    """In hexadecimal digits."""
     return hashlib.sha256(contents).hexdigest()
 
 
 def digests_of(
     contents: Mapping[str, Any], digest: Callable[[Any], str] = sha256
 ) -> dict[str, str]:
-    """Returns the SHA-256 of each array, or the `digest` of each item; threads compute them, unless
-    the items are arrays that are small in total."""
+    """Digests each array, or each item by `digest`; on threads, unless the arrays are small in
+    total."""
     if sum(getattr(each, "nbytes", _LARGE) for each in contents.values()) < _LARGE:
         return {name: digest(each) for name, each in contents.items()}
     with ThreadPoolExecutor(_AT_ONCE) as several:
@@ -75,11 +73,9 @@ def digests_of(
 
 
 def stored(array: Array) -> Array:
-    """Converts an array to the form in which it is written.
-
-    This form is contiguous, since safetensors ignores strides, and little-endian. An array of a
-    dtype that is not in `_WRITABLE` becomes bytes, with one more axis.
-    """
+    """Converts an array to the written form: contiguous, since safetensors ignores strides, and
+    little-endian. An array of a dtype that is not in `_WRITABLE` becomes bytes, with one more
+    axis."""
     # `ascontiguousarray` gives a scalar an axis; `reshape` removes it.
     array = np.ascontiguousarray(array).reshape(array.shape)
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
@@ -87,7 +83,7 @@ def stored(array: Array) -> Array:
 
 
 def array_of(contents: memoryview, dtype: str, shape: tuple[int, ...]) -> Array:
-    """The inverse of `stored`: returns an array that shares the memory of `contents`."""
+    """The inverse of `stored`. The array shares the memory of `contents`."""
     return np.frombuffer(contents, np.dtype(getattr(ml_dtypes, dtype, dtype))).reshape(shape)
 
 
@@ -130,7 +126,7 @@ def write_file(
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A context manager that adds `path` to an ArtefactError that has no path."""
+    """Adds `path` to an ArtefactError that has no path."""
     try:
         yield
     except ArtefactError as error:
@@ -140,8 +136,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def open_file(path: str | os.PathLike[str]) -> BufferedReader:
-    """Opens a regular file for reading. Raises ArtefactError for a folder, a pipe, or a device,
-    since reading a pipe could block forever."""
+    """Raises ArtefactError for a folder, a pipe, or a device: reading a pipe could block
+    forever."""
     if os.path.isdir(path):
         raise ArtefactError("file", "it is a folder")
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)

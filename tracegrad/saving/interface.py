@@ -38,7 +38,7 @@ _ANY = inspect.Signature(
 
 
 def saved_name(fun: Any) -> str:
-    """Returns the name to save a function under. Raises TypeError if `fun` is not a function."""
+    """Raises TypeError if `fun` is not callable."""
     if not callable(fun):
         raise TypeError(
             f"expected a function to save, or a dictionary {{name: (fun, specs)}}, but got {fun!r} "
@@ -54,10 +54,9 @@ class BoundSpecs:
     """Specs, bound to the parameters of a function.
 
     Attributes:
-      signature: the signature of the function.
-      static: the values of its static parameters, by name.
-      specs: the specs of the other parameters, by name, which are the parameters of the saved
-        function; the spec of ``*args`` is a tuple, that of ``**kwargs`` a dictionary.
+      static: the values of static parameters, by name.
+      specs: the specs of the other parameters, by name; these are the parameters of the saved
+        function. The spec of ``*args`` is a tuple, the spec of ``**kwargs`` a dictionary.
     """
 
     signature: inspect.Signature
@@ -65,13 +64,12 @@ class BoundSpecs:
     specs: Mapping[str, Any]
 
     def bound(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
-        """Returns a call of the function with these arguments and the static values."""
         return inspect.BoundArguments(self.signature, {**self.static, **arguments})
 
     @property
     def parameters(self) -> tuple[tuple[str, Kind], ...]:
-        """The names and kinds of the saved function's parameters. A parameter after one that was
-        left out (for its default value) becomes a keyword parameter."""
+        """The names and kinds of the saved function's parameters. A parameter behind an omitted
+        one, which keeps its default value, becomes a keyword parameter."""
         by_name = self.bound(self.specs).kwargs
 
         def kind(name: str) -> Kind:
@@ -81,8 +79,6 @@ class BoundSpecs:
         return tuple((name, kind(name)) for name in self.specs)
 
     def of_arguments(self, fun: Function) -> Function:
-        """Returns `fun` as a function of one positional argument for each saved parameter."""
-
         def function(*arguments: Any) -> Any:
             bound = self.bound(dict(zip(self.specs, arguments, strict=True)))
             return fun(*bound.args, **bound.kwargs)
@@ -95,8 +91,8 @@ class BoundSpecs:
         return function
 
 
-def given_to(name: str, fun: Function, specs: Any) -> BoundSpecs:
-    """Binds specs to the parameters of a function. Raises TypeError if the specs do not fit."""
+def bind_specs(name: str, fun: Function, specs: Any) -> BoundSpecs:
+    """Raises TypeError if the specs do not fit the function."""
     if specs is None:
         raise TypeError(
             f"specs are missing: save({name}, path, specs) needs one array or "
@@ -130,12 +126,11 @@ def given_to(name: str, fun: Function, specs: Any) -> BoundSpecs:
     return BoundSpecs(
         signature,
         {key: value for key, value in given.items() if key in static},
-        {key: _spec(value, key) for key, value in given.items() if key not in static},
+        {key: _convert_spec(value, key) for key, value in given.items() if key not in static},
     )
 
 
 def _static_names(fun: Function, signature: inspect.Signature) -> set[str]:
-    """Returns the names of the static parameters of a traced function."""
     if not isinstance(fun, (TracedFunction, BoundTracedFunction)):
         return set()
     static, names = fun._pipeline.static, list(signature.parameters)
@@ -145,9 +140,9 @@ def _static_names(fun: Function, signature: inspect.Signature) -> set[str]:
     return found | static.names
 
 
-def _spec(spec: Any, parameter: str) -> Any:
-    """Converts the leaves of a spec that have a shape and a dtype, such as specs of other
-    libraries, to `jax.ShapeDtypeStruct`s. Raises TypeError for a leaf that is not a spec."""
+def _convert_spec(spec: Any, parameter: str) -> Any:
+    """Converts leaves with a shape and a dtype, such as specs of other libraries, to
+    `jax.ShapeDtypeStruct`s. Raises TypeError for a leaf that is not a spec."""
     _check_no_module(spec, f"the argument {parameter}")
 
     def convert(leaf: Any) -> Any:
@@ -158,7 +153,7 @@ def _spec(spec: Any, parameter: str) -> Any:
         if isinstance(leaf, type) or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise TypeError(
                 f"the spec of {parameter} should be an array, a jax.ShapeDtypeStruct or a tree of "
-                f"those, but has {leaf!r} of type {type(leaf).__name__}"
+                f"these, but has {leaf!r} of type {type(leaf).__name__}"
             )
         shape = getattr(leaf.shape, "dims", leaf.shape)  # TensorFlow has None for no rank
         if shape is None:
@@ -181,9 +176,8 @@ def _spec(spec: Any, parameter: str) -> Any:
     return jax.tree.map(convert, spec)
 
 
-def traced_for(name: str, fun: Function, given: BoundSpecs, modules: ModuleVariables) -> Graph:
-    """Traces a function for its specs, and returns the graph; `modules` makes Variables of the
-    arrays of its flax.nnx module, if it has one."""
+def trace_for_specs(name: str, fun: Function, given: BoundSpecs, modules: ModuleVariables) -> Graph:
+    """If the function has a flax.nnx module, `modules` makes Variables of the module's arrays."""
 
     def trace(unused: Collection[Variable] = ()) -> Graph:
         called = modules.without_module(fun, unused)
@@ -202,12 +196,8 @@ def traced_for(name: str, fun: Function, given: BoundSpecs, modules: ModuleVaria
 
 @dataclass(frozen=True)
 class Trees:
-    """The pytrees of types of a function's arguments and result, in their written form.
-
-    Attributes:
-      arguments: the pytree of each parameter, by name.
-      result: the pytree of the result.
-    """
+    """The pytrees of types of a function's arguments, by the name of the parameter, and of its
+    result, in their written form."""
 
     arguments: dict[str, Any]
     result: Any
@@ -220,7 +210,7 @@ class Trees:
 
 
 def trees_of(traced: Graph, given: BoundSpecs, name: str) -> Trees:
-    """Returns the `Trees` of a graph. Raises TypeError if a leaf cannot be written."""
+    """Raises TypeError if a leaf cannot be written."""
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
     arguments, _ = unpacked(*of_types(traced.in_tree, inputs))
     result = of_types(traced.out_tree, traced.out_avals[: traced.result_count])
@@ -243,7 +233,7 @@ def _check_no_module(tree: Any, where: str) -> None:
 
 
 def signature_text(name: str, given: BoundSpecs, trees: Trees) -> str:
-    """Returns the signature as one line of text: ``score(x: f32[b,2]) -> f32[b]``."""
+    """As one line: ``score(x: f32[b,2]) -> f32[b]``."""
     shown = [
         f"{kind if kind in ('*', '**') else ''}{parameter}: {tree_text(trees.arguments[parameter])}"
         for parameter, kind in given.parameters

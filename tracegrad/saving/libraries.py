@@ -10,7 +10,6 @@ __all__ = ["msgspec", "needed", "safetensors_numpy"]
 
 
 def needed(package: str) -> Any:
-    """Imports a package that saving needs. Raises ImportError if it is missing."""
     return require(package, f"saving needs the package {package}: pip install 'tracegrad[save]'")
 
 

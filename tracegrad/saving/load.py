@@ -63,15 +63,15 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
         contents = read_file(path)
         manifest = contents.manifest
         exported = {
-            name: _exported(contents, name, calls)
+            name: _read_program(contents, name, calls)
             for record in manifest.functions
             for name, calls in record.calls.items()
         }
         _check_width(contents, exported)
         check_names(sharding, [v.key for v in manifest.variables])
-        variables = {v.key: _variable(v, contents, sharding) for v in manifest.variables}
+        variables = {v.key: _read_variable(v, contents, sharding) for v in manifest.variables}
         functions = {
-            f.name: _function(f, contents, exported, variables) for f in manifest.functions
+            f.name: _make_function(f, contents, exported, variables) for f in manifest.functions
         }
     if manifest.single:
         return functions[manifest.functions[0].name]
@@ -85,7 +85,7 @@ def _check_width(contents: Contents, exported: Mapping[str, Any]) -> None:
     check_width(dtypes, "the saved functions compute with")
 
 
-def _variable(record: VariableRecord, contents: Contents, sharding: Any) -> Variable:
+def _read_variable(record: VariableRecord, contents: Contents, sharding: Any) -> Variable:
     what, of_keys = f"the Variable {record.key!r}", record.key_type is not None
     requested = requested_sharding(sharding, record.key, what, of_keys=of_keys)
     array = record.array
@@ -105,11 +105,11 @@ def _variable(record: VariableRecord, contents: Contents, sharding: Any) -> Vari
     return Variable(value, trainable=record.trainable, name=record.name)
 
 
-def _exported(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
-    """Returns the `jax.export.Exported` of a program. Compiles and runs nothing.
+def _read_program(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
+    """Deserialises a program; compiles and runs nothing.
 
-    Raises ArtefactError if XLA cannot parse the program, or if the program makes an outside call
-    (a custom call of XLA) that is not allowed or that the manifest does not list.
+    Raises ArtefactError if XLA cannot parse the program, or if the program makes a custom call of
+    XLA that is not allowed or that the manifest does not list.
     """
     try:
         exported = jax.export.deserialize(bytearray(contents.arrays[name]))
@@ -131,8 +131,8 @@ def _exported(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
             f"it was written by tracegrad {versions.get('tracegrad')} with JAX "
             f"{versions.get('jax')}, and JAX {_jax.versions()['jax']}, which runs here, cannot "
             f"read it: {reason}. A newer JAX reads the programs of an older JAX, but an older JAX "
-            "may fail to read those of a newer one: load the file with the JAX that wrote it, or "
-            "with a newer one",
+            "may fail to read the programs of a newer JAX: load the file with the JAX that wrote "
+            "it, or with a newer JAX",
         ) from error
     if (unknown := outside_calls.unknown(found)) is not None:
         raise ArtefactError(
@@ -145,7 +145,7 @@ def _exported(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
     return exported
 
 
-def _function(
+def _make_function(
     record: FunctionRecord,
     contents: Contents,
     exported: Mapping[str, Any],

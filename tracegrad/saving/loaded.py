@@ -129,14 +129,14 @@ class LoadedFunction(HasVariables):
         (self._structure, _), _ = (each.children() for each in program.in_tree.children())
         self._avals = program.in_avals[: self._structure.num_leaves]
         self._out_tree = program.out_tree
-        self.signature = self._described(program)
+        self.signature = self._make_signature(program)
         self._is_plain = is_original(self._structure)
         self._types = node_types(self._structure) - {dict}
         self._returns_plain = is_original(self._out_tree)
-        self._flat = differentiable(record.program, exported, record, self._beyond)
-        self._compiled: Compiled = jax.jit(_named(self._checked, record.name))
+        self._flat = differentiable(record.program, exported, record, self._error_for_order)
+        self._compiled: Compiled = jax.jit(_name_function(self._check_and_run, record.name))
 
-    def _described(self, program: Any) -> Signature:
+    def _make_signature(self, program: Any) -> Signature:
         names = tuple(self.__signature__.parameters)
         arguments = zip(names, original_form(of_types(self._structure, self._avals)))
         bound = inspect.BoundArguments(self.__signature__, dict(arguments))
@@ -149,15 +149,14 @@ class LoadedFunction(HasVariables):
         return self._record, self._contents
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        arguments = self._arguments(args, kwargs)
+        arguments = self._bind_arguments(args, kwargs)
         results = self._run(arguments, [variable.value for variable in self.reads])
         result, assigned = jax.tree.unflatten(self._out_tree, results)
         for variable, value in zip(self.assigns, assigned, strict=True):
             variable.assign(value)
         return result if self._returns_plain else original_form(result)
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Binds a call's arguments to the parameters; returns one argument for each parameter."""
+    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if not kwargs and self._is_simple and len(args) == len(self.signature.parameters):
             return args
         try:
@@ -168,13 +167,14 @@ class LoadedFunction(HasVariables):
         return tuple(bound.arguments.values())
 
     def _run(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
-        """Returns the flat results, followed by the new values of the Variables it assigns."""
+        """Returns the flat results, then the new values of the Variables in `assigns`."""
         with contextlib.suppress(TypeError, ValueError):
             given = arguments if self._is_plain else written_form(arguments)
             return self._compiled(given, values)
-        # Converts containers that JAX takes for other types; an error that remains is explained.
+        # JAX takes some containers for other types: convert them to dictionaries, and explain any
+        # other error.
         try:
-            given = written_form(_in_dictionaries(arguments, self._types))
+            given = written_form(_mappings_to_dictionaries(arguments, self._types))
             return self._compiled(given, values)
         except TypeError as error:
             if "forward-mode" not in str(error):
@@ -186,13 +186,13 @@ class LoadedFunction(HasVariables):
                 add_note(error, _OTHER_DEVICES)
             raise
 
-    def _checked(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
-        """Checks the arguments, and runs the program. Traced once for each type of arguments."""
+    def _check_and_run(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
+        """JAX traces this once for each type of arguments."""
         arguments = written_form(arguments)
         leaves, structure = jax.tree.flatten(arguments)
         fits = structure == self._structure
         if fits:
-            leaves = list(map(_of_dtype, leaves, self._avals))
+            leaves = list(map(_convert_weak_type, leaves, self._avals))
             types = [(aval.shape, aval.dtype) for aval in self._avals]
             fits = [(jnp.shape(leaf), jax.typeof(leaf).dtype) for leaf in leaves] == types
             arguments = jax.tree.unflatten(structure, leaves)
@@ -201,10 +201,11 @@ class LoadedFunction(HasVariables):
         return self._flat(*leaves, *values)
 
     @functools.cached_property
-    def _of_types(self) -> Any:
-        """An exported program that has the arguments' types and no results. Its call checks trees,
-        dtypes, shapes and constraints between symbolic sizes; errors name the argument. (The
-        constraints are in the manifest, because `jax.export` does not write them.)"""
+    def _type_checker(self) -> Any:
+        """An exported program with the types of the arguments and no results. Calling this program
+        checks trees, dtypes, shapes and the constraints between symbolic sizes, with errors that
+        name the argument. The constraints come from the manifest, because `jax.export` does not
+        write them."""
         scope = jax.export.SymbolicScope(self._record.constraints)
         structs = [
             _jax.struct(
@@ -218,7 +219,9 @@ class LoadedFunction(HasVariables):
 
     def _check_types(self, arguments: tuple[Any, ...]) -> None:
         try:
-            jax.eval_shape(self._of_types.call, **dict(zip(self.signature.parameters, arguments)))
+            jax.eval_shape(
+                self._type_checker.call, **dict(zip(self.signature.parameters, arguments))
+            )
         except Exception as error:
             # JAX writes kwargs['x']['w'].shape[0], and refers to its manual: both are removed.
             text = re.sub(r"kwargs\['(\w+)'\]", r"\1", str(error))
@@ -228,7 +231,7 @@ class LoadedFunction(HasVariables):
             text = text.replace("a <class 'tracegrad.saving.trees.Text'>", "a string")
             raise TypeError(f"{self.signature}: {text}") from None
 
-    def _beyond(self, order: int) -> Exception:
+    def _error_for_order(self, order: int) -> Exception:
         return ValueError(
             f"{self.__name__} was saved with gradient_order={self.gradient_order}, but a "
             f"derivative of order {order} is needed: save it with gradient_order={order}. "
@@ -245,7 +248,7 @@ class LoadedFunction(HasVariables):
         return f"<loaded {self.signature}>"
 
 
-def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _name_function(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(args: tuple[Any, ...], values: list[Any]) -> Any:
         return fun(args, values)
 
@@ -253,17 +256,16 @@ def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _of_dtype(leaf: Any, aval: Any) -> Any:
-    """Converts a leaf of weak type, such as a Python number, to the saved dtype if arithmetic
-    would do so; returns other leaves unchanged."""
+def _convert_weak_type(leaf: Any, aval: Any) -> Any:
+    """Converts a Python number, or another weak type, to the saved dtype as arithmetic would."""
     found = jax.typeof(leaf)
     if getattr(found, "weak_type", False) and jnp.result_type(leaf, aval.dtype) == aval.dtype:
         return jax.lax.convert_element_type(leaf, aval.dtype)
     return leaf
 
 
-def _in_dictionaries(tree: Any, kept: Collection[type]) -> Any:
-    """Replaces each mapping in a tree by a dictionary, except those of the types `kept`."""
+def _mappings_to_dictionaries(tree: Any, kept: Collection[type]) -> Any:
+    """Keeps mappings of the types `kept`."""
 
     def is_mapping(node: Any) -> bool:
         return isinstance(node, Mapping) and type(node) not in kept
@@ -271,7 +273,7 @@ def _in_dictionaries(tree: Any, kept: Collection[type]) -> Any:
     def convert(node: Any) -> Any:
         if not is_mapping(node):
             return node
-        return {key: _in_dictionaries(part, kept) for key, part in node.items()}
+        return {key: _mappings_to_dictionaries(part, kept) for key, part in node.items()}
 
     return jax.tree.map(convert, tree, is_leaf=is_mapping)
 

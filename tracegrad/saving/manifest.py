@@ -37,15 +37,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(Record, frozen=True):
-    """How an array was sharded: the axes of the mesh with their sizes; and for each axis of the
-    array the mesh axes along which it is sharded, or None."""
+    """`mesh` has the axes with their sizes; `spec`, for each axis of the array, the mesh axes or
+    None."""
 
     mesh: tuple[tuple[str, Natural], ...]
     spec: tuple[tuple[str, ...] | None, ...]
 
 
 class ArrayRecord(Record, frozen=True):
-    """The dtype (such as ``float32`` or ``key<fry>``), the shape and the sharding of a Variable."""
+    """`dtype` is a name such as ``float32`` or ``key<fry>``."""
 
     dtype: str
     shape: tuple[Natural, ...]
@@ -53,9 +53,8 @@ class ArrayRecord(Record, frozen=True):
 
 
 class VariableRecord(Record, frozen=True):
-    """One Variable. `key` is the name of its array in the file, `name` the Variable's own name.
-    `key_type` is the generator, if it holds random keys: then the array has their words as
-    ``uint32``."""
+    """`key` names the array in the file, `name` is the Variable's own name. If the Variable holds
+    random keys, `key_type` is their generator, and the array has their words as ``uint32``."""
 
     key: str
     name: str
@@ -70,10 +69,10 @@ class Program(Record, frozen=True):
     Attributes:
       array: the name of the array that holds the program.
       gradients: its gradient programs, if the gradient is saved.
-      value: the program that runs instead if it is differentiated; None: the program itself.
+      value: the program that runs instead under differentiation; None: the program itself.
       refused: the operands with respect to which it has no gradient, each with the reason.
-      may_add: whether the gradient of several results is the sum of their single gradients. It is
-        not with a custom gradient: clip(3 + 4) is not clip(3) + clip(4).
+      may_add: whether the gradient of several results is the sum of their single gradients. With a
+        custom gradient this is false: clip(3 + 4) is not clip(3) + clip(4).
     """
 
     array: str
@@ -91,8 +90,8 @@ class Program(Record, frozen=True):
 
 
 class Gradient(Record, frozen=True):
-    """A gradient program. It takes all operands and the cotangents of `results`, and returns the
-    gradients of `operands`, the operands on which some of `results` depend."""
+    """A gradient program takes all operands of the function and the cotangents of `results`, and
+    returns the gradients of `operands`: the operands on which some of `results` depend."""
 
     results: tuple[Natural, ...]
     operands: tuple[Natural, ...]
@@ -100,9 +99,8 @@ class Gradient(Record, frozen=True):
 
 
 class FunctionRecord(Record, frozen=True):
-    """One function. `signature` is one line of text for people. `reads` and `assigns` are positions
-    in the list of Variables. `calls` maps the array of each program to the targets of its custom
-    calls."""
+    """`signature` is one line of text for people. `reads` and `assigns` are positions in the list
+    of Variables. `calls` maps the array of each program to the targets of its custom calls."""
 
     name: str
     signature: str
@@ -122,8 +120,8 @@ class FunctionRecord(Record, frozen=True):
 
 
 class Manifest(Record, frozen=True):
-    """The manifest of a file. `single`: whether one function was saved, and not a dictionary.
-    `digests` has the SHA-256 of each array."""
+    """`single` is false if a dictionary of functions was saved. `digests` has the SHA-256 of each
+    array."""
 
     versions: dict[str, str]
     single: bool

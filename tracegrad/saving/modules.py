@@ -40,17 +40,20 @@ class ModuleVariables:
         self, fun: Callable[..., Any], unused: Collection[Variable] = ()
     ) -> Callable[..., Any]:
         """Returns a function that takes only the arguments: it builds its module from Variables,
-        and assigns to them what a call changes in the module. Returns `fun` if it has no flax.nnx
-        module. `unused`: Variables whose values `fun` does not need."""
-        module, of = _taken_apart(fun)
+        and assigns to them the changes that a call makes to the module. Returns `fun` if `fun` has
+        no flax.nnx module.
+
+        The values of the Variables in `unused` are replaced by zeros.
+        """
+        module, of = _split_module_from_function(fun)
         if not is_module(module):
             return fun
 
         @functools.wraps(fun, updated=())
         def function(*args: Any, **kwargs: Any) -> Any:
             graphdef, state = nnx().split(module)
-            variables, structure = self._variables(module, state)
-            before = [_read(v, unused) for v in variables]
+            variables, structure = self._make_variables(module, state)
+            before = [_value_or_zeros(v, unused) for v in variables]
             copy = nnx().merge(graphdef, jax.tree.unflatten(structure, before))
             result = of(copy)(*args, **kwargs)
             after, changed = jax.tree.flatten(nnx().split(copy)[1])
@@ -69,16 +72,16 @@ class ModuleVariables:
         return function
 
     def unused_in(self, traced: Graph) -> set[Variable]:
-        """Returns the module Variables whose values the graph does not use, for example because a
-        method uses one layer of its module only. They need not be in the file."""
+        """Returns the module Variables that the file can omit: a method may use only one of the
+        layers."""
         own = {variable for _, variable in self._known.values()}
         inputs = traced.inputs[len(traced.inputs) - len(traced.variables) :]
-        used = _used(traced, {}) if own else set()
+        used = _find_used_values(traced, {}) if own else set()
         return {v for v, value in zip(traced.variables, inputs) if v in own and value not in used}
 
-    def _variables(self, module: Any, state: Any) -> tuple[list[Any], Any]:
-        """Returns the leaves and the structure of the state of a module; a leaf that is in an
-        nnx.Variable is replaced by our Variable."""
+    def _make_variables(self, module: Any, state: Any) -> tuple[list[Any], Any]:
+        """Returns the leaves and the structure of a module's state, with Variables for the
+        arrays."""
         originals = {
             path: node
             for path, node in nnx().iter_graph(module, graph=True)
@@ -93,10 +96,12 @@ class ModuleVariables:
                 found += arrays
                 continue
             name = path_name(path)
-            found += [self._variable(original, i, name, array) for i, array in enumerate(arrays)]
+            found += [
+                self._make_variable(original, i, name, array) for i, array in enumerate(arrays)
+            ]
         return found, jax.tree.structure(state)
 
-    def _variable(self, original: Any, place: int, name: str, array: Any) -> Variable:
+    def _make_variable(self, original: Any, place: int, name: str, array: Any) -> Variable:
         key = id(original), place
         if key not in self._known:
             variable = Variable(array, trainable=False, name=name)
@@ -106,16 +111,17 @@ class ModuleVariables:
         return self._known[key][1]
 
 
-def _used(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
+def _find_used_values(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
     """Returns the values that an operation uses or that the graph returns. A jitted call uses an
-    operand only if its region does. `known`: caches the regions, which many calls may share."""
+    operand only if its region does. `known` caches the answers for regions, which many calls may
+    share."""
     if graph in known:
         return known[graph]
     used = known[graph] = {value for value in graph.outputs if isinstance(value, Value)}
     for node in graph.nodes:
         if node.primitive is _jax.JIT:
             region = node.region("jaxpr")
-            inside = _used(region, known)
+            inside = _find_used_values(region, known)
             pairs = zip(node.inputs, region.inputs, strict=True)
             used.update(v for v, inner in pairs if inner in inside and isinstance(v, Value))
         else:
@@ -123,21 +129,20 @@ def _used(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
     return used
 
 
-def _read(leaf: Any, unused: Collection[Variable]) -> Any:
+def _value_or_zeros(leaf: Any, unused: Collection[Variable]) -> Any:
     if not isinstance(leaf, Variable):
         return leaf
     if leaf not in unused:
         return leaf.value
-    # Zeros, so that the value of an unused Variable is not written as a constant either.
+    # Zeros, so that the program does not contain the value of an unused Variable as a constant.
     return peek([leaf])[0] if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _taken_apart(fun: Any) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
+def _split_module_from_function(fun: Any) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
     """Returns the object that a function calls, or whose method it is, and a function that makes
-    the same of another object. It may be traced, or jitted by JAX or flax (which makes partial
-    functions of methods)."""
+    the same function of another object. The function may be traced, or jitted by JAX or flax."""
     if isinstance(fun, TracedFunction):
-        found, of = _taken_apart(fun.__wrapped__)
+        found, of = _split_module_from_function(fun.__wrapped__)
         return found, lambda other: TracedFunction(of(other), *fun._made_with)
     if isinstance(fun, BoundTracedFunction):
         return fun.__self__, lambda other: BoundTracedFunction(fun.__func__, other)
@@ -147,5 +152,5 @@ def _taken_apart(fun: Any) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
     if isinstance(fun, types.MethodType):
         return fun.__self__, lambda other: types.MethodType(fun.__func__, other)
     if hasattr(fun, "lower") and hasattr(fun, "__wrapped__"):  # jitted
-        return _taken_apart(fun.__wrapped__)
+        return _split_module_from_function(fun.__wrapped__)
     return fun, lambda other: other

@@ -32,7 +32,7 @@ _OF_XLA = {
 }
 
 
-def _lapack() -> set[str]:
+def _lapack_names() -> set[str]:
     found = set()
     for routine in _LAPACK:
         real, _, complex_ = routine.partition("/")
@@ -41,11 +41,11 @@ def _lapack() -> set[str]:
     return found
 
 
-ALLOWED = frozenset(_lapack() | _GPUS | _TPU | _KERNELS | _OF_XLA)
-"""The targets that a saved program may call: those in the list of `jax.export`, except the one by
-which a program calls TensorFlow."""
+ALLOWED = frozenset(_lapack_names() | _GPUS | _TPU | _KERNELS | _OF_XLA)
+"""The targets that a saved program may call: the list of `jax.export` without the target for calls
+of TensorFlow."""
 
 
 def unknown(targets: Iterable[str]) -> str | None:
-    """Returns the first target that is not in `ALLOWED`; None if all are allowed."""
+    """The first target that is not in `ALLOWED`."""
     return next((target for target in targets if target not in ALLOWED), None)

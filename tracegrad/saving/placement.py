@@ -16,23 +16,20 @@ from tracegrad.variables.variable import Variable
 
 
 def placement_of(sharding: Any) -> Placement | None:
-    """Returns the record of a sharding; None if it has one device or is not a `NamedSharding`.
-
-    Only a `NamedSharding` has axis names, by which it can be made again on another mesh.
-    """
+    """Returns None for a single device, and for a sharding that is no `NamedSharding`: only a
+    sharding with axis names can be made again on another mesh."""
     if not isinstance(sharding, NamedSharding) or len(sharding.device_set) == 1:
         return None
     names = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())
-    return Placement(names, tuple(map(_names, sharding.spec)))
+    return Placement(names, tuple(map(_axis_names, sharding.spec)))
 
 
 def array_record(variable: Variable, value: Any) -> ArrayRecord:
-    """Returns the record of a Variable's array: dtype, shape and placement."""
     placement = placement_of(stored_form(value).sharding)
     return ArrayRecord(str(variable.dtype), tuple(variable.shape), placement)
 
 
-def _names(entry: Any) -> tuple[str, ...] | None:
+def _axis_names(entry: Any) -> tuple[str, ...] | None:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return None
     return (entry,) if isinstance(entry, str) else tuple(map(str, entry))
@@ -42,20 +39,21 @@ def recorded_sharding(placement: Placement | None, what: str) -> Sharding | None
     """Returns the recorded sharding on the current mesh; None without a record or a mesh.
 
     The axes may have other sizes than in the record: a state saved on eight devices loads on four.
-
     Raises ValueError if the mesh lacks an axis of the record.
     """
     mesh = _current_mesh()
     if placement is None or mesh.empty:
         return None
     spec = PartitionSpec(*placement.spec)  # type: ignore[no-untyped-call]
-    return _on_mesh(spec, mesh, f"{what}, saved as {spec} of a mesh {dict(placement.mesh)}")
+    return _sharding_on_mesh(
+        spec, mesh, f"{what}, saved as {spec} of a mesh {dict(placement.mesh)}"
+    )
 
 
 def requested_sharding(sharding: Any, name: str, what: str, *, of_keys: bool) -> Sharding | None:
-    """Returns the sharding that `sharding=` gives for a Variable; None if it gives none.
+    """Returns the sharding that the user's `sharding=` has for a Variable; None if it has none.
 
-    If the Variable holds random keys (`of_keys`), returns a sharding for the stored words of the
+    With `of_keys` the Variable holds random keys, and the sharding is for the stored words of the
     keys, which have one more axis.
 
     Raises ValueError if the mesh lacks an axis of a PartitionSpec, or no mesh is set; TypeError if
@@ -64,7 +62,9 @@ def requested_sharding(sharding: Any, name: str, what: str, *, of_keys: bool) ->
     if isinstance(sharding, Mapping):
         sharding = sharding.get(name)
     if isinstance(sharding, PartitionSpec):
-        sharding = _on_mesh(sharding, _current_mesh(), f"{what}, to be sharded as {sharding}")
+        sharding = _sharding_on_mesh(
+            sharding, _current_mesh(), f"{what}, to be sharded as {sharding}"
+        )
     if not isinstance(sharding, Sharding | None):
         raise TypeError(
             "sharding should be a jax.sharding.Sharding, a PartitionSpec, or a dictionary that "
@@ -77,7 +77,7 @@ def requested_sharding(sharding: Any, name: str, what: str, *, of_keys: bool) ->
 
 
 def check_names(sharding: Any, names: Iterable[str]) -> None:
-    """Raises ValueError if `sharding=` is a dictionary with a key that is no name of a Variable."""
+    """Raises ValueError if `sharding` is a dictionary with a key that is no name of a Variable."""
     known = list(names)
     unknown = set(sharding).difference(known) if isinstance(sharding, Mapping) else ()
     if unknown:
@@ -92,8 +92,8 @@ def _current_mesh() -> Any:
         return jax.sharding.get_mesh()
 
 
-def _on_mesh(spec: PartitionSpec, mesh: Any, what: str) -> Sharding:
-    used = [name for entry in spec for name in _names(entry) or ()]
+def _sharding_on_mesh(spec: PartitionSpec, mesh: Any, what: str) -> Sharding:
+    used = [name for entry in spec for name in _axis_names(entry) or ()]
     unknown = [name for name in used if name not in mesh.shape]
     if unknown:
         there = f"the mesh has the axes {dict(mesh.shape)}" if not mesh.empty else "no mesh is set"
@@ -105,10 +105,8 @@ def _on_mesh(spec: PartitionSpec, mesh: Any, what: str) -> Sharding:
 
 
 def put_on_devices(array: Any, sharding: Sharding | None, what: str) -> Any:
-    """Returns a NumPy array as a `jax.Array` with a sharding; None: on the default device.
-
-    In each process, the devices get their own shards only. JAX may share the memory of `array`, so
-    no other code may use `array` afterwards.
+    """Without a sharding, the default device has the array. With one, each process copies only its
+    own shards. JAX may share the memory of `array`, so no other code may use `array` afterwards.
 
     Raises ValueError if the sharding does not fit the shape; `what` names the array in the message.
     """

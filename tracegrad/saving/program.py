@@ -1,4 +1,4 @@
-"""Exports the programs of a function with `jax.export`: the function, its gradients, theirs, ...
+"""Exports the programs of a function and of its derivatives with `jax.export`.
 
 The function's program takes its arguments and the values of Variables, and returns its result and
 new values of Variables. A gradient program takes the same operands, flat, and the cotangents of
@@ -7,10 +7,10 @@ gradient program for each single float result, so that no operation of another r
 (an infinite derivative there makes no NaN here), and one for all of them together. New values of
 Variables have no cotangents.
 
-When JAX differentiates one program to make the next, it calls the user's custom gradients. If a
-function has any, its results under differentiation come from another program: the one with the
-forward passes of the custom gradients. This `value` program, which has its own gradients, is
-written as well.
+When JAX differentiates one program to make the next, it calls the user's custom gradients. A
+function with custom gradients has another program for its results under differentiation: this
+`value` program runs the forward passes of the custom gradients. The file also has the `value`
+program and its gradients.
 """
 
 from __future__ import annotations
@@ -50,10 +50,8 @@ class Programs:
     """The programs of one function, without duplicates; made by `export`.
 
     Attributes:
-      name: the name of the function.
-      trees: the pytrees of its arguments and its result.
-      order: how many times it can be differentiated.
-      platforms: the platforms on which the programs can run.
+      trees: the pytrees of the function's arguments and its result.
+      order: how many times the function can be differentiated.
       begin: reports to the progress bar which program is written next.
       contents: the programs as bytes, by the names of their arrays.
       calls: the targets of the custom calls of each program, by the same names.
@@ -73,23 +71,23 @@ class Programs:
     _compares: bool = False
 
     def write(self, source: ExportedFunction, order: int = 0, width: int = 1) -> Program:
-        """Exports a program and, below `self.order`, its gradient programs; returns its record.
-        `width`: how many gradient programs of this order there are."""
+        """Exports a program and, below `self.order`, its gradient programs. There are `width`
+        gradient programs of this order."""
         self._compares |= order == 0 and _has_rules(source.graph)
         array, size = self._export(source, order)
         if order == self.order:
             return Program(array)
         refused: tuple[tuple[int, str], ...] = ()
-        active = _floats(source.avals)
+        active = _differentiable_positions(source.avals)
         try:
-            gradients = self._gradients(source, active, size, order, width)
+            gradients = self._export_gradients(source, active, size, order, width)
         except Exception:
-            refused = _refused(source, active)
+            refused = _operands_without_gradient(source, active)
             active = [i for i in active if i not in dict(refused)]
             if not refused or not active:
                 raise
             source = source.fresh()
-            gradients = self._gradients(source, active, size, order, width)
+            gradients = self._export_gradients(source, active, size, order, width)
         value = None
         if _has_rules(source.graph) and active:
             value = self.write(source.value(active), order + 1, width)
@@ -97,11 +95,15 @@ class Programs:
         adds = not any(isinstance(node, CustomGradient) and node.kind == "vjp" for node in nodes)
         return Program(array, gradients, value, refused, adds)
 
-    def _gradients(
+    def _export_gradients(
         self, source: ExportedFunction, active: Sequence[int], size: int, order: int, width: int
     ) -> tuple[Gradient, ...]:
         connected = [set(inputs).intersection(active) for inputs in connections(source.graph)]
-        flowing = [j for j in _floats(source.graph.out_avals[: source.count]) if connected[j]]
+        flowing = [
+            j
+            for j in _differentiable_positions(source.graph.out_avals[: source.count])
+            if connected[j]
+        ]
         choices: list[tuple[int, ...]] = [(j,) for j in flowing]
         if width * len(flowing) > MOST_SINGLE or size * len(flowing) > _MOST_BYTES:
             choices = []
@@ -117,13 +119,13 @@ class Programs:
         )
 
     def _export(self, source: ExportedFunction, order: int) -> tuple[str, int]:
-        """Exports a program; returns the name of its array, and its size in bytes."""
+        """Returns the name of the program's array, and the program's size in bytes."""
         what = f"the derivative of order {order} of {self.name}" if order else self.name
         if order > self._has_begun:
             self._has_begun = order
             self.begin(f"writing {what}")
         try:
-            exported = refusals.exported(*self._function(source, order), self.platforms)
+            exported = refusals.exported(*self._function_to_export(source, order), self.platforms)
             contents, calls = bytes(exported.serialize(vjp_order=0)), _jax.outside_calls(exported)
             if exported.ordered_effects or exported.unordered_effects:
                 raise ValueError("it has effects")
@@ -140,16 +142,16 @@ class Programs:
         self.platforms = exported.platforms
         name = f"{OWN}program/{sha256(contents)[:16]}"
         if self._compares:
-            name = self._known.setdefault(_whole(exported), name)
+            name = self._known.setdefault(_identify_program(exported), name)
         if name not in self.contents:
             self.contents[name], self.calls[name] = contents, tuple(calls)
         return name, len(contents)
 
-    def _function(
+    def _function_to_export(
         self, source: ExportedFunction, order: int
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Returns the function to export, and the types of its arguments. Below the highest order
-        it runs the graph, which was traced to make the gradients."""
+        """Returns the function to export, and the types of its arguments. Below the highest order,
+        the function runs the graph, because the gradients need the same graph."""
         run: Callable[..., Any] = lambda *operands: source.run(operands)  # noqa: E731
         if order == self.order:
             run = source.fun
@@ -174,18 +176,11 @@ class Programs:
 def export(
     source: ExportedFunction, trees: Trees, order: int, platforms: Sequence[str] | None
 ) -> Programs:
-    """Exports the programs of a function and of its derivatives.
+    """Exports the programs of a function and of its derivatives up to `order`.
 
-    Args:
-      source: the function.
-      trees: the pytrees of its arguments and its result.
-      order: how many times it can be differentiated.
-      platforms: as in `jax.export.export`; None: the platform that JAX uses now.
-
-    Raises:
-      ValueError: an operation cannot be written, or cannot be differentiated in reverse mode; the
-        message names the node and its line.
-      TypeError: a container in the trees cannot be written.
+    Raises ValueError if an operation cannot be written, or cannot be differentiated in reverse mode
+    (the message names the node and its line), and TypeError if a container in the trees cannot be
+    written.
     """
     with progress("save", order + 1) as begin:
         programs = Programs(source.name, trees, order, platforms, begin)
@@ -200,14 +195,14 @@ def export(
     return programs
 
 
-def _floats(avals: Sequence[Any]) -> list[int]:
+def _differentiable_positions(avals: Sequence[Any]) -> list[int]:
     return [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
 
 
-def _whole(exported: Any) -> tuple[Any, ...]:
-    """Returns a program without source lines, which may differ in equal programs: its text, the
-    types of its flat arguments, and which of them it uses. The text has only arguments that are
-    used, so two programs with one text may use different arguments."""
+def _identify_program(exported: Any) -> tuple[Any, ...]:
+    """Identifies a program by its text without source lines, which may differ in equal programs, by
+    the types of its flat arguments, and by the arguments that it uses. The text has only the used
+    arguments, so two programs with one text may use different arguments."""
     lines = (line for line in exported.mlir_module().splitlines() if not line.startswith("#loc"))
     text = _LOCATION.sub("", "\n".join(lines))
     return text, str(exported.in_avals), exported.module_kept_var_idx
@@ -220,30 +215,32 @@ def _has_rules(graph: Graph) -> bool:
     return any(not live.isdisjoint(rule.steps[0].outputs) for rule in rules)
 
 
-def _refused(source: ExportedFunction, active: Sequence[int]) -> tuple[tuple[int, str], ...]:
-    """Returns the operands for which there is no gradient, with the reason.
-
-    A custom gradient has no gradient for values that its function closes over, for example a
-    Variable that is not trainable: differentiating with respect to such a value raises an error.
-    """
+def _operands_without_gradient(
+    source: ExportedFunction, active: Sequence[int]
+) -> tuple[tuple[int, str], ...]:
+    """Returns these operands, each with the reason. A custom gradient has no gradient for values
+    that its function closes over, for example a Variable that is not trainable: differentiating
+    with respect to such a value raises an error."""
 
     def why_not(operands: Sequence[int]) -> str | None:
         try:
             fresh = source.fresh()
-            gradient = fresh.gradient(operands, _floats(fresh.graph.out_avals[: source.count]))
+            gradient = fresh.gradient(
+                operands, _differentiable_positions(fresh.graph.out_avals[: source.count])
+            )
             jax.eval_shape(gradient.fun, *gradient.avals)
         except Exception as error:
-            return _without_folders(str(error))
+            return _remove_folders(str(error))
         return None
 
-    if why_not(active) is None:  # the error of `_gradients` had another cause
+    if why_not(active) is None:  # the error of `_export_gradients` had another cause
         return ()
     reasons = {i: why_not([i]) for i in active}
     return tuple((i, why) for i, why in reasons.items() if why is not None)
 
 
-def _without_folders(text: str) -> str:
-    """Removes the folders from the file names in a text, which is written to the file."""
+def _remove_folders(text: str) -> str:
+    """The text is written to the file, which shows no names of folders."""
     return re.sub(r"(?<![\w.])([A-Za-z]:)?[/\\]([^\s/\\:()]+[/\\])+", "", text)
 
 

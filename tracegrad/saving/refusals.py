@@ -28,7 +28,7 @@ _RUNTIME_CHECK = (
 
 
 def exported(fun: Callable[..., Any], specs: Sequence[Any], platforms: Sequence[str] | None) -> Any:
-    """Returns the `jax.export.Exported` of a function, without the folders of its source files."""
+    """The program does not contain the folders of its source files."""
     with _jax.without_folders():
         return jax.export.export(jax.jit(fun), platforms=platforms)(*specs)
 
@@ -40,15 +40,10 @@ def reason(
     platforms: Sequence[str] | None,
     error: Exception,
 ) -> str | None:
-    """Returns why the program of `source` was not written; None if no better reason than JAX's
-    error is found.
+    """Explains why the program of `source` was not written; returns None if there is no better
+    explanation than JAX's `error`.
 
-    Args:
-      source: the function.
-      what: the name of the function in the message.
-      order: the order of the derivative that the function computes.
-      platforms: the platforms for which the program was to be written.
-      error: the error that JAX raised.
+    The message calls the function `what`. The function computes the derivative of order `order`.
     """
     try:
         graph = source.graph
@@ -57,7 +52,7 @@ def reason(
         above = source.above
         if above is None:
             return None
-        found = _without_derivative(above.graph)
+        found = _find_without_derivative(above.graph)
         hint = _LOOP if found is not None and found.node.op == "while" else ""
         return (
             f"{what} cannot be saved, because JAX cannot differentiate {found or 'it'}: {error}\n"
@@ -71,15 +66,18 @@ def reason(
     first: dict[Node, Occurrence] = {}
     for occurrence in graph.walk():
         first.setdefault(occurrence.node, occurrence)
-    for fault in (_python_in, functools.partial(_unwritable_in, platforms=platforms)):
+    for fault in (
+        _explain_need_of_python,
+        functools.partial(_explain_unwritable, platforms=platforms),
+    ):
         for occurrence in first.values():
             if (why := fault(occurrence)) is not None:
                 return f"{what} cannot be saved, because of {occurrence}: {why}"
     return None
 
 
-def _python_in(occurrence: Occurrence) -> str | None:
-    """Returns why a node needs the Python process that saves; None if it does not."""
+def _explain_need_of_python(occurrence: Occurrence) -> str | None:
+    """Explains why a node needs the Python process that saves."""
     node = occurrence.node
     # A call has only those effects of its operations that leave the call, and not, for example,
     # those of collectives over the axes of its own mesh.
@@ -95,8 +93,7 @@ def _python_in(occurrence: Occurrence) -> str | None:
     )
 
 
-def _unwritable_in(occurrence: Occurrence, platforms: Sequence[str] | None) -> str | None:
-    """Returns JAX's error if it cannot export a node; None if it can."""
+def _explain_unwritable(occurrence: Occurrence, platforms: Sequence[str] | None) -> str | None:
     node = occurrence.node
     if node.regions:
         return None
@@ -108,9 +105,9 @@ def _unwritable_in(occurrence: Occurrence, platforms: Sequence[str] | None) -> s
     return None
 
 
-def _without_derivative(graph: Graph) -> Occurrence | None:
-    """Returns the first operation that JAX cannot differentiate, or the innermost such operation in
-    its regions. (The body of a function with a custom rule is not differentiated.)"""
+def _find_without_derivative(graph: Graph) -> Occurrence | None:
+    """Returns the first operation that JAX cannot differentiate: the innermost, if regions contain
+    it. The body of a function with a custom rule is not differentiated, and so not searched."""
     found: Occurrence | None = None
     for occurrence in graph.walk():
         around = occurrence.path[-1][0] if occurrence.path else None

@@ -16,10 +16,10 @@ from tracegrad._version import __version__
 from tracegrad.saving.file import Array, stored, write_file
 from tracegrad.saving.interface import (
     Function,
-    given_to,
+    bind_specs,
     saved_name,
     signature_text,
-    traced_for,
+    trace_for_specs,
     trees_of,
 )
 from tracegrad.saving.libraries import msgspec, needed
@@ -155,7 +155,6 @@ def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
 
 
 def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
-    """Returns the name, the function and the specs of each function to save."""
     if not isinstance(fun, Mapping):
         return [(saved_name(fun), fun, specs)]
     if specs is not None:
@@ -187,7 +186,6 @@ class _Contents:
       platforms: the platforms on which the functions can run; None: the default.
       places: maps each Variable of the functions to its position in the manifest.
       modules: the Variables that are arrays of modules.
-      functions: the records of the functions in the manifest.
       arrays: the programs and the texts of the graphs, as arrays of bytes, by name.
     """
 
@@ -199,9 +197,8 @@ class _Contents:
     arrays: dict[str, Array] = field(default_factory=dict)
 
     def add_traced(self, name: str, fun: Function, specs: Any) -> None:
-        """Traces a function for its specs, and adds it."""
-        given = given_to(name, fun, specs)
-        trace = functools.partial(traced_for, name, fun, given, self.modules)
+        given = bind_specs(name, fun, specs)
+        trace = functools.partial(trace_for_specs, name, fun, given, self.modules)
         source = source_of(name, trace)
         traced = source.graph
         trees = trees_of(traced, given, name)
@@ -226,7 +223,6 @@ class _Contents:
         self._add(record, programs.contents, str(traced))
 
     def add_loaded(self, name: str, fun: LoadedFunction) -> None:
-        """Adds a loaded function, with its programs unchanged."""
         if self.order > fun.gradient_order:
             raise ValueError(
                 f"{name} was saved with gradient_order={fun.gradient_order}, so has no derivative "
@@ -258,18 +254,17 @@ class _Contents:
         self.functions.append(record)
 
     def write(self, path: Path, *, single: bool) -> None:
-        """Writes the file, with the values that the Variables have now."""
         variables: list[VariableRecord] = []
         values: dict[str, Array] = {}  # arrays on the CPU are not copied
         for variable, value in zip(self.places, peek(list(self.places)), strict=True):
             record = VariableRecord(
-                key=_free_key(variable.name, values),
+                key=_choose_key(variable.name, values),
                 name=variable.name,
                 array=array_record(variable, value),
                 trainable=variable.trainable or variable in self.modules.trained,
                 key_type=_key_type(variable.name, value) if is_key(value) else None,
             )
-            values[record.key] = stored(_in_numpy(variable.name, value))
+            values[record.key] = stored(_to_numpy(variable.name, value))
             variables.append(record)
         manifest = Manifest(
             versions={"tracegrad": __version__, **_jax.versions()},
@@ -281,7 +276,7 @@ class _Contents:
         write_file(path, {**values, **self.arrays}, manifest)
 
 
-def _free_key(name: str, taken: Collection[str]) -> str:
+def _choose_key(name: str, taken: Collection[str]) -> str:
     _check_unicode(name, "a Variable")
     # Reserved: safetensors' name for its metadata, and names of this format's other arrays.
     is_allowed = name and name != "__metadata__" and not name.startswith(OWN)
@@ -292,7 +287,7 @@ def _free_key(name: str, taken: Collection[str]) -> str:
     return key
 
 
-def _in_numpy(name: str, value: Any) -> Array:
+def _to_numpy(name: str, value: Any) -> Array:
     if not value.is_fully_addressable:
         raise ValueError(
             f"the Variable {name!r} is sharded over several processes, but one process has to "

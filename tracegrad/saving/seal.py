@@ -37,14 +37,13 @@ class Seal(Record, frozen=True):
 
 
 def next_step(folder: Path) -> int:
-    """Returns the number of the folder that the next save writes, higher than the number of every
-    folder there, sealed or not."""
+    """Returns a number above the numbers of all folders of steps, sealed or not."""
     found = (_STEP.match(each.name) for each in folder.iterdir())
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
 def last_sealed(folder: Path) -> int:
-    """Returns the highest number of a sealed folder. Raises FileNotFoundError if there is none."""
+    """Raises FileNotFoundError if there is no sealed folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} does not exist")
     seals = (_STEP.fullmatch(seal.parent.name) for seal in folder.glob(f"*/{SEAL}"))
@@ -57,20 +56,17 @@ def last_sealed(folder: Path) -> int:
 
 
 def step_folder(folder: Path, number: int | str) -> Path:
-    """Returns the folder of one save."""
     return folder / f"tracegrad-{number}"
 
 
 def files_of(step: Path) -> list[str]:
-    """Lists the files of a checkpoint, except its seal and hidden files of the file system."""
+    """Without the seal and hidden files of the file system."""
     found = (file for file in step.rglob("*") if file.is_file())
     names = (file.relative_to(step).as_posix() for file in found if not file.name.startswith("."))
     return sorted(name for name in names if name != SEAL)
 
 
 def digests_of_files(step: Path, files: Sequence[str]) -> dict[str, str]:
-    """Returns the SHA-256 of each file."""
-
     def digest(path: Path) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -79,7 +75,7 @@ def digests_of_files(step: Path, files: Sequence[str]) -> dict[str, str]:
 
 
 def seal(step: Path, arrays: Mapping[str, ArrayRecord], files: Mapping[str, str]) -> None:
-    """Seals a checkpoint whose files are written, and removes all other checkpoints."""
+    """Also removes all other checkpoints. The files of this checkpoint must be written."""
     versions = {"tracegrad": __version__, **_jax.versions()}
     text = msgspec.json.encode(Seal(versions, dict(arrays), dict(files)))
     with replacing(step / SEAL) as partial:
@@ -98,7 +94,7 @@ def remove(steps: Iterable[Path]) -> None:
 def read_seal(path: str | os.PathLike[str], step: Path) -> Seal:
     """Reads the seal of a checkpoint, and compares every file of the checkpoint with the seal.
 
-    Raises ArtefactError, which names `path`, if the seal is damaged or a file differs from it.
+    Raises ArtefactError, with `path`, if the seal is damaged or a file differs from the seal.
     """
 
     def refused(name: str, reason: str) -> ArtefactError:

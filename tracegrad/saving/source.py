@@ -1,4 +1,4 @@
-"""The functions from which programs are made: a function, its gradients, and its forward pass."""
+"""The functions that are exported: a function, its gradients, and its forward pass."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class ExportedFunction:
 
     Attributes:
       name: the name of the program for XLA.
-      avals: the types of its operands.
-      fun: the function.
-      count: how many of its results may have cotangents; new values of Variables follow them.
-      fresh: traces again, and returns an equal function. It is needed after JAX failed to
-        differentiate a rule: JAX cannot differentiate that rule again in the same program.
-      above: the function that this is the gradient or the value of; None for the saved function.
+      avals: the types of the operands.
+      count: the number of results that may have cotangents; new values of Variables follow them.
+      fresh: traces again, and returns an equal function. After JAX failed to differentiate a rule,
+        JAX cannot differentiate that rule again in the same program.
+      above: the function whose gradient or value this function computes; None for the saved
+        function.
     """
 
     name: str
@@ -38,16 +38,14 @@ class ExportedFunction:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """The Graph of the function, traced once."""
         return trace_graph(self.fun, *self.avals)
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
-        """Runs the Graph."""
         return run_graph(self.graph, operands)
 
     def gradient(self, operands: Sequence[int], results: Sequence[int]) -> ExportedFunction:
-        """Returns a gradient: it takes the operands of this function and the cotangents of
-        `results`, and returns the gradients of `operands`."""
+        """The gradient takes the operands of this function and the cotangents of `results`, and
+        returns the gradients of `operands`."""
         count = len(self.avals)
 
         def gradient(*given: Any) -> list[Any]:
@@ -61,8 +59,8 @@ class ExportedFunction:
         return ExportedFunction(name, avals, gradient, len(operands), fresh, self)
 
     def value(self, operands: Sequence[int]) -> ExportedFunction:
-        """Returns a function whose results are those that JAX computes when it differentiates this
-        function: those of the forward passes of custom rules."""
+        """Its results are the results that JAX computes when it differentiates this function: for a
+        custom rule, the results of the rule's forward pass."""
 
         def value(*given: Any) -> list[Any]:
             return list(_jax.vjp_of_some(self.run, given, operands)[0])
@@ -73,7 +71,6 @@ class ExportedFunction:
 
 
 def source_of(name: str, trace: Callable[[], Graph]) -> ExportedFunction:
-    """Returns the function whose Graph `trace` makes."""
     graph = trace()
     fresh = functools.partial(source_of, name, trace)
     run = lambda *operands: run_graph(graph, operands)  # noqa: E731

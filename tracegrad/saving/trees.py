@@ -78,7 +78,7 @@ def original_form(tree: Any) -> Any:
 
 
 def node_types(structure: Any) -> set[type]:
-    """Returns the types of the containers, and of the leaves, in a tree of this structure."""
+    """Returns the types of the containers and of the leaves."""
     found: set[type] = set()
 
     def add(node: Any) -> bool:
@@ -90,17 +90,15 @@ def node_types(structure: Any) -> set[type]:
 
 
 def is_original(structure: Any) -> bool:
-    """Whether a tree of this structure has no `Text` and no `Numbered`."""
     return node_types(structure).isdisjoint((Text, Numbered))
 
 
 def of_types(structure: Any, avals: Sequence[Any]) -> Any:
-    """Returns the tree of a structure whose leaves are `jax.ShapeDtypeStruct`s."""
     return jax.tree.unflatten(structure, [_jax.struct(aval.shape, aval.dtype) for aval in avals])
 
 
 def check_leaves(tree: Any, where: str) -> None:
-    """Raises TypeError if a leaf of a tree is not an array; the message has the leaf's path."""
+    """Raises TypeError, with the path, for a leaf that is not an array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not hasattr(leaf, "shape"):
             raise TypeError(
@@ -111,7 +109,7 @@ def check_leaves(tree: Any, where: str) -> None:
 
 
 def check_containers(tree: Any, where: str) -> None:
-    """Raises TypeError if `jax.export` cannot write a container in a tree; the message names it."""
+    """Raises TypeError for a container that `jax.export` cannot write."""
     small = jax.tree.map(lambda _: _jax.struct((), np.uint8), tree)  # leaves do not matter
     try:
         jax.export.export(jax.jit(lambda tree: ()))(small).serialize(vjp_order=0)
@@ -135,7 +133,7 @@ class _Shown:
 
 
 def tree_text(tree: Any) -> str:
-    """Returns a tree of arrays, or of their types, as one line: ``{'x': f32[rows,3]}``."""
+    """As one line: ``{'x': f32[rows,3]}``."""
 
     def text(leaf: Any) -> Any:
         if not hasattr(leaf, "shape"):

@@ -56,17 +56,17 @@ def variables_of(tree: Any) -> dict[str, Variable]:
                 raise ValueError(f"two Variables of the tree have the same path, {name}")
             found[name] = item
             continue
-        below = list(_parts(item))
+        below = list(_iterate_items(item))
         if below:
             seen.add(id(item))
         prefix = f"{path}." if path else ""
-        waiting += [(f"{prefix}{_step(name)}", part) for name, part in reversed(below)]
+        waiting += [(f"{prefix}{_key_to_path_part(name)}", part) for name, part in reversed(below)]
     return found
 
 
-def _step(name: Any) -> str:
-    """Returns a key as a part of a path, different for different keys: ``weight``, ``0`` for an
-    integer, and in quotes a string that would be ambiguous: ``"0"``, ``"a.b"``."""
+def _key_to_path_part(name: Any) -> str:
+    """Returns the part of a path for a key. Different keys have different parts: ``weight``; ``0``
+    for an integer; in quotes, a string that would be ambiguous: ``"0"``, ``"a.b"``."""
     if type(name) is int:
         return str(name)
     if not isinstance(name, str):
@@ -75,8 +75,7 @@ def _step(name: Any) -> str:
     return name if is_plain else json.dumps(name, ensure_ascii=False)
 
 
-def _parts(item: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the name and the value of each item, element or attribute of an object."""
+def _iterate_items(item: Any) -> Iterator[tuple[Any, Any]]:
     kind: Any = type(item)
     if isinstance(item, Mapping):
         yield from item.items()
@@ -88,12 +87,12 @@ def _parts(item: Any) -> Iterator[tuple[Any, Any]]:
         yield from item.variables.items()
     elif not isinstance(item, _CLOSED) and kind.__module__.split(".")[0] not in _CLOSED_PACKAGES:
         # No properties: they compute, and the code of a property may itself call `variables_of`.
-        slots = (slot for base in kind.__mro__ for slot in _slots(base, item))
+        slots = (slot for base in kind.__mro__ for slot in _iterate_slots(base, item))
         yield from {**getattr(item, "__dict__", {}), **dict(slots)}.items()
 
 
-def _slots(kind: type, item: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the name and the value of each slot of an object that one of its classes defines."""
+def _iterate_slots(kind: type, item: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the slots that the class `kind`, one of the classes of `item`, defines."""
     slots = kind.__dict__.get("__slots__", ())
     for name in (slots,) if isinstance(slots, str) else slots:
         is_private = name.startswith("__") and not name.endswith("__")
@@ -109,7 +108,7 @@ def is_key(holder: Any) -> bool:
 
 
 def stored_form(value: Any) -> Any:
-    """Returns the array to write for a Variable's value: for random keys, their words."""
+    """Returns the words of random keys, and other arrays unchanged."""
     return jax.random.key_data(value) if is_key(value) else value
 
 
@@ -127,7 +126,6 @@ def check_width(dtypes: Set[str], what: str) -> None:
 
 
 def not_while_tracing(name: str) -> None:
-    """Raises RuntimeError if a function is being traced: the file would be written once, while
-    tracing, and never when the compiled program is called."""
+    """In a trace, the file would be written once, and never when the compiled program runs."""
     if _jax.staging_trace() is not None:
         raise RuntimeError(f"{name} is called inside a function that is being traced")
