@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests.derivatives import refuses_second
 from tracegrad.insight import GradientError, check_grads
 
 X = jnp.array([0.3, -1.2, 2.0])
@@ -160,6 +161,15 @@ def test_a_rule_that_refuses_what_is_a_constant_is_checked_by_the_rest():
     doubled.def_bwd(lambda _, dy, perturbed, x, c: 2 * dy * c)
     report = check_grads(scaled, (jnp.ones(3), jnp.arange(3.0)), **REVERSE)
     assert any(check.what.startswith("fn_wrapped") for check in report.rules)
+
+
+def test_a_rule_that_has_refused_an_operand_is_checked_by_the_others_as_before():
+    fun = jax.jit(lambda x, y: jnp.sum(refuses_second(x, y) ** 2))
+    x, y = jnp.arange(3.0), jnp.full(3, 2.0)
+    check_grads(lambda x: fun(x, y), (x,), **REVERSE)
+    with pytest.raises(GradientError, match="the second operand has no gradient"):
+        check_grads(fun, (x, y), **REVERSE)
+    assert not check_grads(lambda x: fun(x, y), (x,), **REVERSE).wrong
 
 
 def test_a_rule_is_checked_by_what_the_program_perturbs_and_of_what_it_uses():

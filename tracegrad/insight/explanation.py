@@ -163,7 +163,8 @@ class Explanation:
     `function` is the function's name and `value` its result as text (if known and a single number).
     `findings` start with the worst. `sources` are the reports on the leaves, in the order of the
     arguments. `scopes` are the named scopes in the order of execution, each with the norm of the
-    cotangent of its last result.
+    cotangent of its last result. `wrt` is in words with respect to what the gradients were taken,
+    if that was not said and may not be all that was meant.
     """
 
     function: str
@@ -171,6 +172,7 @@ class Explanation:
     findings: tuple[Finding, ...]
     scopes: tuple[tuple[str, float], ...] = ()
     value: str = ""
+    wrt: str = ""
 
     @property
     def problems(self) -> tuple[Finding, ...]:
@@ -245,7 +247,8 @@ class Explanation:
 
     def _headline(self) -> str:
         value = f" (value {self.value})" if self.value else ""
-        state = counted(len(self.problems), "problem") if self.problems else "nothing found"
+        nothing = f"nothing found {self.wrt}".rstrip()
+        state = counted(len(self.problems), "problem") if self.problems else nothing
         return f"gradients of {self.function}{value}: {state}"
 
     def _table(self, style_of_bad: str) -> list[str]:
