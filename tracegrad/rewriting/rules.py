@@ -221,7 +221,8 @@ def clip_gradient(
       underflows, not even in half precision. They apply to the cotangents of a first derivative.
       Higher derivatives differentiate the clipped first derivative, and do not clip again, as with
       a `jax.custom_vjp` whose forward function returns its value; `override_gradient` acts on the
-      cotangents of higher derivatives too.
+      cotangents of higher derivatives too, and so does clipping where nested tapes record each
+      operation.
 
     Raises ValueError if neither limit is given, or one is not positive.
 
