@@ -412,7 +412,7 @@ def on_host(x):
     return tg.numpy_function(np.sin, [x], x.dtype, lambda op, dy: dy * jnp.cos(op.inputs[0]))
 
 
-@pytest.mark.parametrize("r, by_hand", [(rounded, rounded), (on_host, jnp.sin)])
+@pytest.mark.parametrize(("r", "by_hand"), [(rounded, rounded), (on_host, jnp.sin)])
 def test_a_second_derivative_goes_by_a_rule_whose_function_stops_the_gradient(r, by_hand):
     def product(r, x):
         return jnp.sum(jax.lax.scan(lambda total, _: (total * r(x), None), x, None, length=1)[0])
