@@ -9,12 +9,14 @@ absolute paths, and the same program prints the same text.
 from __future__ import annotations
 
 import builtins
+import itertools
 import keyword
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from tracegrad import _jax
@@ -46,6 +48,13 @@ _SILENT = frozenset(
     preferred_element_type has_placeholders transpose_unary_op indices_are_sorted unique_indices
     """.split()  # noqa: SIM905
 )
+# Parameters of windows and convolutions that are shown if an entry differs from this number.
+_ORDINARY = {
+    "padding": 0,
+    "window_strides": 1,
+    **dict.fromkeys(("base_dilation", "window_dilation", "lhs_dilation", "rhs_dilation"), 1),
+    **dict.fromkeys(("feature_group_count", "batch_group_count"), 1),
+}
 
 
 def plain(path: Path, node: Node, left: str, types: str, place: str) -> str:
@@ -227,11 +236,21 @@ def parameters(node: Node) -> str:
     """Returns a node's informative parameters, each after a space: `` axes=(0,)``."""
     if isinstance(node, CustomGradient):
         return ""
-    shown = {key: _parameter(value) for key, value in node.params.items() if key not in _SILENT}
+    shown = {
+        key: _parameter(value)
+        for key, value in node.params.items()
+        if key not in _SILENT and not _is_ordinary(key, value)
+    }
     if node.op == "dot_general":
         shown = {**_product_axes(node), **shown, "dimension_numbers": ""}
+    if node.op == "conv_general_dilated":
+        shown["dimension_numbers"] = _layouts(*node.params["dimension_numbers"])
     text = " ".join(f"{key}={value}" for key, value in shown.items() if value)
     return f" {text}" if text else ""
+
+
+def _is_ordinary(key: str, value: Any) -> bool:
+    return key in _ORDINARY and all(each == _ORDINARY[key] for each in jax.tree.leaves(value))
 
 
 def _product_axes(node: Node) -> dict[str, str]:
@@ -244,6 +263,16 @@ def _product_axes(node: Node) -> dict[str, str]:
         for key, sides in pairs.items()
         if any(sides)
     }
+
+
+def _layouts(lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> str:
+    """Returns the axes of a convolution as XLA writes them: ``b01f_01io->b01f``."""
+
+    def letters(axes: Sequence[int], names: str) -> str:
+        places = zip(axes, itertools.chain(names, map(str, itertools.count())), strict=False)
+        return "".join(name for _, name in sorted(places))
+
+    return f"{letters(lhs, 'bf')}_{letters(rhs, 'oi')}->{letters(out, 'bf')}"
 
 
 def _parameter(value: Any) -> str:
