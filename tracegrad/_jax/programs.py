@@ -228,9 +228,19 @@ def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list
     return list(out) if primitive.multiple_results else [out]
 
 
+_COMPILED = (
+    "In a shard_map outside of jit, JAX runs no rule with symbolic zeros, as those of "
+    "rules.strong_zero and finite_derivative. Compile the derivative: `jax.jit(jax.grad(...))`."
+)
+
+
 def public_error(error: Exception) -> Exception:
     """Returns the error to show for an error of JAX: where `jax_debug_nans` finds a NaN in a jitted
-    call, JAX raises an internal error, which `jax.jit` replaces by a FloatingPointError."""
+    call, JAX raises an internal error, which `jax.jit` replaces by a FloatingPointError. An error
+    about rules in a shard_map gets a note with the cure."""
+    has_note = _COMPILED in getattr(error, "__notes__", ())
+    if "symbolic_zeros support with shard_map" in str(error) and not has_note:
+        error.add_note(_COMPILED)
     if type(error).__name__ != "InternalFloatingPointError":
         return error
     name, what = error.args[:2]

@@ -189,8 +189,8 @@ def _no_match_message(graph: Graph, where: Selector, rule: object) -> str:
 
 _OF_LOSS = "tracegrad.rewrite(loss, rule)"
 _IN_SOLVER = (
-    ". If the loss itself calls what differentiates (a solver of optimistix or jaxopt), let the "
-    "parameters pass through the rule first, in the loss: "
+    ". If the loss itself calls what differentiates (a solver of optimistix or jaxopt, the forces "
+    "of jax-md), let the parameters pass through the rule first, in the loss: "
     "`params = tracegrad.rewrite(lambda params: params, rule)(params)`"
 )
 
@@ -225,8 +225,7 @@ def _differentiated_already_error(
         "looked up in jax while it runs (`import jax` rather than `from jax import grad`), "
         "for derivatives that are made inside of the traced function (call "
         "`jax.value_and_grad(loss)` or `nnx.value_and_grad(loss)` in the step). Or give the rule "
-        "to the loss: "
-        f"jax.grad({of_loss}){hint}"
+        f"to the function that is differentiated there: jax.grad({of_loss}){hint}"
     )
 
 
