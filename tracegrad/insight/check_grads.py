@@ -47,6 +47,10 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 Declared = str | Collection[str] | Callable[[str], Any]
 
 
+_IMPRECISE = 1e-3  # relative to the numbers: an iteration may end that far from its limit
+_ITERATES = "pass rtol= if the function itself, an iteration for example, is no more precise"
+
+
 class GradientError(AssertionError):
     """A derivative differs from finite differences; `report` is the whole `GradCheck`."""
 
@@ -54,7 +58,10 @@ class GradientError(AssertionError):
         self.report = report
         first = "\n".join(f"  {check}" for check in report.wrong[:8])
         more = f"\n  ... and {len(report.wrong) - 8} more" if len(report.wrong) > 8 else ""
-        super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}{hint}")
+        apart = [c.difference for c in report.wrong]
+        is_near = all(each < _IMPRECISE for each in apart)  # (False for NaN)
+        near = f"\n(they differ by {max(apart):.0e} at most: {_ITERATES})" if is_near else ""
+        super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}{near}{hint}")
         self._hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickle needs the arguments, not the message

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,6 +82,8 @@ def check_rules(
     for rule, given in operands.items():
         if isinstance(rule.node, CustomGradient):
             own = limits(rule.node.primal)
+            if code_of_rule(rule.node) in OF_HOST_CALL:  # NumPy's function, of real numbers
+                own = replace(own, is_analytic=False)
             yield from _check_rule(rule, given, flow, declared, own, random)
 
 
@@ -164,7 +167,8 @@ def _check_rule(
             here = compiled, node, args, active, i, along, limits, random
             again = functools.partial(_beside, *here)
             status = judge([want], number, limits, again) if error is None else status_of(error)
-            if status == "wrong" and (declared(node.name) or _is_meant(node)):
+            # A rule that raises an error does so in the user's gradient too.
+            if status == "wrong" and error is None and (declared(node.name) or _is_meant(node)):
                 status = "deliberate"
             if status == "wrong" and error is None:
                 # The function may hold `stop_gradient`s and rules of its own, for which the outer

@@ -37,6 +37,12 @@ class Checked:
     defined: str = ""
     note: str = ""
 
+    @property
+    def difference(self) -> float:
+        """The difference of the two numbers, relative to the larger one."""
+        larger = max(abs(self.expected), abs(self.got))
+        return abs(self.expected - self.got) / larger if larger else 0.0
+
     def __str__(self) -> str:
         defined = f" (defined at {self.defined})" if self.defined else ""
         said = self.note or f"expected {self.expected:.6g}, got {self.got:.6g}"
@@ -68,7 +74,7 @@ class GradCheck:
     @property
     def _verdict(self) -> str:
         statuses = [c.status for c in (*self.rules, *self.leaves)]
-        unjudged = sum(status in ("not smooth", "not judged") for status in statuses)
+        unjudged = sum(status in ("not smooth", "not judged", "none") for status in statuses)
         if self.wrong:
             return f"{len(self.wrong)} wrong"
         if "right" not in statuses:
