@@ -104,12 +104,8 @@ LINEAR = REARRANGES | _names(
 # Samples of a distribution. Their derivative is the implicit one, with the quantile held fixed, and
 # not the derivative of the rejection sampler that draws them.
 IMPLICIT = _names("random_gamma")
-# Holomorphic: the derivative of a complex operand has the same formula as that of a real one. (Who
-# finds a `jit` has to look at the operations in it, too.)
-ANALYTIC = RESHAPES | _names(
-    "add add_any sub mul div neg square integer_pow sqrt exp expm1 log log1p logistic sin cos tan "
-    "sinh cosh tanh dot_general reduce_sum cumsum broadcast_in_dim transpose rev slice pad "
-    "concatenate copy jit"
-)
 # Differentiable in each operand, for all parameters. No derivative is identically zero.
-CONNECTING = ANALYTIC - {"integer_pow", "jit"}
+CONNECTING = RESHAPES | _names(
+    "add add_any sub mul div neg square sqrt exp expm1 log log1p logistic sin cos tan sinh cosh "
+    "tanh dot_general reduce_sum cumsum broadcast_in_dim transpose rev slice pad concatenate copy"
+)
