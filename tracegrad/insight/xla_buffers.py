@@ -41,7 +41,6 @@ class Buffer:
       kept_for: the operation that reads the value next, at the peak or after it (in a loop, maybe
         in the next iteration); for a value of the forward pass, the next operation of the backward
         pass that reads it.
-      alive: when the value begins and ends to be in use, as shares of the program.
     """
 
     size: int
@@ -51,7 +50,6 @@ class Buffer:
     origin: Origin | None
     scopes: tuple[str, ...]
     kept_for: str
-    alive: tuple[float, float]
 
     @property
     def is_recomputed(self) -> bool:
@@ -216,7 +214,6 @@ def _buffer(
     elif kind != "argument":
         origin, scopes = lines.origin(made), lines.scopes(made)
         line = str(origin or f"XLA's {made.name}")
-    end = len(flow.order)
     return Buffer(
         size=size,
         kind=kind,
@@ -225,10 +222,6 @@ def _buffer(
         origin=origin,
         scopes=scopes,
         kept_for="the result" if kind == "result" else lines.told(reader),
-        alive=(
-            0.0 if kind == "argument" else value.first / end,
-            1.0 if lasting else (value.last + 1) / end,
-        ),
     )
 
 
