@@ -19,7 +19,7 @@ class Checked:
       expected: the derivative of the randomly weighted results, by finite differences.
       got: the same derivative, as JAX or the rule computes it; NaN if there is none.
       status: ``"right"``, ``"wrong"``, ``"not smooth"`` (a kink or a jump is so near that
-        differences say nothing, or a loop does not end at nearby arguments), ``"not judged"``
+        differences say nothing, or a `while` loop runs more than 100,000 times), ``"not judged"``
         (rounding leaves too few digits of a number, for example after a cancellation), ``"none"``
         (the derivative does not exist, or differences cannot give it) or ``"deliberate"``.
       origin: the user's line that calls the rule.
