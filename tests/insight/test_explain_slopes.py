@@ -220,6 +220,47 @@ def test_layers_in_a_scan_vanish_as_they_do_one_by_one_and_a_recurrence_may_forg
     assert explain(recurrence, {"w": weights(1, 0.3)[0]}, X[:10], wrt=(0, 1)).problems == ()
 
 
+@pytest.mark.parametrize(("gain", "cause"), [(0.2, "vanishing"), (1.0, ""), (5.0, "exploding")])
+def test_a_recurrence_of_which_the_last_stacked_state_is_read_is_told_as_by_its_last_carry(
+    gain, cause
+):
+    def step(h, x):
+        h = gain * h @ jnp.roll(jnp.eye(8), 1, axis=0) * x
+        return h, h
+
+    def recurrence(start, xs, read):
+        return jnp.sum(read(*jax.lax.scan(step, start, xs)))
+
+    xs, start = jnp.ones((30, 8)), jnp.ones(8)
+    reads = [lambda last, _: last, lambda _, states: states[-1]]
+    found = [explain(recurrence, start, xs, read) for read in reads]
+    for count, explanation in zip((30, 29), found, strict=True):
+        assert [f.cause for f in explanation.problems] == [cause] * bool(cause)
+        for finding in explanation.problems:
+            assert f"over {count} steps" in finding.what
+    if cause:  # what the last step gives to the state before it
+        given = jax.grad(lambda h: jnp.sum(step(h, xs[-1])[0]))(jnp.ones(8))
+        assert f"from {jnp.linalg.norm(given):.4g} to" in found[1].problems[0].what
+    # Discounted, the states of all steps are read: that is no slope of the recurrence.
+    discounts = 0.2 ** jnp.arange(30.0)[:, None]
+    assert explain(recurrence, start, xs, lambda _, states: states * discounts).problems == ()
+
+
+def test_a_recurrence_of_flax_of_which_the_last_state_is_read_vanishes():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.rnn = nnx.RNN(nnx.SimpleCell(2, 4, rngs=rngs))
+
+        def __call__(self, x):
+            return jnp.mean(self.rnn(x)[:, -1] ** 2)
+
+    x = 3 * jnp.ones((2, 200, 2))
+    found = explain(lambda model, x: model(x), Model(nnx.Rngs(0)), x)
+    assert [finding.cause for finding in found.problems] == ["vanishing"]
+    given = jax.grad(lambda x: Model(nnx.Rngs(0))(x))(x)
+    assert jnp.linalg.norm(given[:, 0]) < 1e-8 * jnp.linalg.norm(given[:, -1])
+
+
 def test_an_iteration_vanishes_if_its_parameters_or_its_start_get_next_to_nothing():
     def iteration(p, x):
         def step(h, _):
