@@ -344,7 +344,7 @@ def _underflows(observed: Observed, place: Place, value: Value) -> bool:
     is_product = node.op in operations.FACTORS and node.op != "div"
     others = [v for v in node.inputs if v is not value] if is_product else []
     factors = [largest_of(observed, place, v) for v in others] or [1.0]
-    info: Any = jnp.finfo(dtype_of(value))
+    info = _finfo(value)
     # XLA takes float32 below `tiny` for zero, and small elements may meet factors as small as eps.
     wide = float(info.tiny) / float(info.eps)
     least = wide if _is_wide(value) else float(info.smallest_subnormal)
@@ -353,8 +353,12 @@ def _underflows(observed: Observed, place: Place, value: Value) -> bool:
 
 def _is_wide(value: Value) -> bool:
     """Whether a value has a dtype with the exponents of float32, or more."""
+    return bool(_finfo(value).tiny < 1e-30)
+
+
+def _finfo(value: Value) -> Any:
     finfo: Any = jnp.finfo  # knows bfloat16, too
-    return bool(finfo(dtype_of(value)).tiny < 1e-30)
+    return finfo(dtype_of(value))
 
 
 def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Finding]:
