@@ -334,3 +334,21 @@ def test_a_long_table_has_both_ends_and_folds_what_differs_in_numbers_alone():
     assert {"p.leaf_aa", "p.leaf_dv"} <= set(found.text().split())
     by_norm = [report.norm for report in sorted(found.sources, key=lambda report: report.rank)]
     np.testing.assert_array_equal(by_norm, sorted(by_norm))
+
+
+def test_rows_that_fold_keep_the_numbers_that_all_share_and_a_wide_range_names_its_ends():
+    def loss(blocks, x):
+        for block in blocks:
+            x = 0.1 * jnp.tanh(x @ block["w"] + block["ln2"]) + jax.lax.stop_gradient(block["ln1"])
+        return jnp.mean(x)
+
+    zeros = jnp.zeros(8)
+    blocks = [{"w": w, "ln1": zeros, "ln2": zeros} for w in weights(8, 0.4)]
+    rows = explain(loss, blocks, X).text().split("\n\n")[1].splitlines()
+    cut, row = (row for row in rows if ".ln" in row)
+    assert cut.startswith("blocks.*.ln1 (8)")
+    assert " None " in cut
+    norms = [jnp.linalg.norm(block["ln2"]) for block in jax.grad(loss)(blocks, X)]
+    assert norms[7] > 1e3 * norms[0]
+    assert row.startswith("blocks.*.ln2 (8)")
+    assert f" {norms[0]:.3g} (* = 0) to {norms[7]:.3g} (* = 7) " in row
