@@ -84,6 +84,15 @@ def actor_and_critic(p, x):
     return jnp.mean(advantage**2) - jnp.mean(chosen * stop(advantage))
 
 
+def generalised_advantage(p, x):
+    h = encode(p, x)
+    values = h @ p["value"]
+    errors = x[:-1, 0] + 0.9 * values[1:] - values[:-1]
+    advantages = jax.lax.scan(lambda a, e: (e + 0.8 * a,) * 2, 0.0, errors, reverse=True)[1]
+    chosen = jax.nn.log_softmax(h @ p["policy"])[:-1, 0]
+    return jnp.mean((values - x[:, 1]) ** 2) - jnp.mean(chosen * stop(advantages))
+
+
 def codebook(p, x):
     z = encode(p, x)
     distances = jnp.sum((z[:, None] - p["codes"]) ** 2, -1)
@@ -132,6 +141,7 @@ def normalised(p, x):
         straight_through,
         temporal_difference,
         actor_and_critic,
+        generalised_advantage,
         codebook,
         first_order_of_a_step,
         siamese,

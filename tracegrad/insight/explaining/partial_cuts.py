@@ -3,8 +3,9 @@
 Most cuts are meant. Behind a straight-through `x + stop_gradient(q - x)`, a target that the same
 network computes or a stopped maximum, the stopped value soon joins a value that depends on the same
 sources: the first join *covers* these. (Only sums cover what was rounded: ``round(w / s) * s`` is a
-mistake, though `s` depends on `w`.) And if a stopped value, or a term of it, has another use (the
-advantage of a critic), its gradient comes from there.
+mistake, though `s` depends on `w`.) If a stopped value, or a term of it, has another use (the
+advantage of a critic), its gradient comes from there. A stopped factor of a value with a gradient
+is a weight.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class _Cuts:
                 on |= 1 << cut
                 continue
             self.covered[cut] |= self.sources[cut] & others
-            if self.is_alone[cut]:
+            is_weight = not is_rounding and node.op in operations.FACTORS
+            if self.is_alone[cut] and not is_weight:
                 self.bare[cut] |= self.sources[cut] & ~others
         return on
 
