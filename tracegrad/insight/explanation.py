@@ -323,15 +323,23 @@ def _alike(ordered: Sequence[SourceReport]) -> list[list[SourceReport]]:
 
 
 def _cells_of(group: Sequence[SourceReport]) -> tuple[str, ...]:
-    """Returns a group's row of the table; for several sources it shows the range of numbers."""
+    """Returns a group's row of the table; for several sources it shows the range of numbers, and at
+    a wide range the sources at both ends."""
     first, last = _cells(group[0]), _cells(group[-1])
     if len(group) == 1:
         return first
+    numbers = list(zip(*(_NUMBER.findall(r.path) for r in group), strict=False))
+    shown = iter("*" if len(set(each)) > 1 else each[0] for each in numbers)
+    ends = [first[2], last[2]]
+    if group[-1].norm > 1e3 * group[0].norm > 0:
+        for k in (0, -1):
+            of = ", ".join(each[k] for each in numbers if len(set(each)) > 1)
+            ends[k] += f" (* = {of})"
     zeros = [f"{share:.0%}" for share in (f(r.zeros for r in group) for f in (min, max))]
     return (
-        f"{_NUMBER.sub('*', group[0].path)} ({len(group)})",
+        f"{_NUMBER.sub(lambda _: next(shown), group[0].path)} ({len(group)})",
         group[0].type,
-        " to ".join(dict.fromkeys((first[2], last[2]))),
+        " to ".join(dict.fromkeys(ends)),
         " to ".join(dict.fromkeys(zeros)) if first[3] else "",
         first[4],
     )
