@@ -331,6 +331,24 @@ def test_what_the_function_of_a_rule_stops_is_no_fault_of_the_rule():
     assert set(statuses(report.leaves)) == {"wrong"}  # what a function stops may be a mistake
 
 
+def test_a_rule_that_repeats_the_mistake_of_a_rule_in_its_function_is_wrong():
+    @jax.custom_vjp
+    def doubled(x):
+        return inner(x)
+
+    inner = jax.custom_vjp(lambda x: 2 * x)
+    inner.defvjp(lambda x: (2 * x, None), lambda _, ct: (3 * ct,))
+    doubled.defvjp(lambda x: (doubled(x), None), lambda _, ct: (3 * ct,))
+    assert refused(doubled, X, **REVERSE).wrong[0].what == "doubled, input 0"
+
+
+def test_a_gradient_of_zeros_for_a_host_function_is_wrong():
+    def sine(x):
+        return tg.numpy_function(np.sin, [x], "float32", grad=lambda op, dy: 0 * dy)
+
+    assert refused(sine, X, **REVERSE).wrong[0].what == "<lambda>, input 0"
+
+
 def test_a_sample_with_an_implicit_derivative_is_held_and_the_rest_is_checked():
     key = jax.random.key(0)
 
