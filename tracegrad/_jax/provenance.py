@@ -54,11 +54,11 @@ def user_context() -> Callable[[Any], AbstractContextManager[Any]]:
 _own_trace = user_context()
 
 
-def tracing_again() -> AbstractContextManager[Any]:
-    """A block in which JAX traces inner jitted functions again, so that others do not get their
-    programs: JAX may not differentiate a custom rule any more in a program in which it has refused
-    an operand."""
-    return _own_trace(object())
+def tracing_apart(key: object) -> AbstractContextManager[Any]:
+    """A block in which JAX traces inner jitted functions again, once for each key, and does not
+    share their programs with others: JAX may not differentiate a custom rule any more in a program
+    in which the rule has refused an operand. JAX keeps the programs of each key."""
+    return _own_trace(key)
 
 
 def inside_scope(name: str, source_info: Any) -> Any:

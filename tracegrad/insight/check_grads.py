@@ -248,7 +248,7 @@ def _traced(
         return jax.tree.leaves(chosen.call(leaves)[0])
 
     flat.__name__ = function_name(fun)
-    with jax.enable_x64(double), _jax.tracing_again():
+    with jax.enable_x64(double), _jax.tracing_apart(object()):
         leaves = [
             jnp.asarray(leaf, complex if jnp.iscomplexobj(leaf) else float)
             for leaf in chosen.leaves

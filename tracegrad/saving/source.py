@@ -70,10 +70,13 @@ class ExportedFunction:
         return ExportedFunction(self.name, self.avals, value, self.count, fresh, self)
 
 
-def source_of(name: str, trace: Callable[[], Graph]) -> ExportedFunction:
-    with _jax.tracing_again():
+def source_of(
+    name: str, trace: Callable[[], Graph], key: object = "to be saved"
+) -> ExportedFunction:
+    """`key`: see `_jax.tracing_apart`."""
+    with _jax.tracing_apart(key):
         graph = trace()
-    fresh = functools.partial(source_of, name, trace)
+    fresh = lambda: source_of(name, trace, object())  # noqa: E731
     run = lambda *operands: run_graph(graph, operands)  # noqa: E731
     source = ExportedFunction(name, graph.in_avals, run, graph.result_count, fresh)
     vars(source)["graph"] = graph
