@@ -37,7 +37,7 @@ from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import Recording
 from tracegrad.tape.sources import before_calls, cotangents_of, warn_of_unseen, warn_of_unwatched
 from tracegrad.tape.under_rules import graph_of_entries
-from tracegrad.variables.kept_programs import reads_change
+from tracegrad.variables.kept_programs import note_reads_change
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
 from tracegrad.variables.statics import is_none, is_variable
@@ -159,7 +159,7 @@ class GradientTape(Recording):
         for leaf in leaves:
             if isinstance(leaf, Variable):
                 self._record.watch_variable(leaf)
-                reads_change()
+                note_reads_change()
                 continue
             if not isinstance(leaf, jax.Array):
                 raise ValueError(
@@ -196,7 +196,7 @@ class GradientTape(Recording):
         self._check_thread()
         self._record.clear()
         self._has_read.clear()
-        reads_change()
+        note_reads_change()
         self._used = False
 
     def graph(self) -> Graph:

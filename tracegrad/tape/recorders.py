@@ -9,7 +9,7 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.tape.recorder import Recorder
-from tracegrad.variables.lending import renew
+from tracegrad.variables.lending import renew_array
 from tracegrad.variables.listening import Listener, start_listening, stop_listening
 from tracegrad.variables.overriding import OverridingTrace
 from tracegrad.variables.variable import Variable
@@ -115,7 +115,7 @@ class Recording(Listener):
         for outer in self._around:
             if outer.on_renewal(variable):
                 return
-        renew(variable)
+        renew_array(variable)
 
 
 def unrecorded() -> AbstractContextManager[None]:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tracegrad.tracing.signatures import parameters_of, positional
-from tracegrad.variables.modules import Survey
+from tracegrad.variables.modules import NnxObjectFinder
 from tracegrad.variables.nnx_objects import ignore_cached_partial, nnx
-from tracegrad.variables.packed import NoTree, Packed, PackedStatic, Packing, packed_by_flax
-from tracegrad.variables.statics import Given
-from tracegrad.variables.trees import flattened
+from tracegrad.variables.packed import NotAPytree, Packed, PackedStatic, Packing, pack_by_flax
+from tracegrad.variables.statics import VariableNode
+from tracegrad.variables.trees import flatten_with_variables
 
 Indices = int | Iterable[int] | None
 Names = str | Iterable[str] | None
@@ -65,7 +65,7 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    variables: tuple[Given, ...] = ()
+    variables: tuple[VariableNode, ...] = ()
     objects: Sequence[Any] = ()
     positions: Sequence[int] = ()
     names: Collection[str] = ()
@@ -89,14 +89,15 @@ class Call(NamedTuple):
         if self.variables or self.objects:
             return False
         return not any(
-            isinstance(arg, Packed) and arg.has_parts for arg in (*self.args, *self.kwargs.values())
+            isinstance(arg, Packed) and arg.has_non_arrays
+            for arg in (*self.args, *self.kwargs.values())
         )
 
     def of_trees(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs), where arguments that hold only arrays are not packed."""
 
         def of_tree(arg: Any) -> Any:
-            return arg.argument() if type(arg) is Packed and not arg.has_parts else arg
+            return arg.argument() if type(arg) is Packed and not arg.has_non_arrays else arg
 
         return tuple(map(of_tree, self.args)), {k: of_tree(arg) for k, arg in self.kwargs.items()}
 
@@ -117,13 +118,13 @@ class TakingApart:
         static = self._static
         fixed = static.within(args) if static.positions else ()
         names = tuple(sorted(kwargs.keys() & static.names)) if static.names else ()
-        pack, found = self._pack, list[Given]()
-        survey = Survey() if self.looks_for_modules and nnx() is not None else None
+        pack, found = self._pack, list[VariableNode]()
+        finder = NnxObjectFinder() if self.looks_for_modules and nnx() is not None else None
         objects: Sequence[Any] = ()
         try:
             packed = tuple(
                 [
-                    _static(arg, found) if i in fixed else pack(arg, i, found, survey)
+                    _static(arg, found) if i in fixed else pack(arg, i, found, finder)
                     for i, arg in enumerate(args)
                 ]
             )
@@ -131,16 +132,16 @@ class TakingApart:
             for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
                 arg = kwargs[name]
                 named[name] = (
-                    _static(arg, found) if name in names else pack(arg, name, found, survey)
+                    _static(arg, found) if name in names else pack(arg, name, found, finder)
                 )
-            if survey is not None:
-                objects = survey.objects
-        except NoTree:
+            if finder is not None:
+                objects = finder.objects
+        except NotAPytree:
             found.clear()
             arguments: dict[str | int, Any] = dict(enumerate(args))
             arguments.update((name, kwargs[name]) for name in sorted(kwargs))
             own = {key: arguments.pop(key) for key in list[str | int]((*fixed, *names))}
-            of_all, objects = packed_by_flax(arguments, found, pack.name_of)
+            of_all, objects = pack_by_flax(arguments, found, pack.name_of)
             of_all.update((key, _static(arg, found)) for key, arg in own.items())
             packed = tuple([of_all[i] for i in range(len(args))])
             named = {name: of_all[name] for name in kwargs}
@@ -149,10 +150,10 @@ class TakingApart:
         return Call(packed, named, tuple(found), objects, fixed, names)
 
 
-def _static(value: Any, found: list[Given]) -> Any:
+def _static(value: Any, found: list[VariableNode]) -> Any:
     """Returns a static argument in which no Variable is held strongly: JAX's caches keep it."""
-    own: list[Given] = []
-    leaves, structure = flattened(value, own)
+    own: list[VariableNode] = []
+    leaves, structure = flatten_with_variables(value, own)
     if not own:
         return value
     found += own

@@ -17,9 +17,9 @@ from tracegrad.tracing.jit_options import signature_behind
 from tracegrad.tracing.uses import Use
 from tracegrad.variables.modules import Snapshot, Update
 from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.packed import Packed, unpacked
-from tracegrad.variables.results import hands_out
-from tracegrad.variables.statics import has_modules, with_statics
+from tracegrad.variables.packed import Packed, unpack_arguments
+from tracegrad.variables.results import has_nnx_objects
+from tracegrad.variables.statics import has_equinox_modules, with_statics
 from tracegrad.variables.trees import were_variables
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class NewValues(list[Any]):
     Attributes:
       assigned: for each Variable, whether the program has assigned it.
       updates: where each new array of a module goes.
-      hands_out: whether the result contains modules of flax.nnx that must be put together.
+      has_nnx_objects: whether the result contains modules of flax.nnx that must be put together.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class NewValues(list[Any]):
     ):
         self.extend(values)
         self.about = about
-        self.assigned, self.updates, self.hands_out = about
+        self.assigned, self.updates, self.has_nnx_objects = about
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -142,7 +142,7 @@ class Body:
             return result
         new = dict(zip(map(id, graph.assigned), outs[count:last], strict=True))
         variables = [id(ref()) for ref in use.assigned]
-        about = tuple([i in new for i in variables]), graph.updates, hands_out(graph.out_tree)
+        about = tuple([i in new for i in variables]), graph.updates, has_nnx_objects(graph.out_tree)
         assigned = [new[i] if i in new else of_variable[i] for i in variables]
         return NewValues(about, [*assigned, *outs[last:]]), result
 
@@ -153,13 +153,13 @@ class Body:
         other non-arrays that the pipeline did not look for when it was called."""
         call = pipeline.take_all(args, kwargs)
         if not pipeline.takes_apart:
-            found = call.variables or call.objects or has_modules((args, kwargs))
+            found = call.variables or call.objects or has_equinox_modules((args, kwargs))
             if found or were_variables(jax.tree.leaves((args, kwargs))):
                 pipeline.take_apart(call)
                 raise Outgrown(self, None)
         elif pipeline.take.looks_for_modules or nnx() is None:
             return call
-        elif Snapshot(unpacked(*call.dynamic)).objects:
+        elif Snapshot(unpack_arguments(*call.dynamic)).objects:
             pipeline.take.looks_for_modules = True
             raise Outgrown(self, None)
         return call

@@ -15,7 +15,7 @@ from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
 from tracegrad.tracing.arguments import Call, TakingApart
-from tracegrad.variables.results import hands_out, settled
+from tracegrad.variables.results import finish_result, has_nnx_objects
 
 
 def to_callable(graph: Graph) -> Callable[..., Any]:
@@ -73,8 +73,10 @@ def settle_call(graph: Graph, call: Call, outs: Sequence[Any]) -> Any:
         variable.assign(value)
     end = last + len(graph.updates)
     result = jax.tree.unflatten(graph.out_tree, outs[:count])
-    in_parts = hands_out(graph.out_tree)
-    return settled(result, call.objects, graph.updates, outs[last:end], is_in_parts=in_parts)
+    has_objects = has_nnx_objects(graph.out_tree)
+    return finish_result(
+        result, call.objects, graph.updates, outs[last:end], has_objects=has_objects
+    )
 
 
 def _check_types(graph: Graph, args: list[Any]) -> None:

@@ -16,7 +16,7 @@ import jax
 
 from tracegrad.ir.occurrence import is_own_file
 from tracegrad.variables.modules import is_module_or_variable
-from tracegrad.variables.nnx_objects import find, is_module
+from tracegrad.variables.nnx_objects import find_path, is_module
 from tracegrad.variables.paths import PathKey, path_name
 
 CURE = (
@@ -60,7 +60,7 @@ def _paths_in(frame: FrameType, wanted: object) -> Iterator[str]:
             with suppress(TypeError, ValueError):  # dicts whose keys JAX cannot sort
                 leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module_or_variable)
                 for path, leaf in leaves:
-                    inner = find(wanted, leaf) if is_module(leaf) else None
+                    inner = find_path(wanted, leaf) if is_module(leaf) else None
                     if inner is not None:
                         yield path_name((*path, PathKey(inner)), prefix)
 

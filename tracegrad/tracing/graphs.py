@@ -155,7 +155,7 @@ def trace_to_graph(
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])
         if attempt.is_left:
             program, within = None, attempt.found
-    explicit, variables = inside.variables.explicit(program)
+    explicit, variables = inside.variables.with_explicit_inputs(program)
     traced = _jax.traced_from(program)
     arguments = (*paths, *(variable.name for variable in variables))
     signature = _dynamic_signature(fun, set(positions), static.names)

@@ -21,18 +21,18 @@ from tracegrad.tracing.shardings import lay_out, maps, refuse_other_shardings
 from tracegrad.tracing.signatures import argument_names
 from tracegrad.variables.capture import Capture
 from tracegrad.variables.modules import (
+    NnxObjectFinder,
+    ResultWithModules,
     Snapshot,
-    Survey,
-    Twins,
     Update,
+    flatten_modules_by_flax,
     is_module_or_variable,
     is_opaque,
-    mark_roots,
 )
 from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.packed import unpacked
+from tracegrad.variables.packed import unpack_arguments
 from tracegrad.variables.states import Changes, States
-from tracegrad.variables.statics import are_arrays, fix, is_variable, structure_with
+from tracegrad.variables.statics import are_arrays, is_variable, replace_by_statics, structure_with
 from tracegrad.variables.variable import Variable
 
 Within = Callable[[], AbstractContextManager[Any]]  # makes the context that a function is traced in
@@ -53,7 +53,7 @@ class Inside:
       out_tree: the structure of its result.
       updates: where in the modules of the call the last outputs go.
       changes_structure: whether the function has changed the structure of these modules: then its
-        result is `Twins`.
+        result is `ResultWithModules`.
       lost: the function's changes in an nnx.State that it does not return.
     """
 
@@ -91,7 +91,7 @@ class Inside:
     def _run(
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Any]]:
-        args, kwargs = unpacked(args, kwargs)
+        args, kwargs = unpack_arguments(args, kwargs)
         result = _call(fun, self._within, *args, **kwargs)
         return self._fixed(result, *jax.tree.flatten(result, is_leaf=is_variable)), []
 
@@ -100,7 +100,7 @@ class Inside:
     ) -> tuple[Any, list[Any]]:
         """Calls the function; also returns the new arrays of modules."""
         gone = self._gone(self._own(args, kwargs))
-        args, kwargs = unpacked(args, kwargs)
+        args, kwargs = unpack_arguments(args, kwargs)
         names = argument_names(fun, len(args))
         states = States({**dict(zip(names, args, strict=True)), **kwargs})
         dynamic = self._own(args, kwargs).dynamic
@@ -111,7 +111,7 @@ class Inside:
         updates = self._updates(before, dynamic, gone)
         self.lost = states.changes(result)
         result = self._packed(result, before.objects)
-        if self.changes_structure:  # `Twins` in the result hold all new arrays
+        if self.changes_structure:  # `ResultWithModules` in the result hold all new arrays
             self.updates, updates = (), []
         return result, updates
 
@@ -147,15 +147,15 @@ class Inside:
           by_flax: whether flax must flatten the result, since some module is not a pytree.
         """
         by_flax = by_flax or self.changes_structure
-        whole = Twins(list(objects), result) if self.changes_structure else result
+        whole = ResultWithModules(list(objects), result) if self.changes_structure else result
         if by_flax:
             leaves, tree = jax.tree.flatten(whole, is_leaf=is_module_or_variable)
         else:
-            leaves, tree = Survey(objects).flatten(whole, None)
+            leaves, tree = NnxObjectFinder(objects).flatten(whole, None)
             if any(map(is_opaque, leaves)):
                 self.changes_structure = bool(objects)
                 return self._packed(result, objects, by_flax=True)
-        mark_roots([leaves], [])
+        flatten_modules_by_flax([leaves], [])
         return self._fixed(whole, leaves, tree)
 
     def _fixed(self, whole: Any, leaves: list[Any], tree: Any) -> Any:
@@ -165,7 +165,7 @@ class Inside:
             return whole
         # Read Variables now: JAX would read them after the capture has stopped listening.
         leaves = [leaf.value if isinstance(leaf, Variable) else leaf for leaf in leaves]
-        fix(leaves, tree, "result", is_result=True)
+        replace_by_statics(leaves, tree, "result", is_result=True)
         self.out_tree = structure_with(tree, leaves)
         return jax.tree.leaves(leaves)
 

@@ -95,7 +95,7 @@ class Pipeline:
         is_one = shardings is not None and not isinstance(shardings, tuple)
         self._varies_in_count = is_one and varies_in_count(fun)
         self.donated = donated_by(fun, options)
-        self.packs_results: Packs = "if it has parts"
+        self.packs_results: Packs = "if it has non-arrays"
         if not is_for_all(self.out_shardings):  # they come in the tree of a result
             self.packs_results = "always" if maps(self.out_shardings) else "never"
         self.take = TakingApart(static, looks_for_modules=False)

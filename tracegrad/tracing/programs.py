@@ -42,7 +42,7 @@ from tracegrad.variables.lending import (
 from tracegrad.variables.listening import listeners
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed
-from tracegrad.variables.results import settled
+from tracegrad.variables.results import finish_result
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
@@ -172,8 +172,8 @@ class Program:
             new, result = self._held(self.outermost, args, kwargs)
         else:
             new, result = self._lent(self.outermost, args, kwargs)
-        is_over = not new.updates and not new.hands_out and type(result) is not Packed
-        return result if is_over else _settled(new, result, objects)
+        is_over = not new.updates and not new.has_nnx_objects and type(result) is not Packed
+        return result if is_over else _finish_result(new, result, objects)
 
     def _lent(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call that overwrites the Variables that it updates, at top level without
@@ -218,7 +218,7 @@ class Program:
             new, result = trace.call_jitted(self.nested, self._forms, values, kwargs)
         else:
             values = [variable.value for variable in values]
-            with kept_programs.for_all_values():
+            with kept_programs.without_key():
                 new, result = self.nested(*values, *args, **kwargs)
         if use.calls_host:
             _jax.wait_for(new)
@@ -234,7 +234,7 @@ class Program:
         args, kwargs = self._shown(call)
         outcome = (self._held if self.use.calls_host else self._lent)(compiled, args, kwargs)
         has_new = isinstance(outcome, tuple) and outcome and isinstance(outcome[0], NewValues)
-        return _settled(outcome[0], outcome[1], call.objects) if has_new else outcome
+        return _finish_result(outcome[0], outcome[1], call.objects) if has_new else outcome
 
     def staged(self, stage: str, call: Call, graph: Graph | None) -> Any:
         """Returns `lower`, `trace` or `eval_shape` of the jit, for the arguments of a call."""
@@ -258,7 +258,7 @@ class Program:
         """Returns the jit whose result is not packed, but has its own tree."""
         pipeline = self._pipeline()
         assert pipeline is not None, "the traced function holds it"
-        if self.use.is_plain or pipeline.packs_results != "if it has parts":
+        if self.use.is_plain or pipeline.packs_results != "if it has non-arrays":
             return self.nested if stage == "eval_shape" else self.outermost
         if self._staged is None:
             self._staged = jax.jit(
@@ -275,10 +275,10 @@ class Program:
         self.outermost.clear_cache()
 
 
-def _settled(new: NewValues, result: Any, objects: Sequence[Any]) -> Any:
+def _finish_result(new: NewValues, result: Any, objects: Sequence[Any]) -> Any:
     """Returns the user's result, and gives the new arrays to `objects`, the objects of flax.nnx in
     the arguments."""
     if type(result) is Packed:
         result = result.argument()
     values = new[len(new) - len(new.updates) :]  # the arrays of modules are the last of them
-    return settled(result, objects, new.updates, values, is_in_parts=new.hands_out)
+    return finish_result(result, objects, new.updates, values, has_objects=new.has_nnx_objects)

@@ -19,12 +19,12 @@ from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import shortened
 from tracegrad.variables.leaves import leaves_with_paths
-from tracegrad.variables.modules import is_module_or_variable, with_modules
+from tracegrad.variables.modules import is_module_or_variable, unflatten_modules
 from tracegrad.variables.nnx_objects import attribute_texts, differences, is_module
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.paths import path_name
-from tracegrad.variables.statics import Given, Static, given_of, is_variable
-from tracegrad.variables.trees import finding
+from tracegrad.variables.statics import Static, VariableNode, is_variable, node_of_variable
+from tracegrad.variables.trees import finding_variables
 from tracegrad.variables.variable import Variable
 
 # Warn at this many retraces with one cause, then at each doubling.
@@ -79,11 +79,11 @@ class CallTypes(NamedTuple):
         modules = []
         for argument, packed in args.items():
             tree = packed.argument() if isinstance(packed, Packed) else packed
-            if isinstance(packed, Packed) and packed.has_parts:
+            if isinstance(packed, Packed) and packed.has_non_arrays:
                 own = set(map(id, packed.arrays))
                 for path, leaf in leaves_with_paths(tree):
                     if isinstance(leaf, Variable):
-                        types.append((path_name(path, argument), given_of(leaf), (), False))
+                        types.append((path_name(path, argument), node_of_variable(leaf), (), False))
                     elif id(leaf) not in own:
                         values[path_name(path, argument)] = Static(leaf)
             trees[argument] = tree
@@ -162,7 +162,7 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
         ]
     for name, (_, dtype, shape, weak) in arrays_before.items():
         _, dtype2, shape2, weak2 = arrays_after[name]
-        if isinstance(dtype, Given) or isinstance(dtype2, Given):
+        if isinstance(dtype, VariableNode) or isinstance(dtype2, VariableNode):
             if dtype is not dtype2:
                 texts = _type_text(dtype, shape), _type_text(dtype2, shape2)
                 changes.append((f"`{name}`", "Variable", *texts))
@@ -178,7 +178,7 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
 
 
 def _type_text(dtype: Any, shape: tuple[Any, ...], weak: bool = False) -> str:
-    sizes = "" if isinstance(dtype, Given) else str(list(shape))
+    sizes = "" if isinstance(dtype, VariableNode) else str(list(shape))
     return f"{'weak ' if weak else ''}{dtype}{sizes}"
 
 
@@ -196,13 +196,13 @@ def _described(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
     """Returns texts for the classes and static attributes of the modules in arguments, by path."""
     modules, names = [], []
     for argument, structure in arguments:
-        tree = with_modules(jax.tree.unflatten(structure, [...] * structure.num_leaves))
+        tree = unflatten_modules(jax.tree.unflatten(structure, [...] * structure.num_leaves))
         nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module)
         for path, node in nodes:
             if is_module(node):
                 modules.append(node)
                 names.append(path_name(path, argument))
-    with finding([]):  # so that flattening does not read the Variables in them
+    with finding_variables([]):  # so that flattening does not read the Variables in them
         return attribute_texts(modules, names)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from tracegrad.ir import Graph
-from tracegrad.variables.modules import nodes_in
+from tracegrad.variables.modules import nnx_nodes_in
 from tracegrad.variables.nnx_objects import is_variable_of_nnx, nnx
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.statics import is_variable
@@ -101,12 +101,12 @@ def _along(prefix: Any, packed: Packed) -> Packed:
             found.extend((known.get(id(x)), leaf) for leaf in leaves)
 
     jax.tree.map(of_part, prefix, packed.argument(), is_leaf=_is_sharding)
-    return Packed(packed.of_arrays(found), packed.structure)
+    return Packed(packed.select_of_arrays(found), packed.structure)
 
 
 def _mapped(sharding: Any, part: Any) -> list[tuple[Any, Any]]:
     """Returns (nnx.Variable, its sharding) for each nnx.Variable in a tree."""
-    nodes = [(path, node) for path, node in nodes_in(part) if is_variable_of_nnx(node)]
+    nodes = [(path, node) for path, node in nnx_nodes_in(part) if is_variable_of_nnx(node)]
     if not _is_mapping(sharding):
         return [(node, sharding) for _, node in nodes]
     return [(node, sharding.map_prefix(path, node)) for path, node in nodes]

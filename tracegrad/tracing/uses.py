@@ -10,10 +10,10 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.variables.packed import has_parts
-from tracegrad.variables.results import hands_out
+from tracegrad.variables.packed import has_non_arrays
+from tracegrad.variables.results import has_nnx_objects
 
-Packs = Literal["never", "if it has parts", "always"]
+Packs = Literal["never", "if it has non-arrays", "always"]
 
 
 class Use:
@@ -35,7 +35,7 @@ class Use:
         before: Use | None = None,
         graph: Graph | None = None,
         *,
-        packs: Packs = "if it has parts",
+        packs: Packs = "if it has non-arrays",
     ):
         """Makes the use of a program that also serves `graph`.
 
@@ -119,4 +119,4 @@ def _recomputes(graph: Graph) -> bool:
 def _is_plain(graph: Graph, packs: Packs) -> bool:
     if graph.variables or graph.assigned or graph.updates or packs == "always":
         return False
-    return not (hands_out if packs == "never" else has_parts)(graph.out_tree)
+    return not (has_nnx_objects if packs == "never" else has_non_arrays)(graph.out_tree)
