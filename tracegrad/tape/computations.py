@@ -22,7 +22,7 @@ from tracegrad.ir import Graph
 from tracegrad.ir.dependence import of_each
 from tracegrad.ir.importer import graph_of
 from tracegrad.tape.derivatives import PullBack, next_forward, pull_back_at_operands
-from tracegrad.tracing.in_force import differentiating
+from tracegrad.tracing.in_force import without_editing
 
 Fun = Callable[..., list[Any]]
 _numbers = itertools.count()
@@ -116,7 +116,7 @@ class Computation:
         types = list(map(jax.typeof, operands))
         found = self
         try:
-            with differentiating():
+            with without_editing():
                 for _ in range(orders):
                     found = _forward(found, groups, types)
         except Exception:
@@ -145,7 +145,7 @@ class Computation:
     def require_forward(self, active: tuple[int, ...], operands: Sequence[Any]) -> None:
         """Raises the reason why a computation with effects, which may not run again, has saved no
         residuals."""
-        with differentiating():
+        with without_editing():
             _forward(self, (active,), list(map(jax.typeof, operands)))
         raise NotImplementedError(
             f"{self.name} has effects, and ran where the tape could not save what its derivative "
@@ -225,7 +225,7 @@ def _pull_function(
     def pull(*arrays: Any) -> dict[int, Any]:
         first = len(arrays) - len(given)
         cotangents = dict(zip(given, arrays[first:], strict=True))
-        with differentiating():
+        with without_editing():
             return pull_back(active, arrays[:count], arrays[count:first], cotangents)
 
     return pull
@@ -250,7 +250,7 @@ def links_of(
     chosen = [
         _jax.has_gradient(aval) and (active is None or i in active) for i, aval in enumerate(types)
     ]
-    with differentiating():
+    with without_editing():
         return Walk().region(traced(called, types), of_each(chosen))
 
 

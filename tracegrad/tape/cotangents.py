@@ -150,8 +150,8 @@ def cotangents(
       aggregate: adds the cotangents that reach one value; default: one after the other.
       gated: whether the cotangents of one operation's operands wait for one another.
     """
-    forces = rules_in_force()
-    rules = rules_for_recorded() if forces else ()
+    rule_sets = rules_in_force()
+    rules = rules_for_recorded() if rule_sets else ()
     is_plain = derivative is GRADIENT and not (rules or stopped or aggregate or gated)
     looks_inside = jax.config.jax_debug_nans or jax.config.jax_disable_jit
     if is_plain and not looks_inside and _jax.is_top_level():
@@ -174,7 +174,7 @@ def cotangents(
             passing = _Pass(arrays, set(sources), stopped, tables, aggregate or _sum, gated)
             return passing.run(path, sources, found)
 
-    with not_overridden() if forces else nullcontext():
+    with not_overridden() if rule_sets else nullcontext():
         return derivative.run(backward, seeds, [arrays[slot] for slot in targets])
 
 

@@ -23,7 +23,7 @@ from tracegrad.tape.programs import RULES
 from tracegrad.tape.record import Record, lost_gradient_text
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.rules import Rule
-from tracegrad.tracing.in_force import differentiating, rules_in_force
+from tracegrad.tracing.in_force import rules_in_force, without_editing
 
 
 class _Ran(NamedTuple):
@@ -182,8 +182,8 @@ def _pushed(operation: _Ran, active: Sequence[int], given: Sequence[Any]) -> lis
 def _refuse_rules(operation: Graph) -> None:
     """Raises GraphError for a rule in force that would change the tangents of an operation. Such a
     rule cannot be applied: the tangents of one operation are computed before the next one runs."""
-    forces = [force for force in rules_in_force() if not force.everywhere]
-    for rule in (rule for force in forces for rule in force.rules):
+    rule_sets = [each for each in rules_in_force() if not each.acts_everywhere]
+    for rule in (rule for rule_set in rule_sets for rule in rule_set.rules):
         if isinstance(rule, MatchRule) and rule.name not in _OF_REVERSE_MODE:
             if isinstance(rule.where, Parameters):
                 raise GraphError(_not_reached(rule, "each operation"))
@@ -208,7 +208,7 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     key = PushForward, tuple(active), tuple(map(_jax.type_key, operation.args))
     program: PushForward | None = computation.derived.get(key)
     if program is None:
-        with differentiating():
+        with without_editing():
             program = push_forward(_graph_of(operation), active)
         if computation.is_kept:
             program = program._replace(run=jax.jit(program.run))

@@ -22,8 +22,8 @@ from tracegrad.tape.effects import silenced
 from tracegrad.tape.record import Entry, type_of_kept
 from tracegrad.tape.rules import Rule, refusing_values
 from tracegrad.tracing.argument_paths import argument_path, derivatives_of_argument
-from tracegrad.tracing.in_force import Force, apply_in_force, differentiating
-from tracegrad.tracing.passed_by import marked
+from tracegrad.tracing.in_force import RuleSet, apply_rules_in_force, without_editing
+from tracegrad.tracing.misdirected_rules import mark_inputs
 
 
 def _bind_placeholder(rule: Rule, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -126,7 +126,7 @@ def vjp_under_rules(
     sources: Sequence[int],
     targets: Sequence[int],
     stopped: Collection[int],
-    rules: Sequence[Force],
+    rules: Sequence[RuleSet],
     variables: Mapping[int, str],
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """Returns a function that pulls cotangents of targets back to sources, through a program edited
@@ -174,24 +174,26 @@ def vjp_under_rules(
     )
     graph = replace(graph, hints=hints, differentiated=differentiated)
     outer = {v: derivatives_of_argument(arrays[slot]) for v, slot in zip(graph.inputs, given)}
-    for force in rules:
-        force.refuse_outer(graph, outer)
-    edited = in_scope_in_scans(apply_in_force(graph, rules), UNDER_RULES)
+    for rule_set in rules:
+        rule_set.refuse_outer(graph, outer)
+    edited = in_scope_in_scans(apply_rules_in_force(graph, rules), UNDER_RULES)
 
     def run(*operands: Any) -> list[Any]:
         return run_graph(edited, operands)
 
     run = jax.named_call(run, name=UNDER_RULES)
-    all_rules = [rule for force in rules for rule in force.rules]
+    all_rules = [rule for rule_set in rules for rule in rule_set.rules]
     operands = [
-        *marked([arrays[slot] for slot in given], [(h,) for h in hints], differentiated, all_rules),
+        *mark_inputs(
+            [arrays[slot] for slot in given], [(h,) for h in hints], differentiated, all_rules
+        ),
         *(jnp.zeros_like(arrays[slot]) for slot in added),
     ]
     chosen = [k for k, slot in enumerate(targets) if _jax.has_gradient(arrays[slot])]
 
     def backward(seeds: Sequence[Any]) -> list[Any]:
         along = _jax.of_some(lambda values: run(*values), operands, wanted)
-        with differentiating():
+        with without_editing():
             _, derivative = _jax.linearize(along, *(operands[i] for i in wanted))
             cts = transposed(derivative, [types[i] for i in wanted], {k: seeds[k] for k in chosen})
         at = {place: k for k, place in enumerate(wanted)}

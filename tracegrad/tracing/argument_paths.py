@@ -1,4 +1,4 @@
-"""The paths of the traced arrays in the arguments of the functions that are being traced."""
+"""The paths of traced arrays in the arguments of the functions that are being traced."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def known_by_path(arrays: Sequence[Any], paths: Sequence[str]) -> Iterator[None]
 
 
 def argument_path(array: Any) -> str:
-    """Returns the path of an array that is an argument of a function being traced, or a tracer of
-    a derivative or of `jax.vmap` that stands for one: ``params.0.kernel``; "" for another array."""
-    return _here.paths.get(id(_behind(array)[-1]), "") if _here.paths else ""
+    """Returns the path of an argument of a function being traced, ``params.0.kernel``, also for a
+    tracer of a derivative or of `jax.vmap` that stands for an argument; "" for any other array."""
+    return _here.paths.get(id(_chain_to_argument(array)[-1]), "") if _here.paths else ""
 
 
 def derivatives_of_argument(array: Any) -> list[Any]:
-    """Returns the tracers of derivatives by which an array stands for an argument, the innermost
-    first: one for each derivative that is being taken with respect to the argument."""
-    *tracers, argument = _behind(array)
+    """If an array stands for an argument, returns a tracer for each derivative that is being taken
+    with respect to the argument, the innermost first."""
+    *tracers, argument = _chain_to_argument(array)
     if id(argument) not in _here.paths:
         return []
     return [each for each in tracers if _jax.primal_of(each) is not None]
 
 
-def _behind(array: Any) -> list[Any]:
-    """Returns an array, the array for which it stands, and so on, up to a known argument."""
+def _chain_to_argument(array: Any) -> list[Any]:
+    """Returns an array, the array that it stands for, and so on, up to a known argument."""
     found = [array]
     while id(array) not in _here.paths:
         primal = _jax.primal_of(array)

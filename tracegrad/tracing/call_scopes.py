@@ -2,9 +2,9 @@
 
 These frameworks tell JAX nothing about calls of modules (only equinox's own layers have scopes,
 named by their classes). While a function is traced here, each call of a module is a named scope. If
-another module calls it, the scope is its path in the caller: ``blocks.0``. Otherwise the scope is
-its class, numbered from the second module of the class on: ``Linear``, ``Linear_1``. So a block is
-selected, shown and planned by ``Model/blocks.0/attention``.
+another module calls the module, the scope is the path in the caller: ``blocks.0``. Otherwise the
+scope is the class, numbered from the second module of the class on: ``Linear``, ``Linear_1``. So
+``Model/blocks.0/attention`` selects a block, and names it in graphs and plans.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tracegrad.variables.paths import path_name
 _key = _jax.user_context()
 
 # By the name of the framework: its class of modules, and prefixes of the Python modules whose
-# classes only wrap functions that they transform (they get no scope).
+# classes only wrap transformed functions, and get no scope.
 _FRAMEWORKS = {
     "equinox": ("Module", ("equinox._", "equinox.internal", "equinox.debug")),
     "flax.nnx": ("Module", ("flax.nnx.transforms", "flax.nnx.bridge")),
@@ -54,8 +54,8 @@ _tracing = _Tracing()
 
 
 def call_scopes() -> AbstractContextManager[None]:
-    """A block in which calls of modules, on this thread, are named scopes."""
-    bases = _bases()
+    """A block in which this thread's calls of modules are named scopes."""
+    bases = _module_classes()
     return _scopes(bases) if bases and _tracing.calls is None else nullcontext()
 
 
@@ -63,25 +63,25 @@ def call_scopes() -> AbstractContextManager[None]:
 def _scopes(bases: tuple[type, ...]) -> Iterator[None]:
     _tracing.calls, _tracing.paths, _tracing.alike = [], {}, {}
     try:
-        with _calls.in_place(_places(bases)), _key(call_scopes):
+        with _calls.in_place(_replacements(bases)), _key(call_scopes):
             yield
     finally:
         _tracing.calls, _tracing.paths, _tracing.alike = None, {}, {}
 
 
-def _bases() -> tuple[type, ...]:
-    """Returns the classes of modules of the imported frameworks."""
+def _module_classes() -> tuple[type, ...]:
+    """Of the imported frameworks."""
     found = ((sys.modules.get(name), base) for name, (base, _) in _FRAMEWORKS.items())
     return tuple(getattr(module, base) for module, base in found if hasattr(module, base))
 
 
-def _scoped(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the `__call__` of a class: it runs in a named scope if the thread is tracing."""
+def _in_scope(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the `__call__` of a class: a call runs in a named scope if the thread is tracing."""
 
     @functools.wraps(call, updated=())
     def scoped(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         calls = _tracing.calls
-        # The second condition: a call of `super().__call__` gets no scope of its own.
+        # By the second condition, `super().__call__` gets no scope of its own.
         if calls is None or (calls and calls[-1].module is self):
             return call(self, *args, **kwargs)
         name, begun = _begin(calls, self)
@@ -121,8 +121,8 @@ def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
 
 
 def _paths_in_copy(called: Any) -> dict[int, str]:
-    """Returns the paths in the copy of the calling module that a transformation of its method, such
-    as `nnx.remat`, passes to the method; {} if the caller is no such copy."""
+    """The paths of modules in a copy of the calling module: a transformation of a method, such as
+    `nnx.remat`, passes a copy to the method. {} if the caller is no copy."""
     caller = sys._getframe(3)
     first = caller.f_code.co_varnames[: caller.f_code.co_argcount][:1]
     copy = caller.f_locals.get(*first) if first else None
@@ -133,7 +133,7 @@ def _paths_in_copy(called: Any) -> dict[int, str]:
 
 def _paths_in(root: Any) -> dict[int, str]:
     paths: dict[int, str] = {}
-    _add_paths(root, "", root, _bases(), paths)
+    _add_paths(root, "", root, _module_classes(), paths)
     return paths
 
 
@@ -154,16 +154,16 @@ def _add_paths(
 _calls = _jax.Replacement()
 
 
-def _places(bases: tuple[type, ...]) -> Iterator[tuple[type, str, Any]]:
-    """Yields what to replace: the `__call__` of each class of modules that defines one."""
-    for kind in _kinds(bases):
+def _replacements(bases: tuple[type, ...]) -> Iterator[tuple[type, str, Any]]:
+    """Yields the `__call__` of each class of modules that defines `__call__`."""
+    for kind in _classes(bases):
         call = vars(kind).get("__call__")
         if callable(call) and not isinstance(call, staticmethod | classmethod):
-            yield kind, "__call__", _scoped
+            yield kind, "__call__", _in_scope
 
 
-def _kinds(bases: tuple[type, ...]) -> Iterator[type]:
-    """Yields all classes of modules, except those with which a framework transforms functions."""
+def _classes(bases: tuple[type, ...]) -> Iterator[type]:
+    """Yields all classes of modules, without the wrappers of transformed functions."""
     apart = tuple(prefix for _, prefixes in _FRAMEWORKS.values() for prefix in prefixes)
     seen, waiting = set(bases), list(bases)
     while waiting:

@@ -14,7 +14,7 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
-from tracegrad.tracing.arguments import Call, TakingApart
+from tracegrad.tracing.arguments import CallPacker, PackedCall
 from tracegrad.variables.results import finish_result, has_nnx_objects
 
 
@@ -35,8 +35,8 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
             values = list(args)
             _check_types(graph, values)
             return run_graph(graph, values)
-        taken_apart = TakingApart()(args, kwargs)
-        flat, tree = jax.tree.flatten((taken_apart.args, taken_apart.kwargs))
+        packed = CallPacker()(args, kwargs)
+        flat, tree = jax.tree.flatten((packed.args, packed.kwargs))
         if tree != graph.in_tree:
             raise TypeError(
                 f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
@@ -44,7 +44,7 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
             )
         values = [*flat, *(v.value for v in graph.variables)]
         _check_types(graph, values)
-        return _run(graph, taken_apart, values)
+        return _run_and_finish(graph, packed, values)
 
     call.__name__ = call.__qualname__ = graph.name
     if graph.signature is not None:  # argument names, here and in what XLA prints
@@ -52,21 +52,20 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
     return call
 
 
-def call_traced(graph: Graph, call: Call) -> Any:
+def call_traced(graph: Graph, call: PackedCall) -> Any:
     """Runs a graph with the arguments of the call that it was traced for."""
     arrays = jax.tree.leaves(call.dynamic)
-    return _run(graph, call, [*arrays, *(v.value for v in graph.variables)])
+    return _run_and_finish(graph, call, [*arrays, *(v.value for v in graph.variables)])
 
 
-def _run(graph: Graph, call: Call, values: list[Any]) -> Any:
+def _run_and_finish(graph: Graph, call: PackedCall, values: list[Any]) -> Any:
     if graph.loses:
         warn_where_called(changes_lost(graph.name, graph.loses), UserWarning)
-    return settle_call(graph, call, run_graph(graph, values))
+    return finish_call(graph, call, run_graph(graph, values))
 
 
-def settle_call(graph: Graph, call: Call, outs: Sequence[Any]) -> Any:
-    """Returns the result of a graph's run; assigns the outputs after the results to Variables and
-    modules."""
+def finish_call(graph: Graph, call: PackedCall, outs: Sequence[Any]) -> Any:
+    """Assigns the outputs after the results to Variables and modules; returns the user's result."""
     count = graph.result_count
     last = count + len(graph.assigned)
     for variable, value in zip(graph.assigned, outs[count:last], strict=True):

@@ -1,6 +1,6 @@
 """Names the module in flax's error about a change in a module of another trace.
 
-flax refuses to change a module in another trace than its own, such as a module that a traced
+flax refuses to change a module outside of the module's own trace, such as a module that a traced
 function closes over: the change could not leave the trace. flax's error does not name the module.
 """
 
@@ -29,9 +29,8 @@ CURE = (
 _FROM_TRANSFORMATIONS = "graph node from different trace level"
 
 
-def advice(error: Exception) -> str | None:
-    """Returns the path of the changed module and the cure, if flax has refused a change; else
-    None."""
+def module_advice(error: Exception) -> str | None:
+    """The path of the changed module and the cure; None unless flax has refused a change."""
     kind = getattr(sys.modules.get("flax.errors"), "TraceContextError", None)
     if kind is None or not (isinstance(error, kind) or _FROM_TRANSFORMATIONS in str(error)):
         return None
@@ -44,7 +43,7 @@ def advice(error: Exception) -> str | None:
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    """Yields the frames of a traceback, outermost first, without frames of this package."""
+    """Outermost first, without frames of this package."""
     while traceback is not None:
         if not is_own_file(traceback.tb_frame.f_code.co_filename):
             yield traceback.tb_frame
@@ -66,8 +65,8 @@ def _paths_in(frame: FrameType, wanted: object) -> Iterator[str]:
 
 
 def _trees(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields trees that may hold the module, by name: a container or module itself, or the modules
-    among the attributes of another object."""
+    """Yields (name, tree) for trees that may hold the module: a container or a module itself; of
+    another object, the attributes that are modules."""
     if isinstance(value, (dict, list, tuple)) or is_module(value):
         yield name, value
     elif isinstance(getattr(value, "__dict__", None), Mapping) and not isinstance(value, type):

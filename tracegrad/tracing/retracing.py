@@ -1,7 +1,7 @@
 """Warns if a function is traced again and again, and says what differs between the calls.
 
 Each call with new types (shapes, dtypes, weak types, static values, trees) costs a trace and a
-compilation. A function whose calls have ever new types is slow without a visible cause.
+compilation. If the types keep changing, the function is slow without a visible cause.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class CallTypes(NamedTuple):
     """The types and the static values of the arguments for which a function was compiled."""
 
     tree: Any
-    # path, dtype or Variable, shape, whether it is weak
+    # path, dtype or Variable, shape, whether the type is weak
     types: tuple[tuple[str, Any, tuple[Any, ...], bool], ...]
     static: tuple[tuple[str, Any], ...]
     modules: tuple[tuple[str, Any], ...] = ()  # the structures of arguments with flax.nnx modules
 
     @classmethod
     def of(cls, args: Mapping[str, Any], static: Mapping[str, Any], graph: Graph) -> CallTypes:
-        """Returns the types of a call: of its packed arguments, and of the graph traced for it."""
+        """`args`, `static`: the packed and the static arguments; `graph`: the trace of the call."""
         arrays = list(zip(graph.hints, graph.in_avals))[: graph.in_tree.num_leaves]
         types: list[tuple[str, Any, tuple[Any, ...], bool]]
         types = [(path, *_type_of(aval)) for path, aval in arrays]
@@ -97,14 +97,14 @@ class CallTypes(NamedTuple):
 
 
 def _type_of(aval: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    """Returns the dtype, the shape, and whether the type is weak."""
+    """Returns (dtype, shape, whether the type is weak)."""
     dtype, shape = getattr(aval, "dtype", aval), getattr(aval, "shape", ())
     return dtype, shape, bool(getattr(aval, "weak_type", False))
 
 
 @dataclass
 class TraceHistory:
-    """The latest types of calls for which one function was traced; warns if there are too many."""
+    """The latest types of calls for which one function was traced."""
 
     name: str
     _calls: deque[CallTypes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -145,7 +145,7 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
     """
     changes: list[tuple[str, str, str, str]] = []
     arrays_before, arrays_after = ({entry[0]: entry for entry in s.types} for s in (old, new))
-    for name, before, after in _paired(old.static, new.static):
+    for name, before, after in _pair(old.static, new.static):
         if before != after:
             was, is_now = arrays_before.pop(name, None), arrays_after.pop(name, None)
             old_text = shortened(repr(before)) if was is None else _type_text(*was[1:])
@@ -154,7 +154,7 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
             kind = "static object" if is_object else "static value"
             changes.append((f"`{name}`", kind, old_text, new_text))
     if old.tree != new.tree:
-        if changed := _in_modules(old.modules, new.modules):
+        if changed := _changes_in_modules(old.modules, new.modules):
             return [*changes, *changed]
         return [
             *changes,
@@ -182,18 +182,18 @@ def _type_text(dtype: Any, shape: tuple[Any, ...], weak: bool = False) -> str:
     return f"{'weak ' if weak else ''}{dtype}{sizes}"
 
 
-def _in_modules(
+def _changes_in_modules(
     old: Sequence[tuple[str, Any]], new: Sequence[tuple[str, Any]]
 ) -> list[tuple[str, str, str, str]]:
-    """Returns the changes in the structures of modules of flax.nnx."""
+    """The changes in the structures of nnx modules."""
     if old == new or not old or not new:
         return []
-    found = differences(_described(old), _described(new))
+    found = differences(_describe_modules(old), _describe_modules(new))
     return [(where, "structure", before, now) for where, before, now in found]
 
 
-def _described(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
-    """Returns texts for the classes and static attributes of the modules in arguments, by path."""
+def _describe_modules(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
+    """Describes, by path, the classes and static attributes of the modules in arguments."""
     modules, names = [], []
     for argument, structure in arguments:
         tree = unflatten_modules(jax.tree.unflatten(structure, [...] * structure.num_leaves))
@@ -206,7 +206,7 @@ def _described(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
         return attribute_texts(modules, names)
 
 
-def _paired(
+def _pair(
     old: Sequence[tuple[str, Any]], new: Sequence[tuple[str, Any]]
 ) -> list[tuple[str, Any, Any]]:
     before, after = dict(old), dict(new)

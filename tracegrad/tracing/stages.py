@@ -27,20 +27,20 @@ class _Lowered(jax.stages.Lowered):
     run: Run
 
     def compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
-        compiled = _as(_Compiled, super().compile(*args, **kwargs))
+        compiled = _copy_as(_Compiled, super().compile(*args, **kwargs))
         compiled.run = self.run
         return compiled
 
 
-def called_by(run: Run, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-    """Returns a copy of `lowered` whose compiled form is called by `run`."""
-    stage = _as(_Lowered, lowered)
+def call_by(run: Run, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+    """Returns a copy of `lowered` whose compiled form calls `run`."""
+    stage = _copy_as(_Lowered, lowered)
     stage.run = run
     return stage
 
 
-def _as(kind: type[Stage], stage: Any) -> Stage:
-    """Returns a copy of a stage as an object of another class."""
+def _copy_as(kind: type[Stage], stage: Any) -> Stage:
+    """Copies a stage to an object of another class."""
     new = object.__new__(kind)
     for name in (*type(stage).__slots__, *vars(stage)):
         setattr(new, name, getattr(stage, name))

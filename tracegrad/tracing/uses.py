@@ -1,4 +1,4 @@
-"""`Use`: which Variables a program reads and assigns, and which graphs the program can serve."""
+"""`Use`: the Variables that a program reads and assigns, and the graphs that it can serve."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Use:
     """How a program uses Variables, the host and the compiler.
 
     Attributes:
-      updated, read, written: the Variables that the program reads and assigns, only reads, only
-        assigns; held weakly.
+      updated, read, written: weak references to the Variables that the program reads and assigns,
+        only reads, only assigns.
       values: the Variables whose values the program takes.
       assigned: the Variables whose new values the program returns.
       calls_host: whether the program uses Variables and calls code that XLA did not compile.
@@ -52,8 +52,8 @@ class Use:
         if before is not None:
             assigned = _alive((*before.updated, *before.written))
         if graph is not None:
-            # A Variable that only one of the traces assigns must also be an input: the other
-            # trace returns its value unchanged.
+            # If only one of the traces assigns a Variable, the Variable must also be an input: the
+            # other trace returns its value unchanged.
             if before is not None and not before.is_plain:
                 named = {*map(id, graph.assigned)}
                 read |= {v: None for v in assigned if id(v) not in named}
@@ -76,7 +76,7 @@ class Use:
         self.has_variables = bool(self.values or self.written)
 
     def _weakly(self, *groups: Sequence[Any]) -> list[list[weakref.ref[Any]]]:
-        """Returns weak references to Variables; as soon as one is gone, the use is over."""
+        """As soon as a Variable is gone, the use is over."""
         me = weakref.ref(self)
 
         def over(_: object) -> None:
@@ -87,7 +87,7 @@ class Use:
         return [[weakref.ref(each, over) for each in group] for group in groups]
 
     def serves(self, graph: Graph, packs: Packs) -> bool:
-        """Whether a program of this use can run a graph: takes and returns all that it needs."""
+        """Whether a program of this use takes and returns all values that a graph needs."""
         if not self.recomputes and _recomputes(graph):
             return False
         if self.is_plain:

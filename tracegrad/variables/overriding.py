@@ -44,7 +44,7 @@ class ForwardingTrace(jax.core.Trace):
       is_installed: whether this is a current trace, above its parent.
     """
 
-    force: Any = None  # the rules that this trace applies to each operation, if any
+    rule_set: Any = None  # the rules that this trace applies to each operation, if any
 
     def __init__(self, parent: Any):
         super().__init__()  # type: ignore[no-untyped-call]
