@@ -174,11 +174,11 @@ def keeping_rule(function: Callable[..., Any], primals: Sequence[Any]) -> Any:
     return function(*primals)
 
 
-def _run(*leaves: Any, run: Callable[..., list[Any]]) -> list[Any]:
+def _run_results(*leaves: Any, run: Callable[..., list[Any]]) -> list[Any]:
     return run(*leaves)
 
 
-def _types(*avals: Any, run: Callable[..., list[Any]]) -> list[Any]:
+def _infer_types(*avals: Any, run: Callable[..., list[Any]]) -> list[Any]:
     return list(jax.make_jaxpr(run)(*avals).out_avals)
 
 
@@ -197,8 +197,8 @@ def _batch(args: Any, axes: Any, *, run: Callable[..., list[Any]]) -> tuple[Any,
     return outs, [0] * len(outs)
 
 
-_RESULTS.def_impl(_run)
-_RESULTS.def_abstract_eval(_types)
+_RESULTS.def_impl(_run_results)
+_RESULTS.def_abstract_eval(_infer_types)
 ad.primitive_jvps[_RESULTS] = _jvp
 batching.primitive_batchers[_RESULTS] = _batch
-mlir.register_lowering(_RESULTS, mlir.lower_fun(_run, multiple_results=True))
+mlir.register_lowering(_RESULTS, mlir.lower_fun(_run_results, multiple_results=True))

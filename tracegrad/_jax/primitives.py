@@ -72,7 +72,7 @@ def _map_cotangents(args: Any, axes: Any, *, change: Callable[[Any], Any]) -> tu
     return CHANGED_COTANGENT.bind(*args, change=mapped), axis
 
 
-def _change(cotangent: Any, _: Any, *, change: Callable[[Any], Any]) -> list[Any]:
+def _change_cotangent(cotangent: Any, _: Any, *, change: Callable[[Any], Any]) -> list[Any]:
     return [cotangent if type(cotangent) is ad.Zero else change(cotangent)]
 
 
@@ -84,7 +84,7 @@ ad.primitive_jvps[CHANGED_COTANGENT] = lambda primals, tangents, **params: (
     primals[0],
     CHANGED_COTANGENT.bind(*tangents, **params),
 )
-ad.primitive_transposes[CHANGED_COTANGENT] = _change
+ad.primitive_transposes[CHANGED_COTANGENT] = _change_cotangent
 mlir.register_lowering(CHANGED_COTANGENT, lambda context, value, **_: [value])
 
 

@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 # The module or class that owns the function, the name of the function, and a callable that takes
 # the original and returns the replacement. If a class inherits the function, the replacement is
 # set on the class itself. Descriptors, such as slots of a class, count as functions.
-Place = tuple[Any, str, Callable[[Function], Any]]
+ReplacedPlace = tuple[Any, str, Callable[[Function], Any]]
 
 _INHERITED: Any = object()
 
@@ -32,7 +32,7 @@ class Replacement:
         self._originals: dict[tuple[Any, str], Function] = {}
 
     @contextmanager
-    def in_place(self, places: Iterable[Place]) -> Iterator[None]:
+    def in_place(self, places: Iterable[ReplacedPlace]) -> Iterator[None]:
         """A block with the replacements."""
         self.put(places)
         try:
@@ -40,7 +40,7 @@ class Replacement:
         finally:
             self.put_back()
 
-    def put(self, places: Iterable[Place]) -> None:
+    def put(self, places: Iterable[ReplacedPlace]) -> None:
         """Counts one more user, who has to call `put_back` once. If making a replacement raises,
         nothing is replaced, and no user is counted."""
         with self._lock:

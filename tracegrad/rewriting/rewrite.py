@@ -13,7 +13,13 @@ from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import code_name
 from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays, shows_arguments
-from tracegrad.tracing.arguments import CallPacker, Indices, Names, PackedCall, resolve_static
+from tracegrad.tracing.arguments import (
+    ArgumentIndices,
+    ArgumentNames,
+    CallPacker,
+    PackedCall,
+    resolve_static,
+)
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, as_rules, trace_to_graph
 from tracegrad.tracing.in_force import trace_under_rules
@@ -36,8 +42,8 @@ class RewrittenFunction:
         self,
         fun: Callable[..., Any],
         rules: tuple[Rule, ...],
-        static_argnums: Indices,
-        static_argnames: Names,
+        static_argnums: ArgumentIndices,
+        static_argnames: ArgumentNames,
     ):
         functools.update_wrapper(self, fun, updated=())
         self.rules = rules
@@ -82,8 +88,8 @@ def rewrite(
     fun: Callable[..., Any],
     rules: Rule | Sequence[Rule],
     *more: Never,
-    static_argnums: Indices = None,
-    static_argnames: Names = None,
+    static_argnums: ArgumentIndices = None,
+    static_argnames: ArgumentNames = None,
 ) -> RewrittenFunction:
     """Applies rules to the program of a function.
 

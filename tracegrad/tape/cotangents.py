@@ -28,7 +28,7 @@ from tracegrad.tape.recorders import not_overridden
 from tracegrad.tape.under_rules import graph_of_entries, vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
 
-Path = Sequence[tuple[Entry, tuple[int, ...]]]
+RecordedPath = Sequence[tuple[Entry, tuple[int, ...]]]
 # ``seeds of the targets -> cotangents of the sources``; None for an unconnected source.
 Backward = Callable[[Sequence[Any]], list[Any]]
 
@@ -214,7 +214,9 @@ class _Pass:
     aggregate: Aggregation = _sum
     gated: bool = False
 
-    def run(self, path: Path, sources: Sequence[int], terms_of: dict[int, list[Any]]) -> list[Any]:
+    def run(
+        self, path: RecordedPath, sources: Sequence[int], terms_of: dict[int, list[Any]]
+    ) -> list[Any]:
         """Pulls cotangents back along a path; returns those of `sources`, or None.
 
         `terms_of`: by slot, the cotangents to add up; at the start, the seeds of the targets.
@@ -232,7 +234,7 @@ class _Pass:
                 results = self._pull_entry(entry, active, of_results)
             except Exception as error:
                 if not isinstance(entry.computation, RecordedRule):
-                    _explain(error, entry, self.arrays)
+                    _explain_error(error, entry, self.arrays)
                 raise
             if self.gated and results:
                 barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
@@ -322,7 +324,9 @@ class _CompiledPass:
     is freed. A record that uses the program keeps all of them alive.
     """
 
-    def __init__(self, path: Path, sources: Sequence[int], targets: Sequence[int], key: Any):
+    def __init__(
+        self, path: RecordedPath, sources: Sequence[int], targets: Sequence[int], key: Any
+    ):
         def forget(_: Any, programs: Cache[Any, _CompiledPass] = _compiled_passes) -> None:
             programs.pop(key, None)
 
@@ -362,7 +366,7 @@ def _are_on_different_devices(arrays: Sequence[Any]) -> bool:
     return len({frozenset(array.sharding.device_set) for array in committed}) > 1
 
 
-def _find_tables(path: Path, sources: Sequence[int]) -> set[int]:
+def _find_tables(path: RecordedPath, sources: Sequence[int]) -> set[int]:
     """The slots whose cotangents may be slices: sources, and casts and copies of sources."""
     tables = set(sources)
     for entry, _ in path:
@@ -376,7 +380,9 @@ def _is_cast(entry: Entry) -> bool:
     return primitive is not None and primitive.name in ("convert_element_type", "copy")
 
 
-def _explain(error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]) -> None:
+def _explain_error(
+    error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]
+) -> None:
     """Adds to an error the user's line of the operation that failed, and the cure."""
     graph = whole = graph_of_entries([entry], arrays, ()).graph
     if len(graph.nodes) != 1:  # a pull-back, in which several operations run

@@ -290,8 +290,8 @@ def _reads(record: Record, x: Any) -> list[Any]:
 
 
 def _record_here(sources: Sequence[Any]) -> Record:
-    """Returns the innermost record that follows a source. In a traced function without a record,
-    starts the trace again with one; elsewhere raises RuntimeError."""
+    """Returns the innermost record that follows a source. A traced function without a record is
+    traced again with a record; elsewhere raises RuntimeError."""
     recorder = recorder_around()
     if recorder is not None and recorder.records:
         following = [r for r in recorder.records if r.tracks(sources)]

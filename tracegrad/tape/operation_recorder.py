@@ -110,7 +110,7 @@ class OperationRecorder(ForwardingTrace):
             add_lost_in_programs(watching, call.computation, operands, results)
         return jax.tree.unflatten(call.tree, results[: call.tree.num_leaves])
 
-    # ------------------------------------------------------------------ what JAX asks of a trace
+    # ------------------------------------------------------------------ methods that JAX calls
 
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
@@ -237,7 +237,7 @@ class OperationRecorder(ForwardingTrace):
         fresh = []
         for result in results:
             if not isinstance(result, jax.Array):
-                refuse_references(computation.name, [result])
+                refuse_reference_operands(computation.name, [result])
                 with set_current_trace(self.parent_trace):
                     result = jnp.asarray(result)
             if id(result) in own:
@@ -250,7 +250,7 @@ class OperationRecorder(ForwardingTrace):
         """Copies NumPy arrays, which others may change, for records to hold."""
         if are_plain(operands):
             return operands
-        refuse_references(name, operands)
+        refuse_reference_operands(name, operands)
         with set_current_trace(self.parent_trace):
             return [jnp.array(x) if isinstance(x, np.ndarray) else x for x in operands]
 
@@ -292,7 +292,7 @@ def _bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> Seq
     return list(out) if primitive.multiple_results else [out]
 
 
-def refuse_references(name: str, values: Sequence[Any]) -> None:
+def refuse_reference_operands(name: str, values: Sequence[Any]) -> None:
     plain = (*_IMMUTABLE, np.ndarray)
     if any(not isinstance(x, plain) and _jax.is_reference(jax.typeof(x)) for x in values):
         raise NotImplementedError(
@@ -302,7 +302,7 @@ def refuse_references(name: str, values: Sequence[Any]) -> None:
         )
 
 
-_MOST_FORMS = 64  # direct forms of one jitted function: one for each set of followed operands
+_MOST_FORMS = 64  # direct forms of a jitted function: one for each set of followed operands
 _IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
 # The types seen so far whose values nobody can write to: a record can hold the values themselves.
 PLAIN = {bool, int, float, complex}

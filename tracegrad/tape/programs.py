@@ -25,11 +25,11 @@ from tracegrad.ir.writing import Port, Where
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 
 # Maps the id of an array that a program closes over to the array that replaces it.
-Instead = Mapping[int, Any]
+Replacements = Mapping[int, Any]
 RULES = (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
 
 
-def run_program(program: Any, args: Sequence[Any], instead: Instead) -> list[Any]:
+def run_program(program: Any, args: Sequence[Any], instead: Replacements) -> list[Any]:
     """Runs a program in the form that a tape differentiates.
 
     Values passed to the host are constants for differentiation. It is an error to differentiate a
@@ -45,7 +45,7 @@ def run_program(program: Any, args: Sequence[Any], instead: Instead) -> list[Any
     return run_graph(_replace_constants(graph, instead), [*args, *steps])
 
 
-def _replace_constants(graph: Graph, instead: Instead) -> Graph:
+def _replace_constants(graph: Graph, instead: Replacements) -> Graph:
     """Also in inner regions."""
     if not instead:
         return graph
@@ -54,7 +54,7 @@ def _replace_constants(graph: Graph, instead: Instead) -> Graph:
     return edited.graph.replace(constants={**edited.graph.constants, **held})
 
 
-def _open_constants(region: Graph, instead: Instead, where: Where) -> Edited:
+def _open_constants(region: Graph, instead: Replacements, where: Where) -> Edited:
     """Makes the constants that `instead` replaces inputs of the region, by ports."""
     kept, ports = dict[Value, Any](), list[Port]()
     for value, array in region.constants.items():
@@ -65,7 +65,7 @@ def _open_constants(region: Graph, instead: Instead, where: Where) -> Edited:
     draft = Draft(region.replace(constants=kept) if ports else region, where)
     draft.ins += ports
     for node in region.nodes:
-        if not isinstance(node, CustomGradient) and _closes_over(node, instead):
+        if not isinstance(node, CustomGradient) and _closes_over_replaced(node, instead):
             inside = where.inside(node)
             edits = {
                 name: _open_constants(inner, instead, inside)
@@ -81,7 +81,7 @@ def _open_constants(region: Graph, instead: Instead, where: Where) -> Edited:
     return draft.finished()
 
 
-def _closes_over(node: Node, instead: Instead) -> bool:
+def _closes_over_replaced(node: Node, instead: Replacements) -> bool:
     """`instead` has an array that a program of the node closes over."""
     facts = _jax.facts_below(node.params)
     return any(id(array) in instead for array in (*facts.arrays, *facts.numpy_arrays))
@@ -114,7 +114,7 @@ def _is_effect_in_a_scan(found: Occurrence) -> bool:
     return bool(node.effects) or _jax.calls_host([node.op])
 
 
-# ------------------------------------------------------------------- what custom rules close over
+# ------------------------------------------------------- arrays that custom rules close over
 
 
 def closes_over_watched(function: str) -> ValueError:

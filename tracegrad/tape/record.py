@@ -109,7 +109,7 @@ class Record:
         # the array back, so that a program may overwrite it.
         self.shown: list[tuple[Variable, Any]] = []
 
-    # --------------------------------------------------------------------------- what is followed
+    # --------------------------------------------------------------------------- followed arrays
 
     def watch(self, array: Any) -> None:
         if id(array) not in self.tracked:

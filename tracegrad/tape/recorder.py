@@ -146,7 +146,10 @@ class Recorder(OperationRecorder):
         types = list(map(jax.typeof, results))
 
         def pull_back(cotangents: Sequence[Any], sparse: Sequence[bool]) -> list[Any]:
-            every = [ct if ct is not None else _zeros(aval) for ct, aval in zip(cotangents, types)]
+            every = [
+                ct if ct is not None else _zero_cotangent(aval)
+                for ct, aval in zip(cotangents, types)
+            ]
             met.clear()
             given.clear()
             given.update(k for k, ct in enumerate(cotangents) if ct is not None)
@@ -252,5 +255,5 @@ def _zeros_from_jvp(
     return {i: jnp.zeros_like(x) for i, x in enumerate(operands) if linked >> i & 1}
 
 
-def _zeros(aval: Any) -> Any:
+def _zero_cotangent(aval: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype) if _jax.has_gradient(aval) else _jax.no_cotangent(aval)

@@ -17,12 +17,12 @@ from tracegrad.variables.variable import Variable
 set_current_trace = _jax.set_current_trace
 
 
-class _Kept(threading.local):
+class _KeptRecorders(threading.local):
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
 
 
-_kept = _Kept()
+_kept = _KeptRecorders()
 _MOST_KEPT = 8  # several are in use only if nested blocks have left a transformation
 
 

@@ -213,7 +213,7 @@ def _find_returned_inputs(program: Any) -> Mapping[int, int]:
     }
 
 
-# -------------------------------------------------------------------------------- what is unwatched
+# ------------------------------------------------------------- warnings of missing gradients
 
 
 def warn_of_unwatched(

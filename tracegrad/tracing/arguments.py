@@ -12,12 +12,18 @@ from typing import Any, NamedTuple
 from tracegrad.tracing.signatures import parameters_of, positional
 from tracegrad.variables.modules import NnxObjectFinder
 from tracegrad.variables.nnx_objects import ignore_cached_partial, nnx
-from tracegrad.variables.packed import NotAPytree, Packed, PackedStatic, Packing, pack_by_flax
+from tracegrad.variables.packed import (
+    ArgumentPacker,
+    NotAPytree,
+    Packed,
+    PackedStatic,
+    pack_by_flax,
+)
 from tracegrad.variables.statics import VariableNode
-from tracegrad.variables.trees import flatten_with_variables
+from tracegrad.variables.trees import flatten_finding_variables
 
-Indices = int | Iterable[int] | None
-Names = str | Iterable[str] | None
+ArgumentIndices = int | Iterable[int] | None
+ArgumentNames = str | Iterable[str] | None
 
 
 class StaticArguments(NamedTuple):
@@ -25,7 +31,7 @@ class StaticArguments(NamedTuple):
 
     Attributes:
       parameters: the names of the function's positional parameters, static or not, for messages.
-      rest: the name of the parameter for all further ones, ``*args``.
+      rest: the name of the parameter for further arguments, ``*args``.
     """
 
     positions: frozenset[int] = frozenset()
@@ -108,7 +114,7 @@ class CallPacker:
 
     def __init__(self, static: StaticArguments = NONE_STATIC, *, looks_for_modules: bool = True):
         self._static = static
-        self._pack = Packing(static.parameters, static.rest)
+        self._pack = ArgumentPacker(static.parameters, static.rest)
         self.looks_for_modules = looks_for_modules
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
@@ -150,14 +156,16 @@ class CallPacker:
 def _pack_static(value: Any, found: list[VariableNode]) -> Any:
     """Refers to Variables weakly: JAX's caches keep the static argument."""
     own: list[VariableNode] = []
-    leaves, structure = flatten_with_variables(value, own)
+    leaves, structure = flatten_finding_variables(value, own)
     if not own:
         return value
     found += own
     return PackedStatic(leaves, structure)
 
 
-def resolve_static(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> StaticArguments:
+def resolve_static(
+    fun: Callable[..., Any], argnums: ArgumentIndices, argnames: ArgumentNames
+) -> StaticArguments:
     """If only positions or only names are given, finds the others as `jax.jit` does."""
     positions = _as_tuple(argnums, int)
     names = _as_tuple(argnames, str)

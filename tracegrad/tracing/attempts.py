@@ -36,12 +36,12 @@ class Attempt:
         self.is_left = False
 
     def __enter__(self) -> Attempt:
-        self._before = _here.attempts
-        _here.attempts = (self, *self._before)
+        self._before = _open_attempts.attempts
+        _open_attempts.attempts = (self, *self._before)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        _here.attempts, self._before = self._before, ()
+        _open_attempts.attempts, self._before = self._before, ()
         return self.is_left and error is not None
 
     def leave(self, context: Any) -> NoReturn:
@@ -49,16 +49,16 @@ class Attempt:
         raise AttemptLeft
 
 
-class _Here(threading.local):
+class _OpenAttempts(threading.local):
     attempts: tuple[Attempt, ...] = ()  # on this thread, innermost first
 
 
-_here = _Here()
+_open_attempts = _OpenAttempts()
 
 
 def tracing_depth() -> int:
     """How many nested functions are being traced to graphs on this thread."""
-    return len(_here.attempts)
+    return len(_open_attempts.attempts)
 
 
 def trace_again(within: Any, depth: int) -> NoReturn:
@@ -66,4 +66,4 @@ def trace_again(within: Any, depth: int) -> NoReturn:
 
     `depth`: 1 for the outermost function that is being traced, `tracing_depth()` for the innermost.
     """
-    _here.attempts[-depth].leave(within)
+    _open_attempts.attempts[-depth].leave(within)

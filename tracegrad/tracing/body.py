@@ -102,7 +102,7 @@ class Body:
         self._text = pipeline.text
         if use.values:
             signature = signature_behind(pipeline.fun, use.values)
-            if signature is not None:  # argument names, and checks of static ones
+            if signature is not None:  # JAX names arguments by it, and checks static arguments
                 self.__signature__ = signature
 
     @property

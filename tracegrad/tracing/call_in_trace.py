@@ -32,7 +32,7 @@ from tracegrad.variables.modules import (
 )
 from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.packed import unpack_arguments
-from tracegrad.variables.states import Changes, States
+from tracegrad.variables.states import StateChanges, States
 from tracegrad.variables.statics import are_arrays, is_variable, replace_by_statics, structure_with
 from tracegrad.variables.variable import Variable
 
@@ -72,7 +72,7 @@ class CallInTrace:
         self.out_tree: Any = None
         self.updates: tuple[Update, ...] = ()
         self.changes_structure = False
-        self.lost = Changes()
+        self.lost = StateChanges()
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function with packed arguments, inside the trace of its program.
@@ -93,7 +93,7 @@ class CallInTrace:
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Any]]:
         args, kwargs = unpack_arguments(args, kwargs)
-        result = _call(fun, self._within, *args, **kwargs)
+        result = _call_user(fun, self._within, *args, **kwargs)
         return self._fixed(result, *jax.tree.flatten(result, is_leaf=is_variable)), []
 
     def _run_with_modules(
@@ -107,7 +107,7 @@ class CallInTrace:
         dynamic = self._own(args, kwargs).dynamic
         before = Snapshot(dynamic)
         refuse_other_shardings(self._shardings, dynamic[0])
-        result = _call(fun, self._within, *args, **kwargs)
+        result = _call_user(fun, self._within, *args, **kwargs)
         lay_out(self._shardings, dynamic[0])
         updates = self._updates(before, dynamic, gone)
         self.lost = states.changes(result)
@@ -171,7 +171,7 @@ class CallInTrace:
 
 
 @CALLS_TRACED
-def _call(fun: Callable[..., Any], within: Within, /, *args: Any, **kwargs: Any) -> Any:
+def _call_user(fun: Callable[..., Any], within: Within, /, *args: Any, **kwargs: Any) -> Any:
     """Marks in tracebacks where the user's program begins."""
     with within(), call_scopes():
         return fun(*args, **kwargs)

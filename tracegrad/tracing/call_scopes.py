@@ -33,7 +33,7 @@ _FRAMEWORKS = {
 }
 
 
-class _Call(NamedTuple):
+class _ModuleCall(NamedTuple):
     """A running call of a module: its path in the outermost module, and the paths of all modules
     in the outermost module, by id."""
 
@@ -42,15 +42,15 @@ class _Call(NamedTuple):
     paths: dict[int, str]
 
 
-class _Tracing(threading.local):
-    calls: list[_Call] | None = None  # outermost first; None if nothing is being traced
+class _ScopedTracing(threading.local):
+    calls: list[_ModuleCall] | None = None  # outermost first; None if nothing is being traced
     # By the id of an outermost module: a weak reference to it, and the paths of its modules.
     paths: dict[int, tuple[Any, dict[int, str]]]
     # By class, calling module and transformation: the modules called there, weakly.
     alike: dict[Any, list[Any]]
 
 
-_tracing = _Tracing()
+_tracing = _ScopedTracing()
 
 
 def call_scopes() -> AbstractContextManager[None]:
@@ -95,17 +95,17 @@ def _in_scope(call: Callable[..., Any]) -> Callable[..., Any]:
     return scoped
 
 
-def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
+def _begin(calls: list[_ModuleCall], module: Any) -> tuple[str, _ModuleCall]:
     """Returns the name of the scope for a call of a module, and the call."""
     for outer in reversed(calls):
         path = outer.paths.get(id(module))
         if path is not None:
             around = calls[-1].path + "." if calls[-1].paths is outer.paths else "."
-            return path.removeprefix(around), _Call(module, path, outer.paths)
+            return path.removeprefix(around), _ModuleCall(module, path, outer.paths)
     if calls:
         within = _paths_in_copy(calls[-1].module)
         if id(module) in within:
-            return within[id(module)], _Call(module, within[id(module)], within)
+            return within[id(module)], _ModuleCall(module, within[id(module)], within)
     ref = weakref.ref(module)
     known = _tracing.paths.get(id(module))
     if known is None or known[0]() is not module:
@@ -117,7 +117,7 @@ def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
     number = next((i for i, other in enumerate(alike) if other() is module), len(alike))
     if number == len(alike):
         alike.append(ref)
-    return f"{name}_{number}" if number else name, _Call(module, "", known[1])
+    return f"{name}_{number}" if number else name, _ModuleCall(module, "", known[1])
 
 
 def _paths_in_copy(called: Any) -> dict[int, str]:

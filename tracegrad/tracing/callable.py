@@ -33,7 +33,7 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if graph.in_tree is None:
             values = list(args)
-            _check_types(graph, values)
+            _check_argument_types(graph, values)
             return run_graph(graph, values)
         packed = CallPacker()(args, kwargs)
         flat, tree = jax.tree.flatten((packed.args, packed.kwargs))
@@ -43,11 +43,11 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
                 f"it was called with {tree}"
             )
         values = [*flat, *(v.value for v in graph.variables)]
-        _check_types(graph, values)
+        _check_argument_types(graph, values)
         return _run_and_finish(graph, packed, values)
 
     call.__name__ = call.__qualname__ = graph.name
-    if graph.signature is not None:  # argument names, here and in what XLA prints
+    if graph.signature is not None:  # for argument names, here and in XLA's output
         call.__signature__ = graph.signature  # type: ignore[attr-defined]
     return call
 
@@ -78,7 +78,7 @@ def finish_call(graph: Graph, call: PackedCall, outs: Sequence[Any]) -> Any:
     )
 
 
-def _check_types(graph: Graph, args: list[Any]) -> None:
+def _check_argument_types(graph: Graph, args: list[Any]) -> None:
     if len(args) != len(graph.inputs):
         raise TypeError(f"{graph.name} takes {len(graph.inputs)} arrays, {len(args)} were given")
     for value, arg in zip(graph.inputs, args):

@@ -37,7 +37,7 @@ def module_advice(error: Exception) -> str | None:
     frames = list(_frames(error.__traceback__))
     refused = (frame.f_locals.get(k) for frame in reversed(frames) for k in ("self", "value"))
     changed = next((each for each in refused if is_module(each)), None)
-    paths = (path for frame in frames for path in _paths_in(frame, changed))
+    paths = (path for frame in frames for path in _paths_to(frame, changed))
     path = next(paths, f"a {type(changed).__name__}")
     return f"`{path}` {CURE}"
 
@@ -50,7 +50,7 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
         traceback = traceback.tb_next
 
 
-def _paths_in(frame: FrameType, wanted: object) -> Iterator[str]:
+def _paths_to(frame: FrameType, wanted: object) -> Iterator[str]:
     """Yields the paths from the names in a frame's code to an object: ``self.model.linear``."""
     code = frame.f_code
     globals_ = {k: frame.f_globals[k] for k in code.co_names if k in frame.f_globals}

@@ -17,9 +17,9 @@ from tracegrad.ir.importer import import_program
 from tracegrad.tracing.argument_paths import argument_path
 from tracegrad.tracing.arguments import (
     NONE_STATIC,
+    ArgumentIndices,
+    ArgumentNames,
     CallPacker,
-    Indices,
-    Names,
     PackedCall,
     StaticArguments,
     resolve_static,
@@ -29,7 +29,7 @@ from tracegrad.tracing.call_in_trace import CallInTrace, Within
 from tracegrad.tracing.signatures import array_names
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explain_error
-from tracegrad.variables.states import Changes, States, is_passed_on
+from tracegrad.variables.states import StateChanges, States, is_passed_on
 
 Rule = Callable[[Graph], Graph]
 
@@ -39,8 +39,8 @@ def graph(
     fun: Callable[..., Any],
     /,
     *args: Any,
-    static_argnums: Indices = None,
-    static_argnames: Names = None,
+    static_argnums: ArgumentIndices = None,
+    static_argnames: ArgumentNames = None,
     **kwargs: Any,
 ) -> Graph:
     """Traces a function to a `Graph` that can be read, searched, edited and run.
@@ -174,7 +174,7 @@ def trace_to_graph(
 
 
 def _paths_of_lost_changes(
-    changes: Changes,
+    changes: StateChanges,
     fun: Callable[..., Any],
     call: PackedCall,
     static: StaticArguments,

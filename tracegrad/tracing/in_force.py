@@ -1,10 +1,10 @@
-"""The rules in force: the rules of the enclosing traces, which act where differentiation happens.
+"""The rules in force: the rules of enclosing traces, applied to functions that are differentiated.
 
-The program of a train step that differentiates its loss holds only the differentiated loss: custom
-gradients are gone, and an edit of how gradients flow would do nothing. So while a function with
+The program of a train step that differentiates its loss has only the differentiated loss: custom
+gradients are gone, and an edit of the gradient flow would do nothing. So while a function with
 rules is being traced, its rules are *in force*: `tracegrad.grad` and its like, tapes and
-`gradients` inside the function ask here for the rules, and apply them to the function that they
-are about to differentiate.
+`gradients` inside the function ask this module for the rules, and apply the rules to the function
+before they differentiate it.
 
 JAX caches the traces of jitted functions, of loops and of branches. The rules in force are part of
 JAX's cache key, so that a trace made under some rules is not reused under others.

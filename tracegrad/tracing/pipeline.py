@@ -1,4 +1,4 @@
-"""A function and its rules on the way to XLA: which program a call runs.
+"""A function and its rules on the way to XLA: chooses the program of each call.
 
 All wrappers of a function with the same rules and options share one `Pipeline`. If the function
 uses no Variables and its arguments are arrays, a call is a call of an ordinary jit (`plain`).

@@ -148,8 +148,8 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
     for name, before, after in _pair(old.static, new.static):
         if before != after:
             was, is_now = arrays_before.pop(name, None), arrays_after.pop(name, None)
-            old_text = shortened(repr(before)) if was is None else _type_text(*was[1:])
-            new_text = shortened(repr(after)) if is_now is None else _type_text(*is_now[1:])
+            old_text = shortened(repr(before)) if was is None else _text_of_type(*was[1:])
+            new_text = shortened(repr(after)) if is_now is None else _text_of_type(*is_now[1:])
             is_object = isinstance(after, Static) and after.is_known_by_identity
             kind = "static object" if is_object else "static value"
             changes.append((f"`{name}`", kind, old_text, new_text))
@@ -164,7 +164,7 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
         _, dtype2, shape2, weak2 = arrays_after[name]
         if isinstance(dtype, VariableNode) or isinstance(dtype2, VariableNode):
             if dtype is not dtype2:
-                texts = _type_text(dtype, shape), _type_text(dtype2, shape2)
+                texts = _text_of_type(dtype, shape), _text_of_type(dtype2, shape2)
                 changes.append((f"`{name}`", "Variable", *texts))
             continue
         if shape != shape2:
@@ -177,7 +177,7 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
     return changes
 
 
-def _type_text(dtype: Any, shape: tuple[Any, ...], weak: bool = False) -> str:
+def _text_of_type(dtype: Any, shape: tuple[Any, ...], weak: bool = False) -> str:
     sizes = "" if isinstance(dtype, VariableNode) else str(list(shape))
     return f"{'weak ' if weak else ''}{dtype}{sizes}"
 

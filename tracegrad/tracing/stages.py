@@ -13,18 +13,18 @@ import jax
 
 Stage = TypeVar("Stage")
 # Runs a compiled program for the user's (args, kwargs).
-Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+RunCompiled = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Compiled(jax.stages.Compiled):
-    run: Run
+    run: RunCompiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(super().__call__, args, kwargs)
 
 
 class _Lowered(jax.stages.Lowered):
-    run: Run
+    run: RunCompiled
 
     def compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
         compiled = _copy_as(_Compiled, super().compile(*args, **kwargs))
@@ -32,7 +32,7 @@ class _Lowered(jax.stages.Lowered):
         return compiled
 
 
-def call_by(run: Run, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+def call_by(run: RunCompiled, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
     """Returns a copy of `lowered` whose compiled form calls `run`."""
     stage = _copy_as(_Lowered, lowered)
     stage.run = run

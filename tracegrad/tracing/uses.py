@@ -61,7 +61,7 @@ class Use:
             read |= dict.fromkeys(graph.variables)
             assigned |= dict.fromkeys(graph.assigned)
             self.calls_host = self.calls_host or _calls_host(graph)
-            self.recomputes = self.recomputes or _recomputes(graph)
+            self.recomputes = self.recomputes or _must_keep_recomputed(graph)
             self.is_plain = self.is_plain and _is_plain(graph, packs)
         self.updated: Sequence[weakref.ref[Any]]
         self.read: Sequence[weakref.ref[Any]]
@@ -88,7 +88,7 @@ class Use:
 
     def serves(self, graph: Graph, packs: Packs) -> bool:
         """Whether a program of this use takes and returns all values that a graph needs."""
-        if not self.recomputes and _recomputes(graph):
+        if not self.recomputes and _must_keep_recomputed(graph):
             return False
         if self.is_plain:
             return _is_plain(graph, packs)
@@ -111,7 +111,7 @@ def _calls_host(graph: Graph) -> bool:
     return not _is_plain(graph, "never") and bool(graph.calls_host)
 
 
-def _recomputes(graph: Graph) -> bool:
+def _must_keep_recomputed(graph: Graph) -> bool:
     needed = _jax.MERGES_RECOMPUTED and _jax.keep_recompute_options(jax.default_backend())
     return bool(needed) and graph.recomputes
 

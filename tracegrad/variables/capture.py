@@ -161,9 +161,10 @@ class Capture(Listener):
         for trace in _jax.outward(_jax.current_trace(None), self._trace):
             if _jax.trace_of(value) is trace:
                 raise RuntimeError(
-                    f"the Variable {variable.name!r} is assigned inside {_name(trace)} a value "
-                    f"that exists only there ({_jax.type_text(value.aval)} of each). Return the "
-                    "value, and assign it outside."
+                    f"the Variable {variable.name!r} is assigned inside "
+                    f"{_transformation_name(trace)} a value that exists only there "
+                    f"({_jax.type_text(value.aval)} of each). Return the value, and assign it "
+                    "outside."
                 )
 
     # ------------------------------------------------------------------------------------ program
@@ -179,7 +180,7 @@ class Capture(Listener):
         return _jax.with_inputs(program, [v.aval for v in variables], slots), variables
 
 
-def _name(trace: Any) -> str:
+def _transformation_name(trace: Any) -> str:
     return "a jax.vmap" if "Batch" in type(trace).__name__ else "a transformation"
 
 

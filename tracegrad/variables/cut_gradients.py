@@ -22,8 +22,8 @@ CURE = (
 
 class _Cuts(threading.local):
     def __init__(self) -> None:
-        # By the id of a Variable: a weak reference to it, a weak reference to the trace that
-        # differentiates the value assigned to it, and the line of the assignment.
+        # By the id of a Variable: a weak reference to the Variable, a weak reference to the trace
+        # that differentiates the assigned value, and the line of the assignment.
         self.of: dict[int, tuple[Any, Any, Any]] = {}
 
 

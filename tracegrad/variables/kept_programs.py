@@ -30,7 +30,7 @@ class _Process:
 
 
 class _Trace:
-    """A function that is being traced: JAX's trace, and the keys so far; the last one is valid."""
+    """A function that is being traced: JAX's trace, and the valid key (the last of several)."""
 
     def __init__(self, trace: Any, keys: ExitStack):
         self.trace = trace

@@ -103,10 +103,10 @@ def store_when_free(variable: Variable, value: Any) -> None:
     with _lock:
         if variable._borrower is not None:
             _wait_for([variable], threading.get_ident())
-        _put(variable, value)
+        _store_new_object(variable, value)
 
 
-def _put(variable: Variable, value: Any) -> None:
+def _store_new_object(variable: Variable, value: Any) -> None:
     """Stores an array object that no reader has. Others may have its buffers."""
     variable._value = value
     variable._is_ours = variable._is_handed = False
@@ -120,7 +120,7 @@ def renew_array(variable: Variable) -> None:
         return
     with _lock:
         if variable._borrower is None:
-            _put(variable, _jax.fresh_alias(variable._value))
+            _store_new_object(variable, _jax.fresh_alias(variable._value))
 
 
 def _references(variable: Any) -> int:

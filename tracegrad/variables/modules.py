@@ -30,7 +30,7 @@ from tracegrad.variables.nnx_objects import (
 )
 from tracegrad.variables.paths import PathKey, path_name
 from tracegrad.variables.statics import NonArrayNode, VariableNode, is_variable, structure_with
-from tracegrad.variables.trees import finding_variables, flatten_with_variables
+from tracegrad.variables.trees import finding_variables, flatten_finding_variables
 
 # -------------------------------------------------------------------- objects that occur twice
 
@@ -98,7 +98,7 @@ class NnxObjectFinder:
 
     def flatten(self, tree: Any, found: list[VariableNode] | None) -> tuple[list[Any], Any]:
         """Returns the leaves of a tree, with `RepeatedObject`s among them, and its structure. If
-        `found` is None, Variables are leaves; else see `trees.flatten_with_variables`."""
+        `found` is None, Variables are leaves; else see `trees.flatten_finding_variables`."""
         states: list[Any] = []
         if not is_kind_of_module(type(tree)):
             nodes = jax.tree.leaves(tree, is_leaf=is_whole_or_variable)
@@ -107,7 +107,7 @@ class NnxObjectFinder:
         if found is None:
             leaves, structure = jax.tree.flatten(tree, lambda n: is_variable(n) or self(n))
         else:
-            leaves, structure = flatten_with_variables(tree, found, self)
+            leaves, structure = flatten_finding_variables(tree, found, self)
         if self._has_repeated:
             for i, leaf in enumerate(leaves):
                 if is_kind_of_module(type(leaf)) and not is_opaque(leaf):

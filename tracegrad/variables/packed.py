@@ -44,7 +44,7 @@ from tracegrad.variables.statics import (
     replace_by_statics,
     structure_with,
 )
-from tracegrad.variables.trees import flatten_with_variables
+from tracegrad.variables.trees import flatten_finding_variables
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
@@ -134,12 +134,12 @@ jax.tree_util.register_pytree_node(
 )
 
 
-class Packing:
+class ArgumentPacker:
     """Packs the arguments of one function, and caches their layouts.
 
     Args:
       names: the names of the positional parameters, for messages.
-      rest: the name of the parameter for all further ones, ``*args``.
+      rest: the name of the parameter for further arguments, ``*args``.
     """
 
     def __init__(self, names: Sequence[str] = (), rest: str = "args") -> None:
@@ -167,7 +167,7 @@ class Packing:
         if is_kind_of_array(kind) or kind is Packed:
             return argument
         if finder is None:
-            before, (leaves, tree) = 0, flatten_with_variables(argument, found)
+            before, (leaves, tree) = 0, flatten_finding_variables(argument, found)
         else:
             before, (leaves, tree) = len(finder.objects), finder.flatten(argument, found)
         kinds = tuple(map(type, leaves))
@@ -283,7 +283,8 @@ def pack_by_flax(
     """Packs arguments that contain a module whose class is not a pytree. Returns the packed
     arguments and their nnx objects."""
     trees = {
-        where: flatten_with_variables(tree, found, is_module) for where, tree in arguments.items()
+        where: flatten_finding_variables(tree, found, is_module)
+        for where, tree in arguments.items()
     }
     objects = nnx_objects_in([leaves for leaves, _ in trees.values()])
     flatten_modules_by_flax([leaves for leaves, _ in trees.values()], found)

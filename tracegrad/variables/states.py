@@ -30,9 +30,9 @@ class States:
             jax.tree.flatten(state) for _, state in self._states
         ]
 
-    def changes(self, result: Any) -> Changes:
+    def changes(self, result: Any) -> StateChanges:
         """The changes that are not in the function's result."""
-        changes = Changes()
+        changes = StateChanges()
         if not self._states:
             return changes
         returned = set(map(id, NnxObjectFinder().flatten(result, [])[0]))
@@ -54,7 +54,7 @@ class States:
 
 
 @dataclass
-class Changes:
+class StateChanges:
     """Changes in states.
 
     Attributes:

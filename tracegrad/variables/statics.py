@@ -4,7 +4,7 @@ A leaf that is neither an array nor a number (models contain functions, strings,
 node of the argument's structure (`Static`): each such leaf has a program of its own, and the
 function gets the leaf itself. Results are treated alike. A number in an `equinox.Module` is a
 setting (a rate, a size, a flag), and becomes `Static` too, as in `equinox.filter_jit` and
-`filter_grad`: a traced array could not decide what to compute, and would be trained. A Variable
+`filter_grad`: Python cannot branch on a traced array, and optimisers would train it. A Variable
 among arguments also becomes a node of the structure (`VariableNode`).
 """
 

@@ -29,7 +29,7 @@ from tracegrad.variables.variable import Variable
 T = TypeVar("T")
 
 
-class _Pass(threading.local):
+class _Finding(threading.local):
     """The list to which `_flatten` adds the Variables of a tree; None: JAX gets their values.
 
     `_flatten` runs for Variables only, so other nodes of the tree cost nothing.
@@ -38,7 +38,7 @@ class _Pass(threading.local):
     found: list[VariableNode] | None = None
 
 
-_pass = _Pass()
+_finding = _Finding()
 
 
 class _FormerVariable:
@@ -64,10 +64,10 @@ class _FormerVariable:
 # references to the leaf could not avoid this copy: `jax.device_put` makes arrays that share the
 # leaf's buffer without a reference to the leaf, and a donation would delete them.
 def _flatten(variable: Variable) -> tuple[tuple[Any, ...], Any]:
-    if _pass.found is None:
+    if _finding.found is None:
         return (variable.value,), _FormerVariable(variable)
     given = node_of_variable(variable)
-    _pass.found.append(given)
+    _finding.found.append(given)
     return (), given
 
 
@@ -119,24 +119,23 @@ def were_variables(values: Iterable[Any]) -> bool:
 def finding_variables(found: list[VariableNode]) -> Iterator[None]:
     """A block in which flattening a tree adds its Variables to `found`, and makes each a node of
     the structure."""
-    _pass.found = found
+    _finding.found = found
     try:
         yield
     finally:
-        _pass.found = None
+        _finding.found = None
 
 
-def flatten_with_variables(
+def flatten_finding_variables(
     tree: Any, found: list[VariableNode], is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Any]:
     """Flattens a tree as in `finding_variables`; returns its leaves and structure."""
-    _pass.found = (
-        found  # not by `finding_variables`: each call runs this, and a context manager is slower
-    )
+    # Not by `finding_variables`: each call runs this, and a context manager is slower.
+    _finding.found = found
     try:
         return jax.tree.flatten(tree, is_leaf)
     finally:
-        _pass.found = None
+        _finding.found = None
 
 
 # ------------------------------------------------------------------------------------------ values

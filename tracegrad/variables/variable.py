@@ -145,7 +145,7 @@ class Variable:
         return self.value
 
     def assign(self, value: Any) -> Variable:
-        """Replaces the value by one of the same shape and dtype; returns the Variable.
+        """Replaces the value by a value of the same shape and dtype; returns the Variable.
 
         Assignment is not differentiated. A Python number is converted to the Variable's dtype, if
         JAX's type promotion would keep that dtype.
@@ -230,7 +230,7 @@ class Variable:
         settle([self], [total])  # nobody else has this array, so it needs no alias
         return self
 
-    # ------------------------------------------------------------------------------- what it is
+    # ------------------------------------------------------------------------------- attributes
 
     # Tapes ask for these at every read, so the getters are in C.
     name = property(operator.attrgetter("_name"))
@@ -273,8 +273,8 @@ class Variable:
     # ------------------------------------------------------------------------------------ copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state that a copy (`copy.copy`, `copy.deepcopy`, pickle) takes over: value,
-        name, whether it is trainable, and attributes of subclasses. Lending is not copied."""
+        """Returns the state for a copy (`copy.copy`, `copy.deepcopy`, pickle): value, name,
+        trainable, and attributes of subclasses. Lending is not copied."""
         return {
             **getattr(self, "__dict__", {}),
             "_value": self.value,
