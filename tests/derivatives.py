@@ -70,3 +70,21 @@ GRADIENTS: dict[str, Callable[..., Any]] = {
     "equinox.filter_jvp": lambda f, x: along_each(lambda v: eqx.filter_jvp(f, (x,), (v,))[1], x),
     "nnx.grad": lambda f, x: nnx.grad(lambda w: f(w[...]))(nnx.Param(x))[...],
 }
+
+
+@jax.custom_vjp
+def refuses_second(x, y):
+    """A product whose rule refuses one operand, as rules of equinox and diffrax do. JAX cannot use
+    a rule any more in a program in which it has refused."""
+    return x * y
+
+
+def _forward_of_product(x, y):
+    if y.perturbed:
+        raise RuntimeError("the second operand has no gradient")
+    return x.value * y.value, y.value
+
+
+refuses_second.defvjp(
+    _forward_of_product, lambda y, dz: (dz * y, jnp.zeros_like(y)), symbolic_zeros=True
+)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tracegrad as tg
-from tests.derivatives import by_tape, value_by_tape
+from tests.derivatives import GRADIENTS, by_tape, value_by_tape
 from tracegrad.annotations.host_function import numpy_function
 
 pytestmark = pytest.mark.both_jax
@@ -297,6 +297,50 @@ def test_without_a_gradient_gradients_and_accumulators_find_no_connection():
 def test_without_a_gradient_a_functional_gradient_says_so(differentiate, wrap):
     with pytest.raises(ValueError, match=r"'np_exp'.*has no gradient.*grad="):
         differentiate(wrap(lambda x: numpy_function(np_exp, x, x.dtype)))(1.0)
+
+
+def sorted_cubes(argsort, p):
+    return jnp.sum(p[argsort(p)] ** 3 * jnp.arange(3.0))
+
+
+def second_derivative_by_tapes(f, x):
+    return by_tape(lambda x: jnp.sum(by_tape(f, x)), x)
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [*GRADIENTS.values(), lambda f, x: tg.hessian(f)(x).sum(0), second_derivative_by_tapes],
+)
+def test_integer_results_are_constants_and_need_no_gradient(derivative):
+    def by_numpy(c):
+        return numpy_function(
+            lambda c: np.argsort(c).astype(np.int32), [c], jnp.int32, stateful=False
+        )
+
+    x = jnp.array([3.0, 1.0, 2.0])
+    expected = derivative(functools.partial(sorted_cubes, jnp.argsort), x)
+    got = derivative(functools.partial(sorted_cubes, by_numpy), x)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, tg.trace])
+def test_bools_of_a_stateful_function_are_constants(wrap):
+    def f(x):
+        is_large = numpy_function(lambda x: x > 1.0, [x], bool)
+        return jnp.sum(jnp.where(is_large, x, 0.0) ** 2)
+
+    np.testing.assert_array_equal(jax.grad(wrap(f))(X), jnp.where(X > 1.0, 2 * X, 0.0))
+
+
+def test_a_float_beside_an_integer_needs_a_gradient():
+    def f(x):
+        order, values = numpy_function(
+            lambda c: (np.argsort(c).astype(np.int32), np.sort(c)), [x], [jnp.int32, x.dtype]
+        )
+        return jnp.sum(x[order] * values)
+
+    with pytest.raises(ValueError, match="has no gradient"):
+        jax.grad(f)(X)
 
 
 def test_without_a_gradient_the_answer_does_not_depend_on_who_asked_first():

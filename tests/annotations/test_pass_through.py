@@ -59,6 +59,31 @@ def test_methods_and_wrapped():
     assert grad_pass_through(jnp.round).__wrapped__ is jnp.round
 
 
+def nearest(z, book):
+    return book[jnp.argmin(jnp.abs(z[:, None] - book), 1)]
+
+
+@pytest.mark.parametrize(
+    ("call", "cure"),
+    [
+        (lambda z, book: grad_pass_through(nearest)(z, book), r"keyword.*name=stop_gradient\(name"),
+        (lambda z, book: grad_pass_through(nearest)(z, book=book), "apply stop_gradient to it;"),
+        (lambda z, book: grad_pass_through(lambda z: nearest(z, book))(z), "apply stop_gradient"),
+    ],
+)
+def test_an_array_without_an_output_is_a_constant_and_the_errors_say_so(call, cure):
+    z, book = jnp.array([0.2, 0.9]), jnp.array([0.0, 1.0, 2.0])
+    with pytest.raises(ValueError, match=cure):
+        jax.grad(lambda *args: jnp.sum(call(*args) ** 2), argnums=(0, 1))(z, book)
+
+    def cured(z, book):
+        return jnp.sum(grad_pass_through(nearest)(z, book=stop_gradient(book)) ** 2)
+
+    dz, dbook = jax.grad(cured, argnums=(0, 1))(z, book)
+    np.testing.assert_array_equal(dz, [0.0, 2.0])
+    np.testing.assert_array_equal(dbook, 0.0)
+
+
 def test_integers_pass_without_a_gradient():
     f = grad_pass_through(lambda x, n: (x * n, n + 1))
     y, gradient = jax.value_and_grad(lambda x: f(x, jnp.int32(3))[0])(2.0)

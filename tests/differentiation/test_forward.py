@@ -409,6 +409,50 @@ def test_a_backward_that_calls_its_own_function_with_the_cotangent_is_refused():
         jvp(lambda a: odeint(lambda y, t: -a * y, 1.0, jnp.arange(2.0)), (1.3,), (1.0,))
 
 
+def iterate(step, y):
+    """A fixed point of a step, by a loop that ends when it no longer moves."""
+    moves = lambda pair: jnp.abs(pair[0] - pair[1]) > 1e-7  # noqa: E731
+    return lax.while_loop(moves, lambda pair: (step(pair[0]), pair[0]), (step(y), y))[0]
+
+
+def solve_linear(matvec, ct):
+    def solver(matvec, b):
+        return iterate(lambda u: u - matvec(u) + b, b)
+
+    return lax.custom_linear_solve(matvec, ct, solver, transpose_solve=solver)
+
+
+def test_an_implicit_derivative_by_a_loop_is_told_of_custom_linear_solve():
+    def implicit(solve):
+        @jax.custom_vjp
+        def root(a):  # of y = cos(a y), by iteration
+            return iterate(lambda y: jnp.cos(a * y), a)
+
+        def backward(kept, ct):
+            a, y = kept
+            sine = jnp.sin(a * y)
+            return (-y * sine * solve(lambda u: u + a * sine * u, ct),)
+
+        root.defvjp(lambda a: (root(a), (a, root(a))), backward)
+        return root
+
+    by_loop = implicit(lambda matvec, ct: iterate(lambda u: u - matvec(u) + ct, ct))
+    cured = implicit(solve_linear)
+    with pytest.raises(ValueError, match=r"root at .*let it call jax\.lax\.custom_linear_solve"):
+        tg.hvp(by_loop, (0.5,), 1.0)
+
+    def unrolled(a):
+        y = a
+        for _ in range(60):
+            y = jnp.cos(a * y)
+        return y
+
+    np.testing.assert_allclose(grad(cured)(0.5), jax.grad(unrolled)(0.5), rtol=1e-5)
+    np.testing.assert_allclose(
+        tg.hvp(cured, (0.5,), 1.0), jax.grad(jax.grad(unrolled))(0.5), rtol=1e-4
+    )
+
+
 @pytest.mark.parametrize(
     "backward",
     [

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests.derivatives import refuses_second
 from tracegrad.insight import GradientError, check_grads
 
 X = jnp.array([0.3, -1.2, 2.0])
@@ -160,6 +161,15 @@ def test_a_rule_that_refuses_what_is_a_constant_is_checked_by_the_rest():
     doubled.def_bwd(lambda _, dy, perturbed, x, c: 2 * dy * c)
     report = check_grads(scaled, (jnp.ones(3), jnp.arange(3.0)), **REVERSE)
     assert any(check.what.startswith("fn_wrapped") for check in report.rules)
+
+
+def test_a_rule_that_has_refused_an_operand_is_checked_by_the_others_as_before():
+    fun = jax.jit(lambda x, y: jnp.sum(refuses_second(x, y) ** 2))
+    x, y = jnp.arange(3.0), jnp.full(3, 2.0)
+    check_grads(lambda x: fun(x, y), (x,), **REVERSE)
+    with pytest.raises(GradientError, match="the second operand has no gradient"):
+        check_grads(fun, (x, y), **REVERSE)
+    assert not check_grads(lambda x: fun(x, y), (x,), **REVERSE).wrong
 
 
 def test_a_rule_is_checked_by_what_the_program_perturbs_and_of_what_it_uses():
@@ -474,7 +484,7 @@ def test_a_rule_is_right_beside_results_that_are_huge_or_infinite():
 
     def f(x):
         y, _ = both(x, jnp.array([1e14, jnp.inf]))
-        return jnp.sum(jnp.floor(x) * y)  # floor: differences are no complex step
+        return jnp.sum(jnp.floor(x) * y)
 
     report = check_grads(f, (X,), order=1)
     assert statuses(c for c in report.rules if c.what == "both, input 0") == ["right"]
@@ -604,3 +614,60 @@ def test_on_an_explicit_mesh():
     with jax.set_mesh(mesh):
         report = check_grads(lambda x, w: jnp.sin(x @ w), (x, w))
     assert not report.wrong
+
+
+def test_a_function_of_numpy_is_not_given_complex_numbers(capfd):
+    def f(x):
+        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        gradient = lambda op, dy: dy * jnp.cos(op.inputs[0])  # noqa: E731
+        return jnp.sum(tg.numpy_function(np.sin, [x], kind, grad=gradient, stateful=False))
+
+    report = check_grads(f, (X,), **REVERSE)
+    assert statuses([*report.rules, *report.leaves]) == ["right", "right"]
+    assert "pure_callback failed" not in capfd.readouterr().err
+
+
+def test_a_rule_that_is_meant_and_raises_is_wrong_as_the_gradient_raises():
+    def f(z, b):
+        signs = tg.grad_pass_through(lambda z, b: b * jnp.sign(z))(z, b=b)
+        return jnp.sum(signs**2 * z)
+
+    with pytest.raises(ValueError, match="depends on keyword argument 'b'"):
+        jax.grad(f, argnums=(0, 1))(X, X)
+    with pytest.raises(GradientError, match="depends on keyword argument 'b'"):
+        check_grads(f, (X, X), **REVERSE)
+    # Without a gradient for b, the rule is what it is meant to be.
+    report = check_grads(lambda z: f(z, X), (X,), **REVERSE)
+    assert statuses(report.deliberate) == ["deliberate"]
+
+
+def test_the_first_line_counts_derivatives_that_do_not_exist():
+    def f(x):
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, x))[1]
+
+    report = check_grads(f, (X[0],), order=1)
+    assert sorted(statuses(report.leaves)) == ["none", "right"]
+    assert str(report).startswith("derivatives of f: right, but 1 not judged\n")
+
+
+def test_a_result_that_is_no_more_precise_is_told_of_rtol():
+    def root(a):  # of y = cos(a y), to six digits; the derivative is that of the exact root
+        step = lambda y: jnp.cos(a * y)  # noqa: E731
+        moves = lambda y: jnp.abs(step(y) - y) > 1e-6  # noqa: E731
+        return jax.lax.while_loop(moves, step, jnp.ones_like(a))
+
+    @jax.custom_vjp
+    def solve(a):
+        return root(a)
+
+    def backward(kept, ct):
+        a, y = kept
+        return (-ct * y * jnp.sin(a * y) / (1 + a * jnp.sin(a * y)),)
+
+    solve.defvjp(lambda a: (root(a), (a, root(a))), backward)
+    with pytest.raises(GradientError, match=r"they differ by \de-0\d at most: pass rtol="):
+        check_grads(solve, (jnp.array(0.8),), **REVERSE)
+    assert not check_grads(solve, (jnp.array(0.8),), rtol=1e-2, **REVERSE).wrong
+    with pytest.raises(GradientError) as error:
+        check_grads(rule(keep, lambda kept, ct: (ct, ct)), (X, X), **REVERSE)
+    assert "rtol" not in str(error.value)

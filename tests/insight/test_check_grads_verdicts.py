@@ -105,7 +105,7 @@ def test_a_host_function_that_rounds_small_steps_away_is_not_called_wrong(dtype,
             lambda x: x * x, [x], dtype, grad=lambda op, dy: factor * dy * 2 * op.inputs[0]
         )
 
-    report = report_on(square, jnp.array([1.0, 2.0, 0.3], dtype))
+    report = report_on(square, jnp.array([1.0, 2.0, 0.3], dtype), seed=1)
     assert bool(report.wrong) == (factor == 3)
     if factor == 1:
         for check in report.leaves:
@@ -273,6 +273,21 @@ def test_what_does_not_run_in_double_precision_is_judged_all_the_same(function):
         assert f"right ({words}" in str(report)
     wrong = scaled_rule(1.1, jnp.sin, jnp.cos)
     assert "wrong" in statuses(report_on(lambda x: jnp.sum(wrong(function(x))), X))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loops_that_end_one_by_one_under_vmap_are_judged_in_narrow_dtypes(dtype):
+    def doubled(x):
+        return lax.while_loop(lambda y: y < 10, lambda y: y * 2, x)
+
+    def f(x):  # 64, 8 and 2 times x
+        return jnp.sum(jax.vmap(doubled)(x.astype(dtype)).astype(float))
+
+    x = jnp.array([0.25, 2.0, 7.0])
+    report = check_grads(f, (x,), 1, ["fwd"])
+    plain = check_grads(lambda x: jnp.sum(x * jnp.array([64.0, 8, 2])), (x,), 1, ["fwd"])
+    assert statuses(report) == {"right"}
+    assert report.leaves[0].got == pytest.approx(plain.leaves[0].got)
 
 
 def test_a_rule_in_float32_may_call_a_jitted_function():

@@ -578,6 +578,21 @@ def broken() -> Explanation:
     return explain(loss, {"w": jnp.ones(3), "<b>": jnp.float32(0.2)}, jnp.arange(3.0))
 
 
+def test_where_nothing_is_found_it_says_what_it_has_not_looked_at():
+    def loss(w, x, n):
+        return jnp.sum(w * x) + n
+
+    def headline(*args, **options):
+        return explain(loss, *args, **options).text().splitlines()[0]
+
+    w = jnp.ones(3)
+    found = "gradients of loss (value 5): nothing found"
+    part = " with respect to the first argument alone (wrt= selects others)"
+    assert headline(w, w, 2) == found + part
+    assert headline(w, w, 2, wrt=0) == headline(w, w, 2, wrt=(0, 1)) == found
+    assert headline(w, jnp.ones(3, int), 2) == found
+
+
 def test_text_has_the_worst_first(broken):
     text = broken.text()
     assert text.splitlines()[0] == "gradients of loss (value 2.414): 2 problems"

@@ -220,6 +220,64 @@ def test_layers_in_a_scan_vanish_as_they_do_one_by_one_and_a_recurrence_may_forg
     assert explain(recurrence, {"w": weights(1, 0.3)[0]}, X[:10], wrt=(0, 1)).problems == ()
 
 
+@pytest.mark.parametrize(("gain", "cause"), [(0.2, "vanishing"), (1.0, ""), (5.0, "exploding")])
+def test_a_recurrence_of_which_the_last_stacked_state_is_read_is_told_as_by_its_last_carry(
+    gain, cause
+):
+    def step(h, x):
+        h = gain * h @ jnp.roll(jnp.eye(8), 1, axis=0) * x
+        return h, h
+
+    def recurrence(start, xs, read):
+        return jnp.sum(read(*jax.lax.scan(step, start, xs)))
+
+    xs, start = jnp.ones((30, 8)), jnp.ones(8)
+    reads = [lambda last, _: last, lambda _, states: states[-1]]
+    found = [explain(recurrence, start, xs, read) for read in reads]
+    for count, explanation in zip((30, 29), found, strict=True):
+        assert [f.cause for f in explanation.problems] == [cause] * bool(cause)
+        for finding in explanation.problems:
+            assert f"over {count} steps" in finding.what
+    if cause:  # what the last step gives to the state before it
+        given = jax.grad(lambda h: jnp.sum(step(h, xs[-1])[0]))(jnp.ones(8))
+        assert f"from {jnp.linalg.norm(given):.4g} to" in found[1].problems[0].what
+    # Discounted, the states of all steps are read: that is no slope of the recurrence.
+    discounts = 0.2 ** jnp.arange(30.0)[:, None]
+    assert explain(recurrence, start, xs, lambda _, states: states * discounts).problems == ()
+
+
+def test_a_recurrence_of_flax_of_which_the_last_state_is_read_vanishes():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.rnn = nnx.RNN(nnx.SimpleCell(2, 4, rngs=rngs))
+
+        def __call__(self, x):
+            return jnp.mean(self.rnn(x)[:, -1] ** 2)
+
+    x = 3 * jnp.ones((2, 200, 2))
+    found = explain(lambda model, x: model(x), Model(nnx.Rngs(0)), x)
+    assert [finding.cause for finding in found.problems] == ["vanishing"]
+    given = jax.grad(lambda x: Model(nnx.Rngs(0))(x))(x)
+    assert jnp.linalg.norm(given[:, 0]) < 1e-8 * jnp.linalg.norm(given[:, -1])
+
+
+def test_a_recurrence_in_a_branch_is_told_if_the_branch_is_taken():
+    def loss(h, xs, is_taken):
+        def step(h, x):
+            h = jnp.tanh(0.1 * h + x)
+            return h, h
+
+        def last(h):
+            return jax.lax.scan(step, h, xs)[1][-1]
+
+        return jnp.sum(jax.lax.cond(is_taken, last, lambda h: 2 * h, h))
+
+    h, xs = jnp.ones(3), jnp.full((30, 3), 0.1)
+    for is_taken in (True, False):
+        problems = explain(loss, h, xs, jnp.bool_(is_taken)).problems
+        assert [finding.cause for finding in problems] == ["vanishing"] * is_taken
+
+
 def test_an_iteration_vanishes_if_its_parameters_or_its_start_get_next_to_nothing():
     def iteration(p, x):
         def step(h, _):
@@ -293,3 +351,21 @@ def test_a_long_table_has_both_ends_and_folds_what_differs_in_numbers_alone():
     assert {"p.leaf_aa", "p.leaf_dv"} <= set(found.text().split())
     by_norm = [report.norm for report in sorted(found.sources, key=lambda report: report.rank)]
     np.testing.assert_array_equal(by_norm, sorted(by_norm))
+
+
+def test_rows_that_fold_keep_the_numbers_that_all_share_and_a_wide_range_names_its_ends():
+    def loss(blocks, x):
+        for block in blocks:
+            x = 0.1 * jnp.tanh(x @ block["w"] + block["ln2"]) + jax.lax.stop_gradient(block["ln1"])
+        return jnp.mean(x)
+
+    zeros = jnp.zeros(8)
+    blocks = [{"w": w, "ln1": zeros, "ln2": zeros} for w in weights(8, 0.4)]
+    rows = explain(loss, blocks, X).text().split("\n\n")[1].splitlines()
+    cut, row = (row for row in rows if ".ln" in row)
+    assert cut.startswith("blocks.*.ln1 (8)")
+    assert " None " in cut
+    norms = [jnp.linalg.norm(block["ln2"]) for block in jax.grad(loss)(blocks, X)]
+    assert norms[7] > 1e3 * norms[0]
+    assert row.startswith("blocks.*.ln2 (8)")
+    assert f" {norms[0]:.3g} (* = 0) to {norms[7]:.3g} (* = 7) " in row

@@ -156,8 +156,6 @@ def test_values_are_told_by_what_they_are_kept_for():
     assert residual.values.endswith("f32[256,64]")
     assert residual.kept_for.startswith("the backward pass of ")
     assert [line.kind for line in lines if not line.line] == ["argument"]
-    first, last = residual.alive
-    assert 0 <= first < last < 1
 
 
 def blocks(ws: Any, x: jax.Array) -> jax.Array:
@@ -230,7 +228,8 @@ def test_inside_of_a_loop_the_line_of_its_body_is_advised():
 def test_arguments_that_results_replace_are_advised_to_be_donated():
     shapes = (WIDE, f32(16, 8))
     report = tg.memory(trained, *shapes, measure_advice=True)
-    assert report.advice[0].what.startswith("trace(..., donate_argnums=(0,))")
+    assert report.advice[0].what == "trace(..., donate_argnums=(0,))"
+    assert str(report.advice[0]).endswith("for nothing, if nobody reads these again")
     donated = tg.memory(tg.trace(trained, donate_argnums=0), *shapes, measure_advice=True)
     assert report.advice[0].frees == report.total - donated.total > 0
     assert not any("donate" in each.what for each in donated.advice)

@@ -342,15 +342,17 @@ def test_what_a_gpu_runs_aside_and_as_one_is_followed():
     module = compiled_to(FOR_A_GPU)
     flow = ValueFlow(module)
     by_op = {each.op: each for each in module.entry.instructions.values()}
-    (started,) = flow.readers(by_op["exponential"], ())
+    begins, done = by_op["exponential"].key, by_op["async-done"].key
+    (started,) = flow.reads((begins, ()))
     told = flow.reading(started)
     assert told is not None
     assert told.name == "sin"
-    assert started.until == flow.order[by_op["async-done"].key]  # and not when it has begun
-    begun = flow.content(by_op["async-start"], (1,))
+    assert flow.last_read((begins, ())) == flow.order[done]  # and not when it has begun
+    start = by_op["async-start"].key, (1,)
+    begun = flow.content(start)
     assert begun is not None
     assert begun.name == "sin"
-    (read,) = flow.readers(by_op["async-start"], (1,))
+    (read,) = flow.reads(start)
     # A subtraction of the forward pass, in what runs in the backward pass.
     told = flow.reading(read)
     assert told is not None

@@ -94,7 +94,7 @@ for name, f in programs.items():
     ours = theirs = 0
     for values in Assignment(ValueFlow(Module(message)), told).buffers()["temporary"]:
         ours += max(bytes_in_use(0, values, len(names)), default=0)
-        spans = [(v, ranges[names[v.each.key], v.part]) for v in values]
+        spans = [(v, ranges[names[v.part[0]], v.part[1]]) for v in values]
         xlas = [v._replace(first=start, last=end) for v, (start, end) in spans]
         theirs += max(bytes_in_use(0, xlas, max(numbered.values()) + 2), default=0)
     assert 0 < ours == theirs <= analysis.temp_size_in_bytes, (name, ours, theirs)

@@ -74,6 +74,23 @@ def test_a_product_tells_its_axes_unless_it_is_the_ordinary_one():
     assert "dot_general(x, y) contract=(2)·(2) batch=(0)·(0) " in text
 
 
+def test_a_convolution_tells_its_layouts_and_what_is_not_ordinary():
+    def f(x, w):
+        y = jax.lax.conv(x, w, (1, 1), "VALID")
+        return jax.lax.conv_transpose(y, jnp.ones((3, 3, 2, 4)), (2, 2), "VALID", (1, 1), (
+            "NCHW", "HWIO", "NCHW"))  # fmt: skip
+
+    plain, dilated = (
+        line.partition("  f32")[0].split(" = ")[1]
+        for line in str(tg.graph(f, jnp.ones((1, 3, 8, 8)), jnp.ones((2, 3, 3, 3)))).splitlines()
+        if "conv_general_dilated(" in line
+    )
+    assert plain == "conv_general_dilated(x, w) dimension_numbers=bf01_oi01->bf01"
+    assert dilated.endswith(
+        "padding=((2, 2), (2, 2)) lhs_dilation=(2, 2) dimension_numbers=bf01_01io->bf01"
+    )
+
+
 def test_a_number_is_printed_as_it_was_written():
     def f(x, half):
         return 0.1 * x, 0.25 * half, x + jnp.float32(3), jnp.pad(x, 1), jnp.full(2, 0.7)

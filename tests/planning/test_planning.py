@@ -384,13 +384,13 @@ def test_numbers_that_print_alike_stay_apart():
 
 def test_budgets_are_bytes_units_or_shares():
     sizes = [
-        budget_bytes(b, 1000) for b in (7, np.int64(7), "7", "2 GiB", "1.5kB", "0.5KiB", "1e3")
+        budget_bytes(b, 1000) for b in (7, np.int64(7), "7B", "2 GiB", "1.5kB", "0.5KiB", "1e3 b")
     ]
     assert sizes == [7, 7, 7, 2 * 2**30, 1500, 512, 1000]
     assert [budget_bytes(b, 1000) for b in (0.3, 1.0, "30%", "100 %")] == [300, 1000, 300, 1000]
 
 
-NOT_POSITIVE = [0, -5, "0", "-2GiB", 0.0, -0.5, float("nan"), "0%"]
+NOT_POSITIVE = [0, -5, "0B", "-2GiB", 0.0, -0.5, float("nan"), "0%"]
 UNREADABLE = ["", "two GiB", "2GiBB", "2 G iB", "120%", 2.5e9, float("inf")]
 OTHER_TYPES = [None, True, [1], 2j]
 
@@ -401,6 +401,7 @@ OTHER_TYPES = [None, True, [1], 2j]
         *[(bad, ValueError, "not above zero") for bad in NOT_POSITIVE],
         *[(bad, ValueError, "a memory budget is bytes") for bad in UNREADABLE],
         *[(bad, TypeError, "a memory budget is bytes") for bad in OTHER_TYPES],
+        ("50", ValueError, '\'50\' has no unit: write "50%", "50MiB" or, for bytes, "50B"'),
     ],
 )
 def test_other_budgets_are_refused(bad: Any, error: type[Exception], message: str):

@@ -400,6 +400,28 @@ def test_what_jax_has_differentiated_already_is_refused():
         step(PARAMS, ONES)
 
 
+def test_the_cure_for_a_solver_that_differentiates_scales_the_gradient_of_its_parameters():
+    from jax import jvp
+
+    def root(params, x):  # as `optimistix.root_find` computes it, without its rule
+        y = jnp.ones(())
+        for _ in range(8):
+            residual, slope = jvp(lambda y: y**3 + params["a"] * y - x, (y,), (jnp.ones(()),))
+            y = y - residual / slope
+        return y
+
+    params, rule = {"a": jnp.float32(2.0)}, tg.rules.scale_gradient(tg.match.param("params.a"), 3.0)
+    with pytest.raises(tg.ir.GraphError, match=r"rewrite\(lambda params: params, rule\)\(params"):
+        jax.grad(tg.rewrite(root, rule))(params, 5.0)
+
+    def cured(params, x):
+        return root(tg.rewrite(lambda params: params, rule)(params), x)
+
+    y = root(params, 5.0)  # dy/da = -y / (3 y² + a)
+    expected = -3 * y / (3 * y**2 + 2.0)
+    np.testing.assert_allclose(jax.grad(cured)(params, 5.0)["a"], expected, rtol=1e-5)
+
+
 def test_rules_of_equal_parts_are_equal_selections():
     assert tg.match.param("a", "b") == tg.match.param("a", "b") != tg.match.param("a")
     assert hash(tg.match.param("a") & ~tg.match.param("b")) == hash(

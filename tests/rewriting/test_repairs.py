@@ -490,6 +490,27 @@ def test_zeros_are_kept_along_each_direction():
         )
 
 
+def root_in_a_shard_map(x, axes):
+    kind, spec = jax.sharding.AxisType.Auto, jax.sharding.PartitionSpec("a")
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
+    root = jax.shard_map(jnp.sqrt, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes)
+    return jnp.sum(jnp.where(x > 0, root(x), 0.0))
+
+
+@pytest.mark.parametrize("axes", [{"a", "b"}, {"a"}])
+def test_zeros_are_kept_in_a_shard_map_also_where_an_axis_is_automatic(axes):
+    kept = tg.rewrite(lambda x: root_in_a_shard_map(x, axes), rules.strong_zero())
+    x = jnp.array([0.0, 1.0, 4.0, 16.0])
+    np.testing.assert_allclose(jax.jit(jax.grad(kept))(x), [0.0, 0.5, 0.25, 0.125])
+
+
+def test_what_keeps_zeros_in_a_shard_map_is_to_be_compiled():
+    kept = tg.rewrite(lambda x: root_in_a_shard_map(x, {"a", "b"}), rules.strong_zero())
+    with pytest.raises(NotImplementedError) as error:
+        jax.grad(kept)(jnp.ones(4))
+    assert any("`jax.jit(jax.grad(...))`" in note for note in error.value.__notes__)
+
+
 def test_a_function_gets_its_own_derivative_back():
     @jax.custom_jvp
     def product(x, y):

@@ -698,3 +698,20 @@ def test_a_model_is_saved_by_its_arrays_or_closed_over_and_runs_without_its_clas
     expected = [*model(x), *of_arrays(halves, x)]
     np.testing.assert_allclose([float(n) for n in numbers], expected, rtol=1e-5)
     assert has_equinox == "False"
+
+
+def test_a_graph_shows_a_loaded_function_as_one_node(path):
+    def model(x):
+        return jnp.sum(wrong(x))
+
+    loaded = saved(path, model, [X])
+    lines = str(tg.graph(lambda x: 2.0 * loaded(x), X)).splitlines()
+    assert [line.split("  f32")[0].strip() for line in lines[1:]] == [
+        "model = jit model(x) (an exported program)", "mul = mul(2.0, model)", "return mul"
+    ]  # fmt: skip
+    halved = tg.rewrite(loaded, tg.rules.scale_gradient(tg.match.call("model"), 0.5))
+    np.testing.assert_allclose(jax.grad(halved)(X), (3.0 * X + 1.0) / 2, rtol=1e-6)
+    with pytest.raises(tg.NoMatchError) as error:
+        tg.rewrite(loaded, tg.rules.stop_gradient(tg.match.call("wrong")))(X)
+    assert "nearest names: 'model'" in str(error.value)
+    assert "alike" not in str(error.value)

@@ -14,13 +14,16 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.export
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.interpreters import mlir
 
 import tracegrad as tg
+from tests.derivatives import refuses_second
 from tracegrad import ArtefactError, load, save
 
 X = np.ones((2, 3), np.float32)
@@ -78,6 +81,16 @@ def checked(x):
     return eqx.error_if(x, jnp.any(x > 9), "too large") * 2  # the line of the check
 
 
+# As `lineax.linear_solve` is: XLA gets its runtime check where it is compiled.
+solve = jax.extend.core.Primitive("solve")
+solve.def_abstract_eval(lambda x: x)
+mlir.register_lowering(solve, mlir.lower_fun(lambda x: checked(x), multiple_results=False))
+
+
+def solves(x):
+    return solve.bind(x) * 2  # the line of the solve
+
+
 def loops(x):
     return jax.lax.while_loop(lambda c: jnp.sum(c) < 100, grow, x)  # the line of the loop
 
@@ -127,6 +140,7 @@ OF_RULE = "the derivative of order 1 of <lambda> cannot be saved, because of .*p
         (calls_out, "call", "ffi_call.*no compatibility guarantees"),
         (lambda x: with_rule(x) * 2, "rule", OF_RULE),  # the line of the rule
         (checked, "check", r"`equinox.error_if`.*EQX_ON_ERROR=nan"),
+        (solves, "solve", r"XLA compiles it.*lineax.*EQX_ON_ERROR=nan"),
         (loops, "loop", r"(?s)order 1 of loops .*while.*gradient_order=0"),
         (calls_without_derivative, "factor", r"(?s)order 1 of .*ffi_call.*gradient_order=0"),
         (uses_rules, "transpose", r"(?s)cannot differentiate .*magnitude.*_order=0"),
@@ -148,6 +162,14 @@ def test_the_cure_for_a_loop_gives_it_a_gradient(tmp_path):
     np.testing.assert_allclose(loaded(X), loops(X))
     steps = np.log2((loops(X) + 1) / (X + 1))  # c -> 2 c + 1 doubles c + 1 and its gradient
     np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(loaded(x)))(X), 2**steps, rtol=1e-6)
+
+
+def test_a_rule_that_refuses_an_operand_is_saved_for_the_others_and_stays_as_it_was(tmp_path):
+    fun = jax.jit(lambda x, y: jnp.sum(refuses_second(x, y) ** 2))
+    x, y = jnp.arange(3.0), jnp.full(3, 2.0)
+    save(fun, tmp_path / "f", [x, y])
+    np.testing.assert_allclose(jax.grad(load(tmp_path / "f"))(x, y), 8 * x)
+    np.testing.assert_allclose(jax.grad(fun)(x, y), 8 * x)
 
 
 def test_a_compiled_function_is_named_with_its_line(path):

@@ -397,6 +397,32 @@ def test_a_tape_differentiates_what_a_rule_has_computed_as_tensorflow_does(r):
     assert second == 6.0  # TensorFlow's
 
 
+# ----------------------------------------------------- rules with a gradient where nothing flows
+
+
+@jax.custom_vjp
+def rounded(x):
+    return jax.lax.stop_gradient(jnp.round(4 * x))
+
+
+rounded.defvjp(lambda x: (rounded(x), x), lambda x, ct: (4 * ct * x,))
+
+
+def on_host(x):
+    return tg.numpy_function(np.sin, [x], x.dtype, lambda op, dy: dy * jnp.cos(op.inputs[0]))
+
+
+@pytest.mark.parametrize(("r", "by_hand"), [(rounded, rounded), (on_host, jnp.sin)])
+def test_a_second_derivative_goes_by_a_rule_whose_function_stops_the_gradient(r, by_hand):
+    def product(r, x):
+        return jnp.sum(jax.lax.scan(lambda total, _: (total * r(x), None), x, None, length=1)[0])
+
+    f = functools.partial(product, r)
+    second = jax.jacrev(jax.grad(functools.partial(product, by_hand)))(X)
+    close(on_tapes(f, X), second)
+    close(on_tapes(jax.jit(f), X), second)
+
+
 # ------------------------------------------------------------------------ values in the middle
 
 

@@ -51,6 +51,16 @@ def user_context() -> Callable[[Any], AbstractContextManager[Any]]:
     return make(())
 
 
+_own_trace = user_context()
+
+
+def tracing_again() -> AbstractContextManager[Any]:
+    """A block in which JAX traces inner jitted functions again, so that others do not get their
+    programs: JAX may not differentiate a custom rule any more in a program in which it has refused
+    an operand."""
+    return _own_trace(object())
+
+
 def inside_scope(name: str, source_info: Any) -> Any:
     """Adds a named scope, the outermost."""
     stack = source_info_util.new_name_stack(name) + source_info.name_stack

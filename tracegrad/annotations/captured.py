@@ -16,6 +16,7 @@ from tracegrad import _jax
 from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.closures import values_closed_over
 from tracegrad.ir.importer import graph_of
+from tracegrad.tape.record import CURE_OF_LOST_GRADIENT
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.paths import path_name
 from tracegrad.variables.statics import is_variable
@@ -36,9 +37,8 @@ class Captured:
         return (
             f"{self.function}, which has a custom gradient, depends on {what}, which is being "
             "differentiated and is not one of its positional arguments: the gradient function "
-            "cannot return a gradient for it, so that gradient would silently be zero. Make it a "
-            "positional argument and return its gradient as well or, if it is a constant, apply "
-            "stop_gradient to it."
+            "cannot return a gradient for it, so that gradient would silently be zero. "
+            f"{CURE_OF_LOST_GRADIENT}."
         )
 
 

@@ -70,7 +70,7 @@ def numpy_function(
             `grad` returns one gradient, or None, per input, of its shape and dtype. `grad` is
             traced, so write it in `jax.numpy`; it may call `numpy_function` too. For derivatives of
             higher order `grad` is differentiated itself, and the gradient of ``op.outputs`` is
-            again `grad`.
+            again `grad`. Results that are all integers or bools need no `grad`: they are constants.
         stateful: whether the order and the number of the calls matter, because `func` draws random
             numbers, counts, or reads a file. False promises that its results depend on its inputs
             alone. Then JAX may drop a call whose result is not used, merge two calls with the same
@@ -86,8 +86,8 @@ def numpy_function(
         TypeError: an argument has a wrong type; `Tout` is a dtype that JAX does not support now (64
             bits without ``jax_enable_x64``).
         ValueError: the inputs do not broadcast together and `Tout` is a bare dtype; or, without
-            `grad`, the result is differentiated. (For a `GradientTape` or `gradients()` the result
-            is then not connected, so the gradient is None.)
+            `grad`, a float result is differentiated. (For a `GradientTape` or `gradients()` the
+            result is then not connected, so the gradient is None.)
         NotImplementedError: the call is exported; or it is `stateful`, and mapped by `jax.vmap`
             over an input (also in the backward pass of a Jacobian, if `grad` makes the call), or
             differentiated in a recomputed function.
@@ -125,7 +125,8 @@ def numpy_function(
     types, has_bare = _result_types(func, Tout, arrays)
     host = _Host(func, types, isinstance(Tout, list | tuple), has_bare)
     with nullcontext() if name is None else jax.named_scope(name):
-        results = _run_on_host(host, arrays, stateful, has_gradient=grad is not None)
+        are_constants = grad is not None or not any(map(_jax.has_gradient, types))
+        results = _run_on_host(host, arrays, stateful, are_constants=are_constants)
         if grad is not None and not _jax.is_top_level():  # else there is no differentiation
             params = {"func": func, "Tout": Tout, "stateful": stateful}
             results = _attach_gradient(grad, arrays, results, name or name_of(func), params)
@@ -314,14 +315,14 @@ def _type_text(array: Any) -> str:
 
 
 def _run_on_host(
-    host: _Host, arrays: Sequence[Any], stateful: bool, *, has_gradient: bool
+    host: _Host, arrays: Sequence[Any], stateful: bool, *, are_constants: bool
 ) -> list[Any]:
-    """Calls the host function with operands that are constants to differentiation. Without a
-    gradient function, differentiating the operands is an error."""
+    """Calls the host function. Its operands are constants to differentiation if a gradient function
+    or the results' integer dtypes say so; otherwise differentiating them is an error."""
     with unrecorded():  # tapes do not record the call
         if _jax.is_top_level():
             return _call(host, arrays, stateful)
-        constants = map(jax.lax.stop_gradient, arrays) if has_gradient else arrays
+        constants = map(jax.lax.stop_gradient, arrays) if are_constants else arrays
         mark = functools.partial(TO_HOST.bind, function=described(host.func), stateful=stateful)
         results = _call(host, list(map(mark, constants)), stateful)
         return results if arrays else list(map(mark, results))

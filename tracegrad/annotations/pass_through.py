@@ -38,7 +38,7 @@ def grad_pass_through(f: Any = None) -> Any:
     Arguments:
         f: a function with as many output arrays as inputs (the array leaves of its positional
             arguments, as in `custom_gradient`). Each output has the shape of the input with the
-            same position.
+            same position. Give other arrays by keyword, as constants: ``book=stop_gradient(book)``.
 
     Returns:
         A function with the values of ``f``. The gradient of each input is the cotangent of the
@@ -102,7 +102,8 @@ def _check_shapes(fun: Any, names: list[str], inputs: list[Any], outputs: list[A
         raise ValueError(
             f"{described(fun)} passes the gradients of its outputs on to its inputs, so it must "
             f"have as many outputs as inputs; it has {len(outputs)} and {len(inputs)} "
-            f"({', '.join(names) or 'no arrays'}). Give it inputs without an output by keyword."
+            f"({', '.join(names) or 'no arrays'}). Give the inputs "
+            "without an output by keyword, as constants: name=stop_gradient(name)."
         )
     for i, (name, given, got) in enumerate(zip(names, inputs, outputs)):
         passes = f"{described(fun)} passes the gradient of its output {i} on to its input {name}"

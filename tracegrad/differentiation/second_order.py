@@ -133,13 +133,14 @@ def hvp(
       fun: a traced or plain function, of any arguments that `jax.jit` takes, that returns a float
         scalar.
       primals: a tuple of the arguments of `fun`.
-      v: the vector, with the structure and shapes of the gradient that `grad` returns for `wrt`;
-        entries for leaves that are not selected are ignored.
+      v: the vector, with the structure and shapes of the gradient that `grad` returns for `wrt`, or
+        for a module of flax.nnx an `nnx.State`, as `nnx.grad` returns; entries for leaves that are
+        not selected are ignored.
       wrt: as in `grad`; selects the block of the Hessian.
 
     Returns:
-      The product, with the structure of `v`. A call of `hvp` can be differentiated, batched and
-      compiled. Complex numbers follow JAX's convention.
+      The product, with the structure of the gradient that `grad` returns. A call of `hvp` can be
+      differentiated, batched and compiled. Complex numbers follow JAX's convention.
 
     Raises:
       TypeError, ValueError: as `grad`; ValueError if `v` does not fit the selected leaves.

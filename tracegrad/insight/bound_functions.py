@@ -6,10 +6,13 @@ it was traced in.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from tracegrad import _jax
@@ -38,7 +41,7 @@ def bind_functions(
         branches = [function_of(name) for name in node.regions]
         return list(lax.switch(args[0], branches, *args[1:]))
     if node.primitive is _jax.WHILE:
-        return _while(node, args, function_of)
+        return bind_while(node, args, function_of)
     return None
 
 
@@ -55,18 +58,39 @@ def _scan(node: Node, args: Sequence[Any], body: Function) -> list[Any]:
     return [*final, *stacked]
 
 
-def _while(node: Node, args: Sequence[Any], function_of: Callable[[str], Function]) -> list[Any]:
+def bind_while(
+    node: Node,
+    args: Sequence[Any],
+    function_of: Callable[[str], Function],
+    most: float = math.inf,
+) -> list[Any]:
+    """Returns the results of a loop. After `most` iterations it ends, and its results are NaN."""
     condition, body = function_of("cond_jaxpr"), function_of("body_jaxpr")
     split = node.params["cond_nconsts"]
     end = split + node.params["body_nconsts"]
 
-    def goes_on(state: Any) -> Any:
-        return condition(*args[:split], *state)[0]
+    def runs_on(carry: list[Any]) -> Any:
+        return condition(*args[:split], *carry)[0]
 
-    def step(state: Any) -> Any:
-        return body(*args[split:end], *state)
+    def goes_on(state: tuple[Any, list[Any]]) -> Any:
+        count, carry = state
+        return jnp.any(runs_on(carry)) & (count < most)
 
-    return list(lax.while_loop(goes_on, step, list(args[end:])))
+    def step(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        count, carry = state
+        results = body(*args[split:end], *carry)
+        if node.region("cond_jaxpr").out_avals[0].shape:  # under vmap, ended examples stay
+            results = list(map(functools.partial(_where, runs_on(carry)), results, carry))
+        return count + 1, results
+
+    count, results = lax.while_loop(goes_on, step, (0, list(args[end:])))
+    unknown = count >= most
+    return [jnp.where(unknown, jnp.nan, y) if _jax.has_gradient(y) else y for y in results]
+
+
+def _where(more: Any, new: Any, old: Any) -> Any:
+    """Returns the elements of `new` where `more` holds, which has the first axes, else of `old`."""
+    return jnp.where(jnp.expand_dims(more, range(more.ndim, jnp.ndim(new))), new, old)
 
 
 def _shard_map(node: Node, args: Sequence[Any], body: Function) -> list[Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,37 +12,25 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad._jax.progress import progress
-from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.wrt import partition
-from tracegrad.insight.bounded import bounded
 from tracegrad.insight.check_rules import check_rules, functions_of_rules, operands_in
+from tracegrad.insight.comparing import Comparison
 from tracegrad.insight.comparisons import Checked, GradCheck
-from tracegrad.insight.finite_differences import (
-    Estimate,
-    Function,
-    Limits,
-    Numbers,
-    Weighed,
-    along_smooth,
-    beside,
-    difference,
-    judge,
-    limits_of,
-    random_like,
-    status_of,
-    weighed,
-)
+from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.held import STOP, hint_of, is_sample, with_stops_held, without_verdict
 from tracegrad.insight.raising import arithmetic_for, in_double
 from tracegrad.ir import CustomGradient, Graph, StopGradient
 from tracegrad.ir.authors import is_jaxs_rule, whose
 from tracegrad.ir.wording import first_line
 from tracegrad.tracing.graphs import function_name, graph, require_function
-from tracegrad.tracing.rule_errors import words_of
 
 Mode = Literal["fwd", "rev"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Declared = str | Collection[str] | Callable[[str], Any]
+
+
+_IMPRECISE = 1e-3  # relative to the numbers: an iteration may end that far from its limit
+_ITERATES = "pass rtol= if the function itself, an iteration for example, is no more precise"
 
 
 class GradientError(AssertionError):
@@ -54,7 +40,10 @@ class GradientError(AssertionError):
         self.report = report
         first = "\n".join(f"  {check}" for check in report.wrong[:8])
         more = f"\n  ... and {len(report.wrong) - 8} more" if len(report.wrong) > 8 else ""
-        super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}{hint}")
+        apart = [c.difference for c in report.wrong]
+        is_near = all(each < _IMPRECISE for each in apart)  # (False for NaN)
+        near = f"\n(they differ by {max(apart):.0e} at most: {_ITERATES})" if is_near else ""
+        super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}{near}{hint}")
         self._hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickle needs the arguments, not the message
@@ -148,8 +137,7 @@ def check_grads(
     declared = _predicate(deliberate)
 
     def check(double: bool) -> tuple[GradCheck, str]:
-        tolerances = rtol, atol
-        return _check(fun, args, order, tuple(modes), declared, tolerances, seed, double)
+        return _check(fun, args, order, tuple(modes), declared, rtol, atol, seed, double)
 
     refused: Exception | None = None
     report, hint = None, ""
@@ -180,7 +168,8 @@ def _check(
     order: int,
     modes: tuple[str, ...],
     declared: Callable[[str], Any],
-    tolerances: tuple[float | None, float | None],
+    rtol: float | None,
+    atol: float | None,
     seed: int,
     double: bool,
 ) -> tuple[GradCheck, str]:
@@ -208,10 +197,10 @@ def _check(
         }
         samples = {found: given[0] for found, given in operands.items() if is_sample(found)}
 
-        def limits_for(graph: Graph) -> Limits:
-            return limits_of(graph, arithmetic(), *tolerances)
+        def limits() -> Limits:  # for one run
+            return Limits(arithmetic(), rtol, atol or 0.0)
 
-        rules = tuple(check_rules(program, operands, declared, limits_for, random))
+        rules = tuple(check_rules(program, operands, declared, limits, random))
         program, held = with_stops_held(program, samples)
         if declared(STOP):
             program, more = with_stops_held(program, stops)
@@ -219,16 +208,19 @@ def _check(
         free = next(iter(program.find(is_sample)), None)
         whole = _without(program, rules, declared)
         values = [variable.value for variable in whole.variables]
-        limits = limits_for(whole)
+        own = limits()
 
         def run(given: Sequence[Any]) -> list[Any]:
-            return limits.arithmetic.run_graph(whole, [*given, *values])
+            return own.arithmetic.run_graph(whole, [*given, *values])
 
         steps = sum(len(modes) ** k for k in range(order)) * (len(leaves) + len(modes))
         with progress("check_grads", steps) as begin:
+            comparison = Comparison(
+                run, run, leaves, paths, own, random, whole="all leaves", begin=begin
+            )
             checks = tuple(
                 check if free is None else without_verdict(check, free)
-                for check in _check_leaves(run, leaves, paths, order, modes, limits, random, begin)
+                for check in comparison.checks(modes, order)
             )
     is_whole = any(check.status == "wrong" for check in checks)
     report = GradCheck(function_name(fun), (*rules, *held), checks)
@@ -256,105 +248,12 @@ def _traced(
         return jax.tree.leaves(chosen.call(leaves)[0])
 
     flat.__name__ = function_name(fun)
-    with jax.enable_x64(double):
+    with jax.enable_x64(double), _jax.tracing_again():
         leaves = [
             jnp.asarray(leaf, complex if jnp.iscomplexobj(leaf) else float)
             for leaf in chosen.leaves
         ]
         return graph(flat, leaves), leaves, chosen.names
-
-
-# ------------------------------------------------------------------------------ the whole function
-
-
-def _check_leaves(
-    fun: Function,
-    leaves: list[Any],
-    paths: list[str],
-    order: int,
-    modes: tuple[str, ...],
-    limits: Limits,
-    random: Any,
-    begin: Callable[[str], None],
-    before: tuple[str, ...] = (),
-) -> Iterator[Checked]:
-    """Compares the derivatives of a function with its differences, then does the same with each
-    derivative in turn, up to `order`.
-
-    `begin` reports each step as progress. `before`: the modes that gave `fun`, if `fun` is itself
-    a derivative.
-    """
-    level = len(before) + 1
-    avals = jax.eval_shape(fun, leaves)
-    weights = random_like(random, avals)
-    flowing = [i for i, weight in enumerate(weights) if weight is not None]
-    if not flowing:
-        return
-
-    def of_flowing(given: Sequence[Any]) -> list[Any]:
-        outs = fun(given)
-        return [outs[i] for i in flowing]
-
-    compiled = bounded(fun, leaves)
-    expected: list[Estimate] = []
-    for i, direction in enumerate(random_like(random, leaves)):
-        begin(" of ".join((f"differences along {paths[i]}", *before)))
-        expected.append(along_smooth(compiled, leaves, i, direction, weights, limits, random))
-    directions = [estimate.direction for estimate in expected]
-
-    def backward(given: Sequence[Any]) -> list[Any]:
-        outs, vjp = _jax.vjp(of_flowing, list(given))
-        cts = [_as_type_of(out, weights[i]) for i, out in zip(flowing, outs, strict=True)]
-        return list(vjp(cts)[0])
-
-    def forward(given: Sequence[Any]) -> list[Any]:
-        tangents = [_as_type_of(leaf, d) for d, leaf in zip(directions, given, strict=True)]
-        primal = [jnp.asarray(leaf) for leaf in given]
-        return list(jvp(of_flowing, (primal,), (tangents,))[1])
-
-    def got(mode: str, found: Sequence[Any], of: Sequence[int]) -> Weighed:
-        if mode == "rev":
-            return weighed([found[i] for i in of], [directions[i] for i in of])
-        return weighed(found, [weights[i] for i in flowing])
-
-    def nearby(mode: str, derivative: Function, of: Sequence[int]) -> Numbers:
-        there = beside(leaves, limits, random)
-        wants = [difference(compiled, there, i, directions[i], weights, limits) for i in of]
-        return wants, got(mode, derivative(there), of)
-
-    derivatives = {"rev": backward, "fwd": forward}
-    for mode in modes:
-        name = " of ".join((mode, *before))
-        begin(name)
-        derivative = jax.jit(derivatives[mode])
-        try:
-            found = derivative(leaves)
-        except Exception as error:
-            note = words_of(error)
-            status = status_of(error)
-            yield Checked("all leaves", level, name, math.nan, math.nan, status, note=note)
-            continue
-        every = range(len(leaves))
-        # Forward mode takes all leaves at once. Reverse mode names the leaf that is wrong.
-        for what, of in [("all leaves", every)] if mode == "fwd" else zip(paths, zip(every)):
-            wants, number = [expected[i] for i in of], got(mode, found, of)
-            again = functools.partial(nearby, mode, derivative, of)
-            status = judge(wants, number, limits, again)
-            total = sum(want.value for want in wants)
-            yield Checked(what, level, name, total, number.value, status)
-        if level < order:
-            # The reverse pass of an analytic function need not be analytic.
-            inexact = dataclasses.replace(limits, is_analytic=False)
-            higher = (mode, *before)
-            yield from _check_leaves(
-                derivatives[mode], leaves, paths, order, modes, inexact, random, begin, higher
-            )
-
-
-def _as_type_of(value: Any, numbers: Any) -> Any:
-    """Returns numbers as an array with the dtype of `value`, sharded over an explicit mesh as
-    `value` is."""
-    return jnp.zeros_like(value) + jnp.asarray(numbers, value.dtype)
 
 
 def _without(program: Graph, rules: Sequence[Checked], declared: Callable[[str], Any]) -> Graph:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,23 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.bounded import bounded
+from tracegrad.insight.comparing import Comparison
 from tracegrad.insight.comparisons import Checked
 from tracegrad.insight.explaining.measuring import MeasuredPass
-from tracegrad.insight.finite_differences import (
-    Estimate,
-    Function,
-    Limits,
-    Numbers,
-    Weighed,
-    along_smooth,
-    beside,
-    difference,
-    judge,
-    random_like,
-    status_of,
-    weighed,
-)
+from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.gradient_flow import RegionFlow, gradient_flow, is_among
 from tracegrad.insight.raising import AsItIs, in_double
 from tracegrad.ir import (
@@ -48,6 +35,8 @@ from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
 from tracegrad.ir.running import run_node
 from tracegrad.tracing.rule_errors import words_at
 
+Run = Callable[[Sequence[Any]], Any]
+
 
 def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
     """Returns the operands of each custom rule and each `stop_gradient` that runs, and the results
@@ -65,7 +54,7 @@ def check_rules(
     program: Graph,
     operands: Mapping[Occurrence, Sequence[Any]],
     declared: Callable[[str], Any],
-    limits: Callable[[Graph], Limits],
+    limits: Callable[[], Limits],
     random: Any,
 ) -> Iterator[Checked]:
     """Compares each rule's derivative with finite differences of its function.
@@ -74,14 +63,13 @@ def check_rules(
       program: a program in double precision.
       operands: the result of `operands_in` for the program.
       declared: returns, for the name of a rule's function, whether the rule differs on purpose.
-      limits: returns the limits for a graph alone, whatever dtypes the rest of the program has.
+      limits: returns the limits for one rule, whatever dtypes the rest of the program has.
       random: a random generator of NumPy.
     """
     flow = gradient_flow(program)
     for rule, given in operands.items():
         if isinstance(rule.node, CustomGradient):
-            own = limits(rule.node.primal)
-            yield from _check_rule(rule, given, flow, declared, own, random)
+            yield from _check_rule(rule, given, flow, declared, limits(), random)
 
 
 class _Operands(MeasuredPass):
@@ -145,53 +133,63 @@ def _check_rule(
     ]
     if not active or not any(wanted):
         return
-    # In scans the operands of all steps are stacked along leading axes.
-    steps: tuple[int, ...] = ()
-    if stacked:
-        steps = np.shape(stacked[0])[: np.ndim(stacked[0]) - len(node.inputs[0].aval.shape)]
-    first, last = (0,) * len(steps), tuple(n - 1 for n in steps)
-    of, function = _function_of(node, around.graph, active, limits.arithmetic)
-    for step in dict.fromkeys((first, last)):
-        args = in_double(arg[step] for arg in stacked)
-        compiled = bounded(function, args)
-        drawn = random_like(random, [value.aval for value in node.outputs])
-        weights = [w if is_wanted else None for w, is_wanted in zip(drawn, wanted, strict=True)]
-        for i in of:
-            (direction,) = random_like(random, [args[i]])
-            want = along_smooth(compiled, args, i, direction, weights, limits, random)
-            along = want.direction, weights, limits.arithmetic
-            number, error = _rule_along(node, args, active, i, *along)
-            here = compiled, node, args, active, i, along, limits, random
-            again = functools.partial(_beside, *here)
-            status = judge([want], number, limits, again) if error is None else status_of(error)
-            if status == "wrong" and (declared(node.name) or _is_meant(node)):
+    exact, active = _function_of(node, around.graph, active, limits.arithmetic)
+    of_rule = functools.partial(limits.arithmetic.run_node, node)
+    flowing = [k for k, is_wanted in enumerate(wanted) if is_wanted]
+    names = [f"{node.name}, input {i}" for i in active]
+    mode = "rev" if node.kind == "vjp" else "fwd"
+    for args in _at_steps(node, stacked):
+        seed = random.integers(1 << 32)
+
+        def compared(derived: Run, args: list[Any] = args, seed: int = seed) -> list[Checked]:
+            sides = [_of_list(run, args, active, flowing) for run in (exact, derived)]
+            leaves, drawn = [args[i] for i in active], np.random.default_rng(seed)
+            comparison = Comparison(sides[0], sides[1], leaves, names, limits, drawn)
+            return list(comparison.checks([mode], words=functools.partial(words_at, node)))
+
+        checks = compared(of_rule)
+        # The function may hold `stop_gradient`s and rules of its own, for which the outer rule is
+        # not to blame: JAX's derivative of the function is right, too.
+        is_wrong = any(check.status == "wrong" for check in checks)
+        jaxs = compared(exact) if is_wrong else checks
+        for check, own in zip(checks, jaxs, strict=True):
+            expected, status = check.expected, check.status
+            # A rule that raises an error does so in the user's gradient too.
+            is_meant = not check.note and (declared(node.name) or _is_meant(node))
+            if status == "wrong" and is_meant:
                 status = "deliberate"
-            if status == "wrong" and error is None:
-                # The function may hold `stop_gradient`s and rules of its own, for which the outer
-                # rule is not to blame: JAX's derivative of the function is right, too.
-                own = _own_derivative(node, args, i, *along)
-                if judge([own], number, limits) == "right":
-                    want, status = own, "right"
-            yield Checked(
-                f"{node.name}, input {i}",
-                1,
-                "rev" if node.kind == "vjp" else "fwd",
-                want.value,
-                number.value,
-                status,
-                rule.origin,
-                _definition(node),
-                "" if error is None else words_at(node, error),
+            elif status == "wrong" and abs(own.got - check.got) <= limits.rtol * abs(own.got):
+                expected, status = own.got, "right"
+            yield dataclasses.replace(
+                check,
+                expected=expected,
+                status=status,
+                origin=rule.origin,
+                defined=_definition(node),
             )
+
+
+def _at_steps(node: CustomGradient, stacked: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yields the operands of a rule at the first and the last step. In scans the operands of all
+    steps are stacked along leading axes."""
+    steps = np.shape(stacked[0])[: np.ndim(stacked[0]) - len(node.inputs[0].aval.shape)]
+    for step in dict.fromkeys([(0,) * len(steps), tuple(n - 1 for n in steps)]):
+        yield in_double(arg[step] for arg in stacked)
+
+
+def _of_list(run: Run, args: list[Any], active: list[int], wanted: list[int]) -> Run:
+    """Returns a function of all operands as one of a list of the active operands."""
+    of_active = _jax.of_some(run, args, active, wanted)
+    return lambda leaves: of_active(*leaves)
 
 
 def _function_of(
     node: CustomGradient, region: Graph, active: list[int], arithmetic: AsItIs
-) -> tuple[list[int], Callable[[Sequence[Any]], list[Any]]]:
-    """Returns the operands by which to check a rule, and the function that the rule is the
-    derivative of, as a function of all operands."""
+) -> tuple[Run, list[int]]:
+    """Returns the function of all operands that a rule is the derivative of, and the operands by
+    which to check the rule."""
     if code_of_rule(node) not in OF_HOST_CALL:
-        return active, lambda given: arithmetic.run_graph(node.primal, given)
+        return functools.partial(arithmetic.run_graph, node.primal), active
     # The operands are those of the host call, its results, and what the gradient closes over.
     for count in range(1, len(node.inputs)):
         results = node.inputs[count : count + len(node.outputs)]
@@ -199,81 +197,8 @@ def _function_of(
         if call and call.op in operations.CALLBACKS and list(results) == list(call.outputs):
             break
     else:  # a mapped call is in a loop of its own: only the whole function is checked
-        return [], lambda given: []
-    return [i for i in active if i < count], lambda given: arithmetic.run_node(call, given[:count])
-
-
-def _rule_along(
-    node: CustomGradient,
-    args: Sequence[Any],
-    active: Sequence[int],
-    i: int,
-    direction: Any,
-    weights: Sequence[Any],
-    arithmetic: AsItIs,
-) -> tuple[Weighed, Exception | None]:
-    """Returns the derivative along an input as the rule computes it, and the error if it fails.
-
-    All active inputs are differentiated at once, as in the program: a rule may be told which are.
-    """
-    flowing = [k for k, weight in enumerate(weights) if weight is not None]
-    operands = [args[j] for j in active]
-    run = _jax.of_some(functools.partial(arithmetic.run_node, node), args, active, flowing)
-    try:
-        if node.kind == "jvp":
-            along = {i: direction}
-            tangents = [
-                jnp.asarray(along.get(j, jnp.zeros_like(x)), jnp.result_type(x))
-                for j, x in zip(active, operands, strict=True)
-            ]
-            _, outs = _jax.jvp(run, operands, tangents)
-            return weighed(outs, [weights[k] for k in flowing]), None
-        outs, vjp = _jax.vjp(run, *operands)
-        cts = [jnp.asarray(weights[k], out.dtype) for k, out in zip(flowing, outs, strict=True)]
-        return weighed([vjp(cts)[active.index(i)]], [direction]), None
-    except Exception as error:
-        return Weighed(math.nan, 0.0), error
-
-
-def _beside(
-    compiled: Function,
-    node: CustomGradient,
-    args: Sequence[Any],
-    active: Sequence[int],
-    i: int,
-    along: tuple[Any, Sequence[Any], AsItIs],
-    limits: Limits,
-    random: Any,
-) -> Numbers:
-    """Returns the derivatives by differences and by the rule, a few roundings away from `args`."""
-    there = beside(args, limits, random)
-    want = difference(compiled, there, i, along[0], along[1], limits)
-    return [want], _rule_along(node, there, active, i, *along)[0]
-
-
-def _own_derivative(
-    node: CustomGradient,
-    args: Sequence[Any],
-    i: int,
-    direction: Any,
-    weights: Sequence[Any],
-    arithmetic: AsItIs,
-) -> Estimate:
-    """Returns JAX's own derivative of a rule's function along an input; NaN if there is none."""
-    flowing = [k for k, weight in enumerate(weights) if weight is not None]
-    own = functions_of_rules(node.primal, lambda inner: inner.kind == "vjp")
-
-    def along(operand: Any) -> list[Any]:
-        outs = arithmetic.run_graph(own, [*args[:i], operand, *args[i + 1 :]])
-        return [outs[k] for k in flowing]
-
-    operand = jnp.asarray(args[i])
-    try:
-        _, outs = _jax.jvp(along, [operand], [jnp.asarray(direction, operand.dtype)])
-        value = weighed(outs, [weights[k] for k in flowing]).value
-    except Exception:
-        value = math.nan
-    return Estimate(direction, value, 0.0, True)
+        return list, []
+    return lambda given: arithmetic.run_node(call, given[:count]), [i for i in active if i < count]
 
 
 def functions_of_rules(program: Graph, chosen: Callable[[CustomGradient], bool]) -> Graph:

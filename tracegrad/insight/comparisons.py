@@ -19,7 +19,7 @@ class Checked:
       expected: the derivative of the randomly weighted results, by finite differences.
       got: the same derivative, as JAX or the rule computes it; NaN if there is none.
       status: ``"right"``, ``"wrong"``, ``"not smooth"`` (a kink or a jump is so near that
-        differences say nothing, or a loop does not end at nearby arguments), ``"not judged"``
+        differences say nothing, or a `while` loop runs more than 100,000 times), ``"not judged"``
         (rounding leaves too few digits of a number, for example after a cancellation), ``"none"``
         (the derivative does not exist, or differences cannot give it) or ``"deliberate"``.
       origin: the user's line that calls the rule.
@@ -36,6 +36,12 @@ class Checked:
     origin: Origin | None = None
     defined: str = ""
     note: str = ""
+
+    @property
+    def difference(self) -> float:
+        """The difference of the two numbers, relative to the larger one."""
+        larger = max(abs(self.expected), abs(self.got))
+        return abs(self.expected - self.got) / larger if larger else 0.0
 
     def __str__(self) -> str:
         defined = f" (defined at {self.defined})" if self.defined else ""
@@ -68,7 +74,7 @@ class GradCheck:
     @property
     def _verdict(self) -> str:
         statuses = [c.status for c in (*self.rules, *self.leaves)]
-        unjudged = sum(status in ("not smooth", "not judged") for status in statuses)
+        unjudged = sum(status in ("not smooth", "not judged", "none") for status in statuses)
         if self.wrong:
             return f"{len(self.wrong)} wrong"
         if "right" not in statuses:

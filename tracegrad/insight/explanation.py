@@ -163,7 +163,8 @@ class Explanation:
     `function` is the function's name and `value` its result as text (if known and a single number).
     `findings` start with the worst. `sources` are the reports on the leaves, in the order of the
     arguments. `scopes` are the named scopes in the order of execution, each with the norm of the
-    cotangent of its last result.
+    cotangent of its last result. `wrt` is in words with respect to what the gradients were taken,
+    if that was not said and may not be all that was meant.
     """
 
     function: str
@@ -171,6 +172,7 @@ class Explanation:
     findings: tuple[Finding, ...]
     scopes: tuple[tuple[str, float], ...] = ()
     value: str = ""
+    wrt: str = ""
 
     @property
     def problems(self) -> tuple[Finding, ...]:
@@ -245,7 +247,8 @@ class Explanation:
 
     def _headline(self) -> str:
         value = f" (value {self.value})" if self.value else ""
-        state = counted(len(self.problems), "problem") if self.problems else "nothing found"
+        nothing = f"nothing found {self.wrt}".rstrip()
+        state = counted(len(self.problems), "problem") if self.problems else nothing
         return f"gradients of {self.function}{value}: {state}"
 
     def _table(self, style_of_bad: str) -> list[str]:
@@ -320,15 +323,23 @@ def _alike(ordered: Sequence[SourceReport]) -> list[list[SourceReport]]:
 
 
 def _cells_of(group: Sequence[SourceReport]) -> tuple[str, ...]:
-    """Returns a group's row of the table; for several sources it shows the range of numbers."""
+    """Returns a group's row of the table; for several sources it shows the range of numbers, and at
+    a wide range the sources at both ends."""
     first, last = _cells(group[0]), _cells(group[-1])
     if len(group) == 1:
         return first
+    numbers = list(zip(*(_NUMBER.findall(r.path) for r in group), strict=False))
+    shown = iter("*" if len(set(each)) > 1 else each[0] for each in numbers)
+    ends = [first[2], last[2]]
+    if group[-1].norm > 1e3 * group[0].norm > 0:
+        for k in (0, -1):
+            of = ", ".join(each[k] for each in numbers if len(set(each)) > 1)
+            ends[k] += f" (* = {of})"
     zeros = [f"{share:.0%}" for share in (f(r.zeros for r in group) for f in (min, max))]
     return (
-        f"{_NUMBER.sub('*', group[0].path)} ({len(group)})",
+        f"{_NUMBER.sub(lambda _: next(shown), group[0].path)} ({len(group)})",
         group[0].type,
-        " to ".join(dict.fromkeys((first[2], last[2]))),
+        " to ".join(dict.fromkeys(ends)),
         " to ".join(dict.fromkeys(zeros)) if first[3] else "",
         first[4],
     )

@@ -28,8 +28,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad._jax.processes import in_numpy
-from tracegrad.insight.raising import EPS, AsItIs, Raised
-from tracegrad.ir import Graph, Occurrence, has_gradient, operations
+from tracegrad.insight.raising import EPS, AsItIs
 
 Function = Callable[[Sequence[Any]], list[Any]]
 
@@ -45,7 +44,6 @@ class Limits:
     arithmetic: AsItIs  # its `eps` may grow while more is traced
     wanted: float | None  # the caller's `rtol`
     atol: float
-    is_analytic: bool  # whether all operations are, so that a complex step is exact
 
     @property
     def eps(self) -> float:
@@ -55,21 +53,6 @@ class Limits:
     def rtol(self) -> float:
         default = min(max(1e-5, 50 * self.eps ** (2 / 3)), _RESOLUTION)
         return default if self.wanted is None else self.wanted
-
-
-def limits_of(program: Graph, arithmetic: AsItIs, rtol: float | None, atol: float | None) -> Limits:
-    """Returns the limits for a program that runs in an arithmetic."""
-    is_raised = isinstance(arithmetic, Raised)  # `Raised` converts to real numbers
-    is_analytic = not is_raised and all(map(_is_analytic, program.walk()))
-    return Limits(arithmetic, rtol, atol or 0.0, is_analytic)
-
-
-def _is_analytic(found: Occurrence) -> bool:
-    node = found.node
-    is_real = all(
-        jnp.issubdtype(v.aval.dtype, jnp.floating) for v in node.outputs if has_gradient(v)
-    )
-    return is_real and node.op in operations.ANALYTIC
 
 
 class Weighed(NamedTuple):
@@ -107,11 +90,6 @@ def difference(
     here = in_numpy(at[which])
     here = here[np.isfinite(here)]
     spread = (float(np.sqrt(np.mean(np.abs(here) ** 2))) if here.size else 0.0) or 1.0
-    if limits.is_analytic and limits.eps == EPS:
-        exact = _complex_step(fun, at, which, direction, weights)
-        if exact is not None:
-            return Estimate(direction, exact.value, 16 * limits.eps * exact.size, True)
-
     before = [in_numpy(out) for out in fun(at)]
     best = Estimate(direction, math.nan, math.inf, False)
     slopes, bends = list[float](), list[float]()
@@ -166,28 +144,6 @@ def along_smooth(
             if attempt.smooth or np.count_nonzero(kept) < np.count_nonzero(direction):
                 direction, found = kept, attempt
     return found
-
-
-def _complex_step(
-    fun: Function, at: Sequence[Any], which: int, direction: Any, weights: Any
-) -> Weighed | None:
-    """Computes the same by one evaluation at an imaginary distance, without cancellation.
-
-    Returns None if the function does not take complex numbers, or if its results are complex for
-    real arguments (the logarithm of -1).
-    """
-    moved = [jnp.asarray(leaf, jnp.complex128) for leaf in at]
-    moved[which] = moved[which] + 1e-30j * direction
-    try:
-        outs = fun(moved)
-    except Exception:
-        return None
-    if not all(jnp.iscomplexobj(out) for out in outs):
-        return None
-    imaginary = [in_numpy(jnp.imag(out)) for out in outs]
-    if any(np.any(np.abs(part) > 1e-10) for part in imaginary):
-        return None
-    return weighed([part / 1e-30 for part in imaginary], weights)
 
 
 def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Weighed:

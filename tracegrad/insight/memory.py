@@ -26,7 +26,7 @@ from tracegrad.tracing.tools import tool
 
 _FEW = 0.01  # constants below this share of the total are not reported
 _ROWS = 12  # rows of the table in a terminal
-_COLUMNS = ("bytes", "share", "line", "scope", "what", "values", "kept for", "alive")
+_COLUMNS = ("bytes", "share", "line", "scope", "what", "values", "kept for")
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 60
 
@@ -42,7 +42,6 @@ class Line:
       kind: ``argument``, ``result``, ``residual``, ``gradient`` or ``activation``.
       values: the types of the values, ``6 × f32[512,64]``.
       kept_for: the operation that reads the largest value next.
-      alive: when the first value begins and the last one ends, as shares of the program.
     """
 
     size: int
@@ -51,7 +50,6 @@ class Line:
     kind: Kind
     values: str
     kept_for: str
-    alive: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -139,9 +137,8 @@ class MemoryReport:
 
     def _cells(self, line: Line) -> tuple[str, ...]:
         share = f"{line.size / max(1, self.listed):.0%}"
-        alive = _range(line.alive)
         size = in_units(line.size)
-        return size, share, line.line, line.scope, line.kind, line.values, line.kept_for, alive
+        return size, share, line.line, line.scope, line.kind, line.values, line.kept_for
 
     def _repr_html_(self) -> str:
         """Returns HTML with a bar for each scope, which unfolds to the lines of the scope."""
@@ -305,7 +302,6 @@ def _lines(buffers: Sequence[Buffer]) -> list[Line]:
             kind=kind,
             values=_types(held),
             kept_for=max(held, key=lambda each: each.size).kept_for,
-            alive=(min(each.alive[0] for each in held), max(each.alive[1] for each in held)),
         )
         for (line, scope, kind), held in groups.items()
     ]
@@ -328,8 +324,3 @@ def _sparkline(sizes: Sequence[int]) -> str:
     edges = [k * len(sizes) // max(1, count) for k in range(count + 1)]
     peaks = [max(sizes[a:b]) for a, b in itertools.pairwise(edges)]
     return "".join(_BARS[-(-8 * peak // max(1, highest))] for peak in peaks)
-
-
-def _range(alive: tuple[float, float]) -> str:
-    first, last = (round(20 * share) for share in alive)
-    return "·" * first + "━" * max(1, last - first) + "·" * (20 - max(first + 1, last))

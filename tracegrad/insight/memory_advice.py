@@ -47,7 +47,8 @@ class Advice:
 
     def __str__(self) -> str:
         cost = f"for {self.flops:.3g} FLOPs more" if self.flops > 0 else "for nothing"
-        return f"{self.what} frees {in_units(self.frees)} {cost}"
+        condition = ", if nobody reads these again" if "donate_argnums" in self.options else ""
+        return f"{self.what} frees {in_units(self.frees)} {cost}{condition}"
 
 
 class Cost(NamedTuple):
@@ -155,7 +156,7 @@ def _donations(program: Graph, args: tuple[Any, ...]) -> list[_Candidate]:
                 fits += size
         if 2 * fits > sum(sizes):
             found.append(position)
-    what = f"trace(..., donate_argnums={tuple(found)}), if nobody reads these again,"
+    what = f"trace(..., donate_argnums={tuple(found)})"
     return [(what, {"donate_argnums": tuple(found)})] if found else []
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from tracegrad import _jax
+from tracegrad._jax.caches import once_for_each
 from tracegrad.insight.bound_functions import bind_functions
 from tracegrad.ir import CustomGradient, Graph, Literal, Node, RegionNode, Value
 from tracegrad.ir.authors import is_jaxs_rule
@@ -135,9 +136,12 @@ def in_double(arrays: Iterable[Any]) -> list[Any]:
     return [_raised(array, jax.typeof(array)) for array in arrays]
 
 
+@once_for_each
 def can_trace_faces(node: CustomGradient) -> bool:
     """Whether all faces of a rule can be traced; this traces them. A rule may refuse to be traced
-    on all of its inputs (rules of equinox may)."""
+    on all of its inputs (rules of equinox may). It must be asked once, before anything is
+    differentiated: JAX cannot use derivatives of the rule any more that it has kept from before a
+    refusal."""
     try:
         for name in node.face_names:
             node.face(name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from tracegrad.insight.program_lines import ProgramLines
-from tracegrad.insight.value_flow import Buffers, Operation, Part, Value, ValueFlow
+from tracegrad.insight.value_flow import Operation, Part, ValueFlow
 from tracegrad.ir.occurrence import Origin
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.planning.hlo import Message, Module, decoded, first, numbers
@@ -41,7 +41,6 @@ class Buffer:
       kept_for: the operation that reads the value next, at the peak or after it (in a loop, maybe
         in the next iteration); for a value of the forward pass, the next operation of the backward
         pass that reads it.
-      alive: when the value begins and ends to be in use, as shares of the program.
     """
 
     size: int
@@ -51,7 +50,6 @@ class Buffer:
     origin: Origin | None
     scopes: tuple[str, ...]
     kept_for: str
-    alive: tuple[float, float]
 
     @property
     def is_recomputed(self) -> bool:
@@ -115,9 +113,31 @@ def account_of_buffers(module: Module, analysis: Any, lines: ProgramLines) -> Ac
         now = value if 2 * now.size < value.size else now
         buffers.append(look(now, kind if now is value else None, value.size))
     ran = [key for key, order in flow.order.items() if order <= moment]
-    found = map(flow.operation, reversed(ran))
-    at = next((each for each in found if each is not None and each.frames), None)
+    operations = (made for key in reversed(ran) for made in flow.results(flow.instruction(key)))
+    at = next((made for made in operations if made.frames), None)
     return Account(lines.told(at), buffers, timeline, assignment.constants)
+
+
+class Value(NamedTuple):
+    """A value, its place in a buffer, and the instructions between which it is in use.
+
+    Attributes:
+      part: the result that is the value.
+      type: its type, ``f32[64,512]``.
+      slot: the number of its buffer, its offset in the buffer, and its size.
+      first, last: the numbers of the first and the last instruction that it is in use at.
+    """
+
+    part: Part
+    type: str
+    slot: tuple[int, int, int]
+    first: int
+    last: int
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return self.slot[2]
 
 
 class _Allocation(NamedTuple):
@@ -141,12 +161,12 @@ class Assignment:
         for value in map(decoded, message.get(1, ())):
             place = decoded(first(value, 3, b""))
             self._places[first(value, 1)] = first(place, 4), tuple(numbers(place, 3))
-        self._parts = set(self._places.values())
         self.constants = sum(a.size for a in self._allocations if a.kind == "constant")
 
-    def buffers(self) -> Buffers:
-        """Returns the values of each buffer, in the order of their computation, by buffer kind."""
-        found: Buffers = {"argument": [], "result": [], "temporary": []}
+    def buffers(self) -> dict[str, list[list[Value]]]:
+        """Returns the values of each buffer, in the order of their computation, by the kind of the
+        buffer: ``argument``, ``result`` or ``temporary``."""
+        found: dict[str, list[list[Value]]] = {"argument": [], "result": [], "temporary": []}
         for allocation in self._allocations:
             values = self._values(allocation)
             if values and allocation.kind in found:
@@ -156,16 +176,15 @@ class Assignment:
     def _values(self, allocation: _Allocation) -> list[Value]:
         found = []
         for number, offset, size in allocation.assigned:
-            key, part = self._places.get(number, (None, ()))
+            key, index = self._places.get(number, (None, ()))
             if key is None or key not in self._flow.order:
                 continue  # computed by a part that never runs by itself
-            each = self._flow.instruction(key)
-            if each.type.at(part).kind == "tuple":
+            kind = self._flow.instruction(key).type.at(index)
+            if kind.kind == "tuple":
                 continue  # a tuple's buffer has only addresses
-            slot = allocation.number, offset, size
-            last = self._flow.last_read(each, part, self._parts)
+            slot, last = (allocation.number, offset, size), self._flow.last_read((key, index))
             # The result of a loop exists from the end of the loop on.
-            found.append(Value(each, part, slot, self._flow.over[key], last))
+            found.append(Value((key, index), str(kind), slot, self._flow.over[key], last))
         return sorted(found, key=lambda value: value.first)
 
 
@@ -174,16 +193,16 @@ def _buffer(
 ) -> Buffer:
     """Describes a buffer that holds `value` at the instruction `moment`; `lasting`: the kind of the
     buffer of an argument or a result."""
-    reads = sorted(flow.readers(value.each, value.part), key=lambda r: flow.order[r.reader.key])
+    reads = sorted(flow.reads(value.part), key=lambda read: flow.order[read.reader.key])
     told = [(flow.order[read.reader.key], flow.reading(read)) for read in reads]
     known = [(order, reader) for order, reader in told if reader is not None]
     later = [reader for order, reader in known if order >= moment]
     if lasting is None:  # the next iteration of a loop may read it
         later = later or [reader for _, reader in known]
     back = [reader for reader in later if reader.is_backward]
-    made = flow.content(value.each, value.part)
+    made = flow.content(value.part)
     if made is None or (made.name and not made.path):  # XLA put it in: take what reads it
-        own = made or Operation(value.each.op, "", (), False)
+        own = made or Operation(flow.instruction(value.part[0]).op, "", (), False)
         made = next((reader for reader in later if reader.path), own)
     reader = next(iter(later if made.is_backward else back or later), None)
     kind = lasting or ("gradient" if made.is_backward else "residual" if back else "activation")
@@ -195,19 +214,14 @@ def _buffer(
     elif kind != "argument":
         origin, scopes = lines.origin(made), lines.scopes(made)
         line = str(origin or f"XLA's {made.name}")
-    end = len(flow.order)
     return Buffer(
         size=size,
         kind=kind,
-        type=str(value.each.type.at(value.part)),
+        type=value.type,
         line=line,
         origin=origin,
         scopes=scopes,
         kept_for="the result" if kind == "result" else lines.told(reader),
-        alive=(
-            0.0 if kind == "argument" else value.first / end,
-            1.0 if lasting else (value.last + 1) / end,
-        ),
     )
 
 

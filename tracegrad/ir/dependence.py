@@ -15,7 +15,7 @@ from typing import TypeVar
 from tracegrad import _jax
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.inlined import is_loop, may_take_no_step, region_calls
-from tracegrad.ir.nodes import Atom, Node, StopGradient, Value, is_reference
+from tracegrad.ir.nodes import Atom, CustomGradient, Node, StopGradient, Value, is_reference
 
 T = TypeVar("T")
 Masks = list[int]
@@ -28,17 +28,15 @@ _ELEMENTWISE_TUPLES = frozenset({"optimization_barrier"})
 
 def dependence(graph: Graph, *, past_stops: bool = True) -> Masks:
     """Returns for every output of a graph the inputs that it depends on through any data flow.
-    `past_stops` says whether data flows through stopped gradients.
+    `past_stops` says whether data flows through stopped gradients. If it does not, every result of
+    a function with a custom gradient depends on every operand: the rule of the function may
+    differentiate where the function stops.
 
     A loop's masks are the fixed point over any number of iterations (none too, unless a scan is
     known to run); a branch's masks are the union over all branches and the predicate. If only JAX
     knows how a node runs its regions, every result depends on every operand.
     """
-    run, _ = (
-        _make_data_flow()
-        if past_stops
-        else _make_data_flow(of_operation=_operation_rule_without_stops)
-    )
+    run, _ = _make_data_flow(past_stops=past_stops)
     return run(graph, of_each([True] * len(graph.inputs)))
 
 
@@ -62,17 +60,12 @@ def _operation_rule(node: Node, ins: Masks) -> Masks:
     return [joined(ins)] * len(node.outputs)
 
 
-def _operation_rule_without_stops(node: Node, ins: Masks) -> Masks:
-    return [0] if isinstance(node, StopGradient) else _operation_rule(node, ins)
-
-
 def _make_data_flow(
-    found: dict[Value, int] | None = None, of_operation: Rule = _operation_rule
+    found: dict[Value, int] | None = None, past_stops: bool = True
 ) -> tuple[Run, Rule]:
     """Returns functions that propagate masks through graphs and through nodes, by data flow. They
     cache the masks of regions, so that nested shared regions take no more time than other regions.
-    `found` gets the masks of all values; `of_operation` is the rule for nodes whose regions are not
-    entered."""
+    `found` gets the masks of all values; `past_stops` is as for `dependence`."""
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
 
     def run(region: Graph, ins: Masks) -> Masks:
@@ -85,9 +78,12 @@ def _make_data_flow(
         return known[key]
 
     def rule(node: Node, ins: Masks) -> Masks:
-        if node.regions and any(ins) and (entered := enter(node, ins, run)) is not None:
+        if not past_stops and isinstance(node, StopGradient):
+            return [0]
+        enters = past_stops or not isinstance(node, CustomGradient)
+        if enters and node.regions and any(ins) and (entered := enter(node, ins, run)) is not None:
             return entered[0]
-        return of_operation(node, ins)
+        return _operation_rule(node, ins)
 
     return run, rule
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.frames import Frame, Stack, is_in_loop, loops_between, stack_of
 from tracegrad.ir.nodes import Node
-from tracegrad.ir.occurrence import Occurrence, Origin, Path, is_user_file
+from tracegrad.ir.occurrence import PACKAGE, Occurrence, Origin, Path, is_user_file
 from tracegrad.ir.selector import Group, Grouping, fits_any
 
 if TYPE_CHECKING:
@@ -194,10 +194,13 @@ class CallOf(_ByFrame):
 
 
 def _is_machinery(code: CodeType) -> bool:
-    """Whether the name of a function does not matter: JAX's tracing code and private functions."""
+    """Whether the name of a function does not matter: JAX's tracing code and private functions, and
+    wrappers of this package."""
     *_, folder, name = ["", "", *code.co_filename.replace("\\", "/").split("/")]
     traces = folder in ("_src", "interpreters") and name != "random.py"
-    return traces or ("/_src/" in code.co_filename and code.co_name.startswith("_"))
+    is_wrapper = code.co_filename.startswith(PACKAGE) and "<locals>" in code.co_qualname
+    is_private = "/_src/" in code.co_filename and code.co_name.startswith("_")
+    return traces or is_wrapper or is_private
 
 
 def _matches_function(qualname: str, patterns: tuple[str, ...]) -> bool:

@@ -29,9 +29,9 @@ from tracegrad.ir import scopes
 from tracegrad.ir.nodes import CustomGradient, Node, Source
 from tracegrad.ir.wording import notebook_cell
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = tuple(os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (jax, jaxlib))
-_OWN = (_PACKAGE, *_JAX)
+_OWN = (PACKAGE, *_JAX)
 _PYTHONS = (
     "<frozen",
     *(

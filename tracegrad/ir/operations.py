@@ -105,12 +105,8 @@ LINEAR = REARRANGES | _name_set(
 # Samples of a distribution. Their derivative is the implicit derivative, with a constant quantile,
 # and not the derivative of the rejection sampler that draws them.
 IMPLICIT = _name_set("random_gamma")
-# Holomorphic: the derivative with respect to a complex operand has the same formula as with respect
-# to a real operand. (For a `jit`, also look at the operations in it.)
-ANALYTIC = RESHAPES | _name_set(
-    "add add_any sub mul div neg square integer_pow sqrt exp expm1 log log1p logistic sin cos tan "
-    "sinh cosh tanh dot_general reduce_sum cumsum broadcast_in_dim transpose rev slice pad "
-    "concatenate copy jit"
-)
 # Differentiable in each operand, for all parameters. No derivative is identically zero.
-CONNECTING = ANALYTIC - {"integer_pow", "jit"}
+CONNECTING = RESHAPES | _name_set(
+    "add add_any sub mul div neg square sqrt exp expm1 log log1p logistic sin cos tan sinh cosh "
+    "tanh dot_general reduce_sum cumsum broadcast_in_dim transpose rev slice pad concatenate copy"
+)

@@ -9,12 +9,14 @@ and no absolute paths, and the same program prints the same text.
 from __future__ import annotations
 
 import builtins
+import itertools
 import keyword
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from tracegrad import _jax
@@ -34,6 +36,7 @@ CUSTOM, STOP, RECOMPUTE = "◆", "■", "↻"
 _WIDTH = 100
 _INDENT = "│ "
 _KNOWN = " (as above)"
+_EXPORTED = " (an exported program)"
 
 # Parameters that repeat other parts of the line, or that do not matter for the mathematics.
 _SILENT = frozenset(
@@ -46,6 +49,13 @@ _SILENT = frozenset(
     preferred_element_type has_placeholders transpose_unary_op indices_are_sorted unique_indices
     """.split()  # noqa: SIM905
 )
+# Parameters of windows and convolutions that are shown if an entry differs from this number.
+_ORDINARY = {
+    "padding": 0,
+    "window_strides": 1,
+    **dict.fromkeys(("base_dilation", "window_dilation", "lhs_dilation", "rhs_dilation"), 1),
+    **dict.fromkeys(("feature_group_count", "batch_group_count"), 1),
+}
 
 
 def plain(path: Path, node: Node, left: str, types: str, place: str) -> str:
@@ -72,8 +82,10 @@ def _graph_lines(
         place = "" if origin is None else origin.place
         # A region that was printed above is only referred to.
         known = _KNOWN if any(region in seen for region in node.regions.values()) else ""
+        is_exported = bool(node.regions) and _calls_exported(node)
+        known = _EXPORTED if is_exported else known
         rows.append(_Row(f"{statement(graph, node)}{known}", types_text(node.outputs), place, node))
-        for name, region in node.regions.items():
+        for name, region in () if is_exported else node.regions.items():
             if region not in seen:
                 seen.add(region)
                 title = "" if name in ("jaxpr", "call_jaxpr") else f"{name}: "
@@ -88,6 +100,14 @@ def _graph_lines(
     lines += _align_columns(rows, path, paint)
     lines.append(f"  return {operands_text(graph, graph.outputs)}".rstrip())
     return lines
+
+
+def _calls_exported(node: Node) -> bool:
+    """Whether a node only calls a program of `jax.export`, as the functions of `load` do."""
+    if not node.regions:
+        return node.op == "call_exported"
+    inner = [n for region in node.regions.values() for n in region.nodes]
+    return len(inner) == 1 and _calls_exported(inner[0])
 
 
 def header(graph: Graph) -> list[str]:
@@ -225,12 +245,20 @@ def parameters(node: Node) -> str:
     if isinstance(node, CustomGradient):
         return ""
     shown = {
-        key: _parameter_text(value) for key, value in node.params.items() if key not in _SILENT
+        key: _parameter_text(value)
+        for key, value in node.params.items()
+        if key not in _SILENT and not _is_ordinary(key, value)
     }
     if node.op == "dot_general":
         shown = {**_product_axes(node), **shown, "dimension_numbers": ""}
+    if node.op == "conv_general_dilated":
+        shown["dimension_numbers"] = _layouts(*node.params["dimension_numbers"])
     text = " ".join(f"{key}={value}" for key, value in shown.items() if value)
     return f" {text}" if text else ""
+
+
+def _is_ordinary(key: str, value: Any) -> bool:
+    return key in _ORDINARY and all(each == _ORDINARY[key] for each in jax.tree.leaves(value))
 
 
 def _product_axes(node: Node) -> dict[str, str]:
@@ -243,6 +271,16 @@ def _product_axes(node: Node) -> dict[str, str]:
         for key, sides in pairs.items()
         if any(sides)
     }
+
+
+def _layouts(lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> str:
+    """Returns the axes of a convolution as XLA writes them: ``b01f_01io->b01f``."""
+
+    def letters(axes: Sequence[int], names: str) -> str:
+        places = zip(axes, itertools.chain(names, map(str, itertools.count())), strict=False)
+        return "".join(name for _, name in sorted(places))
+
+    return f"{letters(lhs, 'bf')}_{letters(rhs, 'oi')}->{letters(out, 'bf')}"
 
 
 def _parameter_text(value: Any) -> str:

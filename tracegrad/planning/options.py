@@ -14,7 +14,7 @@ from tracegrad.planning.tuning import TUNING
 MemoryBudget = int | float | str
 Measure = bool | int
 
-_UNITS = {"": 1, "b": 1, "%": 1} | {
+_UNITS = {"b": 1, "%": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("kmgt", 1)
     for suffix, base in (("b", 1000), ("ib", 1024))
@@ -38,6 +38,9 @@ def budget_bytes(budget: MemoryBudget, whole: int) -> int:
     """
     if isinstance(budget, str):
         read = re.fullmatch(r"\s*([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?)\s*(%|[a-z]*)\s*", budget.lower())
+        if read is not None and not read[2]:
+            ways = f'"{read[1]}%", "{read[1]}MiB" or, for bytes, "{read[1]}B"'
+            raise ValueError(f"{_EXPECTED}; {budget!r} has no unit: write {ways}")
         if read is None or read[2] not in _UNITS:
             raise ValueError(f"{_EXPECTED}; cannot read {budget!r}")
         number, unit = float(read[1]) / (100 if read[2] == "%" else 1), read[2]

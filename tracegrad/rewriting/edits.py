@@ -74,7 +74,7 @@ def check_parameters(
     if not graph.differentiated:
         for match in _find_readers(graph, frozenset(found), (), set()):
             if not is_under_rules(match):
-                refuse_differentiated(match, rule)
+                refuse_differentiated(match, rule, hint=_IN_SOLVER)
 
 
 def _find_readers(
@@ -188,14 +188,25 @@ def _no_match_message(graph: Graph, where: Selector, rule: object) -> str:
 
 
 _OF_LOSS = "tracegrad.rewrite(loss, rule)"
+_IN_SOLVER = (
+    ". If the loss itself calls what differentiates (a solver of optimistix or jaxopt, the forces "
+    "of jax-md), let the parameters pass through the rule first, in the loss: "
+    "`params = tracegrad.rewrite(lambda params: params, rule)(params)`"
+)
 
 
-def refuse_differentiated(match: Occurrence, rule: object, of_loss: str = _OF_LOSS) -> None:
+def refuse_differentiated(
+    match: Occurrence, rule: object, of_loss: str = _OF_LOSS, hint: str = ""
+) -> None:
     """Raises GraphError, with the line of the `jax.grad`, for a match that JAX has differentiated.
-    `of_loss` is the code of the function to differentiate instead, for the message."""
+
+    Args:
+      of_loss: the code of the function to differentiate instead, for the message.
+      hint: the end of the message.
+    """
     for node in match.steps:
         if _is_differentiated(node):
-            raise _differentiated_already_error(match, rule, node, of_loss)
+            raise _differentiated_already_error(match, rule, node, of_loss, hint)
         if _is_made_by_jet(node):
             raise GraphError(
                 f"{rule!r}: {match} lies in a function of which jax.experimental.jet takes the "
@@ -205,7 +216,7 @@ def refuse_differentiated(match: Occurrence, rule: object, of_loss: str = _OF_LO
 
 
 def _differentiated_already_error(
-    match: Occurrence, rule: object, node: Node, of_loss: str = _OF_LOSS
+    match: Occurrence, rule: object, node: Node, of_loss: str = _OF_LOSS, hint: str = ""
 ) -> GraphError:
     return GraphError(
         f"{rule!r}: {match} lies in code that JAX has differentiated already"
@@ -214,8 +225,7 @@ def _differentiated_already_error(
         "looked up in jax while it runs (`import jax` rather than `from jax import grad`), "
         "for derivatives that are made inside of the traced function (call "
         "`jax.value_and_grad(loss)` or `nnx.value_and_grad(loss)` in the step). Or give the rule "
-        "to the loss: "
-        f"jax.grad({of_loss})"
+        f"to the function that is differentiated there: jax.grad({of_loss}){hint}"
     )
 
 

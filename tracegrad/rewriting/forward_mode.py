@@ -264,7 +264,9 @@ def _refusal_message(found: Occurrence, reason: str) -> str:
     assert isinstance(found.node, CustomGradient)
     return (
         f"the custom gradient {found.node.name}{line_of_rule(found)} has no forward-mode "
-        f"derivative: that is the transpose of its backward, which {reason}"
+        f"derivative: that is the transpose of its backward, which {reason}. If the backward "
+        "solves a linear system, let it call jax.lax.custom_linear_solve; otherwise use reverse "
+        "mode throughout, as in jax.jacrev(jax.grad(f))"
     )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient
 from tracegrad.ir.editing import behind_each, place_of, shown_behind
+from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_of_nothing, is_under_rules
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.selector import Selector
@@ -30,6 +31,11 @@ from tracegrad.tracing.callable import finish_call
 from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.in_force import apply_rules_in_force, under_rules_already, without_editing
 from tracegrad.tracing.tools import tool
+
+_REFUSED = (
+    "What reads this match refuses a gradient with respect to it (a solver, a custom rule); leave "
+    "it out of `where`: "
+)
 
 
 @tool
@@ -176,13 +182,33 @@ def intermediate_gradients(
     marked = under_rules_already(tapped.graph, to_result)
     zeros = [jnp.zeros(port.value.aval.shape, port.value.aval.dtype) for port in tapped.ins]
     with without_editing():
-        cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
+        try:
+            cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
+        except Exception as error:
+            places = [port.place for port in tapped.ins]
+            if (place := _refused(marked, zeros, places)) is not None:
+                add_note(error, _REFUSED + str({place_of(m): m for m in found}[place]))
+            raise
     output = finish_call(program, call, results)
     by_match = [
         [ct for port, ct in zip(tapped.ins, cotangents, strict=True) if port.place == place]
         for place in map(place_of, found)
     ]
     return output, dict(zip(place_names(found), map(_unwrap_single, by_match), strict=True))
+
+
+def _refused(marked: Callable[..., Any], zeros: Sequence[Any], places: Sequence[Any]) -> Any:
+    """Returns the first place of a tap that JAX cannot differentiate with respect to, or None."""
+    for i, place in enumerate(places):
+
+        def of_one(tap: Any, i: int = i) -> Any:
+            return marked([*zeros[:i], tap, *zeros[i + 1 :]])
+
+        try:
+            jax.eval_shape(_jax.grad(of_one, has_aux=True), zeros[i])
+        except Exception:
+            return place
+    return None
 
 
 def _check_arguments(fun: object, where: object) -> None:

@@ -144,7 +144,7 @@ def _backward_graph(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Gr
     """Returns the backward pass of a function as a graph. The inputs are the operands, and the
     cotangents of the results that have a gradient. The outputs are the cotangents of the operands
     at the positions `active`."""
-    outs = jax.eval_shape(run, *avals)
+    outs = jax.make_jaxpr(run)(*avals).out_avals
     flowing = [j for j, out in enumerate(outs) if _jax.has_gradient(out)]
 
     def pull(operands: list[Any], cotangents: list[Any]) -> Any:

@@ -222,7 +222,8 @@ def clip_gradient(
       overflows or underflows, not even in half precision. The limits apply to the cotangents of a
       first derivative. Higher derivatives differentiate the clipped first derivative, and do not
       clip again, as with a `jax.custom_vjp` whose forward function returns its value;
-      `override_gradient` acts on the cotangents of higher derivatives too.
+      `override_gradient` acts on the cotangents of higher derivatives too, and so does clipping
+      where nested tapes record each operation.
 
     Raises ValueError without a limit, and for a limit that is not positive.
 

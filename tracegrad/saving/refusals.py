@@ -25,6 +25,10 @@ _RUNTIME_CHECK = (
     "the process that loads the function has none of its Python code. Import equinox with "
     "EQX_ON_ERROR=nan or =off in the environment, or remove the check."
 )
+_CALLBACK_INSIDE = (
+    "it calls back into Python where XLA compiles it. If the operation is of lineax or another "
+    f"library that is built on equinox, {_RUNTIME_CHECK}"
+)
 
 
 def exported(fun: Callable[..., Any], specs: Sequence[Any], platforms: Sequence[str] | None) -> Any:
@@ -101,7 +105,8 @@ def _explain_unwritable(occurrence: Occurrence, platforms: Sequence[str] | None)
     try:
         exported(lambda *operands: run_node(node, operands), avals, platforms).serialize(0)
     except Exception as error:
-        return " ".join((str(error) or type(error).__name__).split())[:400]
+        text = " ".join((str(error) or type(error).__name__).split())[:400]
+        return _CALLBACK_INSIDE if "host_callbacks" in text else text
     return None
 
 

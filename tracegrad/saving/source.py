@@ -71,7 +71,8 @@ class ExportedFunction:
 
 
 def source_of(name: str, trace: Callable[[], Graph]) -> ExportedFunction:
-    graph = trace()
+    with _jax.tracing_again():
+        graph = trace()
     fresh = functools.partial(source_of, name, trace)
     run = lambda *operands: run_graph(graph, operands)  # noqa: E731
     source = ExportedFunction(name, graph.in_avals, run, graph.result_count, fresh)

@@ -62,6 +62,12 @@ class LostGradient(NamedTuple):
     inside: tuple[int, int, tuple[int, ...]] | None = None
 
 
+CURE_OF_LOST_GRADIENT = (
+    "If it is a constant, apply stop_gradient to it; otherwise make it a positional argument of a "
+    "custom_gradient, and return its gradient as well (grad_pass_through cannot)"
+)
+
+
 def lost_gradient_text(what: tuple[str, str], info: Any) -> str:
     """`what`: the user's names for the function, and for the array on which the function depends;
     `info`: JAX's source info of the call."""
@@ -71,8 +77,7 @@ def lost_gradient_text(what: tuple[str, str], info: Any) -> str:
         f"{function}, which has a custom gradient, depends on {array}, which it closes over or is "
         "given by keyword, and which is watched or computed from what is watched. Its gradient "
         "function returns no gradient for it, so the part of the gradient that goes through the "
-        f"call{at(line if is_users else None)} is missing. Make it a positional argument and "
-        "return its gradient as well or, if it is a constant, apply stop_gradient to it"
+        f"call{at(line if is_users else None)} is missing. {CURE_OF_LOST_GRADIENT}"
     )
 
 

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from tracegrad.insight.explaining.measuring import MeasuredPass
 
 
+_ALL = -1  # stands for all inputs of a rule together
+_TOLERANCE = 0.03
+
+
 def changed_rules(observed: Observed) -> Iterator[Finding]:
     """Returns a finding for each rule of the user's that is not the derivative of its function."""
     for found, i, stat in observed.of("rule"):
@@ -41,15 +45,15 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
         limit = 1e-3 * max(given, own) + 1e-5 * incoming
         if not all(map(math.isfinite, (given, own, apart))) or apart <= limit:
             continue
+        of = "has along some direction a slope" if i == _ALL else f"gives input {i} a gradient"
         yield Finding.of(
             found,
             "changed by a rule",
-            f"the rule of {found.node.name} gives input {i} a gradient of norm "
-            f"{number_text(given)}; the derivative of the function has {number_text(own)}, the "
-            f"difference {number_text(apart)}",
+            f"the rule of {found.node.name} {of} of norm {number_text(given)}; the derivative of "
+            f"the function has {number_text(own)}, the difference {number_text(apart)}",
             problem=False,
             cure="check it by `check_grads`, or declare it deliberate there",
-            by_rule=by_rule.own_derivative(found),
+            by_rule=by_rule.NOTHING if i == _ALL else by_rule.own_derivative(found),
         )
 
 
@@ -89,6 +93,11 @@ def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[
     if visit.here.node.effects or code_of_rule(visit.here.node) in OF_HOST_CALL:
         return
     primal, operands = visit.here.node.primal, visit.operands
+    # A loop whose number of steps depends on its values often searches a root: JAX's derivative
+    # does not exist, or is that of the search.
+    if any(found.node.primitive is _jax.WHILE for found in primal.walk()):
+        _compare_by_differences(measured, visit, results)
+        return
     refused = dict(measured.refused)
     try:
         with measured.mute():
@@ -103,6 +112,48 @@ def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[
     for i, ct in zip(visit.active, results, strict=True):
         pair = or_zeros(ct, operands[i]), or_zeros(own[i], operands[i])
         measured.note("rule", visit.here, i, norms_of_rule, *pair, first_of(visit.given))
+
+
+def _compare_by_differences(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> None:
+    """Measures how a rule's slope along some direction in all its operands differs from finite
+    differences of its function. The slopes differ if they do by more than both the differences at
+    two distances, and a few per cent, since the loop in the function stops at some tolerance."""
+    node, operands, given = visit.here.node, visit.operands, visit.given
+    assert isinstance(node, CustomGradient)
+    directions, terms, wide = {}, [], jnp.result_type(float)
+    finfo: Any = jnp.finfo  # knows bfloat16, too
+    for i, ct in zip(visit.active, results, strict=True):
+        sizes = jnp.abs(operands[i])
+        spread = jnp.sqrt(jnp.mean(jnp.square(sizes)))
+        angles = jnp.arange(sizes.size).reshape(sizes.shape) + i  # in radians: as good as random
+        direction = jnp.cos(angles).astype(sizes.dtype)
+        directions[i] = direction * jnp.where(spread > 0, spread, 1)
+        if ct is not None:
+            terms.append(jnp.ravel(jnp.real(ct * directions[i]).astype(wide)))
+    h = max(float(finfo(v.dtype).eps) for v in directions.values()) ** (1 / 3)
+
+    def results_at(distance: Any) -> list[Any]:
+        moved = list(operands)
+        for i, direction in directions.items():
+            moved[i] = operands[i] + distance.astype(direction.dtype) * direction
+        return node.primal(*moved)
+
+    outs = jax.lax.map(results_at, h * jnp.array([1, -1, 0.25, -0.25]))
+
+    def slope(k: int, h: float) -> Any:
+        changes = [
+            jnp.sum(jnp.real((out[k] - out[k + 1]) * ct).astype(wide))
+            for out, ct in zip(outs, given, strict=True)
+            if ct is not None
+        ]
+        return sum(changes) / (2 * h)
+
+    far, near = slope(0, h), slope(2, h / 4)
+    every = jnp.concatenate(terms) if terms else jnp.zeros(1)
+    rule = jnp.sum(every)
+    error = 2 * jnp.abs(far - near) + _TOLERANCE * jnp.linalg.norm(every)
+    own = jnp.where(jnp.abs(near - rule) > error, near, rule)
+    measured.note("rule", visit.here, _ALL, norms_of_rule, rule, own, jnp.zeros(()))
 
 
 def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:

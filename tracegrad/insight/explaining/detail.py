@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 
+from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.insight.explaining.rectifiers import may_be_rectifier
 from tracegrad.ir import Graph, Value, operations
@@ -33,7 +34,8 @@ def telling(graph: Graph) -> tuple[bool, ...]:
 
     The cotangents of operations on inputs of the graph (on parameters) tell whether the gradient
     vanishes or explodes along layers, those of the last operation of a scope belong to the answer,
-    and those of rectifiers and operations with effects tell whether the gradient gets there.
+    and those of scans, rectifiers and operations with effects tell whether and where the gradient
+    gets there.
     """
     inputs: set[object] = {*graph.inputs, *graph.constants}
     last = {scopes(around(node)): node for node in graph.nodes}
@@ -43,7 +45,8 @@ def telling(graph: Graph) -> tuple[bool, ...]:
         if of_input and node.op in PREPARING:
             inputs.update(node.outputs)
         is_last = last[scopes(around(node))] is node
-        found.append(of_input or is_last or may_be_rectifier(node) or bool(node.effects))
+        is_scan = node.primitive is _jax.SCAN
+        found.append(of_input or is_last or is_scan or may_be_rectifier(node) or bool(node.effects))
     return tuple(found)
 
 

@@ -204,9 +204,11 @@ def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any], *, axes: int
 def shown_by_edge(result: Any, given: Any, operands: Sequence[Any]) -> list[Any]:
     """Returns the operands of which `edge` may show an element; None in the place of others."""
     shapes = (), jnp.shape(result), jnp.shape(given)
+    # A literal of a weak type is a Python number.
+    arrays = [x if hasattr(x, "nbytes") else np.asarray(x) for x in operands[:OPERANDS]]
     return [
         x if jnp.shape(x) in shapes and jnp.issubdtype(jnp.result_type(x), jnp.number) else None
-        for x in operands[:OPERANDS]
+        for x in arrays
     ]
 
 

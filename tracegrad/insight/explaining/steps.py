@@ -18,7 +18,7 @@ from tracegrad.insight.explaining.slopes import (
     Slope,
     changes_by_line,
 )
-from tracegrad.insight.explaining.statistics import NORM
+from tracegrad.insight.explaining.statistics import NORM, ZEROS
 from tracegrad.insight.explaining.streams import Streams
 from tracegrad.insight.explaining.visits import is_called
 from tracegrad.insight.explanation import Finding
@@ -62,6 +62,8 @@ def _slopes(
         members = tuple(names[i] for i in inputs if i is not None and i in names)
         order = slice(None, None, -1 if scan.node.params["reverse"] else 1)
         norms = stat[order, NORM][_start(observed, scan, j, stat[:, NORM], order) :]
+        if _is_read_at_one_step(observed, scan):
+            norms = np.trim_zeros(norms, "b")
         if len(norms) < (FEWEST_LAYERS if members else _FEWEST_STEPS):
             continue
         name = f"carry {j} of the {scan.node.op}"
@@ -102,6 +104,15 @@ def _start(
     used = [here for _, here in uses if _arrives_in(observed, here, step)]
     is_masked = used and all(here.node.op in ("select_n", "mul") for here in used)
     return int(given[0]) if is_masked else 0
+
+
+def _is_read_at_one_step(observed: Observed, scan: Occurrence) -> bool:
+    """Whether a scan gets its cotangent at one step of its stacked results (`hs[-1]`). If it gets
+    some at many steps, their sizes differ for other reasons than the recurrence."""
+    _, count = _jax.scan_split(scan.node.params)
+    given = [observed.get("ct", Place(scan), k) for k in range(len(scan.node.outputs))]
+    steps = [(1 - ct[ZEROS]) * scan.node.params["length"] for ct in given[count:] if ct is not None]
+    return all(many < 1.5 for many in steps)
 
 
 def _arrives_in(observed: Observed, here: Occurrence, step: int) -> bool:

@@ -13,6 +13,7 @@ from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.culprits import largest_in, largest_of, made_by
 from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.observed import Observed, Place
+from tracegrad.insight.explaining.slopes import CURES
 from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_UNITS, NORM, ZEROS
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, SourceReport
@@ -109,6 +110,8 @@ def zero_gradients(
                 found, cause = dead, "dead units"
             words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
             words = words.format(dtype=getattr(value.aval, "dtype", ""))
+            if cause == "underflow" and _is_wide(value):
+                cure = CURES["vanishing"]
             factor = ""
             if starting and cause == "multiplied by zero":
                 factor = some(_starting_factors(observed, found, value, starting), 3)
@@ -149,7 +152,7 @@ def _starting_factors(
                 continue
             is_shared = len(region.users.get(v, ())) > 1 or v in region.results
             # If the value has other uses, its cotangent may come from them.
-            if v not in region.producers or not is_shared or _gives_some(observed, here, v):
+            if v not in region.producers or not is_shared or _gives_some(observed, Place(here), v):
                 yield v
 
     factors = [v for v in found.node.inputs if isinstance(v, Value) and v is not value]
@@ -162,7 +165,7 @@ def _starting_factors(
         if node is None:
             first, *fed_back = outside(path, value) if path else [(path, value)]
             before = [first, *(each for each in fed_back if not _is_never_zero(observed, *each))]
-        elif _arrives(observed, here := Occurrence(path, node), node.outputs.index(value)):
+        elif _arrives(observed, Place(here := Occurrence(path, node)), node.outputs.index(value)):
             if is_entered(node):
                 before = [inside_result(here, value, name) for name in node.regions]
             else:
@@ -195,9 +198,9 @@ def _zero_input(
     return next(filter(None, names), "")
 
 
-def _arrives(observed: Observed, here: Occurrence, k: int) -> bool:
+def _arrives(observed: Observed, place: Place, k: int) -> bool:
     """Whether a nonzero cotangent arrives at a result of a node."""
-    ct = observed.get("ct", Place(here), k)
+    ct = observed.get("ct", place, k)
     return ct is not None and not _is_zero(ct)
 
 
@@ -226,11 +229,13 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Val
     """Returns the nodes at which the gradient of a connected source becomes zero, each with the
     cause and the operand whose cotangent is zero."""
     found: dict[Occurrence, tuple[str, Value]] = {}
-    # For each value: whether its gradient may be a sum, over its uses or over the steps of a scan.
-    pending: list[tuple[Path, Value, bool]] = [((), observed.graph.inputs[source], False)]
+    # For each value: the steps of the scans around it (if it dies in a step that is known), and
+    # whether its gradient may be a sum, over its uses or over the steps of a scan.
+    pending: list[tuple[Path, Value, tuple[int, ...], bool]]
+    pending = [((), observed.graph.inputs[source], (), False)]
     seen = set()
     while pending:
-        path, value, is_sum = pending.pop()
+        path, value, steps, is_sum = pending.pop()
         if (path, value) in seen:
             continue
         seen.add((path, value))
@@ -239,40 +244,65 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Val
         is_sum |= len(uses) + (value in region.results) > 1
         for node in region.users.get(value, ()):
             here = Occurrence(path, node)
-            given = [observed.get("ct", Place(here), k) for k in range(len(node.outputs))]
+            place = Place(here, steps)
+            given = [observed.get("ct", place, k) for k in range(len(node.outputs))]
             if all(ct is None for ct in given) or here in observed.refused:
                 continue
-            if not any(_arrives(observed, here, k) for k in range(len(node.outputs))):
-                pending += [(path, out, False) for out in node.outputs]
+            if not any(_arrives(observed, place, k) for k in range(len(node.outputs))):
+                pending += [(path, out, steps, False) for out in node.outputs]
             elif not is_entered(node):
-                if is_sum and _gives_some(observed, here, value):
+                if is_sum and _gives_some(observed, place, value):
                     found[here] = "cancelled", value
                     break
-                found[here] = _why_zero(observed, here, value), value
+                found[here] = _why_zero(observed, place, value), value
             else:
                 is_cond = node.primitive is _jax.COND
-                ran = observed.branches(Place(here)) if is_cond else node.regions
+                # Branches that ran, and those that ran in this step.
+                places = Place(here), place
+                ran, now = (observed.branches(p) if is_cond else node.regions for p in places)
                 if node.primitive is _jax.SCAN and node.params["length"] == 0:
                     found[here] = "no steps", value
                     continue
                 for path_inside, inner in inside(here, value):
-                    if path_inside[-1][1] in ran:
-                        is_sum |= node.primitive is _jax.SCAN
-                        pending.append((path_inside, inner, is_sum))
-                    elif _is_used(observed.region(path_inside), inner):
+                    if path_inside[-1][1] in now:
+                        into = _with_last_step(observed, place, inner)
+                        is_summed = node.primitive is _jax.SCAN and into == steps
+                        pending.append((path_inside, inner, into, is_sum or is_summed))
+                    elif path_inside[-1][1] not in ran and _is_used(
+                        observed.region(path_inside), inner
+                    ):
                         found[here] = "untaken branch", value
         for outer, each in onward(path, value) if path else ():
-            call = Occurrence(outer, path[-1][0])
-            is_next_step = len(outer) == len(path)
-            if is_next_step or not _arrives(observed, call, call.node.outputs.index(each)):
-                pending.append((outer, each, False))
+            call = Place(Occurrence(path[:-1], path[-1][0]), steps[: _scans(path[:-1])])
+            if len(outer) == len(path):  # the next step
+                pending.append((outer, each, _with_last_step(observed, call, each), False))
+            elif not _arrives(observed, call, call.node.outputs.index(each)):
+                pending.append((outer, each, call.steps, False))
     return found
 
 
-def _gives_some(observed: Observed, here: Occurrence, value: Value) -> bool:
+def _scans(path: Path) -> int:
+    return sum(node.primitive is _jax.SCAN for node, _ in path)
+
+
+def _with_last_step(observed: Observed, call: Place, inner: Value) -> tuple[int, ...]:
+    """Returns the steps of a call. If an input of its region is a carry of a scan, adds the last
+    step of the reverse pass in which the carry gets a cotangent: there it becomes zero."""
+    if call.node.primitive is not _jax.SCAN:
+        return call.steps
+    first, count = _jax.scan_split(call.node.params)
+    j = call.node.regions["jaxpr"].inputs.index(inner) - first
+    norms = observed.get("carry", call, j) if 0 <= j < count else None
+    if norms is None or norms.ndim != 2 or not np.any(norms[:, NORM]):
+        return call.steps
+    given = np.flatnonzero(norms[:, NORM])
+    return (*call.steps, int(given[-1 if call.node.params["reverse"] else 0]))
+
+
+def _gives_some(observed: Observed, place: Place, value: Value) -> bool:
     """Whether the VJP of a node gives an operand a cotangent that is not zero."""
-    places = [i for i, v in enumerate(here.node.inputs) if v is value]
-    edges = [observed.get("edge", Place(here), i) for i in places]
+    places = [i for i, v in enumerate(place.node.inputs) if v is value]
+    edges = [observed.get("edge", place, i) for i in places]
     return any(edge is not None and np.any(edge[..., EDGE_NORM] > 0) for edge in edges)
 
 
@@ -286,9 +316,9 @@ def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
     return bool(np.all((norms == 0) | np.isnan(norms)))
 
 
-def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
+def _why_zero(observed: Observed, place: Place, value: Value) -> str:
     """Returns the cause why a node gives an operand a zero cotangent."""
-    node = found.node
+    node = place.node
     if node.op in ("scatter", "dynamic_update_slice") and node.inputs[0] is value:
         return "overwritten"
     if isinstance(node, CustomGradient):
@@ -298,24 +328,37 @@ def _why_zero(observed: Observed, found: Occurrence, value: Value) -> str:
     if node.op == "convert_element_type":  # the VJP is a cast, too
         return "underflow"
     if node.op in ("max", "min", "clamp"):
-        units = observed.get("units", Place(found))
+        units = observed.get("units", place)
         return "dead units" if units is not None and units[..., ALL_UNITS].max() > 0 else "clipped"
     cause = _CAUSES.get(node.op, "zero derivative")
-    if cause == "multiplied by zero" and _underflows(observed, found, value):
-        return "underflow"
-    return cause
+    may_underflow = cause in ("multiplied by zero", "saturated", "zero derivative")
+    return "underflow" if may_underflow and _underflows(observed, place, value) else cause
 
 
-def _underflows(observed: Observed, found: Occurrence, value: Value) -> bool:
-    """Whether the largest cotangent of a product times the largest factor is too small for the
-    dtype of an operand, and not zero."""
-    ct, dtype = observed.get("ct", Place(found)), dtype_of(value)
-    if found.node.op == "div" or ct is None:
+def _underflows(observed: Observed, place: Place, value: Value) -> bool:
+    """Whether the largest cotangent of a node, times the largest factor of a product, is too small
+    for the dtype of an operand, and not zero."""
+    node, ct = place.node, observed.get("ct", place)
+    if ct is None:
         return False
-    factors = (largest_of(observed, Place(found), v) for v in found.node.inputs if v is not value)
+    is_product = node.op in operations.FACTORS and node.op != "div"
+    others = [v for v in node.inputs if v is not value] if is_product else []
+    factors = [largest_of(observed, place, v) for v in others] or [1.0]
+    info = _finfo(value)
+    # XLA takes float32 below `tiny` for zero, and small elements may meet factors as small as eps.
+    wide = float(info.tiny) / float(info.eps)
+    least = wide if _is_wide(value) else float(info.smallest_subnormal)
+    return any(0 < largest_in(ct) * factor <= least for factor in factors)
+
+
+def _is_wide(value: Value) -> bool:
+    """Whether a value has a dtype with the exponents of float32, or more."""
+    return bool(_finfo(value).tiny < 1e-30)
+
+
+def _finfo(value: Value) -> Any:
     finfo: Any = jnp.finfo  # knows bfloat16, too
-    tiny = float(finfo(dtype).smallest_subnormal)
-    return any(0 < largest_in(ct) * factor <= tiny for factor in factors)
+    return finfo(dtype_of(value))
 
 
 def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Finding]:
