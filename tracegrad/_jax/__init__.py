@@ -1,8 +1,8 @@
 """The parts of JAX that this package needs and that differ between versions or are undocumented.
 
 `compat` is the only module that knows how JAX versions differ. ``tests/test_jax.py`` tests every
-module here on the oldest and on the newest supported JAX. Other folders use them by the name of
-this package, as ``_jax.has_gradient``; it exports each name without an underscore.
+module here on the oldest and on the newest supported JAX. Other rooms use the functions by the name
+of this package, ``_jax.has_gradient``, which exports each name without an underscore.
 """
 
 from tracegrad._jax.arrays import *

@@ -17,18 +17,18 @@ from tracegrad._jax.caches import cached
 from tracegrad._jax.traces import at_top_level
 
 ARRAY = jax.core.ShapedArray
-"""The class of the types of arrays; references have another one."""
+"""The class of the types of arrays; references have another class."""
 
 
 def has_gradient(aval: Any) -> bool:
-    """Whether an array or a type has cotangents: float and complex arrays do."""
+    """Whether an array or a type has cotangents: a float or complex dtype."""
     return is_inexact(getattr(aval, "dtype", None))
 
 
 # Called for every value of every graph: without the cache `tracegrad.graph` takes a tenth longer.
 @cached(256)
 def is_inexact(dtype: Any) -> bool:
-    """Whether a dtype is float or complex; None, for a value without a dtype, is not."""
+    """Float or complex. None stands for a value without a dtype."""
     return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
 
@@ -37,10 +37,10 @@ _AS_IT_IS = nullcontext()
 
 
 def as_computed(arrays: Iterable[Any]) -> AbstractContextManager[None]:
-    """Returns a context manager that enables 64 bits if an array has 64 bits but JAX is set to 32.
+    """A block with 64 bits enabled, if an array has 64 bits but JAX is set to 32.
 
-    The array may come from a block of `jax.enable_x64`; differentiating after the block, JAX would
-    mix it with arrays of 32 bits.
+    Such an array may come from a block of `jax.enable_x64`; differentiating after that block, JAX
+    would mix the array with arrays of 32 bits.
     """
     for array in arrays:
         if array.dtype in _OF_64_BITS and not jax.config.jax_enable_x64:
@@ -50,18 +50,18 @@ def as_computed(arrays: Iterable[Any]) -> AbstractContextManager[None]:
 
 
 def is_reference(aval: object) -> bool:
-    """Whether a type is that of a reference (`jax.Ref`), and not that of an array."""
+    """Whether a type is the type of a `jax.Ref`, not of an array."""
     return not isinstance(aval, ARRAY)
 
 
 def no_cotangent(aval: Any) -> Any:
-    """Returns JAX's (co)tangent of an integer: zeros of the empty dtype ``float0``."""
+    """JAX's (co)tangent of an integer: zeros of the empty dtype ``float0``."""
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 
 def local_shape(aval: Any) -> Sequence[Any]:
-    """Returns the shape of one device's shard of a value, if the mesh axes are explicit; for other
-    axes, which the type does not mention, the whole size."""
+    """The shape of one device's shard of a value. Only explicit mesh axes divide a size: the type
+    does not mention other axes."""
     shape: Sequence[Any] = getattr(aval, "shape", ())
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
@@ -81,8 +81,8 @@ def local_shape(aval: Any) -> Sequence[Any]:
 
 
 def type_of(leaf: Any) -> Any:
-    """Returns the JAX type of a leaf; None if it is not an array, or is a part of a reference,
-    `ref.at[i]` (several operands to JAX; `jax.typeof` raises an undocumented error for it)."""
+    """None for a leaf that is not an array, and for a part of a reference, `ref.at[i]` (several
+    operands to JAX; `jax.typeof` raises an undocumented error)."""
     try:
         return jax.typeof(leaf)
     except Exception:
@@ -90,24 +90,23 @@ def type_of(leaf: Any) -> Any:
 
 
 def is_on_host(aval: Any) -> bool:
-    """Whether values of a type are in the memory of the host, not of the device."""
+    """Whether values of a type are in the host's memory, not the device's."""
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """Returns the mesh axes over which a value varies, in a `jax.shard_map` with ``check_vma``."""
+    """The mesh axes over which a value varies, in a `jax.shard_map` with ``check_vma``."""
     axes = getattr(aval, "manual_axis_type", None)
     return frozenset() if axes is None else axes.varying
 
 
 def varying_as(array: Any, aval: Any) -> Any:
-    """Marks an array as varying over the mesh axes over which values of a type vary."""
+    """Marks an array as varying over the mesh axes of `varying_axes(aval)`."""
     return _varying(array, varying_axes(aval))
 
 
 def varying_alike(arrays: Sequence[Any], others: Sequence[Any] = ()) -> list[Any]:
-    """Marks each array as varying over all mesh axes over which any of `arrays` and `others`
-    varies."""
+    """Marks each array as varying over the union of the `varying_axes` of `arrays` and `others`."""
     axes = frozenset().union(*(varying_axes(jax.typeof(x)) for x in (*arrays, *others)))
     return [_varying(x, axes) for x in arrays] if axes else list(arrays)
 
@@ -118,10 +117,10 @@ def _varying(array: Any, axes: frozenset[str]) -> Any:
 
 
 def placed(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns a `jax.ShapeDtypeStruct` of a type, for lowering; with the sharding, if it is known.
+    """Returns a `jax.ShapeDtypeStruct` of a type, for lowering. `sharding`: default: the type's.
 
     An explicit mesh without devices stands for the current mesh. If the axes of the mesh are
-    automatic, the type does not have the value's sharding: the value is placed on one device.
+    automatic, the type does not have the value's sharding, and the value is placed on one device.
     """
     if sharding is None:
         typed = getattr(without_devices(aval), "sharding", None)
@@ -133,21 +132,21 @@ def placed(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def align(avals: Sequence[Any], flowing: Sequence[Any]) -> list[Any]:
-    """Returns one (co)tangent for each type: the next of `flowing`, or ``float0`` for integers."""
+    """Returns a (co)tangent for each type: the next of `flowing`, or ``float0`` for integers."""
     rest = iter(flowing)
     return [next(rest) if has_gradient(aval) else no_cotangent(aval) for aval in avals]
 
 
 def type_text(aval: Any) -> str:
-    """Returns a type as text, ``f32[8,4]``; a leading ``~`` marks a weak type. An explanation in
-    the name of a key type (``key<name: explanation>[4]``) is removed."""
+    """``f32[8,4]``; a leading ``~`` marks a weak type. Removes the explanation in the name of a key
+    type (``key<name: explanation>[4]``)."""
     text = re.sub(r"(key<[^:>]*):[^>]*>", r"\1>", aval.str_short(short_dtypes=True))
     return f"~{text}" if getattr(aval, "weak_type", False) else str(text)
 
 
 def type_key(value: Any) -> Any:
-    """Returns a key that is equal for two values if one traced program is valid for both. (With
-    explicit shardings a type has more than shape and dtype.)"""
+    """Equal keys: a program traced for one value is valid for the other. (With explicit shardings a
+    type has more than shape and dtype.)"""
     aval = getattr(value, "aval", None)
     if aval is not None:
         return aval
@@ -160,19 +159,19 @@ _SINGLE = jax.sharding.SingleDeviceSharding
 
 
 def array_type(array: Any) -> Any:
-    """Returns `jax.typeof(array)`; for an array on one device in a tenth of the time."""
+    """`jax.typeof(array)`; for an array on one device in a tenth of the time."""
     if type(getattr(array, "sharding", None)) is _SINGLE:
         return array.aval
     return jax.typeof(array)
 
 
 def struct(shape: Sequence[Any], dtype: Any, weak_type: bool = False) -> Any:
-    """Returns a `jax.ShapeDtypeStruct`, whose constructor JAX has not annotated with types yet."""
+    """JAX has not annotated the constructor of `jax.ShapeDtypeStruct` with types yet."""
     return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak_type)  # type: ignore[no-untyped-call]
 
 
 def is_split_by_xla(aval: Any) -> bool:
-    """Whether XLA decides how values of a type are sharded: an axis of the mesh is automatic."""
+    """Whether XLA decides how values of a type are sharded: a mesh axis is automatic."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     auto = jax.sharding.AxisType.Auto
     if mesh is None or mesh.empty:
@@ -182,11 +181,10 @@ def is_split_by_xla(aval: Any) -> bool:
 
 
 def without_devices(aval: Any) -> Any:
-    """Removes the sharding from a type, unless the sharding has explicit or manual axes, on which
-    programs depend.
+    """Removes the sharding from a type, unless programs depend on explicit or manual axes.
 
     The type of an array on several devices names their mesh even if all axes are automatic, and a
-    program that is exported for that type runs on as many devices only.
+    program that is exported for the type runs on exactly as many devices.
     """
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     kinds = getattr(mesh, "axis_types", None) or ()
@@ -200,16 +198,14 @@ wait_for: Callable[[Any], Any] = jax.block_until_ready
 
 
 def is_tracer(value: object) -> bool:
-    """Whether a value is a tracer: a value that exists only inside a transformation."""
     return isinstance(value, jax.core.Tracer)
 
 
 def undifferentiated(value: Any) -> Any:
-    """Stops the gradient of a value; if only a tracer of a derivative wraps it, returns the plain
-    value."""
+    """Stops the gradient of a value, and unwraps the tracers of derivatives around the value."""
     if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-        # `stop_gradient` keeps a tracer around keys, since keys have no gradient; but a custom
-        # rule's results have a tracer.
+        # `stop_gradient` leaves keys alone, since keys have no gradient; but a key that a custom
+        # rule returns has a tracer.
         bits = jax.lax.stop_gradient(jax.random.key_data(value))
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
     return jax.lax.stop_gradient(value)
@@ -218,12 +214,12 @@ def undifferentiated(value: Any) -> Any:
 def fresh_alias(array: Any) -> Any:
     """Returns a new array object with the same value, for tables that know arrays by identity.
 
-    The first alias of an array shares its buffers, so it takes a microsecond, but donating it
-    deletes both. An array on one device keeps its alias and would return the same object again, so
-    further aliases are copies: other ways to share a buffer would commit the array to its device,
-    or make a weak type strong. After `_MOST_IN_A_ROW` aliases of aliases, the next one is a copy
-    too: each alias keeps its array alive, and JAX frees a long chain by recursion, which overflows
-    the stack.
+    The first alias of an array shares the array's buffers: making the alias takes a microsecond,
+    but donating the alias deletes both. An array on one device keeps its alias and would return the
+    same object again, so further aliases are copies: other ways to share a buffer would commit the
+    array to its device, or make a weak type strong. After `_MOST_IN_A_ROW` aliases of aliases, the
+    next alias is a copy too: each alias keeps its array alive, and JAX frees a long chain by
+    recursion, which overflows the stack.
     """
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         return jax.numpy.array(array, copy=True)
@@ -242,7 +238,7 @@ def fresh_alias(array: Any) -> Any:
         return jax.numpy.array(array, copy=True)
 
 
-# The aliases that are alive, by identity (this is not a cache); each with its depth: the length of
+# By identity: the aliases that are alive (this is not a cache), each with its depth, the length of
 # the chain of aliases from the original array.
 _given_out: dict[int, tuple[weakref.ref[Any], int]] = {}
 _MOST_IN_A_ROW = 100

@@ -1,10 +1,10 @@
 """Caches: bounded tables that `clear_caches` empties.
 
 Every cache of the package is one of these classes. A table that must not lose entries (registered
-names, objects in use) is not a cache, and is not kept here.
+names, objects in use) is not a cache.
 
 The caches have no locks: each operation on a dict is atomic. If two threads miss at the same time,
-both compute the value, and one of the two values is kept.
+both compute the value, and the cache keeps one of the two values.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _clearing: list[
 def clear_caches() -> None:
     """Empties the caches of this package.
 
-    They hold facts about functions, programs and types, and the programs that tapes have compiled.
-    Clearing them changes no result, only time: entries that are needed again are computed, traced
-    and compiled again. The records of open tapes, Variables and registered gradients are kept.
+    The caches hold facts about functions, programs and types, and the programs that tapes have
+    compiled. Clearing changes no result, only time: entries that are needed again are computed,
+    traced and compiled again. Records of open tapes, Variables and registered gradients are kept.
 
-    It is never necessary: each cache is bounded, and the entries of a function or a program are
-    removed with it. It frees memory between two experiments in one process, or makes a measurement
-    start without caches.
+    Clearing is never necessary: each cache is bounded, and the entries of a function or a program
+    are removed with the function or program. Clearing frees memory between two experiments in one
+    process, or lets a measurement start without caches.
 
-    JAX's own caches are not emptied, because all other code in the process uses them too;
-    `jax.clear_caches` empties those, and not these. Call both to start without any cache. A traced
-    function keeps the programs that it has compiled: `TracedFunction.clear_cache` removes those of
-    one function, `jax.clear_caches` those of all functions.
+    JAX's own caches are not emptied, because all other code in the process uses them too. To start
+    without any cache, also call `jax.clear_caches`. A traced function keeps the programs that it
+    has compiled: `TracedFunction.clear_cache` removes the programs of one function,
+    `jax.clear_caches` the programs of all functions.
 
     >>> import jax, tracegrad as tg
     >>> def slope(x):
@@ -57,16 +57,16 @@ def clear_caches() -> None:
 
 
 def when_clearing(clear: Callable[[], object]) -> Callable[[], object]:
-    """Registers a function that `clear_caches` calls, for an object that holds cache entries."""
+    """Registers a function for `clear_caches` to call."""
     _clearing.append(clear)
     return clear
 
 
 def cached(maxsize: int) -> Callable[[Callable[P, V]], Callable[P, V]]:
-    """Returns a decorator that caches the latest results of a function (`functools.lru_cache`). 1
-    and 1.0 are different keys.
+    """Decorates a function: caches its latest results (`functools.lru_cache`). 1 and 1.0 are
+    different keys.
 
-    The cache keeps the arguments alive: if they are functions, programs or arrays, use `WeakCache`.
+    The cache keeps the arguments alive: for functions, programs or arrays, use `WeakCache`.
     """
 
     def decorate(fun: Callable[P, V]) -> Callable[P, V]:
@@ -78,8 +78,8 @@ def cached(maxsize: int) -> Callable[[Callable[P, V]], Callable[P, V]]:
 
 
 def once_for_each(find: Callable[P, V]) -> Callable[P, V]:
-    """Decorates a method so that it runs once for equal arguments; the results are kept in the
-    object. Arguments are hashable, or lists of hashable elements."""
+    """Decorates a method to run once for equal arguments; the object keeps the results. Arguments
+    are hashable, or lists of hashable elements."""
     name = f"_found_by_{find.__name__}"
 
     @functools.wraps(find)
@@ -95,10 +95,10 @@ def once_for_each(find: Callable[P, V]) -> Callable[P, V]:
 
 
 class Cache(dict[K, V]):
-    """A global dict of at most `maxsize` entries: another entry replaces the oldest one.
+    """A global dict of at most `maxsize` entries: a further entry replaces the oldest entry.
 
-    The oldest entry is the one that was added first, used or not. So a hit costs as much as in a
-    dict, and an entry in constant use is computed again once in `maxsize` misses.
+    The oldest entry was added first, used or not. So a hit costs as much as in a dict, and an entry
+    in constant use is computed again once in `maxsize` misses.
     """
 
     def __init__(self, maxsize: int):
@@ -113,10 +113,10 @@ class Cache(dict[K, V]):
 
 
 class WeakCache(Generic[V]):
-    """A global table whose keys are functions or programs, by identity; an entry ends with its key.
+    """A global table whose keys are functions or programs; an entry ends with its key.
 
     Keys are compared by identity, since equal functions (objects with an `__eq__`) may do different
-    things. A value that references its key keeps the key alive, until `maxsize` entries are newer.
+    things. A value that refers to its key keeps the key alive, until `maxsize` entries are newer.
     """
 
     def __init__(self, maxsize: int = 1 << 14):
@@ -125,15 +125,11 @@ class WeakCache(Generic[V]):
         when_clearing(self._entries.clear)
 
     def get(self, owner: Any) -> V | None:
-        """Returns the value of `owner`; None if there is none."""
         entry = self._entries.get(id(owner))
         return None if entry is None else entry[1]
 
     def put(self, owner: Any, value: V) -> V:
-        """Sets `value` as the value of `owner`, and returns it.
-
-        Raises TypeError if `owner` does not support weak references.
-        """
+        """Returns `value`. Raises TypeError if `owner` does not support weak references."""
         identity, entries = id(owner), self._entries
         # When `owner` is freed, its entry is removed, before another object can have its identity.
         ref = weakref.ref(owner, lambda _: entries.pop(identity, None) and None)
@@ -143,7 +139,6 @@ class WeakCache(Generic[V]):
         return value
 
     def values(self) -> list[V]:
-        """Lists the values."""
         return [value for _, value in list(self._entries.values())]
 
 
@@ -155,15 +150,15 @@ def _drop_oldest(entries: dict[Any, Any]) -> None:
 
 # ------------------------------------------------------------- facts of functions and programs
 
-# Keyed by identity. Recursions over nested programs visit each inner program once, however often it
-# is called: without this cache, their time is exponential in the depth of calls. And a function
-# that is traced for each call takes 0.3 ms with this cache and 70 ms without.
+# Keyed by identity. By this cache, recursions over nested programs visit each inner program once,
+# however many calls it has: else their time is exponential in the depth of calls. And a function
+# that is traced for each call takes 0.3 ms with the cache and 70 ms without.
 _facts: WeakCache[dict[Any, Any]] = WeakCache()
 
 
 def facts_of(owner: Any) -> dict[Any, Any]:
-    """Returns the dict of cached facts of a function, a program or another object; it ends with the
-    object. No fact may reference the object.
+    """Returns the dict of cached facts of a function, a program or another object. The dict ends
+    with the object; no fact may refer to the object.
 
     Raises TypeError if the object does not support weak references.
     """
@@ -172,8 +167,8 @@ def facts_of(owner: Any) -> dict[Any, Any]:
 
 
 def of_program(find: Callable[[Any], V]) -> Callable[[Any], V]:
-    """Decorates a function of one program (or of another immutable object) so that it runs once for
-    each program, while the program lives. Its result must not reference the program."""
+    """Decorates a function of one program (or of another immutable object) to run once for each
+    program, while the program lives. The result must not refer to the program."""
 
     entries = _facts._entries
 

@@ -20,7 +20,7 @@ config: Any = jax.config  # only newer JAX annotates its settings with types
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of JAX that run now, for records in files."""
+    """For records in files."""
     return {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
 
 
@@ -28,31 +28,31 @@ def versions() -> dict[str, str]:
 PROGRAM_TYPES: tuple[type, ...] = (getattr(jex, "ClosedJaxpr"), jex.Jaxpr)  # noqa: B009
 
 
-# The value of a call's parameter `inline` with which lowering inlines it; None before 0.12.
+# The value of a call's parameter `inline` with which lowering inlines the call; None before 0.12.
 INLINED_WHEN_LOWERED: Any = getattr(getattr(jax, "Inline", None), "JAX_LATE", None)
 
-# The value of that parameter with which tracing inlines the call; before 0.12 it is a bool.
+# The value of `inline` with which tracing inlines the call; before 0.12 a bool.
 INLINED_WHEN_TRACED: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 
 def constants_of(program: Any) -> Sequence[Any]:
-    """Returns the values of ``program.constvars``; an open program has none."""
+    """The values of ``program.constvars``; an open program has none."""
     return getattr(program, "consts", ())
 
 
 def opened(program: Any) -> Any:
-    """Returns the open form of a program, which before 0.12 holds no values of constants."""
+    """The open form, which before 0.12 has no values of constants."""
     return program.jaxpr if hasattr(program, "jaxpr") else program
 
 
 def parts_of(program: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the open form of a program, and the values of its constants."""
+    """Returns (open form, values of the constants)."""
     return (program.jaxpr, program.consts) if hasattr(program, "jaxpr") else (program, ())
 
 
 def effects_of(equations: Sequence[Any], places: Mapping[Any, int]) -> set[Any]:
-    """Returns the effects of a program with these equations. An effect on a reference names the
-    position of the input, or on 0.10 the variable. `places` maps inputs to positions."""
+    """Returns the effects of a program with these equations. `places` maps inputs to positions: an
+    effect on a reference names the position of the input, or on 0.10 the variable."""
     found = set[Any]()
     for equation in equations:
         for effect in equation.effects:
@@ -67,8 +67,8 @@ def effects_of(equations: Sequence[Any], places: Mapping[Any, int]) -> set[Any]:
 
 
 def of_operand(effect: Any, before: Sequence[Any], now: Sequence[Any]) -> Any:
-    """Updates an effect of an equation whose operands changed from `before` to `now`: an effect on
-    a reference gets the new position of the reference."""
+    """An effect on a reference gets the reference's new position, after the operands of the
+    equation have changed from `before` to `now`."""
     if not hasattr(effect, "input_index"):
         return effect
     reference = before[effect.input_index]
@@ -76,12 +76,12 @@ def of_operand(effect: Any, before: Sequence[Any], now: Sequence[Any]) -> Any:
 
 
 def is_of_reference(effect: Any) -> bool:
-    """Whether an effect reads or writes a `jax.Ref`."""
+    """The effect reads or writes a `jax.Ref`."""
     return hasattr(effect, "input") or hasattr(effect, "input_index")
 
 
 def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns how many operands of a scan are loop constants, and how many are the carry.
+    """Returns (number of loop constants, number of carries) of a scan.
 
     0.12 replaced ``num_consts`` and ``num_carry`` by a description of the operands' tree.
     """
@@ -95,8 +95,9 @@ def wider_scan(equation: Any, constants: int, slices: int, stacked: int) -> dict
     """Returns the parameters of a scan with more constants, scanned operands (`slices`) and stacked
     results.
 
-    From 0.12 on, trees of the operands describe them (see `scan_split`): the trees are copied from
-    a scan with as many operands and results, traced here, whose body forwards none of its inputs.
+    From 0.12 on, the parameters describe the operands by trees (see `scan_split`). This function
+    traces a scan with as many operands and results, whose body forwards no input, and copies the
+    trees.
     """
     params, (before, carried) = dict(equation.params), scan_split(equation.params)
     linear = params.get("linear")
@@ -122,8 +123,8 @@ def wider_scan(equation: Any, constants: int, slices: int, stacked: int) -> dict
 
 
 def policy_name(policy: Any) -> str:
-    """Returns the name of a checkpoint policy. In 0.10 policies are objects
-    (``DotsSaveable(...)``), in 0.12 functions (``dots_saveable``)."""
+    """In 0.10 checkpoint policies are objects (``DotsSaveable(...)``), in 0.12 functions
+    (``dots_saveable``)."""
     name = getattr(policy, "__name__", None) or type(policy).__name__
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
 
@@ -132,7 +133,7 @@ def shard_map_options(params: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments, without mesh and specs, with which `jax.shard_map` makes an
     equation with these parameters.
 
-    The versions that we know call the manual axes ``newly_manual_axes``.
+    The supported versions call the manual axes ``newly_manual_axes``.
     """
     axes = params.get("newly_manual_axes", params.get("manual_axes", frozenset()))
     return {"axis_names": axes, "check_vma": params["check_vma"]}
@@ -144,13 +145,13 @@ MERGES_RECOMPUTED = VERSION < (0, 11, 2)
 
 def keep_recompute_options(backend: str) -> dict[str, str] | None:
     """Returns the compiler options that keep XLA from merging recomputed code with the original;
-    None if it does not.
+    None if XLA does not merge.
 
-    Before 0.11.2 XLA's CPU pipeline drops the barrier that `jax.checkpoint` emits ahead of common
-    subexpression elimination, which then merges both copies, so that every activation stays
-    alive. If the barrier is kept, the pass that makes one kernel of a small loop aborts the process
-    for a loop with a barrier, so that pass must be off as well. This changes programs with small
-    loops: use the options only for programs that recompute.
+    Before 0.11.2 XLA's CPU pipeline drops the barrier that `jax.checkpoint` emits before common
+    subexpression elimination, which then merges both copies, so that every activation stays alive.
+    If the barrier is kept, the pass that makes one kernel of a small loop aborts the process for a
+    loop with a barrier, so that pass must be off as well. Without the pass, programs with small
+    loops change: use the options only for programs that recompute.
     Can be removed when 0.11.2 is the oldest supported JAX.
     """
     if MERGES_RECOMPUTED and backend == "cpu":
@@ -159,14 +160,14 @@ def keep_recompute_options(backend: str) -> dict[str, str] | None:
 
 
 def quick_options(backend: str, *, same_buffers: bool = False) -> dict[str, Any]:
-    """Returns the compiler options for a program that runs a few times, so that most of its cost is
+    """Returns the compiler options for a program that runs only a few times, whose main cost is
     compiling.
 
     On a CPU, most of the compile time goes into kernels made by MLIR, and each LLVM module costs
     20 ms. From JAX 0.11 on, a preset replaces the option that avoids these kernels.
 
-    `same_buffers`: returns only options that do not change how many bytes XLA holds. The preset
-    changes the fusions: a program held up to a tenth more with it.
+    `same_buffers`: returns only options that do not change how many bytes XLA holds. (The preset
+    changes the fusions: a program held up to a tenth more.)
     """
     if backend != "cpu":
         return {}
@@ -185,7 +186,7 @@ SCANS_DROP_RULES = VERSION < (0, 12)
 
 
 def with_compiler_options(options: Mapping[str, Any], extra: Mapping[str, str]) -> dict[str, Any]:
-    """Adds compiler options to options of `jax.jit`; joins the values that both have by a comma."""
+    """Adds compiler options to options of `jax.jit`; joins two values of one option by a comma."""
     own = options.get("compiler_options") or {}
     joined = {key: ",".join(filter(None, (own.get(key), value))) for key, value in extra.items()}
     return {**options, "compiler_options": {**own, **joined}}

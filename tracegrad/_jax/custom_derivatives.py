@@ -2,7 +2,7 @@
 (`with_cotangent`, `with_backward`).
 
 For a rule to hold at every order, its forward pass must call the function with the rule.
-The forward pass of `with_backward` does so. The rule of `with_tangent` does so to compute the
+The forward pass of `with_backward` does so, and the rule of `with_tangent` does so to compute the
 primal results. In a scan, older JAX then differentiates the body of the function and drops the
 rule (`compat.SCANS_DROP_RULES`); `keeping_rule` prevents that.
 """
@@ -35,11 +35,10 @@ def with_tangent(
     """Returns `run` as a `jax.custom_jvp` function.
 
     Args:
-      tangent: ``tangent(primals, tangents)`` returns the tangents of the results. It is called only
-        if an operand is differentiated, and may raise. A mark on `tangent` also marks the rule (see
+      tangent: ``tangent(primals, tangents)`` returns the tangents of the results; called only if an
+        operand is differentiated; may raise. A mark on `tangent` also marks the rule (see
         `ir.frames`).
-      name: the function's name in traced programs (it is set on `run` itself); default:
-        ``run.__name__``.
+      name: the function's name in traced programs, set on `run` itself; default: ``run.__name__``.
       at_any_order: whether the rule holds at any order; if not, second derivatives are those of
         `run` and `tangent`.
     """
@@ -65,12 +64,12 @@ def with_cotangent(
 ) -> Callable[[Any], Any]:
     """Returns an identity function whose VJP rule is ``change(cotangent)``.
 
-    The forward pass calls `forward`, not the function with the rule. A second derivative thus
-    sees a plain identity, so forward mode over reverse mode works.
+    The forward pass calls `forward`, not the function with the rule. So a second derivative sees a
+    plain identity, and forward mode over reverse mode works.
 
     Args:
       change: maps the cotangent of the result to the cotangent of the argument, or to None. With
-        `symbolic_zeros`, it may be given a `SymbolicZero`. A mark on `change` also marks the
+        `symbolic_zeros`, the cotangent may be a `SymbolicZero`. A mark on `change` also marks the
         rule (see `ir.frames`).
       forward: computes the result if the function is differentiated.
       run: computes the result if the function is not differentiated.
@@ -138,9 +137,9 @@ def with_backward(
 def or_plain(rule: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that calls `rule`, or `run` if JAX does not support `rule` there.
 
-    JAX raises NotImplementedError for a rule with symbolic zeros in the body of a shard_map
-    outside jit. Calling `run` loses no derivative: a transformation that differentiates the
-    function is inside the body, and has applied the rule before the shard_map gets the call.
+    JAX raises NotImplementedError for a rule with symbolic zeros in the body of a shard_map outside
+    jit. Calling `run` loses no derivative: a transformation that differentiates the function is
+    inside the body, and has applied the rule before the shard_map gets the call.
     """
 
     @functools.wraps(run)
@@ -162,7 +161,7 @@ _RESULTS.multiple_results = True
 
 
 def keeping_rule(function: Callable[..., Any], primals: Sequence[Any]) -> Any:
-    """Returns ``function(*primals)``; its derivatives apply the function's rule, at any order."""
+    """Returns ``function(*primals)``, whose derivatives apply the function's rule at any order."""
     leaves, tree = jax.tree.flatten(primals)
 
     def run(*leaves: Any) -> list[Any]:
@@ -175,11 +174,11 @@ def keeping_rule(function: Callable[..., Any], primals: Sequence[Any]) -> Any:
     return function(*primals)
 
 
-def _run(*leaves: Any, run: Callable[..., list[Any]]) -> list[Any]:
+def _run_results(*leaves: Any, run: Callable[..., list[Any]]) -> list[Any]:
     return run(*leaves)
 
 
-def _types(*avals: Any, run: Callable[..., list[Any]]) -> list[Any]:
+def _infer_types(*avals: Any, run: Callable[..., list[Any]]) -> list[Any]:
     return list(jax.make_jaxpr(run)(*avals).out_avals)
 
 
@@ -198,8 +197,8 @@ def _batch(args: Any, axes: Any, *, run: Callable[..., list[Any]]) -> tuple[Any,
     return outs, [0] * len(outs)
 
 
-_RESULTS.def_impl(_run)
-_RESULTS.def_abstract_eval(_types)
+_RESULTS.def_impl(_run_results)
+_RESULTS.def_abstract_eval(_infer_types)
 ad.primitive_jvps[_RESULTS] = _jvp
 batching.primitive_batchers[_RESULTS] = _batch
-mlir.register_lowering(_RESULTS, mlir.lower_fun(_run, multiple_results=True))
+mlir.register_lowering(_RESULTS, mlir.lower_fun(_run_results, multiple_results=True))

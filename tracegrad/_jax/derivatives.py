@@ -1,8 +1,8 @@
 """JAX's original derivative functions, also with respect to some operands only.
 
 While rules are in force, `differentiation.jax_derivatives` replaces `jax.grad` and its like in
-`jax`, so that the rules apply to what a user differentiates. This package uses the originals,
-because the rules were applied to its programs before.
+`jax`, so that the rules apply to the functions that a user differentiates. This package uses the
+originals, because the rules were applied to its programs before.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def jacobian_rows(
     """Returns, for each output of ``run(leaves) -> (outputs, aux)``, its derivatives with respect
     to all leaves, in reverse mode; and ``aux``.
 
-    It equals `jax.jacrev` with these options, but also supports complex outputs of real leaves, for
-    which `jax.jacrev` raises. As in `jax.jacfwd`, their derivative is that of the real part plus i
-    times that of the imaginary part.
+    Like `jax.jacrev` with these options, but also for complex outputs of real leaves, for which
+    `jax.jacrev` raises. As in `jax.jacfwd`, their derivative is the derivative of the real part
+    plus i times the derivative of the imaginary part.
     """
     is_split: list[bool] = []
 
@@ -62,8 +62,8 @@ def _complex(real: list[Any], imaginary: list[Any]) -> list[Any]:
 def of_some(
     run: Run, args: Sequence[Any], positions: Sequence[int], wanted: Sequence[int] | None = None
 ) -> Callable[..., Any]:
-    """Returns ``run(operands)`` as a function of the operands at `positions` only; `args` has the
-    others. The function returns the results at the positions `wanted`, or all results."""
+    """Returns ``run(operands)`` as a function of the operands at `positions`; `args` has the other
+    operands. The function returns the results at the positions `wanted`, or all results."""
 
     def along(*chosen: Any) -> Any:
         operands = list(args)
@@ -78,7 +78,7 @@ def of_some(
 def vjp_of_some(
     run: Run, args: Sequence[Any], positions: Sequence[int], wanted: Sequence[int] | None = None
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns `jax.vjp` of ``of_some(...)`` at `args`: the results, and the pullback function."""
+    """Returns `jax.vjp` of ``of_some(...)`` at `args`: (results, pullback function)."""
     return vjp(of_some(run, args, positions, wanted), *(args[i] for i in positions))
 
 
@@ -89,12 +89,11 @@ def pull_back_of_some(
     wanted: Sequence[int],
     cotangents: Sequence[Any],
 ) -> list[Any]:
-    """Returns the gradients of the operands at `positions`, given the cotangents of the results
-    `wanted`.
+    """Returns the gradients of the operands at `positions`. `cotangents`: of the results `wanted`.
 
-    They are the transpose of JAX's forward mode, as in `jax.vjp`. For a function of many operations
-    tracing takes half the time of `jax.vjp`, which first makes a program of each operation's
-    derivative.
+    The gradients are the transpose of JAX's forward mode, as in `jax.vjp`. For a function of many
+    operations, tracing takes half the time of `jax.vjp`, which first makes a program of each
+    operation's derivative.
     """
     along = of_some(run, args, positions, wanted)
     primals = tuple(args[i] for i in positions)

@@ -12,8 +12,8 @@ from tracegrad._jax.compat import versions
 
 
 def sharding_of(value: Any) -> Any:
-    """Returns the sharding of an argument; None if it is a tracer, has no sharding, or lies on one
-    device of this process that is of the default kind."""
+    """None for a tracer, for an argument without sharding, and for an argument on one device of
+    this process of the default kind."""
     sharding = None if is_tracer(value) else getattr(value, "sharding", None)
     if sharding is None or len(sharding.device_set) > 1:
         return sharding
@@ -23,8 +23,8 @@ def sharding_of(value: Any) -> Any:
 
 
 def device_of(shardings: Iterable[Any]) -> Any:
-    """Returns a device for which a program is compiled, given the shardings of its arguments. An
-    argument with the sharding None lies on the default device."""
+    """A device for which a program is compiled. `shardings`: of its arguments; None for an argument
+    on the default device."""
     for sharding in shardings:
         if sharding is not None:
             return next(iter(sharding.addressable_devices or sharding.device_set))
@@ -32,20 +32,19 @@ def device_of(shardings: Iterable[Any]) -> Any:
 
 
 def device_count(shardings: Iterable[Any]) -> int:
-    """Returns the largest number of devices of one of the shardings."""
+    """The largest number of devices of a sharding."""
     device_sets = (sharding.device_set for sharding in shardings if sharding is not None)
     return max(map(len, device_sets), default=1)
 
 
 def compiled_by(device: Any, devices: int = 1) -> str:
-    """Returns a text for messages that names the device and the compiler of a program, and the
-    number of devices: ``cpu, JAX 0.12.0``."""
+    """For messages: ``cpu, JAX 0.12.0``."""
     where = "" if _is_here(device) else " (not here)"
     each = f", on each of {devices} devices" if devices > 1 else ""
     return f"{device.device_kind}{where}, JAX {versions()['jax']}{each}"
 
 
 def _is_here(device: Any) -> bool:
-    """Whether programs can run on a device. For devices of `jax.experimental.topologies` programs
-    can only be compiled."""
+    """Whether programs can run on the device. For devices of `jax.experimental.topologies`,
+    programs can only be compiled."""
     return device.local_hardware_id is not None

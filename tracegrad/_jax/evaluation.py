@@ -30,8 +30,8 @@ from tracegrad._jax.traces import ReverseTrace, current_trace, staging_trace
 
 
 def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Binds every equation of a program with unchanged parameters, scopes and source lines."""
-    # Outside of all programs, JAX would compile each operation that became a call.
+    """Binds each equation of a program with unchanged parameters, scope and source line."""
+    # (Outside of all programs, JAX would compile each operation that became a call.)
     is_staged = isinstance(current_trace(None), ReverseTrace) and staging_trace() is not None
     try:
         if is_staged:
@@ -42,10 +42,10 @@ def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _eval_in_reverse_mode(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a program as `jax.core.eval_jaxpr` does, faster if operations are repeated.
+    """Evaluates a program as `jax.core.eval_jaxpr` does, but faster if operations are repeated.
 
-    JAX finds the derivative of an operation anew for each equation, but that of a call once for
-    each program. So repeated operations become calls of one program, which JAX inlines.
+    JAX finds the derivative of an operation anew for each equation, but the derivative of a call
+    once for each program. So repeated operations become calls of one program, which JAX inlines.
     """
     open_form, constants = parts_of(program)
     values = dict(zip([*open_form.constvars, *open_form.invars], [*constants, *args], strict=True))
@@ -73,11 +73,11 @@ _OF_SEVERAL = (REMAT, CUSTOM_JVP, CUSTOM_VJP)
 
 
 def _operation_key(equation: Any) -> Any:
-    """Returns a key that is equal for equations of one operation with equal parameters and types of
-    operands; None if the operation has effects, or is a call.
+    """Equal for equations of one operation with equal parameters and types of operands. None if the
+    operation has effects, or is a call.
 
-    None also if a derivative of the operation contains the several operations of its program: where
-    JAX inlines a call, it gives them all the line of the call.
+    None also if a derivative of the operation contains the several operations of its program: JAX
+    gives all operations of an inlined call the line of the call.
     """
     if equation.effects or equation.primitive is JIT:
         return None
@@ -96,7 +96,7 @@ def _operation_key(equation: Any) -> Any:
 
 
 def _call_of(equation: Any, like: Any) -> dict[str, Any]:
-    """Returns the parameters of a call of an operation, which JAX inlines when it traces it."""
+    """The parameters of a call of an operation; JAX inlines the call while tracing."""
     inputs = [jex.Var(atom.aval) for atom in equation.invars]
     outputs = [jex.Var(var.aval) for var in equation.outvars]
     own = equation.replace(
@@ -108,9 +108,9 @@ def _call_of(equation: Any, like: Any) -> dict[str, Any]:
 
 def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
     """Binds a closed program as one call, which JAX inlines when it lowers the enclosing program.
-    So the equations of the program are not bound again, unlike in `eval_program`. JAX before 0.12
-    cannot inline a call that late: there, this calls `eval_program`. So does a call outside of
-    all programs, so that `jax_debug_nans` finds the operation that makes a NaN."""
+    So the equations of the program are not bound again, unlike in `eval_program`. This function
+    calls `eval_program` before JAX 0.12, which cannot inline a call that late, and outside of all
+    programs, so that `jax_debug_nans` finds the operation that makes a NaN."""
     if INLINED_WHEN_LOWERED is None or staging_trace() is None:
         return eval_program(program, args)
     parts, constants = parts_of(program)
@@ -121,15 +121,15 @@ def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
         places = [next(numbers) if is_tracer(constant) else None for constant in constants]
         program = with_inputs(program, list(map(jax.typeof, tracers)), places)
     results = bind(JIT, [*args, *tracers], call_params(program, name, INLINED_WHEN_LOWERED))
-    # An output that is an input is that input itself, as `jax.jit` has it.
+    # If an output is an input, return the input itself, as `jax.jit` does.
     given = dict(zip(parts.invars, args, strict=True))
     pairs = zip(parts.outvars, results, strict=True)
     return [x if isinstance(v, jex.Literal) else given.get(v, x) for v, x in pairs]
 
 
 def call_params(program: Any, name: str, inline: Any) -> dict[str, Any]:
-    """Returns the parameters of a call of a closed program, as `jax.jit` without options binds it
-    here. `inline`: the value of the parameter ``inline``."""
+    """The parameters of a call of a closed program by `jax.jit` without options. `inline`: the
+    value of the parameter ``inline``."""
     with jax.disable_jit(False):
         with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the mesh is a parameter
     counts = len(program.in_avals), len(program.out_avals)

@@ -1,4 +1,4 @@
-"""Adds to `jax.export`: constraints of sizes, no folders in programs, and a program's calls."""
+"""Adds to `jax.export`: constraints of sizes, programs without folders, and a program's calls."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tracegrad._jax.replacement import Settings
 
 
 def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
-    """Returns the constraints that a user put on the symbolic dimensions of types: ``b >= 4``.
+    """The user's constraints of the symbolic dimensions of types: ``b >= 4``.
 
-    `jax.export` does not write these constraints, and has no public function that returns them.
+    `jax.export` does not write the constraints, and has no public function for them.
     """
     found: dict[str, None] = {}
     for aval in avals:
@@ -27,28 +27,29 @@ def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
 
 
 def symbolic_scopes(leaves: Iterable[Any]) -> set[Any]:
-    """Returns the scopes of the symbolic dimensions of types; JAX mixes sizes of one scope only."""
+    """The scopes of the symbolic dimensions of types. (JAX mixes sizes of one scope only.)"""
     shapes = (getattr(leaf, "shape", None) for leaf in leaves)
     sizes = (size for shape in shapes if isinstance(shape, tuple) for size in shape)
     return {size.scope for size in sizes if hasattr(size, "scope")}
 
 
 # Programs that are lowered with this setting do not contain the folders of source files. So saved
-# programs do not depend on the folder of the code, nor reveal it. A user's own value is kept.
+# programs do not depend on the folder of the code, nor reveal the folder. A user's own value is
+# kept.
 _NO_FOLDERS = {"jax_hlo_source_file_canonicalization_regex": r".*[/\\]"}
 without_folders = Settings(_NO_FOLDERS, unless_set=True).in_place
 
 
-# The dialects in which `jax.export` writes programs, and those of modules and functions.
+# The dialects of the programs, modules and functions that `jax.export` writes.
 _DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
 
 
 def outside_calls(exported: Any) -> list[str]:
-    """Returns the names of the code outside an exported program (`jax.export.Exported`) that it
-    calls: the targets of XLA's custom calls, and operations of dialects that JAX does not write.
+    """Names the code outside of an exported program (`jax.export.Exported`) that the program calls:
+    the targets of XLA's custom calls, and operations of dialects that JAX does not write.
 
-    This parses the program, because its text, the only public form, is several times as large.
-    Raises whatever XLA raises; bytes that JAX did not write may make XLA end the process.
+    Parses the program, because the text, its only public form, is several times as large. Raises
+    XLA's errors; bytes that JAX did not write may make XLA end the process.
     """
     found: set[str] = set()
     with mlir.make_ir_context():

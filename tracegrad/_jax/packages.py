@@ -7,8 +7,8 @@ from typing import Any
 
 
 def require(name: str, otherwise: str) -> Any:
-    """Imports a module by its name. Raises ImportError if it is missing, with the message
-    `otherwise`, which says what needs the module and how to install it."""
+    """Imports a module. Raises ImportError with the message `otherwise` (the purpose of the module,
+    and how to install it) if the module is missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:

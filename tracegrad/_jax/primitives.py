@@ -17,10 +17,11 @@ def identity_primitive(
     exported: Callable[..., Exception | None] = lambda **params: None,
     batched: Callable[..., Exception | None] = lambda **params: None,
 ) -> Any:
-    """Makes a primitive that returns its one operand; in forward mode it returns the tangent.
+    """Makes a primitive that returns its one operand, and in forward mode the operand's tangent.
 
-    `differentiated`, `exported` and `batched` (under `jax.vmap`) are called with the primitive's
-    parameters when that happens to it; each returns an error to raise, or None.
+    `differentiated`, `exported` and `batched` are called with the primitive's parameters when the
+    primitive is differentiated, exported, or under `jax.vmap`; each returns an error to raise, or
+    None.
 
     JAX's documentation of new primitives registers rules in the same tables of `jax.interpreters`;
     JAX removes other contents of these modules release by release. The flag that distinguishes an
@@ -59,19 +60,19 @@ CHANGED_COTANGENT: Any = jex.Primitive("changed_cotangent")
 
 
 def with_cotangent_alone(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns an identity function that maps its cotangent by ``change(cotangent)``, and leaves its
-    tangent as it is. `with_cotangent` makes a function that refuses forward mode."""
+    """Returns an identity function that maps its cotangent by ``change(cotangent)``, but not its
+    tangent. (The functions of `with_cotangent` refuse forward mode.)"""
     return lambda value: CHANGED_COTANGENT.bind(value, change=change)
 
 
 def _map_cotangents(args: Any, axes: Any, *, change: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """The rule for `jax.vmap`: each element changes its own cotangent."""
+    """For `jax.vmap`: each element changes its own cotangent."""
     (axis,) = axes
     mapped = jax.vmap(change, in_axes=axis, out_axes=axis)
     return CHANGED_COTANGENT.bind(*args, change=mapped), axis
 
 
-def _change(cotangent: Any, _: Any, *, change: Callable[[Any], Any]) -> list[Any]:
+def _change_cotangent(cotangent: Any, _: Any, *, change: Callable[[Any], Any]) -> list[Any]:
     return [cotangent if type(cotangent) is ad.Zero else change(cotangent)]
 
 
@@ -83,13 +84,13 @@ ad.primitive_jvps[CHANGED_COTANGENT] = lambda primals, tangents, **params: (
     primals[0],
     CHANGED_COTANGENT.bind(*tangents, **params),
 )
-ad.primitive_transposes[CHANGED_COTANGENT] = _change
+ad.primitive_transposes[CHANGED_COTANGENT] = _change_cotangent
 mlir.register_lowering(CHANGED_COTANGENT, lambda context, value, **_: [value])
 
 
 def mapped_alike(args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """Returns the operands of a mapped primitive, all with the mapped axis first; an operand
-    without a mapped axis is broadcast."""
+    """Moves the mapped axis of each operand of a mapped primitive to the front; broadcasts operands
+    without a mapped axis."""
     size = next(a.shape[i] for a, i in zip(args, axes, strict=True) if i is not None)
     return [
         # (A literal of a program has no shape.)
@@ -99,10 +100,11 @@ def mapped_alike(args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
 
 
 def standing_in_primitive(name: str, lost: Callable[..., None]) -> Any:
-    """Makes a primitive of two operands of one type that returns the first; its tangent is that of
-    the second. Lowered programs do not contain it. (For the tables see `identity_primitive`.)
+    """Makes a primitive of two operands of one type: its value is the first operand, its tangent
+    the tangent of the second operand. Lowered programs do not contain the primitive. (For the
+    tables see `identity_primitive`.)
 
-    `lost`: is called with the primitive's parameters if only the first operand has a tangent.
+    `lost`: called with the primitive's parameters if only the first operand has a tangent.
     """
     primitive: Any = jex.Primitive(name)
 

@@ -1,8 +1,8 @@
 """Lets the processes of one program agree on a text, within a time limit.
 
-JAX's public functions for this, `jax.experimental.multihost_utils`, run a program on all devices,
-which waits forever if a process does not take part. This module uses the key-value service by which
-the processes found each other, and can name the processes that are missing.
+JAX's public functions, `jax.experimental.multihost_utils`, run a program on all devices, and wait
+forever if a process does not take part. This module uses the key-value service by which the
+processes found each other, and can name missing processes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _LATE = 10.0  # seconds, at most, that other processes wait longer than process 
 
 
 def _service() -> Any:
-    """Returns JAX's client of the key-value service; None if this is the only process.
+    """JAX's client of the key-value service; None if this is the only process.
 
-    It has no public name; Orbax uses it too. Can be removed when JAX has a barrier with a time
-    limit.
+    The client has no public name; Orbax uses it too. Can be removed when JAX has a barrier with a
+    time limit.
     """
     # `vars`, because type checkers do not see names that the module imports.
     return vars(multihost_utils)["distributed"].global_state.client
 
 
 def in_numpy(array: Any) -> np.ndarray[Any, Any]:
-    """Returns an array as a NumPy array. If it is sharded over several processes, all of them have
-    to call this, and each gets the whole array."""
+    """If the array is sharded over several processes, all of these processes have to call this
+    function, and each gets the whole array."""
     if isinstance(array, jax.Array) and not (
         array.is_fully_addressable or array.is_fully_replicated
     ):
@@ -45,14 +45,14 @@ def agree(topic: str, said: str, timeout: float, decide: Callable[[Sequence[str]
     """Returns, on every process, the text that process 0 decides on, given a text of each process.
 
     Args:
-        topic: the subject, the same on all processes; there must be one agreement at a time on it.
+        topic: the same on all processes, for one agreement at a time.
         said: the text of this process.
         timeout: how long to wait for the other processes, in seconds.
         decide: called on process 0 only, with the texts of all processes in their order. If it
             raises, process 0 raises that error, and the others raise a RuntimeError.
 
     Raises:
-        TimeoutError: some processes did not call this in time; the message names them.
+        TimeoutError: some processes did not call this function in time; the message names them.
         RuntimeError: `decide` raised on process 0.
     """
     service = _service()
@@ -101,7 +101,7 @@ def agree(topic: str, said: str, timeout: float, decide: Callable[[Sequence[str]
 
 
 def _get(service: Any, key: str, until: float) -> str | None:
-    """Waits for the value of a key, and returns it; None if the time `until` is reached first."""
+    """Waits for the value of a key until the time `until`; then returns None."""
     while True:
         left = until - time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""Collects facts about a program and its sub-programs at any depth in one walk; caches them."""
+"""Facts about a program and its sub-programs at any depth, collected in one walk, and cached."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class ProgramFacts(NamedTuple):
     Attributes:
       primitives: the primitives of the operations.
       operations: the number of operations. The operations of a sub-program count once for each
-        equation that calls it (those of a loop's body once), and the calls do not count.
+        equation that calls it (the operations of a loop's body once). Calls do not count.
       arrays, numpy_arrays: the constants that are `jax.Array`s, and those that are NumPy arrays,
         without duplicates.
       has_effects: whether there are side effects, such as printing or callbacks.
       closes_over: whether a `jax.custom_jvp` closes over a value.
-      asks_what_varies: whether a custom rule is told which operands are differentiated
+      asks_what_varies: whether a custom rule learns which operands are differentiated
         (``symbolic_zeros=True``): then its result for one operand may depend on whether another
         operand is differentiated.
       has_references: whether an operation uses a `jax.Ref`.
@@ -48,7 +48,6 @@ _NOTHING = ProgramFacts()
 
 @of_program
 def program_facts(program: Any) -> ProgramFacts:
-    """Returns the facts of one program."""
     open_form, constants = parts_of(program)
     primitives, count, asks, refers = set[Any](), 0, False, False
     below = []
@@ -60,7 +59,7 @@ def program_facts(program: Any) -> ProgramFacts:
         if inner is _NOTHING:
             count += 1
             continue
-        if equation.primitive is CUSTOM_JVP:  # what it closes over are operands of its program
+        if equation.primitive is CUSTOM_JVP:  # closed-over values are operands of its program
             inner = inner._replace(closes_over=equation.params.get("num_consts", 0) > 0)
         below.append(inner)
     own = ProgramFacts(
@@ -76,7 +75,7 @@ def program_facts(program: Any) -> ProgramFacts:
 
 
 def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
-    """Returns the facts of all programs among the parameters of an operation together."""
+    """Of all programs among the parameters of an operation together."""
     return _together([program_facts(program) for _, program in sub_programs(params)])
 
 
@@ -99,12 +98,12 @@ def _once(arrays: Iterable[Any]) -> tuple[Any, ...]:
     return tuple({id(array): array for array in arrays}.values())
 
 
-# ---------------------------------------------------------- what is asked of every traced program
+# ---------------------------------------------------------------- facts for every traced program
 
 
 class Outline(NamedTuple):
-    """Facts about a program and its sub-programs, without those that have no meaning outside of
-    their own lowering.
+    """Facts about a program and its sub-programs, apart from sub-programs that have a meaning in
+    their own lowering only.
 
     Attributes:
       operations: the names of the primitives.
@@ -117,7 +116,6 @@ class Outline(NamedTuple):
 
 @of_program
 def outline(program: Any) -> Outline:
-    """Returns the outline of one program."""
     found, closes_over = set[str](), False
     for equation in program.eqns:
         primitive = equation.primitive
@@ -132,7 +130,7 @@ def outline(program: Any) -> Outline:
 
 
 def rule_closes_over(equation: Any) -> bool:
-    """Whether an equation is a `jax.custom_jvp` that closes over such a value."""
+    """Whether an equation is a `jax.custom_jvp` that closes over a float or complex value."""
     if equation.primitive is not CUSTOM_JVP:
         return False
     operands = equation.invars[: count_closed_over(equation.params)]

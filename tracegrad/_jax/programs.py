@@ -1,4 +1,4 @@
-"""JAX's programs (jaxprs): how to build, run, change and call them, and their sub-programs."""
+"""Builds, changes and calls JAX's programs (jaxprs) and their sub-programs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ OPAQUE_PRIMITIVES = frozenset(
 )
 
 
-# An operation whose programs and derivatives are attributes of an object in its parameters
-# (`jax.lax.custom_root` since 0.12). `programs_in` finds these programs.
+# An operation (`jax.lax.custom_root` since 0.12) with an object in its parameters whose attributes
+# are programs and derivatives. `programs_in` finds these programs.
 OF_AN_OBJECT = "call_hi_primitive"
 
 
@@ -58,15 +58,15 @@ OF_AN_OBJECT = "call_hi_primitive"
 CALLS_WITH_RULES = {"custom_vmap_call": "call", "linear_call": "callee"}
 
 
-# These bind an open program, which has no constants: values that it closes over must be operands.
+# These primitives bind an open program, without constants: closed-over values must be operands.
 OPEN_PROGRAM_PRIMITIVES = frozenset({"remat2", "checkpoint", "shard_map"})
 
 
 def calls_host(primitives: Iterable[str]) -> bool:
-    """Whether one of the primitives of these names runs code that XLA did not compile.
+    """Whether a primitive of these names runs code that XLA did not compile.
 
-    Effects do not show this: `jax.pure_callback` and `jax.ffi.ffi_call` have none. ``check`` is the
-    primitive of checkify, which raises from the host if it is lowered.
+    Effects do not tell: `jax.pure_callback` and `jax.ffi.ffi_call` have none. ``check``, the
+    primitive of checkify, raises from the host if it is lowered.
     """
     return any("callback" in name or name in _OF_HOST for name in primitives)
 
@@ -93,12 +93,12 @@ _OF_DEBUGGING = frozenset(_DEBUGGING.effects)
 
 def may_be_repeated(effect: Any) -> bool:
     """Whether an effect may be repeated or dropped: the effect of an unordered `jax.debug.callback`
-    (or print), and that of a collective, which only names an axis."""
+    (or print), or of a collective, which only names an axis."""
     return effect in _OF_DEBUGGING or is_collective(effect)
 
 
 def is_collective(effect: Any) -> bool:
-    """Whether an effect is that of a collective: a computation over a named axis."""
+    """The effect of a computation over a named axis."""
     return isinstance(effect, _OF_AXES)
 
 
@@ -110,10 +110,10 @@ def program_of(
     outputs: Sequence[Any],
     equations: Sequence[Any],
 ) -> Any:
-    """Returns a program with these parts, closed or open as `like` is.
+    """Returns a program with these parts, closed or open like `like`.
 
-    The effects are those of the equations. An effect on a reference that is an input names the
-    input's position; an effect on a reference that the program makes itself is dropped.
+    The equations give the effects. An effect on a reference that is an input names the input's
+    position; an effect on a reference that the program makes itself is dropped.
     """
     open_form = opened(like)
     variables = [*constants, *inputs]
@@ -137,15 +137,15 @@ def program_of(
 
 
 def program_of_one(primitive: Any, params: Mapping[str, Any], args: Sequence[Any]) -> Any:
-    """Returns the program of one operation on operands of the types of `args`."""
+    """The program of one operation. `args`: operands, or their types."""
     return jax.make_jaxpr(lambda *operands: bind(primitive, operands, params))(*args)
 
 
 def with_inputs(program: Any, avals: Sequence[Any], places: Sequence[int | None]) -> Any:
-    """Returns the program with some of its constants as further inputs, after its own.
+    """Makes some constants of a program new inputs, after the program's own inputs.
 
-    `avals`: the types of the new inputs. `places`: for each constant, the index of the new input
-    that replaces it; None: it stays a constant.
+    `avals`: the types of the new inputs. `places`: for each constant, the index of the new input;
+    None: the constant stays.
     """
     open_form, constants = parts_of(program)
     kept: dict[Any, Any] = {}
@@ -171,10 +171,10 @@ def with_inputs(program: Any, avals: Sequence[Any], places: Sequence[int | None]
 
 
 def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the sub-programs among a primitive's parameters, with the names of their regions.
+    """Returns (name of the region, sub-program) for the sub-programs in a primitive's parameters.
 
-    The name is ``jaxpr`` for a sub-program that is a parameter, ``branches[0]`` for one in a
-    sequence, and ``jaxprs.solve`` for one in a named tuple.
+    The name is ``jaxpr`` for a parameter, ``branches[0]`` for an item of a sequence, and
+    ``jaxprs.solve`` for a field of a named tuple.
     """
     found = []
     for key, value in params.items():
@@ -194,7 +194,7 @@ def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def with_programs(params: Mapping[str, Any], programs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a primitive's parameters with other sub-programs; `programs` has them by the names of
+    """Replaces sub-programs in a primitive's parameters. `programs`: by the names of
     `sub_programs`."""
     new = dict(params)
     for key, value in params.items():
@@ -211,7 +211,7 @@ def with_programs(params: Mapping[str, Any], programs: Mapping[str, Any]) -> dic
 
 
 def programs_in(primitive: Any, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the programs of an operation, with their names, that have a meaning outside of its
+    """Returns (name, program) for the programs of an operation that have a meaning outside of its
     lowering: its `sub_programs`, or the programs in the object of an `OF_AN_OBJECT`."""
     if primitive.name == OF_AN_OBJECT:
         kept = vars(params["_prim"])
@@ -235,9 +235,8 @@ _COMPILED = (
 
 
 def public_error(error: Exception) -> Exception:
-    """Returns the error to show for an error of JAX: where `jax_debug_nans` finds a NaN in a jitted
-    call, JAX raises an internal error, which `jax.jit` replaces by a FloatingPointError. An error
-    about rules in a shard_map gets a note with the cure."""
+    """Replaces JAX's internal error for a NaN that `jax_debug_nans` finds in a jitted call by a
+    FloatingPointError, as `jax.jit` does. Adds the cure to an error about rules in a shard_map."""
     has_note = _COMPILED in getattr(error, "__notes__", ())
     if "symbolic_zeros support with shard_map" in str(error) and not has_note:
         error.add_note(_COMPILED)
@@ -251,22 +250,21 @@ def public_error(error: Exception) -> Exception:
 
 @contextmanager
 def standing_for(source_info: Any) -> Iterator[None]:
-    """A context manager: operations bound in it have the scope and source line of an equation, in
-    place of the current ones."""
+    """A block whose operations have the scope and source line of an equation, instead of the
+    current scope and line."""
     with source_info_util.user_context(source_info.traceback, name_stack=source_info.name_stack):
         yield
 
 
 @contextmanager
 def at_own_lines() -> Iterator[None]:
-    """A context manager: operations bound in it keep their own source lines, where an enclosing
-    `standing_for` would replace them."""
+    """A block whose operations keep their own source lines, despite an enclosing `standing_for`."""
     with source_info_util.user_context(None, name_stack=source_info_util.current_name_stack()):
         yield
 
 
 def weak_as(array: Any, aval: Any) -> Any:
-    """Returns the array with a weak type if `aval` is weak, otherwise with a strong type."""
+    """Makes the type of an array weak if `aval` is weak, else strong."""
     if jax.typeof(array).weak_type == aval.weak_type:
         return array
     convert: Any = primitives.convert_element_type_p
@@ -274,8 +272,8 @@ def weak_as(array: Any, aval: Any) -> Any:
 
 
 def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[str, Any]:
-    """Returns the parameters of a jitted call with more operands and results. The new operands and
-    results have no sharding and no layout, and are not donated."""
+    """Returns the parameters of a jitted call with this many more operands and results, without
+    sharding, layout and donation."""
     unspecified = _CALL.params["in_shardings"][0]
     more = {
         "donated_invars": (False,) * operands,
@@ -288,10 +286,10 @@ def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[st
 
 
 def equation_context(source_info: Any, settings: Any) -> tuple[AbstractContextManager[None], ...]:
-    """Returns two context managers: an operation that is bound inside both has the source line and
-    settings of an equation, and its scope below the current scope.
+    """Returns two context managers: an operation inside both has the source line and settings of
+    an equation, and its scope below the current scope.
 
-    `settings` is None for an operation that was recorded as it ran: the current settings stay.
+    `settings`: None for an operation that was recorded when it ran: the current settings stay.
     """
     stack = source_info_util.current_name_stack() + source_info.name_stack
     scope = source_info_util.user_context(source_info.traceback, name_stack=stack)
@@ -299,8 +297,8 @@ def equation_context(source_info: Any, settings: Any) -> tuple[AbstractContextMa
 
 
 def in_mesh_of(shard_map: Mapping[str, Any], run: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that calls `run` while JAX traces a `jax.shard_map` with these parameters:
-    the names of axes are defined there, and types say over which axes values vary."""
+    """Returns a function that calls `run` while JAX traces a `jax.shard_map` with these parameters,
+    in which axis names are defined, and types say over which axes values vary."""
 
     def body() -> tuple[()]:
         run()
@@ -319,7 +317,7 @@ def in_mesh_of(shard_map: Mapping[str, Any], run: Callable[[], None]) -> Callabl
 def abstract_eval(
     primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]
 ) -> list[Any] | None:
-    """Returns the result types of a primitive by JAX's typing rule; None if it has no rule."""
+    """The result types of a primitive by JAX's typing rule; None if there is no rule."""
     try:
         out = primitive.abstract_eval(*avals, **params)
     except NotImplementedError:
@@ -331,7 +329,7 @@ def abstract_eval(
 # The parameters of a call of `jax.jit` without options, except the program.
 _PLAIN_JIT = {name: value for name, value in _CALL.params.items() if name != "jaxpr"}
 
-# Returns the parameters of a jitted call, except the program.
+# The parameters of a jitted call, except the program.
 jit_settings: Callable[[Mapping[str, Any]], tuple[Any, ...]] = operator.itemgetter(*_PLAIN_JIT)
 
 # These parameters do not affect the results of a program.
@@ -339,8 +337,8 @@ _ANY = frozenset({"name", "inline", "keep_unused", "donated_invars"})
 
 
 def is_plain_jit(params: Mapping[str, Any]) -> bool:
-    """Whether a jitted call has no shardings, layouts, meshes or compiler options, so that jitting
-    its program again gives the same call."""
+    """Whether jitting the program again gives the same call: the call has no shardings, layouts,
+    meshes or compiler options."""
     for name, usual in _PLAIN_JIT.items():
         value = params[name]
         if name in _ANY or value == usual:
@@ -351,6 +349,6 @@ def is_plain_jit(params: Mapping[str, Any]) -> bool:
 
 
 def runs_compiled(primitive: Any) -> bool:
-    """Whether JAX, outside of all transformations, runs a primitive by compiling it alone."""
+    """Whether JAX, outside of all transformations, compiles the primitive alone."""
     usual = getattr(primitives.mul_p.impl, "func", None)
     return usual is not None and getattr(primitive.impl, "func", None) is usual

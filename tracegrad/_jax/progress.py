@@ -16,10 +16,10 @@ DELAY = 2.0  # seconds of work before there is a bar
 
 @contextmanager
 def progress(name: str, steps: int) -> Iterator[Callable[[str], None]]:
-    """A context manager for work of `steps` steps; call the yielded function when a step begins.
+    """A block for work of `steps` steps; call the yielded function when a step begins.
 
     The bar appears with the first step that begins after `DELAY`, and ends with the block. There is
-    no bar if tqdm is not installed, or if there is neither a terminal nor a notebook.
+    no bar without tqdm, and outside of terminals and notebooks.
     """
     since, done = time.monotonic() if sys.stderr else math.inf, -1
     bar: Any = None
@@ -41,10 +41,10 @@ def progress(name: str, steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def _bar(text: str, done: int, steps: int) -> Any:
-    """Makes a bar; returns None if tqdm is not installed."""
+    """None if tqdm is not installed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a notebook without ipywidgets: it has no bar then
+            warnings.simplefilter("ignore")  # a notebook without ipywidgets has no bar
             kind = importlib.import_module("tqdm.auto").tqdm
     except ImportError:
         return None

@@ -1,4 +1,4 @@
-"""Where in the user's code an equation comes from: frames, scopes and names."""
+"""The origin of an equation in the user's code: frames, scopes and names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tracegrad._jax.compat import opened
 
 
 def frames(source_info: Any) -> Sequence[Any]:
-    """Returns the Python frames that bound an equation, innermost first.
+    """The Python frames that bound an equation, innermost first.
 
-    Each has ``file_name``, ``function_name`` (qualified), ``function_start_line`` and ``line_num``.
+    A frame has ``file_name``, ``function_name`` (qualified), ``function_start_line``, ``line_num``.
     """
     traceback = source_info.traceback
     return () if traceback is None else tuple(traceback.frames)
 
 
 def inside_call(call: Any, source_info: Any, *, has_line: bool) -> Any:
-    """Returns the source info of an equation after its call was inlined: inside the scopes of the
-    call. `has_line`: the equation keeps its own line; otherwise it gets the line of the call."""
+    """The source info of an equation after its call was inlined: inside the scopes of the call.
+    `has_line`: whether the equation keeps its own line instead of the line of the call."""
     return source_info.replace(
         traceback=(source_info if has_line else call).traceback,
         name_stack=call.name_stack + source_info.name_stack,
@@ -31,7 +31,7 @@ def inside_call(call: Any, source_info: Any, *, has_line: bool) -> Any:
 
 
 def common_scope(infos: Sequence[Any]) -> Any:
-    """Returns the scopes, from the outside in, that all of these source infos have in common."""
+    """The scopes, from the outside in, that all source infos have in common."""
     first, *others = [info.name_stack for info in infos]
     depth = len(first)
     for each in others:
@@ -41,7 +41,7 @@ def common_scope(infos: Sequence[Any]) -> Any:
 
 
 def below_scope(scope: Any, source_info: Any) -> Any:
-    """Returns the source info without the outermost scopes `scope`, which it has."""
+    """Removes the outermost scopes `scope`, which the source info has."""
     return source_info.replace(name_stack=source_info.name_stack[len(scope) :])
 
 
@@ -62,25 +62,25 @@ def tracing_apart(key: object) -> AbstractContextManager[Any]:
 
 
 def inside_scope(name: str, source_info: Any) -> Any:
-    """Returns the source info of an equation inside of one more named scope, the outermost."""
+    """Adds a named scope, the outermost."""
     stack = source_info_util.new_name_stack(name) + source_info.name_stack
     return source_info.replace(name_stack=stack)
 
 
 def frame_positions(source_info: Any) -> tuple[list[Any], list[int]]:
-    """Returns the code objects of the frames that bound an equation, and the offset of the current
-    instruction in each."""
+    """Returns (code objects, offsets of the current instructions) of the frames that bound an
+    equation."""
     traceback = source_info.traceback
     return ([], []) if traceback is None else traceback.raw_frames()
 
 
-# A name, and whether it is the name of a transformation; otherwise that of a named scope.
+# (name, whether the name is of a transformation, not of a named scope)
 Around = tuple[str, bool]
 
 
 def scopes_around(source_info: Any) -> tuple[Around, ...]:
-    """Returns the names in an equation's name stack, from the outside in: named scopes, and between
-    them the transformations that were applied to the equation."""
+    """The names in an equation's name stack, from the outside in: named scopes, and between them
+    the transformations that were applied to the equation."""
     return tuple((x.name, isinstance(x, _Transformation)) for x in source_info.name_stack.stack)
 
 
@@ -88,7 +88,7 @@ def scopes_around(source_info: Any) -> tuple[Around, ...]:
 _Transformation = type(source_info_util.new_name_stack().transform("jvp").stack[0])
 
 
-# Returns the traceback and the named scopes that an equation bound now would get.
+# The traceback and the named scopes for an equation that is bound now.
 current_source_info: Callable[[], Any] = source_info_util.current
 
 
@@ -96,7 +96,7 @@ class TracedFrom(NamedTuple):
     """The Python function that a program was traced from.
 
     `name` and `source` identify the function (``relu at /usr/lib/.../functions.py:71``).
-    `arguments` has a name with its pytree path (``params['w']``) for each input; () if unknown.
+    `arguments` has the name and pytree path (``params['w']``) of each input; () if unknown.
     """
 
     name: str
@@ -105,7 +105,6 @@ class TracedFrom(NamedTuple):
 
 
 def traced_from(program: Any) -> TracedFrom:
-    """Returns the function that a program was traced from."""
     info = opened(program).debug_info
     arguments = tuple(str(name) for name in info.arg_names or ())
     return TracedFrom(str(info.func_name), str(info.func_src_info or ""), arguments)

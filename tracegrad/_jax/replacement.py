@@ -1,4 +1,4 @@
-"""Replaces functions and settings of the process, and restores them after the last user."""
+"""Replaces functions and settings of the process; restores the originals after the last user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 # The module or class that owns the function, the name of the function, and a callable that takes
 # the original and returns the replacement. If a class inherits the function, the replacement is
 # set on the class itself. Descriptors, such as slots of a class, count as functions.
-Place = tuple[Any, str, Callable[[Function], Any]]
+ReplacedPlace = tuple[Any, str, Callable[[Function], Any]]
 
 _INHERITED: Any = object()
 
@@ -21,8 +21,8 @@ _INHERITED: Any = object()
 class Replacement:
     """Replaces functions of modules and classes, and counts the users of the replacements.
 
-    All threads see a replacement, so it has to behave as the original on threads that did not ask
-    for it. Code that imported the original by name still calls the original. If two users replace
+    All threads see a replacement, so it has to behave like the original on threads that are no
+    users. Code that imported the original by name still calls the original. If two users replace
     the same function, the first replacement stays. After the last user, all originals are back.
     """
 
@@ -32,17 +32,17 @@ class Replacement:
         self._originals: dict[tuple[Any, str], Function] = {}
 
     @contextmanager
-    def in_place(self, places: Iterable[Place]) -> Iterator[None]:
-        """Keeps the replacements in place during a `with` block."""
+    def in_place(self, places: Iterable[ReplacedPlace]) -> Iterator[None]:
+        """A block with the replacements."""
         self.put(places)
         try:
             yield
         finally:
             self.put_back()
 
-    def put(self, places: Iterable[Place]) -> None:
-        """Replaces the functions, and counts one more user, who has to call `put_back` once. If a
-        replacement cannot be made, nothing is replaced, and no user is counted."""
+    def put(self, places: Iterable[ReplacedPlace]) -> None:
+        """Counts one more user, who has to call `put_back` once. If making a replacement raises,
+        nothing is replaced, and no user is counted."""
         with self._lock:
             originals: dict[tuple[Any, str], Function] = {}
             new: dict[tuple[Any, str], Function] = {}
@@ -56,7 +56,7 @@ class Replacement:
             self._user_count += 1
 
     def put_back(self) -> None:
-        """Counts one user less, and restores the originals after the last user."""
+        """Counts one user less."""
         with self._lock:
             self._user_count -= 1
             if not self._user_count:
@@ -90,7 +90,7 @@ class Settings:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Keeps the settings in place during a `with` block."""
+        """A block with the settings."""
         with self._lock:
             if not self._user_count:
                 before = {name: getattr(jax.config, name) for name in self._values}

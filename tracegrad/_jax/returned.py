@@ -1,10 +1,10 @@
-"""Finds the inputs for which custom rules return a gradient, and not None.
+"""Finds the inputs for which custom rules return a gradient, not None.
 
-JAX turns a None of a rule into a symbolic zero, and passes it on to the inputs of the callers:
-through `jax.jit`, `jax.vmap`, `jax.checkpoint`, branches and `jax.shard_map` (a loop makes an array
-of zeros of it). In the traced program a symbolic zero looks like any array of zeros, so it must be
-observed while JAX differentiates. The observer is a *witness*: an identity function around each
-input, with a VJP rule that is told about symbolic zeros.
+JAX turns a None of a rule into a symbolic zero, and passes the symbolic zero on to the inputs of
+the callers: through `jax.jit`, `jax.vmap`, `jax.checkpoint`, branches and `jax.shard_map` (a loop
+makes an array of zeros). In the traced program a symbolic zero looks like any array of zeros, so a
+*witness* observes it while JAX differentiates: an identity function around each input, with a VJP
+rule that gets symbolic zeros.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def returned_gradients(
     """Returns the inputs whose cotangents are not symbolic zeros in a VJP of a function.
 
     Args:
-      run: the function, from a list of arrays to a list of arrays; it is traced.
+      run: the function, from a list of arrays to a list of arrays, to be traced.
       avals: the types of its inputs.
       active: the positions of the inputs that are differentiated.
       outputs: the positions of the results that have cotangents; the other results have symbolic
         zeros.
 
-    Raises the error of JAX if JAX cannot differentiate the function.
+    Raises JAX's error if JAX cannot differentiate the function.
     """
     met: set[int] = set()
 
@@ -51,8 +51,8 @@ def returned_gradients(
 
 
 def with_witnesses(values: Sequence[Any], first: int, met: set[int]) -> list[Any]:
-    """Returns the values with witnesses. When they are differentiated, the positions of values that
-    have a cotangent are added to `met`, counted from `first`."""
+    """Puts witnesses around the values. When the values are differentiated, the witnesses add to
+    `met` the positions of values that have a cotangent, counted from `first`."""
     return [
         _with_witness(value, i, met) if has_gradient(value) else value
         for i, value in enumerate(values, first)
@@ -70,9 +70,9 @@ def _with_witness(value: Any, position: int, met: set[int]) -> Any:
 
 
 def with_gates(results: Sequence[Any], given: Collection[int]) -> list[Any]:
-    """Returns the results with gates. In the reverse pass, a gate passes a cotangent on if the
-    position of the result is in `given` at that time; otherwise the gate makes a symbolic zero of
-    the cotangent, as JAX does for results that it does not differentiate."""
+    """Puts gates around the results. In the reverse pass, a gate passes a cotangent on if the
+    position of the result is in `given` at that time; else the gate returns a symbolic zero, like
+    JAX for a result that is not differentiated."""
 
     def gated(result: Any, position: int) -> Any:
         return with_cotangent(lambda ct: ct if position in given else None, "gated")(result)
@@ -83,7 +83,7 @@ def with_gates(results: Sequence[Any], given: Collection[int]) -> list[Any]:
 def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> set[int]:
     """Returns the results whose tangents are not symbolic zeros in a JVP of a function.
 
-    Arguments and errors are those of `returned_gradients`.
+    Arguments and errors: see `returned_gradients`.
     """
     met: set[int] = set()
 
@@ -104,7 +104,7 @@ def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> s
 
 
 def with_witness_of_tangent(value: Any, told: Callable[[], object]) -> Any:
-    """Returns the value with a witness, which calls `told` if the value has a tangent that is not a
+    """Puts a witness around the value, which calls `told` if the value has a tangent that is no
     symbolic zero."""
 
     def tangent(_: Any, tangents: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 
 
 def rule_functions(wrapped: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-    """Returns the user's functions of a rule, and the pytree structures of its arguments; None for
-    the latter in other than the plain form, for example with ``nondiff_argnums``."""
+    """Returns (the user's functions of a rule, the pytree structures of its arguments). The
+    structures are None in other than the plain form, for example with ``nondiff_argnums``."""
     functions = tuple(fun.f for fun in wrapped)
     if any(len(fun.transforms) != 1 for fun in wrapped):
         return functions, None
@@ -22,15 +22,15 @@ def rule_functions(wrapped: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
 
 
 def users_function(wrapped: Any) -> Any:
-    """Returns the user's backward function of a VJP, or the user's JVP rule, given the function
-    that is in a program: JAX's functions there close over the wrapped function of the rule."""
+    """Returns the user's backward function of a VJP, or the user's JVP rule. `wrapped`: the
+    function in a program; JAX's functions there close over the wrapped function of the rule."""
     inner = _wrapped_inside(wrapped.f)
     return wrapped.f if inner is None else users_function(inner)
 
 
 def _wrapped_inside(function: Any, depth: int = 3) -> Any:
-    """Returns the wrapped function that a function of JAX closes over; None if there is none, or
-    the function is not JAX's."""
+    """The wrapped function that a function of JAX closes over, if any; None for a function that is
+    not JAX's."""
     if depth and str(getattr(function, "__module__", "")).startswith("jax._src"):
         for content in map(cell_content, getattr(function, "__closure__", None) or ()):
             inner = content if hasattr(content, "transforms") else None
@@ -42,12 +42,11 @@ def _wrapped_inside(function: Any, depth: int = 3) -> Any:
 
 
 def count_closed_over(params: Mapping[str, Any]) -> int:
-    """Returns how many of the first operands of a function with a custom rule are values that the
-    function closes over.
+    """Counts the leading operands of a function with a custom rule that are closed-over values.
 
     JAX's own number, `num_consts`, counts only the values since the function was last bound. If a
     `jax.custom_vjp` is bound again from a program, the values that it closed over before are
-    arguments of the new one, but JAX still refuses to differentiate with respect to them.
+    arguments of the new function, but JAX still refuses to differentiate with respect to them.
     """
     count = int(params.get("num_consts", 0))
     pending: list[Any] = [params.get("fwd_jaxpr_thunk")]
@@ -71,7 +70,7 @@ _MOST_INSIDE = 256  # the most nested functions of JAX to look at
 
 
 def cell_content(cell: Any) -> Any:
-    """Returns the value of a closure's cell; None before the first assignment."""
+    """None before the first assignment."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -79,23 +78,23 @@ def cell_content(cell: Any) -> Any:
 
 
 def result_trees(wrapped: Any) -> tuple[Any, ...]:
-    """Returns what a run of a wrapped function has stored about the structure of its results."""
+    """The structures of results that a run of the function has stored."""
     return tuple(store and SimpleNamespace(val=store.val) for store in wrapped.stores)
 
 
 def leave_result_trees(wrapped: Any, trees: tuple[Any, ...]) -> None:
-    """Stores the structures `trees` for the caller, as a run of the function would."""
+    """Stores `trees` for the caller, as a run of the function would."""
     wrapped.populate_stores(trees)
 
 
 def forget_result_trees(wrapped: Any) -> None:
-    """Empties the stores, as if the function had not been run."""
+    """Empties the stores, as if the function had not run."""
     for store in filter(None, wrapped.stores):
         store.reset()
 
 
 def has_run(wrapped: Any) -> bool:
-    """Whether a run of a wrapped function has stored the structure of its results."""
+    """A run of the function has stored the structure of its results."""
     for store in filter(None, wrapped.stores):
         try:
             if store.val is not None:

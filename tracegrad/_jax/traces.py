@@ -16,7 +16,7 @@ T = TypeVar("T")
 # `current_trace(None)` returns the current trace, which processes the primitives bound now.
 current_trace: Callable[[None], Any] = jex.find_top_trace
 
-# The errors that JAX raises if code needs the concrete value of a tracer (``if x > 0``).
+# JAX's errors for code that needs the concrete value of a tracer (``if x > 0``).
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -24,12 +24,12 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 
-# A context manager: the given trace processes the primitives bound inside it.
+# A context manager: the trace processes the primitives that are bound inside.
 set_current_trace: Callable[[Any], AbstractContextManager[None]] = jex.set_current_trace
 
 
 def in_a_new_thread(fun: Callable[[], T]) -> T:
-    """Calls `fun` in a new thread, where no JAX trace and no mesh of the caller is active."""
+    """Calls `fun` without the JAX traces and the mesh of the caller."""
     with ThreadPoolExecutor(max_workers=1) as threads:
         return threads.submit(fun).result()
 
@@ -53,25 +53,24 @@ TopLevelTrace = type(_TOP_LEVEL)
 
 
 def at_top_level() -> AbstractContextManager[None]:
-    """A context manager: operations on arrays inside it run immediately, outside all
-    transformations and tapes. (`jax.ensure_compile_time_eval` keeps operations out of jaxprs, but
-    not off tapes.)"""
+    """A block whose operations run immediately, outside of all transformations and tapes.
+    (`jax.ensure_compile_time_eval` keeps operations out of jaxprs, but not off tapes.)"""
     return set_current_trace(_TOP_LEVEL)
 
 
 def is_top_level() -> bool:
-    """Whether no transformation is active, so that primitives bound now run immediately."""
+    """Whether primitives that are bound now run immediately: no transformation is active."""
     return isinstance(current_trace(None), TopLevelTrace)
 
 
 def under_jit() -> bool:
-    """Whether primitives bound now become part of a program that an enclosing jit compiles."""
+    """Whether primitives that are bound now become part of a program that an outer jit compiles."""
     under: Callable[[], bool] = getattr(jex, "unsafe_am_i_under_a_jit_DO_NOT_USE")  # noqa: B009
     return under()
 
 
 def staging_trace() -> Any:
-    """Returns the innermost active trace that builds a jaxpr; None if there is none."""
+    """The innermost active trace that builds a jaxpr; None if there is none."""
     trace = current_trace(None)
     while trace is not None and not isinstance(trace, StagingTrace):
         trace = getattr(trace, "parent_trace", None)
@@ -79,12 +78,12 @@ def staging_trace() -> Any:
 
 
 def is_part_of_a_program() -> bool:
-    """Whether two or more jaxprs are being built, so that the inner one is part of the outer."""
+    """Whether a jaxpr is being built that is part of another jaxpr."""
     return sum(isinstance(trace, StagingTrace) for trace in outward(current_trace(None))) > 1
 
 
 def outward(trace: Any, until: Any = None) -> list[Any]:
-    """Lists `trace` and the traces around it, from the inside out; stops before `until`."""
+    """`trace` and the traces around it, from the inside out; stops before `until`."""
     found = []
     while trace is not None and trace is not until:
         found.append(trace)
@@ -93,34 +92,33 @@ def outward(trace: Any, until: Any = None) -> list[Any]:
 
 
 def is_of_a_custom_rule(trace: Any) -> bool:
-    """Whether `trace` traces a function of a `jax.custom_jvp` or `jax.custom_vjp`."""
+    """The trace traces a function of a `jax.custom_jvp` or `jax.custom_vjp`."""
     debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
     return str(getattr(debug_info, "traced_for", "")).startswith(("custom_jvp", "custom_vjp"))
 
 
 def current_trace_outside_of(kind: type) -> Any:
-    """Returns the innermost active trace that is not a `kind`; None if there is none."""
+    """The innermost active trace that is not a `kind`; None if there is none."""
     return next((t for t in outward(current_trace(None)) if not isinstance(t, kind)), None)
 
 
 def examples_at_once() -> int:
-    """Returns the number of examples that the enclosing `jax.vmap`s compute together."""
+    """The number of examples that the enclosing `jax.vmap`s compute together."""
     traces = outward(current_trace(None))
     return math.prod(trace.axis_data.size for trace in traces if hasattr(trace, "axis_data"))
 
 
 def trace_of(tracer: Any) -> Any:
-    """Returns the trace to which a tracer belongs."""
     return tracer._trace
 
 
 def primal_of(tracer: Any) -> Any:
-    """Returns the primal value of a tracer of a derivative; None for any other value."""
+    """The primal value of a tracer of a derivative; None for any other value."""
     return getattr(tracer, "primal", None)
 
 
 def mapped_of(tracer: Any) -> Any:
-    """Returns the array along which `jax.vmap` maps, given its tracer; None for any other value."""
+    """The array along which `jax.vmap` maps, for its tracer; None for any other value."""
     return tracer.val if hasattr(tracer, "batch_dim") else None
 
 
@@ -142,10 +140,10 @@ class _PlaceholderTrace(jax.core.Trace):
 
 
 class Placeholder(jax.core.Tracer):  # type: ignore[type-arg]
-    """A tracer with a type but no value. A program that uses it records it as a constant.
+    """A tracer with a type but no value. A program that uses the tracer has it as a constant.
 
     `check` is called whenever a primitive is bound to the placeholder, and whenever JAX reads
-    `_debug_info`; it may raise. `stands_for` is what the placeholder represents.
+    `_debug_info`; it may raise. `stands_for` is the object that the placeholder represents.
     """
 
     __slots__ = ("_check", "stands_for")

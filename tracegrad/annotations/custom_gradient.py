@@ -33,8 +33,8 @@ from tracegrad.annotations.variables import (
     take_variables_as_inputs,
 )
 from tracegrad.ir.wording import name_of
+from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tape.recorder import Recorder
-from tracegrad.tape.rules import Rule
 from tracegrad.variables.reading import Operands, Reads, ReadsOutside
 from tracegrad.variables.trees import without_variables
 
@@ -150,7 +150,7 @@ def custom_gradient(f: Any = None) -> Any:
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given, args = args, without_variables(args)
     trace = _jax.current_trace(None)
-    recorder = trace if isinstance(trace, Recorder) and trace.takes_rules else None
+    recorder = trace if isinstance(trace, Recorder) and trace.runs_rules_on_values else None
     if recorder is not None or isinstance(trace, _jax.TopLevelTrace):
         return _call_on_values(Reads(fun, given), fun, args, kwargs, recorder)
     return _call_traced(Operands(fun, given), fun, args, kwargs)
@@ -169,7 +169,7 @@ def _call_on_values(
         jnp.array(each) if isinstance(each, np.ndarray) else jnp.asarray(each)
         for each in call.arguments.chosen
     ]
-    begun = {} if recorder is None else recorder.before_rule()
+    begun = {} if recorder is None else recorder.count_entries()
     with reads.around():
         y, grad_fn = call.run(*arrays)
     variables = reads.trainable
@@ -198,8 +198,8 @@ def _call_on_values(
         y = _call_traced(None, function, inputs.combine(arrays), kwargs)
         return jax.tree.leaves(y)
 
-    rule = Rule(name_of(fun), traced, pull_back, "custom_gradient", call.name_captured)
-    return jax.tree.unflatten(tree, recorder.with_rule(rule, arrays, results, begun))
+    rule = RecordedRule(name_of(fun), traced, pull_back, "custom_gradient", call.name_captured)
+    return jax.tree.unflatten(tree, recorder.record_rule(rule, arrays, results, begun))
 
 
 def _call_traced(

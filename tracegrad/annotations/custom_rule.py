@@ -19,7 +19,7 @@ from tracegrad.annotations.variables import list_variables
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
 from tracegrad.rewriting.traced_gradients import OpenedProgram
-from tracegrad.tape.rules import MadeOf, tell_made_of
+from tracegrad.tape.recorded_rules import RuleParts, attach_parts
 from tracegrad.variables.parted import Parted
 from tracegrad.variables.paths import path_name
 from tracegrad.variables.reading import Operands
@@ -205,7 +205,7 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
 
     pullback = pullbacks[0]
     programs = () if isinstance(pullback, Exception) else (pullback.program.program,)
-    tell_made_of(backward, MadeOf((traced.program, *programs), on_tapes))
+    attach_parts(backward, RuleParts((traced.program, *programs), on_tapes))
     rule = jax.custom_vjp(take_users_name(call.fun, primal))
     # JAX tells a rule which operands are differentiated only with `symbolic_zeros`.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))

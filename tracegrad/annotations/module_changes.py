@@ -12,7 +12,7 @@ from typing import Any
 from tracegrad.ir.wording import described
 from tracegrad.variables.modules import Snapshot, Update
 from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.results import settled
+from tracegrad.variables.results import finish_result
 
 
 class ModuleChanges:
@@ -43,4 +43,4 @@ class ModuleChanges:
 
     def settle(self, result: Any, values: list[Any]) -> Any:
         """Assigns the new arrays, as they are outside of the trace, to the caller's modules."""
-        return settled(result, self._objects, self._updates, values, is_in_parts=False)
+        return finish_result(result, self._objects, self._updates, values, has_objects=False)

@@ -29,7 +29,7 @@ from tracegrad.ir.running import run_graph
 from tracegrad.ir.wording import code_of, described
 from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays
 from tracegrad.rewriting.overriding import overriding, require_gradient_function, with_gradient
-from tracegrad.tracing.in_force import Force, in_force
+from tracegrad.tracing.in_force import RuleSet, in_force
 from tracegrad.variables.overriding import OverridingTrace
 
 _forget_compiled: Callable[[], None] = jax.clear_caches
@@ -164,8 +164,8 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
         return
     named = {name: _Registered.now(gradient) for name, gradient in overrides.items()}
     rules = [_make_override_rule(name, grad) for name, grad in named.items()]
-    force = Force(rules, everywhere=True, key=("overrides", frozenset(named.items())))
-    trace = _Overrides(_jax.current_trace(None), named, force)
+    rule_set = RuleSet(rules, acts_everywhere=True, key=("overrides", frozenset(named.items())))
+    trace = _Overrides(_jax.current_trace(None), named, rule_set)
     trace.begin()
     try:
         yield
@@ -251,17 +251,17 @@ class _Overrides(OverridingTrace):
     """The trace of a block. The trace applies the block's rules to each operation, as to a program
     of one operation, and binds the result in its parent trace."""
 
-    def __init__(self, parent: Any, overrides: Mapping[str, _Registered], force: Force):
+    def __init__(self, parent: Any, overrides: Mapping[str, _Registered], rule_set: RuleSet):
         super().__init__(parent)
         self._overrides = overrides
-        self.force = force
+        self.rule_set = rule_set
         self._differentiated = _times_differentiated()
         self._block = ExitStack()
         self._is_over = False
 
     def begin(self) -> None:
         self._block.enter_context(self.in_place())
-        self._block.enter_context(in_force(self.force))
+        self._block.enter_context(in_force(self.rule_set))
 
     def end(self) -> None:
         """Ends the block. If an inner block or tape is still open, raises RuntimeError, and the
@@ -333,11 +333,11 @@ class _Overrides(OverridingTrace):
         operation.
         """
         line = str(calling_line()) if name in self._overrides else ""  # for errors
-        key = "gradient_override_map", key, self.force.key, line
+        key = "gradient_override_map", key, self.rule_set.key, line
         known: tuple[Any, Callable[..., list[Any]] | None] | None = PROGRAMS.get(key)
         if known is None:
             original = edited = graph_of(trace())
-            for rule in self.force.rules:
+            for rule in self.rule_set.rules:
                 edited = rule(edited)
             run: Any = None if edited is original else functools.partial(_run_program, edited)
             if run is not None and name not in self._overrides:

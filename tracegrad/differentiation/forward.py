@@ -11,7 +11,7 @@ from tracegrad import _jax
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import function_name, graph
-from tracegrad.tracing.in_force import differentiating, under_rules
+from tracegrad.tracing.in_force import under_rules, without_editing
 from tracegrad.variables.parted import Parted
 from tracegrad.variables.statics import are_traced, is_none, name_of_leaf, with_statics
 from tracegrad.variables.trees import without_variables
@@ -67,7 +67,7 @@ def jvp(
         )
     primals, tangents = without_variables(tuple(primals)), tuple(tangents)
     edited = under_rules(fun, function_name(fun), forward=True)
-    with differentiating():
+    with without_editing():
         run = to_callable(with_forward_mode(graph(edited, *primals)))
     structure: Any
     given: Any
@@ -90,7 +90,7 @@ def jvp(
         return with_statics(outputs), aux
 
     starts, steps = parts.chosen, parts.of_chosen(directions)
-    with differentiating():
+    with without_editing():
         outputs, out_tangents, aux = _jax.jvp(along, (starts,), (steps,), has_aux=True)
     leaves, tree = jax.tree.flatten(out_tangents)  # leaves that are not arrays are in both results
     kept = zip(leaves, are_traced(leaves, tree), strict=True)

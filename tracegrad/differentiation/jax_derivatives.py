@@ -54,7 +54,7 @@ def _wrap_derivative(original: Callable[..., Any], forward: bool) -> Callable[..
         # The function that `equinox.filter_jvp` differentiates.
         if getattr(fun, "__qualname__", None) == "filter_jvp.<locals>._fn":
             edited = _separate_results_again(edited)
-        with in_force.differentiating():
+        with in_force.without_editing():
             return take(functools.wraps(fun, updated=())(edited))
 
     @functools.wraps(original)
@@ -78,14 +78,14 @@ def _wrap_derivative(original: Callable[..., Any], forward: bool) -> Callable[..
 
 @jax.tree_util.register_pytree_node_class
 class _Pullback:
-    """Calls the pullback of `jax.vjp` under `in_force.differentiating`. Otherwise rules would apply
+    """Calls the pullback of `jax.vjp` under `in_force.without_editing`. Otherwise rules would apply
     to functions that the backward passes of custom rules differentiate."""
 
     def __init__(self, pullback: Any):
         self.pullback = pullback
 
     def __call__(self, *cotangents: Any) -> Any:
-        with in_force.differentiating():
+        with in_force.without_editing():
             return self.pullback(*cotangents)
 
     def __getattr__(self, name: str) -> Any:

@@ -36,7 +36,7 @@ from tracegrad.variables.nnx_objects import (
     set_leaf,
 )
 from tracegrad.variables.parted import Parted
-from tracegrad.variables.statics import are_traced, settings
+from tracegrad.variables.statics import are_traced, equinox_settings
 
 # Maps the position of a leaf to the value that the function assigned: see `Partition.call`.
 Assigned = dict[int, Any]
@@ -60,7 +60,7 @@ class Argument(Parted):
 
     @functools.cached_property
     def kinds(self) -> list[Kind]:
-        fixed = settings([type(leaf) for leaf in self.leaves], self.structure)
+        fixed = equinox_settings([type(leaf) for leaf in self.leaves], self.structure)
         return ["setting" if i in fixed else kind_of(leaf) for i, leaf in enumerate(self.leaves)]
 
     @functools.cached_property

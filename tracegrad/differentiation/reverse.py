@@ -30,7 +30,7 @@ from tracegrad.differentiation.smallest_cuts import explain_unconnected, smalles
 from tracegrad.differentiation.wrt import Wrt, partition
 from tracegrad.ir import Graph
 from tracegrad.tracing.graphs import function_name, graph
-from tracegrad.tracing.in_force import differentiating
+from tracegrad.tracing.in_force import without_editing
 from tracegrad.tracing.user_errors import explaining
 
 
@@ -182,7 +182,7 @@ def value_and_grad(
             scalar, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
         leaves = call.leaves
-        with explaining(), differentiating():
+        with explaining(), without_editing():
             given, results = call_with_slices(run, leaves) if sparse else run(leaves)
         if unconnected != "zero":
             (results,) = _mark_unconnected(call, scalar, unconnected, [results])
@@ -249,7 +249,7 @@ def jacobian(
         flat = call.of_leaves(lambda outcome: flat_outputs(fun, outcome, has_aux, shape_of_result))
         leaves = call.leaves
         if leaves:
-            with explaining(), differentiating():
+            with explaining(), without_editing():
                 rows, beside = _jax.jacobian_rows(
                     flat, leaves, holomorphic=holomorphic, allow_int=allow_int
                 )

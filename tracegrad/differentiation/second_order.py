@@ -25,7 +25,7 @@ from tracegrad.ir.wording import brief
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import function_name, graph
-from tracegrad.tracing.in_force import differentiating, under_rules
+from tracegrad.tracing.in_force import under_rules, without_editing
 
 
 def hessian(
@@ -77,7 +77,7 @@ def hessian(
 
         leaves = call.leaves
         rows = under_rules(first, function_name(fun), forward=True, paths=lambda: call.names)
-        with differentiating():
+        with without_editing():
             program = to_callable(with_forward_mode(graph(rows, leaves)))
             forward = _jax.jacfwd(program, has_aux=True, holomorphic=holomorphic)
             blocks, beside = forward(leaves)
@@ -166,11 +166,11 @@ def hvp(
 
     def gradient(leaves: list[Any]) -> Any:
         scalar = call.of_leaves(lambda outcome: scalar_result(fun, outcome))
-        with differentiating():
+        with without_editing():
             return _jax.grad(scalar, has_aux=True)(leaves)
 
     edited = under_rules(gradient, function_name(fun), forward=True, paths=lambda: call.names)
-    with differentiating():
+    with without_editing():
         _, product, beside = jvp(edited, (leaves,), (vector,), has_aux=True)
     call.settle(beside)
     return call.answer(product)

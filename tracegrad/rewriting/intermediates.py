@@ -26,10 +26,10 @@ from tracegrad.rewriting.edits import (
 )
 from tracegrad.rewriting.identities import perturbed
 from tracegrad.rewriting.marks import Marks, Shown
-from tracegrad.tracing.arguments import Call, TakingApart
-from tracegrad.tracing.callable import settle_call
+from tracegrad.tracing.arguments import CallPacker, PackedCall
+from tracegrad.tracing.callable import finish_call
 from tracegrad.tracing.graphs import function_name, graph_of_call
-from tracegrad.tracing.in_force import apply_in_force, differentiating, under_rules_already
+from tracegrad.tracing.in_force import apply_rules_in_force, under_rules_already, without_editing
 from tracegrad.tracing.tools import tool
 
 _REFUSED = (
@@ -164,12 +164,12 @@ def intermediate_gradients(
             f"{_type_text(value)}. Return the sum of the outputs, weighted by cotangents of your "
             "choice. With has_aux=True the function may return a pair of a scalar and anything"
         )
-    program = apply_in_force(program)
+    program = apply_rules_in_force(program)
     found = matches_of(where, program, missing_ok, marks)
     for match in found:
         refuse_references(program.region_of(match), match.nodes, match)
     tapped = behind_each(program, found, lambda match: perturbed, wanted=has_gradient, tapped=True)
-    call = TakingApart()(args, kwargs)
+    call = CallPacker()(args, kwargs)
 
     def to_result(graph: Graph) -> Callable[..., Any]:
         def result(taps: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -181,7 +181,7 @@ def intermediate_gradients(
     # The rules in force were applied here; the mark keeps enclosing code from applying them again.
     marked = under_rules_already(tapped.graph, to_result)
     zeros = [jnp.zeros(port.value.aval.shape, port.value.aval.dtype) for port in tapped.ins]
-    with differentiating():
+    with without_editing():
         try:
             cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
         except Exception as error:
@@ -189,7 +189,7 @@ def intermediate_gradients(
             if (place := _refused(marked, zeros, places)) is not None:
                 add_note(error, _REFUSED + str({place_of(m): m for m in found}[place]))
             raise
-    output = settle_call(program, call, results)
+    output = finish_call(program, call, results)
     by_match = [
         [ct for port, ct in zip(tapped.ins, cotangents, strict=True) if port.place == place]
         for place in map(place_of, found)
@@ -246,9 +246,9 @@ def _run_and_show(
     shown = [each for _, of in inside for each in of]
     matches = [*(each.at for each in shown), *outside]
     wide = shown_behind(program, list({place_of(match): match for match in matches}.values()))
-    call = TakingApart()(args, kwargs)
+    call = CallPacker()(args, kwargs)
     results = _run_program(wide.graph, call)
-    output = settle_call(program, call, results)
+    output = finish_call(program, call, results)
     further = results[len(program.outputs) :]
     pairs = list(zip(wide.outs, further, strict=True))
     led_out = [[v for port, v in pairs if port.place == place_of(match)] for match in matches]
@@ -282,7 +282,7 @@ def _is_float_scalar(aval: Any) -> bool:
     return is_array and aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
 
 
-def _run_program(program: Graph, call: Call, taps: Sequence[Any] = ()) -> list[Any]:
+def _run_program(program: Graph, call: PackedCall, taps: Sequence[Any] = ()) -> list[Any]:
     values = [variable.value for variable in program.variables]
     return run_graph(program, [*jax.tree.leaves((call.args, call.kwargs)), *values, *taps])
 

@@ -22,7 +22,7 @@ from tracegrad.ir.editing import behind_each
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.stretches import leaving, refuse_references
 from tracegrad.rewriting.edits import matches_of, place_name
-from tracegrad.tracing.in_force import Force, in_force
+from tracegrad.tracing.in_force import RuleSet, in_force
 
 # Parameters of a mark: `place` is the number of the match; `index` the number of the value among
 # the values that leave the match; `what` is `_VALUE`, `_COTANGENT` (the cotangent of a value),
@@ -81,7 +81,7 @@ class Marks:
         return f"{name}({self._where!r})"
 
     def trace(self, trace: Callable[[], Graph]) -> Graph:
-        with in_force(Force([self])):
+        with in_force(RuleSet([self])):
             return trace()
 
     def shown(self, program: Graph) -> list[tuple[str, list[Shown]]]:

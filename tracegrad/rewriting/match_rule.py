@@ -82,8 +82,8 @@ class MatchRule:
         matches = matches_of(self.where, graph, self.missing_ok, self)
         return self.edit(graph, matches) if matches else graph
 
-    def again(self, graph: Graph) -> Graph:
-        """Applies the rule to a graph that takes derivatives on which the rule has acted.
+    def apply_to_outer(self, graph: Graph) -> Graph:
+        """Applies the rule to a graph that takes derivatives to which the rule was applied.
 
         A rule for parameters acts on every gradient with respect to a parameter. In forward mode,
         the tangent of a gradient is the tangent of the gradient after the rule.

@@ -13,12 +13,18 @@ from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import code_name
 from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays, shows_arguments
-from tracegrad.tracing.arguments import Call, Indices, Names, TakingApart, resolve
+from tracegrad.tracing.arguments import (
+    ArgumentIndices,
+    ArgumentNames,
+    CallPacker,
+    PackedCall,
+    resolve_static,
+)
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, as_rules, trace_to_graph
-from tracegrad.tracing.in_force import traced_under
+from tracegrad.tracing.in_force import trace_under_rules
 from tracegrad.tracing.signatures import require_takes
-from tracegrad.tracing.user_errors import explain_rule, explained
+from tracegrad.tracing.user_errors import explain_error, explain_rule
 
 
 class RewrittenFunction:
@@ -36,21 +42,21 @@ class RewrittenFunction:
         self,
         fun: Callable[..., Any],
         rules: tuple[Rule, ...],
-        static_argnums: Indices,
-        static_argnames: Names,
+        static_argnums: ArgumentIndices,
+        static_argnames: ArgumentNames,
     ):
         functools.update_wrapper(self, fun, updated=())
         self.rules = rules
-        self._static = resolve(fun, static_argnums, static_argnames)
-        self._take = TakingApart(self._static)
-        self._earlier: dict[Any, Any] = {}  # see `traced_under`
+        self._static = resolve_static(fun, static_argnums, static_argnames)
+        self._pack = CallPacker(self._static)
+        self._earlier: dict[Any, Any] = {}  # see `trace_under_rules`
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """Returns the graph for arguments (arrays or `jax.ShapeDtypeStruct`s), after the rules."""
-        return self._trace_with_rules(self._take(args, kwargs))
+        return self._trace_with_rules(self._pack(args, kwargs))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        call = self._take(args, kwargs)
+        call = self._pack(args, kwargs)
         program = self._trace_with_rules(call)
         try:
             return call_traced(program, call)
@@ -58,7 +64,7 @@ class RewrittenFunction:
             explain_rule(error, lambda: program)
             raise
 
-    def _trace_with_rules(self, call: Call) -> Graph:
+    def _trace_with_rules(self, call: PackedCall) -> Graph:
         def trace() -> Graph:
             return trace_to_graph(self.__wrapped__, call, self._static)
 
@@ -70,9 +76,9 @@ class RewrittenFunction:
         except TypeError:
             signature = object()  # `trace` raises, and names the argument
         try:
-            return traced_under(self.rules, trace, self._earlier, signature)
+            return trace_under_rules(self.rules, trace, self._earlier, signature)
         except Exception as error:
-            raise explained(error)  # noqa: B904 (the same error)
+            raise explain_error(error)  # noqa: B904 (the same error)
 
     def __repr__(self) -> str:
         return f"<rewritten {self.__wrapped__!r}>"
@@ -82,8 +88,8 @@ def rewrite(
     fun: Callable[..., Any],
     rules: Rule | Sequence[Rule],
     *more: Never,
-    static_argnums: Indices = None,
-    static_argnames: Names = None,
+    static_argnums: ArgumentIndices = None,
+    static_argnames: ArgumentNames = None,
 ) -> RewrittenFunction:
     """Applies rules to the program of a function.
 

@@ -22,7 +22,7 @@ from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.variables.nnx_objects import is_module
-from tracegrad.variables.packed import unpacked
+from tracegrad.variables.packed import unpack_arguments
 from tracegrad.variables.statics import is_array
 from tracegrad.variables.variable import Variable
 
@@ -212,7 +212,7 @@ class Trees:
 def trees_of(traced: Graph, given: BoundSpecs, name: str) -> Trees:
     """Raises TypeError if a leaf cannot be written."""
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
-    arguments, _ = unpacked(*of_types(traced.in_tree, inputs))
+    arguments, _ = unpack_arguments(*of_types(traced.in_tree, inputs))
     result = of_types(traced.out_tree, traced.out_avals[: traced.result_count])
     _check_no_module(result, f"the result of {name}")
     found = Trees(dict(zip(given.specs, written_form(arguments))), written_form(result))

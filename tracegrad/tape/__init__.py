@@ -1,1 +1,1 @@
-"""Recording ordinary arrays into graphs, and gradients of what was recorded."""
+"""Records operations on ordinary arrays, and computes gradients through the records."""

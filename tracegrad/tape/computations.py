@@ -1,8 +1,8 @@
 """The computation of an operation: a function of arrays, and the programs compiled for it.
 
-Under a custom trace, JAX binds an operation slowly: it looks the compiled program up by all its
-parameters. It calls a jitted function that stays the same object fast. So a `Computation` has one
-jitted function, and one more for each way in which it is pulled back.
+Under a custom trace, JAX looks up the compiled program of an operation by all parameters, which is
+slow. JAX calls a jitted function fast if the function stays the same object. So a `Computation` has
+one jitted function, and one more for each way of pulling cotangents back.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tracegrad.differentiation.lookups import with_slices
 from tracegrad.ir import Graph
 from tracegrad.ir.dependence import of_each
 from tracegrad.ir.importer import graph_of
-from tracegrad.tape.derivatives import PullBack, next_forward, pull_back_at_operands
-from tracegrad.tracing.in_force import differentiating
+from tracegrad.tape.derivatives import PullBack, add_residuals, pull_back_at_operands
+from tracegrad.tracing.in_force import without_editing
 
 Fun = Callable[..., list[Any]]
 _numbers = itertools.count()
@@ -32,34 +32,34 @@ _numbers = itertools.count()
 class Computation:
     """A function of arrays, and the programs compiled for it.
 
-    No derived computation references the one that it was derived from. So a dropped function is
-    freed without the garbage collector.
+    A derived computation does not refer to its origin. So a dropped function is freed without the
+    garbage collector.
 
     Attributes:
       fun: ``(*operands) -> results``, to be traced.
       name: shown in messages and by profilers.
-      run: the function that is called: `fun` as compiled, or `fun` itself (the default).
-      pull_back: how the function is differentiated; default: by JAX's VJP at the operands.
-      primitive, params: those of the JAX operation; None and empty for a pull-back.
-      captured: the arrays that its programs close over. They are its first operands.
-      refused: maps the id of each array that a custom derivative in it closes over to the name of
-        the function with that derivative.
-      constants: how many leading operands are closed over by a custom rule.
-      saves: whether a tape runs its `forward` instead, which saves residuals.
-      is_run_once: whether a tape does so inside a traced function too: XLA would not merge two
-        equal loops, branches or calls of the host.
-      has_rules: whether a function in it has a custom derivative.
+      run: the function to call: the compiled `fun`, or `fun` itself (the default).
+      pull_back: pulls cotangents back; default: by JAX's VJP at the operands.
+      primitive, params: of the JAX operation; None and empty for a pull-back.
+      captured: the arrays that its programs close over: the first operands.
+      refused: maps the id of each array that a custom derivative closes over to the name of the
+        function with that derivative.
+      constants: how many leading operands a custom rule closes over.
+      saves: whether a tape runs `forward` instead, which saves residuals.
+      is_run_once: whether a tape runs `forward` inside a traced function too: XLA would not merge
+        two equal loops, branches or calls of the host.
+      has_rules: whether a function in its programs has a custom derivative.
       has_nones: whether such a derivative may return None for an operand.
       has_effects: whether it prints or calls the host.
       has_references: whether it uses a `jax.Ref`.
       is_simple: whether it closes over no arrays and has no effects.
       is_kept: whether it is cached for later calls; only then its pull-backs are compiled.
       called: ``(*operands) -> results`` without residuals; default: `fun`.
-      count, tree: how many results are not residuals, and their tree; None: no result is one.
-      before: how many results there were before the last order of residuals; 0: it saves none.
-      constant: the results that are constants to a derivative; see `next_forward`.
-      number: unique for the whole process; unlike an id, never reused.
-      derived: a cache of facts about it, and of computations derived from it.
+      count, tree: the number and the tree of the results that are not residuals; None: all results.
+      previous_count: see `add_residuals`; 0 without residuals.
+      constant_results: the results that are constants to a derivative; see `add_residuals`.
+      number: unique in the process; unlike an id, never reused.
+      derived: a cache of facts and of derived computations.
     """
 
     fun: Fun
@@ -83,8 +83,8 @@ class Computation:
     called: Any = None
     count: int | None = None
     tree: Any = None
-    before: int = 0
-    constant: frozenset[int] = frozenset()
+    previous_count: int = 0
+    constant_results: frozenset[int] = frozenset()
     number: int = field(default_factory=lambda: next(_numbers), init=False)
     derived: dict[Any, Any] = field(default_factory=dict, init=False)
 
@@ -97,35 +97,35 @@ class Computation:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it runs as one compiled program, whose results are always new arrays."""
+        """Whether it runs as one compiled program; then the results are always new arrays."""
         return self.run is not self.fun
 
     def forward(
-        self, groups: Sequence[tuple[int, ...]], operands: Sequence[Any], orders: int
+        self, active_groups: Sequence[tuple[int, ...]], operands: Sequence[Any], orders: int
     ) -> Computation:
         """Returns a computation that also returns the residuals of derivatives up to `orders`.
 
         Returns this computation if JAX cannot differentiate it; JAX's error is raised only when a
-        gradient is asked for. `groups`: as for `next_forward`.
+        gradient is asked for. `active_groups`: as for `add_residuals`.
         """
         has_types = self.primitive is _jax.JIT
-        key = groups, orders, None if has_types else tuple(map(_jax.type_key, operands))
+        key = active_groups, orders, None if has_types else tuple(map(_jax.type_key, operands))
         known: Computation | None = self.derived.get(key)
         if known is not None:
             return known
         types = list(map(jax.typeof, operands))
         found = self
         try:
-            with differentiating():
+            with without_editing():
                 for _ in range(orders):
-                    found = _forward(found, groups, types)
+                    found = _add_residuals(found, active_groups, types)
         except Exception:
             pass
         self.derived[key] = self if found is self else found
         return found
 
     def links(self, types: Sequence[Any]) -> Sequence[int]:
-        """For each result that is no residual, the mask of the operands connected to it."""
+        """For each result that is no residual, the mask of the connected operands."""
         key = Walk, tuple(types)
         known: Sequence[int] | None = self.derived.get(key)
         if known is None:
@@ -133,8 +133,7 @@ class Computation:
         return known
 
     def closed_over(self, operands: Sequence[Any]) -> Sequence[Any]:
-        """Returns the arrays that it closes over without having them as operands: a custom rule
-        that it runs may close over some."""
+        """The arrays that are no operands but that a custom rule in its programs closes over."""
         key = "closed over", *map(_jax.type_key, operands)
         known: Sequence[Any] | None = self.derived.get(key)
         if known is None:
@@ -142,11 +141,11 @@ class Computation:
             known = self.derived[key] = _jax.program_facts(program).arrays
         return known
 
-    def require_forward(self, active: tuple[int, ...], operands: Sequence[Any]) -> None:
-        """Raises the reason why a computation with effects, which may not run again, has saved no
-        residuals."""
-        with differentiating():
-            _forward(self, (active,), list(map(jax.typeof, operands)))
+    def refuse_second_run(self, active: tuple[int, ...], operands: Sequence[Any]) -> None:
+        """Raises the error that says why a computation with effects has saved no residuals: to
+        differentiate it, it would have to run again."""
+        with without_editing():
+            _add_residuals(self, (active,), list(map(jax.typeof, operands)))
         raise NotImplementedError(
             f"{self.name} has effects, and ran where the tape could not save what its derivative "
             "needs (it uses a jax.Ref, or rules were in force): to differentiate it, it would have "
@@ -160,20 +159,20 @@ class Computation:
         """Returns the pull-back ``(*operands, *results, *cotangents) -> {position: cotangent}``.
 
         Args:
-          active: the operands whose cotangents are wanted; the positions are those in `active`.
+          active: the operands that get cotangents; `position` counts in `active`.
           given: the results that have a cotangent.
-          count: how many operands there are.
-          sparse: for each of `active`, whether its cotangent may be slices.
+          count: the number of operands.
+          sparse: for each active operand, whether its cotangent may be slices.
         """
         key = active, given, count, sparse
         known: Computation | None = self.derived.get(key)
         if known is None:
             pull_back = self.pull_back
             if self.has_rules and all(k < (self.count or k + 1) for k in given):
-                pull_back = _of_linked(self.called, pull_back, self.has_nones)
+                pull_back = _drop_unlinked(self.called, pull_back, self.has_nones)
             pull = _pull_function(pull_back, active, given, count)
             if any(sparse):
-                pull = _with_slices(pull, sparse)
+                pull = _pull_slices(pull, sparse)
             name = f"pull {self.name}"
             known = self.derived[key] = Computation(
                 pull,
@@ -196,12 +195,18 @@ def compiled(fun: Fun, name: str) -> Callable[..., Any]:
     return jax.jit(run)
 
 
-def _forward(
-    of: Computation, groups: Sequence[tuple[int, ...]], types: Sequence[Any]
+def _add_residuals(
+    of: Computation, active_groups: Sequence[tuple[int, ...]], types: Sequence[Any]
 ) -> Computation:
-    """Returns the forward of a computation, with residuals of one more order of derivative."""
-    fun, pull_back, count, tree, constant = next_forward(
-        of.fun, of.pull_back, of.before, groups, types, of.primitive is _jax.REMAT, of.has_rules
+    """Adds the residuals of one more order of derivative."""
+    fun, pull_back, count, tree, constant_results = add_residuals(
+        of.fun,
+        of.pull_back,
+        of.previous_count,
+        active_groups,
+        types,
+        of.primitive is _jax.REMAT,
+        of.has_rules,
     )
     return replace(
         of,
@@ -214,8 +219,8 @@ def _forward(
         has_effects=False,
         count=of.count or count,
         tree=of.tree or tree,
-        before=count,
-        constant=of.constant | constant,
+        previous_count=count,
+        constant_results=of.constant_results | constant_results,
     )
 
 
@@ -225,38 +230,37 @@ def _pull_function(
     def pull(*arrays: Any) -> dict[int, Any]:
         first = len(arrays) - len(given)
         cotangents = dict(zip(given, arrays[first:], strict=True))
-        with differentiating():
+        with without_editing():
             return pull_back(active, arrays[:count], arrays[count:first], cotangents)
 
     return pull
 
 
-def traced(called: Fun, types: Sequence[Any]) -> Graph:
-    """Traces a function to a graph, for operands of these types."""
+def trace_for_types(called: Fun, types: Sequence[Any]) -> Graph:
     return graph_of(jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types))
 
 
 def links_of(
     called: Fun, types: Sequence[Any], active: Collection[int] | None = None
 ) -> Sequence[int]:
-    """For each result of an operation, the mask of the active operands that are connected to it.
+    """For each result of an operation, the mask of the connected active operands.
 
     (JAX's derivative of a program does not tell whether a rule returned None for an operand.)
 
     Args:
-      active: the positions of the operands; default: all. A rule may refuse to be differentiated
-        with respect to others, and JAX cannot use the rule any more then.
+      active: the positions of the active operands; default: all operands. A rule may refuse to be
+        differentiated with respect to other operands, and after that JAX cannot use the rule.
     """
     chosen = [
         _jax.has_gradient(aval) and (active is None or i in active) for i, aval in enumerate(types)
     ]
-    with differentiating():
-        return Walk().region(traced(called, types), of_each(chosen))
+    with without_editing():
+        return Walk().region(trace_for_types(called, types), of_each(chosen))
 
 
-def _of_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
-    """Wraps a pull-back: it returns no cotangent for an operand for which custom VJPs return None
-    (`has_nones`: whether there are custom VJPs), but zeros if a custom JVP returns zeros."""
+def _drop_unlinked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
+    """Wraps a pull-back: drops the cotangent of an operand for which custom VJPs return None, and
+    adds zeros if a custom JVP returns zeros. `has_nones`: whether there are custom VJPs."""
 
     def linked_only(
         active: tuple[int, ...],
@@ -277,7 +281,7 @@ def _of_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
     return linked_only
 
 
-def _with_slices(pull: Callable[..., Any], sparse: tuple[bool, ...]) -> Callable[..., Any]:
+def _pull_slices(pull: Callable[..., Any], sparse: tuple[bool, ...]) -> Callable[..., Any]:
     """Wraps a pull-back: a cotangent that is zeros except in some rows becomes `IndexedSlices`.
 
     `sparse`: for each position, whether its cotangent may be slices.

@@ -1,7 +1,7 @@
-"""The reverse pass over a record: its entries are pulled back one by one, the last first.
+"""The reverse pass over a record: pulls cotangents back through its entries, the last entry first.
 
-Each pull-back is a computation that runs under the current recorder, so that outer tapes record it.
-Higher-order derivatives need nothing else.
+Each pull-back is a computation that runs under the current recorder, so outer tapes record it.
+Derivatives of higher order need nothing else.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tracegrad._jax.caches import Cache, cached
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_of_known
 from tracegrad.tape.computations import Computation, add_computation, compiled
-from tracegrad.tape.record import Entry, Record, on_the_way
+from tracegrad.tape.record import Entry, Record, entries_between
+from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import not_overridden
-from tracegrad.tape.rules import Rule
 from tracegrad.tape.under_rules import graph_of_entries, vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
 
-Path = Sequence[tuple[Entry, tuple[int, ...]]]
-# Takes the seeds of the targets; returns the cotangent of each source, or None if unconnected.
+RecordedPath = Sequence[tuple[Entry, tuple[int, ...]]]
+# ``seeds of the targets -> cotangents of the sources``; None for an unconnected source.
 Backward = Callable[[Sequence[Any]], list[Any]]
 
 
@@ -58,7 +58,7 @@ def _run_gradient(backward: Backward, seeds: Sequence[Any], targets: Sequence[An
 
 def _run_jacobian(backward: Backward, seeds: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
     (target,) = targets
-    cotangents_of = _mapped(lambda seed: backward([seed]), _basis(target.shape, target))
+    cotangents_of = _map_rows(lambda seed: backward([seed]), _basis(target.shape, target))
     return [
         None if ct is None else ct.reshape(*target.shape, *ct.shape[1:]) for ct in cotangents_of
     ]
@@ -69,8 +69,8 @@ def _run_batch_jacobian(
 ) -> list[Any]:
     (target,) = targets
     batch, *rest = target.shape
-    # One row of the basis seeds all examples at once: no example depends on another one.
-    cotangents_of = _mapped(
+    # One row of the basis seeds all examples at once: no example depends on another example.
+    cotangents_of = _map_rows(
         lambda row: backward([jnp.broadcast_to(row, target.shape)]), _basis(rest, target)
     )
     return [
@@ -79,7 +79,7 @@ def _run_batch_jacobian(
     ]
 
 
-def _mapped(fun: Callable[[Any], list[Any]], rows: Any) -> list[Any]:
+def _map_rows(fun: Callable[[Any], list[Any]], rows: Any) -> list[Any]:
     """Maps `fun` over the rows by `jax.vmap`; a result that is None stays None."""
     places: list[int] = []
     count = 0
@@ -97,7 +97,7 @@ def _mapped(fun: Callable[[Any], list[Any]], rows: Any) -> list[Any]:
 
 
 def _basis(shape: Sequence[int], like: Any) -> Any:
-    """Returns all arrays that are 1 at one element and 0 elsewhere, along a new first axis."""
+    """All arrays that are 1 at one element and 0 elsewhere, along a new first axis."""
     size = math.prod(shape)
     return _jax.varying_as(jnp.eye(size, dtype=like.dtype).reshape(size, *shape), like)
 
@@ -150,22 +150,22 @@ def cotangents(
       aggregate: adds the cotangents that reach one value; default: one after the other.
       gated: whether the cotangents of one operation's operands wait for one another.
     """
-    forces = rules_in_force()
-    rules = rules_for_recorded() if forces else ()
+    rule_sets = rules_in_force()
+    rules = rules_for_recorded() if rule_sets else ()
     is_plain = derivative is GRADIENT and not (rules or stopped or aggregate or gated)
     looks_inside = jax.config.jax_debug_nans or jax.config.jax_disable_jit
     if is_plain and not looks_inside and _jax.is_top_level():
-        pass_ = _pass_as_one(record, sources, targets, seeds)
+        pass_ = _get_compiled_pass(record, sources, targets, seeds)
         if pass_ is not None and (found := pass_(record.arrays, seeds)) is not None:
             return found
     arrays = list(record.arrays)
-    path = on_the_way(record, sources, targets, stopped, of_data=bool(rules))
+    path = entries_between(record, sources, targets, stopped, of_data=bool(rules))
     if rules:
         backward = vjp_under_rules(
             path, arrays, sources, targets, stopped, rules, record.variable_names
         )
     else:
-        tables = _tables(path, sources) if derivative.sparse else set[int]()
+        tables = _find_tables(path, sources) if derivative.sparse else set[int]()
 
         def backward(seeds: Sequence[Any]) -> list[Any]:
             found: dict[int, list[Any]] = {}
@@ -174,7 +174,7 @@ def cotangents(
             passing = _Pass(arrays, set(sources), stopped, tables, aggregate or _sum, gated)
             return passing.run(path, sources, found)
 
-    with not_overridden() if forces else nullcontext():
+    with not_overridden() if rule_sets else nullcontext():
         return derivative.run(backward, seeds, [arrays[slot] for slot in targets])
 
 
@@ -190,7 +190,6 @@ def run_here(computation: Computation, operands: Sequence[Any]) -> Any:
 
 
 def _sum(terms: Sequence[Any]) -> Any:
-    """Adds one term after the other."""
     total = terms[0]
     for term in terms[1:]:
         (total,) = run_here(add_computation, [total, term])
@@ -203,7 +202,7 @@ class _Pass:
 
     Attributes:
       arrays: the arrays of the record, by slot.
-      sources: slots whose cotangents are kept until the pass ends.
+      sources: slots whose cotangents are results of the pass.
       tables: slots whose cotangents may be `IndexedSlices`.
       stopped, aggregate, gated: as for `cotangents`.
     """
@@ -215,10 +214,12 @@ class _Pass:
     aggregate: Aggregation = _sum
     gated: bool = False
 
-    def run(self, path: Path, sources: Sequence[int], terms_of: dict[int, list[Any]]) -> list[Any]:
-        """Pulls the entries of a path back; returns the cotangents of `sources`, or None.
+    def run(
+        self, path: RecordedPath, sources: Sequence[int], terms_of: dict[int, list[Any]]
+    ) -> list[Any]:
+        """Pulls cotangents back along a path; returns those of `sources`, or None.
 
-        `terms_of`: the cotangents to add up, by slot. At first, it has the seeds of the targets.
+        `terms_of`: by slot, the cotangents to add up; at the start, the seeds of the targets.
         """
         for entry, active in reversed(path):
             of_results: dict[int, Any] = {}
@@ -230,10 +231,10 @@ class _Pass:
             if not of_results:
                 continue
             try:
-                results = self._pulled(entry, active, of_results)
+                results = self._pull_entry(entry, active, of_results)
             except Exception as error:
-                if not isinstance(entry.computation, Rule):
-                    _explain(error, entry, self.arrays)
+                if not isinstance(entry.computation, RecordedRule):
+                    _explain_error(error, entry, self.arrays)
                 raise
             if self.gated and results:
                 barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
@@ -245,15 +246,15 @@ class _Pass:
     def _total(self, terms_of: dict[int, list[Any]], slot: int) -> Any:
         terms = terms_of[slot]
         if len(terms) > 1:
-            if any(map(is_slices, terms)):  # put the slices of the lookup that ran first in front
+            if any(map(is_slices, terms)):  # slices come in the order of their lookups
                 terms = terms[::-1]
             terms_of[slot] = terms = [sum_of_known(terms, self.aggregate)]
         return terms[0]
 
-    def _pulled(
+    def _pull_entry(
         self, entry: Entry, active: tuple[int, ...], of_results: Mapping[int, Any]
     ) -> dict[int, Any]:
-        """Returns the cotangents of an entry's active operands, by position in `active`."""
+        """Maps positions in `active` to cotangents."""
         computation = entry.computation
         if self.tables and any(map(is_slices, of_results.values())):
             if _is_cast(entry) and entry.args[0] in self.tables:
@@ -262,14 +263,14 @@ class _Pass:
             of_results = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in of_results.items()}
         slots = [entry.args[i] for i in active]
         sparse = tuple([slot in self.tables for slot in slots])
-        if isinstance(computation, Rule):
+        if isinstance(computation, RecordedRule):
             flags = [slot in self.tables for slot in entry.args]
             of_inputs = computation.pull_back(
                 [of_results.get(k) for k in range(len(entry.results))], flags
             )
             return {k: of_inputs[i] for k, i in enumerate(active) if of_inputs[i] is not None}
         if computation.has_effects and computation.count is None:
-            computation.require_forward(active, [self.arrays[s] for s in entry.args])
+            computation.refuse_second_run(active, [self.arrays[s] for s in entry.args])
         pull = computation.pull(active, tuple(of_results), len(entry.args), sparse)
         needed = map(self.arrays.__getitem__, entry.needed)
         return dict(run_here(pull, [*needed, *of_results.values()]))
@@ -277,19 +278,18 @@ class _Pass:
 
 # ----------------------------------------------------------------------- compiling frequent passes
 
-# Launching the program of an entry takes longer than running it. So a pass that has run this many
-# times is compiled as one program; compiling it earlier would cost more than it ever saves.
+# Launching the program of an entry takes longer than running the program. So a pass that has run
+# this many times is compiled as one program; compiling earlier would cost more than it ever saves.
 _OFTEN = 8
 _LONGEST = 512  # entries; XLA's compile time grows faster than linearly
-_times: Cache[int, int] = Cache(1 << 14)  # how many times a pass has run, by the hash of its key
-_as_one: Cache[Any, _AsOne] = Cache(128)
+_times: Cache[int, int] = Cache(1 << 14)  # by the hash of a pass's key: how often the pass has run
+_compiled_passes: Cache[Any, _CompiledPass] = Cache(128)
 
 
-def _pass_as_one(
+def _get_compiled_pass(
     record: Record, sources: Sequence[int], targets: Sequence[int], seeds: Sequence[Any]
-) -> _AsOne | None:
-    """Returns the compiled program of a pass over a record; None if the pass has not run often
-    enough, or cannot be compiled."""
+) -> _CompiledPass | None:
+    """None if the pass has not run often enough, or cannot be compiled."""
     key = (
         tuple([(e.computation.number, e.args, e.results) for e in record.entries]),
         tuple(record.without_gradient),
@@ -297,35 +297,37 @@ def _pass_as_one(
         targets,
         tuple([seed is None for seed in seeds]),
     )
-    known = _as_one.get(key)
+    known = _compiled_passes.get(key)
     if known is not None:
         return known
     times = _times[hash(key)] = _times.put(hash(key), 0) + 1
     if times % _OFTEN or len(record.entries) > _LONGEST:
         return None
-    path = on_the_way(record, sources, targets)
-    if not all(_may_be_part(entry.computation) for entry, _ in path):
+    path = entries_between(record, sources, targets)
+    if not all(_may_be_compiled(entry.computation) for entry, _ in path):
         return None
-    found = _AsOne(path, sources, targets, key)
-    return _as_one.put(key, found)
+    found = _CompiledPass(path, sources, targets, key)
+    return _compiled_passes.put(key, found)
 
 
-def _may_be_part(computation: Computation | Rule) -> bool:
+def _may_be_compiled(computation: Computation | RecordedRule) -> bool:
     """Whether a cached program may contain the pull-back of a computation."""
-    if isinstance(computation, Rule):
+    if isinstance(computation, RecordedRule):
         return False
     return computation.is_kept and not computation.has_effects
 
 
-class _AsOne:
+class _CompiledPass:
     """The pass over a path as one compiled program.
 
-    It references the computations of the path weakly, and leaves the cache when the first of them
-    is freed. A record that uses the program holds all of them.
+    It refers to the computations of the path weakly, and leaves the cache when the first of these
+    is freed. A record that uses the program keeps all of them alive.
     """
 
-    def __init__(self, path: Path, sources: Sequence[int], targets: Sequence[int], key: Any):
-        def forget(_: Any, programs: Cache[Any, _AsOne] = _as_one) -> None:
+    def __init__(
+        self, path: RecordedPath, sources: Sequence[int], targets: Sequence[int], key: Any
+    ):
+        def forget(_: Any, programs: Cache[Any, _CompiledPass] = _compiled_passes) -> None:
             programs.pop(key, None)
 
         refs = {entry.computation: weakref.ref(entry.computation, forget) for entry, _ in path}
@@ -347,7 +349,7 @@ class _AsOne:
         self._run = jax.jit(backward)
 
     def __call__(self, arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any] | None:
-        """Returns the cotangents of the sources; None if the arrays are on different devices."""
+        """None if the arrays are on different devices."""
         operands = [arrays[slot] for slot in self._needed]
         try:
             found: list[Any] = self._run(operands, seeds)
@@ -359,13 +361,13 @@ class _AsOne:
 
 
 def _are_on_different_devices(arrays: Sequence[Any]) -> bool:
-    """Whether arrays are committed to different devices: JAX compiles no program for them."""
+    """JAX compiles no program for arrays that are committed to different devices."""
     committed = [array for array in arrays if getattr(array, "committed", False)]
     return len({frozenset(array.sharding.device_set) for array in committed}) > 1
 
 
-def _tables(path: Path, sources: Sequence[int]) -> set[int]:
-    """Returns the slots whose cotangents may be slices: sources, and casts and copies of them."""
+def _find_tables(path: RecordedPath, sources: Sequence[int]) -> set[int]:
+    """The slots whose cotangents may be slices: sources, and casts and copies of sources."""
     tables = set(sources)
     for entry, _ in path:
         if _is_cast(entry) and entry.args[0] in tables:
@@ -378,8 +380,10 @@ def _is_cast(entry: Entry) -> bool:
     return primitive is not None and primitive.name in ("convert_element_type", "copy")
 
 
-def _explain(error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]) -> None:
-    """Adds to an error the user's line of the operation that failed, and what to do."""
+def _explain_error(
+    error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]
+) -> None:
+    """Adds to an error the user's line of the operation that failed, and the cure."""
     graph = whole = graph_of_entries([entry], arrays, ()).graph
     if len(graph.nodes) != 1:  # a pull-back, in which several operations run
         computation = cast(Computation, entry.computation)

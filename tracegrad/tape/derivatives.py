@@ -1,4 +1,4 @@
-"""How JAX differentiates one computation of a tape: from its operands, or from saved residuals."""
+"""Differentiates one computation of a tape by JAX: from its operands, or from saved residuals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tracegrad.ir.dependence import (
 )
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import run_graph
-from tracegrad.tape.effects import silenced
+from tracegrad.tape.effects import silence
 
 Fun = Callable[..., list[Any]]
 # ``(active, operands, results, given) -> cotangents``: `active` has the positions of the operands
-# to differentiate, `given` the cotangents of some results by position. The cotangents that it
-# returns are by position in `active`.
+# to differentiate, `given` maps positions of results to their cotangents. The returned dict maps
+# positions in `active` to cotangents.
 PullBack = Callable[
     [tuple[int, ...], Sequence[Any], Sequence[Any], Mapping[int, Any]], dict[int, Any]
 ]
@@ -37,7 +37,7 @@ PullBack = Callable[
 def pull_back_at_operands(
     fun: Fun, is_whole: bool = False, has_references: bool = False
 ) -> PullBack:
-    """Returns a pull-back by a VJP at the operands: it needs no residuals, but XLA computes a few
+    """Returns a pull-back by a VJP at the operands. It needs no residuals, but XLA computes a few
     operations again.
 
     Args:
@@ -66,16 +66,16 @@ def pull_back_at_operands(
         given: Mapping[int, Any],
     ) -> dict[int, Any]:
         try:
-            _, derivative = _linearised(fun, operands, active)
+            _, derivative = _linearise(fun, operands, active)
         except NotImplementedError:  # an operation of `jax.experimental.hijax` that has only a VJP
             return by_vjp(active, operands, results, given)
         types = [jax.typeof(operands[i]) for i in active]
-        return transposed(derivative, types, given, is_whole)
+        return transpose_derivative(derivative, types, given, is_whole)
 
     return pull_back
 
 
-def _linearised(fun: Fun, operands: Sequence[Any], active: Sequence[int]) -> tuple[Any, Any]:
+def _linearise(fun: Fun, operands: Sequence[Any], active: Sequence[int]) -> tuple[Any, Any]:
     along = _jax.of_some(lambda values: fun(*values), operands, active)
     results, derivative = _jax.linearize(
         lambda *moving: jax.tree.leaves(along(*moving)), *(operands[i] for i in active)
@@ -83,13 +83,13 @@ def _linearised(fun: Fun, operands: Sequence[Any], active: Sequence[int]) -> tup
     return results, derivative
 
 
-def transposed(
+def transpose_derivative(
     derivative: Callable[..., Any],
     types: Sequence[Any],
     given: Mapping[int, Any],
     is_whole: bool = False,
 ) -> dict[int, Any]:
-    """Returns the cotangents of the inputs of a derivative that reach an output with a cotangent.
+    """Returns the cotangents of the inputs on which an output with a cotangent depends.
 
     Outputs without a cotangent are left out. If they got zeros instead, custom rules would run for
     the zeros, and an infinite derivative would turn the zeros into NaN.
@@ -107,7 +107,7 @@ def transposed(
     if is_whole:
         connected = [True] * len(types)
     else:
-        connected = _reaching(program)
+        connected = _inputs_that_matter(program)
     if not any(connected):
         return {}
     cotangents = [
@@ -115,7 +115,7 @@ def transposed(
         for ct, aval in zip(given.values(), program.out_avals, strict=True)
     ]
     if calls_host:
-        transpose = _silently_transposed(derivative, wanted, types)
+        transpose = _transpose_silently(derivative, wanted, types)
     else:  # (To transpose operations on references, JAX needs the function, not its jaxpr.)
         linear = along if open_form.effects else jaxpr_as_fun(program)
         transpose = jax.linear_transpose(linear, *types)
@@ -123,8 +123,8 @@ def transposed(
     return {k: ct for k, ct in enumerate(found) if connected[k]}
 
 
-def _reaching(program: Any) -> list[bool]:
-    """For each input of a program, whether it reaches an output."""
+def _inputs_that_matter(program: Any) -> list[bool]:
+    """Says for each input of a program whether an output depends on it."""
     open_form = _jax.opened(program)
     if open_form.effects or any(_jax.sub_programs(e.params) for e in open_form.eqns):
         reached = joined(dependence(graph_of(program)))
@@ -136,18 +136,18 @@ def _reaching(program: Any) -> list[bool]:
     return [v in live for v in open_form.invars]
 
 
-def _silently_transposed(
+def _transpose_silently(
     derivative: Callable[..., Any], wanted: Sequence[int], types: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Returns the transpose of the derivative of a recomputed function with prints or host calls.
+    """Transposes the derivative of a recomputed function with prints or host calls.
 
-    To transpose it, JAX runs the operations that do not depend on the tangents. Prints among them
-    are removed, since they are in the transpose too and would happen once too often.
+    To transpose the derivative, JAX runs the operations that do not depend on the tangents. Prints
+    among these operations are removed: they are in the transpose too, and would happen twice.
     """
     saved, tree = jax.tree.flatten(derivative)
     trees: list[Any] = []
 
-    def transposed(saved: Sequence[Any]) -> list[Any]:
+    def transpose_saved(saved: Sequence[Any]) -> list[Any]:
         derivative = jax.tree.unflatten(tree, saved)
         found = jax.linear_transpose(
             lambda *tangents: [derivative(*tangents)[k] for k in wanted], *types
@@ -156,7 +156,7 @@ def _silently_transposed(
         trees.append(needs_tree)
         return needs
 
-    before = silenced(graph_of(jax.make_jaxpr(transposed)(saved)))
+    before = silence(graph_of(jax.make_jaxpr(transpose_saved)(saved)))
     transpose: Callable[..., Any] = jax.tree.unflatten(trees[-1], run_graph(before, saved))
     return transpose
 
@@ -164,38 +164,44 @@ def _silently_transposed(
 # ------------------------------------------------------------------------------------- residuals
 
 
-def next_forward(
+def add_residuals(
     fun: Fun,
-    pull_back_before: PullBack,
-    first: int,
-    groups: Sequence[tuple[int, ...]],
+    pull_back_of_fun: PullBack,
+    previous_count: int,
+    active_groups: Sequence[tuple[int, ...]],
     types: Sequence[Any],
     is_whole: bool = False,
     has_rules: bool = True,
 ) -> tuple[Fun, PullBack, int, Any, frozenset[int]]:
-    """Returns a forward of `fun`: a function that returns its results, then residuals.
+    """Returns a forward of `fun`: a function that returns the results of `fun`, then residuals, the
+    values that the derivative needs.
 
-    The residuals are those of the derivative of `fun`; the forward of a forward adds the residuals
-    of the second derivative. Cotangents of results are pulled back with the residuals saved for
-    them, and cotangents of residuals with the residuals of the next order. So if a custom rule is
-    not the true derivative, the second derivative is the derivative of the rule's computation.
+    A forward of a forward adds the residuals of the next derivative:
+
+        fun                   x -> sin(x)
+        forward of fun        x -> sin(x), cos(x)
+        forward of a forward  x -> sin(x), cos(x), cos(x), sin(x)
+
+    The first residual, cos(x), pulls cotangents of sin(x) back. The last residual, sin(x), pulls
+    cotangents of the residual cos(x) back. So if a custom rule is not the true derivative, the
+    second derivative is the derivative of the rule's computation.
 
     Args:
-      fun: the function; if it is a forward already, its results end with residuals.
-      pull_back_before: the pull-back of `fun`, if `fun` is a forward.
-      first: how many results `fun` had before its last order of residuals was added; 0 if `fun` is
-        no forward.
-      groups: the sets of operands that may be differentiated together, the smallest first; the
-        last has all operands. For a group on which a function with a custom rule does not depend,
-        the function is called, not differentiated. So one group cannot replace another.
+      fun: a function, or a forward, whose results end with residuals.
+      pull_back_of_fun: the pull-back of `fun`; used if `fun` is a forward.
+      previous_count: how many results `fun` had before its last residuals were added (1 for the
+        second line above); 0 if `fun` is no forward.
+      active_groups: the sets of operands that may be differentiated together, the smallest first;
+        the last set has all operands. Residuals are saved for each set: a function with a custom
+        rule that does not depend on a set is called, not differentiated.
       types: the types of all operands.
       is_whole: as for `pull_back_at_operands`.
       has_rules: whether `fun` contains a custom rule, which may differ from the true derivative.
 
     Returns:
       The forward, its pull-back, the number and the tree of the results of `fun`, and the positions
-      of the residuals that are constants to a derivative: such a residual depends on the operands
-      only through stopped gradients.
+      of the residuals that are constants to a derivative: they depend on the operands only through
+      stopped gradients.
     """
     of_results: list[Any] = []
     trees: list[Any] = []
@@ -207,8 +213,8 @@ def next_forward(
 
     def saving(*operands: Any) -> list[Any]:
         saved: list[Any] = []
-        for active in groups:
-            results, derivative = _linearised(run, operands, active)
+        for active in active_groups:
+            results, derivative = _linearise(run, operands, active)
             residuals, tree = jax.tree.flatten(derivative)
             saved += residuals
             trees.append(tree)
@@ -218,9 +224,9 @@ def next_forward(
     count = of_results[0].num_leaves
     open_form, graph = _jax.opened(program), graph_of(program)
     # The forward does not return residuals that are operands (JAX would copy them), duplicates (a
-    # VJP under jit returns an array up to four times) or constants (zeros). It returns a residual
-    # that is also a result twice, so that a gradient computed from the residual does not count as
-    # computed from the result.
+    # VJP under jit returns an array up to four times) or constants (zeros). If a residual is also a
+    # result, the forward returns the value twice, so that a gradient computed from the residual
+    # does not count as computed from the result.
     decided, outs = _depends_on_inputs(graph), open_form.outvars
     undecided = [i for i in range(count, len(outs)) if not decided[i]]
     fixed = without_unused(graph.replace(outputs=[outs[i] for i in undecided]), keeps_effects=False)
@@ -245,26 +251,26 @@ def next_forward(
         given: Mapping[int, Any],
     ) -> dict[int, Any]:
         # Without custom rules, one derivative serves all results: one loop runs, not two.
-        begin = first if has_rules or max(given) < first else 0
+        begin = previous_count if has_rules or max(given) < previous_count else 0
         own = {k: ct for k, ct in given.items() if k < begin}
         here = {k: ct for k, ct in given.items() if begin <= k < count}
         after = {k: ct for k, ct in given.items() if k >= count}
         found: dict[int, Any] = {}
         if own:
-            _add_to(found, pull_back_before(wanted, operands, results, own))
+            _add_to(found, pull_back_of_fun(wanted, operands, results, own))
         if here:
             arrays = [*operands, *(fixed(*operands) if undecided else ()), *results]
             at_residual = iter(residuals)
-            for active, tree in zip(groups, trees, strict=True):
+            for active, tree in zip(active_groups, trees, strict=True):
                 saved = list(islice(at_residual, tree.num_leaves))
                 if set(wanted) <= set(active):
                     break
             derivative = jax.tree.unflatten(tree, [arrays[i] for i in saved])
-            every = transposed(derivative, [types[i] for i in active], here, is_whole)
+            every = transpose_derivative(derivative, [types[i] for i in active], here, is_whole)
             at = {i: k for k, i in enumerate(wanted)}
             of_active = {active[k]: ct for k, ct in every.items()}
             _add_to(found, {at[i]: ct for i, ct in of_active.items() if i in at})
-        if after:  # an order for which no residuals were saved: compute the forward again
+        if after:  # no residuals were saved for this order: compute the forward again
             again = pull_back_at_operands(forward)
             _add_to(found, again(wanted, operands, results, after))
         return found
@@ -273,7 +279,7 @@ def next_forward(
 
 
 def _depends_on_inputs(graph: Graph) -> list[bool]:
-    """For each output of a graph, whether it depends on an input (or on an effect)."""
+    """Says for each output of a graph whether it depends on an input or an effect."""
 
     def rule(node: Node, ins: Masks) -> Masks:
         by_effect = int(bool(node.effects)) << len(graph.inputs)

@@ -1,9 +1,9 @@
 """Calls a jitted function under a tape as fast as without a tape.
 
 Under a custom trace, JAX looks up the program of a jitted function in Python, which is slow. So the
-tape wraps the function in a second jitted function, and calls that outside of the trace: JAX's
-compiled code looks it up, by the types of the arguments and all settings. The second function
-returns everything that the record keeps.
+tape wraps the function in a second jitted function, and calls the second function outside of the
+trace: JAX's compiled code looks up its program, by the types of the arguments and all settings. The
+second function returns everything that the record keeps.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tracegrad.tape.known_computations import computation_with_programs
 
 
 class NotDirect(Exception):
-    """The recorder has to see the call of a function: it has effects, or closes over arrays."""
+    """The recorder has to see the call of a function with effects or closed-over arrays."""
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False, slots=True)
 class DirectCall:
-    """The computation of a direct call. It is static, so that JAX caches it with the program.
+    """The computation of a direct call; static, so that JAX caches it with the program.
 
     Attributes:
-      computation: the computation that has run; its operands are the leaves of the arguments.
+      computation: its operands are the leaves of the arguments.
       tree: the structure of the function's own results.
     """
 
@@ -40,9 +40,9 @@ class DirectCall:
 def direct_form(
     jitted: Any, active: tuple[int, ...], orders: int
 ) -> Callable[..., tuple[Sequence[Any], DirectCall]]:
-    """Wraps a jitted function in a second one, to be called outside of the recorder.
+    """Wraps a jitted function in a second jitted function, to be called outside of the recorder.
 
-    The wrapper takes the same arguments. It returns the results of the record's entry, with
+    The wrapper takes the same arguments, and returns the results of the record's entry, with
     residuals, and the `DirectCall`. It raises NotDirect if the recorder has to see the call.
 
     Args:
@@ -54,7 +54,7 @@ def direct_form(
     def form(*args: Any, **kwargs: Any) -> tuple[Sequence[Any], DirectCall]:
         types = jax.tree.map(jax.typeof, (args, kwargs))
         with _jax.set_current_trace(_jax.current_trace(None).parent_trace):
-            # Traced as if it were called, not as a part of `form`: so JAX caches the trace.
+            # Traced like a call, not as a part of `form`: so JAX caches the trace.
             jitted.trace(*types[0], **types[1])
             program, shapes = jax.make_jaxpr(jitted, return_shape=True)(*types[0], **types[1])
             computation = _computation(program)
@@ -68,7 +68,7 @@ def direct_form(
 
 
 def _computation(program: Any) -> Computation:
-    """Returns the computation of a program that is one call of a jitted function."""
+    """`program`: one call of a jitted function."""
     open_form = _jax.opened(program)
     if len(open_form.eqns) != 1 or _jax.constants_of(program):
         raise NotDirect

@@ -1,4 +1,4 @@
-"""Effects happen once: when an operation runs, not again when its gradient is computed."""
+"""Keeps effects to one time: when an operation runs, not again when its gradient is computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tracegrad.ir.editing import around_each
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.occurrence import Path
 from tracegrad.rewriting.host_calls import would_run_again
-from tracegrad.tape.rules import parts_of_rule
+from tracegrad.tape.recorded_rules import parts_of_rule
 
 
 def reads_the_host(program: Any) -> bool:
@@ -23,19 +23,19 @@ def reads_the_host(program: Any) -> bool:
     )
 
 
-def silenced(graph: Graph) -> Graph:
-    """Returns the graph without the operations that have an effect and no result, such as prints.
+def silence(graph: Graph) -> Graph:
+    """Removes the operations that have an effect and no result, such as prints.
 
-    The forward passes of custom rules lose such operations too; the backward passes, which have
-    not run yet, keep them. Raises NotImplementedError for a call of the host that has results:
+    The forward passes of custom rules lose such operations too; the backward passes, which have not
+    run yet, keep such operations. Raises NotImplementedError for a call of the host with results:
     differentiating the graph would call the host again.
     """
-    return around_each(graph, list(_to_silence(graph, (), 3)), lambda op, *operands: []).graph
+    return around_each(graph, list(_find_silent(graph, (), 3)), lambda op, *operands: []).graph
 
 
-def _to_silence(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
-    """Yields the operations that `silenced` removes. `depth`: how many nested forward passes of
-    rules to enter, since a forward pass may call its own rule without end."""
+def _find_silent(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
+    """Yields the operations to remove. `depth`: how many nested forward passes of rules to enter,
+    since a forward pass may call its own rule without end."""
     for node in graph.nodes:
         if not node.effects or (node.has_references and not node.regions):
             continue  # a write to a Ref stays: later reads depend on it
@@ -52,11 +52,11 @@ def _to_silence(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
             inner -= 1
         for name in regions:
             if node.region(name).effects:
-                yield from _to_silence(node.region(name), found.into(name), inner)
+                yield from _find_silent(node.region(name), found.into(name), inner)
 
 
 def _has_no_effects(node: CustomGradient) -> bool:
-    """Whether a rule is known to have no effects without tracing its passes. (Such a trace takes
+    """Whether a rule has no effects, as far as known without tracing its passes. (A trace takes
     derivatives in all operands, and the rule refuses operands that its function closes over.)"""
     parts = None if node.kind == "jvp" else parts_of_rule(node.params["bwd"])
     return parts is not None and not any(

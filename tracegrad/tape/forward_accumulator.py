@@ -1,4 +1,4 @@
-"""`ForwardAccumulator`: derivatives along a direction, carried forward as a ``with`` block runs."""
+"""`ForwardAccumulator`: derivatives along a direction, computed while a ``with`` block runs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tracegrad.variables.variable import Variable
 
 
 class ForwardAccumulator(Recording):
-    """Computes Jacobian-vector products of whatever runs inside a ``with`` block.
+    """Computes Jacobian-vector products of the operations inside a ``with`` block.
 
     Each array has at most one tangent: its derivative along the direction in which the primals
-    move. A tape costs one pass for each target, an accumulator one for each direction. Tangents
-    are computed as the block runs; each is freed with its array.
+    move. A tape costs one pass for each target, an accumulator one pass for each direction. The
+    tangents are computed while the block runs, and each tangent is freed with its array.
 
-    Arrays are followed by identity, as by a `GradientTape`. Accumulators and tapes nest in any
-    order: an outer one sees the tangents that an inner one computes, never the reverse, so take
-    higher derivatives from the outer one. For a Hessian-vector product, put an accumulator around
-    a tape.
+    An accumulator follows arrays by identity, like a `GradientTape`. Accumulators and tapes nest in
+    any order: an outer accumulator sees the tangents that an inner accumulator computes, never the
+    reverse, so take higher derivatives from the outer accumulator. For a Hessian-vector product,
+    put an accumulator around a tape.
 
     Args:
       primals: the sources: a tree of arrays or Variables of a float or complex dtype.
@@ -42,9 +42,9 @@ class ForwardAccumulator(Recording):
       TypeError: the dtype of a tangent differs from its primal's.
       RuntimeError: another thread uses the accumulator while its block runs.
 
-    A Variable has its tangent at every read, whatever it is assigned: also after
-    ``v.assign(2 * v.value)`` the tangent is the given one, not twice that. The tangent of a result
-    is None if a tape would not see the operation either: see `GradientTape`.
+    A Variable has its given tangent at every read: also after ``v.assign(2 * v.value)`` the tangent
+    is not doubled. The tangent of a result is None if a tape would not see the operation: see
+    `GradientTape`.
 
     The semantics are those of ``tf.autodiff.ForwardAccumulator``, and for complex numbers those of
     `jax.jvp`. The tangent of a function with a custom gradient is computed by the transpose of its
@@ -68,7 +68,7 @@ class ForwardAccumulator(Recording):
         super().__init__()
         self._tangents = Tangents()
         self._variables: dict[int, tuple[Variable, Any]] = {}
-        for primal, tangent in _paired(primals, tangents):
+        for primal, tangent in _pair_with_tangents(primals, tangents):
             if isinstance(primal, Variable):
                 self._variables[id(primal)] = primal, tangent
             else:
@@ -102,7 +102,7 @@ class ForwardAccumulator(Recording):
         Args:
           target: a tree of arrays or Variables.
           unconnected_gradients: the result for an array that is not connected to a primal:
-            ``NONE``, or ``ZERO`` for zeros of its shape and dtype; the enum or its value.
+            ``NONE``, or ``ZERO`` for zeros of the array's shape and dtype; the enum or its value.
 
         Returns:
           A tree like `target`: for each array a tangent of its shape and dtype, or None. Only
@@ -112,7 +112,7 @@ class ForwardAccumulator(Recording):
           TypeError: a target that is no array and no Variable.
           ValueError: an unknown `unconnected_gradients`, or a custom gradient between primal and
             target that is not linear in its cotangent, and so has no transpose.
-          Exception: JAX's error for an operation between them that has no forward mode.
+          Exception: JAX's error for an operation between primal and target without forward mode.
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_thread()
@@ -132,7 +132,7 @@ class ForwardAccumulator(Recording):
         return jax.tree.map(tangent, target, is_leaf=is_variable)
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        """Gives each value read from a Variable the Variable's tangent. (See `Listener`.)"""
+        """Gives the value that is read the Variable's tangent. (See `Listener`.)"""
         if id(variable) not in self._variables:
             return outside()
         if variable not in self._has_read:
@@ -146,8 +146,8 @@ class ForwardAccumulator(Recording):
 # --------------------------------------------------------------------------------------- arguments
 
 
-def _paired(primals: Any, tangents: Any) -> list[tuple[Any, Any]]:
-    """Returns the pairs of primal and tangent, without primals whose tangent is None."""
+def _pair_with_tangents(primals: Any, tangents: Any) -> list[tuple[Any, Any]]:
+    """Returns (primal, tangent) for each tangent that is not None."""
     leaves, tree = jax.tree.flatten(primals, is_leaf=lambda n: n is None or is_variable(n))
     given: Any
     directions, given = jax.tree.flatten(tangents, is_leaf=is_none)
@@ -164,11 +164,11 @@ def _paired(primals: Any, tangents: Any) -> list[tuple[Any, Any]]:
             f"an array ({_jax.type_text(twice.aval)}) is listed twice among the primals: list it "
             "once, with the sum of its tangents"
         )
-    return [(primal, _direction(primal, tangent)) for primal, tangent in pairs]
+    return [(primal, _check_tangent(primal, tangent)) for primal, tangent in pairs]
 
 
-def _direction(primal: Any, tangent: Any) -> Any:
-    """Returns the tangent as an array; raises if its shape or dtype is not the primal's."""
+def _check_tangent(primal: Any, tangent: Any) -> Any:
+    """Returns the tangent as an array; raises for another shape or dtype than the primal's."""
     if not isinstance(primal, jax.Array | Variable):
         raise ValueError(
             f"a primal is a JAX array or a Variable; this one is {primal!r} of type "

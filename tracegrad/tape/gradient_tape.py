@@ -1,4 +1,4 @@
-"""`GradientTape`: gradients of whatever ran inside a ``with`` block, in TensorFlow's manner."""
+"""`GradientTape`: gradients through the operations of a ``with`` block, as in TensorFlow."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tracegrad.tape.leaves import (
     arrays_of,
     must_be_arrays,
     one_array,
-    real,
     require_arrays,
     require_batches,
+    require_real,
     seeds_for,
 )
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import Recording
 from tracegrad.tape.sources import before_calls, cotangents_of, warn_of_unseen, warn_of_unwatched
 from tracegrad.tape.under_rules import graph_of_entries
-from tracegrad.variables.kept_programs import reads_change
+from tracegrad.variables.kept_programs import note_reads_change
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
 from tracegrad.variables.statics import is_none, is_variable
@@ -55,12 +55,12 @@ class GradientTape(Recording):
     donated inside the block, since the tape still needs the arguments.
 
     The tape does not see functions compiled ahead of time (``.lower().compile()``), other threads,
-    and NumPy (``np.asarray(x)``, ``float(x)``): gradients through them are None. An operation that
-    returns the very array it was given (``x[:]``, ``jnp.asarray(x)``) leaves one array, not two.
+    and NumPy (``np.asarray(x)``, ``float(x)``): gradients through them are None. If an operation
+    returns its operand itself (``x[:]``, ``jnp.asarray(x)``), there is one array, not two.
 
-    Modules of ``flax.nnx`` run as they do without a tape, and keep the state that they assign:
-    statistics, counts of random numbers. A call of `nnx.jit`, `nnx.remat` or `nnx.custom_vjp` puts
-    new arrays into its modules; as a source, a module still stands for the arrays before the call.
+    Modules of ``flax.nnx`` run as without a tape, and keep the state that they assign: statistics,
+    counts of random numbers. A call of `nnx.jit`, `nnx.remat` or `nnx.custom_vjp` puts new arrays
+    into its modules; as a source, a module still stands for the arrays before the call.
 
     Args:
       persistent: whether `gradient` and `jacobian` may be called more than once.
@@ -118,7 +118,7 @@ class GradientTape(Recording):
         self._start_listening()
 
     def _stop(self, constants: Iterable[Variable] = ()) -> None:
-        """Stops recording; until it starts again, values read from `constants` are not followed."""
+        """Stops recording. Until recording starts again, values of `constants` are not followed."""
         if self._recording and self._recorder is not None:
             self._recording = False
             self._recorder.remove(self._record)
@@ -127,7 +127,7 @@ class GradientTape(Recording):
             self._stop_listening()
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        """Follows the value read from a Variable if the tape watches it. (See `Listener`.)"""
+        """Follows the value if the tape watches the Variable. (See `Listener`.)"""
         record = self._record
         is_watched = (self._watch_accessed and variable.trainable) or variable in record.reads
         if is_watched and variable not in self._has_read:
@@ -159,7 +159,7 @@ class GradientTape(Recording):
         for leaf in leaves:
             if isinstance(leaf, Variable):
                 self._record.watch_variable(leaf)
-                reads_change()
+                note_reads_change()
                 continue
             if not isinstance(leaf, jax.Array):
                 raise ValueError(
@@ -196,11 +196,11 @@ class GradientTape(Recording):
         self._check_thread()
         self._record.clear()
         self._has_read.clear()
-        reads_change()
+        note_reads_change()
         self._used = False
 
     def graph(self) -> Graph:
-        """Returns the recorded operations as a `Graph`; print it to see what the tape saw."""
+        """Returns the recorded operations as a `Graph`; print the graph to see them."""
         record = self._record
         return graph_of_entries(record.entries, record.arrays, (), runs_rules=False).graph
 
@@ -237,7 +237,7 @@ class GradientTape(Recording):
 
         Args:
           target: an array or a tree of arrays, which are summed.
-          sources: a tree of arrays that were watched, or computed from watched ones.
+          sources: a tree of arrays that were watched, or computed from watched arrays.
           output_gradients: a tree like `target` of cotangents, each an array (or `IndexedSlices`)
             with the shape and dtype of its target; None means ones.
           unconnected_gradients: the result for a source that is not connected to the target:
@@ -246,9 +246,9 @@ class GradientTape(Recording):
             `jax.numpy.take`) gets `IndexedSlices`: one slice for each lookup.
 
         Returns:
-          A tree like `sources`: for each a gradient of its shape and dtype, or None. Functions and
-          settings of models get None. A `UserWarning` says if a gradient is None since its array
-          was used while the tape did not watch it.
+          A tree like `sources`: for each source a gradient of its shape and dtype, or None.
+          Functions and settings of models get None. A `UserWarning` says if a gradient is None
+          since its array was used while the tape did not watch the array.
 
         Raises:
           RuntimeError: a tape that is not persistent was used before.
@@ -274,11 +274,11 @@ class GradientTape(Recording):
 
         Args:
           target: one array, of any shape.
-          sources: a tree of arrays that were watched, or computed from watched ones.
+          sources: a tree of arrays that were watched, or computed from watched arrays.
           unconnected_gradients: as for `gradient`.
 
         Returns:
-          A tree like `sources`: for each an array ``target.shape + source.shape``, or None.
+          A tree like `sources`: for each source an array ``target.shape + source.shape``, or None.
 
         Raises:
           RuntimeError: a tape that is not persistent was used before.
@@ -300,7 +300,7 @@ class GradientTape(Recording):
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_usable()
         one, variables = one_array(target)
-        return self._differentiate([real(one)], variables, sources, unconnected, JACOBIAN)
+        return self._differentiate([require_real(one)], variables, sources, unconnected, JACOBIAN)
 
     def batch_jacobian(
         self,
@@ -319,8 +319,8 @@ class GradientTape(Recording):
           unconnected_gradients: as for `gradient`, but the default is ``ZERO``.
 
         Returns:
-          An array ``[batch, ..., ...]``: the batch, the rest of the target's shape, the rest of
-          the source's.
+          An array ``[batch, ..., ...]``: the batch, the rest of the target's shape, and the rest of
+          the source's shape.
 
         Raises:
           RuntimeError: a tape that is not persistent was used before.
@@ -341,7 +341,9 @@ class GradientTape(Recording):
         self._check_usable()
         one, variables = one_array(target)
         require_batches(one, one_array(source, "source")[0])
-        return self._differentiate([real(one)], variables, source, unconnected, BATCH_JACOBIAN)
+        return self._differentiate(
+            [require_real(one)], variables, source, unconnected, BATCH_JACOBIAN
+        )
 
     def _check_usable(self) -> None:
         self._check_thread()

@@ -1,7 +1,7 @@
-"""`gradients(ys, xs)`: symbolic gradients inside a traced function, in TensorFlow 1's manner.
+"""`gradients(ys, xs)`: symbolic gradients inside a traced function, as in TensorFlow 1.
 
-Users open no tape: any value that the function has computed so far may be a y or an x. To allow
-this, the first call of `gradients` traces the function again, with all operations recorded.
+Users open no tape: any value that the function has computed so far may be a y or an x. So the first
+call of `gradients` traces the function again, with all operations recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, running_sum, sum_of_known, tree_sum
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT
 from tracegrad.tape.leaves import Unconnected, UnconnectedGradients, require_arrays, seeds_for
-from tracegrad.tape.record import Record, on_the_way
+from tracegrad.tape.record import Record, entries_between
 from tracegrad.tape.recorders import recorder_around, recorder_here
 from tracegrad.tape.sources import cotangents_of_arrays, warn_of_unwatched
 from tracegrad.tracing.attempts import trace_again, tracing_depth
@@ -57,8 +57,8 @@ _SUMS: dict[AggregationMethod, Aggregation] = {
 }
 
 
-class _Everything(Record, Listener):
-    """A record that watches every value of the function that is being traced.
+class _FullRecord(Record, Listener):
+    """A record that watches every value of a function that is being traced.
 
     Attributes:
       trace: the JAX trace of that function.
@@ -88,27 +88,27 @@ class _Everything(Record, Listener):
         return value
 
 
-class _Recording(threading.local):
+class _FullRecords(threading.local):
     def __init__(self) -> None:
-        # The record of each function that is being traced with one, by the function's depth.
-        self.records: dict[int, _Everything] = {}
+        # By the `tracing_depth` of a function that is being traced: its full record.
+        self.records: dict[int, _FullRecord] = {}
 
 
-_recording = _Recording()
+_full_records = _FullRecords()
 
 
 @contextmanager
 def _recording_everything() -> Iterator[None]:
     """A block that records all operations of the function that is being traced."""
-    recorder, record, depth = recorder_here(), _Everything(orders=2), tracing_depth()
+    recorder, record, depth = recorder_here(), _FullRecord(orders=2), tracing_depth()
     recorder.add(record)
-    _recording.records[depth] = record
+    _full_records.records[depth] = record
     record.trace, record.depth = recorder.parent_trace, depth
     try:
         with listening(record):
             yield
     finally:
-        del _recording.records[depth]
+        del _full_records.records[depth]
         recorder.remove(record)
 
 
@@ -131,14 +131,14 @@ def gradients(
     Complex numbers follow JAX's convention (the conjugate of TensorFlow's).
 
     Args:
-      ys: an array, or a list of them.
-      xs: an array or a `Variable`, or a list of them: arguments, or intermediate values that the
+      ys: an array, or a list of arrays.
+      xs: an array or a `Variable`, or a list of these: arguments, or intermediate values that the
         ys depend on. The gradient of a Variable is the sum over all reads, before and after
         assignments.
       grad_ys: the cotangent of each y, an array (or `IndexedSlices`) with the shape and dtype of
         the y; None means ones.
       name: the named scope of the backward operations.
-      colocate_gradients_with_ops: give each gradient the sharding of the value it belongs to.
+      colocate_gradients_with_ops: give each gradient the sharding of its x.
       gate_gradients: use the gradients of one operation's inputs only after all of them have been
         computed.
       aggregation_method: how gradients that reach one value are added; see `AggregationMethod`.
@@ -200,7 +200,7 @@ def gradients(
         if any(map(is_none, found)) and not stops:  # stops may cut an x off, watched or not
             warn_of_unwatched(record, sources, leaves_of(sources), found, "xs")
         if colocate_gradients_with_ops:
-            found = [_colocated(g, of[-1]) for g, of in zip(found, reads, strict=True)]
+            found = [_colocate(g, of[-1]) for g, of in zip(found, reads, strict=True)]
         if unconnected is UnconnectedGradients.ZERO:
             found = [
                 jnp.zeros(x.shape, x.dtype) if g is None else g
@@ -280,18 +280,18 @@ def _list(values: Any) -> list[Any]:
 
 
 def _values(values: Any) -> list[Any]:
-    """Returns the values as a list, with the current value in place of each Variable."""
+    """Replaces each Variable by its current value."""
     return [v.value if isinstance(v, Variable) else v for v in _list(values)]
 
 
 def _reads(record: Record, x: Any) -> list[Any]:
-    """Returns the arrays that an x stands for: each array read from a Variable, or x itself."""
+    """The arrays that an x stands for: x itself, or all arrays read from a Variable."""
     return record.reads_of(x) or _values(x)
 
 
 def _record_here(sources: Sequence[Any]) -> Record:
-    """Returns the innermost record that follows a source. In a traced function without a record,
-    starts the trace again with one; elsewhere raises RuntimeError."""
+    """Returns the innermost record that follows a source. A traced function without a record is
+    traced again with a record; elsewhere raises RuntimeError."""
     recorder = recorder_around()
     if recorder is not None and recorder.records:
         following = [r for r in recorder.records if r.tracks(sources)]
@@ -299,7 +299,7 @@ def _record_here(sources: Sequence[Any]) -> Record:
         record.hand_out()
         return record
     depth = tracing_depth()
-    if depth and depth not in _recording.records:
+    if depth and depth not in _full_records.records:
         trace_again(_recording_everything, depth)
     disabled = (
         " Under `jax.disable_jit` tracegrad.trace compiles nothing."
@@ -321,15 +321,15 @@ def _refuse_outer_values(
     stops: Sequence[Any],
 ) -> None:
     """Raises NotImplementedError if an x is a value of an enclosing traced function, or if an x is
-    a Variable and the targets depend on other values of that function: this record does not have
-    the operations that connect those values to the x."""
-    if not isinstance(record, _Everything) or record.depth == 1:
+    a Variable and the targets depend on other values of the enclosing function: this record does
+    not have the operations that connect those values to the x."""
+    if not isinstance(record, _FullRecord) or record.depth == 1:
         return
     is_refused = any(_is_outer_value(record, x) for x in xs)
     if not is_refused and any(map(is_variable, xs)):
         outer = [i for i, array in enumerate(record.arrays) if _is_outer_value(record, array)]
         ends = list(map(record.slot, targets))
-        path = on_the_way(record, outer, ends)
+        path = entries_between(record, outer, ends)
         used = {slot for entry, _ in path for slot in entry.args}.union(ends).intersection(outer)
         asked = {id(read) for read in reads if _is_outer_value(record, read)}
         others = {id(record.arrays[slot]) for slot in used} - set(map(id, stops)) - asked
@@ -343,12 +343,12 @@ def _refuse_outer_values(
         )
 
 
-def _is_outer_value(record: _Everything, array: Any) -> bool:
+def _is_outer_value(record: _FullRecord, array: Any) -> bool:
     is_traced = _jax.is_tracer(array) and _jax.has_gradient(array)
     return is_traced and _jax.trace_of(array) is not record.trace
 
 
-def _colocated(gradient: Any, value: Any) -> Any:
+def _colocate(gradient: Any, value: Any) -> Any:
     sharding = getattr(jax.typeof(value), "sharding", None)
     if is_slices(gradient) or gradient is None or sharding is None or sharding.mesh.empty:
         return gradient

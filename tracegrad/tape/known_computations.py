@@ -1,8 +1,8 @@
 """Caches of computations: by the parameters of an operation, or by its programs.
 
-A hit saves compiling the operation and its pull-backs. A function with a custom rule is found by
-the identity of its program only, never by equal equations: its rule is a Python function, which may
-compute anything.
+A hit saves compiling the operation and its pull-backs. The key of a function with a custom rule is
+the identity of its program, never equal equations: the rule is a Python function, which may compute
+anything.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _JIT = _jax.JIT
 
 # By the parameters of an operation; programs among the parameters count by their structure.
 _computations: Cache[Any, Computation] = Cache(2048)
-# Likewise, of programs that hold arrays: new arrays in each step may take much memory.
+# The same for programs that hold arrays: new arrays in each step may take much memory.
 _holding_arrays: Cache[Any, Computation] = Cache(32)
 # By the first program of an operation, as long as JAX keeps that program; then by the other
 # parameters of the operation.
 _of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
 
-# A jitted function of at most this many cheap operations is computed again for its derivative. That
-# costs no more than passing residuals from one program to the next.
+# A jitted function of at most this many cheap operations is computed again for its derivative,
+# which costs no more than passing residuals from one program to the next.
 _MOST_AGAIN = 32
 _WORTH_KEEPING = 1 << 16  # a product of this many terms costs more than passing its result on
 _COSTLY = frozenset(
@@ -43,21 +43,21 @@ _RUN_ONCE = frozenset({_jax.SCAN, _jax.COND, _jax.REMAT, TO_HOST, *_jax.WHILES})
 
 
 def computation_of(primitive: Any, params: Mapping[str, Any]) -> Computation:
-    """Returns the cached computation of a primitive that has no programs."""
+    """For a primitive without programs."""
     values = tuple(params.values())
     key = primitive, tuple(params), values, tuple(map(type, values))  # 1 == 1.0 == True
     try:
         known = _computations.get(key)
     except TypeError:  # a parameter without a hash
-        return _new(primitive, params)
+        return _new_computation(primitive, params)
     if known is None:
-        known = _new(primitive, params)
+        known = _new_computation(primitive, params)
         if float not in key[3]:  # 0.0 == -0.0
             _computations.put(key, known)
     return known
 
 
-def _new(primitive: Any, params: Mapping[str, Any]) -> Computation:
+def _new_computation(primitive: Any, params: Mapping[str, Any]) -> Computation:
     def fun(*operands: Any) -> list[Any]:
         return _jax.bind(primitive, operands, params)
 
@@ -79,26 +79,28 @@ def _has_rule(primitive: Any) -> bool:
 
 
 def simple_call(params: Mapping[str, Any]) -> Computation | None:
-    """Returns the cached computation of a call of a jitted function; None if there is none, or if
-    the function closes over arrays or has effects."""
+    """The cached computation of a call of a jitted function, if any; None if the function closes
+    over arrays or has effects."""
     known = _of_programs.get(params["jaxpr"])
     found = None if known is None else known.get((_JIT, _jax.jit_settings(params), ()))
     return found if found is not None and found.is_simple else None
 
 
 def computation_of_rule(primitive: Any, params: Mapping[str, Any]) -> Computation:
-    """Returns a new computation of a function with a custom rule, traced for this call only. The
-    rule is a Python function, which may read values that change between calls."""
-    return _with_programs(primitive, params, (), _jax.facts_below(params), is_kept=False)
+    """A new computation for each call: the rule is a Python function, which may read values that
+    change between calls."""
+    return _new_computation_with_programs(
+        primitive, params, (), _jax.facts_below(params), is_kept=False
+    )
 
 
 def computation_with_programs(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], facts: _jax.ProgramFacts
 ) -> Computation:
-    """Returns the cached computation of an operation that has programs.
+    """The cached computation of an operation with programs.
 
     Args:
-      primitive, params: those of the JAX operation.
+      primitive, params: of the JAX operation.
       captured: the arrays that the programs close over and that become operands.
       facts: the facts of its programs.
     """
@@ -111,7 +113,7 @@ def computation_with_programs(
         rest = {k: tuple(v) if type(v) is list else v for k, v in params.items()}
         for name, _ in _jax.sub_programs(params):
             rest.pop(name.split("[")[0].split(".")[0], None)
-        # A weak reference equals no later one to another program, an id may.
+        # A weak reference never equals a later reference to another program; an id may.
         refs = tuple([(name, weakref.ref(other)) for name, other in others])
         key = primitive, tuple(rest.items()), ids, refs
     known = _of_programs.get(program)
@@ -120,9 +122,9 @@ def computation_with_programs(
     try:
         computation = known.get(key)
     except TypeError:  # a parameter without a hash
-        return _with_programs(primitive, params, captured, facts)
+        return _new_computation_with_programs(primitive, params, captured, facts)
     if computation is None:
-        computation = _of_structure(primitive, params, captured, facts)
+        computation = _find_equal_computation(primitive, params, captured, facts)
         if not any(map(_jax.is_tracer, captured)):  # a tracer is gone after its transformation
             _drop_freed(known)
             known[key] = computation
@@ -133,53 +135,55 @@ def computation_with_programs(
 
 
 def _drop_freed(known: dict[Any, Computation]) -> None:
-    """Drops the computations of which JAX has freed another program than the first one."""
+    """Drops the computations whose second or later program JAX has freed."""
     for key in list(known):
         if any(ref() is None for refs in key[3:] for _, ref in refs):
             known.pop(key, None)
 
 
-def _of_structure(
+def _find_equal_computation(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], facts: _jax.ProgramFacts
 ) -> Computation:
-    """Returns the computation of an operation whose programs JAX has just traced.
+    """Returns the computation of an equal operation from before, or a new computation.
 
-    It may be that of an equal operation from before. JAX traces again at each call what
-    `jax.lax.map`, `jax.grad` of a loop or branch, and a linear solver run, and the bodies of loops
-    that are written in place.
+    At each call, JAX traces again the programs of `jax.lax.map`, of `jax.grad` of a loop or branch,
+    and of a linear solver, and the bodies of loops that are written in place.
     """
     if captured or not facts.primitives.isdisjoint(RULES):
         is_kept = bool(captured) or primitive is not _jax.REMAT
-        return _with_programs(primitive, params, captured, facts, is_kept)
+        return _new_computation_with_programs(primitive, params, captured, facts, is_kept)
     # Compares structures only if an operation with the same outline has come before.
     outline = primitive, params.get("name"), facts.operations, facts.primitives
     table = _holding_arrays if facts.arrays else _computations
     first = table.get(outline)
     if first is None:
-        return table.put(outline, _with_programs(primitive, params, (), facts))
+        return table.put(outline, _new_computation_with_programs(primitive, params, (), facts))
     key = primitive, params_key(without_donation(params))
     if key == (primitive, params_key(first.params)):
         return first
     known = table.get(key)
-    return table.put(key, _with_programs(primitive, params, (), facts)) if known is None else known
+    return (
+        table.put(key, _new_computation_with_programs(primitive, params, (), facts))
+        if known is None
+        else known
+    )
 
 
-def _with_programs(
+def _new_computation_with_programs(
     primitive: Any,
     params: Mapping[str, Any],
     captured: Sequence[Any],
     facts: _jax.ProgramFacts,
     is_kept: bool = True,
 ) -> Computation:
-    """Returns a new computation of an operation that has programs. `is_kept`: whether later calls
-    find it; if not, nothing is compiled for it."""
+    """`is_kept`: whether later calls find the computation; if not, nothing is compiled for it."""
     programs = _jax.sub_programs(params)
     refused: dict[int, str] = {}
     for _, program in programs if captured else ():
         refused.update(refused_arrays(program, captured))
     captured = [array for array in captured if id(array) not in refused]
     ids = list(map(id, captured))
-    # A weak cache finds the computation by its program, so the computation may not hold that.
+    # A weak cache finds the computation by its program, so the computation must not refer to it.
     copies = {name: program.replace() for name, program in programs}
     params = _jax.with_programs(without_donation(params), copies)
     is_edited = bool(ids) or TO_HOST in facts.primitives or facts.closes_over
@@ -247,7 +251,7 @@ def _has_large_product(program: Any) -> bool:
 
 
 def without_donation(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns parameters that donate no argument: a tape still needs the arguments."""
+    """A tape still needs the arguments."""
     donated = params.get("donated_invars", ())
     if any(donated):
         return {**params, "donated_invars": (False,) * len(donated)}

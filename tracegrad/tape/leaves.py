@@ -1,4 +1,4 @@
-"""Checks the arguments of tapes: targets, sources, and seeds; and returns their arrays."""
+"""Checks the arguments of tapes (targets, sources, seeds), and returns their arrays."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _ATTRIBUTES = (jax.tree_util.GetAttrKey, jax.tree_util.FlattenedIndexKey)
 
 
 def are_known_arrays(leaves: Sequence[Any]) -> bool:
-    """Whether there are leaves, and each is a JAX array or a Variable."""
+    """False if there are no leaves."""
     for leaf in leaves:
         if not isinstance(leaf, (Variable, jax.Array)):
             return False
@@ -61,7 +61,7 @@ def are_known_arrays(leaves: Sequence[Any]) -> bool:
 
 
 def must_be_arrays(tree: Any) -> list[bool]:
-    """For each leaf of a tree, whether it must be an array: it is not a setting of a model.
+    """Says for each leaf of a tree whether it must be an array, since it is no setting of a model.
 
     Settings are functions, and attributes of objects that are no arrays (a rate, a name). A number
     or a string in a list is no setting.
@@ -81,7 +81,7 @@ def _with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, An
 
 
 def arrays_of(target: Any, role: str = "target") -> tuple[list[Any], dict[Variable, Any]]:
-    """Returns the arrays of a target, and the values of the Variables in it."""
+    """Returns the arrays of a target, and maps its Variables to their values."""
     if isinstance(target, jax.Array):  # the common case
         return [target], {}
     leaves = jax.tree.leaves(target, is_leaf=_is_variable_or_none)
@@ -121,14 +121,14 @@ def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: boo
 
 
 def one_array(target: Any, role: str = "target") -> tuple[Any, dict[Variable, Any]]:
-    """The same as `arrays_of` for exactly one array; raises ValueError for another number."""
+    """Like `arrays_of`; raises ValueError unless there is exactly one array."""
     arrays, variables = arrays_of(target, role)
     if len(arrays) != 1:
         raise ValueError(f"a Jacobian takes one array as its {role}; there are {len(arrays)}")
     return arrays[0], variables
 
 
-def real(target: Any) -> Any:
+def require_real(target: Any) -> Any:
     if jnp.iscomplexobj(target):
         raise TypeError(
             f"the target is {target.dtype}: take the Jacobians of its real and of its imaginary "
@@ -154,7 +154,7 @@ def require_batches(target: Any, source: Any) -> None:
 def seeds_for(
     target: Any, targets: Sequence[Any], output_gradients: Any, name: str = "output_gradients"
 ) -> list[Any]:
-    """Returns the seeds of a backward pass: the checked `output_gradients`, or None for ones.
+    """Checks `output_gradients`, and returns the seeds of a backward pass; None stands for ones.
 
     Args:
       targets: the arrays of the tree `target`.
@@ -183,7 +183,7 @@ def seeds_for(
 
 
 def _seed(target: Any, seed: Any, name: str) -> Any:
-    """Returns a checked seed as an array of the target's type; None for a seed of ones."""
+    """Checks a seed, and converts it to the target's type; None stands for ones."""
     if seed is None:
         if getattr(getattr(target, "dtype", None), "kind", "") == "c":
             raise TypeError(

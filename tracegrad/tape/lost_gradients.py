@@ -1,8 +1,7 @@
-"""Finds the watched arrays that a function with a custom rule closes over: the rule returns no
-gradient for them.
+"""Finds lost gradients: of watched arrays that a function with a custom rule closes over.
 
 A custom gradient returns gradients of its arguments only, on a tape as in TensorFlow. If part of a
-gradient is missing for this reason, the tape warns when the user asks for that gradient.
+gradient is missing for this reason, the tape warns when the user asks for the gradient.
 """
 
 from __future__ import annotations
@@ -19,23 +18,28 @@ from tracegrad.ir import CustomGradient, Node, has_gradient
 from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.dependence import Masks, joined, of_each
 from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.tape.computations import Computation, traced
-from tracegrad.tape.record import Entry, LostGradient, Record, lost_gradient_text, type_of_kept
-from tracegrad.tape.rules import Rule, What, closed_over_by, closes_over_arrays
+from tracegrad.tape.computations import Computation, trace_for_types
+from tracegrad.tape.record import Entry, LostGradient, Record, lost_gradient_text, type_of_slot
+from tracegrad.tape.recorded_rules import (
+    RecordedRule,
+    UserNames,
+    closed_over_by,
+    closes_over_arrays,
+)
 
 # --------------------------------------------------------------------------- rules on values
 
 
-def lost_around(
+def find_lost_by_rule(
     record: Record,
     begun: tuple[int, int],
-    rule: Rule,
+    rule: RecordedRule,
     operands: Sequence[Any],
     computed: Sequence[Any],
     info: Any,
 ) -> list[LostGradient]:
-    """Returns the lost gradients of a function with a rule on values that has just run: those of
-    the followed arrays that the function closes over. Their `results` are still empty.
+    """Returns a lost gradient, still without `results`, for each followed array that a function
+    with a rule on values closes over. The function has just run.
 
     Args:
       record: a record of the operations that the function ran.
@@ -71,14 +75,14 @@ def lost_around(
 # --------------------------------------------------------------------------- rules in programs
 
 
-def lose_in(
+def add_lost_in_programs(
     records: Sequence[Record],
     computation: Computation,
     operands: Sequence[Any],
     results: Sequence[Any],
 ) -> None:
-    """Adds to records the lost gradients of an operation that has just run: those of operands that
-    a function with a rule, inside of the operation, closes over."""
+    """Adds lost gradients to records, for an operation that has just run: a function with a rule in
+    its programs may close over operands of the operation."""
     may_lose = computation.derived.get(closed_over_by)
     if may_lose is None:
         programs = [program for _, program in _jax.sub_programs(computation.params)]
@@ -87,34 +91,33 @@ def lose_in(
         computation.derived[closed_over_by] = may_lose
     if not may_lose:
         return
-    key = lose_in, tuple(map(_jax.type_key, operands))
+    key = add_lost_in_programs, tuple(map(_jax.type_key, operands))
     found = computation.derived.get(key)
     if found is None:
         types = list(map(jax.typeof, operands))
-        found = computation.derived[key] = lost_operands(computation.called, types)
-    lose(records, found, operands, results)
+        found = computation.derived[key] = find_lost_operands(computation.called, types)
+    add_lost_operands(records, found, operands, results)
 
 
-Lost = list[tuple[int, What, tuple[int, ...]]]
+LostOperands = list[tuple[int, UserNames, tuple[int, ...]]]
 
 
-def lose(
-    records: Sequence[Record], lost: Lost, operands: Sequence[Any], results: Sequence[Any]
+def add_lost_operands(
+    records: Sequence[Record], lost: LostOperands, operands: Sequence[Any], results: Sequence[Any]
 ) -> None:
-    """Adds to records the lost gradients of an operation that has just run, from
-    `lost_operands`."""
+    """`lost`: from `find_lost_operands`."""
     info = _jax.current_source_info() if lost else None
     for operand, what, places in lost:
         for record in records:
-            record.lose(operands[operand], [results[i] for i in places], what, info)
+            record.add_lost_gradient(operands[operand], [results[i] for i in places], what, info)
 
 
-def lost_operands(fun: Any, types: Sequence[Any]) -> Lost:
-    """Returns the operands of `fun` that an inner function with a rule closes over. Each comes with
-    its position, the user's names for inner function and array, and the positions of the results
-    of `fun` that are connected to a result of the inner function."""
+def find_lost_operands(fun: Any, types: Sequence[Any]) -> LostOperands:
+    """Finds the operands of `fun` that an inner function with a rule closes over. Returns
+    (position, names, results): the user's names for inner function and array, and the positions of
+    the results of `fun` that are connected to a result of the inner function."""
     walk = _ClosedOver(len(types))
-    outs = walk.region(traced(fun, types), of_each(map(_jax.has_gradient, types)))
+    outs = walk.region(trace_for_types(fun, types), of_each(map(_jax.has_gradient, types)))
     return [
         (operand, what, places)
         for (operand, what), bit in walk.found.items()
@@ -124,11 +127,11 @@ def lost_operands(fun: Any, types: Sequence[Any]) -> Lost:
 
 class _ClosedOver(Walk):
     """A walk whose masks have a bit for each operand, and then a bit for each operand that a
-    function with a rule closes over. The second kind of bit begins at that function's results."""
+    function with a rule closes over. The second kind of bit starts at the function's results."""
 
     def __init__(self, count: int):
         self._count = count
-        self.found: dict[tuple[int, What], int] = {}
+        self.found: dict[tuple[int, UserNames], int] = {}
 
     def rule(self, node: Node, ins: Masks) -> Masks:
         outs = super().rule(node, ins)
@@ -153,11 +156,13 @@ def warn_of_lost(record: Record, sources: Sequence[Any], targets: Sequence[Any])
         [record.slot(each) for each in arrays if record.has_slot(each)]
         for arrays in (sources, targets)
     )
-    for text in dict.fromkeys(lost.text() for lost in _missed(record, starts, ends)):
+    for text in dict.fromkeys(lost.text() for lost in _lost_between(record, starts, ends)):
         warn_where_called(text, UserWarning)
 
 
-def _missed(record: Record, sources: Sequence[int], targets: Sequence[int]) -> list[LostGradient]:
+def _lost_between(
+    record: Record, sources: Sequence[int], targets: Sequence[int]
+) -> list[LostGradient]:
     """Returns the lost gradients on a path from a source to a target."""
     starts = dict.fromkeys(sources, 1)
     for i, lost in enumerate(record.lost, 1):
@@ -173,8 +178,8 @@ def _missed(record: Record, sources: Sequence[int], targets: Sequence[int]) -> l
 
 
 def _is_connected(record: Record, lost: LostGradient) -> bool:
-    """Whether the array that a function with a rule on values closes over is connected to what the
-    function computed. True for other functions, for which this is known already."""
+    """Whether the array is connected to the results of the function, if the function has a rule on
+    values; for other functions `find_lost_operands` has found this."""
     if lost.inside is None:
         return True
     first, last, ends = lost.inside
@@ -183,8 +188,8 @@ def _is_connected(record: Record, lost: LostGradient) -> bool:
 
 
 def _spread(record: Record, entries: Sequence[Entry], starts: dict[int, int]) -> dict[int, int]:
-    """Returns masks by slot: `starts`, carried on from the operands of entries to connected
-    results. The mask of a slot is the union of all masks that reach it."""
+    """Spreads the masks of `starts`, by slot, from the operands of entries to connected results.
+    The mask of a slot is the union of all masks that reach it."""
     masks = dict(starts)
     for entry in entries:
         ins = [masks.get(slot, 0) for slot in entry.args]
@@ -198,11 +203,11 @@ def _spread(record: Record, entries: Sequence[Entry], starts: dict[int, int]) ->
 
 
 def _links(record: Record, entry: Entry) -> Sequence[int]:
-    """For each result of an entry, the mask of the operands that are connected to it."""
+    """For each result of an entry, the mask of the connected operands."""
     computation, count = entry.computation, len(entry.args)
-    if isinstance(computation, Rule):
+    if isinstance(computation, RecordedRule):
         return [(1 << count) - 1] * len(entry.results)
-    types = [type_of_kept(record.arrays[slot]) for slot in entry.args]
+    types = [type_of_slot(record.arrays[slot]) for slot in entry.args]
     known = computation.links(types)
     rest = [(1 << count) - 1] * (len(entry.results) - len(known))
     return [*known, *rest]

@@ -1,9 +1,9 @@
-"""A JAX trace that runs every operation on ordinary arrays and adds it to the records of tapes.
+"""A JAX trace that runs each operation on ordinary arrays, and adds it to the records of tapes.
 
 Each thread has one recorder for each underlying trace: the top level, or the trace of a function
 that is being traced. The recorder serves any number of tapes. Arrays stay ordinary arrays: `if`,
-`print` and NumPy work. It does not record what JAX does not show to a trace: programs compiled
-ahead of time, and other threads.
+`print` and NumPy work. JAX does not show programs compiled ahead of time, and other threads, to a
+trace, so the recorder does not record them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tracegrad.tape.known_computations import (
     simple_call,
     without_donation,
 )
-from tracegrad.tape.lost_gradients import lose_in
+from tracegrad.tape.lost_gradients import add_lost_in_programs
 from tracegrad.tape.programs import closes_over_watched
 from tracegrad.tape.record import Record
 from tracegrad.tracing.in_force import rules_in_force
@@ -38,10 +38,10 @@ current_source_info = _jax.current_source_info
 
 
 class OperationRecorder(ForwardingTrace):
-    """Runs every operation under its parent, and adds it to the records that track an operand.
+    """Runs each operation under its parent, and adds it to the records that track an operand.
 
     Attributes:
-      records: the records of the active tapes and accumulators, the outermost first.
+      records: the records of the open tapes and accumulators, the outermost first.
       is_top: whether the parent is JAX's top level, which runs operations at once.
     """
 
@@ -62,7 +62,7 @@ class OperationRecorder(ForwardingTrace):
         self.records.append(record)
 
     def remove(self, record: Record) -> None:
-        """Stops recording for a record; the last one uninstalls the recorder."""
+        """Stops recording for a record; the last record uninstalls the recorder."""
         self.records = [r for r in self.records if r is not record]
         self.leave()
 
@@ -107,10 +107,10 @@ class OperationRecorder(ForwardingTrace):
             return jitted(*args, **kwargs)
         record.add(call.computation, operands, results, current_source_info())
         if call.computation.has_rules:
-            lose_in(watching, call.computation, operands, results)
+            add_lost_in_programs(watching, call.computation, operands, results)
         return jax.tree.unflatten(call.tree, results[: call.tree.num_leaves])
 
-    # ------------------------------------------------------------------ what JAX asks of a trace
+    # ------------------------------------------------------------------ methods that JAX calls
 
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
@@ -145,7 +145,7 @@ class OperationRecorder(ForwardingTrace):
     def _process_programs(
         self, primitive: Any, args: Sequence[Any], params: Mapping[str, Any]
     ) -> Sequence[Any]:
-        """Runs an operation that has programs; the arrays that they close over become operands."""
+        """The arrays that the programs of the operation close over become operands."""
         is_jit = primitive is _JIT
         facts = _jax.program_facts(params["jaxpr"]) if is_jit else _jax.facts_below(params)
         captured: Sequence[Any] = facts.arrays
@@ -173,8 +173,7 @@ class OperationRecorder(ForwardingTrace):
         return results
 
     def _may_save(self, watching: Sequence[Record]) -> bool:
-        """Whether an operation may save residuals for these records. Rules in force, and
-        accumulators, need the operation without residuals."""
+        """Rules in force, and accumulators, need operations without residuals."""
         return not rules_in_force() and all(record.keeps_operations for record in watching)
 
     def watching(self, operands: Sequence[Any]) -> list[Record]:
@@ -183,9 +182,9 @@ class OperationRecorder(ForwardingTrace):
     def apply(
         self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
     ) -> Any:
-        """Runs and records a computation; returns its results, without residuals."""
+        """Runs and records a computation; returns the results without residuals."""
         if not PLAIN.issuperset(map(type, operands)):
-            operands = self.own_operands(computation.name, operands)
+            operands = self.make_operands_own(computation.name, operands)
         saves = computation.saves if self.is_top else computation.is_run_once
         with set_current_trace(self.parent_trace):
             if saves and watching and self._may_save(watching):
@@ -199,7 +198,7 @@ class OperationRecorder(ForwardingTrace):
             results = out
         else:
             results = out if is_list else jax.tree.leaves(out)
-            results = self._own_results(computation, operands, results)
+            results = self._make_results_own(computation, operands, results)
             out = results if is_list else jax.tree.unflatten(jax.tree.structure(out), results)
         if computation.tree is not None:
             out = jax.tree.unflatten(computation.tree, results[: computation.count])
@@ -207,13 +206,13 @@ class OperationRecorder(ForwardingTrace):
         for record in watching:
             record.add(computation, operands, results, info)
         if computation.has_rules:
-            lose_in(watching, computation, operands, results)
+            add_lost_in_programs(watching, computation, operands, results)
         return out
 
     def _saving(
         self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
     ) -> Computation:
-        """Returns the forward of a computation, which saves the residuals of its derivatives."""
+        """Returns the computation's `forward`, which saves residuals."""
         active = active_operands(operands, watching)
         groups: tuple[tuple[int, ...], ...] = (active,)
         if len(watching) > 1 and computation.has_rules and not computation.has_effects:
@@ -224,21 +223,21 @@ class OperationRecorder(ForwardingTrace):
         orders = sum([record.orders for record in watching])
         return computation.forward(groups, operands, orders)
 
-    def _own_results(
+    def _make_results_own(
         self, computation: Computation, args: Sequence[Any], results: Sequence[Any]
     ) -> list[Any]:
-        """Returns the results, each as an array object of its own.
+        """Makes each result an array object of its own.
 
-        An operation may return the very array that it was given (a reshape to the same shape). The
-        result has a gradient of its own, so it must be another object. A checkpointed function may
-        return a constant of its program that is no JAX array yet: it becomes one array here, since
-        otherwise each operation that reads the constant would make a new array.
+        If an operation returns its operand itself (a reshape to the same shape), the result must be
+        another object, since it has a gradient of its own. If a checkpointed function returns a
+        constant of its program that is no JAX array yet, the constant becomes an array here: else
+        each operation that reads the constant would make a new array.
         """
         own = set(map(id, args))
         fresh = []
         for result in results:
             if not isinstance(result, jax.Array):
-                refuse_references(computation.name, [result])
+                refuse_reference_operands(computation.name, [result])
                 with set_current_trace(self.parent_trace):
                     result = jnp.asarray(result)
             if id(result) in own:
@@ -247,16 +246,15 @@ class OperationRecorder(ForwardingTrace):
             fresh.append(result)
         return fresh
 
-    def own_operands(self, name: str, operands: Sequence[Any]) -> Sequence[Any]:
-        """Returns operands that a record can hold: copies NumPy arrays, which may be changed."""
+    def make_operands_own(self, name: str, operands: Sequence[Any]) -> Sequence[Any]:
+        """Copies NumPy arrays, which others may change, for records to hold."""
         if are_plain(operands):
             return operands
-        refuse_references(name, operands)
+        refuse_reference_operands(name, operands)
         with set_current_trace(self.parent_trace):
             return [jnp.array(x) if isinstance(x, np.ndarray) else x for x in operands]
 
     def alias(self, array: Any) -> Any:
-        """Returns another array object with the same value."""
         with set_current_trace(self.parent_trace):
             return _jax.fresh_alias(array)
 
@@ -264,8 +262,8 @@ class OperationRecorder(ForwardingTrace):
         return bool(self.records)  # it may read a Variable
 
     def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Runs the marker of a value for the host, which returns its operand. It is not recorded,
-        so that no gradient goes through it."""
+        """Runs the marker of a value for the host, which returns its operand. The marker is not
+        recorded, so that no gradient goes through it."""
         with set_current_trace(self.parent_trace):
             result = primitive.bind(*args, **params)
         return self.alias(result) if self.watching([result]) else result
@@ -273,8 +271,7 @@ class OperationRecorder(ForwardingTrace):
     def run_instead(
         self, ask: Callable[..., Instead | None], args: Sequence[Any], *of: Any
     ) -> list[Any] | None:
-        """Runs the replacement of an operation, if `ask` returns one, and returns its results;
-        None if there is no replacement."""
+        """Runs the replacement that `ask` returns for an operation; None if there is none."""
         with set_current_trace(self.parent_trace):
             instead = ask(*of)
         if instead is None:
@@ -284,7 +281,7 @@ class OperationRecorder(ForwardingTrace):
 
 
 def active_operands(operands: Sequence[Any], watching: Sequence[Record]) -> tuple[int, ...]:
-    """Returns the positions of the operands that may be differentiated for any of the records."""
+    """The positions of the operands that may be differentiated for any of the records."""
     if len(watching) == 1:
         return watching[0].active(operands)
     return tuple(sorted({i for record in watching for i in record.active(operands)}))
@@ -295,8 +292,7 @@ def _bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> Seq
     return list(out) if primitive.multiple_results else [out]
 
 
-def refuse_references(name: str, values: Sequence[Any]) -> None:
-    """Raises NotImplementedError if one of the values is a `jax.Ref`."""
+def refuse_reference_operands(name: str, values: Sequence[Any]) -> None:
     plain = (*_IMMUTABLE, np.ndarray)
     if any(not isinstance(x, plain) and _jax.is_reference(jax.typeof(x)) for x in values):
         raise NotImplementedError(
@@ -306,9 +302,9 @@ def refuse_references(name: str, values: Sequence[Any]) -> None:
         )
 
 
-_MOST_FORMS = 64  # direct forms of one jitted function: one for each set of followed operands
+_MOST_FORMS = 64  # direct forms of a jitted function: one for each set of followed operands
 _IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
-# The types seen so far whose values nobody can write to: a record can hold them as they are.
+# The types seen so far whose values nobody can write to: a record can hold the values themselves.
 PLAIN = {bool, int, float, complex}
 
 

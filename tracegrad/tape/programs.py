@@ -1,7 +1,7 @@
 """Runs JAX programs with operands instead of the arrays that the programs close over.
 
-JAX holds the arrays that a jitted function closes over as constants of its program, at any depth of
-calls. Constants would silently have no gradient, so a tape makes these arrays operands.
+The arrays that a jitted function closes over are constants of its program, at any depth of calls.
+Constants would silently have no gradient, so a tape makes these arrays operands.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tracegrad.ir.writing import Port, Where
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 
 # Maps the id of an array that a program closes over to the array that replaces it.
-Instead = Mapping[int, Any]
+Replacements = Mapping[int, Any]
 RULES = (_jax.CUSTOM_JVP, _jax.CUSTOM_VJP)
 
 
-def run_program(program: Any, args: Sequence[Any], instead: Instead) -> list[Any]:
-    """Runs a program in the form that a tape differentiates, and returns its results.
+def run_program(program: Any, args: Sequence[Any], instead: Replacements) -> list[Any]:
+    """Runs a program in the form that a tape differentiates.
 
     Values passed to the host are constants for differentiation. It is an error to differentiate a
     value that a `jax.custom_jvp` closes over, for which JAX silently returns zero. An effect in a
@@ -38,24 +38,24 @@ def run_program(program: Any, args: Sequence[Any], instead: Instead) -> list[Any
 
     Args:
       program: a JAX program.
-      args: its operands.
-      instead: the replacements of arrays that it closes over.
+      args: the operands of the program.
+      instead: the replacements of arrays that the program closes over.
     """
-    graph, steps = _staying_in_scans(end_gradients_at_host(graph_of(program)))
-    return run_graph(_closing_over(graph, instead), [*args, *steps])
+    graph, steps = _keep_effects_in_scans(end_gradients_at_host(graph_of(program)))
+    return run_graph(_replace_constants(graph, instead), [*args, *steps])
 
 
-def _closing_over(graph: Graph, instead: Instead) -> Graph:
-    """Returns the graph with its constants replaced, also those of inner regions."""
+def _replace_constants(graph: Graph, instead: Replacements) -> Graph:
+    """Also in inner regions."""
     if not instead:
         return graph
-    edited = _opened(graph, instead, Where())
+    edited = _open_constants(graph, instead, Where())
     held = {port.value: port.closed_over for port in edited.ins}
     return edited.graph.replace(constants={**edited.graph.constants, **held})
 
 
-def _opened(region: Graph, instead: Instead, where: Where) -> Edited:
-    """Returns a region in which the constants that `instead` replaces are inputs by ports."""
+def _open_constants(region: Graph, instead: Replacements, where: Where) -> Edited:
+    """Makes the constants that `instead` replaces inputs of the region, by ports."""
     kept, ports = dict[Value, Any](), list[Port]()
     for value, array in region.constants.items():
         if id(array) in instead:
@@ -65,9 +65,12 @@ def _opened(region: Graph, instead: Instead, where: Where) -> Edited:
     draft = Draft(region.replace(constants=kept) if ports else region, where)
     draft.ins += ports
     for node in region.nodes:
-        if not isinstance(node, CustomGradient) and _holds(node, instead):
+        if not isinstance(node, CustomGradient) and _closes_over_replaced(node, instead):
             inside = where.inside(node)
-            edits = {name: _opened(inner, instead, inside) for name, inner in node.regions.items()}
+            edits = {
+                name: _open_constants(inner, instead, inside)
+                for name, inner in node.regions.items()
+            }
             try:
                 draft.replace([node], with_regions(node, edits, where))
             except GraphError as error:
@@ -78,19 +81,18 @@ def _opened(region: Graph, instead: Instead, where: Where) -> Edited:
     return draft.finished()
 
 
-def _holds(node: Node, instead: Instead) -> bool:
-    """Whether a program of a node closes over an array that `instead` replaces."""
+def _closes_over_replaced(node: Node, instead: Replacements) -> bool:
+    """`instead` has an array that a program of the node closes over."""
     facts = _jax.facts_below(node.params)
     return any(id(array) in instead for array in (*facts.arrays, *facts.numpy_arrays))
 
 
-def _staying_in_scans(graph: Graph) -> tuple[Graph, list[Any]]:
-    """Returns the graph with effects in scans made dependent on the step, and the extra operands
-    that this needs.
+def _keep_effects_in_scans(graph: Graph) -> tuple[Graph, list[Any]]:
+    """Makes effects in scans depend on the step. Returns the graph and the new operands.
 
     When JAX differentiates a scan, it moves operations that are the same at each step out of the
-    scan, prints and host calls among them. It does not move a branch on a value of the step, so
-    each such effect is put into a branch.
+    scan, even prints and host calls. JAX does not move a branch on a value of the step, so each
+    effect goes into a branch.
     """
     if not graph.effects:
         return graph, []
@@ -112,11 +114,10 @@ def _is_effect_in_a_scan(found: Occurrence) -> bool:
     return bool(node.effects) or _jax.calls_host([node.op])
 
 
-# ------------------------------------------------------------------- what custom rules close over
+# ------------------------------------------------------- arrays that custom rules close over
 
 
 def closes_over_watched(function: str) -> ValueError:
-    """Returns the error for a watched array that a custom derivative closes over."""
     return ValueError(
         f"the custom derivative of {function} closes over an array that a tape watches: its rule "
         "returns no derivative with respect to the array. Pass the array as an argument"
@@ -124,12 +125,12 @@ def closes_over_watched(function: str) -> ValueError:
 
 
 def refused_arrays(program: Any, captured: Sequence[Any]) -> dict[int, str]:
-    """Finds the `captured` arrays of a program for which a custom derivative in it has no gradient.
-    Maps the id of each to the name of the function with that derivative."""
+    """Finds the `captured` arrays that have no gradient, since a custom derivative in the program
+    closes over them. Maps their ids to the name of the function with the derivative."""
     if _jax.program_facts(program).primitives.isdisjoint(RULES):
         return {}
     ids = list(map(id, captured))
-    edited = _opened(graph_of(program), dict(zip(ids, captured)), Where())
+    edited = _open_constants(graph_of(program), dict(zip(ids, captured)), Where())
     inputs = [*(port.value for port in edited.ins), *edited.graph.inputs]
     graph = edited.graph.replace(inputs=inputs)
     at = [ids.index(id(port.closed_over)) for port in edited.ins]

@@ -17,7 +17,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir.occurrence import at, origin_in
 from tracegrad.tape.computations import Computation
-from tracegrad.tape.rules import Rule
+from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.variables.lending import give_back
 from tracegrad.variables.variable import Variable
 
@@ -26,20 +26,20 @@ class Entry(NamedTuple):
     """One operation that has run.
 
     Attributes:
-      computation: its computation; for a function with a rule that ran on values, the `Rule`.
+      computation: for a function with a rule that ran on values, a `RecordedRule`.
       args, results: the slots of its operands and results.
-      source_info: where it was called.
+      source_info: JAX's source info of the call.
     """
 
-    computation: Computation | Rule
+    computation: Computation | RecordedRule
     args: tuple[int, ...]
     results: tuple[int, ...]
     source_info: Any
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """The slots of the arrays that its pull-back takes, apart from cotangents."""
-        if getattr(self.computation, "count", None) is None:  # it has saved no residuals
+        """The slots of the arrays that the pull-back takes besides cotangents."""
+        if getattr(self.computation, "count", None) is None:  # without residuals
             return self.args
         return (*self.args, *self.results)
 
@@ -51,8 +51,9 @@ class LostGradient(NamedTuple):
       array: the slot of the array.
       results: the slots of the results that depend on the array.
       text: returns the warning for the user.
-      inside: for a rule on values, the range of the entries that the function recorded, and the
-        slots of what it computed; None: the results are known to depend on the array.
+      inside: for a rule on values, (first entry, end, slots): the range of the entries that the
+        function has recorded, and the slots of the function's results. None: the results are known
+        to depend on the array.
     """
 
     array: int
@@ -68,12 +69,8 @@ CURE_OF_LOST_GRADIENT = (
 
 
 def lost_gradient_text(what: tuple[str, str], info: Any) -> str:
-    """Returns the warning for a lost gradient.
-
-    Args:
-      what: the user's names for the function, and for the array on which it depends.
-      info: JAX's source info of the call.
-    """
+    """`what`: the user's names for the function, and for the array on which the function depends;
+    `info`: JAX's source info of the call."""
     function, array = what
     line, is_users = origin_in(_jax.frames(info))
     return (
@@ -91,12 +88,12 @@ class Record:
 
     Attributes:
       keeps_operations: whether it keeps entries, from which gradients are computed later.
-      orders: the highest order of derivative that may be computed from it.
+      orders: the highest order of derivative that users may ask for.
       arrays: the arrays by slot.
       tracked: maps the ids of followed arrays to slots.
       others: maps the ids of other operands and results to slots.
-      without_gradient: the slots of results that have no gradient: those of integers, and those
-        that are constants to a derivative (`Computation.constant`).
+      without_gradient: the slots of results without a gradient: integers, and constants to a
+        derivative (`Computation.constant_results`).
     """
 
     keeps_operations = True
@@ -113,19 +110,18 @@ class Record:
         self.unfollowed: dict[int, weakref.ref[Any]] = {}
         # For each watched Variable, the arrays that were read from it, by id.
         self.reads: dict[Variable, dict[int, Any]] = {}
-        # Variables, each with its array, if only this record was given the array. The end of the
-        # record gives the array back, so that a program may write over it.
+        # (Variable, array), if only this record was shown the array. The end of the record gives
+        # the array back, so that a program may overwrite it.
         self.shown: list[tuple[Variable, Any]] = []
 
-    # --------------------------------------------------------------------------- what is followed
+    # --------------------------------------------------------------------------- followed arrays
 
     def watch(self, array: Any) -> None:
-        """Follows an array from now on."""
         if id(array) not in self.tracked:
             self.tracked[id(array)] = self._new_slot(array)
 
     def slot(self, array: Any) -> int:
-        """Returns the slot of an array, a new one if it has none."""
+        """A new slot if the array has none."""
         slot = self.tracked.get(id(array))
         if slot is None:
             slot = self.others.get(id(array))
@@ -142,11 +138,11 @@ class Record:
         return len(self.arrays) - 1
 
     def follows(self, array: Any) -> bool:
-        """Whether gradients may be taken in an array, and of it."""
+        """Whether the array may be a source or a target."""
         return id(array) in self.tracked
 
     def tracks(self, arrays: Iterable[Any]) -> bool:
-        """Whether an operation on these arrays is recorded: it follows one of them."""
+        """Whether the record follows one of these arrays, and records an operation on them."""
         tracked = self.tracked
         for array in arrays:
             if id(array) in tracked:
@@ -158,25 +154,24 @@ class Record:
         return False
 
     def active(self, operands: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the positions of the operands that are followed and have a gradient."""
+        """The positions of the followed operands that have a gradient."""
         tracked = self.tracked
         return tuple(
             [i for i, x in enumerate(operands) if id(x) in tracked and _jax.has_gradient(x)]
         )
 
     def was_used_unfollowed(self, array: Any) -> bool:
-        """Whether an array was an operand while it was not followed."""
+        """Whether the array was an operand while it was not followed."""
         seen = self.unfollowed.get(id(array))
         return id(array) in self.others or (seen is not None and seen() is array)
 
     def add(
         self,
-        computation: Computation | Rule,
+        computation: Computation | RecordedRule,
         args: Sequence[Any],
         results: Sequence[Any],
         info: Any,
     ) -> None:
-        """Adds an operation that has run."""
         tracked, others, arrays = self.tracked, self.others, self.arrays
         slots = []
         for arg in args:
@@ -190,7 +185,7 @@ class Record:
         first = len(arrays)
         arrays.extend(results)
         for slot, result in enumerate(results, first):
-            if _jax.has_gradient(result) and slot - first not in computation.constant:
+            if _jax.has_gradient(result) and slot - first not in computation.constant_results:
                 tracked[id(result)] = slot
             else:
                 others[id(result)] = slot
@@ -200,14 +195,14 @@ class Record:
         )
 
     def add_lost(self, lost: Sequence[LostGradient]) -> None:
-        """Adds lost gradients of the last entry: arrays that its function closes over, and for
-        which its rule returns no gradient. The user is warned on asking for such a gradient."""
+        """Adds lost gradients of the last entry; asking for such a gradient warns."""
         results = self.entries[-1].results
         self.lost += [each._replace(results=results) for each in lost]
 
-    def lose(self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any) -> None:
-        """Adds a lost gradient: a rule in an operation returns no gradient for `array`, on which
-        `results` depend."""
+    def add_lost_gradient(
+        self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any
+    ) -> None:
+        """Adds a lost gradient: `results` depend on `array`, for which a rule returns none."""
         if id(array) in self.tracked:
             slots = tuple([self.slot(result) for result in results])
             text = functools.partial(lost_gradient_text, what, info)
@@ -216,29 +211,28 @@ class Record:
     # ---------------------------------------------------------------------------------- Variables
 
     def watch_variable(self, variable: Variable) -> None:
-        """Watches a Variable from its next read on."""
+        """From the next read on."""
         self.reads.setdefault(variable, {})
 
     def watch_read(self, variable: Variable, value: Any) -> None:
-        """Watches a value that was read from a Variable."""
         self.watch(value)
         self.reads.setdefault(variable, {})[id(value)] = value
 
     @property
     def variable_names(self) -> dict[int, str]:
-        """The names of Variables, by the ids of the arrays that were read from them."""
+        """Maps the ids of arrays that were read from Variables to the Variables' names."""
         return {
             id(v): variable.name for variable, reads in self.reads.items() for v in reads.values()
         }
 
     def reads_of(self, source: Any) -> list[Any]:
-        """Returns the arrays of a source: itself or, for a Variable, the arrays read from it."""
+        """The source itself or, for a Variable, the arrays that were read from it."""
         if isinstance(source, Variable):
             return list(self.reads.get(source, {}).values())
         return [source]
 
     def hand_out(self) -> None:
-        """Gives back none of the arrays shown so far: another record may hold them now."""
+        """From now on, does not give back the arrays shown so far: another record may have them."""
         self.shown.clear()
 
     # ------------------------------------------------------------------------------------- the end
@@ -253,7 +247,7 @@ class Record:
         self.lost.clear()
         self.entries[:] = [
             entry._replace(computation=entry.computation.without_arrays())
-            if isinstance(entry.computation, Rule)
+            if isinstance(entry.computation, RecordedRule)
             else entry
             for entry in self.entries
         ]
@@ -264,7 +258,6 @@ class Record:
             self.shown.clear()
 
     def clear(self) -> None:
-        """Forgets everything."""
         self.forget_arrays()
         self.arrays.clear()
         self.reads.clear()
@@ -272,12 +265,12 @@ class Record:
         self.without_gradient.clear()
 
 
-def type_of_kept(array: Any) -> Any:
-    """Returns the type of a slot's array. (A used-up tape holds this type instead of the array.)"""
+def type_of_slot(array: Any) -> Any:
+    """A used-up tape has the type itself instead of the array."""
     return array if isinstance(array, jax.core.AbstractValue) else _jax.array_type(array)
 
 
-def on_the_way(
+def entries_between(
     record: Record,
     sources: Iterable[int],
     targets: Iterable[int],
@@ -285,15 +278,14 @@ def on_the_way(
     *,
     of_data: bool = False,
 ) -> list[tuple[Entry, tuple[int, ...]]]:
-    """Returns the entries on a path from a source to a target, in order. Each comes with the
-    positions of its active operands: those to which a cotangent may go back.
+    """Returns the entries on a path from a source to a target, in order: (entry, positions of the
+    active operands, which may get a cotangent).
 
     Args:
-      record: the record.
       sources, targets: slots of arrays in the record.
       stopped: slots that count as constants.
-      of_data: follow all data, also where no cotangent goes back. Needed if the entries are to be
-        computed again, without recorded values.
+      of_data: follow all data, even if no cotangent goes back: for entries that are computed again,
+        without recorded values.
     """
     reached, wanted = set(sources), set(targets)
     ending = {*stopped, *record.without_gradient}
@@ -315,12 +307,12 @@ def on_the_way(
 
 
 def own_results(entry: Entry) -> tuple[int, ...]:
-    """Returns the slots of an operation's results, without the residuals that it saved."""
+    """The slots of an operation's results, without residuals."""
     return entry.results[: getattr(entry.computation, "count", None)]
 
 
 def following(entries: Sequence[Entry], sources: Iterable[int]) -> list[Entry]:
-    """Returns the entries that depend on the arrays of `sources`, in order."""
+    """The entries that depend on `sources`, slots of arrays; in order."""
     reached, found = set(sources), []
     for entry in entries:
         if not reached.isdisjoint(entry.args):

@@ -1,7 +1,8 @@
 """The recorder of operations, and of functions with custom rules (`jax.custom_vjp` and its like).
 
-A function with a rule runs on values, that is, on concrete arrays; so does its rule, when a
-gradient is computed. Under a transformation, or if its tangents are needed, the function is traced.
+A function with a rule runs on values, that is, on concrete arrays; its rule also runs on values,
+when a gradient is computed. Under a transformation, or if an accumulator needs tangents, the
+function is traced.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from tracegrad import _jax
 from tracegrad.ir.dependence import joined
 from tracegrad.tape.computations import links_of
 from tracegrad.tape.known_computations import computation_of_rule
-from tracegrad.tape.lost_gradients import lose, lost_around, lost_operands
+from tracegrad.tape.lost_gradients import add_lost_operands, find_lost_by_rule, find_lost_operands
 from tracegrad.tape.operation_recorder import OperationRecorder, active_operands
 from tracegrad.tape.programs import RULES, closes_over_watched
 from tracegrad.tape.record import Record
-from tracegrad.tape.rules import Rule, parts_of_rule
+from tracegrad.tape.recorded_rules import RecordedRule, parts_of_rule
 from tracegrad.tape.rules_of_jax import rule_of_jax, traced_rule
 from tracegrad.tracing.in_force import rules_in_force
 
@@ -35,27 +36,25 @@ class Recorder(OperationRecorder):
     track an operand."""
 
     @property
-    def takes_rules(self) -> bool:
-        """Whether a function with a rule runs on values here, and needs a gradient only. The
-        tangents of a `ForwardAccumulator` need the rule's transpose, for which it is traced."""
+    def runs_rules_on_values(self) -> bool:
+        """For the tangents of a `ForwardAccumulator`, a rule is traced, to transpose it."""
         return self.is_top and all(record.keeps_operations for record in self.records)
 
-    def before_rule(self) -> dict[Record, tuple[int, int]]:
-        """Returns how many entries and lost gradients each record has. For use before a function
-        with a rule runs on values."""
+    def count_entries(self) -> dict[Record, tuple[int, int]]:
+        """How many (entries, lost gradients) each record has; see `record_rule`."""
         return {record: (len(record.entries), len(record.lost)) for record in self.records}
 
-    def with_rule(
+    def record_rule(
         self,
-        rule: Rule,
+        rule: RecordedRule,
         operands: Sequence[Any],
         computed: Sequence[Any],
         begun: Mapping[Record, tuple[int, int]],
     ) -> Sequence[Any]:
         """Records a call of a function with a rule as one entry, and returns the entry's results.
 
-        The results are new array objects with the values of `computed`. Only the rule connects
-        them to `operands`. `begun`: from `before_rule`.
+        The results are new array objects with the values of `computed`: only the rule connects the
+        results to `operands`. `begun`: from `count_entries`.
         """
         watching = self.watching(operands)
         if not computed or not (watching or self.watching(computed)):
@@ -64,7 +63,9 @@ class Recorder(OperationRecorder):
         info = current_source_info()
         for record in self.records:
             of = begun.get(record)
-            lost = [] if of is None else lost_around(record, of, rule, operands, computed, info)
+            lost = (
+                [] if of is None else find_lost_by_rule(record, of, rule, operands, computed, info)
+            )
             if lost or record in watching:
                 record.add(rule, operands, results, info)
                 record.add_lost(lost)
@@ -73,7 +74,6 @@ class Recorder(OperationRecorder):
     def run_rule(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
-        """Runs a function with a `jax.custom_vjp` or a `jax.custom_jvp`."""
         if self._overriding is not None:
             ask = self._overriding.rule_instead
             results = self.run_instead(ask, args, primitive, subfuns, params, args)
@@ -82,7 +82,7 @@ class Recorder(OperationRecorder):
         if not self.records:
             with set_current_trace(self.parent_trace):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
-        if self.takes_rules and not rules_in_force():
+        if self.runs_rules_on_values and not rules_in_force():
             with set_current_trace(self.parent_trace):
                 known = rule_of_jax(primitive, subfuns, args, params)
             if known is None:
@@ -91,9 +91,9 @@ class Recorder(OperationRecorder):
         else:
             with set_current_trace(self.parent_trace):
                 traced = traced_rule(primitive, subfuns, args, params)
-            results = self._run_equation_with_rule(*traced)
+            results = self._run_traced_rule(*traced)
         # JAX reads the tree of the results from the function or from its rule, and expects exactly
-        # one of them to have run. The rule has run if the parent or the tape differentiates it.
+        # one of the two to have run. The rule has run if the parent or the tape differentiates it.
         if _jax.has_run(subfuns[1]):
             _jax.forget_result_trees(subfuns[0])
         return results
@@ -102,14 +102,16 @@ class Recorder(OperationRecorder):
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
         """Differentiates a function with a rule by JAX's VJP: the rule runs forward on values now,
-        and backward when a gradient is computed. Outer tapes record both passes, since they may
-        have to differentiate them."""
-        operands = self.own_operands(str(getattr(subfuns[0], "__name__", primitive.name)), args)
+        and backward when a gradient is computed. Outer tapes record both passes, to differentiate
+        them."""
+        operands = self.make_operands_own(
+            str(getattr(subfuns[0], "__name__", primitive.name)), args
+        )
         watching = self.watching(operands)
         active = active_operands(operands, watching)
         name = getattr(_jax.rule_functions(subfuns)[0][0], "__name__", primitive.name)
-        followed = [record for record in self.records if not isinstance(record, Spy)]
-        spies = [Spy(record, operands) for record in followed]
+        followed = [record for record in self.records if not isinstance(record, ClosureWatch)]
+        watches = [ClosureWatch(record, operands) for record in followed]
 
         def bind(*operands: Any) -> list[Any]:
             return list(primitive.bind(*operands, subfuns=subfuns, **params))
@@ -127,7 +129,7 @@ class Recorder(OperationRecorder):
             return _jax.with_gates(results, given) if len(results) > 1 else results
 
         inner = watching[-1] if watching else None
-        with _with_one_order_less(self, inner, spies), set_current_trace(self):
+        with _with_one_order_less(self, inner, watches), set_current_trace(self):
             if active:
                 try:
                     results, vjp = _jax.vjp_of_some(witnessed, operands, active)
@@ -137,29 +139,32 @@ class Recorder(OperationRecorder):
                     raise
             else:
                 results = subfuns[0].call_wrapped(*operands)
-        if any(spy.has_seen for spy in spies):
+        if any(watch.has_seen for watch in watches):
             raise closes_over_watched(self._name_of(called, operands))
         if not active:
             return list(results)
         types = list(map(jax.typeof, results))
 
         def pull_back(cotangents: Sequence[Any], sparse: Sequence[bool]) -> list[Any]:
-            every = [ct if ct is not None else _zeros(aval) for ct, aval in zip(cotangents, types)]
+            every = [
+                ct if ct is not None else _zero_cotangent(aval)
+                for ct, aval in zip(cotangents, types)
+            ]
             met.clear()
             given.clear()
             given.update(k for k, ct in enumerate(cotangents) if ct is not None)
             found = dict(zip(active, vjp(every), strict=True))
             each = [found.get(i) if i in met else None for i in range(len(operands))]
             if primitive is _jax.CUSTOM_JVP and not met.issuperset(active):
-                zeros = _written_zeros(
+                zeros = _zeros_from_jvp(
                     called, operands, active, [ct is not None for ct in cotangents]
                 )
                 each = [zeros.get(i) if ct is None else ct for i, ct in enumerate(each)]
             return each
 
         at = {id(x): i for i, x in enumerate(operands)}
-        handed_on = {k: at[id(r)] for k, r in enumerate(results) if id(r) in at}
-        rule = Rule(name, called, pull_back, handed_on=handed_on)
+        returned_operands = {k: at[id(r)] for k, r in enumerate(results) if id(r) in at}
+        rule = RecordedRule(name, called, pull_back, returned_operands=returned_operands)
         results = [self.alias(result) for result in results]
         info = current_source_info()
         for record in watching:
@@ -168,24 +173,24 @@ class Recorder(OperationRecorder):
         if parts is not None and parts.closed_over:
             kept = [(fun, _jax.result_trees(fun)) for fun in subfuns[:2] if _jax.has_run(fun)]
             with set_current_trace(self.parent_trace):
-                found = lost_operands(called, list(map(jax.typeof, operands)))
+                found = find_lost_operands(called, list(map(jax.typeof, operands)))
             for fun in subfuns[:2]:
                 _jax.forget_result_trees(fun)
             for fun, trees in kept:  # JAX reads the tree of the results from there
                 _jax.leave_result_trees(fun, trees)
-            lose(watching, found, operands, results)
+            add_lost_operands(watching, found, operands, results)
         return results
 
     def _name_of(self, called: Callable[..., list[Any]], operands: Sequence[Any]) -> str:
-        """Returns the name of the function with a rule that `called` calls."""
+        """The name of the function with a rule that `called` calls."""
         with set_current_trace(self.parent_trace):
             program = jax.make_jaxpr(called)(*operands)
         rules = [e for e in _jax.opened(program).eqns if e.primitive in RULES]
         return str(_jax.traced_from(rules[0].params["call_jaxpr"]).name) if rules else "a function"
 
-    def _run_equation_with_rule(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
-        """Runs and records a function with a rule that was traced to an equation. In it, the values
-        that the function closes over are operands; raises if one of them is watched."""
+    def _run_traced_rule(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        """Runs and records a function with a rule that was traced to an equation, in which the
+        values that the function closes over are operands. Raises if such a value is watched."""
         primitive, params = equation.primitive, equation.params
         constants = _jax.count_closed_over(params)
         facts = _jax.facts_below(params)
@@ -200,9 +205,9 @@ class Recorder(OperationRecorder):
         return list(self.apply(computation, operands, watching))
 
 
-class Spy(Record):
-    """Replaces a record while a function with a rule runs on values, and notices whether the
-    function uses an array that the record follows and that is no operand (`has_seen`)."""
+class ClosureWatch(Record):
+    """Replaces a record while a function with a rule runs on values. `has_seen`: whether the
+    function has used an array that the record follows and that is no operand."""
 
     def __init__(self, record: Record, operands: Sequence[Any]):
         super().__init__(orders=0)
@@ -220,14 +225,14 @@ class Spy(Record):
 
 @contextmanager
 def _with_one_order_less(
-    recorder: OperationRecorder, inner: Record | None, spies: Sequence[Spy]
+    recorder: OperationRecorder, inner: Record | None, watches: Sequence[ClosureWatch]
 ) -> Iterator[None]:
-    """A block in which the innermost record may see one order of derivatives less; at order 0, it
-    records nothing. So a forward function that calls its own function comes to an end."""
+    """A block in which the innermost record may see one order of derivatives less; at order 0, the
+    record is left out. So a forward function that calls its own function comes to an end."""
     records = recorder.records
     if inner is not None:
         inner.orders -= 1
-    recorder.records = [*(r for r in records if r is not inner or r.orders > 0), *spies]
+    recorder.records = [*(r for r in records if r is not inner or r.orders > 0), *watches]
     try:
         yield
     finally:
@@ -236,19 +241,19 @@ def _with_one_order_less(
             inner.orders += 1
 
 
-def _written_zeros(
+def _zeros_from_jvp(
     called: Callable[..., list[Any]],
     operands: Sequence[Any],
     active: Sequence[int],
     given: Sequence[bool],
 ) -> dict[int, Any]:
     """Returns zeros for each active operand that is connected to a result with a cotangent
-    (`given`): those that a custom JVP has returned as its derivative, and that JAX has dropped."""
+    (`given`): a custom JVP has returned zeros as derivative, and JAX has dropped them."""
     with set_current_trace(_jax.current_trace_outside_of(Recorder)):
         rows = links_of(called, list(map(jax.typeof, operands)), active)
     linked = joined(compress(rows, given))
     return {i: jnp.zeros_like(x) for i, x in enumerate(operands) if linked >> i & 1}
 
 
-def _zeros(aval: Any) -> Any:
+def _zero_cotangent(aval: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype) if _jax.has_gradient(aval) else _jax.no_cotangent(aval)

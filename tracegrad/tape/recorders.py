@@ -1,4 +1,4 @@
-"""Finds the recorder of the current thread and trace, and enters and leaves it by blocks."""
+"""Finds the recorder of the current thread and trace, and installs it for the time of a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.tape.recorder import Recorder
-from tracegrad.variables.lending import renew
+from tracegrad.variables.lending import renew_array
 from tracegrad.variables.listening import Listener, start_listening, stop_listening
 from tracegrad.variables.overriding import OverridingTrace
 from tracegrad.variables.variable import Variable
@@ -17,24 +17,24 @@ from tracegrad.variables.variable import Variable
 set_current_trace = _jax.set_current_trace
 
 
-class _Kept(threading.local):
+class _KeptRecorders(threading.local):
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
 
 
-_kept = _Kept()
-_MOST_KEPT = 8  # more than one is in use only where nested blocks have left a transformation
+_kept = _KeptRecorders()
+_MOST_KEPT = 8  # several are in use only if nested blocks have left a transformation
 
 
 def recorder_here() -> Recorder:
-    """Returns the recorder on the current trace of this thread, or else one to install there."""
+    """Returns the recorder on the current trace of this thread, or a recorder to install there."""
     current = _jax.current_trace(None)
     if isinstance(current, Recorder):
         return current
     if not isinstance(current, _jax.TopLevelTrace):
         return Recorder(current)
-    # Successive tapes share one recorder: a jitted function caches an entry for each trace that it
-    # was called under, and its calls take longer the more entries there are.
+    # Successive tapes share one recorder: a jitted function caches an entry for each trace around
+    # its calls, and its calls take longer the more entries there are.
     for recorder in _kept.recorders:
         if not recorder.is_installed and recorder.parent_trace is current:
             return recorder
@@ -45,16 +45,16 @@ def recorder_here() -> Recorder:
 
 
 def recorder_around() -> Recorder | None:
-    """Returns the recorder of the current operations, or None. (Traces that override gradients may
-    stand on it.)"""
+    """The recorder of the current operations, or None. (Traces that override gradients may be above
+    it.)"""
     trace = _below_overriding()
     return trace if isinstance(trace, Recorder) else None
 
 
 @contextmanager
 def not_overridden() -> Iterator[None]:
-    """A block in which no gradient is overridden. It is for backward passes: the gradients of
-    their operations were overridden when those ran."""
+    """A block without overridden gradients, for backward passes: the gradients of their operations
+    were overridden when the operations ran."""
     with set_current_trace(_below_overriding()):
         yield
 
@@ -75,11 +75,10 @@ class Recording(Listener):
     def __init__(self) -> None:
         self._recorder: Recorder | None = None  # inside the block
         self._thread: int | None = None
-        self._around: Sequence[Listener] = ()  # the listeners outside of it, innermost first
-        self._has_read: set[Variable] = set()  # the Variables read since it began to listen
+        self._around: Sequence[Listener] = ()  # the outer listeners, innermost first
+        self._has_read: set[Variable] = set()  # the Variables read since listening began
 
     def _begin(self) -> Recorder:
-        """Begins the block."""
         if self._recorder is not None:
             self._check_thread()
             raise ValueError(
@@ -96,8 +95,8 @@ class Recording(Listener):
             )
 
     def _is_further_inside(self, value: Any) -> bool:
-        """Whether a value belongs to a function that is being traced in the block. The recorder
-        sees the call of that function, not its values."""
+        """Whether a value belongs to a function that is being traced in the block: the recorder
+        sees the call of the function, not its values."""
         trace = _jax.trace_of(value) if _jax.is_tracer(value) else None
         return any(around is self._recorder for around in _jax.outward(trace))
 
@@ -110,14 +109,14 @@ class Recording(Listener):
         stop_listening(self)
 
     def _renew(self, variable: Variable) -> None:
-        """Makes the next read of a Variable return a new array object: arrays that were read from
-        it before are constants to this block."""
+        """Makes the next read of a Variable return a new array object: arrays that were read before
+        are constants to this block."""
         for outer in self._around:
             if outer.on_renewal(variable):
                 return
-        renew(variable)
+        renew_array(variable)
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """Returns a block that no tape records: operations go to the trace below the recorders."""
+    """A block that no tape records: operations go to the trace below the recorders."""
     return set_current_trace(_jax.current_trace_outside_of(Recorder))

@@ -22,8 +22,7 @@ class RuleOfJax(NamedTuple):
     """A call of one of JAX's own functions with a rule.
 
     Attributes:
-      computation: the computation of the call.
-      result_trees: the trees of its results, which JAX reads from the function after its run.
+      result_trees: the trees of the results, which JAX reads from the function after its run.
     """
 
     computation: Computation
@@ -36,8 +35,7 @@ _known: Cache[Any, RuleOfJax | None] = Cache(512)
 def rule_of_jax(
     primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
 ) -> RuleOfJax | None:
-    """Returns the cached call of one of JAX's own functions; None for any other function. To be
-    called outside of recorders."""
+    """None for a function that is not JAX's own. Call this outside of recorders."""
     functions, trees = _jax.rule_functions(subfuns)
     if params.get("symbolic_zeros") or trees is None or not all(map(_is_jaxs_own, functions)):
         return None
@@ -56,7 +54,7 @@ class TracedRule(NamedTuple):
 
     Attributes:
       equation: the JAX equation; its first operands are the values that the function closes over.
-      operands: the values of its operands.
+      operands: the values of all operands.
     """
 
     equation: Any
@@ -66,7 +64,7 @@ class TracedRule(NamedTuple):
 def traced_rule(
     primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
 ) -> TracedRule:
-    """Traces a call of a function with a rule. To be called outside of recorders."""
+    """Call this outside of recorders."""
 
     def bind(*args: Any) -> list[Any]:
         return list(primitive.bind(*args, subfuns=tuple(subfuns), **params))
@@ -82,7 +80,7 @@ def traced_rule(
 def _known_call(
     primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
 ) -> RuleOfJax | None:
-    """Traces a call of one of JAX's own functions; None if the function closes over a value."""
+    """None if the function closes over a value."""
     equation, operands = traced_rule(primitive, subfuns, args, params)
     trees = _jax.result_trees(subfuns[0])
     for fun in subfuns[:2]:
@@ -104,8 +102,8 @@ _settings = operator.attrgetter(
 
 
 def _is_jaxs_own(function: Any) -> bool:
-    """Whether a function, and all that it closes over, is part of JAX. Such a function does not
-    change, so that its identity determines what it computes."""
+    """Whether a function, and everything that it closes over, is part of JAX. Such a function never
+    changes, so its identity determines its results."""
     return _is_from_jax(function) and _closes_over_jax(function)
 
 
@@ -115,7 +113,7 @@ def _closes_over_jax(function: Any) -> bool:
 
 
 def _is_own(value: Any, depth: int) -> bool:
-    """Whether a value is a plain constant or part of JAX, as are its closures, to this depth."""
+    """Whether a value, with its closures to this depth, is a plain constant or part of JAX."""
     if value is None or isinstance(value, bool | int | float | str | jax.tree_util.PyTreeDef):
         return True
     if isinstance(value, tuple):

@@ -17,7 +17,7 @@ from tracegrad.ir.wording import listed
 from tracegrad.tape.cotangents import Derivative, cotangents
 from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record
-from tracegrad.tape.rules import Rule
+from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tracing.argument_paths import argument_path, known_by_path
 from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.variables.leaves import Leaf, leaves_of
@@ -38,12 +38,11 @@ def cotangents_of(
     """Returns the cotangents of sources; None for a source that is not connected to a target.
 
     Args:
-      record: the record of a tape.
       sources: arrays and Variables.
       targets: arrays.
-      variables: the Variables among the targets, with their values.
+      variables: maps the Variables among the targets to their values.
       derivative, seeds: as for `cotangents`.
-      tree: the tree that the user gave for the sources.
+      tree: the user's tree of sources.
     """
     # A Variable may have been read as several arrays, for example before and after an assignment.
     arrays = [record.reads_of(source) for source in sources]
@@ -58,8 +57,8 @@ def cotangents_of(
 
 
 def _named_by_place(tree: Any) -> AbstractContextManager[None]:
-    """A block in which the arrays of a tree of sources have paths for rules: ``sources.0.kernel``,
-    unless they stand for arguments of the traced function."""
+    """A block in which rules find the arrays of a tree of sources by paths: ``sources.0.kernel``,
+    unless an array stands for an argument of the traced function."""
     leaves = jax.tree.leaves(tree, is_leaf=is_variable)  # a Variable has its own name
     nameless = [isinstance(leaf, jax.Array) and not argument_path(leaf) for leaf in leaves]
     names = [leaf.within("sources").name for leaf in leaves_of(tree)]
@@ -67,7 +66,7 @@ def _named_by_place(tree: Any) -> AbstractContextManager[None]:
 
 
 def _with_target(variables: Mapping[Variable, Any], source: Any, reads: list[Any]) -> list[Any]:
-    """Returns the arrays read from a source and, if it is a Variable and a target, its value."""
+    """Adds the value of a Variable that is a source and a target to the arrays read from it."""
     value = variables.get(source) if isinstance(source, Variable) else None
     is_new = value is not None and all(value is not read for read in reads)
     return [*reads, value] if is_new else reads
@@ -84,7 +83,8 @@ def cotangents_of_arrays(
     gated: bool = False,
 ) -> list[Any]:
     """Returns the cotangents of source arrays; None for an array that is not connected, or that the
-    record does not follow. `stops`: arrays that count as constants; the rest: see `cotangents`."""
+    record does not follow. `stops`: arrays that count as constants; other arguments: see
+    `cotangents`."""
     warn_of_lost(record, sources, targets)
     # The gradient of a source that is a target is its seed, whether it is followed or not.
     ends = {id(target) for target in targets}
@@ -109,22 +109,19 @@ def cotangents_of_arrays(
 # ------------------------------------------------------------------------- the state of nnx modules
 
 # A transformed function that takes a module (`nnx.jit`, `nnx.remat`, `nnx.custom_vjp`, and
-# `nnx.scan` with one of them in its body) returns all state of the module, also unchanged state. So
-# the module has new arrays after the call, with the same values. The gradient of such an array is
-# the gradient of the array that the module had before the call.
+# `nnx.scan` with such a function in its body) returns all state of the module, also unchanged
+# state. So the module has new arrays after the call, with the same values. The gradient of such an
+# array is the gradient of the array that the module had before the call.
 #
-# A result is handed on if it is an operand that the function returns unchanged.
+# A *returned operand* is a result that is an unchanged operand.
 
 
 def before_calls(record: Record, sources: Any) -> dict[int, Any]:
-    """Maps the id of each array of a module that calls have handed on to the array that the module
-    had before those calls.
-
-    `sources`: the tree of sources; it shows which arrays belong to modules.
-    """
+    """Maps the id of each module array that calls have returned unchanged to the array that the
+    module had before the calls. `sources`: the tree of sources, which shows the modules."""
     if nnx() is None:
         return {}
-    came_from = dict(_handed_on(record))
+    came_from = dict(_returned_slots(record))
     if not came_from:
         return {}
 
@@ -144,28 +141,28 @@ def before_calls(record: Record, sources: Any) -> dict[int, Any]:
     }
 
 
-def _handed_on(record: Record) -> Iterator[tuple[int, int]]:
-    """Yields the slot of each handed-on result with the slot of its operand."""
+def _returned_slots(record: Record) -> Iterator[tuple[int, int]]:
+    """Yields (slot of the result, slot of the operand) for each returned operand."""
     for entry in record.entries:
         computation = entry.computation
-        if isinstance(computation, Rule):
-            places, shift = computation.handed_on, 0
+        if isinstance(computation, RecordedRule):
+            places, shift = computation.returned_operands, 0
         else:
-            places, shift = _places_of(computation), len(computation.captured)
+            places, shift = _returned_operands_of(computation), len(computation.captured)
         for place, at in places.items():
             yield entry.results[place], entry.args[shift + at]
 
 
-def _places_of(call: Any) -> Mapping[int, int]:
-    """Maps positions of handed-on results of an operation or equation to positions of operands.
+def _returned_operands_of(call: Any) -> Mapping[int, int]:
+    """Maps positions of results to positions of operands, for an operation or an equation.
 
-    Looks into the programs of the operation. A loop hands on what each step hands on: carries, and
-    slices. A conditional hands on what all branches hand on.
+    Looks into the programs of the operation. A loop returns an operand if each step returns it: a
+    carry, or slices. A conditional returns an operand if all branches return it.
     """
     primitive, params = call.primitive, call.params
-    if primitive not in _HANDING_ON:
+    if primitive not in _RETURNING_OPERANDS:
         return {}
-    first, *others = [_places(program) for _, program in _jax.sub_programs(params)]
+    first, *others = [_find_returned_inputs(program) for _, program in _jax.sub_programs(params)]
     if primitive is _jax.COND:  # its first operand is the index of the branch
         return {
             place: 1 + at
@@ -181,12 +178,12 @@ def _places_of(call: Any) -> Mapping[int, int]:
         }
     if primitive is _jax.WHILE:
         constants, shift = params["body_nconsts"], params["cond_nconsts"]
-        steps = _places(params["body_jaxpr"])
+        steps = _find_returned_inputs(params["body_jaxpr"])
         return {place: shift + at for place, at in steps.items() if at == constants + place}
     return first
 
 
-_HANDING_ON = frozenset(
+_RETURNING_OPERANDS = frozenset(
     {
         _jax.JIT,
         _jax.REMAT,
@@ -200,12 +197,12 @@ _HANDING_ON = frozenset(
 
 
 @of_program
-def _places(program: Any) -> Mapping[int, int]:
-    """Maps the positions of handed-on results of a program to the positions of operands."""
+def _find_returned_inputs(program: Any) -> Mapping[int, int]:
+    """Maps positions of the program's outputs to positions of its inputs."""
     open_form = _jax.opened(program)
     at = {variable: place for place, variable in enumerate(open_form.invars)}
     for equation in open_form.eqns:
-        for place, inner in _places_of(equation).items():
+        for place, inner in _returned_operands_of(equation).items():
             operand = equation.invars[inner]
             if not hasattr(operand, "val") and operand in at:
                 at[equation.outvars[place]] = at[operand]
@@ -216,7 +213,7 @@ def _places(program: Any) -> Mapping[int, int]:
     }
 
 
-# -------------------------------------------------------------------------------- what is unwatched
+# ------------------------------------------------------------- warnings of missing gradients
 
 
 def warn_of_unwatched(
@@ -226,11 +223,11 @@ def warn_of_unwatched(
     found: Sequence[Any],
     role: str = "sources",
 ) -> None:
-    """Warns, at the user's line, of sources whose gradients are None because they were used before
-    they were watched. `role`: the name of the argument that has the sources.
+    """Warns, at the user's line, of sources whose gradients are None since the sources were used
+    before they were watched. `role`: the name of the argument with the sources.
 
-    Does not warn of Variables, arrays used while the tape did not record, and state that a module
-    does not train.
+    Does not warn of Variables, of arrays used while the tape did not record, and of state that a
+    module does not train.
     """
     names = [
         f"{role}.{leaf.name}" if leaf.name else "the source"

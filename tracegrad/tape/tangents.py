@@ -1,4 +1,4 @@
-"""Carries the tangents of an accumulator's arrays forward as operations run."""
+"""Computes the tangents of an accumulator's arrays while operations run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from tracegrad.ir.parameters import Parameters
 from tracegrad.rewriting.edits import matches_of
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.rewriting.match_rule import MatchRule
-from tracegrad.tape.computations import Computation, traced
+from tracegrad.tape.computations import Computation, trace_for_types
 from tracegrad.tape.programs import RULES
 from tracegrad.tape.record import Record, lost_gradient_text
+from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tape.recorder import Recorder
-from tracegrad.tape.rules import Rule
-from tracegrad.tracing.in_force import differentiating, rules_in_force
+from tracegrad.tracing.in_force import rules_in_force, without_editing
 
 
-class _Ran(NamedTuple):
-    """An operation that has run, with its operands and results."""
-
+class _ExecutedOperation(NamedTuple):
     computation: Computation
     args: Sequence[Any]
     results: Sequence[Any]
@@ -38,8 +36,8 @@ class _Ran(NamedTuple):
 class Tangents(Record):
     """A record that keeps no operations, but the tangent of each followed array that is alive.
 
-    If a tangent cannot be computed, the exception is kept instead of it. The exception is raised
-    when the user asks for the tangent, not when the operation runs.
+    If a tangent cannot be computed, the exception is kept instead of the tangent, and raised when
+    the user asks for the tangent.
     """
 
     keeps_operations = False
@@ -49,17 +47,15 @@ class Tangents(Record):
         self.tracked: dict[int, weakref.ref[Any]] = {}
         self._tangents: dict[int, Any] = {}
         self._recorder: Recorder | None = None
-        self._waiting: list[tuple[_Ran, Any]] = []
+        self._waiting: list[tuple[_ExecutedOperation, Any]] = []
 
     def enter(self, recorder: Recorder) -> None:
-        """Follows the operations of a recorder from now on."""
         self._recorder = recorder
         recorder.add(self)
 
     def leave(self) -> None:
-        """Stops following operations."""
         assert self._recorder is not None, "it has entered"
-        # Inner accumulators may have waiting operations, whose tangents this one follows.
+        # Inner accumulators may have waiting operations, whose tangents this accumulator follows.
         for record in self._recorder.records:
             if isinstance(record, Tangents):
                 record._catch_up()
@@ -67,7 +63,7 @@ class Tangents(Record):
         self._recorder = None
 
     def set(self, array: Any, tangent: Any) -> None:
-        """Follows an array until it is freed, with this tangent."""
+        """Follows an array until it is freed."""
         here, identity = weakref.ref(self), id(array)
 
         def gone(_: Any) -> None:
@@ -78,7 +74,9 @@ class Tangents(Record):
         self._tangents[identity] = tangent
         self.tracked[identity] = weakref.ref(array, gone)
 
-    def lose(self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any) -> None:
+    def add_lost_gradient(
+        self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any
+    ) -> None:
         if self._tangents.get(id(array)) is not None:
             warn_where_called(lost_gradient_text(what, info), UserWarning)
 
@@ -87,7 +85,7 @@ class Tangents(Record):
         self.tracked.pop(identity, None)
 
     def get(self, array: Any) -> Any:
-        """Returns an array's tangent, the exception kept instead of it, or None."""
+        """Returns an array's tangent, the exception that is kept instead, or None."""
         self._catch_up()
         return self._tangents.get(id(array))
 
@@ -95,21 +93,21 @@ class Tangents(Record):
 
     def add(
         self,
-        computation: Computation | Rule,
+        computation: Computation | RecordedRule,
         args: Sequence[Any],
         results: Sequence[Any],
         info: Any,
     ) -> None:
-        """Carries tangents from the operands of an operation that has run to its results."""
+        """Computes the tangents of the results of an operation that has run."""
         assert isinstance(computation, Computation), "a rule is traced under an accumulator"
         self._catch_up()
-        operation = _Ran(computation, args, results, info)
+        operation = _ExecutedOperation(computation, args, results, info)
         trace = self._trace_around()
         if computation.primitive not in RULES:
-            self._carry(operation, trace)
+            self._push_and_keep(operation, trace)
             return
-        # JAX's call of a function with a rule has not returned yet. It expects that only one of the
-        # two was traced, the function or its rule, so the rule is traced only after the call.
+        # JAX's call of a function with a rule has not returned yet, and expects that either the
+        # function or its rule was traced, not both. So the rule is traced only after the call.
         self._waiting.append((operation, trace))
         for result in operation.results:
             if _jax.has_gradient(result):
@@ -117,10 +115,10 @@ class Tangents(Record):
 
     def _catch_up(self) -> None:
         while self._waiting:
-            self._carry(*self._waiting.pop(0))
+            self._push_and_keep(*self._waiting.pop(0))
 
-    def _carry(self, operation: _Ran, trace: Any) -> None:
-        """Computes the tangents of an operation's results, under a trace, and keeps them."""
+    def _push_and_keep(self, operation: _ExecutedOperation, trace: Any) -> None:
+        """`trace`: the trace for the computation of the tangents."""
         constants = operation.computation.constants
         found: list[Any] = [None] * constants
         found += [self._tangents.get(id(arg)) for arg in operation.args[constants:]]
@@ -129,7 +127,7 @@ class Tangents(Record):
         if active:
             with _jax.set_current_trace(trace):
                 try:
-                    tangents = _pushed(operation, active, [found[i] for i in active])
+                    tangents = _push_tangents(operation, active, [found[i] for i in active])
                 except Exception as error:
                     tangents = [error.with_traceback(None)] * len(operation.results)
         for result, tangent in zip(operation.results, tangents, strict=True):
@@ -139,8 +137,8 @@ class Tangents(Record):
                 self.set(result, tangent)
 
     def _trace_around(self) -> Any:
-        """Returns the trace under which tangents are computed: outer tapes and accumulators record
-        what runs there."""
+        """The trace for the computation of tangents: outer tapes and accumulators record the
+        operations there."""
         assert self._recorder is not None, "a recorder tells records that have entered"
         records = self._recorder.records
         around = records[: next(i for i, record in enumerate(records) if record is self)]
@@ -154,8 +152,10 @@ class Tangents(Record):
 # ----------------------------------------------------------------------------- compiled operations
 
 
-def _pushed(operation: _Ran, active: Sequence[int], given: Sequence[Any]) -> list[Any]:
-    """Returns the tangents of an operation's results, given those of its active operands.
+def _push_tangents(
+    operation: _ExecutedOperation, active: Sequence[int], given: Sequence[Any]
+) -> list[Any]:
+    """Returns the tangents of an operation's results. `given`: the tangents of its active operands.
 
     An operand whose tangent is an exception is active too, since a custom rule may ask which
     operands are being differentiated.
@@ -181,9 +181,9 @@ def _pushed(operation: _Ran, active: Sequence[int], given: Sequence[Any]) -> lis
 
 def _refuse_rules(operation: Graph) -> None:
     """Raises GraphError for a rule in force that would change the tangents of an operation. Such a
-    rule cannot be applied: the tangents of one operation are computed before the next one runs."""
-    forces = [force for force in rules_in_force() if not force.everywhere]
-    for rule in (rule for force in forces for rule in force.rules):
+    rule cannot act: the tangents of an operation are computed before the next operation runs."""
+    rule_sets = [each for each in rules_in_force() if not each.acts_everywhere]
+    for rule in (rule for rule_set in rule_sets for rule in rule_set.rules):
         if isinstance(rule, MatchRule) and rule.name not in _OF_REVERSE_MODE:
             if isinstance(rule.where, Parameters):
                 raise GraphError(_not_reached(rule, "each operation"))
@@ -202,13 +202,13 @@ def _not_reached(rule: MatchRule, what: object) -> str:
 _OF_REVERSE_MODE = {"recompute", "checkpointed_loop"}  # these rules do not change tangents
 
 
-def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
-    """Returns the forward pass of an operation; it is compiled if the operation is cached."""
+def _push_forward(operation: _ExecutedOperation, active: Sequence[int]) -> PushForward:
+    """Compiled if the operation is cached."""
     computation = operation.computation
     key = PushForward, tuple(active), tuple(map(_jax.type_key, operation.args))
     program: PushForward | None = computation.derived.get(key)
     if program is None:
-        with differentiating():
+        with without_editing():
             program = push_forward(_graph_of(operation), active)
         if computation.is_kept:
             program = program._replace(run=jax.jit(program.run))
@@ -216,12 +216,12 @@ def _push_forward(operation: _Ran, active: Sequence[int]) -> PushForward:
     return program
 
 
-def _graph_of(operation: _Ran) -> Graph:
-    """Returns a graph of one operation; each operand is an input."""
+def _graph_of(operation: _ExecutedOperation) -> Graph:
+    """Each operand is an input of the graph."""
     scope, settings = _jax.equation_context(operation.source_info, None)
 
     def run(*operands: Any) -> list[Any]:
         with scope, settings:
             return operation.computation.called(*operands)  # type: ignore[no-any-return]
 
-    return end_gradients_at_host(traced(run, list(map(jax.typeof, operation.args))))
+    return end_gradients_at_host(trace_for_types(run, list(map(jax.typeof, operation.args))))

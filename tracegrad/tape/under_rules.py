@@ -17,18 +17,19 @@ from tracegrad.ir.running import run_graph
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.ir.scopes_in_scans import in_scope_in_scans
 from tracegrad.rewriting.identities import perturbed
-from tracegrad.tape.derivatives import transposed
-from tracegrad.tape.effects import silenced
-from tracegrad.tape.record import Entry, type_of_kept
-from tracegrad.tape.rules import Rule, refusing_values
+from tracegrad.tape.derivatives import transpose_derivative
+from tracegrad.tape.effects import silence
+from tracegrad.tape.record import Entry, type_of_slot
+from tracegrad.tape.recorded_rules import RecordedRule, tracing_rule
 from tracegrad.tracing.argument_paths import argument_path, derivatives_of_argument
-from tracegrad.tracing.in_force import Force, apply_in_force, differentiating
-from tracegrad.tracing.passed_by import marked
+from tracegrad.tracing.in_force import RuleSet, apply_rules_in_force, without_editing
+from tracegrad.tracing.misdirected_rules import mark_inputs
 
 
-def _bind_placeholder(rule: Rule, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Binds an operation that represents a function with a rule in a graph, without tracing the
-    function."""
+def _bind_placeholder(
+    rule: RecordedRule, operands: Sequence[Any], results: Sequence[Any]
+) -> list[Any]:
+    """Binds an operation that stands for a function with a rule; does not trace the function."""
     primitive: Any = jax.extend.core.Primitive(rule.op or rule.name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, name: list(results))
@@ -36,12 +37,12 @@ def _bind_placeholder(rule: Rule, operands: Sequence[Any], results: Sequence[Any
     return found
 
 
-class Recorded(NamedTuple):
+class RecordedGraph(NamedTuple):
     """Entries as a graph.
 
     Attributes:
-      graph: the graph; its inputs are the arrays that are not results of entries.
-      inputs: the slots of its inputs.
+      graph: its inputs are the arrays that are not results of entries.
+      inputs: the slots of the graph's inputs.
     """
 
     graph: Graph
@@ -55,15 +56,16 @@ def graph_of_entries(
     first: Sequence[int] = (),
     *,
     runs_rules: bool = True,
-) -> Recorded:
-    """Returns the graph of entries. Functions do not return residuals in it.
+) -> RecordedGraph:
+    """Returns the graph of entries, without residuals.
 
     Args:
-      entries: the entries in the order in which they ran.
+      entries: in the order in which they ran.
       types: the arrays of the slots, or their types.
-      outputs: the slots that are the graph's outputs.
-      first: the slots that are its first inputs, used or not.
-      runs_rules: whether functions that ran on values are traced; if not, each is one operation.
+      outputs: the slots of the graph's outputs.
+      first: the slots of the graph's first inputs, used or not.
+      runs_rules: whether functions that ran on values are traced; if not, each function is one
+        operation.
     """
     made = {slot for entry in entries for slot in entry.results}
     used = [slot for entry in entries for slot in entry.args]
@@ -74,8 +76,8 @@ def graph_of_entries(
         run_entries(entries, known, None if runs_rules else types)
         return [known[slot] for slot in outputs]
 
-    program = jax.make_jaxpr(tape)(*[type_of_kept(types[slot]) for slot in inputs])
-    return Recorded(graph_of(program), inputs)
+    program = jax.make_jaxpr(tape)(*[type_of_slot(types[slot]) for slot in inputs])
+    return RecordedGraph(graph_of(program), inputs)
 
 
 def run_entries(
@@ -87,8 +89,8 @@ def run_entries(
     """Runs entries again, to be traced.
 
     Args:
-      entries: the entries in the order in which they ran.
-      known: the arrays by slot; the results are added to it.
+      entries: in the order in which they ran.
+      known: the arrays by slot; the results are added to `known`.
       shown: the types of the slots. If given, a function that ran on values does not run again,
         but becomes one operation.
       used: ``(slot, array) -> operand``, called in the name scope of each use of the array.
@@ -106,11 +108,11 @@ def run_entries(
         with scope, settings:
             taken = {slot: used(slot, known[slot]) for slot in entry.args}
             operands = [taken[slot] for slot in entry.args]
-            if isinstance(computation, Rule) and shown is not None:
-                types = [type_of_kept(shown[slot]) for slot in entry.results]
+            if isinstance(computation, RecordedRule) and shown is not None:
+                types = [type_of_slot(shown[slot]) for slot in entry.results]
                 results = _bind_placeholder(computation, operands, types)
-            elif isinstance(computation, Rule):
-                with refusing_values(computation.name):
+            elif isinstance(computation, RecordedRule):
+                with tracing_rule(computation.name):
                     results = computation.called(*operands)
             else:
                 results = computation.called(*operands)
@@ -126,7 +128,7 @@ def vjp_under_rules(
     sources: Sequence[int],
     targets: Sequence[int],
     stopped: Collection[int],
-    rules: Sequence[Force],
+    rules: Sequence[RuleSet],
     variables: Mapping[int, str],
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """Returns a function that pulls cotangents of targets back to sources, through a program edited
@@ -134,10 +136,10 @@ def vjp_under_rules(
 
     Operations that rules insert have no recorded values, so the program computes the entries again;
     XLA merges equal computations. A rule may replace the operation that computes an intermediate
-    source together with later ones by one operation. So zeros are added to such a source at each
-    use, in the scope of the use, and the source's cotangent is the cotangent of the zeros.
+    source, together with later operations, by one operation. So zeros are added to such a source at
+    each use, in the scope of the use, and the source's cotangent is the cotangent of the zeros.
 
-    `variables`: the names of Variables, by the ids of the arrays that were read from them.
+    `variables`: see `Record.variable_names`.
     """
     entries = [entry for entry, _ in path]
     made = {slot for entry in entries for slot in entry.results}
@@ -165,7 +167,7 @@ def vjp_under_rules(
     types = [jax.typeof(arrays[slot]) for slot in (*given, *added)]
     graph = graph_of(jax.make_jaxpr(tape)(*types))
     if graph.effects:
-        graph = silenced(graph)
+        graph = silence(graph)
     places = {slot: i for i, slot in enumerate([*given, *added])}
     wanted = tuple(dict.fromkeys(places[slot] for slot in sources))
     differentiated = tuple(i in wanted for i in range(len(types)))
@@ -174,26 +176,30 @@ def vjp_under_rules(
     )
     graph = replace(graph, hints=hints, differentiated=differentiated)
     outer = {v: derivatives_of_argument(arrays[slot]) for v, slot in zip(graph.inputs, given)}
-    for force in rules:
-        force.refuse_outer(graph, outer)
-    edited = in_scope_in_scans(apply_in_force(graph, rules), UNDER_RULES)
+    for rule_set in rules:
+        rule_set.refuse_outer(graph, outer)
+    edited = in_scope_in_scans(apply_rules_in_force(graph, rules), UNDER_RULES)
 
     def run(*operands: Any) -> list[Any]:
         return run_graph(edited, operands)
 
     run = jax.named_call(run, name=UNDER_RULES)
-    all_rules = [rule for force in rules for rule in force.rules]
+    all_rules = [rule for rule_set in rules for rule in rule_set.rules]
     operands = [
-        *marked([arrays[slot] for slot in given], [(h,) for h in hints], differentiated, all_rules),
+        *mark_inputs(
+            [arrays[slot] for slot in given], [(h,) for h in hints], differentiated, all_rules
+        ),
         *(jnp.zeros_like(arrays[slot]) for slot in added),
     ]
     chosen = [k for k, slot in enumerate(targets) if _jax.has_gradient(arrays[slot])]
 
     def backward(seeds: Sequence[Any]) -> list[Any]:
         along = _jax.of_some(lambda values: run(*values), operands, wanted)
-        with differentiating():
+        with without_editing():
             _, derivative = _jax.linearize(along, *(operands[i] for i in wanted))
-            cts = transposed(derivative, [types[i] for i in wanted], {k: seeds[k] for k in chosen})
+            cts = transpose_derivative(
+                derivative, [types[i] for i in wanted], {k: seeds[k] for k in chosen}
+            )
         at = {place: k for k, place in enumerate(wanted)}
         return [cts.get(at[places[slot]]) for slot in sources]
 

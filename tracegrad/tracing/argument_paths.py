@@ -1,4 +1,4 @@
-"""The paths of the traced arrays in the arguments of the functions that are being traced."""
+"""The paths of traced arrays in the arguments of the functions that are being traced."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from typing import Any
 from tracegrad import _jax
 
 
-class _Here(threading.local):
+class _KnownPaths(threading.local):
     paths: Mapping[int, str] = {}  # by the array's id
 
 
-_here = _Here()
+_known_paths = _KnownPaths()
 
 
 @contextmanager
 def known_by_path(arrays: Sequence[Any], paths: Sequence[str]) -> Iterator[None]:
     """A block in which `argument_path` returns the paths of these arrays; the caller keeps the
     arrays alive."""
-    before = _here.paths
-    _here.paths = {**before, **dict(zip(map(id, arrays), paths, strict=True))}
+    before = _known_paths.paths
+    _known_paths.paths = {**before, **dict(zip(map(id, arrays), paths, strict=True))}
     try:
         yield
     finally:
-        _here.paths = before
+        _known_paths.paths = before
 
 
 def argument_path(array: Any) -> str:
-    """Returns the path of an array that is an argument of a function being traced, or a tracer of
-    a derivative or of `jax.vmap` that stands for one: ``params.0.kernel``; "" for another array."""
-    return _here.paths.get(id(_behind(array)[-1]), "") if _here.paths else ""
+    """Returns the path of an argument of a function being traced, ``params.0.kernel``, also for a
+    tracer of a derivative or of `jax.vmap` that stands for an argument; "" for any other array."""
+    known = _known_paths.paths
+    return known.get(id(_chain_to_argument(array)[-1]), "") if known else ""
 
 
 def derivatives_of_argument(array: Any) -> list[Any]:
-    """Returns the tracers of derivatives by which an array stands for an argument, the innermost
-    first: one for each derivative that is being taken with respect to the argument."""
-    *tracers, argument = _behind(array)
-    if id(argument) not in _here.paths:
+    """If an array stands for an argument, returns a tracer for each derivative that is being taken
+    with respect to the argument, the innermost first."""
+    *tracers, argument = _chain_to_argument(array)
+    if id(argument) not in _known_paths.paths:
         return []
     return [each for each in tracers if _jax.primal_of(each) is not None]
 
 
-def _behind(array: Any) -> list[Any]:
-    """Returns an array, the array for which it stands, and so on, up to a known argument."""
+def _chain_to_argument(array: Any) -> list[Any]:
+    """Returns an array, the array that it stands for, and so on, up to a known argument."""
     found = [array]
-    while id(array) not in _here.paths:
+    while id(array) not in _known_paths.paths:
         primal = _jax.primal_of(array)
         array = _jax.mapped_of(array) if primal is None else primal
         if array is None:

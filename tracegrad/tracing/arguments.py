@@ -1,7 +1,7 @@
-"""The arguments of a call: which are static, and how a program takes the others.
+"""The arguments of a call: which arguments are static, and how a program takes the others.
 
-To take arguments apart is to flatten each one into its arrays and a structure, which also holds
-whatever is not an array; see `variables.packed`.
+To pack an argument is to flatten it into its arrays and a structure, which also holds everything
+that is not an array; see `variables.packed`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,28 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tracegrad.tracing.signatures import parameters_of, positional
-from tracegrad.variables.modules import Survey
+from tracegrad.variables.modules import NnxObjectFinder
 from tracegrad.variables.nnx_objects import ignore_cached_partial, nnx
-from tracegrad.variables.packed import NoTree, Packed, PackedStatic, Packing, packed_by_flax
-from tracegrad.variables.statics import Given
-from tracegrad.variables.trees import flattened
+from tracegrad.variables.packed import (
+    ArgumentPacker,
+    NotAPytree,
+    Packed,
+    PackedStatic,
+    pack_by_flax,
+)
+from tracegrad.variables.statics import VariableNode
+from tracegrad.variables.trees import flatten_finding_variables
 
-Indices = int | Iterable[int] | None
-Names = str | Iterable[str] | None
+ArgumentIndices = int | Iterable[int] | None
+ArgumentNames = str | Iterable[str] | None
 
 
 class StaticArguments(NamedTuple):
-    """Which arguments are static (each value of them needs a program of its own), by position and
-    by name.
+    """The static arguments, by position and by name: each of their values needs its own program.
 
     Attributes:
       parameters: the names of the function's positional parameters, static or not, for messages.
-      rest: the name of the parameter for all further ones, ``*args``.
+      rest: the name of the parameter for further arguments, ``*args``.
     """
 
     positions: frozenset[int] = frozenset()
@@ -35,37 +40,36 @@ class StaticArguments(NamedTuple):
     rest: str = "args"
 
     def argument_names(self, count: int) -> list[str]:
-        """Returns the names of the first `count` positional arguments: ``x``, ``args.0``."""
+        """Of the first `count` positional arguments: ``x``, ``args.0``."""
         further = range(count - len(self.parameters))
         return [*self.parameters[:count], *(f"{self.rest}.{i}" for i in further)]
 
     def within(self, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Returns the static positions of a call with these positional arguments."""
+        """The static positions of a call."""
         count = len(args)
         return tuple(sorted({p % count for p in self.positions if -count <= p < count}))
 
     def named(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the static keyword arguments of a call."""
+        """The static keyword arguments of a call."""
         return {name: value for name, value in sorted(kwargs.items()) if name in self.names}
 
 
 NONE_STATIC = StaticArguments()
 
 
-class Call(NamedTuple):
-    """A call whose arguments are taken apart.
+class PackedCall(NamedTuple):
+    """A call whose arguments are packed.
 
     Attributes:
-      args, kwargs: the arguments: arrays as they are, trees as `Packed`, static arguments as they
-        are.
+      args, kwargs: the arguments: trees as `Packed`, arrays and static arguments unchanged.
       variables: the Variables in the arguments: the key of the call's program.
-      objects: the modules and nnx.Variables of flax in the arguments, each once.
-      positions, names: which arguments are static.
+      objects: the nnx objects in the arguments, each once.
+      positions, names: of the static arguments.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    variables: tuple[Given, ...] = ()
+    variables: tuple[VariableNode, ...] = ()
     objects: Sequence[Any] = ()
     positions: Sequence[int] = ()
     names: Collection[str] = ()
@@ -80,7 +84,6 @@ class Call(NamedTuple):
 
     @property
     def static_kwargs(self) -> dict[str, Any]:
-        """The static keyword arguments."""
         return {name: self.kwargs[name] for name in self.names}
 
     @property
@@ -89,41 +92,42 @@ class Call(NamedTuple):
         if self.variables or self.objects:
             return False
         return not any(
-            isinstance(arg, Packed) and arg.has_parts for arg in (*self.args, *self.kwargs.values())
+            isinstance(arg, Packed) and arg.has_non_arrays
+            for arg in (*self.args, *self.kwargs.values())
         )
 
     def of_trees(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs), where arguments that hold only arrays are not packed."""
+        """Returns (args, kwargs); unpacks the arguments that hold only arrays."""
 
         def of_tree(arg: Any) -> Any:
-            return arg.argument() if type(arg) is Packed and not arg.has_parts else arg
+            return arg.argument() if type(arg) is Packed and not arg.has_non_arrays else arg
 
         return tuple(map(of_tree, self.args)), {k: of_tree(arg) for k, arg in self.kwargs.items()}
 
 
-class TakingApart:
-    """Takes the arguments of the calls of one function apart.
+class CallPacker:
+    """Packs the calls of one function.
 
     Attributes:
-      looks_for_modules: whether it looks for objects of flax.nnx, at the cost of a check per node.
+      looks_for_modules: whether to look for nnx objects, at the cost of a check per node.
     """
 
     def __init__(self, static: StaticArguments = NONE_STATIC, *, looks_for_modules: bool = True):
         self._static = static
-        self._pack = Packing(static.parameters, static.rest)
+        self._pack = ArgumentPacker(static.parameters, static.rest)
         self.looks_for_modules = looks_for_modules
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
         static = self._static
         fixed = static.within(args) if static.positions else ()
         names = tuple(sorted(kwargs.keys() & static.names)) if static.names else ()
-        pack, found = self._pack, list[Given]()
-        survey = Survey() if self.looks_for_modules and nnx() is not None else None
+        pack, found = self._pack, list[VariableNode]()
+        finder = NnxObjectFinder() if self.looks_for_modules and nnx() is not None else None
         objects: Sequence[Any] = ()
         try:
             packed = tuple(
                 [
-                    _static(arg, found) if i in fixed else pack(arg, i, found, survey)
+                    _pack_static(arg, found) if i in fixed else pack(arg, i, found, finder)
                     for i, arg in enumerate(args)
                 ]
             )
@@ -131,39 +135,40 @@ class TakingApart:
             for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
                 arg = kwargs[name]
                 named[name] = (
-                    _static(arg, found) if name in names else pack(arg, name, found, survey)
+                    _pack_static(arg, found) if name in names else pack(arg, name, found, finder)
                 )
-            if survey is not None:
-                objects = survey.objects
-        except NoTree:
+            if finder is not None:
+                objects = finder.objects
+        except NotAPytree:
             found.clear()
             arguments: dict[str | int, Any] = dict(enumerate(args))
             arguments.update((name, kwargs[name]) for name in sorted(kwargs))
             own = {key: arguments.pop(key) for key in list[str | int]((*fixed, *names))}
-            of_all, objects = packed_by_flax(arguments, found, pack.name_of)
-            of_all.update((key, _static(arg, found)) for key, arg in own.items())
+            of_all, objects = pack_by_flax(arguments, found, pack.name_of)
+            of_all.update((key, _pack_static(arg, found)) for key, arg in own.items())
             packed = tuple([of_all[i] for i in range(len(args))])
             named = {name: of_all[name] for name in kwargs}
         if objects:
             ignore_cached_partial()
-        return Call(packed, named, tuple(found), objects, fixed, names)
+        return PackedCall(packed, named, tuple(found), objects, fixed, names)
 
 
-def _static(value: Any, found: list[Given]) -> Any:
-    """Returns a static argument in which no Variable is held strongly: JAX's caches keep it."""
-    own: list[Given] = []
-    leaves, structure = flattened(value, own)
+def _pack_static(value: Any, found: list[VariableNode]) -> Any:
+    """Refers to Variables weakly: JAX's caches keep the static argument."""
+    own: list[VariableNode] = []
+    leaves, structure = flatten_finding_variables(value, own)
     if not own:
         return value
     found += own
     return PackedStatic(leaves, structure)
 
 
-def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> StaticArguments:
-    """Returns the static arguments. If only positions or only names are given, the other follows
-    from the signature, as in `jax.jit`."""
-    positions = _tuple(argnums, int)
-    names = _tuple(argnames, str)
+def resolve_static(
+    fun: Callable[..., Any], argnums: ArgumentIndices, argnames: ArgumentNames
+) -> StaticArguments:
+    """If only positions or only names are given, finds the others as `jax.jit` does."""
+    positions = _as_tuple(argnums, int)
+    names = _as_tuple(argnames, str)
     parameters = parameters_of(fun)
     ordered = positional(parameters)
     variadic = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
@@ -179,14 +184,14 @@ def resolve(fun: Callable[..., Any], argnums: Indices, argnames: Names) -> Stati
 
 
 def donated_by(fun: Callable[..., Any], options: Mapping[str, Any]) -> StaticArguments:
-    """Returns which arguments the options of `jax.jit` donate."""
+    """The arguments that the options of `jax.jit` donate."""
     by_position, by_name = options.get("donate_argnums"), options.get("donate_argnames")
     if by_position is None and by_name is None:
         return NONE_STATIC
-    return resolve(fun, by_position, by_name)
+    return resolve_static(fun, by_position, by_name)
 
 
-def _tuple(given: Any, kind: type) -> tuple[Any, ...]:
+def _as_tuple(given: Any, kind: type) -> tuple[Any, ...]:
     if given is None:
         return ()
     return (given,) if isinstance(given, kind) else tuple(given)

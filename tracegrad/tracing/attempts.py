@@ -1,9 +1,9 @@
-"""Attempts at tracing a function: an attempt can be abandoned, to trace in another context.
+"""Attempts at tracing a function: an attempt can end early, to trace in another context.
 
 If `tracegrad.gradients` asks for values that a function has computed, the function must be traced
-in another context, but this shows only while it is traced. So tracing is an attempt: `gradients`
-leaves it, by the one exception that passes through the user's function, and names the context in
-which to trace the function. The caller of the attempt then makes the next attempt in that context.
+in another context, but this shows only while the function is traced. So tracing is an attempt:
+`gradients` leaves the attempt, by the one exception that passes through the user's function, and
+names the context for the next attempt.
 """
 
 from __future__ import annotations
@@ -12,57 +12,53 @@ import threading
 from typing import Any, NoReturn
 
 
-class Left(BaseException):
-    """Raised to leave an attempt.
-
-    Not an `Exception`, so that it passes through ``except Exception`` in the user's functions.
-    """
+class AttemptLeft(BaseException):
+    """Not an `Exception`, to pass through ``except Exception`` in the user's functions."""
 
     def __init__(self) -> None:
         super().__init__("nothing catches this but tracegrad")
 
 
 class Attempt:
-    """A block in which a function is traced. `leave` ends the block without an error, and sets
-    `found`.
+    """A block in which a function is traced. `leave` ends the block without an error.
 
-    It is a context manager, so that it adds no frame to the user's tracebacks, and errors of the
-    next attempt are not chained to the exception that ended this one.
+    A context manager adds no frame to the user's tracebacks, and the errors of the next attempt are
+    not chained to the exception that ended this attempt.
 
     Attributes:
-      is_left: whether `leave` was called, even if the function has caught the exception
-        (``except:``) and then returned or raised something else: that trace is discarded.
+      is_left: whether `leave` was called. If the function has caught the exception (``except:``)
+        and returned, its trace is discarded.
+      context: the argument of `leave`.
     """
 
     def __init__(self) -> None:
-        self.found: Any = None
+        self.context: Any = None
         self.is_left = False
 
     def __enter__(self) -> Attempt:
-        self._before = _here.attempts
-        _here.attempts = (self, *self._before)
+        self._before = _open_attempts.attempts
+        _open_attempts.attempts = (self, *self._before)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        _here.attempts, self._before = self._before, ()
+        _open_attempts.attempts, self._before = self._before, ()
         return self.is_left and error is not None
 
-    def leave(self, found: Any) -> NoReturn:
-        """Ends the attempt."""
-        self.found, self.is_left = found, True
-        raise Left
+    def leave(self, context: Any) -> NoReturn:
+        self.context, self.is_left = context, True
+        raise AttemptLeft
 
 
-class _Here(threading.local):
+class _OpenAttempts(threading.local):
     attempts: tuple[Attempt, ...] = ()  # on this thread, innermost first
 
 
-_here = _Here()
+_open_attempts = _OpenAttempts()
 
 
 def tracing_depth() -> int:
-    """Returns how many functions are being traced to graphs on this thread, nested."""
-    return len(_here.attempts)
+    """How many nested functions are being traced to graphs on this thread."""
+    return len(_open_attempts.attempts)
 
 
 def trace_again(within: Any, depth: int) -> NoReturn:
@@ -70,4 +66,4 @@ def trace_again(within: Any, depth: int) -> NoReturn:
 
     `depth`: 1 for the outermost function that is being traced, `tracing_depth()` for the innermost.
     """
-    _here.attempts[-depth].leave(within)
+    _open_attempts.attempts[-depth].leave(within)

@@ -12,14 +12,14 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
-from tracegrad.tracing.arguments import Call
+from tracegrad.tracing.arguments import PackedCall
 from tracegrad.tracing.jit_options import signature_behind
 from tracegrad.tracing.uses import Use
 from tracegrad.variables.modules import Snapshot, Update
 from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.packed import Packed, unpacked
-from tracegrad.variables.results import hands_out
-from tracegrad.variables.statics import has_modules, with_statics
+from tracegrad.variables.packed import Packed, unpack_arguments
+from tracegrad.variables.results import has_nnx_objects
+from tracegrad.variables.statics import has_equinox_modules, with_statics
 from tracegrad.variables.trees import were_variables
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Outgrown(BaseException):
 
 
 class _Traced(threading.local):
-    # The trace of a call that continues with a larger program. The program's body takes it once,
-    # instead of tracing again.
+    # The trace of a call that continues with a larger program. The program's body uses this trace
+    # once, instead of tracing again.
     graph: Graph | None = None
 
 
@@ -50,13 +50,13 @@ traced = _Traced()
 
 
 class NewValues(list[Any]):
-    """The new values that a program returns before its result: those of the Variables in
-    `Use.assigned`, then those of arrays in modules.
+    """The new values that a program returns before its result: of the Variables in `Use.assigned`,
+    then of arrays in modules.
 
     Attributes:
       assigned: for each Variable, whether the program has assigned it.
-      updates: where each new array of a module goes.
-      hands_out: whether the result contains modules of flax.nnx that must be put together.
+      updates: the places of the new arrays in modules.
+      has_nnx_objects: whether the result contains nodes that stand for nnx objects.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class NewValues(list[Any]):
     ):
         self.extend(values)
         self.about = about
-        self.assigned, self.updates, self.hands_out = about
+        self.assigned, self.updates, self.has_nnx_objects = about
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -82,11 +82,11 @@ class Body:
     """The function that `jax.jit` gets instead of the user's function: trace → rules → lower.
 
     Takes the values of the Variables in `Use.values`, then the arguments. Returns `NewValues` and
-    the function's result; if the use is plain, the result alone. Holds the pipeline weakly: JAX's
-    caches hold the body, and must not keep the pipeline alive.
+    the function's result; if the use is plain, the result alone. Refers to the pipeline weakly:
+    JAX's caches keep the body, which must not keep the pipeline alive.
 
     Args:
-      packs: whether a result is returned as `Packed`, if it is more than one array.
+      packs: whether to return a result of several arrays as `Packed`.
       is_staged: whether the body serves `lower` and the like, which return the result alone if
         there are no new values.
     """
@@ -102,17 +102,17 @@ class Body:
         self._text = pipeline.text
         if use.values:
             signature = signature_behind(pipeline.fun, use.values)
-            if signature is not None:  # argument names, and checks of static ones
+            if signature is not None:  # JAX names arguments by it, and checks static arguments
                 self.__signature__ = signature
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """The pipeline of this body; None after the pipeline is gone."""
+        """None after the pipeline is gone."""
         return self._pipeline()
 
     @property
     def __wrapped__(self) -> Callable[..., Any] | None:
-        """The user's function: JAX takes signature, name and source line from here."""
+        """The user's function, for JAX: its signature, name and source line."""
         pipeline = self._pipeline()
         return None if pipeline is None else pipeline.ref()
 
@@ -122,11 +122,11 @@ class Body:
         if _jax.config.jax_disable_jit:  # then `jax.jit` calls this; warm calls of jit do not
             raise Outgrown(self, None)
         values, args = args[: len(use.values)], args[len(use.values) :]
-        call = self._taken_apart(pipeline, args, kwargs)
+        call = self._pack_call(pipeline, args, kwargs)
         flat, tree = jax.tree.flatten(call.dynamic)
         graph, traced.graph = traced.graph, None
         if graph is None or not _is_of(graph, flat, tree):
-            graph = pipeline.traced(call)
+            graph = pipeline.trace_call(call)
         if not use.serves(graph, pipeline.packs_results):
             raise Outgrown(self, graph)
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
@@ -142,30 +142,29 @@ class Body:
             return result
         new = dict(zip(map(id, graph.assigned), outs[count:last], strict=True))
         variables = [id(ref()) for ref in use.assigned]
-        about = tuple([i in new for i in variables]), graph.updates, hands_out(graph.out_tree)
+        about = tuple([i in new for i in variables]), graph.updates, has_nnx_objects(graph.out_tree)
         assigned = [new[i] if i in new else of_variable[i] for i in variables]
         return NewValues(about, [*assigned, *outs[last:]]), result
 
-    def _taken_apart(
+    def _pack_call(
         self, pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Call:
-        """Returns the arguments, packed. Raises `Outgrown` if they contain Variables, modules or
-        other non-arrays that the pipeline did not look for when it was called."""
-        call = pipeline.take_all(args, kwargs)
-        if not pipeline.takes_apart:
-            found = call.variables or call.objects or has_modules((args, kwargs))
+    ) -> PackedCall:
+        """Raises `Outgrown` if the arguments contain Variables, modules or other non-arrays that
+        the pipeline has not looked for."""
+        call = pipeline.pack_all(args, kwargs)
+        if not pipeline.packs_arguments:
+            found = call.variables or call.objects or has_equinox_modules((args, kwargs))
             if found or were_variables(jax.tree.leaves((args, kwargs))):
-                pipeline.take_apart(call)
+                pipeline.start_packing(call)
                 raise Outgrown(self, None)
-        elif pipeline.take.looks_for_modules or nnx() is None:
+        elif pipeline.pack.looks_for_modules or nnx() is None:
             return call
-        elif Snapshot(unpacked(*call.dynamic)).objects:
-            pipeline.take.looks_for_modules = True
+        elif Snapshot(unpack_arguments(*call.dynamic)).objects:
+            pipeline.pack.looks_for_modules = True
             raise Outgrown(self, None)
         return call
 
     def warn_of_merging(self) -> None:
-        """Calls `Pipeline.warn_of_merging`."""
         pipeline = self._pipeline()
         if pipeline is not None:
             pipeline.warn_of_merging()

@@ -2,9 +2,9 @@
 
 These frameworks tell JAX nothing about calls of modules (only equinox's own layers have scopes,
 named by their classes). While a function is traced here, each call of a module is a named scope. If
-another module calls it, the scope is its path in the caller: ``blocks.0``. Otherwise the scope is
-its class, numbered from the second module of the class on: ``Linear``, ``Linear_1``. So a block is
-selected, shown and planned by ``Model/blocks.0/attention``.
+another module calls the module, the scope is the path in the caller: ``blocks.0``. Otherwise the
+scope is the class, numbered from the second module of the class on: ``Linear``, ``Linear_1``. So
+``Model/blocks.0/attention`` selects a block, and names it in graphs and plans.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tracegrad.variables.paths import path_name
 _key = _jax.user_context()
 
 # By the name of the framework: its class of modules, and prefixes of the Python modules whose
-# classes only wrap functions that they transform (they get no scope).
+# classes only wrap transformed functions, and get no scope.
 _FRAMEWORKS = {
     "equinox": ("Module", ("equinox._", "equinox.internal", "equinox.debug")),
     "flax.nnx": ("Module", ("flax.nnx.transforms", "flax.nnx.bridge")),
 }
 
 
-class _Call(NamedTuple):
+class _ModuleCall(NamedTuple):
     """A running call of a module: its path in the outermost module, and the paths of all modules
     in the outermost module, by id."""
 
@@ -42,20 +42,20 @@ class _Call(NamedTuple):
     paths: dict[int, str]
 
 
-class _Tracing(threading.local):
-    calls: list[_Call] | None = None  # outermost first; None if nothing is being traced
+class _ScopedTracing(threading.local):
+    calls: list[_ModuleCall] | None = None  # outermost first; None if nothing is being traced
     # By the id of an outermost module: a weak reference to it, and the paths of its modules.
     paths: dict[int, tuple[Any, dict[int, str]]]
     # By class, calling module and transformation: the modules called there, weakly.
     alike: dict[Any, list[Any]]
 
 
-_tracing = _Tracing()
+_tracing = _ScopedTracing()
 
 
 def call_scopes() -> AbstractContextManager[None]:
-    """A block in which calls of modules, on this thread, are named scopes."""
-    bases = _bases()
+    """A block in which this thread's calls of modules are named scopes."""
+    bases = _module_classes()
     return _scopes(bases) if bases and _tracing.calls is None else nullcontext()
 
 
@@ -63,25 +63,25 @@ def call_scopes() -> AbstractContextManager[None]:
 def _scopes(bases: tuple[type, ...]) -> Iterator[None]:
     _tracing.calls, _tracing.paths, _tracing.alike = [], {}, {}
     try:
-        with _calls.in_place(_places(bases)), _key(call_scopes):
+        with _calls.in_place(_replacements(bases)), _key(call_scopes):
             yield
     finally:
         _tracing.calls, _tracing.paths, _tracing.alike = None, {}, {}
 
 
-def _bases() -> tuple[type, ...]:
-    """Returns the classes of modules of the imported frameworks."""
+def _module_classes() -> tuple[type, ...]:
+    """Of the imported frameworks."""
     found = ((sys.modules.get(name), base) for name, (base, _) in _FRAMEWORKS.items())
     return tuple(getattr(module, base) for module, base in found if hasattr(module, base))
 
 
-def _scoped(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the `__call__` of a class: it runs in a named scope if the thread is tracing."""
+def _in_scope(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the `__call__` of a class: a call runs in a named scope if the thread is tracing."""
 
     @functools.wraps(call, updated=())
     def scoped(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         calls = _tracing.calls
-        # The second condition: a call of `super().__call__` gets no scope of its own.
+        # By the second condition, `super().__call__` gets no scope of its own.
         if calls is None or (calls and calls[-1].module is self):
             return call(self, *args, **kwargs)
         name, begun = _begin(calls, self)
@@ -95,17 +95,17 @@ def _scoped(call: Callable[..., Any]) -> Callable[..., Any]:
     return scoped
 
 
-def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
+def _begin(calls: list[_ModuleCall], module: Any) -> tuple[str, _ModuleCall]:
     """Returns the name of the scope for a call of a module, and the call."""
     for outer in reversed(calls):
         path = outer.paths.get(id(module))
         if path is not None:
             around = calls[-1].path + "." if calls[-1].paths is outer.paths else "."
-            return path.removeprefix(around), _Call(module, path, outer.paths)
+            return path.removeprefix(around), _ModuleCall(module, path, outer.paths)
     if calls:
         within = _paths_in_copy(calls[-1].module)
         if id(module) in within:
-            return within[id(module)], _Call(module, within[id(module)], within)
+            return within[id(module)], _ModuleCall(module, within[id(module)], within)
     ref = weakref.ref(module)
     known = _tracing.paths.get(id(module))
     if known is None or known[0]() is not module:
@@ -117,12 +117,12 @@ def _begin(calls: list[_Call], module: Any) -> tuple[str, _Call]:
     number = next((i for i, other in enumerate(alike) if other() is module), len(alike))
     if number == len(alike):
         alike.append(ref)
-    return f"{name}_{number}" if number else name, _Call(module, "", known[1])
+    return f"{name}_{number}" if number else name, _ModuleCall(module, "", known[1])
 
 
 def _paths_in_copy(called: Any) -> dict[int, str]:
-    """Returns the paths in the copy of the calling module that a transformation of its method, such
-    as `nnx.remat`, passes to the method; {} if the caller is no such copy."""
+    """The paths of modules in a copy of the calling module: a transformation of a method, such as
+    `nnx.remat`, passes a copy to the method. {} if the caller is no copy."""
     caller = sys._getframe(3)
     first = caller.f_code.co_varnames[: caller.f_code.co_argcount][:1]
     copy = caller.f_locals.get(*first) if first else None
@@ -133,7 +133,7 @@ def _paths_in_copy(called: Any) -> dict[int, str]:
 
 def _paths_in(root: Any) -> dict[int, str]:
     paths: dict[int, str] = {}
-    _add_paths(root, "", root, _bases(), paths)
+    _add_paths(root, "", root, _module_classes(), paths)
     return paths
 
 
@@ -154,16 +154,16 @@ def _add_paths(
 _calls = _jax.Replacement()
 
 
-def _places(bases: tuple[type, ...]) -> Iterator[tuple[type, str, Any]]:
-    """Yields what to replace: the `__call__` of each class of modules that defines one."""
-    for kind in _kinds(bases):
+def _replacements(bases: tuple[type, ...]) -> Iterator[tuple[type, str, Any]]:
+    """Yields the `__call__` of each class of modules that defines `__call__`."""
+    for kind in _classes(bases):
         call = vars(kind).get("__call__")
         if callable(call) and not isinstance(call, staticmethod | classmethod):
-            yield kind, "__call__", _scoped
+            yield kind, "__call__", _in_scope
 
 
-def _kinds(bases: tuple[type, ...]) -> Iterator[type]:
-    """Yields all classes of modules, except those with which a framework transforms functions."""
+def _classes(bases: tuple[type, ...]) -> Iterator[type]:
+    """Yields all classes of modules, without the wrappers of transformed functions."""
     apart = tuple(prefix for _, prefixes in _FRAMEWORKS.values() for prefix in prefixes)
     seen, waiting = set(bases), list(bases)
     while waiting:

@@ -14,8 +14,8 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
-from tracegrad.tracing.arguments import Call, TakingApart
-from tracegrad.variables.results import hands_out, settled
+from tracegrad.tracing.arguments import CallPacker, PackedCall
+from tracegrad.variables.results import finish_result, has_nnx_objects
 
 
 def to_callable(graph: Graph) -> Callable[..., Any]:
@@ -33,51 +33,52 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if graph.in_tree is None:
             values = list(args)
-            _check_types(graph, values)
+            _check_argument_types(graph, values)
             return run_graph(graph, values)
-        taken_apart = TakingApart()(args, kwargs)
-        flat, tree = jax.tree.flatten((taken_apart.args, taken_apart.kwargs))
+        packed = CallPacker()(args, kwargs)
+        flat, tree = jax.tree.flatten((packed.args, packed.kwargs))
         if tree != graph.in_tree:
             raise TypeError(
                 f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
                 f"it was called with {tree}"
             )
         values = [*flat, *(v.value for v in graph.variables)]
-        _check_types(graph, values)
-        return _run(graph, taken_apart, values)
+        _check_argument_types(graph, values)
+        return _run_and_finish(graph, packed, values)
 
     call.__name__ = call.__qualname__ = graph.name
-    if graph.signature is not None:  # argument names, here and in what XLA prints
+    if graph.signature is not None:  # for argument names, here and in XLA's output
         call.__signature__ = graph.signature  # type: ignore[attr-defined]
     return call
 
 
-def call_traced(graph: Graph, call: Call) -> Any:
+def call_traced(graph: Graph, call: PackedCall) -> Any:
     """Runs a graph with the arguments of the call that it was traced for."""
     arrays = jax.tree.leaves(call.dynamic)
-    return _run(graph, call, [*arrays, *(v.value for v in graph.variables)])
+    return _run_and_finish(graph, call, [*arrays, *(v.value for v in graph.variables)])
 
 
-def _run(graph: Graph, call: Call, values: list[Any]) -> Any:
+def _run_and_finish(graph: Graph, call: PackedCall, values: list[Any]) -> Any:
     if graph.loses:
         warn_where_called(changes_lost(graph.name, graph.loses), UserWarning)
-    return settle_call(graph, call, run_graph(graph, values))
+    return finish_call(graph, call, run_graph(graph, values))
 
 
-def settle_call(graph: Graph, call: Call, outs: Sequence[Any]) -> Any:
-    """Returns the result of a graph's run; assigns the outputs after the results to Variables and
-    modules."""
+def finish_call(graph: Graph, call: PackedCall, outs: Sequence[Any]) -> Any:
+    """Assigns the outputs after the results to Variables and modules; returns the user's result."""
     count = graph.result_count
     last = count + len(graph.assigned)
     for variable, value in zip(graph.assigned, outs[count:last], strict=True):
         variable.assign(value)
     end = last + len(graph.updates)
     result = jax.tree.unflatten(graph.out_tree, outs[:count])
-    in_parts = hands_out(graph.out_tree)
-    return settled(result, call.objects, graph.updates, outs[last:end], is_in_parts=in_parts)
+    has_objects = has_nnx_objects(graph.out_tree)
+    return finish_result(
+        result, call.objects, graph.updates, outs[last:end], has_objects=has_objects
+    )
 
 
-def _check_types(graph: Graph, args: list[Any]) -> None:
+def _check_argument_types(graph: Graph, args: list[Any]) -> None:
     if len(args) != len(graph.inputs):
         raise TypeError(f"{graph.name} takes {len(graph.inputs)} arrays, {len(args)} were given")
     for value, arg in zip(graph.inputs, args):

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
-from tracegrad.tracing.arguments import Call, StaticArguments
+from tracegrad.tracing.arguments import PackedCall, StaticArguments
 from tracegrad.tracing.graphs import function_name
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.paths import path_name
 
 
-def refuse_sharing(fun: Callable[..., Any], call: Call, donated: StaticArguments) -> None:
+def refuse_sharing(fun: Callable[..., Any], call: PackedCall, donated: StaticArguments) -> None:
     """Raises ValueError if modules share an array that the call donates."""
     named = zip(donated.argument_names(len(call.args)), call.args, strict=True)
     packed = [(name, arg) for name, arg in (*named, *call.kwargs.items()) if type(arg) is Packed]

@@ -1,6 +1,6 @@
 """Names the module in flax's error about a change in a module of another trace.
 
-flax refuses to change a module in another trace than its own, such as a module that a traced
+flax refuses to change a module outside of the module's own trace, such as a module that a traced
 function closes over: the change could not leave the trace. flax's error does not name the module.
 """
 
@@ -16,7 +16,7 @@ import jax
 
 from tracegrad.ir.occurrence import is_own_file
 from tracegrad.variables.modules import is_module_or_variable
-from tracegrad.variables.nnx_objects import find, is_module
+from tracegrad.variables.nnx_objects import find_path, is_module
 from tracegrad.variables.paths import PathKey, path_name
 
 CURE = (
@@ -29,29 +29,28 @@ CURE = (
 _FROM_TRANSFORMATIONS = "graph node from different trace level"
 
 
-def advice(error: Exception) -> str | None:
-    """Returns the path of the changed module and the cure, if flax has refused a change; else
-    None."""
+def module_advice(error: Exception) -> str | None:
+    """The path of the changed module and the cure; None unless flax has refused a change."""
     kind = getattr(sys.modules.get("flax.errors"), "TraceContextError", None)
     if kind is None or not (isinstance(error, kind) or _FROM_TRANSFORMATIONS in str(error)):
         return None
     frames = list(_frames(error.__traceback__))
     refused = (frame.f_locals.get(k) for frame in reversed(frames) for k in ("self", "value"))
     changed = next((each for each in refused if is_module(each)), None)
-    paths = (path for frame in frames for path in _paths_in(frame, changed))
+    paths = (path for frame in frames for path in _paths_to(frame, changed))
     path = next(paths, f"a {type(changed).__name__}")
     return f"`{path}` {CURE}"
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    """Yields the frames of a traceback, outermost first, without frames of this package."""
+    """Outermost first, without frames of this package."""
     while traceback is not None:
         if not is_own_file(traceback.tb_frame.f_code.co_filename):
             yield traceback.tb_frame
         traceback = traceback.tb_next
 
 
-def _paths_in(frame: FrameType, wanted: object) -> Iterator[str]:
+def _paths_to(frame: FrameType, wanted: object) -> Iterator[str]:
     """Yields the paths from the names in a frame's code to an object: ``self.model.linear``."""
     code = frame.f_code
     globals_ = {k: frame.f_globals[k] for k in code.co_names if k in frame.f_globals}
@@ -60,14 +59,14 @@ def _paths_in(frame: FrameType, wanted: object) -> Iterator[str]:
             with suppress(TypeError, ValueError):  # dicts whose keys JAX cannot sort
                 leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module_or_variable)
                 for path, leaf in leaves:
-                    inner = find(wanted, leaf) if is_module(leaf) else None
+                    inner = find_path(wanted, leaf) if is_module(leaf) else None
                     if inner is not None:
                         yield path_name((*path, PathKey(inner)), prefix)
 
 
 def _trees(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields trees that may hold the module, by name: a container or module itself, or the modules
-    among the attributes of another object."""
+    """Yields (name, tree) for trees that may hold the module: a container or a module itself; of
+    another object, the attributes that are modules."""
     if isinstance(value, (dict, list, tuple)) or is_module(value):
         yield name, value
     elif isinstance(getattr(value, "__dict__", None), Mapping) and not isinstance(value, type):

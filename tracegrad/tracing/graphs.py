@@ -17,19 +17,19 @@ from tracegrad.ir.importer import import_program
 from tracegrad.tracing.argument_paths import argument_path
 from tracegrad.tracing.arguments import (
     NONE_STATIC,
-    Call,
-    Indices,
-    Names,
+    ArgumentIndices,
+    ArgumentNames,
+    CallPacker,
+    PackedCall,
     StaticArguments,
-    TakingApart,
-    resolve,
+    resolve_static,
 )
 from tracegrad.tracing.attempts import Attempt
-from tracegrad.tracing.inside import Inside, Within
+from tracegrad.tracing.call_in_trace import CallInTrace, Within
 from tracegrad.tracing.signatures import array_names
 from tracegrad.tracing.tools import tool
-from tracegrad.tracing.user_errors import explained
-from tracegrad.variables.states import Changes, States, is_passed_on
+from tracegrad.tracing.user_errors import explain_error
+from tracegrad.variables.states import StateChanges, States, is_passed_on
 
 Rule = Callable[[Graph], Graph]
 
@@ -39,8 +39,8 @@ def graph(
     fun: Callable[..., Any],
     /,
     *args: Any,
-    static_argnums: Indices = None,
-    static_argnames: Names = None,
+    static_argnums: ArgumentIndices = None,
+    static_argnames: ArgumentNames = None,
     **kwargs: Any,
 ) -> Graph:
     """Traces a function to a `Graph` that can be read, searched, edited and run.
@@ -70,7 +70,7 @@ def graph(
     0.0
     """
     require_function(fun)
-    return graph_of_call(fun, args, kwargs, resolve(fun, static_argnums, static_argnames))
+    return graph_of_call(fun, args, kwargs, resolve_static(fun, static_argnums, static_argnames))
 
 
 def graph_of_call(
@@ -79,17 +79,16 @@ def graph_of_call(
     kwargs: dict[str, Any],
     static: StaticArguments | None = None,
 ) -> Graph:
-    """Returns the `graph` of a call whose keywords all belong to the function."""
-    static = static or resolve(fun, None, None)
+    """Like `graph`; all keywords belong to the function."""
+    static = static or resolve_static(fun, None, None)
     try:
-        return trace_to_graph(fun, TakingApart(static)(args, kwargs), static)
+        return trace_to_graph(fun, CallPacker(static)(args, kwargs), static)
     except Exception as error:
-        raise explained(error)  # noqa: B904 (the same error)
+        raise explain_error(error)  # noqa: B904 (the same error)
 
 
 def as_rules(rules: Rule | Sequence[Rule]) -> tuple[Rule, ...]:
-    """Returns the rules as a tuple; `rules` may be one rule. Raises TypeError if one is not
-    callable."""
+    """Raises TypeError for a rule that is not callable."""
     several: Any = [rules] if callable(rules) else rules
     found = tuple(several) if isinstance(several, Iterable) else (several,)
     if not all(map(callable, found)):
@@ -98,7 +97,7 @@ def as_rules(rules: Rule | Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def require_function(fun: Callable[..., Any], purpose: str = "trace") -> None:
-    """Raises TypeError for what cannot be called, and for async and generator functions, whose
+    """Raises TypeError if `fun` cannot be called, and for async and generator functions, whose
     calls return before the body has run. `purpose`: a verb for the message."""
     if not callable(fun):
         raise TypeError(
@@ -118,7 +117,7 @@ def require_function(fun: Callable[..., Any], purpose: str = "trace") -> None:
 
 def trace_to_graph(
     fun: Callable[..., Any],
-    call: Call,
+    call: PackedCall,
     static: StaticArguments,
     donated: StaticArguments = NONE_STATIC,
     shardings: Sequence[Any] = (),
@@ -126,8 +125,8 @@ def trace_to_graph(
     """Traces `fun` on the arguments of a call.
 
     `in_tree` of the graph is the structure of the arguments that are not static. If a module is
-    donated, or if its sharding is an `nnx.StateSharding`, the values of all its arrays are outputs,
-    also if the function does not change them.
+    donated, or if its sharding is an `nnx.StateSharding`, all its arrays are outputs, changed or
+    not.
 
     Args:
       shardings: the shardings of the arguments that are not static.
@@ -150,40 +149,40 @@ def trace_to_graph(
     within: Within = nullcontext
     while program is None:
         with Attempt() as attempt:
-            inside = Inside(call, donated, shardings, known, within)
-            fresh = _fresh(fun, inside, frozenset(call.names))
+            traced_call = CallInTrace(call, donated, shardings, known, within)
+            fresh = _make_new_function(fun, traced_call, frozenset(call.names))
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])
         if attempt.is_left:
-            program, within = None, attempt.found
-    explicit, variables = inside.variables.explicit(program)
+            program, within = None, attempt.context
+    explicit, variables = traced_call.variables.with_explicit_inputs(program)
     traced = _jax.traced_from(program)
     arguments = (*paths, *(variable.name for variable in variables))
     signature = _dynamic_signature(fun, set(positions), static.names)
     function = _jax.TracedFrom(function_name(fun), traced.source, arguments)
-    is_lost = inside.lost.paths or inside.lost.structures
+    is_lost = traced_call.lost.paths or traced_call.lost.structures
     return dataclasses.replace(
         import_program(explicit, function),
         in_tree=jax.tree.structure(dynamic),
-        out_tree=inside.out_tree,
+        out_tree=traced_call.out_tree,
         signature=signature,
         variables=tuple(variables),
-        assigned=inside.variables.assigned,
-        updates=inside.updates,
-        changes_structure=inside.changes_structure,
-        loses=_lost(inside.lost, fun, call, static) if is_lost else (),
+        assigned=traced_call.variables.assigned,
+        updates=traced_call.updates,
+        changes_structure=traced_call.changes_structure,
+        loses=_paths_of_lost_changes(traced_call.lost, fun, call, static) if is_lost else (),
     )
 
 
-def _lost(
-    changes: Changes,
+def _paths_of_lost_changes(
+    changes: StateChanges,
     fun: Callable[..., Any],
-    call: Call,
+    call: PackedCall,
     static: StaticArguments,
 ) -> tuple[str, ...]:
     """Returns the paths of the changes in an nnx.State that change a value, not only its tracer.
 
-    A jitted function (`nnx.jit`) returns new tracers for a whole nnx.State that it is given, also
-    for the unchanged values. To tell them apart, this traces a program that returns the values
+    A jitted function (`nnx.jit`) returns new tracers for all values of an nnx.State argument, also
+    for unchanged values. To tell changed values, this traces a program that returns the values
     before and after.
     """
 
@@ -199,18 +198,18 @@ def _lost(
     return (*changes.structures, *lost)
 
 
-def _fresh(
-    fun: Callable[..., Any], inside: Inside, static_names: frozenset[str]
+def _make_new_function(
+    fun: Callable[..., Any], traced_call: CallInTrace, static_names: frozenset[str]
 ) -> Callable[..., Any]:
-    """Returns a new function that calls `fun`. JAX caches traces by the identity of a function,
-    with the values it closed over then; a new function is traced with the values of now."""
+    """JAX caches the trace of a function by its identity, with the values that the function closed
+    over then. A new function that calls `fun` is traced with the values of now."""
     if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
-        own = _fresh(fun.func, inside, static_names)
+        own = _make_new_function(fun.func, traced_call, static_names)
         return functools.partial(own, *fun.args, **fun.keywords)
 
     @functools.wraps(fun, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        return inside.run(fun, args, kwargs)
+        return traced_call.run(fun, args, kwargs)
 
     fresh.__name__ = fresh.__qualname__ = function_name(fun)
     if static_names and (signature := _dynamic_signature(fun, set(), static_names)):
@@ -221,7 +220,7 @@ def _fresh(
 def _dynamic_signature(
     fun: Callable[..., Any], positions: set[int], names: frozenset[str]
 ) -> inspect.Signature | None:
-    """Returns the signature of `fun` without its static parameters; None if it has none."""
+    """The signature without the static parameters; None if `fun` has no signature."""
     try:
         signature = inspect.signature(fun)
     except (ValueError, TypeError):
@@ -238,7 +237,7 @@ def _dynamic_signature(
 
 
 def function_name(fun: Callable[..., Any]) -> str:
-    """Returns the name that `jax.jit` gives to the program of a function."""
+    """The name that `jax.jit` gives to the program of a function."""
     if isinstance(fun, functools.partial):
         return function_name(fun.func)
     return str(getattr(fun, "__name__", "<unnamed function>"))

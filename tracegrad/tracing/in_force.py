@@ -1,10 +1,10 @@
-"""The rules in force: the rules of the enclosing traces, which act where differentiation happens.
+"""The rules in force: the rules of enclosing traces, applied to functions that are differentiated.
 
-The program of a train step that differentiates its loss holds only the differentiated loss: custom
-gradients are gone, and an edit of how gradients flow would do nothing. So while a function with
+The program of a train step that differentiates its loss has only the differentiated loss: custom
+gradients are gone, and an edit of the gradient flow would do nothing. So while a function with
 rules is being traced, its rules are *in force*: `tracegrad.grad` and its like, tapes and
-`gradients` inside the function ask here for the rules, and apply them to the function that they
-are about to differentiate.
+`gradients` inside the function ask this module for the rules, and apply the rules to the function
+before they differentiate it.
 
 JAX caches the traces of jitted functions, of loops and of branches. The rules in force are part of
 JAX's cache key, so that a trace made under some rules is not reused under others.
@@ -34,10 +34,10 @@ from tracegrad.tracing.argument_paths import (
     derivatives_of_argument,
     known_by_path,
 )
+from tracegrad.tracing.earlier_derivatives import warn_of_earlier_derivatives
 from tracegrad.tracing.graphs import Rule, function_name, graph
-from tracegrad.tracing.passed_by import marked, passed_by
+from tracegrad.tracing.misdirected_rules import find_misdirected, mark_inputs
 from tracegrad.tracing.signatures import leaves_of_call
-from tracegrad.tracing.taken_before import warn_of_taken_before
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.parted import Parted
 
@@ -46,56 +46,56 @@ _numbers = itertools.count()
 _KEPT_SIGNATURES = 64  # of one function
 
 
-class Force:
-    """Rules, and how often each of them has matched since they came in force.
+class RuleSet:
+    """The rules of one trace of a function, and how often each rule has matched.
 
-    Each trace of a function has a `Force` of its own. So whether a rule matches is decided for the
-    signature that is traced, whatever was traced before or is traced on another thread: JAX caches
-    the inner functions under the `key` of the force.
+    Each trace has a rule set of its own. So whether a rule matches is decided for the signature
+    that is traced, whatever was traced before or is traced on another thread: JAX caches the inner
+    functions under the `key` of the rule set.
 
     Args:
-      everywhere: whether the rules act on every function that is traced inside the block, not only
-        on functions that are differentiated there.
-      key: forces with equal keys share JAX's cached traces; default: a unique key.
+      acts_everywhere: whether the rules act on every function that is traced inside the block, not
+        only on functions that are differentiated there.
+      key: rule sets with equal keys share JAX's cached traces; default: a unique key.
     """
 
-    def __init__(self, rules: Sequence[Rule], *, everywhere: bool = False, key: Any = None):
+    def __init__(self, rules: Sequence[Rule], *, acts_everywhere: bool = False, key: Any = None):
         self.rules = tuple(rules)
-        self.everywhere = everywhere
+        self.acts_everywhere = acts_everywhere
         self.key = next(_numbers) if key is None else key
         # By the index of the rule: how often it matched; the error of its latest miss.
         self._matches: Counter[int] = Counter()
         self._missed: dict[int, NoMatchError] = {}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Force) and self.key == other.key
+        return isinstance(other, RuleSet) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def matches(self) -> Counter[int]:
-        """Returns how often each rule has matched, by its index."""
+    def count_matches(self) -> Counter[int]:
+        """By the index of the rule."""
         return self._matches.copy()
 
-    def apply(self, program: Graph, since: Counter[int] | None = None) -> Graph:
-        """Applies the rules to a program that is about to be differentiated; a rule may match
-        nothing in it.
+    def apply(self, program: Graph, counts_before: Counter[int] | None = None) -> Graph:
+        """Applies the rules to a program that is about to be differentiated. A rule may match
+        nothing.
 
-        `since`: how often each rule had matched before the program was traced. A rule that has
-        matched since then acts on derivatives that the program takes; if it has a method `again`,
-        that is applied to the program.
+        `counts_before`: how often each rule had matched before the program was traced. If a rule
+        has matched since then, the rule acts on derivatives that the program takes: then the rule's
+        method `apply_to_outer`, if any, is applied to the program instead of the rule.
         """
-        is_inner = _INNER in _in_force.forces
+        is_inner = _INNER in _in_force.rule_sets
         for place, rule in enumerate(self.rules):
             if is_inner and getattr(rule, "for_the_outermost", False):
                 continue
-            is_inside = since is not None and self._matches[place] > since[place]
-            rule = getattr(rule, "again", rule) if is_inside else rule
+            is_outer = counts_before is not None and self._matches[place] > counts_before[place]
+            rule = getattr(rule, "apply_to_outer", rule) if is_outer else rule
             try:
-                with differentiating():
-                    program = _applied(rule, program)
+                with without_editing():
+                    program = _apply_rule(rule, program)
             except NoMatchError as error:
-                if not self.everywhere:  # rules that act everywhere are not required to match
+                if not self.acts_everywhere:  # rules that act everywhere are not required to match
                     self._missed[place] = error.with_traceback(None)
                 continue
             self._matches[place] += 1
@@ -104,7 +104,7 @@ class Force:
     def refuse_outer(self, program: Graph, outer: Mapping[Any, Sequence[Any]]) -> None:
         """Raises GraphError for a rule for parameters that does not reach an outer derivative.
 
-        `outer`: for inputs of the program, the derivatives that are taken around it.
+        `outer`: for each input of the program, the derivatives that are taken around the program.
         """
         for rule in self.rules:
             found: Any = getattr(rule, "parameters_in", lambda _: {})(program)
@@ -122,37 +122,37 @@ class Force:
                     )
 
     def finish(self, program: Graph) -> Graph:
-        """Applies the rules to the traced function itself. Raises NoMatchError for a rule that has
-        matched neither here nor in a function that was differentiated inside."""
+        """Applies the rules to the traced function itself. Raises NoMatchError for a rule that
+        matches neither here nor in a function that was differentiated inside."""
         if any(hasattr(rule, "where") for rule in self.rules):
-            warn_of_taken_before(program)
+            warn_of_earlier_derivatives(program)
         before, self._missed = self._missed, {}
         for place, rule in enumerate(self.rules):
-            for words in passed_by(program, rule):
+            for words in find_misdirected(program, rule):
                 if not self._matches[place]:
                     # The rule would match the parameter here, without effect on the gradient.
                     raise before[place].with_text()
                 warn_where_called(f"{rule!r} {words}", UserWarning)
         program = self.apply(program, Counter())
-        # The errors of differentiated functions say more. (Errors hold graphs, and cache keys hold
-        # this force: so none is kept.)
+        # The errors of differentiated functions say more. (Errors hold graphs, and JAX's cache keys
+        # hold this rule set, so it keeps no error.)
         missed, self._missed = self._missed | before, {}
         for place in range(len(self.rules)):
             if not self._matches[place]:
                 raise missed[place].with_text()
-        for force in _in_force.forces:
-            if force.everywhere:
-                program = force.apply(program)
+        for rule_set in _in_force.rule_sets:
+            if rule_set.acts_everywhere:
+                program = rule_set.apply(program)
         return program
 
 
-# A marker without rules. It is in force while a function is traced of which the gradient is taken,
-# so that `apply` knows gradients inside that function; there it is part of JAX's cache key.
-_INNER = Force((), key="inside of a gradient")
+# A marker without rules. It is in force, and part of JAX's cache key, while a function is traced
+# whose gradient is taken, so that `apply` recognises a gradient inside that function.
+_INNER = RuleSet((), key="inside of a gradient")
 
 
-def _applied(rule: Rule, program: Graph) -> Graph:
-    """Returns the result of a rule. Raises TypeError, naming the rule, if it is not a `Graph`."""
+def _apply_rule(rule: Rule, program: Graph) -> Graph:
+    """Raises TypeError if the rule returns anything but a `Graph`."""
     result = rule(program)
     if not isinstance(result, Graph):
         raise TypeError(
@@ -163,39 +163,39 @@ def _applied(rule: Rule, program: Graph) -> Graph:
 
 
 class _InForce(threading.local):
-    forces: tuple[Force, ...] = ()  # the innermost first
-    since: Any = None  # JAX's trace that was current when the innermost came in force
+    rule_sets: tuple[RuleSet, ...] = ()  # the innermost first
+    trace: Any = None  # the current JAX trace when the innermost rule set came in force
 
 
 _in_force = _InForce()
 
 
 @contextmanager
-def in_force(force: Force) -> Iterator[None]:
-    """A block in which the rules of `force` are in force, and apply before the outer ones."""
-    if not force.rules:
+def in_force(rule_set: RuleSet) -> Iterator[None]:
+    """A block in which the rules of `rule_set` are in force; they apply before outer rules."""
+    if not rule_set.rules:
         yield
         return
     try:
-        with _only((force, *_in_force.forces)), engine.derivatives_by_rules():
+        with _put_in_force((rule_set, *_in_force.rule_sets)), engine.derivatives_by_rules():
             yield
     except BaseException:
-        force._missed.clear()  # `finish` will not run
+        rule_set._missed.clear()  # `finish` will not run
         raise
 
 
 @contextmanager
-def _only(forces: tuple[Force, ...], *, same_key: bool = False) -> Iterator[None]:
-    before = _in_force.forces, _in_force.since
-    _in_force.forces, _in_force.since = forces, _jax.current_trace(None)
+def _put_in_force(rule_sets: tuple[RuleSet, ...], *, same_key: bool = False) -> Iterator[None]:
+    before = _in_force.rule_sets, _in_force.trace
+    _in_force.rule_sets, _in_force.trace = rule_sets, _jax.current_trace(None)
     try:
-        with nullcontext() if same_key else _key(tuple([force.key for force in forces])):
+        with nullcontext() if same_key else _key(tuple([rule_set.key for rule_set in rule_sets])):
             yield
     finally:
-        _in_force.forces, _in_force.since = before
+        _in_force.rule_sets, _in_force.trace = before
 
 
-def traced_under(
+def trace_under_rules(
     rules: Sequence[Rule],
     trace: Callable[[], Graph],
     earlier: dict[Any, tuple[Any, Counter[int]]] | None = None,
@@ -203,22 +203,22 @@ def traced_under(
 ) -> Graph:
     """Traces a function with rules in force, then applies the rules to its graph.
 
-    `earlier`: of earlier traces of the function with these rules, by the signature of the call: the
-    key under which JAX keeps the inner functions that it traced, and how often the rules matched in
-    these. JAX does not trace (and compile) them again for equal signatures."""
-    if not rules and not _in_force.forces:
+    `earlier`: maps the signatures of earlier calls of the function with these rules to the keys of
+    their rule sets, and to how often the rules matched inside. So for an equal signature JAX does
+    not trace (and compile) the inner functions again."""
+    if not rules and not _in_force.rule_sets:
         return trace()
-    force = Force(rules)
+    rule_set = RuleSet(rules)
     if earlier is not None and signature in earlier:
-        force.key, matches = earlier[signature]
-        force._matches += matches
-    with in_force(force):
+        rule_set.key, matches = earlier[signature]
+        rule_set._matches += matches
+    with in_force(rule_set):
         traced = trace()
     if earlier is not None:
         if len(earlier) >= _KEPT_SIGNATURES:
             earlier.clear()
-        earlier[signature] = force.key, force.matches()
-    graph = force.finish(traced)
+        earlier[signature] = rule_set.key, rule_set.count_matches()
+    graph = rule_set.finish(traced)
     if not graph.variables and not graph.assigned:  # a rule may make a new graph
         graph = replace(graph, variables=traced.variables, assigned=traced.assigned)
     return replace(
@@ -230,47 +230,47 @@ def traced_under(
 
 
 def without_rules() -> AbstractContextManager[None]:
-    """A block without rules in force, for gradient functions of the user, which are not edited."""
-    return _only(())
+    """A block without rules in force, for the user's gradient functions, which are not edited."""
+    return _put_in_force(())
 
 
-def differentiating() -> AbstractContextManager[None]:
+def without_editing() -> AbstractContextManager[None]:
     """A block without rules in force, in which JAX differentiates an edited program: if a
-    derivative rule of JAX or of a library differentiates something itself, that is not edited.
+    derivative rule of JAX or of a library takes a derivative itself, no rule edits that derivative.
 
-    JAX's cache key stays that of the rules: a rule of `jax.custom_jvp` must return the same tree as
-    its function, and the trees of some libraries contain programs that JAX traced.
+    JAX's cache key is unchanged: a rule of `jax.custom_jvp` must return the same tree as its
+    function, and the trees of some libraries contain programs that JAX traced.
     """
-    return _only((), same_key=True)
+    return _put_in_force((), same_key=True)
 
 
-def rules_in_force() -> tuple[Force, ...]:
-    """Returns the forces of this thread, innermost first; caches use them as part of their keys.
+def rules_in_force() -> tuple[RuleSet, ...]:
+    """The rule sets of this thread, innermost first; caches use them as part of their keys.
 
-    Inside a function with a derivative rule of its own, no rules are in force: JAX may run the
-    derivative rule instead, with no rules in force, and both must return the same (see
-    `differentiating`).
+    No rules are in force inside a function with a derivative rule of its own: JAX may run the
+    derivative rule instead, without rules in force, and both must return the same tree (see
+    `without_editing`).
     """
-    forces = _in_force.forces
-    within = _jax.outward(_jax.current_trace(None), _in_force.since) if forces else ()
-    return () if any(map(_jax.is_of_a_custom_rule, within)) else forces
+    rule_sets = _in_force.rule_sets
+    within = _jax.outward(_jax.current_trace(None), _in_force.trace) if rule_sets else ()
+    return () if any(map(_jax.is_of_a_custom_rule, within)) else rule_sets
 
 
-def rules_for_recorded() -> tuple[Force, ...]:
-    """Returns the forces that act on a recorded program, innermost first. Leaves out those of a
-    block that applies its rules to each operation at the moment the operation runs."""
-    forces = rules_in_force()
-    for trace in _jax.outward(_jax.current_trace(None)) if forces else ():
+def rules_for_recorded() -> tuple[RuleSet, ...]:
+    """The rule sets that act on a recorded program, innermost first: without the rule set of a
+    block that applies its rules to each operation when the operation runs."""
+    rule_sets = rules_in_force()
+    for trace in _jax.outward(_jax.current_trace(None)) if rule_sets else ():
         if not isinstance(trace, ForwardingTrace):
             break
-        forces = tuple([force for force in forces if force is not trace.force])
-    return forces
+        rule_sets = tuple([rule_set for rule_set in rule_sets if rule_set is not trace.rule_set])
+    return rule_sets
 
 
-def apply_in_force(program: Graph, forces: Sequence[Force] | None = None) -> Graph:
-    """Returns a program after the rules in force, or after `forces`; a rule may match nothing."""
-    for force in rules_in_force() if forces is None else forces:
-        program = force.apply(program)
+def apply_rules_in_force(program: Graph, rule_sets: Sequence[RuleSet] | None = None) -> Graph:
+    """Applies the rules in force, or `rule_sets`. A rule may match nothing."""
+    for rule_set in rules_in_force() if rule_sets is None else rule_sets:
+        program = rule_set.apply(program)
     return program
 
 
@@ -282,7 +282,7 @@ def under_rules(
     forward: bool = False,
     paths: Callable[[], Sequence[str]] | None = None,
 ) -> Callable[..., Any]:
-    """Returns a function with the rules in force applied, to differentiate instead of `fun`.
+    """Applies the rules in force to `fun`; returns the function to differentiate instead of `fun`.
 
     A rule with `for_the_outermost` is not applied if the gradient of `fun` is taken inside another
     function whose gradient is taken.
@@ -291,11 +291,11 @@ def under_rules(
       fun: takes and returns trees; their traced leaves are differentiated.
       name: the name of the program in messages.
       lower: makes a function of the edited program.
-      forward: whether `fun` is differentiated in forward mode, so that no gradient is taken here.
+      forward: whether `fun` is differentiated in forward mode: then this is no gradient.
       paths: returns the paths of the leaves of the arguments; default: by parameter names.
     """
-    forces = rules_in_force()
-    if not forces:
+    rule_sets = rules_in_force()
+    if not rule_sets:
         return fun
 
     def edited(*args: Any, **kwargs: Any) -> Any:
@@ -316,8 +316,8 @@ def under_rules(
 
         of_traced.__name__ = of_traced.__qualname__ = name
 
-        before = [force.matches() for force in forces]
-        with _only(forces if forward or _INNER in forces else (*forces, _INNER)):
+        counts = [rule_set.count_matches() for rule_set in rule_sets]
+        with _put_in_force(rule_sets if forward or _INNER in rule_sets else (*rule_sets, _INNER)):
             program = graph(of_traced, *given)
         program = replace(
             program,
@@ -331,14 +331,14 @@ def under_rules(
             value: [each for each in derivatives_of_argument(x) if _jax.trace_of(each) is not here]
             for value, x in zip(program.inputs, given, strict=False)
         }
-        with _only(forces):
-            for force, since in zip(forces, before, strict=True):
-                force.refuse_outer(program, outer)
-                program = force.apply(program, since)
+        with _put_in_force(rule_sets):
+            for rule_set, counts_before in zip(rule_sets, counts, strict=True):
+                rule_set.refuse_outer(program, outer)
+                program = rule_set.apply(program, counts_before)
             run = under_rules_already(program, lower)
             if moved:
-                all_rules = [rule for force in forces for rule in force.rules]
-                given = marked(given, list(zip(known, own, strict=True)), moved, all_rules)
+                all_rules = [rule for rule_set in rule_sets for rule in rule_set.rules]
+                given = mark_inputs(given, list(zip(known, own, strict=True)), moved, all_rules)
         results = run(*given)
         return others[0].combine(results)
 
@@ -346,8 +346,8 @@ def under_rules(
 
 
 def _differentiated(program: Graph, given: Sequence[Any]) -> tuple[bool, ...]:
-    """Returns, for each input of a program, whether the current transformation differentiates it;
-    () if it differentiates none, since a transformation further out does."""
+    """Says for each input of a program whether the current transformation differentiates it; () if
+    a transformation further out differentiates the inputs."""
     here = _jax.current_trace_outside_of(ForwardingTrace)
     moved = [_jax.trace_of(leaf) is here for leaf in jax.tree.leaves(given)]
     return (*moved, *[False] * (len(program.inputs) - len(moved))) if any(moved) else ()
@@ -356,8 +356,8 @@ def _differentiated(program: Graph, given: Sequence[Any]) -> tuple[bool, ...]:
 def under_rules_already(
     program: Graph, lower: Callable[[Graph], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Returns ``lower(program)``, marked as a program to which the rules in force were applied, so
-    that they are not applied to it again when it is differentiated inside a traced function."""
+    """Returns ``lower(program)`` in a scope which says that the rules in force were applied to the
+    program: a traced function that differentiates the program does not apply them again."""
     if not rules_in_force():
         return lower(program)
     return jax.named_call(lower(in_scope_in_scans(program, UNDER_RULES)), name=UNDER_RULES)

@@ -42,8 +42,8 @@ def options_behind(
     refs: Sequence[weakref.ref[Variable]],
     argument_count: int,
 ) -> dict[str, Any]:
-    """Returns the options of a function for a program that takes the values of `refs` first; if the
-    user gave shardings, the values get shardings too.
+    """Returns the options for a program that takes the values of `refs` before the arguments. If
+    the user gave shardings, the values get shardings too.
 
     `argument_count`: how many positional arguments of the calls are not static."""
     options = _moved(options, pipeline.static, pipeline.donated, len(refs), argument_count)
@@ -60,8 +60,8 @@ def options_behind(
 def options_behind_module(
     module: Callable[..., Any], options: dict[str, Any], static: StaticArguments
 ) -> tuple[dict[str, Any], StaticArguments]:
-    """Returns the options and the static arguments for the function of a module, which takes the
-    module as its first argument."""
+    """Returns the options and the static arguments for a function that takes the module before the
+    module's arguments."""
     if not options:
         return options, static
     argument_count = len(inspect.signature(module).parameters) - len(static.names)
@@ -78,7 +78,7 @@ def _moved(
     values: int,
     argument_count: int,
 ) -> dict[str, Any]:
-    """Returns the options for a function with `values` more arguments before its own."""
+    """For a function with `values` more arguments before its own."""
 
     def positions(arguments: StaticArguments) -> tuple[int, ...]:
         return tuple(p + values if p >= 0 else p for p in sorted(arguments.positions))
@@ -99,8 +99,8 @@ def _moved(
 def signature_behind(
     fun: Callable[..., Any], variables: Sequence[weakref.ref[Variable]]
 ) -> inspect.Signature | None:
-    """Returns the signature of a function with one more parameter for each Variable before its own,
-    named like the Variable; None if the function has no signature."""
+    """Puts a parameter for each Variable, with the Variable's name, before the function's own; None
+    if the function has no signature."""
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):

@@ -19,15 +19,15 @@ from typing import Any
 import jax
 
 from tracegrad._jax.caches import Cache
-from tracegrad.tracing.arguments import TakingApart
+from tracegrad.tracing.arguments import CallPacker
 from tracegrad.variables.nnx_objects import is_module as is_module_of_nnx
 from tracegrad.variables.statics import is_equinox_module, is_known_by_identity
 
 
 class ModuleFunction:
-    """The function that calls a module, which is its first argument.
+    """A function that takes a module and calls it.
 
-    JAX's caches and ours keep this function, so it does not hold the module.
+    Caches keep this function, so it does not refer to the module.
     """
 
     def __init__(self, module: Any):
@@ -52,7 +52,7 @@ class ModuleFunction:
 
     @property
     def __wrapped__(self) -> Any:
-        """The user's function: the source line of messages comes from it."""
+        """The user's function, for the source line in messages."""
         inner = self._inner()
         if inner is None:
             raise AttributeError("__wrapped__")
@@ -66,14 +66,14 @@ class ModuleFunction:
 
 
 # By the structure of a module: its function, and weak references that remove the entry as soon as
-# an object in the structure is gone. Without this cache, each model that a step returns would be
-# traced and compiled anew.
+# an object in the structure is gone. Without this cache, JAX would trace and compile again for each
+# model that a step returns.
 _functions: Cache[Any, tuple[ModuleFunction, list[weakref.ref[Any]]]] = Cache(256)
 
 
-def taking_module(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the function to trace, and its arguments before the user's: the module, if `fun` is
-    a module or a method of a flax.nnx module (a method of an equinox module is a module)."""
+def function_taking_module(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """If `fun` is a module or a method of an nnx module, returns a function that takes the module,
+    and (module,); else `fun` and (). (A method of an equinox module is a module.)"""
     if isinstance(fun, types.MethodType) and is_module_of_nnx(fun.__self__):
         return fun.__func__, (fun.__self__,)
     if is_equinox_module(fun) or is_module_of_nnx(fun):
@@ -82,12 +82,12 @@ def taking_module(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[An
 
 
 def _function_of(module: Any) -> ModuleFunction:
-    """Returns the function of this module, which all modules of its structure share."""
-    call = TakingApart()((module,), {})
+    """All modules of one structure share a function."""
+    call = CallPacker()((module,), {})
     structure = jax.tree.structure(call.args)
     known = _functions.get(structure)
     if known is None:
-        # The objects that the structure tells by their identity.
+        # The objects that the structure compares by identity.
         told = [given.variable for given in call.variables]
         (packed,) = call.args
         told += [leaf for leaf in jax.tree.leaves(packed.argument()) if is_known_by_identity(leaf)]
@@ -97,8 +97,8 @@ def _function_of(module: Any) -> ModuleFunction:
 
 
 def _reference(known: Any, structure: Any) -> weakref.ref[Any] | None:
-    """Returns a weak reference that removes the entry of a structure when `known` is gone: the
-    structure cannot occur again then. None if `known` has no weak references."""
+    """Returns a weak reference that removes the structure's entry when `known` is gone, and the
+    structure cannot occur again. None if `known` has no weak references."""
     try:
         return weakref.ref(known, lambda _: _functions.pop(structure, None) and None)
     except TypeError:

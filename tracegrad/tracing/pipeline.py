@@ -1,10 +1,10 @@
-"""A function and its rules on the way to XLA: which program a call runs.
+"""A function and its rules on the way to XLA: chooses the program of each call.
 
 All wrappers of a function with the same rules and options share one `Pipeline`. If the function
 uses no Variables and its arguments are arrays, a call is a call of an ordinary jit (`plain`).
-Otherwise the pipeline takes the arguments apart (`arguments`) and calls the program of their key
-(`programs`). If a trace shows that the program is too small, a larger program replaces it; nothing
-is traced twice for that.
+Otherwise the pipeline packs the arguments (`arguments`) and calls the program of their key
+(`programs`). If a trace shows that the program is too small, a larger program replaces it, and
+uses the same trace.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
-from tracegrad.tracing.arguments import Call, StaticArguments, TakingApart, donated_by
+from tracegrad.tracing.arguments import CallPacker, PackedCall, StaticArguments, donated_by
 from tracegrad.tracing.attempts import tracing_depth
 from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.donation import refuse_sharing
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
-from tracegrad.tracing.in_force import traced_under
-from tracegrad.tracing.programs import Program
+from tracegrad.tracing.in_force import trace_under_rules
+from tracegrad.tracing.programs import JittedProgram
 from tracegrad.tracing.retracing import CallTypes, TraceHistory
 from tracegrad.tracing.shardings import (
+    has_mapping,
     is_for_all,
-    maps,
-    of_jit,
+    options_for_jit,
     shardings_of_arguments,
     structure_of,
 )
 from tracegrad.tracing.signatures import varies_in_count
-from tracegrad.tracing.user_errors import explain_rule, explained
+from tracegrad.tracing.user_errors import explain_error, explain_rule
 from tracegrad.tracing.uses import Packs, Use
 from tracegrad.variables.trees import without_variables
 
 T = TypeVar("T")
-Action = Callable[[Program, Call, Graph | None], T]
+Action = Callable[[JittedProgram, PackedCall, Graph | None], T]
 
 _ATTEMPTS = 16
 _KEPT = 64  # programs of a function
@@ -55,14 +55,14 @@ _KEPT = 64  # programs of a function
 class Pipeline:
     """A function with its rules and its options of `jax.jit`, and its programs.
 
-    It holds the function weakly: the table of pipelines must not keep the function alive.
+    It refers to the function weakly: the table of pipelines must not keep the function alive.
 
     Attributes:
-      static, donated: which arguments are static, and which are donated.
-      take: takes the arguments of a call apart, as far as the calls so far needed.
-      take_all: takes any arguments apart.
-      takes_apart: whether each call takes its arguments apart; set by the first call with an
-        argument that is not an array.
+      static, donated: the static and the donated arguments.
+      pack: packs a call, as far as the calls so far needed.
+      pack_all: packs any call.
+      packs_arguments: whether each call is packed; set by the first call with an argument that is
+        not an array.
       packs_results: which results are packed.
     """
 
@@ -74,39 +74,39 @@ class Pipeline:
         options: dict[str, Any],
         history: TraceHistory | None = None,
     ):
-        self.ref = _weak(fun)
+        self.ref = _weak_reference(fun)
         self.rules = rules
         self.static = static
-        self.options = of_jit(options)
+        self.options = options_for_jit(options)
         self.out_shardings = options.get("out_shardings")
         self.history = history or TraceHistory(function_name(fun))
         self.__name__ = function_name(fun)
         self.__doc__ = fun.__doc__
         self.__module__ = getattr(fun, "__module__", __name__)
         self.text = repr_of(fun)
-        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._programs: OrderedDict[Any, JittedProgram] = OrderedDict()
         self._lock = threading.RLock()
         # Shardings of the parts of an argument or of a result come in a tree of its structure.
         shardings = options.get("in_shardings")
         self._of_arguments = shardings if isinstance(shardings, tuple) else ()
         is_tree = not all(map(is_for_all, self._of_arguments or (shardings,)))
         self._shardings = shardings if is_tree else None
-        # One sharding for all arguments: a program that takes Variables too needs one for each.
+        # The user gave one sharding for all arguments. A program that also takes Variables needs a
+        # sharding for each argument.
         is_one = shardings is not None and not isinstance(shardings, tuple)
         self._varies_in_count = is_one and varies_in_count(fun)
         self.donated = donated_by(fun, options)
-        self.packs_results: Packs = "if it has parts"
-        if not is_for_all(self.out_shardings):  # they come in the tree of a result
-            self.packs_results = "always" if maps(self.out_shardings) else "never"
-        self.take = TakingApart(static, looks_for_modules=False)
-        self.take_all = TakingApart(static)
-        self.takes_apart = False
+        self.packs_results: Packs = "if it has non-arrays"
+        if not is_for_all(self.out_shardings):  # a tree, like the result
+            self.packs_results = "always" if has_mapping(self.out_shardings) else "never"
+        self.pack = CallPacker(static, looks_for_modules=False)
+        self.pack_all = CallPacker(static)
+        self.packs_arguments = False
         self.plain: Callable[..., Any] | None = None  # the jit that serves every call so far
         self._warned = False
 
     @property
     def fun(self) -> Callable[..., Any]:
-        """The user's function."""
         fun = self.ref()
         assert fun is not None, "the traced function holds it"
         return fun
@@ -119,29 +119,29 @@ class Pipeline:
         """Calls the function through the program of the call's key, not through `plain`.
 
         Args:
-          graph: the trace that `plain` has made of this call and cannot serve, if any.
+          graph: the trace of this call, if `plain` has made a trace but cannot serve it.
         """
         if _jax.config.jax_disable_jit:
             return self.eagerly(args, kwargs)
         if graph is not None:
-            plain = Call(args, kwargs)
+            plain = PackedCall(args, kwargs)
             self._grow(plain, self._key(plain), graph, None)
-        return self.search(args, kwargs, Program.__call__, graph)
+        return self.search(args, kwargs, JittedProgram.__call__, graph)
 
     @property
     def is_plain(self) -> bool:
         """Whether all calls so far had only arrays as arguments and results, and no Variables."""
-        return not self.takes_apart and all(p.use.is_plain for p in self._programs.values())
+        return not self.packs_arguments and all(p.use.is_plain for p in self._programs.values())
 
     def refuses_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the plain jit refuses these arguments but a program can take them; then all
-        later calls take their arguments apart."""
-        if self.takes_apart:
+        """Whether the plain jit refuses these arguments but a program can take them; then all later
+        calls are packed."""
+        if self.packs_arguments:
             return False
-        call = self.take_all(args, kwargs)
+        call = self.pack_all(args, kwargs)
         if call.is_of_arrays:
             return False
-        self.take_apart(call)
+        self.start_packing(call)
         return True
 
     def search(
@@ -151,16 +151,15 @@ class Pipeline:
         action: Action[T],
         graph: Graph | None = None,
     ) -> T:
-        """Returns the result of `action` on the program of a call; grows the program until the
-        action succeeds.
+        """Runs `action` on the program of a call; grows the program until the action succeeds.
 
         Args:
           graph: a trace of this call, for the program to use once.
         """
-        if not self._programs and not self.takes_apart:  # before JAX flattens the arguments
+        if not self._programs and not self.packs_arguments:  # before JAX flattens the arguments
             self.refuses_plain(args, kwargs)
         for _ in range(_ATTEMPTS):
-            call = self.take(args, kwargs) if self.takes_apart else Call(args, kwargs)
+            call = self.pack(args, kwargs) if self.packs_arguments else PackedCall(args, kwargs)
             key = self._key(call)
             program = self._programs.get(key)
             if program is None or program.use.is_over:
@@ -178,81 +177,83 @@ class Pipeline:
             except Exception as error:
                 if isinstance(error, TypeError) and self.refuses_plain(args, kwargs):
                     continue
-                explain_rule(error, lambda: self.graph(self.take_all(args, kwargs)))
+                explain_rule(error, lambda: self.graph(self.pack_all(args, kwargs)))
                 raise
         raise RuntimeError(
             f"{self.__name__} uses other Variables each time it is traced. Create its "
             "Variables once, outside of it."
         )
 
-    def _key(self, call: Call) -> Any:
-        """The key of a call's program: its Variables, and its structures or the number of its
-        arguments if shardings need them."""
+    def _key(self, call: PackedCall) -> Any:
+        """The Variables of a call, and its structures or the number of its arguments if shardings
+        need them."""
         if call.objects and (self.donated.positions or self.donated.names):
             refuse_sharing(self.fun, call, self.donated)
         if self._varies_in_count:
             return len(call.args), *call.variables
-        if self._shardings is None or not self.takes_apart:
+        if self._shardings is None or not self.packs_arguments:
             return call.variables
         return call.variables, *map(structure_of, call.args)
 
-    def _program(self, call: Call, key: Any) -> Program:
-        """Returns the program of a call; makes it if there is none."""
+    def _program(self, call: PackedCall, key: Any) -> JittedProgram:
+        """Makes the program of a call if there is none."""
         with self._lock:
             program = self._programs.get(key)
             if program is None or program.use.is_over:
                 shardings = None
-                if self._shardings is not None and self.takes_apart:
+                if self._shardings is not None and self.packs_arguments:
                     shardings = shardings_of_arguments(self._shardings, call.dynamic[0])
-                program = self._programs[key] = Program(self, Use(), shardings)
+                program = self._programs[key] = JittedProgram(self, Use(), shardings)
                 self._keep_some()
         return program
 
-    def _grow(self, call: Call, key: Any, graph: Graph, outgrown: Program | None) -> None:
-        """Replaces the program of a call by a larger one if it does not serve the graph.
-        `outgrown`: a program that does not."""
+    def _grow(
+        self, call: PackedCall, key: Any, graph: Graph, outgrown: JittedProgram | None
+    ) -> None:
+        """Replaces the program of a call by a larger program if it does not serve the graph.
+        `outgrown`: a program that is known not to serve the graph."""
         with self._lock:
             program = self._program(call, key)
             if program is outgrown or not program.use.serves(graph, self.packs_results):
-                self._programs[key] = program.grown(graph)
+                self._programs[key] = program.grow(graph)
                 self._keep_some()
 
     def _keep_some(self) -> None:
         while len(self._programs) > _KEPT:
             self._programs.popitem(last=False)
         plain = self._programs.get(())
-        self.plain = None if self.takes_apart or plain is None else plain.plain_call()
+        self.plain = None if self.packs_arguments or plain is None else plain.plain_call()
 
-    def take_apart(self, call: Call) -> None:
-        """From now on, each call takes its arguments apart, as this call had non-arrays."""
-        self.takes_apart, self.plain = True, None
-        self.take.looks_for_modules |= bool(call.objects)
+    def start_packing(self, call: PackedCall) -> None:
+        """From now on, each call is packed, since this call had non-arrays."""
+        self.packs_arguments, self.plain = True, None
+        self.pack.looks_for_modules |= bool(call.objects)
 
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call under `jax.disable_jit`: calls the function itself or, if there are rules,
-        runs the graph one operation after the other."""
+        """For `jax.disable_jit`: calls the function itself or, if there are rules, runs the graph
+        one operation after the other."""
         if not self.rules:
             return without_variables(self.fun(*args, **kwargs))
-        call = self.take_all(args, kwargs)
-        return call_traced(self.traced(call), call)
+        call = self.pack_all(args, kwargs)
+        return call_traced(self.trace_call(call), call)
 
     # ---------------------------------------------------------------------------------- graphs
 
-    def graph(self, call: Call) -> Graph:
-        """Returns the graph for the arguments of a call, after the rules."""
+    def graph(self, call: PackedCall) -> Graph:
+        """After the rules."""
         options = self.donated, self._of_arguments
         trace = functools.partial(trace_to_graph, self.fun, call, self.static, *options)
         with with_jit():  # so that rules find nested jitted functions by name
-            return traced_under(self.rules, trace)
+            return trace_under_rules(self.rules, trace)
 
-    def traced(self, call: Call) -> Graph:
-        """Returns the graph of a call that is being compiled; records the call's signature."""
+    def trace_call(self, call: PackedCall) -> Graph:
+        """For a call that is being compiled; records the call's signature."""
         try:
             graph = self.graph(call)
             if graph.loses:
                 warn_where_called(changes_lost(self.__name__, graph.loses), UserWarning)
         except Exception as error:
-            raise explained(error)  # noqa: B904 (the same error)
+            raise explain_error(error)  # noqa: B904 (the same error)
         if not _jax.is_part_of_a_program():  # inside another program, this trace compiles nothing
             self._note(call, graph)
         return graph
@@ -273,8 +274,7 @@ class Pipeline:
             UserWarning,
         )
 
-    def _note(self, call: Call, graph: Graph) -> None:
-        """Records the signature of a call that is being traced."""
+    def _note(self, call: PackedCall, graph: Graph) -> None:
         names = self.static.argument_names(len(call.args))
         named = {**dict(zip(names, call.args, strict=True)), **call.kwargs}
         fixed = {*(names[i] for i in call.positions), *call.names}
@@ -287,7 +287,6 @@ class Pipeline:
         )
 
     def clear_cache(self) -> None:
-        """Drops every program."""
         with self._lock:
             for program in self._programs.values():
                 program.clear_cache()
@@ -302,14 +301,14 @@ def with_jit() -> AbstractContextManager[None]:
 
 
 def repr_of(fun: Callable[..., Any]) -> str:
-    """Returns a text for the user's function in messages: its `repr`, if that does not raise."""
+    """For messages: the `repr`, if that does not raise."""
     try:
         return repr(fun)
     except Exception:  # for example: the object is half-made, or one of its arrays is deleted
         return f"<{type(fun).__name__} {function_name(fun)}>"
 
 
-def _weak(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+def _weak_reference(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
     if isinstance(fun, types.MethodType):
         return lambda: fun
     try:

@@ -1,8 +1,8 @@
 """A traced function compiled for one key: one jit, with all Variables that its traces have met.
 
 The key of a call is the tuple of the Variables among its arguments. For each key a function has one
-`Program`, which takes the values of its Variables before the arguments, and returns the new values
-before the result. Tracing finds out which Variables these are. So a program begins *plain*, as an
+`JittedProgram`, which takes the values of its Variables before the arguments, and returns the new
+values before the result. Only tracing finds these Variables. So a program begins *plain*, as an
 ordinary jit. If a trace meets a new Variable, or a result that is not all arrays, `Body` raises
 `Outgrown` after the user's function has returned: only JAX's code sees the exception. The call
 continues with a larger program, which reuses the trace.
@@ -10,9 +10,8 @@ continues with a larger program, which reuses the trace.
 At top level, a program that reads and assigns a Variable overwrites the old array by the new
 value (by donation), if nobody else can have the old array; see `variables.lending`. A program that
 calls the host (`Graph.calls_host`) overwrites nothing: the host code may read the Variable, or
-raise, and then the old value would be gone and the new value never computed. The call waits for
-such a program, because it may fail long after its start, and assigns the new values only after it
-has succeeded.
+raise after the old value is gone. The call waits for such a program, which may fail long after its
+start, and assigns the new values only after success.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.tracing.arguments import Call
+from tracegrad.tracing.arguments import PackedCall
 from tracegrad.tracing.body import Body, NewValues, Outgrown, traced
 from tracegrad.tracing.jit_options import options_behind
 from tracegrad.tracing.shardings import shardings_of_result
@@ -42,20 +41,20 @@ from tracegrad.variables.lending import (
 from tracegrad.variables.listening import listeners
 from tracegrad.variables.overriding import ForwardingTrace
 from tracegrad.variables.packed import Packed
-from tracegrad.variables.results import settled
+from tracegrad.variables.results import finish_result
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
 
 
-class Program:
-    """A function compiled for one `Use`. Immutable: if a call needs more, `grown` makes a larger
+class JittedProgram:
+    """A function compiled for one `Use`. Immutable: if a call needs more, `grow` makes a larger
     program.
 
     Attributes:
       nested: the jit for calls inside transformations; made at its first use.
-      outermost: the jit for calls at top level. It overwrites the Variables that it updates, and
-        tells XLA to keep recomputed code (JAX refuses compiler options on a nested jit).
+      outermost: the jit for calls at top level, which overwrites the arrays of Variables, and tells
+        XLA to keep recomputed code (JAX refuses compiler options on a nested jit).
       direct: the function to call with the arguments, if the use is plain; else None.
     """
 
@@ -67,13 +66,11 @@ class Program:
         of_result: Any = None,
         argument_count: int = 0,
     ):
-        """Makes the program.
-
-        Args:
-          shardings: the shardings of the arguments, if the user gave them as trees.
-          of_result: the shardings of the result, if an `nnx.StateSharding` determines them.
-          argument_count: how many positional arguments of the calls are not static; used if the
-            program takes values of Variables before them.
+        """Args:
+        shardings: the shardings of the arguments, if the user gave them as trees.
+        of_result: the shardings of the result, if an `nnx.StateSharding` determines them.
+        argument_count: how many positional arguments of the calls are not static; used if the
+          program takes values of Variables before them.
         """
         self.use = use
         self._pipeline = weakref.ref(pipeline)
@@ -102,7 +99,7 @@ class Program:
         self.outermost: Any = jax.jit(body, **options) if is_other else self.nested
         self.direct: Callable[..., Any] | None = None
         if use.is_plain:
-            self.direct = self._recomputing() if use.recomputes else self.nested
+            self.direct = self._make_direct() if use.recomputes else self.nested
 
     @functools.cached_property
     def nested(self) -> Any:
@@ -112,8 +109,8 @@ class Program:
         """Whether this program has raised `outgrown`."""
         return outgrown.of.use is self.use
 
-    def grown(self, graph: Graph) -> Program:
-        """Returns a larger program, which also serves a graph."""
+    def grow(self, graph: Graph) -> JittedProgram:
+        """Returns a larger program that also serves the graph."""
         pipeline = self._pipeline()
         assert pipeline is not None, "the traced function that is called holds it"
         use = Use(self.use, graph, packs=pipeline.packs_results)
@@ -122,10 +119,10 @@ class Program:
             of_result = shardings_of_result(pipeline.out_shardings, graph)
         arguments, _ = graph.in_tree.children()
         count = len(arguments.children())
-        return Program(pipeline, use, self._shardings, of_result, count)
+        return JittedProgram(pipeline, use, self._shardings, of_result, count)
 
-    def _recomputing(self) -> Callable[..., Any]:
-        """Returns `direct` for a program that recomputes: the jit to call depends on the trace."""
+    def _make_direct(self) -> Callable[..., Any]:
+        """Makes `direct` for a program that recomputes: the current trace decides on the jit."""
         # Warm calls run this for each call, hence the local names.
         nested, outermost, warn = self.nested, self.outermost, self._warn
         current, top_level = _jax.current_trace, _jax.TopLevelTrace
@@ -139,45 +136,37 @@ class Program:
 
         return run
 
-    def __call__(self, call: Call, graph: Graph | None = None) -> Any:
-        """Calls the program.
-
-        Args:
-          graph: a trace of this call, which the body uses if JAX traces.
-        """
+    def __call__(self, call: PackedCall, graph: Graph | None = None) -> Any:
+        """`graph`: a trace of this call, for the body to use if JAX traces."""
         traced.graph = graph
         try:
             if self.direct is not None:
                 return self.direct(*call.args, **call.kwargs)
-            return self.called(call.objects, *call.args, **call.kwargs)
+            return self.call_packed(call.objects, *call.args, **call.kwargs)
         finally:
             traced.graph = None
 
     def plain_call(self) -> Callable[..., Any]:
-        """Returns the function for calls whose arguments are arrays: it takes them as they are."""
-        return self.direct or functools.partial(self.called, ())
+        """The function for calls whose arguments are arrays."""
+        return self.direct or functools.partial(self.call_packed, ())
 
-    def called(self, objects: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the program with packed arguments, and assigns the new values.
-
-        Args:
-          objects: the objects of flax.nnx in the arguments.
-        """
+    def call_packed(self, objects: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the program with packed arguments, and assigns the new values. `objects`: the nnx
+        objects in the arguments."""
         use = self.use
         if use.is_over:
             raise Outgrown(self._body, None)
         if listeners() or type(_jax.current_trace(None)) is not _jax.TopLevelTrace:
-            new, result = self._watched(args, kwargs)
+            new, result = self._call_watched(args, kwargs)
         elif use.calls_host:
-            new, result = self._held(self.outermost, args, kwargs)
+            new, result = self._call_holding(self.outermost, args, kwargs)
         else:
-            new, result = self._lent(self.outermost, args, kwargs)
-        is_over = not new.updates and not new.hands_out and type(result) is not Packed
-        return result if is_over else _settled(new, result, objects)
+            new, result = self._call_lending(self.outermost, args, kwargs)
+        is_over = not new.updates and not new.has_nnx_objects and type(result) is not Packed
+        return result if is_over else _finish_result(new, result, objects)
 
-    def _lent(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call that overwrites the Variables that it updates, at top level without
-        listeners."""
+    def _call_lending(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call at top level, without listeners."""
         use = self.use
         updated: list[Any] = [ref() for ref in use.updated]
         written: list[Any] = [ref() for ref in use.written]
@@ -192,11 +181,11 @@ class Program:
         settle(assigned, outcome[0] if assigned else (), read)
         return outcome
 
-    def _held(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call of a program that calls the host, at top level without listeners."""
+    def _call_holding(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call of a program that calls the host, at top level, without listeners."""
         use = self.use
         assigned: list[Any] = [ref() for ref in use.assigned]
-        # `.value`, not the stored array: the host may run a program that overwrites that.
+        # `.value`, not the stored array: the host may run a program that overwrites that array.
         constants = [ref().value for ref in use.read]  # type: ignore[union-attr]
         values = hold(assigned)[: len(use.updated)]
         try:
@@ -208,8 +197,8 @@ class Program:
         settle(assigned, new)
         return new, result
 
-    def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call inside a transformation or a tape, or while listeners listen."""
+    def _call_watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call inside a transformation, inside a tape, or while listeners listen."""
         use = self.use
         values: Any = [ref() for ref in use.values]
         trace = _jax.current_trace(None)
@@ -218,7 +207,7 @@ class Program:
             new, result = trace.call_jitted(self.nested, self._forms, values, kwargs)
         else:
             values = [variable.value for variable in values]
-            with kept_programs.for_all_values():
+            with kept_programs.without_key():
                 new, result = self.nested(*values, *args, **kwargs)
         if use.calls_host:
             _jax.wait_for(new)
@@ -229,36 +218,37 @@ class Program:
             self._warn()
         return new, result
 
-    def called_compiled(self, compiled: Callable[..., Any], call: Call) -> Any:
+    def call_compiled(self, compiled: Callable[..., Any], call: PackedCall) -> Any:
         """Runs a call by a compiled result of `lower`."""
-        args, kwargs = self._shown(call)
-        outcome = (self._held if self.use.calls_host else self._lent)(compiled, args, kwargs)
+        args, kwargs = self._unpack_for_stage(call)
+        outcome = (self._call_holding if self.use.calls_host else self._call_lending)(
+            compiled, args, kwargs
+        )
         has_new = isinstance(outcome, tuple) and outcome and isinstance(outcome[0], NewValues)
-        return _settled(outcome[0], outcome[1], call.objects) if has_new else outcome
+        return _finish_result(outcome[0], outcome[1], call.objects) if has_new else outcome
 
-    def staged(self, stage: str, call: Call, graph: Graph | None) -> Any:
-        """Returns `lower`, `trace` or `eval_shape` of the jit, for the arguments of a call."""
+    def call_stage(self, stage: str, call: PackedCall, graph: Graph | None) -> Any:
+        """Calls `lower`, `trace` or `eval_shape` of the jit."""
         variables: list[Any] = [ref() for ref in self.use.values]
         values = [variable.value for variable in variables]
-        args, kwargs = self._shown(call)
+        args, kwargs = self._unpack_for_stage(call)
         traced.graph = graph
         try:
-            result = getattr(self._unpacked(stage), stage)(*values, *args, **kwargs)
+            result = getattr(self._jit_for_stage(stage), stage)(*values, *args, **kwargs)
         finally:
             traced.graph = None
         is_pair = isinstance(result, tuple) and bool(result) and isinstance(result[0], NewValues)
         return result[1] if stage == "eval_shape" and is_pair else result
 
-    def _shown(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs) as the jit of `staged` takes them: trees, unless the user's
-        shardings are packed."""
+    def _unpack_for_stage(self, call: PackedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) for `call_stage`: trees, unless the user's shardings are packed."""
         return call.of_trees() if self._shardings is None else (call.args, call.kwargs)
 
-    def _unpacked(self, stage: str) -> Any:
-        """Returns the jit whose result is not packed, but has its own tree."""
+    def _jit_for_stage(self, stage: str) -> Any:
+        """The jit whose result is not packed, but has its own tree."""
         pipeline = self._pipeline()
         assert pipeline is not None, "the traced function holds it"
-        if self.use.is_plain or pipeline.packs_results != "if it has parts":
+        if self.use.is_plain or pipeline.packs_results != "if it has non-arrays":
             return self.nested if stage == "eval_shape" else self.outermost
         if self._staged is None:
             self._staged = jax.jit(
@@ -269,16 +259,14 @@ class Program:
     _staged: Any = None
 
     def clear_cache(self) -> None:
-        """Drops the compiled code."""
         if "nested" in vars(self):
             self.nested.clear_cache()
         self.outermost.clear_cache()
 
 
-def _settled(new: NewValues, result: Any, objects: Sequence[Any]) -> Any:
-    """Returns the user's result, and gives the new arrays to `objects`, the objects of flax.nnx in
-    the arguments."""
+def _finish_result(new: NewValues, result: Any, objects: Sequence[Any]) -> Any:
+    """Assigns the new arrays in the call's nnx `objects`; returns the user's result."""
     if type(result) is Packed:
         result = result.argument()
     values = new[len(new) - len(new.updates) :]  # the arrays of modules are the last of them
-    return settled(result, objects, new.updates, values, is_in_parts=new.hands_out)
+    return finish_result(result, objects, new.updates, values, has_objects=new.has_nnx_objects)

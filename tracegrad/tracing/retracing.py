@@ -1,7 +1,7 @@
 """Warns if a function is traced again and again, and says what differs between the calls.
 
 Each call with new types (shapes, dtypes, weak types, static values, trees) costs a trace and a
-compilation. A function whose calls have ever new types is slow without a visible cause.
+compilation. If the types keep changing, the function is slow without a visible cause.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import shortened
 from tracegrad.variables.leaves import leaves_with_paths
-from tracegrad.variables.modules import is_module_or_variable, with_modules
+from tracegrad.variables.modules import is_module_or_variable, unflatten_modules
 from tracegrad.variables.nnx_objects import attribute_texts, differences, is_module
 from tracegrad.variables.packed import Packed
 from tracegrad.variables.paths import path_name
-from tracegrad.variables.statics import Given, Static, given_of, is_variable
-from tracegrad.variables.trees import finding
+from tracegrad.variables.statics import Static, VariableNode, is_variable, node_of_variable
+from tracegrad.variables.trees import finding_variables
 from tracegrad.variables.variable import Variable
 
 # Warn at this many retraces with one cause, then at each doubling.
@@ -63,14 +63,14 @@ class CallTypes(NamedTuple):
     """The types and the static values of the arguments for which a function was compiled."""
 
     tree: Any
-    # path, dtype or Variable, shape, whether it is weak
+    # path, dtype or Variable, shape, whether the type is weak
     types: tuple[tuple[str, Any, tuple[Any, ...], bool], ...]
     static: tuple[tuple[str, Any], ...]
     modules: tuple[tuple[str, Any], ...] = ()  # the structures of arguments with flax.nnx modules
 
     @classmethod
     def of(cls, args: Mapping[str, Any], static: Mapping[str, Any], graph: Graph) -> CallTypes:
-        """Returns the types of a call: of its packed arguments, and of the graph traced for it."""
+        """`args`, `static`: the packed and the static arguments; `graph`: the trace of the call."""
         arrays = list(zip(graph.hints, graph.in_avals))[: graph.in_tree.num_leaves]
         types: list[tuple[str, Any, tuple[Any, ...], bool]]
         types = [(path, *_type_of(aval)) for path, aval in arrays]
@@ -79,11 +79,11 @@ class CallTypes(NamedTuple):
         modules = []
         for argument, packed in args.items():
             tree = packed.argument() if isinstance(packed, Packed) else packed
-            if isinstance(packed, Packed) and packed.has_parts:
+            if isinstance(packed, Packed) and packed.has_non_arrays:
                 own = set(map(id, packed.arrays))
                 for path, leaf in leaves_with_paths(tree):
                     if isinstance(leaf, Variable):
-                        types.append((path_name(path, argument), given_of(leaf), (), False))
+                        types.append((path_name(path, argument), node_of_variable(leaf), (), False))
                     elif id(leaf) not in own:
                         values[path_name(path, argument)] = Static(leaf)
             trees[argument] = tree
@@ -97,14 +97,14 @@ class CallTypes(NamedTuple):
 
 
 def _type_of(aval: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    """Returns the dtype, the shape, and whether the type is weak."""
+    """Returns (dtype, shape, whether the type is weak)."""
     dtype, shape = getattr(aval, "dtype", aval), getattr(aval, "shape", ())
     return dtype, shape, bool(getattr(aval, "weak_type", False))
 
 
 @dataclass
 class TraceHistory:
-    """The latest types of calls for which one function was traced; warns if there are too many."""
+    """The latest types of calls for which one function was traced."""
 
     name: str
     _calls: deque[CallTypes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -145,16 +145,16 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
     """
     changes: list[tuple[str, str, str, str]] = []
     arrays_before, arrays_after = ({entry[0]: entry for entry in s.types} for s in (old, new))
-    for name, before, after in _paired(old.static, new.static):
+    for name, before, after in _pair(old.static, new.static):
         if before != after:
             was, is_now = arrays_before.pop(name, None), arrays_after.pop(name, None)
-            old_text = shortened(repr(before)) if was is None else _type_text(*was[1:])
-            new_text = shortened(repr(after)) if is_now is None else _type_text(*is_now[1:])
+            old_text = shortened(repr(before)) if was is None else _text_of_type(*was[1:])
+            new_text = shortened(repr(after)) if is_now is None else _text_of_type(*is_now[1:])
             is_object = isinstance(after, Static) and after.is_known_by_identity
             kind = "static object" if is_object else "static value"
             changes.append((f"`{name}`", kind, old_text, new_text))
     if old.tree != new.tree:
-        if changed := _in_modules(old.modules, new.modules):
+        if changed := _changes_in_modules(old.modules, new.modules):
             return [*changes, *changed]
         return [
             *changes,
@@ -162,9 +162,9 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
         ]
     for name, (_, dtype, shape, weak) in arrays_before.items():
         _, dtype2, shape2, weak2 = arrays_after[name]
-        if isinstance(dtype, Given) or isinstance(dtype2, Given):
+        if isinstance(dtype, VariableNode) or isinstance(dtype2, VariableNode):
             if dtype is not dtype2:
-                texts = _type_text(dtype, shape), _type_text(dtype2, shape2)
+                texts = _text_of_type(dtype, shape), _text_of_type(dtype2, shape2)
                 changes.append((f"`{name}`", "Variable", *texts))
             continue
         if shape != shape2:
@@ -177,36 +177,36 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
     return changes
 
 
-def _type_text(dtype: Any, shape: tuple[Any, ...], weak: bool = False) -> str:
-    sizes = "" if isinstance(dtype, Given) else str(list(shape))
+def _text_of_type(dtype: Any, shape: tuple[Any, ...], weak: bool = False) -> str:
+    sizes = "" if isinstance(dtype, VariableNode) else str(list(shape))
     return f"{'weak ' if weak else ''}{dtype}{sizes}"
 
 
-def _in_modules(
+def _changes_in_modules(
     old: Sequence[tuple[str, Any]], new: Sequence[tuple[str, Any]]
 ) -> list[tuple[str, str, str, str]]:
-    """Returns the changes in the structures of modules of flax.nnx."""
+    """The changes in the structures of nnx modules."""
     if old == new or not old or not new:
         return []
-    found = differences(_described(old), _described(new))
+    found = differences(_describe_modules(old), _describe_modules(new))
     return [(where, "structure", before, now) for where, before, now in found]
 
 
-def _described(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
-    """Returns texts for the classes and static attributes of the modules in arguments, by path."""
+def _describe_modules(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
+    """Describes, by path, the classes and static attributes of the modules in arguments."""
     modules, names = [], []
     for argument, structure in arguments:
-        tree = with_modules(jax.tree.unflatten(structure, [...] * structure.num_leaves))
+        tree = unflatten_modules(jax.tree.unflatten(structure, [...] * structure.num_leaves))
         nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module)
         for path, node in nodes:
             if is_module(node):
                 modules.append(node)
                 names.append(path_name(path, argument))
-    with finding([]):  # so that flattening does not read the Variables in them
+    with finding_variables([]):  # so that flattening does not read the Variables in them
         return attribute_texts(modules, names)
 
 
-def _paired(
+def _pair(
     old: Sequence[tuple[str, Any]], new: Sequence[tuple[str, Any]]
 ) -> list[tuple[str, Any, Any]]:
     before, after = dict(old), dict(new)

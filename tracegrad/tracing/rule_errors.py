@@ -26,7 +26,7 @@ _DTYPES = (
 )
 
 
-def advice(
+def rule_advice(
     error: Exception, program: Callable[[], Graph] | None = None
 ) -> tuple[str, Origin | None] | None:
     """Returns the advice for a rule that JAX refused; None for other errors.
@@ -59,20 +59,20 @@ def advice(
 
 
 def words_at(node: CustomGradient, error: Exception) -> str:
-    """Returns the error of a rule in one line."""
+    """The error of a rule in one line."""
     if is_about_closing_over(str(error)):
         return closing_over_advice([node.name])
     return words_of(error)
 
 
 def words_of(error: Exception) -> str:
-    """Returns an error in one line: our advice if there is one, else JAX's first line."""
-    found = advice(error)
+    """An error in one line: the advice, if any, else JAX's first line."""
+    found = rule_advice(error)
     return first_line(error) if found is None else found[0]
 
 
 def dtype_advice(who: str, expected: object, got: object) -> str:
-    """Returns the advice for a rule whose gradient has another dtype than its input."""
+    """For a rule whose gradient has another dtype than its input."""
     return (
         f"{who} returned a gradient {got} for an input {expected}. A gradient has the dtype of its "
         "input: convert it, .astype(x.dtype)."
@@ -80,7 +80,7 @@ def dtype_advice(who: str, expected: object, got: object) -> str:
 
 
 def closing_over_advice(names: Sequence[str]) -> str:
-    """Returns the advice for rules whose functions close over a traced array."""
+    """For rules whose functions close over a traced array."""
     where = f"tracegrad.match.call({names[0]!r})" if names else "where"
     who = listed([f"`{each}`" for each in names], 2) if names else "A custom rule here"
     return (
@@ -90,7 +90,7 @@ def closing_over_advice(names: Sequence[str]) -> str:
 
 
 def is_about_closing_over(words: str) -> bool:
-    """Whether the words of an error at a rule are about closed-over values."""
+    """`words`: of an error at a rule."""
     return "unexpected tracer" in words or any(text in words for text in _CLOSING_OVER)
 
 
@@ -110,7 +110,7 @@ def rule_in(stack: TracebackType | None) -> str | None:
     """Returns the name of the innermost function with a rule of JAX's in a traceback.
 
     JAX removes its own frames, which know the rule, and the remaining frames have lost their
-    variables. They still have their code objects: this searches all existing rules for the code.
+    variables but have their code objects: this function searches all existing rules for the code.
     """
     codes = [frame.f_code for frame, _ in traceback.walk_tb(stack)]
     rules: dict[CodeType | None, str] = {}
@@ -125,7 +125,7 @@ def rule_in(stack: TracebackType | None) -> str | None:
 
 
 def _dtypes(error: Exception) -> tuple[str, str] | None:
-    """Returns the dtypes that the transpose of a program expected and got, if only they differ."""
+    """The dtypes that the transpose of a program expected and got; None if other things differ."""
     # JAX adds the user's lines as the cause if a transformation fails; the error of a loop that is
     # wrong by itself has no cause.
     if error.__cause__ is None or not isinstance(error, AssertionError | TypeError):

@@ -1,4 +1,4 @@
-"""Which wrappers of a function share a pipeline, and with it the compiled programs."""
+"""Finds the pipeline, with its compiled programs, that wrappers of a function share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def shared_pipeline(
     static: StaticArguments,
     options: dict[str, Any],
 ) -> Pipeline:
-    """Returns the pipeline that all wrappers of a function with the same rules and options share.
-    Pipelines with the same rules share the history of traces."""
+    """All wrappers of a function with the same rules and options share a pipeline. Pipelines with
+    the same rules share the history of traces."""
     if isinstance(fun, types.MethodType):  # each access makes a new, short-lived method object
         return Pipeline(fun, rules, static, options)
     key = tuple(map(id, rules)), static, tuple(sorted(options.items()))

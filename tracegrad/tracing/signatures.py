@@ -15,7 +15,7 @@ from tracegrad.variables.paths import path_name
 
 
 def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Returns the parameters of a function; [] if it has no signature, like some builtins."""
+    """[] for a function without a signature, like some builtins."""
     try:
         return list(inspect.signature(fun).parameters.values())
     except (ValueError, TypeError):
@@ -23,12 +23,12 @@ def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def positional(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    """Returns the parameters that take one argument, which may be given by position."""
+    """The parameters that take one argument by position."""
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def varies_in_count(fun: Callable[..., Any]) -> bool:
-    """Whether calls of a function may differ in the number of their positional arguments."""
+    """Whether calls may differ in the number of their positional arguments."""
     parameters = parameters_of(fun)
     if not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return True
@@ -36,7 +36,7 @@ def varies_in_count(fun: Callable[..., Any]) -> bool:
 
 
 def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """Returns the names of the first `count` positional arguments: ``x``, ``args.0``."""
+    """Of the first `count` positional arguments: ``x``, ``args.0``."""
     parameters = parameters_of(fun)
     names = [p.name for p in positional(parameters)][:count]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
@@ -48,19 +48,15 @@ def leaves_of_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> list[Leaf]:
-    """Returns the leaves of a call in JAX's order of flattening. The name of a leaf is the name of
-    its argument and the path in it, ``params.0.kernel``, as in messages, ``wrt`` and `match.param`.
-    """
+    """In JAX's order of flattening. The name of a leaf begins with the name of its argument,
+    ``params.0.kernel``, as in messages, ``wrt`` and `match.param`."""
     named = zip(argument_names(fun, len(args)), args, strict=True)
     arguments = (*named, *sorted(kwargs.items()))
     return [leaf.within(name) for name, tree in arguments for leaf in leaves_of(tree)]
 
 
 def array_names(args: Iterable[tuple[str, Any]], kwargs: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the arrays of packed arguments (see `leaves_of_call`).
-
-    `args`: the positional arguments, with their names.
-    """
+    """Names the arrays of packed arguments as `leaves_of_call` does. `args`: (name, argument)."""
     return [
         path_name(path, name)
         for name, tree in (*args, *sorted(kwargs.items()))
@@ -69,7 +65,7 @@ def array_names(args: Iterable[tuple[str, Any]], kwargs: Mapping[str, Any]) -> l
 
 
 def name_in_module(fun: Any) -> str | None:
-    """Returns the name by which another process can find a function in its module; else None."""
+    """The name by which another process finds the function in its module, if it can; else None."""
     name: str = getattr(fun, "__qualname__", "")
     found: Any = sys.modules.get(fun.__module__)
     for part in name.split("."):

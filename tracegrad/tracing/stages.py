@@ -13,34 +13,34 @@ import jax
 
 Stage = TypeVar("Stage")
 # Runs a compiled program for the user's (args, kwargs).
-Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+RunCompiled = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Compiled(jax.stages.Compiled):
-    run: Run
+    run: RunCompiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(super().__call__, args, kwargs)
 
 
 class _Lowered(jax.stages.Lowered):
-    run: Run
+    run: RunCompiled
 
     def compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
-        compiled = _as(_Compiled, super().compile(*args, **kwargs))
+        compiled = _copy_as(_Compiled, super().compile(*args, **kwargs))
         compiled.run = self.run
         return compiled
 
 
-def called_by(run: Run, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-    """Returns a copy of `lowered` whose compiled form is called by `run`."""
-    stage = _as(_Lowered, lowered)
+def call_by(run: RunCompiled, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+    """Returns a copy of `lowered` whose compiled form calls `run`."""
+    stage = _copy_as(_Lowered, lowered)
     stage.run = run
     return stage
 
 
-def _as(kind: type[Stage], stage: Any) -> Stage:
-    """Returns a copy of a stage as an object of another class."""
+def _copy_as(kind: type[Stage], stage: Any) -> Stage:
+    """Copies a stage to an object of another class."""
     new = object.__new__(kind)
     for name in (*type(stage).__slots__, *vars(stage)):
         setattr(new, name, getattr(stage, name))

@@ -1,4 +1,4 @@
-"""`tool`: how to call a tool that looks at a function: ``tool(fun, *args, **options)``."""
+"""`tool`: the way to call a tool that looks at a function: ``tool(fun, *args, **options)``."""
 
 from __future__ import annotations
 

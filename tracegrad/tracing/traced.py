@@ -19,19 +19,19 @@ import jax
 
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
-from tracegrad.tracing.arguments import Call, resolve
+from tracegrad.tracing.arguments import PackedCall, resolve_static
 from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.graphs import Rule, as_rules, require_function
 from tracegrad.tracing.jit_options import JitOptions, options_behind_module
-from tracegrad.tracing.module_functions import taking_module
+from tracegrad.tracing.module_functions import function_taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
-from tracegrad.tracing.programs import Program
-from tracegrad.tracing.shardings import of_jit, with_mappings
+from tracegrad.tracing.programs import JittedProgram
+from tracegrad.tracing.shardings import options_for_jit, with_mappings
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module, parameters_of, positional
-from tracegrad.tracing.stages import called_by
+from tracegrad.tracing.stages import call_by
 from tracegrad.tracing.tools import refuse_positional
-from tracegrad.tracing.user_errors import explained
+from tracegrad.tracing.user_errors import explain_error
 
 _JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
 P = ParamSpec("P")
@@ -60,7 +60,7 @@ class TracedFunction(Generic[P, R]):
     """
 
     __wrapped__: Callable[P, R]
-    _first: tuple[Any, ...]  # the module that is called, or whose method is; see `taking_module`
+    _first: tuple[Any, ...]  # (module,) or (); see `function_taking_module`
 
     def __init__(
         self,
@@ -69,11 +69,13 @@ class TracedFunction(Generic[P, R]):
         jit_options: dict[str, Any] | None = None,
     ):
         options = with_mappings(jit_options or {})
-        jax.jit(fun, **of_jit(options))  # raises jit's own errors for a wrong function or option
+        jax.jit(
+            fun, **options_for_jit(options)
+        )  # raises jit's own errors for a wrong function or option
         require_function(fun)
         functools.update_wrapper(self, fun, updated=())
-        static = resolve(fun, options.get("static_argnums"), options.get("static_argnames"))
-        called, self._first = taking_module(fun)
+        static = resolve_static(fun, options.get("static_argnums"), options.get("static_argnames"))
+        called, self._first = function_taking_module(fun)
         if self._first:
             options, static = options_behind_module(fun, options, static)
             own = (parameter.name for parameter in positional(parameters_of(called)))
@@ -107,7 +109,7 @@ class TracedFunction(Generic[P, R]):
             result = pipeline.call(given, kwargs, graph)
             return result
         except Exception as error:
-            raise explained(error)  # noqa: B904 (the same error)
+            raise explain_error(error)  # noqa: B904 (the same error)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
@@ -122,10 +124,10 @@ class TracedFunction(Generic[P, R]):
         """Returns the graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the
         rules."""
         try:
-            call = self._pipeline.take_all((*self._first, *args), kwargs)
+            call = self._pipeline.pack_all((*self._first, *args), kwargs)
             return self._pipeline.graph(call)
         except Exception as error:
-            raise explained(error)  # noqa: B904 (the same error)
+            raise explain_error(error)  # noqa: B904 (the same error)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function as ``jax.jit(fun).lower`` does: `.as_text()` is the StableHLO text,
@@ -138,33 +140,33 @@ class TracedFunction(Generic[P, R]):
         program takes the module first, also in `graph` and `trace`. Call the compiled program with
         the arguments of the function.
         """
-        lowered: jax.stages.Lowered = self._staged("lower", args, kwargs)
+        lowered: jax.stages.Lowered = self._call_stage("lower", args, kwargs)
         pipeline, first = self._pipeline, self._first
 
         def run(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            def action(program: Program, call: Call, _: Graph | None) -> Any:
-                return program.called_compiled(compiled, call)
+            def action(program: JittedProgram, call: PackedCall, _: Graph | None) -> Any:
+                return program.call_compiled(compiled, call)
 
             return pipeline.search((*first, *args), kwargs, action)
 
-        return lowered if pipeline.is_plain else called_by(run, lowered)
+        return lowered if pipeline.is_plain else call_by(run, lowered)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function as ``jax.jit(fun).trace`` does; for Variables see `lower`."""
-        traced: jax.stages.Traced = self._staged("trace", args, kwargs)
+        traced: jax.stages.Traced = self._call_stage("trace", args, kwargs)
         return traced
 
-    def _staged(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_stage(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with with_jit():
             return self._pipeline.search(
                 (*self._first, *args),
                 kwargs,
-                lambda program, call, graph: program.staged(stage, call, graph),
+                lambda program, call, graph: program.call_stage(stage, call, graph),
             )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the results as `jax.ShapeDtypeStruct`s. Assigns no Variable."""
-        return self._staged("eval_shape", args, kwargs)
+        return self._call_stage("eval_shape", args, kwargs)
 
     def clear_cache(self) -> None:
         """Drops the compiled programs: the next call traces again."""

@@ -95,8 +95,7 @@ _NO_REVERSE = (
 def explain_loop(error: Exception, called: Origin | None = None) -> None:
     """Adds the line and the cure to JAX's error about reverse mode through a while loop.
 
-    `called`: the line of the differentiated operation, for use if JAX does not know the line of the
-    loop.
+    `called`: the line of the differentiated operation, for a loop whose line JAX does not know.
     """
     known = isinstance(error, ValueError) and "does not work for lax.while_loop" in str(error)
     if not known or any("checkpointed_loop" in note for note in _notes(error)):
@@ -113,12 +112,12 @@ def explain_loop(error: Exception, called: Origin | None = None) -> None:
 def explain_rule(error: Exception, program: Callable[[], Graph] | None = None) -> None:
     """Adds the name of the rule and the cure to JAX's error at a custom rule.
 
-    `program`: see `rule_errors.advice`.
+    `program`: see `rule_errors.rule_advice`.
     """
     if not any("custom rule here" in n or "nondiff_argnums" in n for n in _notes(error)):
         # If a transformation fails, the cause of JAX's error has the operation's traceback.
         stack = None if error.__cause__ is None else error.__cause__.__traceback__
-        if (found := rule_errors.advice(error, program)) is not None:
+        if (found := rule_errors.rule_advice(error, program)) is not None:
             advice, origin = found
             add_note(error, advice, origin or line_of_error(stack or error.__traceback__))
 
@@ -130,7 +129,7 @@ def _notes(error: Exception) -> Sequence[str]:
 def _explain_module(error: Exception) -> None:
     """Adds the path of the module and the cure to flax's error about a change in another trace."""
     if not any(foreign_modules.CURE in note for note in _notes(error)):
-        _advise(error, foreign_modules.advice(error), error.__traceback__)
+        _advise(error, foreign_modules.module_advice(error), error.__traceback__)
 
 
 def _advise(error: Exception, advice: str | None, stack: TracebackType | None) -> None:
@@ -150,12 +149,11 @@ def explaining() -> Iterator[None]:
         raise
 
 
-def explained(error: Exception) -> Exception:
+def explain_error(error: Exception) -> Exception:
     """Returns the same error, with the user's line and a cure added, and without our frames.
 
-    Raise the returned error at the outermost frame of this package: then only this frame is left
-    between the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all
-    frames.
+    Raise the returned error in the outermost frame of this package: then only that frame is between
+    the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all frames.
     """
     explain_loop(error)
     explain_rule(error)

@@ -1,4 +1,4 @@
-"""`Use`: which Variables a program reads and assigns, and which graphs the program can serve."""
+"""`Use`: the Variables that a program reads and assigns, and the graphs that it can serve."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.variables.packed import has_parts
-from tracegrad.variables.results import hands_out
+from tracegrad.variables.packed import has_non_arrays
+from tracegrad.variables.results import has_nnx_objects
 
-Packs = Literal["never", "if it has parts", "always"]
+Packs = Literal["never", "if it has non-arrays", "always"]
 
 
 class Use:
     """How a program uses Variables, the host and the compiler.
 
     Attributes:
-      updated, read, written: the Variables that the program reads and assigns, only reads, only
-        assigns; held weakly.
+      updated, read, written: weak references to the Variables that the program reads and assigns,
+        only reads, only assigns.
       values: the Variables whose values the program takes.
       assigned: the Variables whose new values the program returns.
       calls_host: whether the program uses Variables and calls code that XLA did not compile.
@@ -35,7 +35,7 @@ class Use:
         before: Use | None = None,
         graph: Graph | None = None,
         *,
-        packs: Packs = "if it has parts",
+        packs: Packs = "if it has non-arrays",
     ):
         """Makes the use of a program that also serves `graph`.
 
@@ -52,8 +52,8 @@ class Use:
         if before is not None:
             assigned = _alive((*before.updated, *before.written))
         if graph is not None:
-            # A Variable that only one of the traces assigns must also be an input: the other
-            # trace returns its value unchanged.
+            # If only one of the traces assigns a Variable, the Variable must also be an input: the
+            # other trace returns its value unchanged.
             if before is not None and not before.is_plain:
                 named = {*map(id, graph.assigned)}
                 read |= {v: None for v in assigned if id(v) not in named}
@@ -61,7 +61,7 @@ class Use:
             read |= dict.fromkeys(graph.variables)
             assigned |= dict.fromkeys(graph.assigned)
             self.calls_host = self.calls_host or _calls_host(graph)
-            self.recomputes = self.recomputes or _recomputes(graph)
+            self.recomputes = self.recomputes or _must_keep_recomputed(graph)
             self.is_plain = self.is_plain and _is_plain(graph, packs)
         self.updated: Sequence[weakref.ref[Any]]
         self.read: Sequence[weakref.ref[Any]]
@@ -76,7 +76,7 @@ class Use:
         self.has_variables = bool(self.values or self.written)
 
     def _weakly(self, *groups: Sequence[Any]) -> list[list[weakref.ref[Any]]]:
-        """Returns weak references to Variables; as soon as one is gone, the use is over."""
+        """As soon as a Variable is gone, the use is over."""
         me = weakref.ref(self)
 
         def over(_: object) -> None:
@@ -87,8 +87,8 @@ class Use:
         return [[weakref.ref(each, over) for each in group] for group in groups]
 
     def serves(self, graph: Graph, packs: Packs) -> bool:
-        """Whether a program of this use can run a graph: takes and returns all that it needs."""
-        if not self.recomputes and _recomputes(graph):
+        """Whether a program of this use takes and returns all values that a graph needs."""
+        if not self.recomputes and _must_keep_recomputed(graph):
             return False
         if self.is_plain:
             return _is_plain(graph, packs)
@@ -111,7 +111,7 @@ def _calls_host(graph: Graph) -> bool:
     return not _is_plain(graph, "never") and bool(graph.calls_host)
 
 
-def _recomputes(graph: Graph) -> bool:
+def _must_keep_recomputed(graph: Graph) -> bool:
     needed = _jax.MERGES_RECOMPUTED and _jax.keep_recompute_options(jax.default_backend())
     return bool(needed) and graph.recomputes
 
@@ -119,4 +119,4 @@ def _recomputes(graph: Graph) -> bool:
 def _is_plain(graph: Graph, packs: Packs) -> bool:
     if graph.variables or graph.assigned or graph.updates or packs == "always":
         return False
-    return not (hands_out if packs == "never" else has_parts)(graph.out_tree)
+    return not (has_nnx_objects if packs == "never" else has_non_arrays)(graph.out_tree)

@@ -1,11 +1,11 @@
 """Finds the Variables that a function reads and assigns while it is traced, and makes them inputs
 and outputs of its program.
 
-While a function is traced, a `Capture` listens. A read of a Variable returns a placeholder, which
-JAX takes for a value of an outer trace: it becomes a constant of the program, wherever the read is
-(in the function, its helpers, its loops or its nested jits). After the trace these constants become
-inputs of the program, and the assigned values become outputs. JAX reuses no inner function that it
-cached in another trace, or before an assignment (`kept_programs`).
+While a function is traced, a `Capture` listens. A read of a Variable returns a placeholder. JAX
+takes the placeholder for a value of an outer trace, and makes it a constant of the program, even if
+the read is in a loop or a nested jit. After the trace these constants become inputs of the program,
+and the assigned values become outputs. JAX reuses no inner function that it cached in another
+trace, or before an assignment (`kept_programs`).
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from tracegrad import _jax
 from tracegrad.ir.occurrence import Origin, calling_line
 from tracegrad.variables import kept_programs
 from tracegrad.variables.cut_gradients import (
-    assigned_anew,
+    cut_gradient,
+    forget_cut,
     warn_if_cut,
     warn_of_cut,
-    without_gradient,
 )
 from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.variable import Variable
 
 
-# `read(value, entry)` returns `value`, the Variable's current value, as a new object for a reader.
-# It is differentiated as `entry`, the Variable's value at the function's entry. So the gradient of
-# the function with respect to a Variable (by a tape around it, for example) is the sum over all the
-# values that were read, as outside of traced functions.
+# `read(value, entry)` returns `value`, the Variable's current value, as a new object for a reader;
+# its derivative is that of `entry`, the Variable's value at the function's entry. So the gradient
+# of the function with respect to a Variable (by a tape around the function, for example) is the sum
+# over all values that were read, as outside of traced functions.
 #
 # Assignment is not differentiated: if `value` has a tangent and `entry` has none, a gradient is
-# lost. A warning says so for trainable Variables, with their `name` and the line of the assignment.
-def _lost(name: str, assigned_at: Origin | None) -> None:
+# lost. A warning says so for a trainable Variable, with its `name` and the line of the assignment.
+def _warn_of_lost(name: str, assigned_at: Origin | None) -> None:
     if name:
         warn_of_cut(name, assigned_at)
 
 
-READ = _jax.standing_in_primitive("read", _lost)
-# Returns the assigned value as a new object.
+READ = _jax.standing_in_primitive("read", _warn_of_lost)
+# The assigned value as a new object.
 ASSIGNED = _jax.identity_primitive("assigned")
 
 
 class _Running:
-    """Whether the function of a capture is running; lives as long as the placeholders do."""
+    """Whether the function of a capture is running; the placeholders keep this object alive."""
 
     runs = False
 
@@ -78,7 +78,7 @@ class Capture(Listener):
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """A block inside the trace of the function's program, in which the function is called."""
+        """A block for the call of the function, inside the trace of its program."""
         self._trace = _jax.current_trace(None)
         self._running.runs = True
         try:
@@ -86,8 +86,8 @@ class Capture(Listener):
                 yield
         finally:
             self._running.runs = False
-            # Their references lead to the function, and back to this capture: without this, the
-            # cycle would keep all of them alive.
+            # These references lead to the function, and back to this capture: the cycle would keep
+            # all of them alive.
             self._trace = None
             self._current, self._readable = {}, {}
 
@@ -116,7 +116,7 @@ class Capture(Listener):
         return True
 
     def _read(self, variable: Variable) -> Any:
-        """Returns the current value of a Variable as a new object."""
+        """The current value, as a new object."""
         if variable not in self._current:
             return self._value_at_entry(variable)
         value = self._current[variable]
@@ -144,35 +144,34 @@ class Capture(Listener):
                 "place of `jax.jit`."
             )
         if _jax.is_tracer(value):
-            # A new object, for tapes. If the value is being differentiated here, its primal is
-            # assigned.
+            # A new object, for tapes. If a value is being differentiated here, assign its primal.
             is_own = _jax.trace_of(value) is self._trace
-            value = ASSIGNED.bind(value) if is_own else without_gradient(variable, value)
+            value = ASSIGNED.bind(value) if is_own else cut_gradient(variable, value)
             if here is not self._trace and _jax.is_tracer(value):
                 self._refuse_inner(variable, value)
         else:
-            assigned_anew(variable)
+            forget_cut(variable)
             value = _jax.fresh_alias(value)
         self._current[variable] = value
         self._assigned_at[variable] = calling_line()
         self._readable.pop(variable, None)
 
     def _refuse_inner(self, variable: Variable, value: Any) -> None:
-        """Raises RuntimeError if the value exists only in a transformation inside the function,
-        such as a `jax.vmap`."""
+        """Refuses a value that exists only in a transformation inside the function (`jax.vmap`)."""
         for trace in _jax.outward(_jax.current_trace(None), self._trace):
             if _jax.trace_of(value) is trace:
                 raise RuntimeError(
-                    f"the Variable {variable.name!r} is assigned inside {_name(trace)} a value "
-                    f"that exists only there ({_jax.type_text(value.aval)} of each). Return the "
-                    "value, and assign it outside."
+                    f"the Variable {variable.name!r} is assigned inside "
+                    f"{_transformation_name(trace)} a value that exists only there "
+                    f"({_jax.type_text(value.aval)} of each). Return the value, and assign it "
+                    "outside."
                 )
 
     # ------------------------------------------------------------------------------------ program
 
-    def explicit(self, program: Any) -> tuple[Any, list[Variable]]:
-        """Returns the program with one more input, after the others, for each Variable whose value
-        at the function's entry is used; and these Variables, in the order of their first reads."""
+    def with_explicit_inputs(self, program: Any) -> tuple[Any, list[Variable]]:
+        """Adds an input, after the program's own, for each Variable whose value at entry is used.
+        Returns the program, and these Variables in the order of their first reads."""
         variables = list(self._entry)
         if not variables:
             return program, []
@@ -181,12 +180,12 @@ class Capture(Listener):
         return _jax.with_inputs(program, [v.aval for v in variables], slots), variables
 
 
-def _name(trace: Any) -> str:
+def _transformation_name(trace: Any) -> str:
     return "a jax.vmap" if "Batch" in type(trace).__name__ else "a transformation"
 
 
 def variable_of(value: object) -> Variable | None:
-    """Returns the Variable that was read, if a value is the placeholder of a read; else None."""
+    """Returns the Variable of a placeholder; None for any other value."""
     if isinstance(value, _jax.Placeholder):
         variable: Variable | None = value.stands_for()
         return variable

@@ -1,12 +1,12 @@
 """Keeps JAX from reusing the program of an inner function that has read an old value of a Variable.
 
 JAX caches the programs of inner functions (the bodies of loops, nested jits) by the function, and
-does not run the function again. If such a function has read a Variable, the value is a constant of
-the cached program. So while a function is traced, a key of ours is part of JAX's cache key. Once an
-inner function has read a Variable under the key, the key is replaced as soon as a read may give
-another value: JAX then runs inner functions again. If inner functions read no Variables, all traces
-of a thread have the same key, and share JAX's cached programs. Until the first Variable is made,
-there is no key.
+does not run the function again. If an inner function has read a Variable, the value is a constant
+of the cached program. So while a function is traced, a key of this module is part of JAX's cache
+key. Once an inner function has read a Variable under the key, a new key replaces it as soon as a
+read may give another value: JAX then runs inner functions again. If inner functions read no
+Variables, all traces of a thread have the same key, and share JAX's cached programs. Until the
+first Variable is made, there is no key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Process:
 
 
 class _Trace:
-    """A function that is being traced: JAX's trace, and the keys so far; the last one is valid."""
+    """A function that is being traced: JAX's trace, and the valid key (the last of several)."""
 
     def __init__(self, trace: Any, keys: ExitStack):
         self.trace = trace
@@ -51,8 +51,8 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def begin() -> None:
-    """Call this when a Variable is made: running traces get a key."""
+def note_first_variable() -> None:
+    """Gives running traces a key; called for each Variable that is made."""
     if not _Process.has_variables:
         _Process.has_variables = True
         for trace in _thread.traces:
@@ -61,8 +61,8 @@ def begin() -> None:
 
 @contextmanager
 def while_tracing() -> Iterator[None]:
-    """A block in which the function that is being traced is called; another listener listens in it,
-    so that reads change before and after."""
+    """A block for the call of the function that is being traced. Another listener listens in the
+    block, so that reads change before and after."""
     traces = _thread.traces
     if _thread.unused.is_used:
         _thread.unused = _Key()
@@ -77,12 +77,12 @@ def while_tracing() -> Iterator[None]:
 
 
 def is_tracing() -> bool:
-    """Whether a function is being traced, so that inner functions may read Variables."""
+    """Whether inner functions may read Variables."""
     return bool(_thread.traces)
 
 
 def note_read() -> None:
-    """Call this for each read that has a listener: marks the key as used by inner functions."""
+    """Marks the key as used if an inner function reads; called for each read with a listener."""
     if _thread.traces:
         innermost = _thread.traces[-1]
         here = _jax.current_trace(None)
@@ -90,17 +90,17 @@ def note_read() -> None:
             innermost.key.is_used = True
 
 
-def reads_change() -> None:
-    """Call this when the next read of a Variable may give another value, or must reach another
+def note_reads_change() -> None:
+    """Called when the next read of a Variable may give another value, or must reach another
     listener."""
     if _thread.traces and _thread.traces[-1].key.is_used:
         _thread.traces[-1].put(_Key())
 
 
 @contextmanager
-def for_all_values() -> Iterator[None]:
-    """A block for the call of a program that takes the values of Variables as arguments: JAX may
-    reuse it for other values, so the key does not apply."""
+def without_key() -> Iterator[None]:
+    """A block without key for the call of a program that takes the values of Variables as
+    arguments: JAX may reuse the program for other values."""
     around = _thread.traces[-1] if _thread.traces else None
     key = None if around is None else around.key
     try:

@@ -1,8 +1,7 @@
-"""The names of the leaves of models, and which leaves are trained.
+"""The names of the leaves of models, and whether a leaf is trained.
 
 Names are as in the frameworks, ``blocks.0.attention.kernel``, for attributes, dicts and lists.
-Which leaves are trained is known for flax.nnx, by the classes of its variables, and for
-flax.linen, by the collections.
+flax.nnx tells trained leaves by the classes of its variables, flax.linen by its collections.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ class Leaf(NamedTuple):
     is_beside_params: bool = False
 
     def within(self, name: str) -> Leaf:
-        """Returns the leaf with a prefix before its name: ``params.dense.kernel``."""
+        """Puts a prefix before the leaf's name: ``params.dense.kernel``."""
         return self._replace(name=".".join(filter(None, (name, self.name))))
 
     @property
     def is_module_state(self) -> bool:
-        """Whether an nnx.Variable holds the leaf."""
+        """An nnx.Variable holds the leaf."""
         return self.holder is not None and not isinstance(self.holder, Variable)
 
     @property
     def is_trained(self) -> bool:
-        """Whether the leaf may be trained: it is not known to be a statistic or a count."""
+        """False for a leaf that is known to be a statistic or a count."""
         if self.is_module_state:
             return isinstance(self.holder, nnx().Param)
         return not self.is_beside_params
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
-    """Returns the leaves of a tree in JAX's order; for Variables, their values."""
+    """In JAX's order of flattening, with a leaf for the value of each Variable."""
     flax, holders = nnx(), _holders()
     # `nnx.grad` gives JAX a `NodeStates` instead of a module: the module's states in sequence.
     states = () if flax is None else flax.extract.NodeStates
@@ -78,12 +77,11 @@ def leaves_of(tree: Any) -> list[Leaf]:
 
 
 def _holders() -> tuple[Any, ...]:
-    """Returns the classes of variables that hold an array in a tree."""
     return (Variable,) if nnx() is None else (Variable, nnx().Variable)
 
 
 def _nodes(tree: Any, kinds: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns the leaves of a tree with their paths; nodes of the classes `kinds` are leaves."""
+    """Returns (path, leaf) for each leaf; nodes of the classes `kinds` are leaves."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, kinds)
     )
@@ -93,7 +91,7 @@ def _nodes(tree: Any, kinds: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any
 def named_leaves(
     arguments: Mapping[str, Any], is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
-    """Returns the leaves of arguments, each with its path: ``models.student.kernel``."""
+    """Returns (path, leaf) for each leaf: ``("models.student.kernel", array)``."""
     leaves = jax.tree_util.tree_leaves_with_path(dict(arguments), is_leaf=is_leaf)
     return [(path_name(path), leaf) for path, leaf in leaves]
 
@@ -103,8 +101,8 @@ def _is_params(key: Any) -> bool:
 
 
 def leaves_with_paths(tree: Any, *kinds: type) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns the leaves of a tree, each with its path as JAX has it, without the key for the value
-    of an nnx.Variable. A `Variable` is a leaf itself, and so are objects of the classes `kinds`."""
+    """Returns (JAX's path, leaf) for each leaf. The path has no key for the value of an
+    nnx.Variable. A `Variable` is a leaf itself, and so are objects of the classes `kinds`."""
     holders = _holders()
     found: list[tuple[tuple[Any, ...], Any]] = []
     for path, node in _nodes(tree, (*holders, *kinds)):

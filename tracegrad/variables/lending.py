@@ -1,18 +1,29 @@
-"""Who may use the array of a Variable: readers get it, and programs that overwrite it borrow it.
+"""Who may use the array of a Variable, and when a program may overwrite the array.
 
-If a program made the array, and no reader was handed it, the Variable owns the array: the next
-program that assigns the Variable may overwrite it. Any other array is copied first. While a program
-has the array, or computes the next value without overwriting the array, the thread that runs the
-program is the Variable's borrower; other threads wait.
+A Variable *owns* its array (`_is_ours`) if a program made the array and no reader has it. A program
+that assigns the Variable overwrites an owned array, and a copy of any other array. The protocol:
 
-A call of a program gets all its Variables at once, under one lock, and keeps them until JAX has
-dispatched the program: the Variables that it assigns for itself alone, the others together with
-other readers. So calls of programs that share a Variable act one after the other; a call holds no
-lock while JAX traces and compiles, and calls without a common Variable do not wait for each other.
+    function       the array goes to                until       meanwhile
+    -------------  -------------------------------  ----------  -----------------------------------
+    `hand_array`   a reader, who may keep it        -           nobody overwrites the array
+    `show_values`  listeners, for a reading         give_back   `lend` copies the array
+                   program
+    `peek`         a program that only reads        -           -
+    `lend`         a program that overwrites        settle or   readers and assignments of other
+                   the array                        take_back   threads wait; this thread reads a
+                                                                copy
+    `hold`         a program that computes the      settle or   readers get the array; assignments
+                   next value beside the array      take_back   wait
 
-The verbs: to *hand* an array to a reader, who may keep it; to *show* it to listeners, who give it
-back; to *lend* it to a program that overwrites it; to *hold* it while a program computes the next
-value and leaves it as it is; to *settle*: to store the value that the program has computed.
+`settle` stores the value that the program has computed, `take_back` keeps the old value. Meanwhile
+the Variable has a `_borrower`: the id of the thread that has lent the array; ``~id``, a negative
+number, if the thread holds it; None after the end.
+
+A call of a program lends all its Variables at once, under one lock, until JAX has dispatched the
+program. It has the Variables that it assigns alone, and shares the Variables that it only reads
+with other readers. So calls of programs that share an assigned Variable act one after the other.
+A call holds no lock while JAX traces and compiles, and calls without a common Variable do not wait
+for each other.
 """
 
 from __future__ import annotations
@@ -26,8 +37,8 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.variables.cut_gradients import warn_if_cut, without_gradient
-from tracegrad.variables.listening import heard_read, listeners
+from tracegrad.variables.cut_gradients import cut_gradient, warn_if_cut
+from tracegrad.variables.listening import listeners, read_through_listeners
 
 if TYPE_CHECKING:
     from tracegrad.variables.variable import Variable
@@ -41,26 +52,26 @@ FROZEN = (
 
 _lock = threading.Lock()
 _returned = threading.Condition(_lock)  # notified when borrowed arrays have come back
-# By thread: for each program that it dispatches (a program may call another one while JAX traces
-# it), the Variables that the program only reads. No other thread may lend these.
+# By thread: for each program that the thread dispatches (while JAX traces a program, it may call
+# another one), the Variables that the program only reads. No other thread may lend these Variables.
 _readings: dict[int, list[Sequence[Variable]]] = {}
-_waiting = 0  # how many threads wait for this condition
+_waiting = 0  # how many threads wait for `_returned`
 _lenders: set[int] = set()  # the ids of the threads that have ever lent
 
 
 def stored_value(variable: Variable) -> Any:
-    """Returns the value of a Variable for a read without listeners."""
+    """The value for a read without listeners."""
     warn_if_cut(variable)
     if _jax.staging_trace() is not None and not _jax.is_tracer(variable._value):
         raise RuntimeError(FROZEN.format(name=variable.name))
-    return handed(variable)
+    return hand_array(variable)
 
 
 def store(variable: Variable, value: Any) -> None:
-    """Stores an assigned value, after all listeners."""
+    """Stores an assigned value, after all listeners have passed it on."""
     if _jax.is_tracer(value):
         # Assignment is not differentiated: store the primal.
-        value = without_gradient(variable, value)
+        value = cut_gradient(variable, value)
     if _jax.is_tracer(value):
         raise RuntimeError(
             f"the Variable {variable.name!r} is assigned a value that exists only inside a "
@@ -68,7 +79,7 @@ def store(variable: Variable, value: Any) -> None:
             "Compile the function with `tracegrad.trace` instead of `jax.jit`; inside "
             "`jax.vmap` and the bodies of loops return the value, and assign it outside."
         )
-    keep(variable, _jax.fresh_alias(value))
+    store_when_free(variable, _jax.fresh_alias(value))
 
 
 @jax.jit
@@ -76,49 +87,49 @@ def _copies(arrays: list[Any]) -> list[Any]:
     return [jnp.copy(array) for array in arrays]
 
 
-def handed(variable: Variable) -> Any:
+def hand_array(variable: Variable) -> Any:
     """Returns the array to a reader, who may keep it."""
     value = variable._value
     variable._is_ours, variable._is_handed = False, True
     # `lend` sets `_borrower` and then reads `_is_ours`. So either `lend` sees this reader, or this
     # reader sees `lend`.
     if variable._borrower is not None or variable._value is not value:
-        return _awaited(variable)
+        return _wait_for_value(variable)
     return value
 
 
-def keep(variable: Variable, value: Any) -> None:
-    """Stores an array that others may have, as soon as no running program assigns the Variable."""
+def store_when_free(variable: Variable, value: Any) -> None:
+    """Waits until no running program assigns the Variable; stores an array that others may have."""
     with _lock:
         if variable._borrower is not None:
             _wait_for([variable], threading.get_ident())
-        _put(variable, value)
+        _store_new_object(variable, value)
 
 
-def _put(variable: Variable, value: Any) -> None:
-    """Stores an array object that no reader has; others may have its buffers."""
+def _store_new_object(variable: Variable, value: Any) -> None:
+    """Stores an array object that no reader has. Others may have its buffers."""
     variable._value = value
     variable._is_ours = variable._is_handed = False
     variable._keepers = 0
 
 
-def renew(variable: Variable) -> None:
-    """Makes the next read return a new array object, which a tape can follow, if a reader may still
-    have the present one."""
+def renew_array(variable: Variable) -> None:
+    """Makes the next read return a new array object for a tape to follow, unless the Variable alone
+    has the present one."""
     if not variable._is_handed or _references(variable) == _ALONE:
         return
     with _lock:
         if variable._borrower is None:
-            _put(variable, _jax.fresh_alias(variable._value))
+            _store_new_object(variable, _jax.fresh_alias(variable._value))
 
 
 def _references(variable: Any) -> int:
-    """Returns the reference count of the array object, including temporary references."""
+    """Includes temporary references."""
     return sys.getrefcount(variable._value)
 
 
-class _Holder:
-    """Has an object in a slot like a Variable, for `_ALONE`."""
+class _Slot:
+    """Holds an object as a Variable does, to measure `_ALONE`."""
 
     __slots__ = ("_value",)
 
@@ -126,9 +137,9 @@ class _Holder:
         self._value = object()
 
 
-# The reference count if only the Variable has the array object. (If each tape got an alias also in
-# this case, a step over ten Variables that nothing assigns would take a third longer.)
-_ALONE = _references(_Holder())
+# The reference count if only the Variable has the array object. (If each tape got an alias even
+# then, a step over ten Variables that nothing assigns would take a third longer.)
+_ALONE = _references(_Slot())
 
 
 def lend(
@@ -136,10 +147,10 @@ def lend(
 ) -> list[Any]:
     """Returns the values of `updated` and `read`, for a program that is dispatched now.
 
-    The program may overwrite the arrays of `updated`. If `settle` stored such an array and nobody
-    has read it since, nobody else can have it, and it is returned itself. Other arrays are copied.
-    Until `settle` or `take_back`, readers of `updated` and `written`, which the program assigns,
-    wait, and no other thread lends the arrays of `read`.
+    The program reads and assigns `updated`, whose arrays it may overwrite, only assigns `written`,
+    and only reads `read`. Arrays of `updated` that the Variables do not own are copied. Until
+    `settle` or `take_back`, readers of `updated` and `written` wait, and no other thread lends the
+    arrays of `read`.
     """
     me = threading.get_ident()
     assigned = (*updated, *written)
@@ -147,14 +158,14 @@ def lend(
         _wait_for(assigned, me, read)
         if assigned:
             _lenders.add(me)
-        mine = _read_by([me]) if _readings else ()
+        mine = _ids_read_by([me]) if _readings else ()
         if read:
             _readings.setdefault(me, []).append(read)
         foreign = []
         for place, variable in enumerate(updated):
-            is_given = variable._borrower == me or id(variable) in mine  # to a program around this
-            variable._borrower = me  # before `_is_ours` is read; see `handed`
-            if is_given or variable._keepers or not variable._is_ours:
+            is_lent = variable._borrower == me or id(variable) in mine  # to an outer program
+            variable._borrower = me  # before `_is_ours` is read; see `hand_array`
+            if is_lent or variable._keepers or not variable._is_ours:
                 foreign.append(place)
                 variable._is_ours, variable._keepers = False, 0
         for place, variable in enumerate(read, len(updated)):
@@ -175,15 +186,14 @@ def lend(
     return values
 
 
-def _read_by(threads: Iterable[int]) -> set[int]:
-    """Returns the ids of the Variables that programs only read that these threads dispatch."""
+def _ids_read_by(threads: Iterable[int]) -> set[int]:
+    """The ids of the Variables that programs of these threads only read."""
     return {id(v) for thread in threads for read in _readings.get(thread, ()) for v in read}
 
 
 def hold(variables: Sequence[Variable]) -> list[Any]:
-    """Returns the arrays of Variables for a program that computes their next values and does not
-    overwrite the arrays. Until `settle` or `take_back`, readers get the arrays, and other
-    assignments wait."""
+    """Returns the arrays for a program that computes the next values without overwriting the
+    arrays. Until `settle` or `take_back`, readers get the arrays, and other assignments wait."""
     me = threading.get_ident()
     with _lock:
         _wait_for(variables, me)
@@ -196,21 +206,22 @@ def hold(variables: Sequence[Variable]) -> list[Any]:
 def settle(
     variables: Sequence[Variable], values: Sequence[Any], read: Sequence[Variable] = ()
 ) -> None:
-    """Ends `lend` or `hold`: stores arrays that the program made and that nobody else has."""
+    """Ends `lend` or `hold`; stores the arrays that the program has made, so that nobody else has
+    them."""
     with _lock:
         for variable, value in zip(variables, values):
             variable._value = value
             variable._is_ours, variable._is_handed = True, False
-        _end(variables, read)
+        _release(variables, read)
 
 
 def take_back(variables: Sequence[Variable], read: Sequence[Variable] = ()) -> None:
-    """Undoes `lend` or `hold` if the program was not run or has failed."""
+    """Ends `lend` or `hold` if the program was not run or has failed."""
     with _lock:
-        _end(variables, read)
+        _release(variables, read)
 
 
-def _end(variables: Sequence[Variable], read: Sequence[Variable]) -> None:
+def _release(variables: Sequence[Variable], read: Sequence[Variable]) -> None:
     for variable in variables:
         variable._borrower = None
     if read:
@@ -223,20 +234,20 @@ def _end(variables: Sequence[Variable], read: Sequence[Variable]) -> None:
 
 
 def peek(variables: Sequence[Variable]) -> list[Any]:
-    """Returns the stored arrays for a program that only reads them, without handing them out.
+    """Returns the arrays for a program that only reads them.
 
-    If other threads lend, an array might be overwritten before the program runs: then the arrays
-    are handed out.
+    If other threads lend, a program might overwrite an array before this program runs: then the
+    arrays are handed out.
     """
     if _lenders and (len(_lenders) > 1 or threading.get_ident() not in _lenders):
-        return [handed(variable) for variable in variables]
-    return [v._value if v._borrower is None else _awaited(v) for v in variables]
+        return [hand_array(variable) for variable in variables]
+    return [v._value if v._borrower is None else _wait_for_value(v) for v in variables]
 
 
 def show_values(variables: Sequence[Variable]) -> list[Any]:
     """Returns the values that this thread's listeners give, for a program that only reads them.
 
-    Only the listeners get the arrays. Each of them may keep an array until `give_back`.
+    Only the listeners get the arrays. Each listener may keep an array until `give_back`.
     """
     stack = listeners()
     keepers = len(stack)
@@ -247,28 +258,28 @@ def show_values(variables: Sequence[Variable]) -> list[Any]:
                 # If a listener never gives the array back, the next `lend` copies it, once.
                 variable._keepers += keepers
                 return variable._value
-        return handed(variable)
+        return hand_array(variable)
 
-    return [heard_read(variable, shown, stack) for variable in variables]
+    return [read_through_listeners(variable, shown, stack) for variable in variables]
 
 
 def is_only_shown(variable: Variable, value: Any) -> bool:
-    """Whether a listener that has just got a value must give it back."""
+    """Whether a listener that has just got a value must call `give_back`."""
     return variable._is_ours and variable._value is value
 
 
 def give_back(shown: Iterable[tuple[Variable, Any]]) -> None:
-    """Tells that a listener no longer keeps the values that it was shown."""
+    """A listener no longer keeps these values, from `show_values`."""
     with _lock:
         for variable, value in shown:
             if variable._value is value and variable._keepers:
                 variable._keepers -= 1
 
 
-def _awaited(variable: Variable) -> Any:
-    """Returns the value of a Variable with a borrower. If a program of another thread has the
-    array, waits for the next value. If a program of this thread has it (it gets the value a second
-    time), returns a copy. If the array is only held, returns the array."""
+def _wait_for_value(variable: Variable) -> Any:
+    """Returns the value of a Variable with a borrower: the array if it is only held; a copy if a
+    program of this thread has the array; the next value, after a wait, if another thread's
+    program has the array."""
     me = threading.get_ident()
     with _lock:
         while (borrower := variable._borrower) is not None and borrower >= 0 and borrower != me:
@@ -283,16 +294,16 @@ def _awaited(variable: Variable) -> Any:
 def _wait_for(
     assigned: Sequence[Variable], me: int, read: Sequence[Variable] | None = None
 ) -> None:
-    """Waits, under the lock, until no program of another thread has or holds any of the Variables
-    `assigned`. For `lend`, which passes `read`, also waits until the Variables do not collide with
-    those of another thread's program.
+    """Waits, under the lock, until no other thread has borrowed a Variable of `assigned`; for
+    `lend`, which passes `read`, also until the Variables do not collide with another program's.
 
-    An assignment by host code that a program calls cannot wait for that program: it is refused.
+    Raises RuntimeError for an assignment by host code that a program calls: the assignment cannot
+    wait for that program.
     """
     while True:
         busy = [variable for variable in assigned if variable._borrower not in (None, me)]
         for variable in busy:
-            if variable._borrower == ~me or ((variable._borrower or 0) < 0 and _is_of_no_python()):
+            if variable._borrower == ~me or ((variable._borrower or 0) < 0 and _is_thread_of_xla()):
                 raise RuntimeError(
                     f"the Variable {variable.name!r} is assigned by a traced function, and by code "
                     "on the host that the function calls: one of the two values would be lost. "
@@ -305,17 +316,17 @@ def _wait_for(
 
 
 def _collides(assigned: Sequence[Variable], read: Sequence[Variable], me: int) -> bool:
-    """Whether a program of another thread has one of `read`, or reads one of `assigned`."""
+    """Whether a program of another thread has an array of `read`, or reads one of `assigned`."""
     for variable in read:
         borrower = variable._borrower
         if borrower is not None and borrower >= 0 and borrower != me:
             return True
     others = [thread for thread in _readings if thread != me] if _readings else ()
-    return bool(others) and not _read_by(others).isdisjoint(map(id, assigned))
+    return bool(others) and not _ids_read_by(others).isdisjoint(map(id, assigned))
 
 
-def _is_of_no_python() -> bool:
-    """Whether this thread was not started by Python: then XLA runs host code of a program here."""
+def _is_thread_of_xla() -> bool:
+    """Python did not start this thread: XLA runs host code of a program here."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 

@@ -1,10 +1,9 @@
 """Listeners: the objects that a Variable tells when it is read or assigned.
 
 A Variable knows neither tapes nor traces. Code that must know of reads and assignments (a tape that
-watches Variables, a trace that makes inputs and outputs of them, a rule that collects the Variables
-of a function) is a `Listener`. Each thread has a stack of listeners. The innermost listener is
-asked first. It calls the next listener outside of it, or not: so it decides what the outer ones
-learn.
+watches Variables, a trace that makes them inputs and outputs, a rule that collects the Variables of
+a function) is a `Listener`. Each thread has a stack of listeners. The innermost listener is asked
+first, and calls the next listener outside, or does not: then the outer listeners learn nothing.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ class Listener(Protocol):
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         """Returns the value that the reader gets.
 
-        `outside()` returns the value that the next outer listener gives; the outermost one gets the
-        stored array. If a listener does not call it, the outer listeners do not learn of the read.
+        `outside()` returns the value that the next outer listener gives; the outermost listener
+        gets the stored array. Without this call, the outer listeners do not learn of the read.
         """
         return outside()
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         """Gets the new value, which has the Variable's shape and dtype.
 
-        `outside(value)` passes it to the next outer listener; after the outermost one, it is
-        stored. If a listener does not call it, the outer listeners do not learn of the assignment.
+        `outside(value)` passes the value to the next outer listener; the outermost listener's call
+        stores it. Without this call, the outer listeners do not learn of the assignment.
         """
         outside(value)
 
     def on_renewal(self, variable: Variable) -> bool:
-        """Makes the next read return a new object. Returns whether this listener provides the
-        objects, so that the outer listeners need not be asked."""
+        """Makes the next read return a new object. Returns whether this listener makes the objects
+        that readers get: then nobody asks the outer listeners."""
         return False
 
 
@@ -57,17 +56,16 @@ _listeners = _Listeners()
 
 
 def start_listening(listener: Listener) -> tuple[Listener, ...]:
-    """Makes a listener the innermost one of this thread. Returns the outer listeners, outermost
-    first."""
-    kept_programs.reads_change()
+    """The new listener is the innermost. Returns the others, outermost first."""
+    kept_programs.note_reads_change()
     outside = _listeners.stack
     _listeners.stack = (*outside, listener)
     return outside
 
 
 def stop_listening(listener: Listener) -> None:
-    """Removes a listener from the stack of this thread, wherever it is in the stack."""
-    kept_programs.reads_change()
+    """The listener need not be the innermost."""
+    kept_programs.note_reads_change()
     stack = _listeners.stack
     if stack and stack[-1] is listener:
         _listeners.stack = stack[:-1]
@@ -79,13 +77,12 @@ def stop_listening(listener: Listener) -> None:
 
 
 def listeners() -> tuple[Listener, ...]:
-    """Returns the listeners of this thread, outermost first."""
+    """The listeners of this thread, outermost first."""
     return _listeners.stack
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Listens to the Variables that this thread reads and assigns inside the block."""
     start_listening(listener)
     try:
         yield
@@ -93,13 +90,13 @@ def listening(listener: Listener) -> Iterator[None]:
         stop_listening(listener)
 
 
-def heard_read(
+def read_through_listeners(
     variable: Variable,
     stored: Callable[[Variable], Any],
     stack: tuple[Listener, ...] | None = None,
 ) -> Any:
-    """Returns the value that a reader gets: the listeners' answer, or `stored(variable)` if there
-    are none.
+    """Returns the value that a reader gets: the listeners' answer, or without listeners
+    `stored(variable)`.
 
     `stack`: the listeners to ask, outermost first; default: all listeners of this thread.
     """
@@ -113,12 +110,12 @@ def heard_read(
     return asked[-1].on_read(variable, outside)
 
 
-def heard_assignment(
+def assign_through_listeners(
     variable: Variable, value: Any, store: Callable[[Variable, Any], None]
 ) -> None:
-    """Tells the listeners of this thread of an assignment; stores the value if they pass it on."""
+    """Stores the value if all listeners of this thread pass it on."""
     outside = partial(store, variable)
     for listener in _listeners.stack:
         outside = partial(listener.on_assign, variable, outside=outside)
     outside(value)
-    kept_programs.reads_change()
+    kept_programs.note_reads_change()

@@ -20,39 +20,39 @@ _OF_NNX = "_pytree__"
 
 
 def nnx() -> Any:
-    """Returns flax.nnx if it is imported completely; else None."""
+    """None unless flax.nnx is imported completely."""
     module = sys.modules.get("flax.nnx")
     return module if hasattr(module, "Variable") and hasattr(module, "Pytree") else None
 
 
-# Cached, since each call asks for every node of its arguments: `issubclass` is five times slower.
+# Cached, since each call asks this for every node of its arguments: `issubclass` is five times
+# slower.
 @cached(4096)
 def is_kind_of_module(kind: type) -> bool:
-    """Whether objects of a type are modules or nnx.Variables."""
+    """nnx.Variables count as modules."""
     flax = nnx()
     return flax is not None and issubclass(kind, (flax.Pytree, flax.Variable))
 
 
 @cached(4096)
 def is_kind_of_state(kind: type) -> bool:
-    """Whether objects of a type are nnx.States; a function gets a copy of a state."""
+    """A function gets a copy of a state."""
     flax = nnx()
     return flax is not None and issubclass(kind, flax.State)
 
 
 def is_module(node: object) -> bool:
-    """Whether an object is a module or an nnx.Variable."""
+    """nnx.Variables count as modules."""
     return is_kind_of_module(type(node))
 
 
 def is_variable_of_nnx(node: object) -> bool:
-    """For ``is_leaf=``: whether a node is an nnx.Variable."""
+    """For ``is_leaf=``."""
     flax = nnx()
     return flax is not None and isinstance(node, flax.Variable)
 
 
 def set_leaf(variable: Any, leaf: int, value: Any) -> None:
-    """Replaces one leaf of the value of an nnx.Variable."""
     leaves, structure = jax.tree.flatten(variable.get_raw_value())
     leaves[leaf] = value
     variable.set_raw_value(jax.tree.unflatten(structure, leaves))
@@ -66,8 +66,8 @@ def module_of_state(module: Any, state: Any) -> Any:
 
 
 def ignore_cached_partial() -> None:
-    """Ends the wait of `nnx.cached_partial` for a transformation of flax: it raises an error if the
-    function that it calls enters none. Its cache is not needed here."""
+    """Enters a transformation of flax: `nnx.cached_partial` raises an error if the function that it
+    calls enters none. (Programs of this package do not need its cache.)"""
     context = getattr(nnx().graphlib, "GRAPH_CONTEXT", None)  # entering it takes microseconds
     if getattr(context, "tmp_static_cache", None) is not None:
         with nnx().update_context("tracegrad"):
@@ -75,8 +75,8 @@ def ignore_cached_partial() -> None:
 
 
 def refuse_hijax(leaf: object) -> None:
-    """Raises TypeError for an nnx.Variable that is a value of a JAX type of its own, and not a tree
-    (an experiment of flax and JAX; `nnx.jit` does not support it on all versions either)."""
+    """Raises TypeError for an nnx.Variable that is not a tree but has a JAX type of its own (an
+    experiment of flax and JAX; `nnx.jit` does not support it on all versions either)."""
     if is_variable_of_nnx(leaf) and not is_module(leaf):
         raise TypeError(
             "a variable of this model was made with nnx.var_defaults(hijax=True), which is not "
@@ -84,8 +84,8 @@ def refuse_hijax(leaf: object) -> None:
         )
 
 
-def find(wanted: object, module: Any) -> str | None:
-    """Returns the path to an object in a module: ``linear.kernel``; None if it is not in it."""
+def find_path(wanted: object, module: Any) -> str | None:
+    """``linear.kernel``; None if the object is not in the module."""
     for path, node in nnx().iter_graph(module, graph=True):
         if node is wanted:
             return path_name(path)
@@ -93,8 +93,8 @@ def find(wanted: object, module: Any) -> str | None:
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Returns the differences of two descriptions: ``("`model.dropout.deterministic`", "False",
-    "True")``. Leaves out differences below a path that differs itself."""
+    """Compares two descriptions: ``("`model.dropout.deterministic`", "False", "True")``. Leaves out
+    differences below a path that differs itself."""
     paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
     within = tuple(f"{path}." for path in paths)
     return [
@@ -105,10 +105,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[st
 
 
 def attribute_texts(modules: Sequence[Any], names: Sequence[str]) -> dict[str, str]:
-    """Returns texts for the classes and static attributes of modules and their parts, by path.
-
-    `names`: the names of the modules.
-    """
+    """Describes, by path, the classes and the static attributes of modules and their parts."""
     flax = nnx()
     texts: dict[str, str] = {}
     for path, node in flax.iter_graph(list(modules), graph=True):
@@ -127,7 +124,7 @@ def attribute_texts(modules: Sequence[Any], names: Sequence[str]) -> dict[str, s
 
 
 def static_attributes(module: Any) -> dict[str, Any]:
-    """Returns the attributes of a module that hold no data, by name."""
+    """The attributes without data, by name."""
     if isinstance(module, nnx().Variable):
         return {}
     return {
@@ -147,6 +144,6 @@ def _is_data(value: Any) -> bool:
 
 
 def keys_of_path(path: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns a path of JAX as flax writes it: the names, keys and indices themselves."""
+    """Turns a path of JAX into flax's: the names, keys and indices themselves."""
     names = ("name", "key", "idx")
     return tuple(next((getattr(k, n) for n in names if hasattr(k, n)), k) for k in path)

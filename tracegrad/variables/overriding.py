@@ -1,4 +1,4 @@
-"""JAX traces on top of another trace that see each operation, but have no tracers of their own."""
+"""JAX traces without tracers of their own: each sees every operation above another trace."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Instead = Callable[..., list[Any]]
 
 
 def _of_values(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `jax.extend.core.get_opaque_trace_state`, by which flax tells whether a module is
-    changed in the trace that it was made in: ignores the `ForwardingTrace`s on top of that trace,
-    since the values belong to it."""
+    """Wraps `jax.extend.core.get_opaque_trace_state`, by which flax tells whether a module changes
+    in the trace that made it. The `ForwardingTrace`s above that trace do not count: values belong
+    to the trace below."""
 
     @functools.wraps(original)
     def get_opaque_trace_state(*args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ class ForwardingTrace(jax.core.Trace):
       is_installed: whether this is a current trace, above its parent.
     """
 
-    force: Any = None  # the rules that this trace applies to each operation, if any
+    rule_set: Any = None  # the rules that this trace applies to each operation, if any
 
     def __init__(self, parent: Any):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,7 +58,7 @@ class ForwardingTrace(jax.core.Trace):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A block whose operations this trace sees; flax sees the trace below."""
+        """A block whose operations this trace sees. flax sees the trace below."""
         self.install()
         try:
             yield
@@ -66,7 +66,6 @@ class ForwardingTrace(jax.core.Trace):
             self.uninstall()
 
     def install(self) -> None:
-        """Makes this the current trace."""
         # Without flax, nobody asks for trace states, and entering a tape takes half the time.
         self._is_hidden = nnx() is not None
         if self._is_hidden:
@@ -87,30 +86,30 @@ class ForwardingTrace(jax.core.Trace):
             below.leave()
 
     def leave(self) -> None:
-        """Called when the trace above this one was uninstalled; a trace that could not end before
-        (its block is over) ends now."""
+        """Called when the trace above was uninstalled: this trace ends now, if its block is over
+        but it could not end before."""
 
     @abstractmethod
     def run_rule(
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
-        """Runs a function with a derivative rule; `subfuns`: the function and its rule, as JAX has
-        them."""
+        """Runs a function with a derivative rule. `subfuns`: the function and its rule, in JAX's
+        form."""
 
     @property
     def gives_back(self) -> bool:
-        """Whether it gives back the values that `lending.show_values` showed it."""
+        """Whether it calls `lending.give_back` for the values of `lending.show_values`."""
         return False
 
     def call_jitted(
         self, jitted: Any, forms: dict[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Returns the result of a jitted function.
+        """Calls a jitted function.
 
         Args:
           jitted: a jitted function without options.
-          forms: a cache for what the trace makes of the function.
-          args, kwargs: the arguments; nobody but the trace is handed them.
+          forms: a cache for the forms that the trace makes of the function.
+          args, kwargs: the arguments; nobody else gets them.
         """
         return jitted(*args, **kwargs)
 
@@ -121,8 +120,7 @@ class ForwardingTrace(jax.core.Trace):
     def process_call(
         self, primitive: Any, fun: Any, args: Sequence[Any], params: Mapping[str, Any], /
     ) -> list[Any]:
-        """Runs a call primitive; JAX before 0.11 makes one of the known part of a checkpointed
-        loop."""
+        """JAX before 0.11 binds a call for the known part of a checkpointed loop."""
         with _jax.set_current_trace(self):
             return list(fun.call_wrapped(*args))
 
@@ -139,8 +137,8 @@ class ForwardingTrace(jax.core.Trace):
     def process_shard_map(
         self, primitive: Any, fun: Any, args: Sequence[Any], /, **params: Any
     ) -> Any:
-        """Runs a `jax.shard_map` that is called directly, as the program of a jitted function: in
-        it, the shard_map is an operation, and the values that it closes over are operands."""
+        """Runs a direct call of `jax.shard_map` as the program of a jitted function: there, the
+        shard_map is an operation whose operands include the values that it closes over."""
         if not self.sees(args):
             with _jax.set_current_trace(self.parent_trace):
                 return self.parent_trace.process_shard_map(primitive, fun, args, **params)
@@ -158,15 +156,15 @@ class ForwardingTrace(jax.core.Trace):
         return found[0].update(results)  # with the tree of the function's results
 
     def sees(self, args: Sequence[Any]) -> bool:
-        """Whether the trace must see inside a function with these operands; the function may close
-        over other values."""
+        """Whether the trace must see the operations of a function with these operands. (The
+        function may close over other values.)"""
         return True
 
 
 class OverridingTrace(ForwardingTrace):
-    """Replaces operations: runs the function that `instead` returns.
+    """Replaces operations by the functions that `instead` returns.
 
-    A tape that is entered inside sees operations first, and asks this trace too.
+    A tape above this trace sees operations first, and also asks `instead`.
     """
 
     @abstractmethod
@@ -179,8 +177,7 @@ class OverridingTrace(ForwardingTrace):
     def rule_instead(
         self, primitive: Any, subfuns: Sequence[Any], params: Mapping[str, Any], args: Sequence[Any]
     ) -> Instead | None:
-        """Returns the function to run instead of a function with a derivative rule; None to run
-        that function."""
+        """Like `instead`, for a function with a derivative rule."""
 
     def process_primitive(
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /

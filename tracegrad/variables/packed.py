@@ -1,11 +1,11 @@
-"""Arguments taken apart: the arrays of each argument, and its structure.
+"""Packs arguments: the arrays of each argument, and a structure that holds everything else.
 
-`jax.jit` flattens its arguments at every call. This is slow for models, whose classes flatten
+`jax.jit` flattens its arguments at every call. Flattening is slow for models, whose classes flatten
 themselves in Python, and JAX refuses leaves that are not arrays. So each argument is flattened
 here, once, and passed to `jax.jit` as `Packed`: a node whose children are the arrays. The structure
-holds everything else as `Part`s (leaves that are not arrays, Variables, repeated objects of
-flax.nnx). Inside the trace the argument is put together again. The user's classes are only ever
-unflattened with the kinds of leaves that the user has put into them.
+has a `NonArrayNode` for each leaf that is not an array, each Variable, and each repeated nnx
+object. Inside the trace the argument is unpacked. The user's classes are only ever unflattened with
+the kinds of leaves that the user has put into them.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ import numpy as np
 
 from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.modules import (
-    Again,
-    Root,
-    Survey,
-    Twins,
-    mark_roots,
-    objects_in,
-    with_modules,
-    with_objects,
+    FlattenedModule,
+    NnxObjectFinder,
+    RepeatedObject,
+    ResultWithModules,
+    flatten_modules_by_flax,
+    nnx_objects_in,
+    restore_repeated_objects,
+    unflatten_modules,
 )
 from tracegrad.variables.nnx_objects import is_kind_of_module, is_module, nnx, static_attributes
 from tracegrad.variables.paths import PathKey, path_name
 from tracegrad.variables.statics import (
-    Given,
-    Part,
+    NonArrayNode,
     Static,
-    fix,
+    VariableNode,
+    equinox_settings,
     has_nodes,
     is_kind_of_array,
-    settings,
+    replace_by_statics,
     structure_with,
 )
-from tracegrad.variables.trees import flattened
+from tracegrad.variables.trees import flatten_finding_variables
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
 
 _KEPT = 256  # the most layouts of a function, and the most structures of a layout, in the caches
-_IMMUTABLE = frozenset({str, bytes, type, np.dtype, Again})
+_IMMUTABLE = frozenset({str, bytes, type, np.dtype, RepeatedObject})
 
 
 class Packed:
-    """An argument or a result, taken apart into its arrays and its structure."""
+    """The arrays and the structure of an argument or a result."""
 
     __slots__ = ("_paths", "arrays", "structure")
 
     def __init__(self, arrays: Sequence[Any], structure: Any):
         self.arrays = arrays
         self.structure = structure
-        self._paths: list[PathKey] | None = None  # to the arrays; asked for several times a trace
+        self._paths: list[PathKey] | None = None  # to the arrays; a trace needs them several times
 
     def argument(self) -> Any:
-        """Returns the argument, put together; `Again` and `Root` still stand for their objects of
-        flax.nnx."""
+        """Returns the argument; `RepeatedObject` and `FlattenedModule` still stand for nnx objects
+        (see `unpack_arguments`)."""
         return jax.tree.unflatten(self.structure, self.arrays)
 
-    def of_arrays(self, each: Iterable[tuple[T, Any]]) -> list[T]:
-        """Selects from pairs (item, leaf), one for each leaf of the argument in order: returns the
-        items of the leaves that are arrays of this."""
+    def select_of_arrays(self, each: Iterable[tuple[T, Any]]) -> list[T]:
+        """Takes a pair (item, leaf) for each leaf of the argument, in order; returns the items of
+        the leaves that are arrays."""
         arrays, found = iter(self.arrays), []
         array = next(arrays, None)
         for of_leaf, leaf in each:
@@ -80,14 +80,14 @@ class Packed:
         return found
 
     @property
-    def has_parts(self) -> bool:
-        """Whether it contains anything that is not an array."""
-        return has_parts(self.structure)
+    def has_non_arrays(self) -> bool:
+        return has_non_arrays(self.structure)
 
 
-def has_parts(structure: Any) -> bool:
-    """Whether the structure of an argument or a result holds anything that is not an array."""
-    return has_nodes(structure, (Static, Variable, Again, Root, Twins))
+def has_non_arrays(structure: Any) -> bool:
+    return has_nodes(
+        structure, (Static, Variable, RepeatedObject, FlattenedModule, ResultWithModules)
+    )
 
 
 class PackedStatic(Packed):
@@ -108,7 +108,7 @@ class PackedStatic(Packed):
 
 def _flatten_with_paths(packed: Packed) -> tuple[Iterable[tuple[PathKey, Any]], Any]:
     if packed._paths is None:
-        paths = packed.of_arrays(leaves_with_paths(packed.argument()))
+        paths = packed.select_of_arrays(leaves_with_paths(packed.argument()))
         packed._paths = [PathKey(path_name(path)) for path in paths]
     return list(zip(packed._paths, packed.arrays, strict=True)), packed.structure
 
@@ -121,25 +121,25 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-class NoTree(Exception):
-    """Raised for a module of flax.nnx whose class is not a pytree: see `packed_by_flax`."""
+class NotAPytree(Exception):
+    """Raised for a module of flax.nnx whose class is not a pytree: see `pack_by_flax`."""
 
 
-class Version:
-    """A node in a structure: numbers the versions of attributes that were changed in place."""
+class AttributesVersion:
+    """A node in a structure, numbered anew if static attributes were changed in place."""
 
 
 jax.tree_util.register_pytree_node(
-    Version, lambda _: ((), None), lambda _, children: next(iter(children))
+    AttributesVersion, lambda _: ((), None), lambda _, children: next(iter(children))
 )
 
 
-class Packing:
+class ArgumentPacker:
     """Packs the arguments of one function, and caches their layouts.
 
     Args:
       names: the names of the positional parameters, for messages.
-      rest: the name of the parameter for all further ones, ``*args``.
+      rest: the name of the parameter for further arguments, ``*args``.
     """
 
     def __init__(self, names: Sequence[str] = (), rest: str = "args") -> None:
@@ -148,24 +148,28 @@ class Packing:
         self._layouts: dict[Any, _Layout] = {}
 
     def __call__(
-        self, argument: Any, where: str | int, found: list[Given], survey: Survey | None = None
+        self,
+        argument: Any,
+        where: str | int,
+        found: list[VariableNode],
+        finder: NnxObjectFinder | None = None,
     ) -> Any:
         """Returns the argument packed, or the argument itself if it is an array.
 
         Args:
           where: the name or the index of the argument, for messages.
-          found: the list to which the Variables in the argument are added.
-          survey: the survey of the call; None if objects of flax.nnx need not be found.
+          found: the Variables in the argument are added to this list.
+          finder: the finder of the call; None if nobody needs the nnx objects.
 
-        Raises NoTree if a module is not a pytree.
+        Raises NotAPytree if a module is not a pytree.
         """
         kind = type(argument)
         if is_kind_of_array(kind) or kind is Packed:
             return argument
-        if survey is None:
-            before, (leaves, tree) = 0, flattened(argument, found)
+        if finder is None:
+            before, (leaves, tree) = 0, flatten_finding_variables(argument, found)
         else:
-            before, (leaves, tree) = len(survey.objects), survey.flatten(argument, found)
+            before, (leaves, tree) = len(finder.objects), finder.flatten(argument, found)
         kinds = tuple(map(type, leaves))
         try:
             layout = self._layouts.get((tree, kinds))
@@ -175,23 +179,23 @@ class Packing:
             if len(self._layouts) >= _KEPT:
                 self._layouts.clear()
             layout = self._layouts[tree, kinds] = _Layout(kinds, tree)
-            if survey is not None:
-                layout.note_changeable(survey.objects[before:])
+            if finder is not None:
+                layout.note_changeable(finder.objects[before:])
         if not layout.others and not layout.changeable:
             return Packed(leaves, layout.tree)
-        if layout.is_opaque and survey is not None:
-            raise NoTree
+        if layout.is_opaque and finder is not None:
+            raise NotAPytree
         key = tuple([id(leaves[i]) for i in layout.others])
         known = layout.known.get(key)
         structure, is_array = known or layout.find(key, leaves, tree, self.name_of(where))
         if layout.is_leaf and all(is_array):
             return argument
-        if layout.changeable and survey is not None:
-            structure = layout.version_of(structure, survey.objects[before:])
+        if layout.changeable and finder is not None:
+            structure = layout.version_of(structure, finder.objects[before:])
         return Packed(list(itertools.compress(leaves, is_array)), structure)
 
     def name_of(self, where: str | int) -> str:
-        """Returns the words for an argument in messages."""
+        """For messages."""
         if isinstance(where, str):
             return f"the argument {where}"
         further = where - len(self._names)
@@ -199,22 +203,22 @@ class Packing:
 
 
 class _Layout:
-    """The cached facts about all arguments with one structure of JAX and leaves of the same types.
+    """Cached facts about all arguments with one structure of JAX and leaves of the same types.
 
     Attributes:
       tree: the structure; one object for all arguments, so that JAX compares it by identity.
       is_leaf: whether the argument itself is the leaf.
       others: the indices of the leaves that may not be arrays.
-      is_opaque: whether one of these leaves is a module whose class is not a pytree.
-      known: by the ids of these leaves: the packed structure, and which leaves are arrays.
-      changeable: attributes of objects of flax.nnx that can change in place: (index of the object,
+      is_opaque: whether one of the `others` is a module whose class is not a pytree.
+      known: by the ids of the `others`: the packed structure, and which leaves are arrays.
+      changeable: the attributes of nnx objects that can change in place: (index of the object,
         name). A changed attribute compares equal to itself, so `version_of` compares copies.
     """
 
     def __init__(self, kinds: Sequence[type], tree: Any):
         self.tree = tree
         self.is_leaf = tree.num_nodes == tree.num_leaves == 1
-        numbers = settings(kinds, tree)
+        numbers = equinox_settings(kinds, tree)
         self.others = [
             i for i, kind in enumerate(kinds) if not is_kind_of_array(kind) or i in numbers
         ]
@@ -230,7 +234,6 @@ class _Layout:
         self._versions: list[list[Any]] = []
 
     def note_changeable(self, objects: Sequence[Any]) -> None:
-        """Finds the attributes of objects that can change in place."""
         self.changeable = [
             (place, name)
             for place, node in enumerate(objects)
@@ -239,11 +242,11 @@ class _Layout:
         ]
 
     def version_of(self, structure: Any, objects: Sequence[Any]) -> Any:
-        """Returns the structure, marked with the version of the changeable attributes."""
+        """Adds an `AttributesVersion` to the structure."""
         values = [vars(objects[place]).get(name) for place, name in self.changeable]
         if values not in self._versions:
             self._versions.append(copy.deepcopy(values))
-        about = Version, self._versions.index(values)
+        about = AttributesVersion, self._versions.index(values)
         return jax.tree_util.PyTreeDef.from_node_data_and_children(
             jax.tree_util.default_registry, about, [structure]
         )
@@ -254,8 +257,8 @@ class _Layout:
         """Returns the packed structure, and which leaves are arrays; caches both by `key`, if the
         leaves cannot change."""
         fixed = list(leaves)
-        fix(fixed, tree, name)
-        is_array = [not isinstance(leaf, Part) for leaf in fixed]
+        replace_by_statics(fixed, tree, name)
+        is_array = [not isinstance(leaf, NonArrayNode) for leaf in fixed]
         structure = tree if all(is_array) else structure_with(tree, fixed)
         if self._never_changes and not any(is_array[i] for i in self.others):
             if len(self.known) >= _KEPT:
@@ -272,34 +275,36 @@ class _Layout:
         return structure, is_array
 
 
-def packed_by_flax(
+def pack_by_flax(
     arguments: Mapping[str | int, Any],
-    found: list[Given],
+    found: list[VariableNode],
     name_of: Callable[[str | int], str],
 ) -> tuple[dict[Any, Any], list[Any]]:
-    """Packs arguments that contain a module whose class is not a pytree. Returns them, and the
-    objects of flax.nnx in them."""
-    trees = {where: flattened(tree, found, is_module) for where, tree in arguments.items()}
-    objects = objects_in([leaves for leaves, _ in trees.values()])
-    mark_roots([leaves for leaves, _ in trees.values()], found)
+    """Packs arguments that contain a module whose class is not a pytree. Returns the packed
+    arguments and their nnx objects."""
+    trees = {
+        where: flatten_finding_variables(tree, found, is_module)
+        for where, tree in arguments.items()
+    }
+    objects = nnx_objects_in([leaves for leaves, _ in trees.values()])
+    flatten_modules_by_flax([leaves for leaves, _ in trees.values()], found)
     packed = {}
     for where, (leaves, tree) in trees.items():
-        fix(leaves, tree, name_of(where))
+        replace_by_statics(leaves, tree, name_of(where))
         packed[where] = Packed(jax.tree.leaves(leaves), structure_with(tree, leaves))
     return packed, objects
 
 
-def unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """Returns the arguments of a call as the caller passed them, but with JAX's tracers in the
-    places of the arrays."""
+def unpack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """Returns the arguments as the caller passed them, with JAX's tracers instead of the arrays."""
     arguments = (
         tuple([arg.argument() if isinstance(arg, Packed) else arg for arg in args]),
         {k: arg.argument() if isinstance(arg, Packed) else arg for k, arg in kwargs.items()},
     )
     packed = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Packed)]
     if packed and nnx() is not None:
-        if any(has_nodes(each.structure, (Root,)) for each in packed):
-            arguments = with_modules(arguments)
-        if any(has_nodes(each.structure, (Again,)) for each in packed):
-            arguments = with_objects(arguments)
+        if any(has_nodes(each.structure, (FlattenedModule,)) for each in packed):
+            arguments = unflatten_modules(arguments)
+        if any(has_nodes(each.structure, (RepeatedObject,)) for each in packed):
+            arguments = restore_repeated_objects(arguments)
     return arguments

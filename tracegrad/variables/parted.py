@@ -1,8 +1,7 @@
-"""A tree in two parts: the leaves that count, and the rest.
+"""A tree in two parts: the leaves that count (the traced or differentiated leaves), and the rest.
 
-The leaves that count are, for example, the traced or the differentiated ones. A function of the
-tree becomes a function of these leaves, which puts the two parts together again, as with
-`equinox.partition` and `equinox.combine`.
+A function of the tree becomes a function of the leaves that count, which combines them with the
+rest, as with `equinox.partition` and `equinox.combine`.
 """
 
 from __future__ import annotations
@@ -37,21 +36,20 @@ class Parted:
 
     @property
     def chosen(self) -> list[Any]:
-        """The leaves that count."""
         return self.of_chosen(self.leaves)
 
     @property
     def rest(self) -> Parted:
-        """The same tree with None in the place of each leaf that counts."""
+        """The same tree with None for each leaf that counts."""
         pairs = zip(self.leaves, self.counted, strict=True)
         return Parted([None if c else leaf for leaf, c in pairs], self.structure, self.counted)
 
     def of_chosen(self, each: Iterable[Any]) -> list[Any]:
-        """Selects from items, one for each leaf: returns the items of the leaves that count."""
+        """Takes an item for each leaf; returns the items of the leaves that count."""
         return list(itertools.compress(each, self.counted))
 
     def combine(self, values: Iterable[Any]) -> Any:
-        """Returns the tree with `values` in the places of the leaves that count."""
+        """`values`: the leaves that count."""
         rest = iter(values)
         pairs = zip(self.leaves, self.counted, strict=True)
         return jax.tree.unflatten(self.structure, [next(rest) if c else leaf for leaf, c in pairs])

@@ -1,6 +1,6 @@
 """The spelling of paths to arrays in trees: ``model.blocks.0.kernel``.
 
-All messages, `wrt` and `match.param` use it, for attributes, dicts and lists alike.
+All messages, `wrt` and `match.param` use this spelling, for attributes, dicts and lists alike.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import jax
 
 
 class PathKey:
-    """A whole path as one key of a path of JAX: the path to an array in the original argument, for
-    a node that replaces the argument."""
+    """A whole path as one key of JAX: for a node that replaces an argument, the path to an array
+    in the original argument."""
 
     __slots__ = ("name",)
 
@@ -31,7 +31,7 @@ class PathKey:
 
 
 def path_name(path: Iterable[Any], of: str = "") -> str:
-    """Returns a path of JAX or of flax as text, after the name `of` of its tree.
+    """Spells a path of JAX or of flax, after the name `of` of its tree.
 
     >>> import jax
     >>> model = {"blocks": [{"kernel": 1.0}]}
@@ -42,11 +42,11 @@ def path_name(path: Iterable[Any], of: str = "") -> str:
 
 
 def is_named_alike(leaves: Iterable[tuple[Any, Any]], others: Iterable[tuple[Any, Any]]) -> bool:
-    """Whether the keys and attributes on the path to each leaf begin those on the path to the leaf
-    at the same place of `others`.
+    """Whether each path in `leaves` begins the path at the same place of `others`, apart from
+    positions in lists.
 
-    Positions in lists do not count. So the leaves of a flat list fit any tree, and those of a dict
-    fit a tree with the same keys in the same order.
+    So the leaves of a flat list fit any tree, and the leaves of a dict fit a tree with the same
+    keys in the same order.
 
     >>> import jax
     >>> leaves = jax.tree.leaves_with_path
@@ -63,8 +63,8 @@ def is_named_alike(leaves: Iterable[tuple[Any, Any]], others: Iterable[tuple[Any
 
 
 _POSITIONS = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
-# The attribute with the text of a key. `jax.tree_util.keystr` finds it in five times the time, and
-# tracing a model names thousands of keys.
+# The attribute with the text of a key. (`jax.tree_util.keystr` takes five times as long, and
+# tracing a model names thousands of keys.)
 _TEXTS = {
     PathKey: "name",
     jax.tree_util.GetAttrKey: "name",
@@ -75,6 +75,5 @@ _TEXTS = {
 
 
 def key_name(key: Any) -> str:
-    """Returns a key of a path of JAX or of flax as text."""
     attribute = _TEXTS.get(type(key))
     return str(key if attribute is None else getattr(key, attribute))  # a key of flax is a text

@@ -1,8 +1,8 @@
 """Listeners for functions that are traced for one call: Variables are read outside of the trace.
 
-An example is a function with a custom gradient: each trainable Variable that it reads is an input
-of its rule, like an argument. If the value came in otherwise, it would be a constant of the trace,
-or a tracer that outlives its own trace.
+For example, each trainable Variable that a function with a custom gradient reads is an input of its
+rule, like an argument. Otherwise the value would be a constant of the trace, or a tracer that
+outlives its own trace.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tracegrad.variables.variable import Variable
 
 
 class ReadsOutside(Listener):
-    """Listens while a function is traced to be run once, immediately: the function reads the same
-    values as if it were not traced, values of the trace around it.
+    """Listens while a function is traced to be run once, immediately: the function reads values of
+    the trace around it, as if it were not traced.
 
-    These values are operands of the function's trace, so none stays in it for a later call. Outside
-    of functions traced by `tracegrad.trace`, nested jits and bodies of loops must not read
+    The values are operands of the function's trace, so no value stays there for a later call.
+    Outside of functions traced by `tracegrad.trace`, nested jits and bodies of loops must not read
     Variables: JAX would cache the values.
     """
 
@@ -39,7 +39,7 @@ class ReadsOutside(Listener):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """A block inside the function's trace, in which the function runs and this listens."""
+        """A block inside the function's trace, in which the function runs."""
         self._own = _jax.staging_trace()
         with listening(self):
             yield
@@ -50,7 +50,6 @@ class ReadsOutside(Listener):
         return outside()
 
     def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        """Returns the value that the function gets."""
         with _jax.set_current_trace(self._trace):
             return outside()
 
@@ -59,7 +58,7 @@ class ReadsOutside(Listener):
 
 
 class _Reading(threading.local):
-    for_gradient = False  # whether a gradient function reads, so that its function has not read
+    for_gradient = False  # whether the reader is a gradient function, not its function
 
 
 _reading = _Reading()
@@ -83,11 +82,11 @@ class Reads(ReadsOutside):
 
     @property
     def trainable(self) -> tuple[Variable, ...]:
-        """The trainable Variables that were read, without arguments, sorted by name."""
+        """The trainable Variables that the function has read, without its arguments, by name."""
         return tuple(sorted(filter(self.is_input, self._found), key=lambda v: v.name))
 
     def is_input(self, variable: Variable) -> bool:
-        """Whether a Variable that the function reads becomes an input of its rule."""
+        """Whether a Variable becomes an input of the rule if the function reads it."""
         return variable.trainable and variable not in self._given
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
@@ -95,8 +94,8 @@ class Reads(ReadsOutside):
 
 
 class Operands(Reads):
-    """`Reads` for a function that is traced together with its gradient function: each trainable
-    Variable is an operand: a placeholder for its value in the trace around.
+    """`Reads` for a function that is traced together with its gradient function. Each trainable
+    Variable is an operand: a placeholder for the Variable's value in the trace around.
 
     Attributes:
       listed: the Variables whose gradients the gradient function must return.
@@ -128,7 +127,7 @@ class Operands(Reads):
         self._operands.setdefault(variable, []).append(operand)
 
     def list_read(self) -> list[Any]:
-        """Sets `listed` to the Variables read so far. Returns an operand for each."""
+        """Sets `listed` to the Variables read so far; returns an operand for each."""
         self.listed = self.trainable
         return [self._operands[variable][0] for variable in self.listed]
 
@@ -138,12 +137,12 @@ class Operands(Reads):
         return [self._values[variable] for variable in self.listed]
 
     def place(self, value: Any) -> int | None:
-        """Returns the index in `listed` of the Variable of an operand; None for other values."""
+        """The index in `listed` of the Variable of an operand; None for other values."""
         each = enumerate(self.listed)
         return next((i for i, v in each if any(value is x for x in self._operands[v])), None)
 
     def value_of(self, operand: Any) -> Any:
-        """Returns the value for which an operand stands; other values are returned unchanged."""
+        """The value that an operand stands for; other values are returned unchanged."""
         for variable, operands in self._operands.items():
             if any(operand is each for each in operands):
                 return self._values[variable]
@@ -152,8 +151,8 @@ class Operands(Reads):
 
 class InGradient(ReadsOutside):
     """Listens while a gradient function is traced, inside the trace of its function. A Variable
-    that only the gradient function reads is an operand, but not an input of the rule: neither its
-    function nor the functions around have read it."""
+    that only the gradient function reads is an operand, but not an input of the rule: the function
+    and the functions around it have not read the Variable."""
 
     def own_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
         before, _reading.for_gradient = _reading.for_gradient, True
@@ -164,7 +163,7 @@ class InGradient(ReadsOutside):
 
 
 class Substitute(ReadsOutside):
-    """Gives readers the values that a rule got for some Variables, for one call."""
+    """For one call, gives readers of some Variables the values that a rule got for them."""
 
     def __init__(self, values: Mapping[Variable, Any], fun: Callable[..., Any]) -> None:
         super().__init__()
@@ -179,16 +178,16 @@ class Substitute(ReadsOutside):
     def on_renewal(self, variable: Variable) -> bool:
         if variable not in self._values:
             return False
-        self._values[variable] = _another(self._values[variable], self._own)
+        self._values[variable] = _copy_in_trace(self._values[variable], self._own)
         return True
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
         _refuse_assignment(self._fun, variable)
 
 
-def _another(value: Any, trace: Any) -> Any:
-    """Returns a new object with the same value, made in `trace`; if that is None, in the current
-    trace, so that tapes record that it depends on `value`."""
+def _copy_in_trace(value: Any, trace: Any) -> Any:
+    """Returns a new object with the same value, made in `trace`; None: in the current trace, so
+    that tapes record the copy."""
     with _jax.set_current_trace(trace or _jax.current_trace(None)):
         return jnp.array(value, copy=True)
 

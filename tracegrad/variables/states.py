@@ -1,10 +1,10 @@
 """Finds the changes of a function in an `nnx.State` argument that would be lost.
 
 An nnx.State is a tree of arrays like any other: the function gets a copy, and returns the new
-state. If the function changes its copy (a module that `nnx.merge` makes of it may share its
-variables) and does not return it, the changes are lost after the call: the user would train a model
-that never changes. So the call warns (`ir.wording.changes_lost`). Changes in modules are not lost:
-see `variables.modules`.
+state. If the function changes the copy (a module made by `nnx.merge` may share its variables) and
+does not return it, the changes are lost after the call: the user would train a model that never
+changes. So the call warns (`ir.wording.changes_lost`). Changes in modules are not lost: see
+`variables.modules`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import jax
 
 from tracegrad.ir import Call
 from tracegrad.variables.leaves import leaves_of, named_leaves
-from tracegrad.variables.modules import Survey, is_state, is_whole_or_variable
+from tracegrad.variables.modules import NnxObjectFinder, is_state, is_whole_or_variable
 
 
 class States:
-    """The nnx.States in the arguments of a function, as they are before it is called."""
+    """The nnx.States in the arguments of a function, as they were before the call."""
 
     def __init__(self, arguments: Mapping[str, Any]):
         leaves = named_leaves(arguments, is_whole_or_variable)
@@ -30,12 +30,12 @@ class States:
             jax.tree.flatten(state) for _, state in self._states
         ]
 
-    def changes(self, result: Any) -> Changes:
-        """Returns the changes of the function in the states that are not in its result."""
-        changes = Changes()
+    def changes(self, result: Any) -> StateChanges:
+        """The changes that are not in the function's result."""
+        changes = StateChanges()
         if not self._states:
             return changes
-        returned = set(map(id, Survey().flatten(result, [])[0]))
+        returned = set(map(id, NnxObjectFinder().flatten(result, [])[0]))
         for (name, state), (leaves, structure) in zip(self._states, self._before, strict=True):
             now, new_structure = jax.tree.flatten(state)
             if structure != new_structure:
@@ -54,9 +54,13 @@ class States:
 
 
 @dataclass
-class Changes:
-    """Changes in states: paths of changed structures; paths of changed arrays; and these arrays,
-    before and after."""
+class StateChanges:
+    """Changes in states.
+
+    Attributes:
+      structures: the paths of the states whose structure has changed.
+      paths, values: the paths of the changed arrays, and the pairs (array before, array after).
+    """
 
     structures: list[str] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -64,8 +68,7 @@ class Changes:
 
 
 def is_passed_on(before: Any, after: Any) -> bool:
-    """Whether the value `after` of a graph is `before`, only passed through calls of jitted
-    functions."""
+    """Whether `after` is `before`, passed through calls of jitted functions in a graph."""
     while after is not before:
         node = getattr(after, "producer", None)
         if not isinstance(node, Call) or len(node.regions) != 1 or node.op != "jit":

@@ -1,11 +1,11 @@
-"""The leaves of arguments and results that are not arrays: they become parts of the structure.
+"""The leaves of arguments and results that are not arrays: they become nodes of the structure.
 
 A leaf that is neither an array nor a number (models contain functions, strings, objects) becomes a
-part of the argument's structure (`Static`): each such leaf has a program of its own, and the
-function gets the leaf as it is. Results are treated alike. A number in an `equinox.Module` is a
+node of the argument's structure (`Static`): each such leaf has a program of its own, and the
+function gets the leaf itself. Results are treated alike. A number in an `equinox.Module` is a
 setting (a rate, a size, a flag), and becomes `Static` too, as in `equinox.filter_jit` and
-`filter_grad`: as a traced array it could not decide what to compute, and it would be trained. A
-Variable among arguments also becomes a part of the structure (`Given`).
+`filter_grad`: Python cannot branch on a traced array, and optimisers would train it. A Variable
+among arguments also becomes a node of the structure (`VariableNode`).
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
 
-# For ``is_leaf=``, to get the Variables themselves and not their values. (It is called for every
-# node of a tree, so it is a function in C.)
+# For ``is_leaf=``, to get the Variables themselves and not their values. (In C, since JAX calls it
+# for every node of a tree.)
 is_variable = Variable.__instancecheck__
-# For ``is_leaf=``, if None takes the place of an array.
+# For ``is_leaf=``, if None may stand for an array.
 is_none = NoneType.__instancecheck__
 
 
-class Part:
-    """The base of nodes that take the place of something that is not an array."""
+class NonArrayNode:
+    """The base of nodes that take the place of leaves that are not arrays."""
 
     __slots__ = ()
 
 
-class Given(Part):
-    """A Variable among arguments, as a part of their structure. Each Variable has one `Given`."""
+class VariableNode(NonArrayNode):
+    """A Variable among arguments, as node data of their structure; one for each Variable."""
 
     __slots__ = ("__weakref__", "_ref", "_text")
 
     def __init__(self, variable: Variable):
-        # JAX's caches keep this `Given`, and must not keep the Variable alive.
+        # JAX's caches keep this `VariableNode`, and must not keep the Variable alive.
         self._ref = weakref.ref(variable)
         self._text = f"<Variable {variable.name}>"
 
@@ -60,20 +60,20 @@ class Given(Part):
         return self._text
 
 
-def given_of(variable: Variable) -> Given:
-    if variable._given is None:
-        variable._given = Given(variable)
-    given: Given = variable._given
-    return given
+def node_of_variable(variable: Variable) -> VariableNode:
+    if variable._node is None:
+        variable._node = VariableNode(variable)
+    node: VariableNode = variable._node
+    return node
 
 
-class Static(Part):
+class Static(NonArrayNode):
     """A node without leaves, in the place of a leaf that is not an array.
 
     Unflattening puts the leaf itself back. Two `Static`s are equal if their leaves are equal and of
     one type, or, if the class defines no equality, the same object. A leaf with equality but
-    without a hash is refused, as `jax.jit` refuses such static arguments: it is part of the key
-    of a program.
+    without a hash is refused, as `jax.jit` refuses such static arguments: the leaf is part of the
+    key of a program.
     """
 
     __slots__ = ("__weakref__", "_hash", "_leaf", "_ref", "_text")
@@ -86,8 +86,8 @@ class Static(Part):
         if kind.__eq__ is not object.__eq__:
             if not is_result:  # the leaves of a result are not part of a program's key
                 self._hash = _hash_of(leaf)
-        # JAX's caches keep this `Static`, and must not keep an argument alive that is told by
-        # identity.
+        # JAX's caches keep this `Static`, which must not keep an argument alive that equals only
+        # itself.
         elif not is_result:
             with suppress(TypeError):
                 self._leaf, self._ref = None, weakref.ref(leaf)
@@ -117,7 +117,7 @@ class Static(Part):
 
 
 def is_known_by_identity(leaf: Any) -> bool:
-    """Whether a leaf is not an array, and equal only to itself."""
+    """Whether a leaf is not an array, and equals only itself."""
     kind: Any = type(leaf)
     return not is_array(leaf) and kind.__eq__ is object.__eq__
 
@@ -128,7 +128,7 @@ jax.tree_util.register_pytree_node(
 
 
 def _hash_of(leaf: Any) -> int:
-    """Returns the hash of a leaf, for keys of programs. Raises TypeError if it has none."""
+    """Raises TypeError for a leaf without a hash: the hash is part of the keys of programs."""
     try:
         # By the text, since 0.0 == -0.0 and nan != nan.
         value = hash(repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
@@ -146,7 +146,7 @@ def _hash_of(leaf: Any) -> int:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two leaves are of one type and equal."""
+    """Of one type, too: 1 == 1.0 == True."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -172,7 +172,7 @@ def _static(leaf: Any, index: int, structure: Any, *, is_result: bool, where: st
 
 
 def name_of_leaf(structure: Any, index: int, of: str) -> str:
-    """Returns the path to a leaf in a tree of a structure: ``model.layers.0.bias``."""
+    """``model.layers.0.bias``."""
     places = jax.tree.unflatten(structure, range(structure.num_leaves))
     keys = next(k for k, i in jax.tree_util.tree_leaves_with_path(places) if i == index)
     return path_name(keys, of)
@@ -183,18 +183,18 @@ _ARRAYS = (bool, int, float, complex, np.ndarray, jax.ShapeDtypeStruct)
 
 @cached(4096)
 def is_kind_of_array(kind: type) -> bool:
-    """Whether all objects of a type are traced as arrays; true for nearly all leaves."""
+    """Whether JAX traces all objects of a type as arrays; true for nearly all leaves."""
     return kind in _ARRAYS or issubclass(kind, (jax.Array, jax.core.Tracer))
 
 
 def are_arrays(leaves: Sequence[Any]) -> bool:
-    """Whether all leaves are arrays in any tree (a number in a module of equinox is a setting)."""
+    """In every tree: a number in a module of equinox is a setting."""
     kinds = set(map(type, leaves))
     return all(map(is_kind_of_array, kinds)) and kinds.isdisjoint(_PLAIN_NUMBERS)
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf of an argument is traced: an array, a number, or a `jax.ShapeDtypeStruct`."""
+    """Whether JAX traces a leaf of an argument: an array, a number, or a `jax.ShapeDtypeStruct`."""
     if is_kind_of_array(type(leaf)):
         return True
     if isinstance(leaf, type):  # `jnp.float32` has a dtype, and is a setting
@@ -212,12 +212,9 @@ def is_array(leaf: Any) -> bool:
     return False
 
 
-def settings(kinds: Sequence[type], structure: Any) -> frozenset[int]:
-    """Returns the indices of the leaves of a tree that are numbers in modules of equinox.
-
-    Args:
-      kinds: the types of the leaves.
-    """
+def equinox_settings(kinds: Sequence[type], structure: Any) -> frozenset[int]:
+    """Returns the indices of the leaves that are numbers in modules of equinox. `kinds`: the types
+    of the leaves."""
     numbers = [
         i
         for i, kind in enumerate(kinds)
@@ -226,7 +223,7 @@ def settings(kinds: Sequence[type], structure: Any) -> frozenset[int]:
     module = _module_of_equinox()
     if not numbers or module is None:
         return frozenset()
-    is_inside = _inside_modules(structure, module)
+    is_inside = _are_inside_modules(structure, module)
     return frozenset(i for i in numbers if is_inside[i])
 
 
@@ -235,62 +232,61 @@ _PLAIN_NUMBERS = frozenset({bool, *_NUMBERS})
 
 
 def _module_of_equinox() -> type | None:
-    """Returns `equinox.Module` if equinox is imported completely; else None."""
+    """None unless equinox is imported completely."""
     return getattr(sys.modules.get("equinox"), "Module", None)
 
 
 def is_equinox_module(node: object) -> bool:
-    """Whether an object is a module of equinox."""
     module = _module_of_equinox()
     return module is not None and isinstance(node, module)
 
 
-def has_modules(tree: Any) -> bool:
-    """Whether a tree contains modules of equinox with leaves."""
+def has_equinox_modules(tree: Any) -> bool:
+    """Modules without leaves do not count."""
     module = _module_of_equinox()
-    return module is not None and any(_inside_modules(jax.tree.structure(tree), module))
+    return module is not None and any(_are_inside_modules(jax.tree.structure(tree), module))
 
 
-def _inside_modules(structure: Any, module: type) -> list[bool]:
-    """Returns, for each leaf, whether it is inside a node of the class `module`."""
+def _are_inside_modules(structure: Any, module: type) -> list[bool]:
+    """Says for each leaf whether it is inside a node of the class `module`."""
     node = structure.node_data()
     if node is not None and issubclass(node[0], module):
         return [True] * structure.num_leaves
     if node is None:
         return [False] * structure.num_leaves
-    return [inside for child in structure.children() for inside in _inside_modules(child, module)]
+    return [
+        inside for child in structure.children() for inside in _are_inside_modules(child, module)
+    ]
 
 
 def are_traced(leaves: Sequence[Any], structure: Any) -> list[bool]:
-    """Returns, for each leaf of an argument or a result, whether it is traced."""
     traced = [is_array(leaf) for leaf in leaves]
-    for i in settings([type(leaf) for leaf in leaves], structure):
+    for i in equinox_settings([type(leaf) for leaf in leaves], structure):
         traced[i] = False
     return traced
 
 
 def with_statics(result: T) -> T:
-    """Returns a result whose leaves that are not arrays are `Static`; itself if all are arrays."""
+    """Replaces the leaves that are not arrays by `Static`; returns the result itself if all leaves
+    are arrays."""
     leaves, structure = jax.tree.flatten(result, is_leaf=is_variable)
-    if not fix(leaves, structure, "result", is_result=True):
+    if not replace_by_statics(leaves, structure, "result", is_result=True):
         return result
     new: T = jax.tree.unflatten(structure, leaves)
     return new
 
 
-def fix(leaves: list[Any], structure: Any, where: str, *, is_result: bool = False) -> bool:
-    """Replaces the leaves of a tree that are not arrays by `Static`, in the list. Returns whether
-    there were any.
-
-    Args:
-      where: the words for the tree in messages.
-    """
+def replace_by_statics(
+    leaves: list[Any], structure: Any, where: str, *, is_result: bool = False
+) -> bool:
+    """Replaces the leaves that are not arrays by `Static`, in the list. Returns whether it replaced
+    any. `where`: the name of the tree in messages."""
     if are_arrays(leaves):
         return False
     fixed = False
     for i, is_traced in enumerate(are_traced(leaves, structure)):
         refuse_hijax(leaves[i])
-        if is_traced or isinstance(leaves[i], (Variable, Part)):
+        if is_traced or isinstance(leaves[i], (Variable, NonArrayNode)):
             continue
         leaves[i] = _static(leaves[i], i, structure, is_result=is_result, where=where)
         fixed = True
@@ -298,7 +294,6 @@ def fix(leaves: list[Any], structure: Any, where: str, *, is_result: bool = Fals
 
 
 def has_nodes(structure: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether a structure contains a node of one of some classes."""
     waiting = [structure]
     while waiting:
         structure = waiting.pop()
@@ -311,8 +306,8 @@ def has_nodes(structure: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def structure_with(structure: Any, leaves: Sequence[Any]) -> Any:
-    """Returns the structure of a tree in which `leaves` (a `Part`, a tree, or None for a leaf that
-    stays) replace the leaves. Makes no tree: a class of the user's may check its leaves."""
+    """Returns the structure after `leaves` (a `NonArrayNode`, a tree, or None for an unchanged
+    leaf) have replaced its leaves. Makes no tree: a class of the user's may check its leaves."""
     if structure.num_nodes == structure.num_leaves == 1:
         return structure if leaves[0] is None else jax.tree.structure(leaves[0])
     if not structure.num_leaves:

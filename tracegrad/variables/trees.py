@@ -1,12 +1,11 @@
 """Variables in trees: among the arguments of a call, and in the user's models.
 
-Among the arguments of a traced function, a Variable is not an array but a part of the structure
-(`Given`), so each Variable has a program of its own. The function reads and assigns it like a
-Variable that it closes over.
+Among the arguments of a traced function, a Variable is not an array but a node of the structure
+(`VariableNode`), so each Variable has a program of its own. The function reads and assigns the
+Variable like a Variable that it closes over.
 
 A function whose calls had no Variables so far is called directly as a jit, and JAX flattens a
-Variable to its value. `were_variables` then tells, once, that a traced value is in the place of a
-Variable.
+Variable to its value. `were_variables` then tells, once, that a traced value stands for a Variable.
 """
 
 from __future__ import annotations
@@ -24,27 +23,26 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.variables.leaves import Leaf
 from tracegrad.variables.paths import path_name
-from tracegrad.variables.statics import Given, given_of, is_variable
+from tracegrad.variables.statics import VariableNode, is_variable, node_of_variable
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
 
 
-class _Pass(threading.local):
-    """The list to which `_flatten` adds the Variables of a tree that is being flattened; None: JAX
-    gets their values.
+class _Finding(threading.local):
+    """The list to which `_flatten` adds the Variables of a tree; None: JAX gets their values.
 
     `_flatten` runs for Variables only, so other nodes of the tree cost nothing.
     """
 
-    found: list[Given] | None = None
+    found: list[VariableNode] | None = None
 
 
-_pass = _Pass()
+_finding = _Finding()
 
 
 class _FormerVariable:
-    """The node data of a Variable that was flattened to its value. All are equal, so that trees
+    """The node data of a Variable that JAX has flattened to its value. All are equal, so that trees
     with Variables in the same places have the same structure."""
 
     __slots__ = ("variable",)
@@ -66,10 +64,10 @@ class _FormerVariable:
 # references to the leaf could not avoid this copy: `jax.device_put` makes arrays that share the
 # leaf's buffer without a reference to the leaf, and a donation would delete them.
 def _flatten(variable: Variable) -> tuple[tuple[Any, ...], Any]:
-    if _pass.found is None:
+    if _finding.found is None:
         return (variable.value,), _FormerVariable(variable)
-    given = given_of(variable)
-    _pass.found.append(given)
+    given = node_of_variable(variable)
+    _finding.found.append(given)
     return (), given
 
 
@@ -79,7 +77,7 @@ def _flatten_with_keys(variable: Variable) -> tuple[tuple[tuple[Any, Any], ...],
 
 
 def _unflatten(origin: Any, children: Iterable[Any]) -> Any:
-    if type(origin) is Given:
+    if type(origin) is VariableNode:
         return origin.variable
     (value,) = children
     if _jax.is_tracer(value):
@@ -96,7 +94,7 @@ jax.tree_util.register_pytree_with_keys(Variable, _flatten_with_keys, _unflatten
 
 
 class _Unflattened(threading.local):
-    """The traced values that took the places of Variables in the trace that was begun last."""
+    """The traced values that stand for Variables in the trace that was begun last."""
 
     trace: Any = None  # weakly
 
@@ -110,44 +108,42 @@ _unflattened = _Unflattened()
 
 
 def were_variables(values: Iterable[Any]) -> bool:
-    """Whether one of these traced values took the place of a Variable, among the arguments of the
-    function that JAX has begun to trace."""
+    """Whether one of these traced values stands for a Variable, among the arguments of the function
+    that JAX has begun to trace."""
     known = _unflattened.values
     pairs = [(value, known[id(value)]) for value in values if id(value) in known]
     return any(ref() is value and origin.variable() is not None for value, (ref, origin) in pairs)
 
 
 @contextmanager
-def finding(found: list[Given]) -> Iterator[None]:
-    """A block in which flattening a tree adds its Variables to `found`, and makes them parts of the
-    structure."""
-    _pass.found = found
+def finding_variables(found: list[VariableNode]) -> Iterator[None]:
+    """A block in which flattening a tree adds its Variables to `found`, and makes each a node of
+    the structure."""
+    _finding.found = found
     try:
         yield
     finally:
-        _pass.found = None
+        _finding.found = None
 
 
-def flattened(
-    tree: Any, found: list[Given], is_leaf: Callable[[Any], bool] | None = None
+def flatten_finding_variables(
+    tree: Any, found: list[VariableNode], is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Any]:
-    """Returns the leaves and the structure of a tree, flattened as in `finding`."""
-    _pass.found = found  # not by `finding`: each call runs this, and a context manager is slower
+    """Flattens a tree as in `finding_variables`; returns its leaves and structure."""
+    # Not by `finding_variables`: each call runs this, and a context manager is slower.
+    _finding.found = found
     try:
         return jax.tree.flatten(tree, is_leaf)
     finally:
-        _pass.found = None
+        _finding.found = None
 
 
 # ------------------------------------------------------------------------------------------ values
 
 
 def without_variables(tree: T) -> T:
-    """Returns the tree with the current values of its Variables; the tree itself if it has none.
-
-    Without this, JAX would read the Variables when it flattens the tree, after the listeners of the
-    function have stopped.
-    """
+    """Reads the Variables of a tree now: JAX would read them when it flattens the tree, after the
+    listeners of the function have stopped. A tree without Variables is returned itself."""
     if any(isinstance(leaf, Variable) for leaf in jax.tree.leaves(tree, is_leaf=is_variable)):
         tree = values_of(tree)
     return tree

@@ -13,7 +13,11 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.variables import kept_programs
 from tracegrad.variables.lending import hold, settle, store, stored_value, take_back
-from tracegrad.variables.listening import heard_assignment, heard_read, listeners
+from tracegrad.variables.listening import (
+    assign_through_listeners,
+    listeners,
+    read_through_listeners,
+)
 
 T = TypeVar("T")
 _Operator = Callable[[Any, Any], Any]
@@ -36,8 +40,6 @@ def _on_left(apply: _Operator) -> _Operator:
 
 
 def _of_value(ask: Callable[[Any], T]) -> Callable[[Variable], T]:
-    """Returns a method that applies `ask` to the value."""
-
     def method(self: Variable) -> T:
         return ask(self.value)
 
@@ -84,11 +86,11 @@ class Variable:
         "__weakref__",
         "_aval",
         "_borrower",
-        "_given",
         "_is_handed",
         "_is_ours",
         "_keepers",
         "_name",
+        "_node",
         "_trainable",
         "_value",
     )
@@ -105,7 +107,7 @@ class Variable:
     ):
         self._name = "Variable" if name is None else str(name)
         self._trainable = bool(trainable)
-        kept_programs.begin()
+        kept_programs.note_first_variable()
         if isinstance(initial_value, Variable):
             initial_value = initial_value.value
         if isinstance(initial_value, jax.core.Tracer):
@@ -122,11 +124,10 @@ class Variable:
         self._value = value
         # For `lending`:
         self._is_ours = False  # whether nobody else has the array or its buffers
-        self._is_handed = False  # whether a reader was handed this array object
-        self._keepers = 0  # how many listeners that were shown the array may still keep it
-        # The id of the thread whose program has the array; ~id, if that does not overwrite it.
-        self._borrower: int | None = None
-        self._given: Any = None  # see `statics.given_of`
+        self._is_handed = False  # whether a reader has got this array object
+        self._keepers = 0  # how many listeners may still keep the array
+        self._borrower: int | None = None  # the id of a thread, ~id, or None
+        self._node: Any = None  # see `statics.node_of_variable`
 
     # ---------------------------------------------------------------------- reading and assigning
 
@@ -137,21 +138,21 @@ class Variable:
         Raises RuntimeError if JAX would keep the value as a constant of a program for all later
         calls: inside `jax.jit`, or inside a `jax.lax.scan` outside of a traced function.
         """
-        return heard_read(self, stored_value)
+        return read_through_listeners(self, stored_value)
 
     def read_value(self) -> Any:
         """Returns `value`."""
         return self.value
 
     def assign(self, value: Any) -> Variable:
-        """Replaces the value by one of the same shape and dtype; returns the Variable.
+        """Replaces the value by a value of the same shape and dtype; returns the Variable.
 
         Assignment is not differentiated. A Python number is converted to the Variable's dtype, if
         JAX's type promotion would keep that dtype.
 
         Raises ValueError for another shape, TypeError for another dtype.
         """
-        heard_assignment(self, self._checked(value), store)
+        assign_through_listeners(self, self._checked(value), store)
         return self
 
     def assign_add(self, delta: Any) -> Variable:
@@ -183,7 +184,7 @@ class Variable:
             ) from error
 
     def _checked(self, value: Any) -> Any:
-        """Returns `value` as an array of this Variable's type; raises if the types differ."""
+        """Returns `value` as an array of this Variable's type; raises for another type."""
         value = _operand(value)
         own = self._aval
         given: Any = getattr(value, "aval", None)
@@ -215,7 +216,6 @@ class Variable:
         return value
 
     def _assign_sum(self, apply: _Operator, delta: Any) -> Variable:
-        """Assigns ``apply(value, delta)``."""
         delta = jnp.asarray(delta) if isinstance(delta, list | tuple) else _operand(delta)
         # If `delta` is of another class, the result may be an array that somebody else has.
         is_new = type(delta) is type(self._value) or isinstance(delta, _NUMBERS)
@@ -230,7 +230,7 @@ class Variable:
         settle([self], [total])  # nobody else has this array, so it needs no alias
         return self
 
-    # ------------------------------------------------------------------------------- what it is
+    # ------------------------------------------------------------------------------- attributes
 
     # Tapes ask for these at every read, so the getters are in C.
     name = property(operator.attrgetter("_name"))
@@ -273,8 +273,8 @@ class Variable:
     # ------------------------------------------------------------------------------------ copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state that a copy (`copy.copy`, `copy.deepcopy`, pickle) takes over: value,
-        name, whether it is trainable, and attributes of subclasses. Lending is not copied."""
+        """Returns the state for a copy (`copy.copy`, `copy.deepcopy`, pickle): value, name,
+        trainable, and attributes of subclasses. Lending is not copied."""
         return {
             **getattr(self, "__dict__", {}),
             "_value": self.value,
@@ -371,7 +371,7 @@ _OF_THE_VALUE = frozenset(
 )
 
 
-# The types whose sum with a `jax.Array` is a new array.
+# The sum of a `jax.Array` and an object of these types is a new array.
 _NUMBERS = (int, float, complex, np.ndarray, np.generic)
 
 
@@ -387,7 +387,7 @@ def _is_of_kind(given: Any, dtype: Any) -> bool:
 
 
 def _own_array(value: Any, dtype: Any) -> Any:
-    """Returns a new array object without weak type; it may share the buffer of a `jax.Array`."""
+    """A new array object without weak type, which may share the buffer of a `jax.Array`."""
     if not isinstance(value, jax.Array):
         value = jnp.array(value, dtype=dtype)  # a copy: NumPy arrays can be written to
     elif dtype is not None:

@@ -1,11 +1,11 @@
-"""Finds inner gradients for which a rule for parameters does something else than it says.
+"""Finds inner gradients that a rule for parameters misses, and gradients that it wrongly changes.
 
-The gradient may be with respect to a value that is computed from a parameter, and that has another
-path: ``jax.grad(loss)([2 * w for w in leaves])``. Or an inner jitted function may call another
-parameter by the path.
+A rule for the parameter ``w`` misses the gradient with respect to a value that is computed from the
+parameter: ``jax.grad(loss)([2 * w])``. The rule changes the wrong gradient if an inner jitted
+function calls another parameter ``w``.
 
-The differentiated inputs of a function are marked, by an operation that computes nothing. When the
-whole program is known, a mark is followed back to the inputs of the program.
+`mark_inputs` marks the differentiated inputs of a function by operations that compute nothing. When
+the whole program is traced, `find_misdirected` follows each mark back to the program's inputs.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.scopes import UNDER_RULES
 
 _MARK, _AND = "tracegrad differentiates ", " alias "
-# Not a matrix product: what a network computes is another thing than its parameters.
-_CHANGED = BY_ELEMENT | VIEWS - {"broadcast_in_dim", "slice", "split"} | {"concatenate"}
+# Operations whose result still counts as the parameter. Not a matrix product: activations are no
+# parameters.
+_OF_ONE_PARAMETER = BY_ELEMENT | VIEWS - {"broadcast_in_dim", "slice", "split"} | {"concatenate"}
 
 
-def marked(
+def mark_inputs(
     inputs: Sequence[Any],
     paths: Sequence[tuple[str, ...]],
     differentiated: Sequence[bool],
     rules: Sequence[Any],
 ) -> list[Any]:
-    """Returns inputs for a function to which rules were applied. If a rule is for parameters, the
-    inputs that are differentiated are marked with their paths.
+    """Marks the differentiated inputs with their paths, if one of the rules is for parameters.
 
-    `paths`: for each input its path among the arguments of the traced function, if that is known,
-    and its path among the arguments of the function itself.
+    `paths`: for each input its path among the arguments of the traced function, if that path is
+    known, and its path among the arguments of the function itself.
     """
     if not any(map(_selects_parameters, rules)):
         return list(inputs)
@@ -54,23 +54,22 @@ def _selects_parameters(rule: Any) -> bool:
     return isinstance(getattr(rule, "where", None), Parameters)
 
 
-def passed_by(program: Graph, rule: Any) -> Iterator[str]:
-    """Yields, in words, the marked inputs for which a rule does something else than it says of the
-    program's parameters.
+def find_misdirected(program: Graph, rule: Any) -> Iterator[str]:
+    """Yields a sentence for each marked input whose gradient the rule misses or changes by mistake.
 
-    An input that the rule does not select is computed, element by element, from a parameter that
-    the rule selects. Or it is selected by its name in an inner jitted function alone, and is
-    computed from parameters that the rule does not select.
+    The rule misses an input that it does not select, if the input is computed, element by element,
+    from a selected parameter. The rule changes the wrong gradient if it selects an input by its
+    name in an inner jitted function alone, and the input is computed from other parameters.
     """
     selected = rule.parameters_in(program) if _selects_parameters(rule) else {}
     others = [value for value in program.inputs if value not in selected]
-    for match in _each_once(program) if selected else ():
+    for match in _walk_once(program) if selected else ():
         name = str(match.node.params.get("name", ""))
         if match.node.op != "name" or not name.startswith(_MARK):
             continue
         *_, path = paths = name.removeprefix(_MARK).split(_AND)
         place = f"a gradient{at(match.origin)} with respect to {path}"
-        is_of_selected = _is_made_of(program, match, selected)
+        is_of_selected = _is_computed_from(program, match, selected)
         if not rule.where.fits(*paths):
             is_excluded = Parameters("", rule.where.patterns).fits(*paths)  # by ~
             if is_of_selected and not is_excluded:
@@ -78,15 +77,15 @@ def passed_by(program: Graph, rule: Any) -> Iterator[str]:
                     f"does not reach {place}, which is computed from a parameter that the rule "
                     f"selects: if the rule is meant for it, select match.param({path!r}) as well"
                 )
-        elif len(paths) == 1 and not is_of_selected and _is_made_of(program, match, others):
+        elif len(paths) == 1 and not is_of_selected and _is_computed_from(program, match, others):
             yield (
                 f"acts on {place}, which is not the parameter that has this path in "
                 f"{program.name}: give the argument of the inner function another name"
             )
 
 
-def _each_once(program: Graph) -> Iterator[Occurrence]:
-    """Yields the nodes of a program and of its regions, each with one path of calls to it."""
+def _walk_once(program: Graph) -> Iterator[Occurrence]:
+    """Yields each node of a program and of its regions once, with one path of calls to the node."""
     paths: dict[Graph, Path] = {program: ()}
     waiting = [program]
     for region in waiting:  # grows
@@ -98,7 +97,7 @@ def _each_once(program: Graph) -> Iterator[Occurrence]:
                     waiting.append(inner)
 
 
-def _is_made_of(program: Graph, mark: Occurrence, parameters: Collection[Value]) -> bool:
+def _is_computed_from(program: Graph, mark: Occurrence, parameters: Collection[Value]) -> bool:
     waiting: list[tuple[Path, Any]] = [(mark.path, mark.node.inputs[0])]
     seen = {*waiting}
     for path, value in waiting:  # grows
@@ -108,7 +107,7 @@ def _is_made_of(program: Graph, mark: Occurrence, parameters: Collection[Value])
         more: list[tuple[Path, Any]] = []
         if node is None:
             more = outside(path, value) if path else []
-        elif node.op in _CHANGED:
+        elif node.op in _OF_ONE_PARAMETER:
             more = [(path, operand) for operand in node.inputs]
         elif len(region_calls(node)) == 1 and not is_loop(node):
             more = [inside_result(Occurrence(path, node), value, region_calls(node)[0].name)]

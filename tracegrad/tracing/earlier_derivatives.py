@@ -12,12 +12,12 @@ from tracegrad.ir.occurrence import (
 )
 
 
-def warn_of_taken_before(program: Graph) -> None:
+def warn_of_earlier_derivatives(program: Graph) -> None:
     """Warns, at the user's line, if a program calls a derivative that `jax.vjp` or `jax.linearize`
     returned before the program was traced.
 
     Does not look at functions that have a derivative rule, nor at functions of this package: JAX
-    may have traced these before, in another program.
+    may have traced such functions before, in another program.
     """
     waiting = [program]
     for region in waiting:  # grows
@@ -44,6 +44,6 @@ def warn_of_taken_before(program: Graph) -> None:
 
 
 def _is_derivative(node: Node) -> bool:
-    """Whether JAX computed a node for a derivative to which no rules were applied."""
+    """JAX made the node for a derivative to which no rules were applied."""
     around = scopes.around(node)
     return "jvp" in scopes.transformations(around) and not scopes.is_under_rules(around)

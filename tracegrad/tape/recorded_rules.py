@@ -1,8 +1,8 @@
 """Custom rules: of functions that have run on values, and of functions in JAX programs.
 
 A function with a rule that has run on values (concrete arrays) is one entry of a record. The entry
-has a `Rule` instead of a computation. For a rule in a JAX program that this package has made,
-`MadeOf` has the parts of the rule.
+has a `RecordedRule` instead of a computation. `RuleParts` describes a rule in a JAX program, if
+this package has made the rule.
 """
 
 from __future__ import annotations
@@ -18,43 +18,44 @@ from tracegrad._jax.caches import of_program
 
 
 @dataclass(frozen=True, eq=False)
-class Rule:
+class RecordedRule:
     """The gradient function for one call of a Python function on values.
 
     Attributes:
       name: the name of the Python function.
-      called: ``(*inputs) -> results``: the call, to be traced where a program is needed. It runs
-        the user's functions again.
-      pull_back: ``(cotangents, sparse) -> gradients``. There is a cotangent, or None, for each
-        result; a gradient, or None, for each input; `sparse` says which gradients may be slices.
+      called: ``(*inputs) -> results``: the call, which runs the user's functions again, to be
+        traced for a program.
+      pull_back: ``(cotangents, sparse) -> gradients``: a cotangent, or None, for each result; a
+        gradient, or None, for each input; `sparse`: for each input, whether the gradient may be
+        slices.
       op: the name of its operation in a graph; default: `name`.
       describe: ``(array) -> (function, name)``: the user's names for the function, and for an
-        array that it closes over.
-      handed_on: maps the position of each result that is an unchanged operand to the position of
-        that operand.
+        array that the function closes over.
+      returned_operands: maps the position of each result that is an unchanged operand to the
+        operand's position.
     """
 
-    number, constant = None, frozenset[int]()  # unlike a `Computation`
+    number, constant_results = None, frozenset[int]()  # unlike a `Computation`
     name: str
     called: Callable[..., list[Any]]
     pull_back: Callable[[Sequence[Any], Sequence[bool]], Sequence[Any]]
     op: str | None = None
     describe: Callable[[Any], tuple[str, str]] | None = None
-    handed_on: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    returned_operands: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
 
-    def without_arrays(self) -> Rule:
-        """Returns the rule without its two functions, which may close over arrays."""
-        return replace(self, called=_is_over, pull_back=_is_over)
+    def without_arrays(self) -> RecordedRule:
+        """Drops the two functions, which may close over arrays."""
+        return replace(self, called=_raise_used_up, pull_back=_raise_used_up)
 
 
-def _is_over(*_: Any) -> Any:
+def _raise_used_up(*_: Any) -> Any:
     raise RuntimeError("the operations of a tape are needed after the tape was used up")
 
 
 @contextmanager
-def refusing_values(name: str) -> Iterator[None]:
+def tracing_rule(name: str) -> Iterator[None]:
     """A block that traces the function of this name. If the function needs values, the error says
-    why it is traced."""
+    why the function is traced."""
     try:
         yield
     except _jax.NEEDS_VALUES as error:
@@ -68,36 +69,35 @@ def refusing_values(name: str) -> Iterator[None]:
 
 # ----------------------------------------------------------------------------- rules in programs
 
-What = tuple[str, str]  # the user's names for a function, and for an array that it closes over
+UserNames = tuple[str, str]  # of a function, and of an array that the function closes over
 
 
-class MadeOf(NamedTuple):
+class RuleParts(NamedTuple):
     """The parts of a rule that this package has made.
 
     Attributes:
       programs: the programs that the rule runs.
-      closed_over: the positions of the arrays that its function closes over, each with the user's
-        names for the function and for the array.
+      closed_over: (position, names) for each array that the rule's function closes over.
     """
 
     programs: tuple[Any, ...]
-    closed_over: tuple[tuple[int, What], ...] = ()
+    closed_over: tuple[tuple[int, UserNames], ...] = ()
 
 
-def tell_made_of(backward: Callable[..., Any], parts: MadeOf) -> None:
-    """Attaches the parts of a rule to its backward function."""
-    backward.made_of = parts  # type: ignore[attr-defined]
+def attach_parts(backward: Callable[..., Any], parts: RuleParts) -> None:
+    """`backward`: the rule's backward function."""
+    backward._tracegrad_parts = parts  # type: ignore[attr-defined]
 
 
-def parts_of_rule(wrapped: Any) -> MadeOf | None:
-    """Returns the parts attached to a rule's backward function; None if there are none."""
-    parts = getattr(_jax.users_function(wrapped), "made_of", None)
-    return parts if isinstance(parts, MadeOf) else None
+def parts_of_rule(wrapped: Any) -> RuleParts | None:
+    """The parts that `attach_parts` has attached, if any. `wrapped`: a rule's backward function."""
+    parts = getattr(_jax.users_function(wrapped), "_tracegrad_parts", None)
+    return parts if isinstance(parts, RuleParts) else None
 
 
-def closed_over_by(primitive: Any, params: Mapping[str, Any]) -> list[tuple[int, What]]:
-    """Returns the positions of the operands that the called function closes over, each with the
-    user's names. Returns none unless the operation calls a rule that this package has made."""
+def closed_over_by(primitive: Any, params: Mapping[str, Any]) -> list[tuple[int, UserNames]]:
+    """Returns (position, names) for each operand that the called function closes over; [] unless
+    the operation calls a rule that this package has made."""
     parts = parts_of_rule(params["bwd"]) if primitive is _jax.CUSTOM_VJP else None
     if parts is None or not parts.closed_over:
         return []

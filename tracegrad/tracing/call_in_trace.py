@@ -1,8 +1,9 @@
-"""Calls a function inside its trace: the arguments that it gets, and the outputs of its program.
+"""Calls a function inside its trace: unpacks the arguments, and packs the outputs of the program.
 
-The function gets Variables as they are, and modules of flax.nnx made of traced arrays. If it
+The function gets the Variables themselves, and nnx modules made of traced arrays. If the function
 changes an array in a module, the new array is an output of the program. A `Capture` finds the
-Variables that the function uses. A module that it closes over is a constant, as under `jax.jit`.
+Variables that the function uses. A module that the function closes over is a constant, as under
+`jax.jit`.
 """
 
 from __future__ import annotations
@@ -15,51 +16,51 @@ import jax
 
 from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.tracing.argument_paths import known_by_path
-from tracegrad.tracing.arguments import Call, StaticArguments
+from tracegrad.tracing.arguments import PackedCall, StaticArguments
 from tracegrad.tracing.call_scopes import call_scopes
-from tracegrad.tracing.shardings import lay_out, maps, refuse_other_shardings
+from tracegrad.tracing.shardings import has_mapping, lay_out, refuse_other_shardings
 from tracegrad.tracing.signatures import argument_names
 from tracegrad.variables.capture import Capture
 from tracegrad.variables.modules import (
+    NnxObjectFinder,
+    ResultWithModules,
     Snapshot,
-    Survey,
-    Twins,
     Update,
+    flatten_modules_by_flax,
     is_module_or_variable,
     is_opaque,
-    mark_roots,
 )
 from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.packed import unpacked
-from tracegrad.variables.states import Changes, States
-from tracegrad.variables.statics import are_arrays, fix, is_variable, structure_with
+from tracegrad.variables.packed import unpack_arguments
+from tracegrad.variables.states import StateChanges, States
+from tracegrad.variables.statics import are_arrays, is_variable, replace_by_statics, structure_with
 from tracegrad.variables.variable import Variable
 
-Within = Callable[[], AbstractContextManager[Any]]  # makes the context that a function is traced in
+Within = Callable[[], AbstractContextManager[Any]]  # makes the context for the call of the function
 
 
-class Inside:
-    """Calls one function inside its trace, and records the facts that its program does not hold.
+class CallInTrace:
+    """The call of one function inside its trace; records facts that the program does not hold.
 
     Args:
-      call: the call that is traced; its arguments come after those of a `functools.partial`.
-      donated, shardings: the arguments that the call donates, and the shardings of those that are
-        not static.
+      call: the packed call; its arguments come after the arguments of a `functools.partial`.
+      donated, shardings: the arguments that the call donates, and the shardings of the arguments
+        that are not static.
       paths: the paths of the traced arrays.
-      within: makes the context that the function is called in.
+      within: makes the context for the call of the function.
 
     Attributes:
       variables: the Variables that the function has read and assigned.
       out_tree: the structure of its result.
-      updates: where in the modules of the call the last outputs go.
+      updates: the places of the last outputs in the modules of the call.
       changes_structure: whether the function has changed the structure of these modules: then its
-        result is `Twins`.
+        result is `ResultWithModules`.
       lost: the function's changes in an nnx.State that it does not return.
     """
 
     def __init__(
         self,
-        call: Call,
+        call: PackedCall,
         donated: StaticArguments,
         shardings: Sequence[Any],
         paths: Sequence[str],
@@ -71,14 +72,14 @@ class Inside:
         self.out_tree: Any = None
         self.updates: tuple[Update, ...] = ()
         self.changes_structure = False
-        self.lost = Changes()
+        self.lost = StateChanges()
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function with packed arguments, inside the trace of its program.
 
         Returns the result in a form in which JAX finds only arrays. If the function has assigned
-        anything, it returns a pair: this result, and the new values (the last value of each
-        Variable, then the new arrays of modules).
+        anything, returns a pair: the result, and the new values (the last value of each Variable,
+        then the new arrays of modules).
         """
         kwargs = {**kwargs, **self._call.static_kwargs}
         traced = jax.tree.leaves(self._own(args, kwargs).dynamic)
@@ -91,8 +92,8 @@ class Inside:
     def _run(
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Any]]:
-        args, kwargs = unpacked(args, kwargs)
-        result = _call(fun, self._within, *args, **kwargs)
+        args, kwargs = unpack_arguments(args, kwargs)
+        result = _call_user(fun, self._within, *args, **kwargs)
         return self._fixed(result, *jax.tree.flatten(result, is_leaf=is_variable)), []
 
     def _run_with_modules(
@@ -100,33 +101,32 @@ class Inside:
     ) -> tuple[Any, list[Any]]:
         """Calls the function; also returns the new arrays of modules."""
         gone = self._gone(self._own(args, kwargs))
-        args, kwargs = unpacked(args, kwargs)
+        args, kwargs = unpack_arguments(args, kwargs)
         names = argument_names(fun, len(args))
         states = States({**dict(zip(names, args, strict=True)), **kwargs})
         dynamic = self._own(args, kwargs).dynamic
         before = Snapshot(dynamic)
         refuse_other_shardings(self._shardings, dynamic[0])
-        result = _call(fun, self._within, *args, **kwargs)
+        result = _call_user(fun, self._within, *args, **kwargs)
         lay_out(self._shardings, dynamic[0])
         updates = self._updates(before, dynamic, gone)
         self.lost = states.changes(result)
         result = self._packed(result, before.objects)
-        if self.changes_structure:  # `Twins` in the result hold all new arrays
+        if self.changes_structure:  # the `ResultWithModules` has all new arrays
             self.updates, updates = (), []
         return result, updates
 
-    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Returns the call with these arguments, without those that a `functools.partial` fills
-        in."""
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
+        """Returns the call with these arguments, without the arguments of a `functools.partial`."""
         own = args[len(args) - len(self._call.args) :]
         named = {name: kwargs[name] for name in self._call.kwargs}
         return self._call._replace(args=own, kwargs=named)
 
-    def _gone(self, call: Call) -> list[Any]:
-        """Returns the packed arrays for which the caller needs new ones, changed or not."""
+    def _gone(self, call: PackedCall) -> list[Any]:
+        """Returns the packed arrays that the caller cannot keep, changed or not."""
         given_away = [call.args[i] for i in self._donated.within(call.args)]
         parts = zip(self._shardings, call.dynamic[0], strict=False)
-        laid_out = [arg for part, arg in parts if maps(part)]
+        laid_out = [arg for part, arg in parts if has_mapping(part)]
         return jax.tree.leaves((given_away, self._donated.named(call.kwargs), laid_out))
 
     def _updates(self, before: Snapshot, arguments: Any, gone: Sequence[Any]) -> list[Any]:
@@ -143,35 +143,35 @@ class Inside:
         """Returns a result in a form in which JAX finds only arrays; sets `out_tree`.
 
         Args:
-          objects: the objects of the call. If one is in the result, the caller gets their own.
+          objects: the nnx objects of the call. In the result they stand for the caller's objects.
           by_flax: whether flax must flatten the result, since some module is not a pytree.
         """
         by_flax = by_flax or self.changes_structure
-        whole = Twins(list(objects), result) if self.changes_structure else result
+        whole = ResultWithModules(list(objects), result) if self.changes_structure else result
         if by_flax:
             leaves, tree = jax.tree.flatten(whole, is_leaf=is_module_or_variable)
         else:
-            leaves, tree = Survey(objects).flatten(whole, None)
+            leaves, tree = NnxObjectFinder(objects).flatten(whole, None)
             if any(map(is_opaque, leaves)):
                 self.changes_structure = bool(objects)
                 return self._packed(result, objects, by_flax=True)
-        mark_roots([leaves], [])
+        flatten_modules_by_flax([leaves], [])
         return self._fixed(whole, leaves, tree)
 
     def _fixed(self, whole: Any, leaves: list[Any], tree: Any) -> Any:
-        """Returns the result `whole` if its leaves are arrays; else its arrays. Sets `out_tree`."""
+        """Returns `whole` if its leaves are arrays; else a list of its arrays. Sets `out_tree`."""
         if are_arrays(leaves):
             self.out_tree = tree
             return whole
         # Read Variables now: JAX would read them after the capture has stopped listening.
         leaves = [leaf.value if isinstance(leaf, Variable) else leaf for leaf in leaves]
-        fix(leaves, tree, "result", is_result=True)
+        replace_by_statics(leaves, tree, "result", is_result=True)
         self.out_tree = structure_with(tree, leaves)
         return jax.tree.leaves(leaves)
 
 
 @CALLS_TRACED
-def _call(fun: Callable[..., Any], within: Within, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls the user's function; marks in tracebacks where the user's program begins."""
+def _call_user(fun: Callable[..., Any], within: Within, /, *args: Any, **kwargs: Any) -> Any:
+    """Marks in tracebacks where the user's program begins."""
     with within(), call_scopes():
         return fun(*args, **kwargs)
