@@ -331,6 +331,24 @@ def test_a_function_with_a_rule_that_closes_over_a_watched_array_raises(value, w
         assert by_tape(g, x) == 3.0
 
 
+@pytest.mark.parametrize("wrap", [jax.custom_jvp, jax.custom_vjp])
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit])
+def test_a_function_with_a_rule_that_closes_over_its_own_argument_raises(compiled, wrap):
+    x = F32(2.0)
+    f = compiled(closing_rule(wrap, lambda a: a * x))
+    for persistent in (False, True):
+        with GradientTape() as outer, GradientTape(persistent) as tape:
+            outer.watch(x)
+            tape.watch(x)
+            with pytest.raises(ValueError, match="closes over an array that a tape watches"):
+                f(x)
+    own = closing_rule(wrap, lambda a: a * a)
+    with GradientTape() as outer:
+        outer.watch(x)
+        first = by_tape(lambda x: compiled(own)(x) * x, x)  # 3 x + a a
+    assert (first, outer.gradient(first, x)) == (10.0, 6.0)
+
+
 def test_the_second_derivative_by_what_a_rule_closes_over():
     w = F32(3.0)
 
