@@ -26,7 +26,7 @@ from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.padding import normalised_padding
 from tracegrad.insight.explaining.partial_cuts import partial_cuts
 from tracegrad.insight.explaining.runs import measure
-from tracegrad.insight.explaining.slopes import scope_norms, slopes
+from tracegrad.insight.explaining.slopes import CURES, scope_norms, slopes
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, NORM, ZEROS
 from tracegrad.insight.explaining.steps import slopes_of_steps
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
@@ -122,6 +122,13 @@ def explain_graph(
     changing = list(slopes(look, norms, sources))
     changing += slopes_of_steps(observed, norms, sources)
     findings += (f for f in changing if (f.origin, f.scope) not in known)
+    if any(f.cause == "vanishing" for f in findings):  # in the end that underflows: one problem
+        findings = [
+            dataclasses.replace(f, problem=f.problem and f.cure != CURES["vanishing"])
+            if f.cause == "underflow"
+            else f
+            for f in findings
+        ]
     findings += changed_rules(observed)
     findings += dead_units(observed, findings)
     connected = {i: path for path, i in sources.items() if i is not None and i in reached}
