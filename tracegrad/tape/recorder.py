@@ -29,7 +29,8 @@ from tracegrad.tracing.in_force import rules_in_force
 
 set_current_trace = _jax.set_current_trace
 current_source_info = _jax.current_source_info
-_OPERAND = _jax.identity_primitive("operand")
+# The operands of a function with a rule, as new objects.
+_OPERANDS = RecordedRule("operands", lambda *xs: list(xs), lambda cotangents, _: list(cotangents))
 
 
 class Recorder(OperationRecorder):
@@ -110,9 +111,10 @@ class Recorder(OperationRecorder):
         )
         watching = self.watching(operands)
         active = active_operands(operands, watching)
+        operands = self._as_new_objects(operands, active, watching)
         name = getattr(_jax.rule_functions(subfuns)[0][0], "__name__", primitive.name)
         followed = [record for record in self.records if not isinstance(record, ClosureWatch)]
-        watches = [ClosureWatch(record) for record in followed]
+        watches = [ClosureWatch(record, operands) for record in followed]
 
         def bind(*operands: Any) -> list[Any]:
             return list(primitive.bind(*operands, subfuns=subfuns, **params))
@@ -130,14 +132,10 @@ class Recorder(OperationRecorder):
             return _jax.with_gates(results, given) if len(results) > 1 else results
 
         inner = watching[-1] if watching else None
-        own = operands
-        if active:  # new objects, so that `watches` see an operand that the function closes over
-            with _with_one_order_less(self, inner, ()), set_current_trace(self):
-                own = [self._as_new(x) if i in active else x for i, x in enumerate(operands)]
         with _with_one_order_less(self, inner, watches), set_current_trace(self):
             if active:
                 try:
-                    results, vjp = _jax.vjp_of_some(witnessed, own, active)
+                    results, vjp = _jax.vjp_of_some(witnessed, operands, active)
                 except Exception as error:
                     if "closed-over value" in str(error):
                         raise closes_over_watched(self._name_of(called, operands)) from error
@@ -167,7 +165,7 @@ class Recorder(OperationRecorder):
                 each = [zeros.get(i) if ct is None else ct for i, ct in enumerate(each)]
             return each
 
-        at = {id(x): i for i, x in enumerate(own)}
+        at = {id(x): i for i, x in enumerate(operands)}
         returned_operands = {k: at[id(r)] for k, r in enumerate(results) if id(r) in at}
         rule = RecordedRule(name, called, pull_back, returned_operands=returned_operands)
         results = [self.alias(result) for result in results]
@@ -186,10 +184,15 @@ class Recorder(OperationRecorder):
             add_lost_operands(watching, found, operands, results)
         return results
 
-    def _as_new(self, operand: Any) -> Any:
-        """Returns a new object with the value of an operand, which the records can follow to it."""
-        result = _OPERAND.bind(operand)
-        return self.alias(operand) if result is operand else result
+    def _as_new_objects(
+        self, operands: Sequence[Any], active: Sequence[int], watching: Sequence[Record]
+    ) -> list[Any]:
+        """Returns the operands of a function with a rule, the active operands as new objects: so
+        the `ClosureWatch`es see if the function closes over the array that it is called with."""
+        new, info = {i: self.alias(operands[i]) for i in active}, current_source_info()
+        for record in watching:
+            record.add(_OPERANDS, [operands[i] for i in active], list(new.values()), info)
+        return [new.get(i, x) for i, x in enumerate(operands)]
 
     def _name_of(self, called: Callable[..., list[Any]], operands: Sequence[Any]) -> str:
         """The name of the function with a rule that `called` calls."""
@@ -217,17 +220,18 @@ class Recorder(OperationRecorder):
 
 class ClosureWatch(Record):
     """Replaces a record while a function with a rule runs on values. `has_seen`: whether the
-    function has used an array that the record follows."""
+    function has used an array that the record follows and that is no operand."""
 
-    def __init__(self, record: Record):
+    def __init__(self, record: Record, operands: Sequence[Any]):
         super().__init__(orders=0)
         self.has_seen = False
         self._followed, self._last = record.tracked, len(record.arrays)
+        self._own = set(map(id, operands))
 
     def tracks(self, arrays: Any) -> bool:
         for array in arrays:
             slot = self._followed.get(id(array))
-            if slot is not None and slot < self._last:
+            if slot is not None and slot < self._last and id(array) not in self._own:
                 self.has_seen = True
         return False
 

@@ -64,7 +64,8 @@ class Variable:
     Arguments:
       initial_value: an array (sharded arrays stay sharded), a number or nested lists of numbers.
         The Variable makes an array object of its own: if a traced function later donates the
-        Variable's buffer, the given array is not affected.
+        Variable's buffer, the given array is not affected. The two may share a buffer: a function
+        of yours that donates the given array deletes the Variable's value too.
       trainable: whether tapes watch the Variable without being told.
       name: the name in printed graphs and in messages; need not be unique. Default: ``"Variable"``.
       dtype: the dtype of the value; default: the dtype of `initial_value`.
