@@ -390,7 +390,7 @@ def test_a_part_of_a_reference_is_refused_as_an_argument(wrap) -> None:
         part = jax.new_ref(jnp.ones(6)).at[0]
     except NotImplementedError:
         pytest.skip("this JAX has no parts of references")
-    with pytest.raises(TypeError, match="Give it the reference and the index"):
+    with pytest.raises(TypeError, match="Pass the reference and the index"):
         wrap(lambda ref: ref[...] * 2)(part)
 
 

@@ -228,18 +228,9 @@ def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list
     return list(out) if primitive.multiple_results else [out]
 
 
-_COMPILED = (
-    "In a shard_map outside of jit, JAX runs no rule with symbolic zeros, as those of "
-    "rules.strong_zero and finite_derivative. Compile the derivative: `jax.jit(jax.grad(...))`."
-)
-
-
 def public_error(error: Exception) -> Exception:
     """Replaces JAX's internal error for a NaN that `jax_debug_nans` finds in a jitted call by a
-    FloatingPointError, as `jax.jit` does. Adds the cure to an error about rules in a shard_map."""
-    has_note = _COMPILED in getattr(error, "__notes__", ())
-    if "symbolic_zeros support with shard_map" in str(error) and not has_note:
-        error.add_note(_COMPILED)
+    FloatingPointError, as `jax.jit` does."""
     if type(error).__name__ != "InternalFloatingPointError":
         return error
     name, what = error.args[:2]
