@@ -18,7 +18,7 @@ from tracegrad.insight.comparing import Comparison
 from tracegrad.insight.comparisons import Checked, GradCheck
 from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.held import STOP, hint_of, is_sample, with_stops_held, without_verdict
-from tracegrad.insight.raising import arithmetic_for, in_double
+from tracegrad.insight.raising import arithmetic_for, can_trace_faces, in_double
 from tracegrad.ir import CustomGradient, Graph, StopGradient
 from tracegrad.ir.authors import is_jaxs_rule, whose
 from tracegrad.ir.wording import first_line
@@ -248,12 +248,18 @@ def _traced(
         return jax.tree.leaves(chosen.call(leaves)[0])
 
     flat.__name__ = function_name(fun)
-    with jax.enable_x64(double), _jax.tracing_apart(object()):
-        leaves = [
-            jnp.asarray(leaf, complex if jnp.iscomplexobj(leaf) else float)
-            for leaf in chosen.leaves
-        ]
-        return graph(flat, leaves), leaves, chosen.names
+    # A rule that refuses an operand is useless afterwards, also to other programs that share it.
+    for key in ("to be checked", object()):
+        with jax.enable_x64(double), _jax.tracing_apart(key):
+            leaves = [
+                jnp.asarray(leaf, complex if jnp.iscomplexobj(leaf) else float)
+                for leaf in chosen.leaves
+            ]
+            program = graph(flat, leaves)
+            nodes = [found.node for found in program.walk()]
+            if all(can_trace_faces(node) for node in nodes if isinstance(node, CustomGradient)):
+                break
+    return program, leaves, chosen.names
 
 
 def _without(program: Graph, rules: Sequence[Checked], declared: Callable[[str], Any]) -> Graph:
