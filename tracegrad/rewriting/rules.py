@@ -210,9 +210,9 @@ def clip_gradient(
       where: a selector; or `match.param`, for the gradients of parameters.
       max_norm: the largest Euclidean norm of the cotangent of an output; a cotangent with a larger
         norm is scaled down. If the function with the rule is mapped by `jax.vmap`, each example has
-        its own norm; an array that the program itself maps has one norm. If entries are infinite,
-        the finite entries become zero: only the infinite entries give the direction. A cotangent
-        with a NaN is not changed.
+        its own norm; an array that the program itself maps has one norm. In a `jax.shard_map`, the
+        part on each device has its own norm. If entries are infinite, the finite entries become
+        zero: only the infinite entries give the direction. A cotangent with a NaN is not changed.
       max_value: the largest absolute value of an element, applied first, as by ``jnp.clip``: an
         infinite element becomes the limit, and NaN stays NaN. Complex elements keep their phase.
       missing_ok: whether `where` may match nothing.
