@@ -55,6 +55,7 @@ _returned = threading.Condition(_lock)  # notified when borrowed arrays have com
 # By thread: for each program that the thread dispatches (while JAX traces a program, it may call
 # another one), the Variables that the program only reads. No other thread may lend these Variables.
 _readings: dict[int, list[Sequence[Variable]]] = {}
+_NONE = frozenset[int]()
 _waiting = 0  # how many threads wait for `_returned`
 _lenders: set[int] = set()  # the ids of the threads that have ever lent
 
@@ -155,22 +156,21 @@ def lend(
     me = threading.get_ident()
     assigned = (*updated, *written)
     with _lock:
-        _wait_for(assigned, me, read)
+        lent = taken = _NONE  # ids: what outer programs have, which this thread dispatches
+        if _readings or [v for v in (*assigned, *read) if v._borrower is not None]:
+            _wait_for(assigned, me, read)
+            lent = frozenset(id(v) for v in (*updated, *read) if v._borrower == me)
+            taken = lent | _ids_read_by([me])
         if assigned:
             _lenders.add(me)
-        mine = _ids_read_by([me]) if _readings else ()
         if read:
             _readings.setdefault(me, []).append(read)
-        foreign = []
+        foreign = [i for i, v in enumerate(read, len(updated)) if id(v) in lent] if lent else []
         for place, variable in enumerate(updated):
-            is_lent = variable._borrower == me or id(variable) in mine  # to an outer program
             variable._borrower = me  # before `_is_ours` is read; see `hand_array`
-            if is_lent or variable._keepers or not variable._is_ours:
+            if variable._keepers or not variable._is_ours or id(variable) in taken:
                 foreign.append(place)
                 variable._is_ours, variable._keepers = False, 0
-        for place, variable in enumerate(read, len(updated)):
-            if variable._borrower == me:
-                foreign.append(place)
         for variable in written:
             variable._borrower = me
         values = [variable._value for variable in (*updated, *read)]
@@ -212,18 +212,19 @@ def settle(
         for variable, value in zip(variables, values):
             variable._value = value
             variable._is_ours, variable._is_handed = True, False
-        _release(variables, read)
+            variable._borrower = None
+        _end_reading(read)
 
 
 def take_back(variables: Sequence[Variable], read: Sequence[Variable] = ()) -> None:
     """Ends `lend` or `hold` if the program was not run or has failed."""
     with _lock:
-        _release(variables, read)
+        for variable in variables:
+            variable._borrower = None
+        _end_reading(read)
 
 
-def _release(variables: Sequence[Variable], read: Sequence[Variable]) -> None:
-    for variable in variables:
-        variable._borrower = None
+def _end_reading(read: Sequence[Variable]) -> None:
     if read:
         me = threading.get_ident()
         _readings[me].pop()
