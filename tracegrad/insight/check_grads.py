@@ -256,7 +256,7 @@ def _traced(
                 for leaf in chosen.leaves
             ]
             program = graph(flat, leaves)
-            nodes = [found.node for found in program.walk()]
+            nodes = [node for region in program.regions_below for node in region.nodes]
             if all(can_trace_faces(node) for node in nodes if isinstance(node, CustomGradient)):
                 break
     return program, leaves, chosen.names

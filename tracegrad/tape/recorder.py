@@ -189,6 +189,8 @@ class Recorder(OperationRecorder):
     ) -> list[Any]:
         """Returns the operands of a function with a rule, the active operands as new objects: so
         the `ClosureWatch`es see if the function closes over the array that it is called with."""
+        if not active:
+            return list(operands)
         new, info = {i: self.alias(operands[i]) for i in active}, current_source_info()
         for record in watching:
             record.add(_OPERANDS, [operands[i] for i in active], list(new.values()), info)
