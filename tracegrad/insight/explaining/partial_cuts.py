@@ -2,10 +2,10 @@
 
 Most cuts are meant. Behind a straight-through `x + stop_gradient(q - x)`, a target that the same
 network computes or a stopped maximum, the stopped value soon joins a value that depends on the same
-sources: the first join *covers* these. (Only sums cover what was rounded: ``round(w / s) * s`` is a
-mistake, though `s` depends on `w`.) If a stopped value, or a term of it, has another use (the
-advantage of a critic), its gradient comes from there. A stopped factor of a value with a gradient
-is a weight.
+sources: the first join *covers* these sources. (Only sums cover a rounded value:
+``round(w / s) * s`` is a mistake, though `s` depends on `w`.) If a stopped value, or a term of it,
+has another use (the advantage of a critic), its gradient comes from there. A stopped factor of a
+value with a gradient is a weight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _JOINS = _SUMS | _PRODUCTS | operations.CONTRACTIONS | {"convert_element_type"}
 def partial_cuts(
     program: Graph, targets: Collection[int], names: Mapping[int, str]
 ) -> Iterator[Finding]:
-    """Returns a note for each line that cuts one of several ways of sources.
+    """Returns a note for each line that cuts one of several paths of a source's gradient.
 
     Args:
       targets: the outputs with a cotangent.
