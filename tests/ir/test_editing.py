@@ -8,7 +8,7 @@ import pytest
 import tracegrad as tg
 from tracegrad.ir import Fragment, Recompute
 from tracegrad.ir.editing import around_each, behind_each, shown_behind
-from tracegrad.ir.scopes_in_scans import in_scope_in_scans
+from tracegrad.ir.scopes_in_scans import add_scope_in_scans
 
 
 def edited(graph, matches, around):
@@ -121,7 +121,7 @@ def test_a_scope_in_scans_leaves_one_region_of_each_function_that_is_called_twic
         return jax.lax.scan(lambda c, _: (deep(c) if in_scan else jnp.sin(c), None), x, length=2)[0]
 
     graph = tg.graph(lambda x: loop(deep(x)), 1.0)
-    marked = in_scope_in_scans(graph, "mark")
+    marked = add_scope_in_scans(graph, "mark")
     assert len(marked.regions_below) <= 2 * len(graph.regions_below)
     marked.verify()
 

@@ -17,7 +17,7 @@ from equinox.internal import while_loop
 import tracegrad
 from tests.compilation import f32
 from tracegrad.planning import BudgetTooSmall, plan_recompute
-from tracegrad.planning.cuts import Network, hulls, minimum_cuts
+from tracegrad.planning.cuts import Network, cheapest_save_sets, find_hulls
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.modelling import model
@@ -276,10 +276,10 @@ def test_minimum_cuts_are_the_cheapest_save_sets(seed: int, must_be: tuple[int, 
     sets = [frozenset(s) for k in range(9) for s in itertools.combinations(range(8), k)]
     for price in (0.1, 0.5, 1.5, 6.0):
         least = min(run + price * size for size, run in map(cost, sets))
-        (cut,) = minimum_cuts([(network, price)])
+        (cut,) = cheapest_save_sets([(network, price)])
         assert cost(cut.saved) == (cut.bytes, cut.flops)
         assert cut.flops + price * cut.bytes == pytest.approx(least)
-    (cut,) = minimum_cuts([(network, math.inf)])
+    (cut,) = cheapest_save_sets([(network, math.inf)])
     assert cost(cut.saved) == min(each for each in map(cost, sets) if each[1] < math.inf)
 
 
@@ -289,7 +289,7 @@ def test_the_fewest_bytes_are_those_of_a_small_value_made_of_a_large_one_that_is
     given_large, given_small, small, large = range(4)
     sizes, flops = [1000, 4, 10, 5000], [math.inf, math.inf, 1, 1]
     network = Network(sizes, flops, [(), (), (given_large,), (given_small,)], [small, large])
-    (found,) = hulls([network], 7)
+    (found,) = find_hulls([network], 7)
     assert (found[-1].saved, found[-1].bytes, found[-1].flops) == ({small, given_small}, 14, 1)
 
 
@@ -302,7 +302,7 @@ def test_minimum_cuts_are_exact_beyond_32_bits(seed: int):
     network = Network(sizes, flops, [()] * 50, range(50))
     for price in (0.01, 1.0, 100.0):
         cheaper = {v for v in range(50) if price * sizes[v] < flops[v]}
-        (cut,) = minimum_cuts([(network, price)])
+        (cut,) = cheapest_save_sets([(network, price)])
         assert cut.saved == cheaper
 
 

@@ -1,4 +1,4 @@
-"""Builds, changes and calls JAX's programs (jaxprs) and their sub-programs."""
+"""Builds, edits, binds and classifies JAX's programs (jaxprs) and their sub-programs."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ CUSTOM_JVP = primitives.custom_jvp_call_p
 CUSTOM_VJP = primitives.custom_vjp_call_p
 
 
-# The sub-programs of these primitives have a meaning in the primitive's lowering alone (grids,
-# references), or say again what the name says (the sum of "scatter-add"). A node of such a
-# primitive is one operation, without regions.
+# Only the lowering of these primitives uses their sub-programs (grids, references), or the
+# sub-program repeats the name (the sum of "scatter-add"). A node of such a primitive is one
+# operation, without regions. (`programs_in` knows an exception.)
 OPAQUE_PRIMITIVES = frozenset(
     {
         *("pallas_call", "call_hi_primitive", "core_map", "mpmd_map"),
@@ -48,9 +48,9 @@ OPAQUE_PRIMITIVES = frozenset(
 )
 
 
-# An operation (`jax.lax.custom_root` since 0.12) with an object in its parameters whose attributes
-# are programs and derivatives. `programs_in` finds these programs.
-OF_AN_OBJECT = "call_hi_primitive"
+# A primitive (`jax.lax.custom_root` in JAX >= 0.12) whose parameter is an object with programs and
+# derivatives. `programs_in` finds these programs.
+OBJECT_PRIMITIVE = "call_hi_primitive"
 
 
 # Calls that have a batching or transposition rule of the user's: maps the name of the primitive to
@@ -65,16 +65,16 @@ OPEN_PROGRAM_PRIMITIVES = frozenset({"remat2", "checkpoint", "shard_map"})
 def calls_host(primitives: Iterable[str]) -> bool:
     """Whether a primitive of these names runs code that XLA did not compile.
 
-    Effects do not tell: `jax.pure_callback` and `jax.ffi.ffi_call` have none. ``check``, the
+    Effects are no test: `jax.pure_callback` and `jax.ffi.ffi_call` have none. ``check``, the
     primitive of checkify, raises from the host if it is lowered.
     """
-    return any("callback" in name or name in _OF_HOST for name in primitives)
+    return any("callback" in name or name in _HOST_PRIMITIVES for name in primitives)
 
 
-_OF_HOST = frozenset({"debug_print", "ffi_call", "check"})
+_HOST_PRIMITIVES = frozenset({"debug_print", "ffi_call", "check"})
 
 
-def _equations() -> Sequence[Any]:
+def _trace_sample_equations() -> Sequence[Any]:
     def program(x: Any) -> Any:
         jax.debug.callback(lambda: None)
         jax.lax.axis_index("a")
@@ -85,21 +85,21 @@ def _equations() -> Sequence[Any]:
     return made.eqns
 
 
-# The equations of the three calls, traced in one program, because tracing takes a millisecond.
-_DEBUGGING, _AXIS, _CALL = in_a_new_thread(_equations)
-_OF_DEBUGGING = frozenset(_DEBUGGING.effects)
-(_OF_AXES,) = map(type, _AXIS.effects)
+# The equations of three calls, in one trace, because a trace takes a millisecond.
+_DEBUGGING, _AXIS, _JIT_CALL = in_a_new_thread(_trace_sample_equations)
+_DEBUG_EFFECTS = frozenset(_DEBUGGING.effects)
+(_AXIS_EFFECT,) = map(type, _AXIS.effects)
 
 
 def may_be_repeated(effect: Any) -> bool:
-    """Whether an effect may be repeated or dropped: the effect of an unordered `jax.debug.callback`
-    (or print), or of a collective, which only names an axis."""
-    return effect in _OF_DEBUGGING or is_collective(effect)
+    """Whether an effect may be repeated or dropped: it is the effect of an unordered
+    `jax.debug.callback` (or print), or of a collective, which only names an axis."""
+    return effect in _DEBUG_EFFECTS or is_collective(effect)
 
 
 def is_collective(effect: Any) -> bool:
-    """The effect of a computation over a named axis."""
-    return isinstance(effect, _OF_AXES)
+    """Whether an effect only names an axis."""
+    return isinstance(effect, _AXIS_EFFECT)
 
 
 def program_of(
@@ -112,8 +112,8 @@ def program_of(
 ) -> Any:
     """Returns a program with these parts, closed or open like `like`.
 
-    The equations give the effects. An effect on a reference that is an input names the input's
-    position; an effect on a reference that the program makes itself is dropped.
+    The equations give the effects. An effect on an input reference names its position among the
+    constants and inputs; an effect on a reference that the program makes itself is dropped.
     """
     open_form = opened(like)
     variables = [*constants, *inputs]
@@ -179,9 +179,9 @@ def sub_programs(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     found = []
     for key, value in params.items():
         if key == "static" and "treedef" in params:
-            # The static arguments of an operation of equinox, such as lineax's `linear_solve`, have
-            # programs. Their constants are operands of the operation already; the constants inside
-            # of these programs belong to other traces.
+            # The static arguments of equinox's primitives (lineax's `linear_solve`) hold programs,
+            # whose constants belong to other traces. The constants of this trace are operands of
+            # the primitive already.
             continue
         if isinstance(value, PROGRAM_TYPES):
             found.append((key, value))
@@ -212,8 +212,8 @@ def with_programs(params: Mapping[str, Any], programs: Mapping[str, Any]) -> dic
 
 def programs_in(primitive: Any, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Returns (name, program) for the programs of an operation that have a meaning outside of its
-    lowering: its `sub_programs`, or the programs in the object of an `OF_AN_OBJECT`."""
-    if primitive.name == OF_AN_OBJECT:
+    lowering: its `sub_programs`, or the programs in the object of the `OBJECT_PRIMITIVE`."""
+    if primitive.name == OBJECT_PRIMITIVE:
         kept = vars(params["_prim"])
         return [(name, value) for name, value in kept.items() if isinstance(value, PROGRAM_TYPES)]
     return [] if primitive.name in OPAQUE_PRIMITIVES else sub_programs(params)
@@ -229,7 +229,7 @@ def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list
 
 
 def public_error(error: Exception) -> Exception:
-    """Replaces JAX's internal error for a NaN that `jax_debug_nans` finds in a jitted call by a
+    """Turns JAX's internal error for a NaN in a jitted call (`jax_debug_nans`) into a
     FloatingPointError, as `jax.jit` does."""
     if type(error).__name__ != "InternalFloatingPointError":
         return error
@@ -263,9 +263,9 @@ def weak_as(array: Any, aval: Any) -> Any:
 
 
 def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[str, Any]:
-    """Returns the parameters of a jitted call with this many more operands and results, without
-    sharding, layout and donation."""
-    unspecified = _CALL.params["in_shardings"][0]
+    """Returns the parameters of a jitted call with this many more operands and results, which have
+    no sharding, layout or donation."""
+    unspecified = _JIT_CALL.params["in_shardings"][0]
     more = {
         "donated_invars": (False,) * operands,
         "in_layouts": (None,) * operands,
@@ -273,14 +273,14 @@ def wider_jit(params: Mapping[str, Any], operands: int, results: int) -> dict[st
         "out_layouts": (None,) * results,
         "out_shardings": (unspecified,) * results,
     }
-    return {**params, **{name: (*params[name], *own) for name, own in more.items()}}
+    return {**params, **{name: (*params[name], *added) for name, added in more.items()}}
 
 
 def equation_context(source_info: Any, settings: Any) -> tuple[AbstractContextManager[None], ...]:
-    """Returns two context managers: an operation inside both has the source line and settings of
-    an equation, and its scope below the current scope.
+    """Returns two context managers: an operation inside both has the source line, the settings and
+    the scope of an equation; the scope is nested in the current scope.
 
-    `settings`: None for an operation that was recorded when it ran: the current settings stay.
+    `settings`: None keeps the current settings (for an operation that a tape has recorded).
     """
     stack = source_info_util.current_name_stack() + source_info.name_stack
     scope = source_info_util.user_context(source_info.traceback, name_stack=stack)
@@ -318,21 +318,21 @@ def abstract_eval(
 
 
 # The parameters of a call of `jax.jit` without options, except the program.
-_PLAIN_JIT = {name: value for name, value in _CALL.params.items() if name != "jaxpr"}
+_PLAIN_JIT = {name: value for name, value in _JIT_CALL.params.items() if name != "jaxpr"}
 
 # The parameters of a jitted call, except the program.
 jit_settings: Callable[[Mapping[str, Any]], tuple[Any, ...]] = operator.itemgetter(*_PLAIN_JIT)
 
 # These parameters do not affect the results of a program.
-_ANY = frozenset({"name", "inline", "keep_unused", "donated_invars"})
+_RESULT_NEUTRAL = frozenset({"name", "inline", "keep_unused", "donated_invars"})
 
 
 def is_plain_jit(params: Mapping[str, Any]) -> bool:
-    """Whether jitting the program again gives the same call: the call has no shardings, layouts,
-    meshes or compiler options."""
+    """Whether a jitted call has no shardings, layouts, meshes or compiler options, so that
+    `jax.jit` of its program makes the same call."""
     for name, usual in _PLAIN_JIT.items():
         value = params[name]
-        if name in _ANY or value == usual:
+        if name in _RESULT_NEUTRAL or value == usual:
             continue
         if not isinstance(value, tuple) or not usual or any(v != usual[0] for v in value):
             return False
@@ -340,6 +340,6 @@ def is_plain_jit(params: Mapping[str, Any]) -> bool:
 
 
 def runs_compiled(primitive: Any) -> bool:
-    """Whether JAX, outside of all transformations, compiles the primitive alone."""
+    """Whether JAX, outside of all transformations, compiles a program of this primitive alone."""
     usual = getattr(primitives.mul_p.impl, "func", None)
     return usual is not None and getattr(primitive.impl, "func", None) is usual

@@ -1,4 +1,4 @@
-"""The error for a differentiated value that a custom gradient depends on, but gives no gradient.
+"""The error for a differentiated value to which a custom gradient returns no gradient.
 
 The value belongs to an enclosing trace. The function with the custom gradient closes over the
 value, or takes it by keyword. The error contains the user's name for the value.
@@ -27,10 +27,10 @@ class Captured:
     """A value of an enclosing trace that a function with a custom gradient closes over, or takes by
     keyword."""
 
-    position: int  # among the inputs of the rule
+    position: int  # the index in the rule's inputs
     name: str | None
     function: str
-    primal: Callable[..., Any]  # from the inputs to the output
+    primal: Callable[..., Any]  # maps the inputs to the output
 
     def message(self, inputs: Sequence[Any]) -> str:
         what = captured_text(self.name, inputs[self.position])
@@ -64,27 +64,26 @@ def captured_text(name: str | None, value: Any) -> str:
 
 
 def captured_name(value: object, fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Returns the user's name for a value that is no positional argument of ``fun``, or None.
+    """Returns the user's name of a value that ``fun`` captures; None if the name is not found.
 
-    Searches the keyword arguments, the values that the function closes over, the attributes of the
-    object that a method belongs to, and, one level deep, the same places of functions among those
-    values.
+    Searches the keyword arguments, the values that the function closes over, the attributes of a
+    method's object, and the values that a closed-over function closes over.
     """
     if (variable := variable_of(value)) is not None:
         return f"the Variable {variable.name!r}"
-    for name, held in kwargs.items():
-        if (path := _path_to(value, held, name)) is not None:
+    for name, container in kwargs.items():
+        if (path := _path_to(value, container, name)) is not None:
             return f"keyword argument '{path}'"
-    for name, held in values_closed_over(fun, depth=2):
-        if (path := _path_to(value, held, name)) is not None:
+    for name, container in values_closed_over(fun, depth=2):
+        if (path := _path_to(value, container, name)) is not None:
             return f"'{path}'"
     return None
 
 
-def _path_to(value: object, held: object, name: str) -> str | None:
-    """Returns the path of `value` in the tree `held`, which is called `name`."""
+def _path_to(value: object, container: object, name: str) -> str | None:
+    """Returns the path of `value` in the tree `container`, which is called `name`."""
     # A Variable is one leaf: flattening a Variable would read it, and tapes record reads.
-    for path, leaf in jax.tree_util.tree_flatten_with_path(held, is_leaf=is_variable)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(container, is_leaf=is_variable)[0]:
         if leaf is value:
             return path_name(path, name)
     return None

@@ -1,15 +1,15 @@
 """`custom_gradient`: a function with its own gradient, in the form of ``tf.custom_gradient``.
 
-If no transformation but a tape is active, the function runs on values, and the tape calls the
-gradient function with a cotangent. Otherwise each call becomes one ``jax.custom_vjp``, which works
-in plain JAX, and is the same node of a Graph as every other custom rule.
+Outside of transformations the function runs on values, and a tape, if any, calls the gradient
+function with a cotangent. Otherwise each call becomes one ``jax.custom_vjp``, which works in plain
+JAX, and is the same node of a Graph as every other custom rule.
 
-Under a transformation, the function and its gradient function are first traced together, once. The
-trace shows which values of an enclosing trace the two functions close over. These values become
-arguments of the rule: a rule of JAX may not close over them, because the rule may run after their
-trace has ended (``jax.grad`` of a jitted function), or inside another trace (``jax.vmap`` of
-``jax.grad``). As arguments, these values also show whether they are differentiated: this is an
-error, because the gradient function cannot return a gradient for them.
+Under a transformation, the function and its gradient function are first traced together, once. This
+shows which tracers of an enclosing trace the two functions close over. These tracers become
+arguments of the rule: a rule of JAX may not close over tracers, because the rule may run after
+their trace has ended (``jax.grad`` of a jitted function), or inside another trace (``jax.vmap`` of
+``jax.grad``). As arguments, these tracers also show whether they are differentiated. If so, an
+error is raised, because the gradient function cannot return a gradient for them.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def custom_gradient(f: Any = None) -> Any:
             differentiation, a gradient has another dtype than its input, or is not an array.
         ValueError: under differentiation, ``grad_fn`` returns a wrong number of gradients, or a
             gradient of a wrong shape, or under another key than its input; or ``y`` depends on a
-            value that is being differentiated, but that ``f`` closes over or gets by keyword: the
-            value would silently get no gradient. Pass the value as a positional argument, or
-            through ``stop_gradient``.
+            differentiated value that ``f`` closes over or gets by keyword: that value would
+            silently get no gradient. Pass the value as a positional argument, or through
+            ``stop_gradient``.
         RecursionError: a derivative of sixth or higher order is taken, and ``grad_fn`` calls the
             function itself, or another function whose gradient calls it.
 
@@ -111,10 +111,9 @@ def custom_gradient(f: Any = None) -> Any:
     2.0
 
     The idea and the form come from TensorFlow's ``tf.custom_gradient``. To JAX each call is a
-    ``jax.custom_vjp``: ``jax.jvp``, and so ``jax.hessian``, raise an error for it, but tracegrad's
-    ``jvp``, ``hessian`` and ``hvp`` transpose its gradient. Under a transformation, ``f`` and
-    ``grad_fn`` run once per call, on tracers; outside jit, if ``f`` branches on a value, they run
-    on values.
+    ``jax.custom_vjp``: ``jax.jvp`` and ``jax.hessian`` raise an error for it; tracegrad's ``jvp``,
+    ``hessian`` and ``hvp`` transpose ``grad_fn``. Under a transformation, ``f`` and ``grad_fn`` run
+    once per call, on tracers; or on values, if ``f`` branches on a value and no jit is active.
 
     Under a `GradientTape` both run on values: ``f`` once when it is called, ``grad_fn`` once for
     each gradient that reaches it. Their arrays can be printed, branched on and passed to NumPy.
@@ -122,9 +121,8 @@ def custom_gradient(f: Any = None) -> Any:
     ``f`` closes over have no gradient on a tape: the gradient is None, and a ``UserWarning`` is
     issued if a part of a requested gradient is missing because of that. In a Jacobian, ``grad_fn``
     runs once, mapped over the rows by `jax.vmap`, and may not branch on its cotangents. Both
-    functions are traced in the block of a `ForwardAccumulator`, which transposes ``grad_fn``, in
-    compiled functions, in loops, and under `jax.vmap`. An outer tape differentiates the operations
-    of an inner gradient, including those of ``grad_fn``.
+    functions are traced in compiled functions, in loops, under `jax.vmap`, and in the block of a
+    `ForwardAccumulator`, which transposes ``grad_fn``.
 
     >>> import tracegrad as tg
     >>> @custom_gradient
@@ -148,12 +146,12 @@ def custom_gradient(f: Any = None) -> Any:
 
 
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, args = args, without_variables(args)
+    args_with_variables, args = args, without_variables(args)
     trace = _jax.current_trace(None)
     recorder = trace if isinstance(trace, Recorder) and trace.runs_rules_on_values else None
     if recorder is not None or isinstance(trace, _jax.TopLevelTrace):
-        return _call_on_values(Reads(fun, given), fun, args, kwargs, recorder)
-    return _call_traced(Operands(fun, given), fun, args, kwargs)
+        return _call_on_values(Reads(fun, args_with_variables), fun, args, kwargs, recorder)
+    return _call_traced(Operands(fun, args_with_variables), fun, args, kwargs)
 
 
 def _call_on_values(
@@ -163,7 +161,7 @@ def _call_on_values(
     kwargs: dict[str, Any],
     recorder: Recorder | None,
 ) -> Any:
-    """`recorder`, if any, records the call for the active tapes."""
+    """Runs the function on values; `recorder`, if any, records the call for the active tapes."""
     call = AnnotatedCall(fun, args, kwargs, inputs_in(args))
     arrays = [  # copies NumPy arrays: the user may change them before the gradient is computed
         jnp.array(each) if isinstance(each, np.ndarray) else jnp.asarray(each)
@@ -194,11 +192,11 @@ def _call_on_values(
         ]
         return compute_input_gradients(fun, args, gradient, arrays, dys, sparse)
 
-    def traced(*arrays: Any) -> list[Any]:
+    def call_traced(*arrays: Any) -> list[Any]:
         y = _call_traced(None, function, inputs.combine(arrays), kwargs)
         return jax.tree.leaves(y)
 
-    rule = RecordedRule(name_of(fun), traced, pull_back, "custom_gradient", call.name_captured)
+    rule = RecordedRule(name_of(fun), call_traced, pull_back, "custom_gradient", call.name_captured)
     return jax.tree.unflatten(tree, recorder.record_rule(rule, arrays, results, begun))
 
 
@@ -208,18 +206,18 @@ def _call_traced(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Traces the function, and calls a custom rule around its program. `reads` records which
+    """Traces the function, and binds its program with a custom rule. `reads` records which
     Variables the function reads; it is None if their values are arguments."""
     call = AnnotatedCall(fun, args, kwargs, inputs_in(args), reads)
     listener = reads or ReadsOutside()
 
-    def heard(*arrays: Any) -> tuple[Any, RunResiduals]:
+    def run_listening(*arrays: Any) -> tuple[Any, RunResiduals]:
         with listener.around():
             return call.forward_or_later(*arrays)
 
     program = None
     with contextlib.suppress(*_jax.NEEDS_VALUES):
-        program, shapes = jax.make_jaxpr(heard, return_shape=True)(
+        program, shapes = jax.make_jaxpr(run_listening, return_shape=True)(
             *map(jax.typeof, call.arguments.chosen)
         )
     if program is None:
@@ -227,7 +225,7 @@ def _call_traced(
             values = [variable.value for variable in reads.trainable]
             as_inputs = take_variables_as_inputs(fun, reads.trainable)
             return _call_traced(None, as_inputs, (*args, values), kwargs)
-        # `fun` needs values. Outside jit, JAX's rule calls it with values; under jit, the rule
-        # raises the same error again.
+        # `fun` needs values. Outside jit, JAX's `custom_vjp` calls it with values; under jit, the
+        # call raises the same error again.
         return bind_with_values(call)
     return bind_traced(call, program, jax.tree.structure(shapes))

@@ -1,4 +1,4 @@
-"""The authors of annotations in a program: the user, a library, this package or JAX."""
+"""Who wrote a custom gradient or a `stop_gradient` of a program, by the files of its frames."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from tracegrad.ir.occurrence import (
     origin_of_function,
 )
 
-A_RULE = "a rule"  # the author of what `tracegrad.rules.stop_gradient` writes into a graph
-_EDITORS = dirname(__file__)
+A_RULE = "a rule"  # the author of each `stop_gradient` that a rule of this package adds
+_EDITORS = dirname(__file__)  # the folder of the code that edits graphs
 
 
 def whose(occurrence: Occurrence) -> str:
-    """Returns the author of an annotation: ``"yours"``, `A_RULE`, or the library's name. The author
-    is the author of the code that calls the annotation's function."""
+    """Returns who made a custom gradient or a `stop_gradient`: ``"yours"``, also if no frame is
+    known; ``"jax"``; `A_RULE`; or the name of the library whose code calls it (``"a library"`` if
+    the file of that code is in no known folder)."""
     node = occurrence.node
     stack = _jax.frames(node.source.info)
     if isinstance(node, StopGradient):
-        around = _frames_above_stop_gradient(stack)
-        # A rule's operation has the frames of the operation at which the rule acts.
-        if around is stack or (around and dirname(around[0].file_name) == _EDITORS):
+        callers = _frames_above_stop_gradient(stack)
+        # A rule gives its `stop_gradient` the frames of the operation at which the rule acts; or
+        # the editor of graphs calls `stop_gradient`.
+        if callers is None or (callers and dirname(callers[0].file_name) == _EDITORS):
             return A_RULE
-        stack = around
+        stack = callers
         if stack and is_own_file(stack[0].file_name):
             return "jax"
     for frame in stack:
@@ -46,29 +48,31 @@ def whose(occurrence: Occurrence) -> str:
 
 
 def file_of_primal(node: CustomGradient) -> str:
-    """ "" if unknown."""
+    """Returns an empty text if the file is unknown."""
     function = origin_of_function(node.primal.function_source)
     return function.file if function else ""
 
 
 def is_jaxs_rule(node: CustomGradient) -> bool:
-    """Then the rule is the derivative of its function."""
+    """Whether JAX wrote the rule, which then is the true derivative of its function."""
     return is_jaxs_file(file_of_rule(node))
 
 
 def may_change(node: CustomGradient) -> bool:
-    """Whether a rule may change a gradient: the user or this package has made the rule."""
+    """Whether the user or this package wrote the rule, so that the rule may change a gradient."""
     file = file_of_rule(node)
-    return is_user_file(file) or (is_own_file(file) and not is_jaxs_file(file)) if file else False
+    is_of_package = is_own_file(file) and not is_jaxs_file(file)
+    return bool(file) and (is_user_file(file) or is_of_package)
 
 
 def file_of_rule(node: CustomGradient) -> str:
-    """Returns the file of a custom gradient's rule. The function may be in another file: in
-    ``custom_gradient(jnp.round)`` only the function is JAX's. For ``defjvps``, whose rule JAX
-    makes, returns the file of the function."""
+    """Returns the file of a custom gradient's rule. The primal may be in another file: in
+    ``custom_gradient(jnp.round)`` the primal is JAX's. For ``defjvps``, where JAX makes the rule,
+    returns the file of the primal."""
     code = code_of_rule(node)
-    is_given = code is not None and (node.kind == "vjp" or not is_jaxs_file(code.co_filename))
-    return code.co_filename if code is not None and is_given else file_of_primal(node)
+    if code is None or (node.kind == "jvp" and is_jaxs_file(code.co_filename)):
+        return file_of_primal(node)
+    return code.co_filename
 
 
 def code_of_rule(node: CustomGradient) -> CodeType | None:
@@ -82,19 +86,19 @@ def code_of_rule(node: CustomGradient) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def _frames_above_stop_gradient(stack: Sequence[Any]) -> Sequence[Any]:
-    """Returns the frames around a call of `stop_gradient`, or around its `tree_map`; `stack` itself
-    if it has no such call."""
-    # Under `vmap`, frames of JAX are inside of the call: take the outermost `stop_gradient`.
-    inner = list(itertools.takewhile(is_own_file, (str(f.file_name) for f in stack)))
-    names = [str(f.function_name) for f in stack[: len(inner)]]
+def _frames_above_stop_gradient(stack: Sequence[Any]) -> Sequence[Any] | None:
+    """Returns the frames that call `stop_gradient`, or that call `tree_map` on it; None if no frame
+    is of `stop_gradient`. `stack` is ordered from the inside out."""
+    library = list(itertools.takewhile(is_own_file, (str(f.file_name) for f in stack)))
+    names = [str(f.function_name) for f in stack[: len(library)]]
+    # Under `vmap`, `stop_gradient` has several frames: the outermost frame is the user's call.
     calls = [i for i, name in enumerate(names) if "stop_gradient" in name]
     if not calls:
-        return stack
-    end = calls[-1] + 1
-    while end < len(names) and re.match(r"tree_map|map$", names[end]):
-        end += 1
-    return stack[end:]
+        return None
+    caller = calls[-1] + 1
+    while caller < len(names) and re.match(r"tree_map|map$", names[caller]):
+        caller += 1
+    return stack[caller:]
 
 
 def _package_name(file: str) -> str:

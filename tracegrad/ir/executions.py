@@ -1,4 +1,4 @@
-"""Selectors by executed code: they find the operations of a call, or of a source line.
+"""Selectors that find the operations of one call, or of one source line.
 
 The Python frames that JAX records separate the operations of one execution from those of the next.
 """
@@ -27,16 +27,15 @@ class _ByFrame(Grouping):
 
     For each operation JAX records the Python frames and their instructions. The operations of one
     execution are adjacent in the program and have the same frames outside of the code. If the code
-    was executed several times in a row from one place, a frame that goes back to an earlier
-    instruction marks the start of the next execution, unless a loop in the code itself can be the
-    reason.
+    was executed several times in a row from one place, the next execution starts where a frame goes
+    back to an earlier instruction, unless a loop in the code itself can explain that.
     """
 
     @abstractmethod
-    def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
-        """Returns the index (innermost first) of the frame that a pattern matches, and a key.
-        Frames with different keys are in different groups. `known` caches whether a code object
-        matches, by identity."""
+    def _find_frame(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
+        """Returns the index (innermost first) of the frame that a pattern matches, and a key; None
+        if no frame matches. Frames with different keys are in different groups. `known` caches an
+        answer about each code object, by identity."""
 
     def _is_named(self, node: Node) -> bool:
         return False
@@ -60,15 +59,15 @@ class _ByFrame(Grouping):
 
         for node in graph.nodes:
             stack = stack_of(node, root=not path)
-            anchor = self._anchor(stack, known)
+            anchor = self._find_frame(stack, known)
             if anchor is None:
                 finish()
                 last = None
                 if self._is_named(node):
                     groups[node] = (None, [node])
                 continue
-            index, kind = anchor
-            key = (stack.key(index + 1), id(stack.codes[index]), kind)
+            index, pattern = anchor
+            key = (stack.key(index + 1), id(stack.codes[index]), pattern)
             if key != last:
                 finish()
             last = key
@@ -84,7 +83,7 @@ class _ByFrame(Grouping):
         executions = [[run[0]]]
         unsure: set[int] = set()  # groups that may belong to the execution before
         for before, now in itertools.pairwise(run):
-            went_back = _went_back(before, now, level, run[-1].node)
+            went_back = _classify_step_back(before, now, level, run[-1].node)
             if not went_back:
                 executions[-1].append(now)
                 continue
@@ -113,7 +112,7 @@ class _FramedNode(NamedTuple):
 
 
 def _deciding_level(run: Sequence[_FramedNode]) -> tuple[int, bool]:
-    """Returns the outermost level at which the nodes' frames are not all at the same instruction,
+    """Returns the outermost level at which the nodes' frames are at several instructions (0: none),
     and whether a frame further out is in a loop of its code. Level 1 is the matched code."""
     may_loop = False
     for level in range(1, min(len(bound.inner) for bound in run) + 1):
@@ -124,15 +123,15 @@ def _deciding_level(run: Sequence[_FramedNode]) -> tuple[int, bool]:
     return 0, may_loop
 
 
-def _went_back(before: _FramedNode, now: _FramedNode, level: int, last: Node) -> str:
+def _classify_step_back(before: _FramedNode, now: _FramedNode, level: int, end: Node) -> str:
     """Returns ``"in a loop"`` or ``"again"`` if execution went back at a level, else ``""``.
 
-    At level 0 the frames do not differ: JAX gives the frames of the call to all operations of a
-    jitted function that it inlines (`jnp.mean`; a product that converts or broadcasts an operand
-    first). Then each execution ends with the operation of the `last` node of all.
+    At level 0 all frames are equal, since JAX gives all operations of an inlined jitted function
+    the frames of its call (`jnp.mean`; a product that first converts or broadcasts an operand).
+    Then each execution ends with the primitive of the `end` node, the last node of all.
     """
     if level == 0:
-        is_end = before.node.primitive is last.primitive
+        is_end = before.node.primitive is end.primitive
         return "again" if is_end and len(before.inner) == len(now.inner) else ""
     old, new = before.inner[-level], now.inner[-level]
     if old.code is not new.code or new.at >= old.at:
@@ -151,7 +150,7 @@ def _join_unsure(executions: list[list[_FramedNode]], unsure: set[int]) -> list[
 
 
 def _are_independent(executions: Sequence[Sequence[_FramedNode]]) -> bool:
-    """Whether no group uses a value that another group computes."""
+    """Whether no execution uses a value of another execution."""
     makers = {
         value: i
         for i, members in enumerate(executions)
@@ -169,8 +168,8 @@ def _are_independent(executions: Sequence[Sequence[_FramedNode]]) -> bool:
 class CallOf(_ByFrame):
     made_by = "match.call"
 
-    def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
-        for index in range(len(stack.codes) - 1, -1, -1):
+    def _find_frame(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
+        for index in range(len(stack.codes) - 1, -1, -1):  # a recursive call is one match
             code = stack.codes[index]
             found = known.get(id(code))
             if found is None:
@@ -194,13 +193,13 @@ class CallOf(_ByFrame):
 
 
 def _is_machinery(code: CodeType) -> bool:
-    """Whether the name of a function does not matter: JAX's tracing code and private functions, and
+    """Whether a function is not worth naming: JAX's tracing code, JAX's private functions, and
     wrappers of this package."""
     *_, folder, name = ["", "", *code.co_filename.replace("\\", "/").split("/")]
-    traces = folder in ("_src", "interpreters") and name != "random.py"
+    is_tracing_code = folder in ("_src", "interpreters") and name != "random.py"
     is_wrapper = code.co_filename.startswith(PACKAGE) and "<locals>" in code.co_qualname
     is_private = "/_src/" in code.co_filename and code.co_name.startswith("_")
-    return traces or is_wrapper or is_private
+    return is_tracing_code or is_wrapper or is_private
 
 
 def _matches_function(qualname: str, patterns: tuple[str, ...]) -> bool:
@@ -218,14 +217,14 @@ class SourceOf(_ByFrame):
     made_by = "match.source"
     _each_iteration = True
 
-    def _anchor(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
+    def _find_frame(self, stack: Stack, known: dict[int, bool]) -> tuple[int, Any] | None:
         for index, code in enumerate(stack.codes):
             if id(code) not in known:
                 known[id(code)] = is_user_file(code.co_filename)
             if known[id(code)]:
                 (frame,) = stack.frames(index, index + 1)
-                kind = next((p for p in self.patterns if _matches_place(frame, p)), None)
-                return None if kind is None else (index, kind)
+                pattern = next((p for p in self.patterns if _matches_place(frame, p)), None)
+                return None if pattern is None else (index, pattern)
         return None
 
     def names(self, graph: Graph) -> list[str]:

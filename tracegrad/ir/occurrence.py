@@ -120,7 +120,7 @@ class Occurrence:
         for node, region in self.path:
             if isinstance(node, CustomGradient) or (node.op, region) in _SOLVES:
                 return node
-            if node.op == _jax.OF_AN_OBJECT:
+            if node.op == _jax.OBJECT_PRIMITIVE:
                 return node
         return None
 

@@ -1,8 +1,8 @@
-"""Puts a named scope around the operations in the bodies of scans, and not only around the scans.
+"""Puts a named scope around each operation in the bodies of scans.
 
 When JAX differentiates a `scan`, it moves the operations that are the same at each step out of the
-scan (for example, operations that quantise the weights of a recurrent layer). Outside, such an
-operation has the scopes that it had in the body, and no scope that is around the scan.
+scan (for example, operations that quantise the weights of a recurrent layer). A moved operation
+keeps the scopes that it has in the body, and loses the scopes around the scan.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from tracegrad.ir.nodes import Node
 from tracegrad.ir.writing import Where
 
 
-def in_scope_in_scans(graph: Graph, name: str) -> Graph:
+def add_scope_in_scans(graph: Graph, name: str) -> Graph:
     """Puts the scope `name` around each operation in the body of a scan."""
 
-    @functools.cache  # a region that several nodes call is edited once, and stays one region
-    def edited(region: Graph, inside: bool) -> Graph:
-        if not inside and _jax.SCAN not in _jax.program_facts(region.program).primitives:
+    @functools.cache  # a region that several nodes call is edit_region once, and stays one region
+    def edit_region(region: Graph, is_in_scan: bool) -> Graph:
+        if not is_in_scan and _jax.SCAN not in _jax.program_facts(region.program).primitives:
             return region
-        return region.replace(nodes=[in_scope(node, inside) for node in region.nodes])
+        return region.replace(nodes=[edit_node(node, is_in_scan) for node in region.nodes])
 
-    def in_scope(node: Node, inside: bool) -> Node:
-        """Returns the node; `inside`: whether it is in the body of a scan."""
+    def edit_node(node: Node, is_in_scan: bool) -> Node:
+        """Adds the scope in the bodies inner the node, and to the node if it is in a scan."""
         if why_not_widened(node) is None or node.primitive in _jax.WHILES:
-            below = inside or node.primitive is _jax.SCAN
-            regions = {place: edited(region, below) for place, region in node.regions.items()}
+            inner = is_in_scan or node.primitive is _jax.SCAN
+            regions = {place: edit_region(region, inner) for place, region in node.regions.items()}
             edits = {k: Edited(new) for k, new in regions.items() if new is not node.regions[k]}
             if edits:
                 (node,) = with_regions(node, edits, Where()).nodes
-        if not inside:
+        if not is_in_scan:
             return node
         info = _jax.inside_scope(name, node.equation.source_info)
         return node.having(node.equation.replace(source_info=info))
 
-    return edited(graph, False)
+    return edit_region(graph, False)

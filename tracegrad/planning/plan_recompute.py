@@ -28,7 +28,7 @@ from tracegrad.planning.modelling import model
 from tracegrad.planning.options import Measure, MemoryBudget, budget_bytes, plans_to_compile
 from tracegrad.planning.plan import PlanSummary, RecomputePlan, StepPlan
 from tracegrad.planning.search import BudgetTooSmall, Search
-from tracegrad.planning.whole_step import warn_if_larger
+from tracegrad.planning.whole_step import warn_if_step_exceeds_budget
 from tracegrad.rewriting.edits import refuse_differentiated
 from tracegrad.tracing.graphs import graph_of_call, require_function
 from tracegrad.tracing.tools import tool
@@ -188,7 +188,9 @@ class FitToBudget:
         if any(map(is_under_rules, places)):
             held = None
             if not self._is_share:
-                held = warn_if_larger(graph, places, budget_bytes(self.memory_budget, 0), self)
+                held = warn_if_step_exceeds_budget(
+                    graph, places, budget_bytes(self.memory_budget, 0), self
+                )
             self.latest = StepPlan(graph.name, self._planned.take(), held)
             return graph
         for place in places:

@@ -3,8 +3,8 @@
 1. A program may be cut at places where few bytes cross from one side to the other. A *part* is the
    operations between two cuts.
 2. A *way* is one choice for a part, as one segment: keep it, or recompute it with a save set. The
-   save sets come from minimum cuts at all prices of a byte (`cuts.hulls`). Equal parts are solved
-   once.
+   save sets come from minimum cuts at all prices of a byte (`cuts.find_hulls`). Equal parts are
+   solved once.
 3. Dynamic programming from the first to the last cut chooses one way for each part. A *label* is a
    row of numbers for one sequence of ways up to a cut: their cost, and the bytes that they leave in
    memory for the rest.
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tracegrad.planning.cuts import Network, SaveSet, hulls
+from tracegrad.planning.cuts import Network, SaveSet, find_hulls
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.simulation import Local, Piece, Segment, keep_all
 from tracegrad.planning.spans import alive
@@ -172,7 +172,7 @@ class Planner:
         keys = [tuple(self._tokens[start:stop]) for start, stop in parts]
         alike = dict(zip(keys, parts, strict=True))
         pieces = [Piece(self.model, start, stop) for start, stop in alike.values()]
-        cuts = hulls(list(map(network_of, pieces)), TUNING.save_sets)
+        cuts = find_hulls(list(map(network_of, pieces)), TUNING.save_sets)
         found = {
             key: self._run_ways(start, stop, piece, saving)
             for (key, (start, stop)), piece, saving in zip(alike.items(), pieces, cuts, strict=True)

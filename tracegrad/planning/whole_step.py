@@ -1,9 +1,9 @@
 """Compares a memory budget with the memory of a whole step, and warns if the step holds more.
 
 A plan is for one gradient. In a step with two gradients, the values that the first gradient leaves
-behind are alive while the second gradient runs. A second derivative keeps more values. A gradient
-that was made outside of the step has no plan. Such a step is compiled as a whole; if XLA then
-reports more bytes than the budget, the user gets a warning.
+behind are alive while the second gradient runs. A second derivative saves more values than its plan
+counts. A gradient that was traced outside of the step has no plan. Such a step is compiled as a
+whole; if XLA then reports more bytes than the budget, the user gets a warning.
 """
 
 from __future__ import annotations
@@ -18,50 +18,57 @@ from tracegrad.planning.measuring import held_by_program
 
 
 class BudgetWarning(UserWarning):
-    """A step holds more than its memory budget, although each of its gradients fits the budget."""
+    """A step exceeds its memory budget, or may exceed it: the bytes of the step are unknown."""
 
 
-def warn_if_larger(
-    step: Graph, places: Iterable[Occurrence], budget: int, asked: object
+def warn_if_step_exceeds_budget(
+    step: Graph, occurrences: Iterable[Occurrence], budget: int, request: object
 ) -> int | None:
-    """Returns the bytes that XLA holds for a step; None, without compiling, if the plan of one
-    gradient says all. Warns, at the user's line, if the bytes are more than the budget, or unknown.
-    `places` are the nodes of the step, from `walk`; `asked` is the user's request, for the
-    message."""
-    why = _why_the_plan_falls_short(places)
-    if not why:
+    """Compiles a step, and returns the bytes that XLA holds for it. Returns None if one plan covers
+    the step, which is then not compiled, or if XLA cannot measure the step. Warns, at the user's
+    line, if the bytes are more than the budget, or unknown.
+
+    `occurrences` are all nodes of the step; `request` is the user's request, for the message.
+    """
+    reason = _why_one_plan_is_not_enough(occurrences)
+    if not reason:
         return None
-    text = f"{asked!r} limits each gradient alone, and {step.name} {why}"
+    text = f"{request!r} limits each gradient alone, and {step.name} {reason}"
     try:
         held = held_by_program(step)
     except NotMeasuredError as error:
-        warn_where_called(f"{text}: its bytes as a whole are not known ({error})", BudgetWarning)
+        warn_where_called(f"{text}: the whole step's bytes are unknown ({error})", BudgetWarning)
         return None
     if held > budget:
-        text += f": as a whole it holds {held:,} bytes ({in_units(held)}) beside arguments and "
-        text += "results. Give a smaller budget, so that the step as a whole is within yours"
+        text += f": the whole step holds {held:,} bytes ({in_units(held)}) beside arguments and "
+        text += (
+            f"results. Give a smaller budget, until the whole step holds at most {budget:,} bytes"
+        )
         warn_where_called(text, BudgetWarning)
     return held
 
 
-def _why_the_plan_falls_short(places: Iterable[Occurrence]) -> str:
-    is_backward = False  # whether the previous node belongs to a backward pass
-    for place in places:
-        stacks = [scopes.transformations(scopes.around(node)) for node in place.steps]
+def _why_one_plan_is_not_enough(occurrences: Iterable[Occurrence]) -> str:
+    """Returns the reason in the words of the warning, or an empty text if one plan covers the step.
+    JAX names the transformations of a node: "jvp" in both passes of a gradient, "transpose" in the
+    backward pass alone."""
+    was_backward = False  # whether the last node of a gradient was in its backward pass
+    for occurrence in occurrences:
+        stacks = [scopes.transformations(scopes.around(node)) for node in occurrence.steps]
         stack = [name for names in stacks for name in names]
         if "jvp" not in stack:
             continue
-        if not is_under_rules(place):
+        if not is_under_rules(occurrence):
             return "has a gradient that was made outside of it"
-        if any(map(_is_backward_moved, stacks)):
+        if any(map(_is_forward_over_backward, stacks)):
             return "differentiates a gradient"
-        if is_backward and "transpose" not in stack:
+        if was_backward and "transpose" not in stack:
             return "has several gradients"
-        is_backward = "transpose" in stack
+        was_backward = "transpose" in stack
     return ""
 
 
-def _is_backward_moved(names: Sequence[str]) -> bool:
-    """Whether the transformations are forward mode over a backward pass."""
-    forward = [k for k, name in enumerate(names) if name == "jvp" and "transpose" not in names[:k]]
-    return bool(forward) and "transpose" in names[forward[0] :]
+def _is_forward_over_backward(names: Sequence[str]) -> bool:
+    """Whether the outermost derivative is a JVP of a backward pass."""
+    derivatives = [name for name in names if name in ("jvp", "transpose")]
+    return derivatives[:1] == ["jvp"] and "transpose" in derivatives

@@ -316,7 +316,7 @@ def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
         f"Match the whole, match.op({node.op!r}), or exclude the operations in it: "
         "& ~match.where(lambda found: found.rule_around)"
     )
-    if node.op == _jax.OF_AN_OBJECT:
+    if node.op == _jax.OBJECT_PRIMITIVE:
         raise GraphError(
             f"{rule!r}: {match} lies inside of {node.name}, whose derivative JAX has for the "
             f"whole: the edit would vanish. {whole}"

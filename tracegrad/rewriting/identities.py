@@ -21,7 +21,7 @@ from tracegrad.rewriting.match_rule import Edit, MatchRule, behind, of_arrays
 from tracegrad.rewriting.norms import at_least_32_bits
 
 
-def rule_of(
+def identity_rule(
     name: str,
     where: Selector | Parameters,
     identity: Callable[[Any], Any],
@@ -31,8 +31,8 @@ def rule_of(
     of_parameter: Callable[[Any], Any] | None = None,
     again: Callable[[Any], Any] | None = None,
 ) -> MatchRule:
-    """Makes a rule that passes values through `identity`, a function with another tangent. The
-    values are parameters, or the values that leave a match, or its operands at `inputs`.
+    """Makes a rule that passes values through `identity`, which changes the tangent. The values are
+    parameters; the operands of a match at `inputs`; or, by default, the results of a match.
 
     `of_parameter` is the identity for parameters, by default `identity`; for `again` see
     `MatchRule.identity_again`.
@@ -42,7 +42,7 @@ def rule_of(
             f"inputs={inputs!r} are positions of the inputs of an operation; {where!r} selects "
             "parameters: leave out inputs="
         )
-    edit = of_arrays(through(identity, inputs, missing_ok))
+    edit = of_arrays(identity_edit(identity, inputs, missing_ok))
     for_parameter = of_parameter or identity
     return MatchRule(
         name,
@@ -54,25 +54,25 @@ def rule_of(
     )
 
 
-def through(
+def identity_edit(
     identity: Callable[[Any], Any],
     inputs: int | Sequence[int] | None = None,
     missing_ok: bool = False,
 ) -> Edit:
-    """Returns an edit that passes the values that leave a match, or its operands at the positions
-    `inputs`, through `identity`. The edit raises NoMatchError, unless `missing_ok`, if no operand
-    at these positions has a gradient, in any match."""
+    """Returns an edit that passes the results of a match, or its operands at the positions
+    `inputs`, through `identity`. Unless `missing_ok`, the edit raises NoMatchError if no match has
+    an operand with a gradient at these positions."""
     if inputs is None:
         return behind(identity)
-    several = inputs if isinstance(inputs, Iterable) else (inputs,)
-    if not all(isinstance(i, SupportsIndex) for i in several):
+    sequence = inputs if isinstance(inputs, Iterable) else (inputs,)
+    if not all(isinstance(i, SupportsIndex) for i in sequence):
         raise TypeError(
             "inputs is the position of an input or a sequence of positions, as in inputs=0; it "
             f"was given {inputs!r}"
         )
-    positions = tuple(map(operator.index, several))
+    positions = tuple(map(operator.index, sequence))
 
-    def chosen(region: Graph, match: Occurrence, operands: Sequence[Atom]) -> list[int]:
+    def find_places(region: Graph, match: Occurrence, operands: Sequence[Atom]) -> list[int]:
         for position in positions:
             if not -len(operands) <= position < len(operands):
                 have = ", ".join(value_text(region, atom) for atom in operands) or "none"
@@ -81,25 +81,25 @@ def through(
         return [i for i in places if isinstance(operands[i], Value) and has_gradient(operands[i])]
 
     def edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
-        idle: list[str] = []
-        acts = False
+        first_match, acts = "", False
 
-        def noted(region: Graph, match: Occurrence, operands: Sequence[Atom]) -> list[int]:
-            nonlocal acts
-            places = chosen(region, match, operands)
+        def choose_places(region: Graph, match: Occurrence, operands: Sequence[Atom]) -> list[int]:
+            nonlocal acts, first_match
+            places = find_places(region, match, operands)
             acts = acts or bool(places)
-            if not idle:
+            if not first_match:
                 have = ", ".join(value_text(region, atom) for atom in operands)
-                idle.append(f"{match}, whose inputs are ({have})")
+                first_match = f"{match}, whose inputs are ({have})"
             return places
 
-        edited = before_each(graph, matches, identity, noted)
+        edited = before_each(graph, matches, identity, choose_places)
         if not (acts or missing_ok):
             others = " and of the other matches" if len(matches) > 1 else ""
             raise NoMatchError(
                 lambda: (
-                    f"no gradient leaves through inputs={inputs!r} of {idle[0]}{others}: numbers "
-                    "that are written into the program, and integers, have none. Name another input"
+                    f"no gradient leaves through inputs={inputs!r} of {first_match}{others}: "
+                    "numbers that are written into the program, and integers, have none. Name "
+                    "another input"
                 )
             )
         return edited
@@ -131,6 +131,6 @@ perturbed = _jax.with_tangent(
     lambda primals, tangents: tangents[0] + tangents[1],
     "perturbed",
 )
-"""Returns the value bit by bit, with the derivative of ``value + perturbation``.
+"""Returns the value bit for bit, with the derivative of ``value + perturbation``.
 
-The perturbation is zero: the program is differentiated with respect to it."""
+The perturbation is zero, and the program is differentiated with respect to it."""

@@ -1,11 +1,10 @@
 """The rules of the primitive `checkpointed_while`, a `while` loop with reverse mode.
 
-JAX's own rules for `while` lower and batch the loop, and differentiate it in forward mode; each
-loop that such a rule makes becomes a `checkpointed_while` again. So the loop compiles to the same
-code as JAX's loop, unless it is differentiated in reverse. `loop_reverse` has the rules for reverse
-mode.
+Lowering, batching and forward mode run JAX's rules for `while`. Each `while` that such a rule makes
+becomes a `checkpointed_while` again. So the loop compiles to the same code as JAX's loop, unless it
+is differentiated in reverse. `loop_reverse` has the rules for reverse mode.
 
-The rules are registered in the tables that JAX's documentation of new primitives uses, as in
+The rules are registered in the tables that JAX's documentation of new primitives names, as in
 `_jax.identity_primitive`.
 """
 
@@ -24,33 +23,34 @@ from tracegrad import _jax
 
 WHILE: Any = _jax.WHILE
 CHECKPOINTED_WHILE = _jax.CHECKPOINTED_WHILE
-ad: Any = _ad  # some of its functions have type annotations, and others do not
+ad: Any = _ad  # `Any`: only some of its functions have type annotations
 pe: Any = _pe
 
-_OURS = ("checkpoints", "place")
+_ADDED_PARAMS = ("checkpoints", "place")
 
 
 def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the parameters of JAX's loop and our own."""
-    ours = {name: params[name] for name in _OURS}
-    return {k: v for k, v in params.items() if k not in _OURS}, ours
+    """Returns the parameters of JAX's `while`, and the parameters that this package adds."""
+    added = {name: params[name] for name in _ADDED_PARAMS}
+    return {k: v for k, v in params.items() if k not in _ADDED_PARAMS}, added
 
 
-def _to_checkpointed(equation: Any, ours: Mapping[str, Any]) -> Any:
+def _make_checkpointed(equation: Any, added: Mapping[str, Any]) -> Any:
     if equation is None or equation.primitive is not WHILE:
         return equation
-    return equation.replace(primitive=CHECKPOINTED_WHILE, params={**equation.params, **ours})
+    return equation.replace(primitive=CHECKPOINTED_WHILE, params={**equation.params, **added})
 
 
-def _run_with_ours(program: Any, args: Sequence[Any], ours: Mapping[str, Any]) -> list[Any]:
-    """Loops inside of loops stay JAX's."""
+def _run_checkpointed(program: Any, args: Sequence[Any], added: Mapping[str, Any]) -> list[Any]:
+    """Runs a program in which each `while` becomes a `checkpointed_while`; a loop inside of a loop
+    stays a `while`."""
     body = _jax.opened(program)
-    edited = body.replace(eqns=[_to_checkpointed(equation, ours) for equation in body.eqns])
+    edited = body.replace(eqns=[_make_checkpointed(equation, added) for equation in body.eqns])
     return list(jax.core.eval_jaxpr(edited, _jax.constants_of(program), *args))
 
 
-def _trace_afresh(run: Callable[..., Any], args: Any) -> Any:
-    # A fresh function: JAX caches traces by the identity of the function.
+def _trace_uncached(run: Callable[..., Any], args: Any) -> Any:
+    # A new function: JAX caches traces by the identity of the function.
     return jax.make_jaxpr(lambda *args: run(*args))(*jax.tree.map(jax.typeof, args))
 
 
@@ -60,15 +60,16 @@ def checkpointed_while_loop(
     init: Any,
     params: Mapping[str, Any],
 ) -> Any:
-    """`params` has `checkpoints` and `place`."""
-    ours = {name: params[name] for name in _OURS}
+    """Runs `jax.lax.while_loop` as a `checkpointed_while` with these `checkpoints` and `place`."""
+    added = {name: params[name] for name in _ADDED_PARAMS}
     leaves, tree = jax.tree.flatten(init)
 
     def run(*leaves: Any) -> list[Any]:
         final = lax.while_loop(condition, body, jax.tree.unflatten(tree, leaves))
         return jax.tree.leaves(final)
 
-    return jax.tree.unflatten(tree, _run_with_ours(_trace_afresh(run, leaves), leaves, ours))
+    program = _trace_uncached(run, leaves)
+    return jax.tree.unflatten(tree, _run_checkpointed(program, leaves, added))
 
 
 # ------------------------------------------------------------------- rules made from JAX's own
@@ -82,55 +83,61 @@ def _bind_while(*args: Any, **params: Any) -> Any:
     return WHILE.bind(*args, **split_params(params)[0])
 
 
-def batch_loop(axis: Any, args: Any, places: Any, **params: Any) -> Any:
-    own, ours = split_params(params)
-    found: list[Any] = []
+def batch_loop(axis_data: Any, args: Any, batch_dims: Any, **params: Any) -> Any:
+    while_params, added = split_params(params)
+    out_dims: list[Any] = []
 
     def run(*args: Any) -> Any:
-        outs, found[:] = batching.fancy_primitive_batchers[WHILE](axis, args, places, **own)
+        outs, out_dims[:] = batching.fancy_primitive_batchers[WHILE](
+            axis_data, args, batch_dims, **while_params
+        )
         return outs
 
-    program = _trace_afresh(run, args)
-    return _run_with_ours(program, args, ours), found
+    program = _trace_uncached(run, args)
+    return _run_checkpointed(program, args, added), out_dims
 
 
 def differentiate_forward(primals: Any, tangents: Any, **params: Any) -> Any:
-    """The JVP of a `checkpointed_while`: JAX's JVP of `while`, in which the loop is ours."""
-    own, ours = split_params(params)
-    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-    found: list[Any] = []
+    """The JVP of a `checkpointed_while`: JAX's JVP of `while`, with its loop replaced."""
+    while_params, added = split_params(params)
+    nonzero_positions = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    zeros_or_none: list[Any] = []
 
-    def run(primals: Any, given: Any) -> Any:
+    def run(primals: Any, nonzero_tangents: Any) -> Any:
         all_tangents = list(tangents)
-        for i, tangent in zip(moving, given, strict=True):
+        for i, tangent in zip(nonzero_positions, nonzero_tangents, strict=True):
             all_tangents[i] = tangent
-        outs, made = ad.primitive_jvps[WHILE](primals, all_tangents, **own)
-        # Keep only symbolic zeros: a tracer must not outlive its trace.
-        found[:] = [tangent if type(tangent) is ad.Zero else None for tangent in made]
-        return outs, [tangent for tangent in made if type(tangent) is not ad.Zero]
+        outs, out_tangents = ad.primitive_jvps[WHILE](primals, all_tangents, **while_params)
+        # Keep the symbolic zeros alone: a tracer must not outlive its trace.
+        zeros_or_none[:] = [
+            tangent if type(tangent) is ad.Zero else None for tangent in out_tangents
+        ]
+        return outs, [tangent for tangent in out_tangents if type(tangent) is not ad.Zero]
 
-    given = [tangents[i] for i in moving]
-    program = _trace_afresh(run, (list(primals), given))
-    results = _run_with_ours(program, [*primals, *given], ours)
-    flowing = iter(results[len(found) :])
-    outs = [out if type(out) is ad.Zero else next(flowing) for out in found]
-    return results[: len(found)], outs
+    nonzero_tangents = [tangents[i] for i in nonzero_positions]
+    program = _trace_uncached(run, (list(primals), nonzero_tangents))
+    results = _run_checkpointed(program, [*primals, *nonzero_tangents], added)
+    nonzero_out_tangents = iter(results[len(zeros_or_none) :])
+    outs = [out if type(out) is ad.Zero else next(nonzero_out_tangents) for out in zeros_or_none]
+    return results[: len(zeros_or_none)], outs
 
 
 def _eliminate_dead_code(*args: Any) -> Any:
     *rest, equation = args
-    own, ours = split_params(equation.params)
-    (*used, equation) = pe.dce_rules[WHILE](*rest, equation.replace(primitive=WHILE, params=own))
-    return (*used, _to_checkpointed(equation, ours))
-
-
-def _partial_eval(saveable: Any, unknown: Any, written: Any, equation: Any) -> Any:
-    """The rule for `jax.checkpoint`, which keeps no states: the known part, and the whole loop."""
-    own, ours = split_params(equation.params)
-    known, staged, *rest = pe.partial_eval_jaxpr_custom_rules[WHILE](
-        saveable, unknown, written, equation.replace(primitive=WHILE, params=own)
+    while_params, added = split_params(equation.params)
+    (*used, equation) = pe.dce_rules[WHILE](
+        *rest, equation.replace(primitive=WHILE, params=while_params)
     )
-    return _to_checkpointed(known, ours), _to_checkpointed(staged, ours), *rest
+    return (*used, _make_checkpointed(equation, added))
+
+
+def _partial_eval(policy: Any, is_unknown: Any, instantiate: Any, equation: Any) -> Any:
+    """The rule under `jax.checkpoint`: a loop for the known part, and the whole loop."""
+    while_params, added = split_params(equation.params)
+    known, staged, *rest = pe.partial_eval_jaxpr_custom_rules[WHILE](
+        policy, is_unknown, instantiate, equation.replace(primitive=WHILE, params=while_params)
+    )
+    return _make_checkpointed(known, added), _make_checkpointed(staged, added), *rest
 
 
 CHECKPOINTED_WHILE.multiple_results = True
@@ -140,5 +147,5 @@ mlir.register_lowering(CHECKPOINTED_WHILE, mlir.lower_fun(_bind_while, multiple_
 batching.fancy_primitive_batchers[CHECKPOINTED_WHILE] = batch_loop
 ad.primitive_jvps[CHECKPOINTED_WHILE] = differentiate_forward
 pe.partial_eval_jaxpr_custom_rules[CHECKPOINTED_WHILE] = _partial_eval
-if WHILE in pe.dce_rules:  # from 0.12 on
+if WHILE in pe.dce_rules:  # JAX >= 0.12
     pe.dce_rules[CHECKPOINTED_WHILE] = _eliminate_dead_code

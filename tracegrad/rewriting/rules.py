@@ -147,7 +147,7 @@ def stop_gradient(
     (Array([0., 0.], dtype=float32), Array([[2., 2.]], dtype=float32))
     """
     stop: Any = jax.lax.stop_gradient
-    return identities.rule_of("stop_gradient", where, stop, missing_ok, inputs)
+    return identities.identity_rule("stop_gradient", where, stop, missing_ok, inputs)
 
 
 @shows_arguments
@@ -263,7 +263,7 @@ def clip_gradient(
         return cotangent
 
     clipped, again = _jax.with_cotangent(clip, "clip_gradient"), _jax.with_cotangent_alone(clip)
-    return identities.rule_of("clip_gradient", where, clipped, missing_ok, again=again)
+    return identities.identity_rule("clip_gradient", where, clipped, missing_ok, again=again)
 
 
 @shows_arguments
@@ -296,7 +296,7 @@ def scale_gradient(
     """
     if not is_array(factor) or jnp.shape(factor) != ():
         raise ValueError(f"scale_gradient wants a scalar factor, not {brief(factor)}")
-    return identities.rule_of(
+    return identities.identity_rule(
         "scale_gradient",
         where,
         lambda x: identities.scaled(x, factor),

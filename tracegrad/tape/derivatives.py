@@ -23,7 +23,7 @@ from tracegrad.ir.dependence import (
 )
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import run_graph
-from tracegrad.tape.effects import silence
+from tracegrad.tape.effects import remove_repeated_effects
 
 Fun = Callable[..., list[Any]]
 # ``(active, operands, results, given) -> cotangents``: `active` has the positions of the operands
@@ -156,7 +156,7 @@ def _transpose_silently(
         trees.append(needs_tree)
         return needs
 
-    before = silence(graph_of(jax.make_jaxpr(transpose_saved)(saved)))
+    before = remove_repeated_effects(graph_of(jax.make_jaxpr(transpose_saved)(saved)))
     transpose: Callable[..., Any] = jax.tree.unflatten(trees[-1], run_graph(before, saved))
     return transpose
 

@@ -1,4 +1,4 @@
-"""Keeps effects to one time: when an operation runs, not again when its gradient is computed."""
+"""Removes effects that a gradient would repeat: an effect occurs once, when its operation runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from tracegrad.ir.occurrence import Path
 from tracegrad.rewriting.host_calls import would_run_again
 from tracegrad.tape.recorded_rules import parts_of_rule
 
+_MOST_FORWARD_PASSES = 3  # nested: the forward pass of a rule may call its own rule without end
 
-def reads_the_host(program: Any) -> bool:
-    """Whether a call of the host has results, on which later operations may depend."""
+
+def has_host_results(program: Any) -> bool:
+    """Whether a program calls the host for results, on which later operations may depend."""
     return any(
         node.effects and node.outputs and _jax.calls_host([node.op])
         for region in graph_of(program).regions_below
@@ -23,19 +25,19 @@ def reads_the_host(program: Any) -> bool:
     )
 
 
-def silence(graph: Graph) -> Graph:
+def remove_repeated_effects(graph: Graph) -> Graph:
     """Removes the operations that have an effect and no result, such as prints.
 
     The forward passes of custom rules lose such operations too; the backward passes, which have not
-    run yet, keep such operations. Raises NotImplementedError for a call of the host with results:
-    differentiating the graph would call the host again.
+    run yet, keep such operations. Raises NotImplementedError for an effect with results, such as a
+    call of the host: differentiating the graph would run the effect again.
     """
-    return around_each(graph, list(_find_silent(graph, (), 3)), lambda op, *operands: []).graph
+    removed = list(_find_removable(graph, (), _MOST_FORWARD_PASSES))
+    return around_each(graph, removed, lambda op, *operands: []).graph
 
 
-def _find_silent(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
-    """Yields the operations to remove. `depth`: how many nested forward passes of rules to enter,
-    since a forward pass may call its own rule without end."""
+def _find_removable(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
+    """Yields the operations to remove. `depth`: the number of nested forward passes to enter."""
     for node in graph.nodes:
         if not node.effects or (node.has_references and not node.regions):
             continue  # a write to a Ref stays: later reads depend on it
@@ -46,18 +48,18 @@ def _find_silent(graph: Graph, path: Path, depth: int) -> Iterator[Occurrence]:
             yield found
         inner = depth
         if isinstance(node, CustomGradient):
-            if depth == 0 or _has_no_effects(node):
+            if depth == 0 or _is_known_pure(node):
                 continue
-            regions.append(node.face_names[0])
+            regions.append(node.face_names[0])  # the forward pass
             inner -= 1
         for name in regions:
             if node.region(name).effects:
-                yield from _find_silent(node.region(name), found.into(name), inner)
+                yield from _find_removable(node.region(name), found.into(name), inner)
 
 
-def _has_no_effects(node: CustomGradient) -> bool:
-    """Whether a rule has no effects, as far as known without tracing its passes. (A trace takes
-    derivatives in all operands, and the rule refuses operands that its function closes over.)"""
+def _is_known_pure(node: CustomGradient) -> bool:
+    """Whether a rule is known, without tracing its passes, to have no effects. (A trace would
+    differentiate all operands, also closed-over operands, for which the rule raises.)"""
     parts = None if node.kind == "jvp" else parts_of_rule(node.params["bwd"])
     return parts is not None and not any(
         _jax.program_facts(program).has_effects for program in parts.programs

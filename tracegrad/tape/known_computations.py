@@ -75,7 +75,7 @@ def _new_computation(primitive: Any, params: Mapping[str, Any]) -> Computation:
 
 
 def _has_rule(primitive: Any) -> bool:
-    return primitive in RULES or primitive.name == _jax.OF_AN_OBJECT
+    return primitive in RULES or primitive.name == _jax.OBJECT_PRIMITIVE
 
 
 def simple_call(params: Mapping[str, Any]) -> Computation | None:

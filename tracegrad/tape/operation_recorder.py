@@ -19,7 +19,7 @@ from tracegrad import _jax
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.direct_calls import NotDirect, direct_form
-from tracegrad.tape.effects import reads_the_host
+from tracegrad.tape.effects import has_host_results
 from tracegrad.tape.known_computations import (
     computation_of,
     computation_with_programs,
@@ -165,7 +165,7 @@ class OperationRecorder(ForwardingTrace):
         for identity, function in computation.refused.items():
             if any(identity in record.tracked for record in self.records):
                 raise closes_over_watched(function)
-        reads = is_jit and facts.has_effects and reads_the_host(params["jaxpr"])
+        reads = is_jit and facts.has_effects and has_host_results(params["jaxpr"])
         if reads and not self._may_save(watching):  # run it operation by operation
             with set_current_trace(self):
                 return _jax.eval_program(params["jaxpr"], args)

@@ -34,7 +34,7 @@ class _ExecutedOperation(NamedTuple):
 
 
 class Tangents(Record):
-    """A record that keeps no operations, but the tangent of each followed array that is alive.
+    """A record that keeps no operations, only the tangent of each followed array that is alive.
 
     If a tangent cannot be computed, the exception is kept instead of the tangent, and raised when
     the user asks for the tangent.
@@ -55,24 +55,24 @@ class Tangents(Record):
 
     def leave(self) -> None:
         assert self._recorder is not None, "it has entered"
-        # Inner accumulators may have waiting operations, whose tangents this accumulator follows.
+        # This accumulator follows the tangents of inner accumulators' waiting operations.
         for record in self._recorder.records:
             if isinstance(record, Tangents):
-                record._catch_up()
+                record._push_waiting()
         self._recorder.remove(self)
         self._recorder = None
 
     def set(self, array: Any, tangent: Any) -> None:
         """Follows an array until it is freed."""
-        here, identity = weakref.ref(self), id(array)
+        weak_self, identity = weakref.ref(self), id(array)
 
-        def gone(_: Any) -> None:
-            self = here()  # a weak reference, so that this callback keeps no accumulator alive
+        def forget(_: Any) -> None:
+            self = weak_self()  # a weak reference, so that this callback keeps no accumulator alive
             if self is not None:
                 self._forget(identity)
 
         self._tangents[identity] = tangent
-        self.tracked[identity] = weakref.ref(array, gone)
+        self.tracked[identity] = weakref.ref(array, forget)
 
     def add_lost_gradient(
         self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any
@@ -86,7 +86,7 @@ class Tangents(Record):
 
     def get(self, array: Any) -> Any:
         """Returns an array's tangent, the exception that is kept instead, or None."""
-        self._catch_up()
+        self._push_waiting()
         return self._tangents.get(id(array))
 
     # ------------------------------------------------------------------------------ operations
@@ -100,25 +100,25 @@ class Tangents(Record):
     ) -> None:
         """Computes the tangents of the results of an operation that has run."""
         assert isinstance(computation, Computation), "a rule is traced under an accumulator"
-        self._catch_up()
+        self._push_waiting()
         operation = _ExecutedOperation(computation, args, results, info)
-        trace = self._trace_around()
+        trace = self._outer_trace()
         if computation.primitive not in RULES:
-            self._push_and_keep(operation, trace)
+            self._compute_and_keep(operation, trace)
             return
-        # JAX's call of a function with a rule has not returned yet, and expects that either the
-        # function or its rule was traced, not both. So the rule is traced only after the call.
+        # JAX is still inside the call of a function with a custom rule, and allows one trace: of
+        # the function, or of its rule. So the rule is traced after the call.
         self._waiting.append((operation, trace))
         for result in operation.results:
             if _jax.has_gradient(result):
                 self.set(result, None)
 
-    def _catch_up(self) -> None:
+    def _push_waiting(self) -> None:
         while self._waiting:
-            self._push_and_keep(*self._waiting.pop(0))
+            self._compute_and_keep(*self._waiting.pop(0))
 
-    def _push_and_keep(self, operation: _ExecutedOperation, trace: Any) -> None:
-        """`trace`: the trace for the computation of the tangents."""
+    def _compute_and_keep(self, operation: _ExecutedOperation, trace: Any) -> None:
+        """Computes the tangents of the results in `trace`, and keeps them."""
         constants = operation.computation.constants
         found: list[Any] = [None] * constants
         found += [self._tangents.get(id(arg)) for arg in operation.args[constants:]]
@@ -136,62 +136,63 @@ class Tangents(Record):
             elif _jax.has_gradient(result):
                 self.set(result, tangent)
 
-    def _trace_around(self) -> Any:
-        """The trace for the computation of tangents: outer tapes and accumulators record the
-        operations there."""
-        assert self._recorder is not None, "a recorder tells records that have entered"
+    def _outer_trace(self) -> Any:
+        """Returns the trace in which tangents are computed, so that outer tapes and accumulators
+        record these operations."""
+        assert self._recorder is not None, "only an entered record gets operations"
         records = self._recorder.records
-        around = records[: next(i for i, record in enumerate(records) if record is self)]
-        if not any(record.tracked for record in around):
+        outer = records[: next(i for i, record in enumerate(records) if record is self)]
+        if not any(record.tracked for record in outer):
             return self._recorder.parent_trace
         recorder = Recorder(self._recorder.parent_trace)
-        recorder.records = around
+        recorder.records = outer
         return recorder
 
 
-# ----------------------------------------------------------------------------- compiled operations
+# ----------------------------------------------------------------------------- one operation
 
 
 def _push_tangents(
     operation: _ExecutedOperation, active: Sequence[int], given: Sequence[Any]
 ) -> list[Any]:
-    """Returns the tangents of an operation's results. `given`: the tangents of its active operands.
+    """Returns the tangents of an operation's results; `given` are the tangents of its active
+    operands.
 
-    An operand whose tangent is an exception is active too, since a custom rule may ask which
-    operands are being differentiated.
+    An operand whose tangent is an exception is active too: a custom rule may ask which operands are
+    differentiated.
     """
     if rules_in_force():
-        _refuse_rules(_graph_of(operation))
+        _refuse_rules(_trace_operation(operation))
     push = _push_forward(operation, active)
-    refused = joined(1 << k for k, one in enumerate(given) if isinstance(one, Exception))
-    directions = [
+    failed = joined(1 << k for k, one in enumerate(given) if isinstance(one, Exception))
+    input_tangents = [
         jnp.zeros_like(operation.args[i]) if isinstance(one, Exception) else one
         for i, one in zip(active, given, strict=True)
     ]
-    values = iter(push.run(operation.args, directions))
+    values = iter(push.run(operation.args, input_tangents))
     tangents = [next(values) if mask else None for mask in push.linked]
-    if refused:
+    if failed:
         error = next(one for one in given if isinstance(one, Exception))
         return [
-            error if mask & refused else tangent
+            error if mask & failed else tangent
             for tangent, mask in zip(tangents, push.linked, strict=True)
         ]
     return tangents
 
 
-def _refuse_rules(operation: Graph) -> None:
+def _refuse_rules(graph: Graph) -> None:
     """Raises GraphError for a rule in force that would change the tangents of an operation. Such a
-    rule cannot act: the tangents of an operation are computed before the next operation runs."""
+    rule acts on a whole program, but an accumulator computes tangents operation by operation."""
     rule_sets = [each for each in rules_in_force() if not each.acts_everywhere]
     for rule in (rule for rule_set in rule_sets for rule in rule_set.rules):
-        if isinstance(rule, MatchRule) and rule.name not in _OF_REVERSE_MODE:
+        if isinstance(rule, MatchRule) and rule.name not in _REVERSE_MODE_RULES:
             if isinstance(rule.where, Parameters):
-                raise GraphError(_not_reached(rule, "each operation"))
-            for match in matches_of(rule.where, operation, True, rule):
-                raise GraphError(_not_reached(rule, match))
+                raise GraphError(_not_reached_text(rule, "each operation"))
+            for match in matches_of(rule.where, graph, True, rule):
+                raise GraphError(_not_reached_text(rule, match))
 
 
-def _not_reached(rule: MatchRule, what: object) -> str:
+def _not_reached_text(rule: MatchRule, what: object) -> str:
     return (
         f"{rule!r} does not reach the tangents of a ForwardAccumulator, which computes "
         f"them as {what} runs. Use tracegrad.jvp of the function, to which rules apply, "
@@ -199,25 +200,25 @@ def _not_reached(rule: MatchRule, what: object) -> str:
     )
 
 
-_OF_REVERSE_MODE = {"recompute", "checkpointed_loop"}  # these rules do not change tangents
+_REVERSE_MODE_RULES = {"recompute", "checkpointed_loop"}  # these rules do not change tangents
 
 
 def _push_forward(operation: _ExecutedOperation, active: Sequence[int]) -> PushForward:
-    """Compiled if the operation is cached."""
+    """Returns the program of the tangents, which is jitted if the computation is kept."""
     computation = operation.computation
     key = PushForward, tuple(active), tuple(map(_jax.type_key, operation.args))
     program: PushForward | None = computation.derived.get(key)
     if program is None:
         with without_editing():
-            program = push_forward(_graph_of(operation), active)
+            program = push_forward(_trace_operation(operation), active)
         if computation.is_kept:
             program = program._replace(run=jax.jit(program.run))
         computation.derived[key] = program
     return program
 
 
-def _graph_of(operation: _ExecutedOperation) -> Graph:
-    """Each operand is an input of the graph."""
+def _trace_operation(operation: _ExecutedOperation) -> Graph:
+    """Traces an operation; each of its operands is an input of the graph."""
     scope, settings = _jax.equation_context(operation.source_info, None)
 
     def run(*operands: Any) -> list[Any]:

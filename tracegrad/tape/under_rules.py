@@ -15,10 +15,10 @@ from tracegrad.ir import Graph
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.scopes import UNDER_RULES
-from tracegrad.ir.scopes_in_scans import in_scope_in_scans
+from tracegrad.ir.scopes_in_scans import add_scope_in_scans
 from tracegrad.rewriting.identities import perturbed
 from tracegrad.tape.derivatives import transpose_derivative
-from tracegrad.tape.effects import silence
+from tracegrad.tape.effects import remove_repeated_effects
 from tracegrad.tape.record import Entry, type_of_slot
 from tracegrad.tape.recorded_rules import RecordedRule, tracing_rule
 from tracegrad.tracing.argument_paths import argument_path, derivatives_of_argument
@@ -167,7 +167,7 @@ def vjp_under_rules(
     types = [jax.typeof(arrays[slot]) for slot in (*given, *added)]
     graph = graph_of(jax.make_jaxpr(tape)(*types))
     if graph.effects:
-        graph = silence(graph)
+        graph = remove_repeated_effects(graph)
     places = {slot: i for i, slot in enumerate([*given, *added])}
     wanted = tuple(dict.fromkeys(places[slot] for slot in sources))
     differentiated = tuple(i in wanted for i in range(len(types)))
@@ -178,7 +178,7 @@ def vjp_under_rules(
     outer = {v: derivatives_of_argument(arrays[slot]) for v, slot in zip(graph.inputs, given)}
     for rule_set in rules:
         rule_set.refuse_outer(graph, outer)
-    edited = in_scope_in_scans(apply_rules_in_force(graph, rules), UNDER_RULES)
+    edited = add_scope_in_scans(apply_rules_in_force(graph, rules), UNDER_RULES)
 
     def run(*operands: Any) -> list[Any]:
         return run_graph(edited, operands)

@@ -28,7 +28,7 @@ from tracegrad.ir.engine import engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.scopes import UNDER_RULES
-from tracegrad.ir.scopes_in_scans import in_scope_in_scans
+from tracegrad.ir.scopes_in_scans import add_scope_in_scans
 from tracegrad.tracing.argument_paths import (
     argument_path,
     derivatives_of_argument,
@@ -360,4 +360,4 @@ def under_rules_already(
     program: a traced function that differentiates the program does not apply them again."""
     if not rules_in_force():
         return lower(program)
-    return jax.named_call(lower(in_scope_in_scans(program, UNDER_RULES)), name=UNDER_RULES)
+    return jax.named_call(lower(add_scope_in_scans(program, UNDER_RULES)), name=UNDER_RULES)
