@@ -14,7 +14,7 @@ from tracegrad._jax.caches import of_program
 from tracegrad.differentiation.pull_back import Aggregation, sum_of_known
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import listed
-from tracegrad.tape.cotangents import Derivative, cotangents
+from tracegrad.tape.cotangents import Derivative, differentiate_record
 from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorded_rules import RecordedRule
@@ -26,7 +26,7 @@ from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 
-def cotangents_of(
+def differentiate_sources(
     record: Record,
     sources: Sequence[Any],
     targets: Sequence[Any],
@@ -41,7 +41,7 @@ def cotangents_of(
       sources: arrays and Variables.
       targets: arrays.
       variables: maps the Variables among the targets to their values.
-      derivative, seeds: as for `cotangents`.
+      derivative, seeds: as for `differentiate_record`.
       tree: the user's tree of sources.
     """
     # A Variable may have been read as several arrays, for example before and after an assignment.
@@ -49,7 +49,7 @@ def cotangents_of(
     if variables:
         arrays = [_with_target(variables, source, of) for source, of in zip(sources, arrays)]
     with _named_by_place(tree) if rules_in_force() else nullcontext():
-        found = cotangents_of_arrays(record, list(chain(*arrays)), targets, derivative, seeds)
+        found = differentiate_arrays(record, list(chain(*arrays)), targets, derivative, seeds)
     if set(map(len, arrays)) == {1}:  # the common case
         return found
     each = iter(found)
@@ -72,7 +72,7 @@ def _with_target(variables: Mapping[Variable, Any], source: Any, reads: list[Any
     return [*reads, value] if is_new else reads
 
 
-def cotangents_of_arrays(
+def differentiate_arrays(
     record: Record,
     sources: Sequence[Any],
     targets: Sequence[Any],
@@ -84,7 +84,7 @@ def cotangents_of_arrays(
 ) -> list[Any]:
     """Returns the cotangents of source arrays; None for an array that is not connected, or that the
     record does not follow. `stops`: arrays that count as constants; other arguments: see
-    `cotangents`."""
+    `differentiate_record`."""
     warn_of_lost(record, sources, targets)
     # The gradient of a source that is a target is its seed, whether it is followed or not.
     ends = {id(target) for target in targets}
@@ -99,7 +99,9 @@ def cotangents_of_arrays(
     given = [seeds[i] for i in inside] if seeds else []
     stopped = frozenset(map(record.slot, stops))
     starts = tuple(from_sources.values())
-    found = cotangents(record, starts, to_targets, derivative, given, stopped, aggregate, gated)
+    found = differentiate_record(
+        record, starts, to_targets, derivative, given, stopped, aggregate, gated
+    )
     if len(from_sources) == len(sources):  # every source has a slot of its own
         return found
     by_source = dict(zip(from_sources, found, strict=True))
