@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, cached
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_of_known
+from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_without_nones
 from tracegrad.tape.computations import Computation, add_computation, compiled
 from tracegrad.tape.record import Entry, Record, entries_between
 from tracegrad.tape.recorded_rules import RecordedRule
@@ -246,7 +246,7 @@ class _Pass:
         if len(terms) > 1:
             if any(map(is_slices, terms)):  # slices come in the order of their lookups
                 terms = terms[::-1]
-            terms_of[slot] = terms = [sum_of_known(terms, self.aggregate)]
+            terms_of[slot] = terms = [sum_without_nones(terms, self.aggregate)]
         return terms[0]
 
     def _pull_entry(

@@ -36,7 +36,7 @@ from tracegrad.tape.leaves import (
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import Recording
 from tracegrad.tape.sources import (
-    before_calls,
+    arrays_before_calls,
     differentiate_sources,
     warn_of_unseen,
     warn_of_unwatched,
@@ -374,7 +374,7 @@ class GradientTape(Recording):
             self._used = True
             self._stop()
         record = self._record
-        before = before_calls(record, sources)
+        before = arrays_before_calls(record, sources)
         if before:
             leaves = [before.get(id(leaf), leaf) for leaf in leaves]
         if not _jax.is_top_level():
