@@ -104,7 +104,8 @@ class AnnotatedCall:
         if _tracing.depth == _MAX_DEPTH:
             pullback = RecursionError(
                 f"the gradient function of {described(self.fun)} is called by gradient functions "
-                f"that call one another, {_MAX_DEPTH} deep: derivatives are defined up to that order"
+                f"that call one another, {_MAX_DEPTH} deep: derivatives are defined up to that "
+                "order"
             )
             self.pullbacks[:] = [pullback]
             return y, RunResiduals(values, 0)

@@ -125,7 +125,7 @@ def _is_number(aval: Any) -> bool:
 
 
 def zero_cotangent(aval: Any) -> Any:
-    """Returns zeros, the cotangent of an output that none reaches."""
+    """Returns the cotangent of an output that no cotangent reaches: zeros, except for a key."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a random key has no zero
         return _jax.no_cotangent(aval)
     return jnp.zeros(aval.shape, aval.dtype)

@@ -2,9 +2,9 @@
 
 An override is a rule. A derivative that is computed inside of a block applies the block's rules to
 its graph (see `tracing.in_force`). A derivative that is computed after the block, by JAX, tracegrad
-or an outer tape, needs the overrides in the operations themselves. So inside of the block the
-current trace is the block's own (`_Overrides`): it applies the same rules to each operation, and replaces an
-overridden operation by a `jax.custom_vjp` with the registered gradient.
+or an outer tape, needs the overrides in the operations themselves. So `_Overrides` is the current
+trace in the block: it applies the same rules to each operation, and replaces an overridden
+operation by a `jax.custom_vjp` with the registered gradient.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _is_same_code(grad: Callable[..., Any], old: Any) -> bool:
 
 
 def registered_gradient(name: str) -> Callable[..., Any]:
-    """Returns the gradient of this name; raises LookupError, with similar names, if there is none."""
+    """Returns the gradient of this name; raises LookupError, with similar names, without one."""
     try:
         return _registered[name]
     except KeyError:
@@ -328,9 +328,8 @@ class _Overrides(OverridingTrace):
         """Returns an operation with the overrides applied; None if they change nothing. Raises
         GraphError if JAX is differentiating the operation, without the rules.
 
-        `key` is equal for operations that compute the same. The key has the identities of the
-        programs `keyed`, so the cache keeps these programs alive. `trace` returns the program of the
-        operation.
+        `key` is equal for operations that compute the same. It contains the identities of the
+        programs `keyed`, which the cache keeps alive. `trace` returns the operation's program.
         """
         line = str(calling_line()) if name in self._overrides else ""  # for errors
         key = "gradient_override_map", key, self.rule_set.key, line
