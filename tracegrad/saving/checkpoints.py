@@ -292,8 +292,8 @@ def _choose_shardings(
     records: Mapping[str, ArrayRecord],
     sharding: Any,
 ) -> dict[str, Any]:
-    """Returns the sharding of each Variable, or None: JAX chooses. Raises ValueError or TypeError if
-    the records do not fit the Variables."""
+    """Returns the sharding of each Variable, or None: JAX chooses. Raises ValueError or TypeError
+    if the records do not fit the Variables."""
     shown = os.fspath(path)
     missing = [repr(name) for name in variables if name not in records]
     more = [repr(name) for name in records if name not in variables]
