@@ -171,7 +171,7 @@ class Partition:
 
         The other selected leaves get None in the answer. Raises TypeError for a leaf that is meant
         to have a gradient (see `Argument.has_lost_leaf`), unless `unconnected` is "none": then the
-        caller accepts None. Leaves of the kinds `allowed` count as well, and get zeros.
+        caller accepts None. Leaves of the kinds `allowed` count as well, and get float0 zeros.
         """
         takes_none = unconnected == "none"
         kept: list[Kind] = ["inexact", *(() if takes_none else allowed)]

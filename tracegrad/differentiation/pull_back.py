@@ -62,7 +62,7 @@ def tree_sum(terms: Sequence[Any]) -> Any:
     return terms[0]
 
 
-def sum_without_nones(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> Any:
+def sum_present(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> Any:
     """Adds the terms that are not None (arrays or slices); returns None if all are None."""
     present = [term for term in terms if term is not None]
     if len(present) == 1:

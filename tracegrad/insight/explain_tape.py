@@ -18,7 +18,7 @@ from tracegrad.ir.engine import engine
 from tracegrad.tape.gradient_tape import GradientTape
 from tracegrad.tape.leaves import seeds_for
 from tracegrad.tape.record import Record, dependent_entries, results_without_residuals
-from tracegrad.tape.sources import arrays_before_calls
+from tracegrad.tape.sources import before_calls
 from tracegrad.tape.under_rules import graph_of_entries
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.statics import is_variable
@@ -71,7 +71,7 @@ def explain_tape(
     single: list[dict[str, Any]] = []
     findings: list[Finding] = []
     reports: dict[str, SourceReport] = {}
-    before, untrained = arrays_before_calls(record, sources), set[str]()
+    before, untrained = before_calls(record, sources), set[str]()
     for named, leaf in _named(sources):
         path, leaf = named.name, before.get(id(leaf), leaf)
         reason = _not_followed(record, path, leaf)

@@ -77,7 +77,7 @@ def read_fates(graph: Graph, compiled: Module, examples: int = 1, devices: int =
     result_bytes = [[nbytes(v.aval) for v in node.outputs] for node in graph.nodes]
     holds: list[set[int]] = []  # for each buffer, the nodes whose results it holds
     is_back: list[bool] = []  # for each buffer, whether the backward pass writes it
-    # For each buffer, the nodes that write it, forward and backward; and those computed inside.
+    # For each buffer, the nodes that write it, forward and backward; and the nodes inside.
     writers = [_nodes_of_scopes(each.scopes) for each in writes]
     inside = [_nodes_of_scopes(each.inside)[0] for each in writes]
     for each, (forward, backward) in zip(writes, writers, strict=True):
@@ -95,10 +95,8 @@ def read_fates(graph: Graph, compiled: Module, examples: int = 1, devices: int =
     for k in kept:
         if forward := writers[k][0]:
             sizes.setdefault(max(forward), []).append(writes[k].size // examples)
-    beside = {
-        i: max(0, sum(kept_bytes) - sum(result_bytes[i]) * (i in read_back))
-        for i, kept_bytes in sizes.items()
-    }
+    own = {i: sum(result_bytes[i]) if i in read_back else 0 for i in sizes}
+    beside = {i: max(0, sum(kept_bytes) - own[i]) for i, kept_bytes in sizes.items()}
     views, inlined = _find_inlined_nodes(graph, set().union(*holds), set().union(*inside))
     repeated -= inlined
     # Backward steps come after the buffer of the last forward node. XLA may compute gradients of
@@ -121,8 +119,7 @@ def read_fates(graph: Graph, compiled: Module, examples: int = 1, devices: int =
 def _cotangents_of_nodes(
     count: int, steps: Mapping[int, set[int]], live: Sequence[int]
 ) -> list[int | None]:
-    """Returns the bytes alive in each node's backward step. `steps` maps a moment to the nodes that
-    are pulled back at it; `live` has the bytes at each moment."""
+    """Returns the bytes alive in each node's backward step; `steps` maps a moment to its nodes."""
     peaks, node = dict[int, int](), count - 1
     for k, nodes in steps.items():
         node = min(node, max(nodes, default=node))

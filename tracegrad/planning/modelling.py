@@ -70,9 +70,8 @@ class _Modelling:
         self.ops: list[Node] = []
         self.flops: list[int] = []
         nothing, arguments = frozenset[int](), (*graph.inputs, *graph.constants)
-        # For every value: the buffers that an operation reads with the value (`roots`); the same
-        # if repeated results are computed again (`behind`); the FLOPs of inlined operations that
-        # compute the value (`inside`).
+        # For every value: the buffers from which readers get it (`roots`); the same, if repeated
+        # results are recomputed (`behind`); the FLOPs of inlined operations (`inside`).
         self.roots: dict[Value | Literal, frozenset[int]] = dict.fromkeys(arguments, nothing)
         self.behind: dict[Value | Literal, frozenset[int]] = dict.fromkeys(arguments, nothing)
         self.inside: dict[Value, int] = dict.fromkeys(arguments, 0)
@@ -179,11 +178,8 @@ class _Modelling:
         last = {v: i for i, node in readers for v in node.operands}
         outputs = (v for v in self.graph.outputs if isinstance(v, Value))
         last |= dict.fromkeys(outputs, len(self.graph.nodes))
-        spans = (
-            (first[v], last[v], nbytes(v.aval))
-            for v in self.active
-            if v in last and v not in arguments
-        )
+        counted = (v for v in self.active if v in last and v not in arguments)
+        spans = ((first[v], last[v], nbytes(v.aval)) for v in counted)
         live = alive(spans, len(self.graph.nodes))
         return [
             size + (self.working_bytes(node) if node in self.reads else 0)

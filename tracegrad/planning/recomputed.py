@@ -191,12 +191,10 @@ def _make_stretch_region(
         if waiting.issubset(stretch.nodes):  # not so if a view of a result is outside
             inside = _group_into_region(inside, waiting, readers, copied)
     region, outside = _make_region(inside, readers, copied)
-    read_outside = [
-        v for v in region.outputs if any(not isinstance(r, _Region) for r in readers.of(v))
-    ]
+    outer = [v for v in region.outputs if any(not isinstance(r, _Region) for r in readers.of(v))]
     policies: Any = jax.checkpoint_policies
     policy = policies.save_only_these_names(*kept) if kept else None
-    complete = replace(region, policy=policy, read_outside=read_outside)
+    complete = replace(region, policy=policy, read_outside=outer)
     readers.remove([region], region.operands)
     readers.add(complete)
     return [*outside, complete]

@@ -90,17 +90,16 @@ class Piece:
         uses = [(v, model.uses[v][0], model.uses[v][-1]) for v in inputs if model.sizes[v]]
         only_here = [v for v, first, last in uses if start <= first and last < stop]
         # The inputs that only the segment's forward pass reads: the bytes, and the readers.
-        forward_only = [v for v in only_here if v not in read_back]
-        self.forward_inputs = [
-            (model.sizes[v], tuple([u - start for u in model.uses[v]])) for v in forward_only
-        ]
+        forward = [v for v in only_here if v not in read_back]
+        readers = [tuple([u - start for u in model.uses[v]]) for v in forward]
+        self.forward_inputs = [(model.sizes[v], r) for v, r in zip(forward, readers, strict=True)]
         # Without recomputation: the values that each backward step reads, and the bytes of inputs
         # that are freed at the end of the forward pass.
         behind = [model.behind[i] for i in within]
         pairs = zip(self.needs, behind, strict=True)
         self.needs_kept = [[*needs, *[v - start for v in b if v >= start]] for needs, b in pairs]
         read_behind = {v for values in behind for v in values}
-        self.unread_kept = sum([model.sizes[v] for v in forward_only if v not in read_behind])
+        self.unread_kept = sum([model.sizes[v] for v in forward if v not in read_behind])
         # The last operation in the segment that reads each value; the value's own if none does.
         self._last = list(range(stop - start))
         for i, args in enumerate(self.args):
@@ -116,28 +115,26 @@ class Piece:
         piece."""
         # Recomputation includes every operation with `extra` bytes, so saving it is useless.
         saved = {v for v in way.saved if not self.extra[v]}
-        runs_twice = self._find_recomputed(saved) if way.recompute else set()
-        recomputed = tuple(sorted(runs_twice))
+        recomputed = self._find_recomputed(saved) if way.recompute else set()
+        order = tuple(sorted(recomputed))
         needs = self.needs if way.recompute else self.needs_kept
         reads = [0] * len(self.sizes)
-        for values in [*needs, *[self.args[i] for i in recomputed]]:
+        for values in [*needs, *[self.args[i] for i in order]]:
             for v in values:
                 reads[v] += 1
-        stored = frozenset([v for v, count in enumerate(reads) if count and v not in runs_twice])
+        stored = frozenset([v for v, count in enumerate(reads) if count and v not in recomputed])
         size, beside = sum([self.sizes[v] for v in stored]), sum(self.beside)
         staying = size if way.recompute else size + beside + sum(self.extra)
-        unread = [size for size, readers in self.forward_inputs if runs_twice.isdisjoint(readers)]
+        unread = [size for size, readers in self.forward_inputs if recomputed.isdisjoint(readers)]
         live = size + beside if way.recompute else staying
-        late = self._find_late(runs_twice)
-        options = [{}, late] if late else [{}]
-        backward = [
-            self._backward_peaks(recomputed, late, needs, reads.copy(), live) for late in options
-        ]
-        best = min(range(len(options)), key=lambda k: max(backward[k]))
+        late = self._find_late(recomputed)
+        waits = [{}, late] if late else [{}]
+        backward = [self._backward_peaks(order, late, needs, reads.copy(), live) for late in waits]
+        best = min(range(len(waits)), key=lambda k: max(backward[k]))
         return Local(
-            flops=self.inner_flops + sum([self.flops[i] for i in recomputed]),
-            recomputed=recomputed,
-            late=options[best],
+            flops=self.inner_flops + sum([self.flops[i] for i in order]),
+            recomputed=order,
+            late=waits[best],
             stored=stored,
             staying=staying,
             unread=sum(unread) if way.recompute else self.unread_kept,

@@ -47,7 +47,7 @@ class Computation:
       constants: how many leading operands a custom rule closes over.
       saves: whether a tape runs `forward` instead, which saves residuals.
       is_run_once: whether a tape runs `forward` also inside a traced function, since XLA would not
-        merge `fun` with a second run for a gradient: a loop, a branch, or a call of the host.
+        merge `fun` (a loop, a branch, a call of the host) with another run for the gradient.
       has_rules: whether a function in its programs has a custom derivative.
       has_nones: whether such a derivative may return None for an operand.
       has_effects: whether it prints or calls the host.
@@ -154,28 +154,24 @@ class Computation:
         )
 
     def pull(
-        self,
-        active: tuple[int, ...],
-        flowing: tuple[int, ...],
-        count: int,
-        sparse: tuple[bool, ...],
+        self, active: tuple[int, ...], seeded: tuple[int, ...], count: int, sparse: tuple[bool, ...]
     ) -> Computation:
         """Returns the pull-back ``(*operands, *results, *cotangents) -> {position: cotangent}``.
 
         Args:
           active: the operands that get cotangents; `position` counts in `active`.
-          flowing: the results that have a cotangent.
+          seeded: the results that have a cotangent.
           count: the number of operands.
           sparse: for each active operand, whether its cotangent may be slices.
         """
-        key = active, flowing, count, sparse
+        key = active, seeded, count, sparse
         known: Computation | None = self.derived.get(key)
         if known is None:
             pull_back = self.pull_back
-            into_residual = self.count is not None and any(k >= self.count for k in flowing)
+            into_residual = self.count is not None and any(k >= self.count for k in seeded)
             if self.has_rules and not into_residual:
                 pull_back = _drop_unlinked(self.called, pull_back, self.has_nones)
-            pull = _pull_function(pull_back, active, flowing, count)
+            pull = _pull_function(pull_back, active, seeded, count)
             if any(sparse):
                 pull = _pull_slices(pull, sparse)
             name = f"pull {self.name}"
@@ -230,11 +226,11 @@ def _add_residuals(
 
 
 def _pull_function(
-    pull_back: PullBack, active: tuple[int, ...], flowing: tuple[int, ...], count: int
+    pull_back: PullBack, active: tuple[int, ...], seeded: tuple[int, ...], count: int
 ) -> Callable[..., Any]:
     def pull(*arrays: Any) -> dict[int, Any]:
-        first = len(arrays) - len(flowing)
-        cotangents = dict(zip(flowing, arrays[first:], strict=True))
+        first = len(arrays) - len(seeded)
+        cotangents = dict(zip(seeded, arrays[first:], strict=True))
         with without_editing():
             return pull_back(active, arrays[:count], arrays[count:first], cotangents)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, cached
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_without_nones
+from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_present
 from tracegrad.tape.computations import Computation, add_computation, compiled
 from tracegrad.tape.record import Entry, Record, entries_between
 from tracegrad.tape.recorded_rules import RecordedRule
@@ -136,7 +136,7 @@ def differentiate_record(
     aggregate: Aggregation | None = None,
     gated: bool = False,
 ) -> list[Any]:
-    """Returns the derivative for each source; None for a source that no target is connected to.
+    """Returns the derivative for each source; None for a source that is connected to no target.
 
     Args:
       record: the operations that have run.
@@ -145,8 +145,7 @@ def differentiate_record(
       seeds: the cotangent of each target (None: ones); empty for a Jacobian.
       stopped: slots that count as constants: no cotangent goes back through them.
       aggregate: adds the cotangents that reach one value; default: one after the other.
-      gated: whether an optimization barrier lets the cotangents of an operation's operands pass
-        only together.
+      gated: whether an XLA barrier releases the cotangents of an operation's operands together.
     """
     rule_sets = rules_in_force()
     rules = rules_for_recorded() if rule_sets else ()
@@ -246,7 +245,7 @@ class _Pass:
         if len(terms) > 1:
             if any(map(is_slices, terms)):  # slices come in the order of their lookups
                 terms = terms[::-1]
-            terms_of[slot] = terms = [sum_without_nones(terms, self.aggregate)]
+            terms_of[slot] = terms = [sum_present(terms, self.aggregate)]
         return terms[0]
 
     def _pull_entry(

@@ -111,34 +111,34 @@ def computation_with_programs(
     else:
         (_, program), *others = _jax.sub_programs(params)
         rest = {k: tuple(v) if type(v) is list else v for k, v in params.items()}
-        for name, _ in _jax.sub_programs(params):
+        for name, _ in _jax.sub_programs(params):  # such as "branches[0]" of "branches"
             rest.pop(name.split("[")[0].split(".")[0], None)
         # A weak reference never equals a later reference to another program; an id may.
         refs = tuple([(name, weakref.ref(other)) for name, other in others])
         key = primitive, tuple(rest.items()), ids, refs
-    known = _of_programs.get(program)
-    if known is None:
-        known = _of_programs.put(program, {})
+    by_params = _of_programs.get(program)
+    if by_params is None:
+        by_params = _of_programs.put(program, {})
     try:
-        computation = known.get(key)
+        computation = by_params.get(key)
     except TypeError:  # a parameter without a hash
         return _new_computation_with_programs(primitive, params, captured, facts)
     if computation is None:
         computation = _find_equal_computation(primitive, params, captured, facts)
         if not any(map(_jax.is_tracer, captured)):  # a tracer does not come again
-            _drop_freed(known)
-            known[key] = computation
+            _drop_freed(by_params)
+            by_params[key] = computation
     elif not computation.is_kept:  # this is its second call: compile it
         computation.is_kept = True
         computation.derived.clear()
     return computation
 
 
-def _drop_freed(known: dict[Any, Computation]) -> None:
+def _drop_freed(by_params: dict[Any, Computation]) -> None:
     """Drops the computations whose second or later program JAX has freed."""
-    for key in list(known):
+    for key in list(by_params):
         if any(ref() is None for refs in key[3:] for _, ref in refs):
-            known.pop(key, None)
+            by_params.pop(key, None)
 
 
 def _find_equal_computation(
@@ -162,11 +162,9 @@ def _find_equal_computation(
     if key == (primitive, params_key(first.params)):
         return first
     known = table.get(key)
-    return (
-        table.put(key, _new_computation_with_programs(primitive, params, (), facts))
-        if known is None
-        else known
-    )
+    if known is not None:
+        return known
+    return table.put(key, _new_computation_with_programs(primitive, params, (), facts))
 
 
 def _new_computation_with_programs(

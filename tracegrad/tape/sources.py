@@ -11,7 +11,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
-from tracegrad.differentiation.pull_back import Aggregation, sum_without_nones
+from tracegrad.differentiation.pull_back import Aggregation, sum_present
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import listed
 from tracegrad.tape.cotangents import Derivative, differentiate_record
@@ -26,7 +26,7 @@ from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 
-def differentiate_sources(
+def differentiate(
     record: Record,
     sources: Sequence[Any],
     targets: Sequence[Any],
@@ -35,7 +35,7 @@ def differentiate_sources(
     seeds: Sequence[Any],
     tree: Any,
 ) -> list[Any]:
-    """Returns the derivative for each source; None for a source that no target is connected to.
+    """Returns the derivative for each source; None for a source that is connected to no target.
 
     Args:
       sources: arrays and Variables.
@@ -53,7 +53,7 @@ def differentiate_sources(
     if set(map(len, arrays)) == {1}:  # the common case
         return found
     terms = iter(found)
-    return [sum_without_nones(list(islice(terms, len(reads)))) for reads in arrays]
+    return [sum_present(list(islice(terms, len(reads)))) for reads in arrays]
 
 
 def _named_by_place(tree: Any) -> AbstractContextManager[None]:
@@ -121,7 +121,7 @@ def differentiate_arrays(
 # A *returned operand* is a result that is an unchanged operand.
 
 
-def arrays_before_calls(record: Record, sources: Any) -> dict[int, Any]:
+def before_calls(record: Record, sources: Any) -> dict[int, Any]:
     """Maps the id of each module array that calls have returned unchanged to the array that the
     module had before the calls. `sources`: the tree of sources, which shows the modules."""
     if nnx() is None:
