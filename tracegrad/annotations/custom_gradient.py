@@ -213,7 +213,7 @@ def _call_traced(
 
     def run_listening(*arrays: Any) -> tuple[Any, RunResiduals]:
         with listener.around():
-            return call.forward_or_later(*arrays)
+            return call.forward_keeping_error(*arrays)
 
     program = None
     with contextlib.suppress(*_jax.NEEDS_VALUES):
