@@ -207,7 +207,7 @@ class Graph:
           valid in graphs made from this graph by edits that do not touch them.
         """
         selector = wanted if isinstance(wanted, Selector) else match.where(wanted)
-        return Matches(selector.look(self).matches)
+        return Matches(selector.select_in(self).matches)
 
     def region_of(self, occurrence: Occurrence) -> Graph:
         """Returns the region that contains the node of an occurrence."""

@@ -11,7 +11,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.ir import Apply, Atom, Graph, Literal, Node, Value, operations
 from tracegrad.ir.nodes import renamed
-from tracegrad.ir.occurrence import written_out
+from tracegrad.ir.occurrence import source_after_inlining
 
 # Barriers exist to prevent merging. If a user computes a larger operation twice, this is on
 # purpose.
@@ -60,7 +60,7 @@ def _inline_calls(graph: Graph) -> Graph:
                 (names[old],) = renamed([new], inner)
         inner |= {value: Value(value.aval) for value in made if value not in inner}
         for each in region.nodes:
-            source = written_out(node, each).info
+            source = source_after_inlining(node, each).info
             equation = each.renaming(inner).equation.replace(source_info=source)
             nodes.append(dataclasses.replace(each, equation=equation, key=equation))
     outputs = renamed(graph.outputs, names)
