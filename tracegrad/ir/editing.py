@@ -244,7 +244,7 @@ def behind_inputs(graph: Graph, behind: Mapping[Value, Callable[[Any], Any]]) ->
         constants |= {port.value: port.closed_over for port in written.ins}
         names |= written.names
     return graph.replace(
-        nodes=[*nodes, *(node.reading(names) for node in graph.nodes)],
+        nodes=[*nodes, *(node.with_renamed_operands(names) for node in graph.nodes)],
         outputs=renamed(graph.outputs, names),
         constants=constants,
     )
