@@ -160,7 +160,8 @@ _SINGLE = jax.sharding.SingleDeviceSharding
 
 def array_type(array: Any) -> Any:
     """`jax.typeof(array)`; for an array on one device in a tenth of the time."""
-    if type(getattr(array, "sharding", None)) is _SINGLE:
+    # A tracer has no sharding, and before JAX 0.12 its error takes as long as its whole program.
+    if not is_tracer(array) and type(getattr(array, "sharding", None)) is _SINGLE:
         return array.aval
     return jax.typeof(array)
 

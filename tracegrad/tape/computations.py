@@ -7,6 +7,7 @@ one jitted function, and one more for each way of pulling cotangents back.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -99,6 +100,15 @@ class Computation:
     def is_compiled(self) -> bool:
         """Whether it runs as one compiled program; then the results are always new arrays."""
         return self.run is not self.fun
+
+    @functools.cached_property
+    def inlined(self) -> Callable[..., Any]:
+        """`fun`, to be called while JAX traces another program. JAX traces `fun` once for each types
+        of operands, and then copies its operations into the program."""
+        is_traced_each_time = self.has_rules or self.has_references or self.is_run_once
+        if is_traced_each_time or not self.is_kept:
+            return self.fun
+        return jax.jit(self.fun, inline=_jax.INLINED_WHEN_TRACED)
 
     def forward(
         self, active_groups: Sequence[tuple[int, ...]], operands: Sequence[Any], orders: int

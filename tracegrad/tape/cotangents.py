@@ -183,7 +183,7 @@ def _run_recorded(computation: Computation, operands: Sequence[Any]) -> Any:
             return computation.run(*operands)  # the recorder makes the watched arrays operands
         return trace.apply(computation, operands, trace.watching(operands))
     is_staged = not isinstance(trace, _jax.TopLevelTrace) and _jax.staging_trace() is not None
-    return (computation.fun if is_staged else computation.run)(*operands)
+    return (computation.inlined if is_staged else computation.run)(*operands)
 
 
 def _sum(terms: Sequence[Any]) -> Any:
