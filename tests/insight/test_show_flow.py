@@ -103,7 +103,7 @@ def gradients(graph):
 def stopped(graph, occurrence):
     """The graph with `stop_gradient` behind one node."""
     return behind_each(
-        graph, [occurrence], lambda match: lax.stop_gradient, wanted=has_gradient
+        graph, [occurrence], lambda match: lax.stop_gradient, selects=has_gradient
     ).graph
 
 

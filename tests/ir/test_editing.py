@@ -7,7 +7,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.ir import Fragment, Recompute
-from tracegrad.ir.editing import around_each, behind_each, shown_behind
+from tracegrad.ir.editing import around_each, behind_each, show_each
 from tracegrad.ir.scopes_in_scans import add_scope_in_scans
 
 
@@ -237,7 +237,7 @@ def test_values_are_shown_from_where_they_are():
         )
 
     graph = tg.graph(f, 1.0)
-    wide = shown_behind(graph, graph.find(tg.match.op("sin", "cos")))
+    wide = show_each(graph, graph.find(tg.match.op("sin", "cos")))
     wide.graph.verify()
     result, untaken, stacked = wide.graph(jnp.float32(0.5))
     one = np.sin(0.5)

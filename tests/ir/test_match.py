@@ -318,6 +318,16 @@ def test_and_or_not():
     assert [len(m.nodes) > 1 for m in either] == [False, True, False]
 
 
+def test_or_keeps_a_scope_and_a_call_that_begin_with_the_same_operation():
+    def f(x):
+        with jax.named_scope("head"):
+            return jnp.sin(jax.nn.softmax(x))
+
+    head, softmax = match.scope("head"), match.call("softmax")
+    assert [m.name for m in found(f, head | softmax)] == ["head", "softmax"]
+    assert [m.name for m in found(f, softmax | softmax & head)] == ["softmax"]
+
+
 def test_a_scope_may_be_called_as_a_transformation_is_written():
     def f(x):
         with jax.named_scope("vmap(my_jvp(x))"):
@@ -372,7 +382,7 @@ def test_matches_print_one_a_line_with_scope_and_source():
         (lambda: match.call(jnp.sin), "takes names"),
         (lambda: match.scope(""), "takes names"),
         (lambda: match.where("sin"), "takes a function"),
-        (lambda: match.op("sin") & "cos", "combined with another one"),
+        (lambda: match.op("sin") & "cos", "combined only with another"),
     ],
 )
 def test_what_is_no_selector_is_refused(make, message):

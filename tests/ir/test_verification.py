@@ -37,7 +37,7 @@ def test_a_value_used_before_it_is_defined_is_named_with_the_line(graph):
 
 def with_integers(graph):
     (old,), new = graph.nodes[0].outputs, Value(jax.typeof(jnp.ones((3, 3), jnp.int32)))
-    return graph.replace(nodes=[node.renaming({old: new}) for node in graph.nodes])
+    return graph.replace(nodes=[node.with_renamed_values({old: new}) for node in graph.nodes])
 
 
 OTHER = tg.graph(net, jnp.ones((3, 3)), jnp.ones((3, 3)))

@@ -22,7 +22,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.indexed_slices import IndexedSlices, row_indices
 from tracegrad.ir import Atom, Literal, Node, Occurrence, Value, has_gradient
 from tracegrad.ir.importer import graph_of
-from tracegrad.ir.inlined import Inlined, Ref
+from tracegrad.ir.inlined import Inlined, PlacedAtom
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.running import run_node
 from tracegrad.variables.reading import ReadsOutside
@@ -100,10 +100,10 @@ _COMPUTED = object()  # marks a value that the program computes
 
 # ------------------------------------------------------------------------- running the operations
 
-_Values = dict[Ref, Any]
+_Values = dict[PlacedAtom, Any]
 
 
-def _needed_operations(main: Inlined, wanted: Iterable[Ref]) -> list[Occurrence]:
+def _needed_operations(main: Inlined, wanted: Iterable[PlacedAtom]) -> list[Occurrence]:
     """Returns the operations that the wanted values need, and the operations with effects."""
     needed, chosen = set(_drop_literals(wanted)), []
     for step in reversed(main.steps):
@@ -113,7 +113,7 @@ def _needed_operations(main: Inlined, wanted: Iterable[Ref]) -> list[Occurrence]
     return chosen[::-1]
 
 
-def _drop_literals(refs: Iterable[Ref]) -> list[Ref]:
+def _drop_literals(refs: Iterable[PlacedAtom]) -> list[PlacedAtom]:
     return [ref for ref in refs if isinstance(ref[1], Value)]
 
 
@@ -175,7 +175,7 @@ class _Scatter:
 def _find_scatters(program: Inlined, value: Atom) -> list[_Scatter] | None:
     """Returns scatters into zeros whose sum is the value, in the order of the lookups, or None."""
     found: list[_Scatter] = []
-    pending: list[Ref] = [((), value)]
+    pending: list[PlacedAtom] = [((), value)]
     while pending:
         path, value = program.origin(*pending.pop())
         if _is_zeros(program, path, value):

@@ -1,13 +1,13 @@
 """Widens nodes whose regions were edited: passes further values across the borders of regions.
 
 An edited region may need more inputs (arrays that the new code closes over, or taps) or more
-outputs (arrays that it shows). So the node that holds the region gets more operands and results,
-and so do its enclosing nodes, up to the root. An array that is the same in each execution becomes a
-constant of a loop. A scan slices taps, and stacks shown arrays; a branch that does not run returns
-zeros for shown arrays.
+outputs (arrays that the new code shows). So the node that holds the region gets more operands and
+results, and so do its enclosing nodes, up to the root. In a loop, a closed-over array becomes a
+constant. A scan slices taps, and stacks shown arrays; a branch that does not run returns zeros for
+shown arrays.
 
-Three kinds of node are not widened, but made again by JAX's own functions: a `jax.shard_map`, in
-its mesh; a custom gradient, from its faces; and a call with a rule in Python.
+Three kinds of node are not widened; JAX's own functions trace them anew: a `jax.shard_map`, in its
+mesh; a custom gradient, from its faces; and a call with a rule in Python.
 """
 
 from __future__ import annotations
@@ -47,26 +47,27 @@ class Edited:
 
 
 def with_regions(node: Node, edits: Mapping[str, Edited], where: Where) -> Written:
-    """Replaces the regions of a node; returns nodes with the same results, and the ports that the
-    enclosing region has to add."""
+    """Replaces the edited regions of a node. Returns nodes with the same results, and the ports
+    that the enclosing region has to add."""
     if isinstance(node, CustomGradient):
         return _write_by_jax(node, edits, where, _make_rule(node, edits))
     if node.op == "shard_map":
         return _write_by_jax(node, edits, where, _make_shard_map(node, edits["jaxpr"]))
     called = _jax.CALLS_WITH_RULES.get(node.op)
     if called is not None:
-        # The call's rule is for the unedited program: write out the edited program, without the
-        # rule.
+        # The call's rule belongs to the unedited program: inline the edited program without it.
         return _write_by_jax(node, edits, where, _close_over_ports(edits[called]))
     return _widen(node, edits)
 
 
 def why_not_widened(node: Node) -> str | None:
-    """None if the node can get further operands and results."""
-    known = (_jax.JIT, _jax.SCAN, _jax.COND)
-    if isinstance(node, Recompute) or node.primitive in known:
+    """Returns why a node cannot get further operands and results; None if it can."""
+    if isinstance(node, Recompute) or node.primitive in (_jax.JIT, _jax.SCAN, _jax.COND):
         return None
-    return "has no place for more inputs and outputs"
+    return _HAS_NO_PLACE
+
+
+_HAS_NO_PLACE = "has no place for more inputs and outputs"
 
 
 def _cannot_widen_error(node: Node, why: str) -> GraphError:
@@ -90,21 +91,20 @@ def _widen(node: Node, edits: Mapping[str, Edited]) -> Written:
     if not ins and not shown:
         return Written([_replace_regions(node, regions)], {})
     primitive, params = node.primitive, dict(node.params)
-    # Closed-over arrays are inserted at these positions of a region's inputs, and of the operands.
-    places = {n: len(g.inputs) for n, g in regions.items()}
+    # Where to insert closed-over arrays: for each region, a position of its inputs and of operands.
+    input_places = {n: len(g.inputs) for n, g in regions.items()}
     operand_places = dict.fromkeys(regions, len(node.inputs))
     length: tuple[int, ...] = ()
     if primitive is _jax.SCAN:
-        places["jaxpr"] = operand_places["jaxpr"] = _jax.scan_split(params)[0]
+        input_places["jaxpr"] = operand_places["jaxpr"] = _jax.scan_split(params)[0]
         length = (params["length"],)
         params = _jax.wider_scan(node.equation, len(closed), len(tapped), len(shown))
     elif primitive in _jax.WHILES:
-        own = {n: sum(name == n for name, _ in closed) for n in regions}
-        count = params["cond_nconsts"]
-        places = {"cond_jaxpr": count, "body_jaxpr": params["body_nconsts"]}
-        operand_places = {"cond_jaxpr": count, "body_jaxpr": count + params["body_nconsts"]}
-        params["cond_nconsts"] += own["cond_jaxpr"]
-        params["body_nconsts"] += own["body_jaxpr"]
+        conditions, bodies = params["cond_nconsts"], params["body_nconsts"]
+        input_places = {"cond_jaxpr": conditions, "body_jaxpr": bodies}
+        operand_places = {"cond_jaxpr": conditions, "body_jaxpr": conditions + bodies}
+        params["cond_nconsts"] += sum(name == "cond_jaxpr" for name, _ in closed)
+        params["body_nconsts"] += sum(name == "body_jaxpr" for name, _ in closed)
     elif primitive is _jax.JIT:
         params = _jax.wider_jit(params, len(ins), len(shown))
     elif primitive is not _jax.COND and not isinstance(node, Recompute):
@@ -115,26 +115,27 @@ def _widen(node: Node, edits: Mapping[str, Edited]) -> Written:
             f"{Occurrence((), node)}"
         )
 
-    def outer(n: str, port: Port) -> Port:
+    def outer_port(n: str, port: Port) -> Port:
         aval = port.value.aval
         if length and port.closed_over is None:
             aval = jax.core.ShapedArray((*length, *aval.shape), aval.dtype)
         return Port(((node.key, n), *port.place), Value(aval), port.closed_over)
 
-    outer_closed = [(n, outer(n, port)) for n, port in closed]
-    outer_tapped = [outer(n, port) for n, port in tapped]
-    outer_shown = [outer(n, port) for n, port in shown]
+    outer_closed = [(n, outer_port(n, port)) for n, port in closed]
+    outer_tapped = [outer_port(n, port) for n, port in tapped]
+    outer_shown = [outer_port(n, port) for n, port in shown]
     operands = list(node.inputs)
     for at in sorted(set(operand_places.values()), reverse=True):
         operands[at:at] = [p.value for n, p in outer_closed if operand_places[n] == at]
     operands += [port.value for port in outer_tapped]
-    alike = primitive is _jax.COND  # all its branches have inputs and outputs of the same types
+    # All branches have the same operands: each gets the others' inputs too, and ignores them.
+    has_branches = primitive is _jax.COND
     for name, region in regions.items():
         inputs, outputs, nodes = list(region.inputs), list(region.outputs), list(region.nodes)
-        mine = [p if n == name else None for n, p in closed if alike or n == name]
-        inputs[places[name] : places[name]] = [
-            p.value if p is not None else Value(q.value.aval)
-            for p, (_, q) in zip(mine, closed if alike else [c for c in closed if c[0] == name])
+        inputs[input_places[name] : input_places[name]] = [
+            p.value if n == name else Value(p.value.aval)
+            for n, p in closed
+            if has_branches or n == name
         ]
         inputs += [p.value if n == name else Value(p.value.aval) for n, p in tapped]
         for n, port in shown:
@@ -178,7 +179,7 @@ def _edited_effects(node: Node, regions: Mapping[str, Graph], operands: Sequence
     return moved | {effect for effect in now if not _jax.is_of_reference(effect)}
 
 
-# -------------------------------------------------------------------- made again by JAX's functions
+# ----------------------------------------------------------------- traced anew by JAX's functions
 
 
 def _write_by_jax(
@@ -186,7 +187,7 @@ def _write_by_jax(
 ) -> Written:
     for edited in edits.values():
         if edited.outs or any(port.closed_over is None for port in edited.ins):
-            raise _cannot_widen_error(node, "has no place for more inputs and outputs")
+            raise _cannot_widen_error(node, _HAS_NO_PLACE)
     place = Occurrence((), node)
     return write(run, node.inputs, node.outputs, node, place, where)
 
@@ -194,7 +195,8 @@ def _write_by_jax(
 def _close_over_ports(
     edited: Edited, guard: Callable[[Any], Any] = lambda array: array
 ) -> Callable[..., list[Any]]:
-    """Each array passes through `guard`."""
+    """Returns the edited region as a function that closes over the arrays of its ports; each of
+    these arrays passes through `guard`."""
     closed_over = [guard(port.closed_over) for port in edited.ins]
     region = edited.graph
     if closed_over:
@@ -220,9 +222,9 @@ def _make_shard_map(node: Node, edited: Edited) -> Callable[..., Sequence[Any]]:
 
 
 def _make_rule(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[..., Sequence[Any]]:
-    """Makes a function with a custom gradient from edited and unedited faces. Raises GraphError for
-    an edit of the primal region without the rule's forward pass: under differentiation only the
-    forward pass runs, so the edit would be lost."""
+    """Makes a function with a custom gradient from edited and unedited faces. Under differentiation
+    the jvp or forward face runs in place of the primal region: raises GraphError if only the primal
+    region is edited, or only the forward face."""
     running = "jvp" if node.kind == "jvp" else "forward"
     if "call_jaxpr" in edits and running not in edits:
         raise GraphError(
@@ -251,15 +253,15 @@ def _make_rule(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[..
 def rule_of_faces(
     node: CustomGradient, face: Callable[[str], Callable[..., list[Any]]]
 ) -> Callable[..., Sequence[Any]]:
-    """Makes a function with a custom gradient from its faces, which ``face(name)`` returns as
-    functions. Differentiating with respect to a value that the function closes over raises an
+    """Makes a function with a custom gradient from its faces; ``face(name)`` returns a face as a
+    function. Differentiating with respect to a value that the function closes over raises an
     error."""
     rule = _jvp_rule(node, face) if node.kind == "jvp" else _vjp_rule(node, face)
-    first = node.closed_over
+    count = node.closed_over
 
     def run(*args: Any) -> Sequence[Any]:
-        closed_over = [not_differentiated(node, array) for array in args[:first]]
-        results: Sequence[Any] = rule(*closed_over, *args[first:])
+        closed_over = [not_differentiated(node, array) for array in args[:count]]
+        results: Sequence[Any] = rule(*closed_over, *args[count:])
         return results
 
     return run
@@ -271,8 +273,8 @@ def _jvp_rule(node: CustomGradient, face: Callable[[str], Callable[..., list[Any
     outputs = [value.aval for value in node.outputs]
 
     def jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        given = [t for t, flows in zip(tangents, flowing, strict=True) if flows]
-        results = run_jvp(*primals, *given)
+        float_tangents = [t for t, flows in zip(tangents, flowing, strict=True) if flows]
+        results = run_jvp(*primals, *float_tangents)
         return results[: len(outputs)], _jax.align(outputs, results[len(outputs) :])
 
     rule.defjvp(jvp)
@@ -292,12 +294,12 @@ def _vjp_rule(node: CustomGradient, face: Callable[[str], Callable[..., list[Any
 
     def bwd(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
         pairs = zip(cotangents, outputs, strict=True)
-        given = [ct for ct, aval in pairs if _jax.has_gradient(aval)]
-        found: list[Any] = [None] * len(node.inputs)
-        for i, ct in zip(flowing, backward(*residuals, *given), strict=True):
-            if i in node.returned:  # for the others the rule returned None
-                found[i] = ct
-        return tuple(found)
+        float_cotangents = [ct for ct, aval in pairs if _jax.has_gradient(aval)]
+        gradients: list[Any] = [None] * len(node.inputs)
+        for i, ct in zip(flowing, backward(*residuals, *float_cotangents), strict=True):
+            if i in node.returned:  # for other inputs the rule returned None
+                gradients[i] = ct
+        return tuple(gradients)
 
     rule.defvjp(fwd, bwd)
     return rule

@@ -1,8 +1,8 @@
 """Dependences in a program: for every result, the inputs that it depends on.
 
 A set of inputs is a bit mask: bit i for the i-th input. `spread` propagates masks forward through a
-graph. The caller's rule propagates masks through a node, so the same walk finds the inputs that an
-output depends on, and the inputs that get a gradient from the output.
+graph. Its caller gives the rule that propagates masks through a node. So the same walk finds the
+inputs on which an output depends, or the inputs that get a gradient from the output.
 """
 
 from __future__ import annotations
@@ -27,55 +27,55 @@ _ELEMENTWISE_TUPLES = frozenset({"optimization_barrier"})
 
 
 def dependence(graph: Graph, *, past_stops: bool = True) -> Masks:
-    """Returns for every output of a graph the inputs that it depends on through any data flow.
-    `past_stops` says whether data flows through stopped gradients. If it does not, every result of
-    a function with a custom gradient depends on every operand: the rule of the function may
-    differentiate where the function stops.
+    """Returns for every output of a graph the inputs on which it depends through any data flow.
+    `past_stops` says whether data flows through stopped gradients. If not, every result of a
+    function with a custom gradient depends on every operand, since the function's rule may have a
+    gradient where the function stops it.
 
-    A loop's masks are the fixed point over any number of iterations (none too, unless a scan is
-    known to run); a branch's masks are the union over all branches and the predicate. If only JAX
-    knows how a node runs its regions, every result depends on every operand.
+    A loop's masks are the fixed point over any number of iterations (also no iteration, unless a
+    scan has a positive length); a conditional's masks are the union over all branches and the
+    predicate. If only JAX knows how a node runs its regions, every result depends on every operand.
     """
     run, _ = _make_data_flow(past_stops=past_stops)
     return run(graph, of_each([True] * len(graph.inputs)))
 
 
 def data_flow(node: Node, ins: Masks) -> Masks:
-    """A result depends on all operands from which it is computed."""
+    """Propagates masks through a node: each result depends on all operands that it is made from."""
     return _make_data_flow()[1](node, ins)
 
 
 def spread_below(graph: Graph, inputs: Masks) -> dict[Value, int]:
     """Returns the mask of every value in a graph and in the regions below it, by plain data flow.
-    The mask in a region is the union over all its calls."""
-    found: dict[Value, int] = {}
-    _make_data_flow(found)[0](graph, inputs)
-    return found
+    In a region, a mask is the union over all calls of the region."""
+    masks: dict[Value, int] = {}
+    _make_data_flow(masks)[0](graph, inputs)
+    return masks
 
 
 def _operation_rule(node: Node, ins: Masks) -> Masks:
-    """For a node whose regions are not entered."""
+    """Propagates masks through a node as one operation, without entering its regions."""
     if node.primitive.name in _ELEMENTWISE_TUPLES:
         return ins
     return [joined(ins)] * len(node.outputs)
 
 
 def _make_data_flow(
-    found: dict[Value, int] | None = None, past_stops: bool = True
+    record: dict[Value, int] | None = None, past_stops: bool = True
 ) -> tuple[Run, Rule]:
     """Returns functions that propagate masks through graphs and through nodes, by data flow. They
     cache the masks of regions, so that nested shared regions take no more time than other regions.
-    `found` gets the masks of all values; `past_stops` is as for `dependence`."""
-    known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
+    `record` gets the masks of all values; `past_stops` is as for `dependence`."""
+    cache: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
 
     def run(region: Graph, ins: Masks) -> Masks:
         key = region, tuple(ins)
-        if key not in known:
+        if key not in cache:
             masks: dict[Value, int] = {}
-            known[key] = spread(region, ins, rule, masks)
-            if found is not None:
-                found.update({v: found.get(v, 0) | mask for v, mask in masks.items()})
-        return known[key]
+            cache[key] = spread(region, ins, rule, masks)
+            if record is not None:
+                record.update({v: record.get(v, 0) | mask for v, mask in masks.items()})
+        return cache[key]
 
     def rule(node: Node, ins: Masks) -> Masks:
         if not past_stops and isinstance(node, StopGradient):
@@ -89,12 +89,12 @@ def _make_data_flow(
 
 
 def node_dependence(node: Node) -> Masks:
-    """For every result, the operands (by position)."""
+    """Returns for every result of a node the operands, by position, on which it depends."""
     return data_flow(node, of_each([True] * len(node.inputs)))
 
 
 def of_each(chosen: Iterable[bool]) -> Masks:
-    """Returns for each input a mask with only its own bit, or 0 if the input is not chosen."""
+    """Returns for each chosen input a mask with only the input's own bit, and 0 for the others."""
     return [1 << i if is_chosen else 0 for i, is_chosen in enumerate(chosen)]
 
 
@@ -122,16 +122,16 @@ def joined(masks: Iterable[int]) -> int:
 
 
 def mask_of(value: Atom, masks: Mapping[Value, int]) -> int:
-    """Constants and literals have the mask 0."""
+    """Returns the mask of a value; 0 for a constant or literal."""
     return masks.get(value, 0) if isinstance(value, Value) else 0
 
 
 def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | None:
     """Propagates masks through the regions of a node, for a loop to the fixed point.
 
-    Returns the masks of the results, and for each region the masks of its inputs. Returns None for
-    a node without regions, with a Ref among its operands, or with regions of which only JAX knows
-    how they run.
+    Returns the masks of the results, and for each region the masks of its inputs. Returns None if
+    the node has no regions, has a Ref among its operands, or runs its regions in a way that only
+    JAX knows.
     """
     calls = region_calls(node)
     if not calls or any(is_reference(v) for v in node.inputs):
@@ -140,10 +140,10 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
     regions = {call.name: [ins[i] for i in call.operands] for call in calls}
     while True:
         outs = [run(node.regions[name], masks) for name, masks in regions.items()]
-        again = outs[0][0] if node.primitive in _jax.WHILES else 0  # whether the loop goes on
+        condition = outs[0][0] if node.primitive in _jax.WHILES else 0  # whether the loop goes on
         more = {
             call.name: [
-                mask if i is None else mask | outs[-1][i] | again
+                mask if i is None else mask | outs[-1][i] | condition
                 for mask, i in zip(regions[call.name], call.fed_back_from, strict=True)
             ]
             for call in calls
@@ -167,8 +167,8 @@ def enter(node: Node, ins: Masks, run: Run) -> tuple[Masks, dict[str, Masks]] | 
 
 
 def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) -> set[Value]:
-    """Returns the values on which the chosen outputs of a graph depend. By `rule`, each result of a
-    node depends on some operands; the default is plain data flow."""
+    """Returns the values on which the chosen outputs of a graph depend. `rule` says on which
+    operands each result of a node depends; the default is plain data flow."""
     live = {
         value
         for value, chosen in zip(graph.outputs, outputs, strict=True)
@@ -176,22 +176,18 @@ def leading_to(graph: Graph, outputs: Sequence[bool], rule: Rule | None = None) 
     }
     rule = rule or _make_data_flow()[1]
     for node in reversed(graph.nodes):
-        wanted = [value in live for value in node.outputs]
         if any(is_reference(v) and v in live for v in node.inputs):  # the node may write to a Ref
             live |= set(node.operands)
-        elif any(wanted):
+        elif not live.isdisjoint(node.outputs):
             masks = rule(node, of_each([True] * len(node.inputs)))
-            for mask, is_wanted in zip(masks, wanted, strict=True):
-                if is_wanted:
-                    live |= {
-                        v
-                        for i, v in enumerate(node.inputs)
-                        if isinstance(v, Value) and mask >> i & 1
-                    }
+            mask = joined(mask for v, mask in zip(node.outputs, masks, strict=True) if v in live)
+            live |= {v for i, v in enumerate(node.inputs) if isinstance(v, Value) and mask >> i & 1}
     return live
 
 
 def without_unused(graph: Graph, *, keeps_effects: bool = True) -> Graph:
+    """Drops the nodes whose results no output depends on; if `keeps_effects`, keeps nodes with
+    effects and everything on which they depend."""
     used, kept = set(graph.results), list[Node]()
     for node in reversed(graph.nodes):
         if (keeps_effects and node.effects) or not used.isdisjoint(node.outputs):
@@ -201,13 +197,13 @@ def without_unused(graph: Graph, *, keeps_effects: bool = True) -> Graph:
 
 
 def region_outputs_leading_to(node: Node, name: str, outputs: Sequence[bool]) -> list[bool]:
-    """For each output of a region, whether a chosen result of the node depends on it."""
+    """Returns for each output of a region whether a chosen result of the node depends on it."""
     region = node.regions[name]
     if node.primitive in _jax.WHILES:
         return [True] * len(region.outputs)  # each may decide when the loop ends
 
-    def back(wanted: list[bool]) -> list[bool]:
-        live = leading_to(region, wanted)
+    def back(chosen: list[bool]) -> list[bool]:
+        live = leading_to(region, chosen)
         return [value in live for value in region.inputs]
 
     return back_around(node, outputs, back, operator.or_)
@@ -223,16 +219,15 @@ def back_around(
     the users of the loop's results (`outputs`), and from the following iterations
     (``back(outputs)`` propagates information through the body, to its inputs). `join` combines
     both. If the node is not a loop, returns `outputs`."""
-    found = list(outputs)
+    at_outputs = list(outputs)
     if not is_loop(node):
-        return found
+        return at_outputs
     *_, body = region_calls(node)
     while True:
-        before, more = back(found), list(found)
+        at_inputs, more = back(at_outputs), list(at_outputs)
         for i, k in enumerate(body.fed_back_from):
             if k is not None:
-                more[k] = join(more[k], before[i])
-        if more == found:
-            break
-        found = more
-    return found
+                more[k] = join(more[k], at_inputs[i])
+        if more == at_outputs:
+            return at_outputs
+        at_outputs = more

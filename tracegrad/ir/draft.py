@@ -128,12 +128,12 @@ class Draft:
             if node.key in self.operands:
                 own = [each.with_operands(self.operands[node.key]) for each in own]
             if node.key in self._local_renames:
-                own = [each.renaming(self._local_renames[node.key]) for each in own]
+                own = [each.with_renamed_values(self._local_renames[node.key]) for each in own]
             nodes += own
             nodes += self._behind.get(node.key, [])
         outs = [replace(port, value=renamed([port.value], names)[0]) for port in self.outs]
         if names:
-            nodes = [node.reading(names) for node in nodes]
+            nodes = [node.with_renamed_operands(names) for node in nodes]
         graph = self.graph.replace(
             nodes=nodes,
             outputs=renamed(self.graph.outputs, names),

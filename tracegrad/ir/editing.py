@@ -3,8 +3,8 @@
 Only the new code of an edit is traced, by `jax.make_jaxpr`. The operations around the new code are
 not bound again, so they keep their scopes, settings, types and effects. New code defines the same
 values as the replaced code, so the operations that read these values do not change. An edit costs
-the tracing of its code, and one new program for each region around it; a region that is called from
-several places is edited once if the edits there are equal.
+one trace of the new code, and one new program for each enclosing region; a region that is called
+from several places is edited once if the edits in all its calls are equal.
 
 New code may close over arrays, take arrays as further inputs of the graph (*taps*), or return
 arrays as further outputs (*shown* arrays). Each such array crosses the borders of regions by a
@@ -75,15 +75,15 @@ class Op:
 
 # around(op, *operands) returns the new results of a match.
 WritesAround = Callable[..., Any]
-# behind(match)(value) returns the replacement of a value that leaves a match, for all users of the
-# value outside of the match.
+# behind(match)(value) returns the replacement of a value that leaves a match. Users of the value
+# outside of the match read the replacement.
 WritesBehind = Callable[[Occurrence], Callable[..., Any]]
 # Returns the types of the taps of a match: see `Op.taps`.
 Taps = Callable[[Any], Sequence[Any]]
 
 
 def _depends_on_nothing(match: Occurrence) -> None:
-    """For an edit that is the same at all matches."""
+    """The `depends_on` of an edit that is the same at all matches."""
 
 
 def around_each(
@@ -97,16 +97,18 @@ def around_each(
     """Replaces each match with ``around(op, *operands)``.
 
     Args:
-      graph, matches: the matches were found in this graph, or in a graph that it was made from.
-      around: returns as many values as the match has results, of the same types. A match of one
+      graph, matches: the matches were found in this graph, or in a graph from which edits made this
+        graph.
+      around: returns one value for each result of the match, of the same type. A match of one
         operation has the operation's operands, in their order. The operands of a match of several
         operations are the values that enter the match, and its results are the values that leave
-        it.
+        the match.
       taps: returns the types of the arrays in ``op.taps``, which become inputs of the graph.
       depends_on: returns a hashable key of a match. `around` may use only the key and the
         operations of a match. Two calls of one region share an edit only if the keys of their
         matches are equal. Matches of the same operations at the same lines with equal keys share
-        the trace of `around`; without `depends_on`, each match has a trace of its own.
+        the trace of `around`. Without `depends_on`, calls of one region share edits, and no two
+        edits share a trace.
 
     Returns:
       The graph and its ports. The inputs for taps come last, and so do the outputs for shown
@@ -120,20 +122,20 @@ def around_each(
 
     def write_at(draft: Draft, nodes: Sequence[Node], match: Occurrence) -> None:
         members = draft.now_of(nodes, match)
-        one = None if isinstance(match, Fragment) else members[0]
-        if one is None:
+        single = None if isinstance(match, Fragment) else members[0]
+        if single is None:
             draft.gather(members, match)
-        operands: list[Atom] = list(one.inputs) if one else [*operands_of(members)]
-        results = list(one.outputs) if one else leaving(draft.graph, members)
+        operands: list[Atom] = list(single.inputs) if single else [*operands_of(members)]
+        results = list(single.outputs) if single else leaving(draft.graph, members)
         inner = [Value(atom.aval) for atom in operands]
         scope = _jax.common_scope([node.source.info for node in members])
-        own = [node.equation for node in members]
-        own = [e.replace(source_info=_jax.below_scope(scope, e.source_info)) for e in own]
-        if one:
-            equations = [own[0].replace(invars=inner)]
+        matched = [node.equation for node in members]
+        matched = [e.replace(source_info=_jax.below_scope(scope, e.source_info)) for e in matched]
+        if single:
+            equations = [matched[0].replace(invars=inner)]
         else:
             inside: dict[Any, Atom] = dict(zip(operands, inner, strict=True))
-            equations = [e.replace(invars=renamed(e.invars, inside)) for e in own]
+            equations = [e.replace(invars=renamed(e.invars, inside)) for e in matched]
         program = _jax.program_of(
             draft.graph.program, constants={}, inputs=inner, outputs=results, equations=equations
         )
@@ -145,7 +147,7 @@ def around_each(
             return _to_list(around(op, *args[:count]))
 
         place = members[0], match, draft.where
-        key = depends_on and (depends_on(match), operations_key(own, operands, results))
+        key = depends_on and (depends_on(match), operations_key(matched, operands, results))
         new = write(
             run,
             operands,
@@ -166,7 +168,7 @@ def behind_each(
     matches: Sequence[Occurrence],
     behind: WritesBehind,
     *,
-    wanted: Callable[[Value], bool] = lambda value: True,
+    selects: Callable[[Value], bool] = lambda value: True,
     tapped: bool = False,
     depends_on: Callable[[Occurrence], Hashable] = _depends_on_nothing,
 ) -> Edited:
@@ -177,7 +179,7 @@ def behind_each(
     Args:
       behind: ``behind(match)`` returns a function; the function takes the value (and, if `tapped`,
         a tap of the value's type) and returns an array of the value's type.
-      wanted: whether to replace a value.
+      selects: whether to replace a value; by default all values are replaced.
       tapped: whether the function gets a tap for each value.
 
     Returns, raises: as `around_each`.
@@ -188,12 +190,12 @@ def behind_each(
     def write_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
         makers = {value: node for node in members for value in node.outputs}
         for value in leaving(draft.graph, members):
-            if wanted(value):
-                own = Value(value.aval)
-                draft.rename(members, {value: own})
+            if selects(value):
+                inner = Value(value.aval)  # the value inside the match
+                draft.rename(members, {value: inner})
                 types = [value.aval] if tapped else []
                 place = makers[value], match, draft.where
-                new = write_through(behind(match), own, value, *place, traced, taps=types)
+                new = write_through(behind(match), inner, value, *place, traced, taps=types)
                 draft.insert(new, behind=makers[value])
 
     return _edit_matches(graph, matches, write_at, depends_on)
@@ -203,25 +205,25 @@ def before_each(
     graph: Graph,
     matches: Sequence[Occurrence],
     before: Callable[[Any], Any],
-    chosen: Callable[[Graph, Occurrence, Sequence[Atom]], Sequence[int]],
+    choose: Callable[[Graph, Occurrence, Sequence[Atom]], Sequence[int]],
 ) -> Graph:
-    """Replaces operands of each match, at the positions ``chosen(region, match, operands)``, with
+    """Replaces operands of each match, at the positions ``choose(region, match, operands)``, with
     ``before(operand)``."""
 
     traced: dict[Any, Any] = {}
 
     def write_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
-        one = None if isinstance(match, Fragment) else members[0]
-        operands: Sequence[Atom] = one.inputs if one else operands_of(members)
+        single = None if isinstance(match, Fragment) else members[0]
+        operands: Sequence[Atom] = single.inputs if single else operands_of(members)
         new: dict[int, Atom] = {}
-        for place in chosen(draft.graph, match, operands):
-            result = Value(operands[place].aval)
-            beside = members[0], match, draft.where
-            written = write_through(before, operands[place], result, *beside, traced)
+        for i in choose(draft.graph, match, operands):
+            result = Value(operands[i].aval)
+            place = members[0], match, draft.where
+            written = write_through(before, operands[i], result, *place, traced)
             draft.insert(written, before=members[0])
-            new[place] = written.names.get(result, result)
-        if one:
-            draft.operands[one.key] = [new.get(i, atom) for i, atom in enumerate(operands)]
+            new[i] = written.names.get(result, result)
+        if single:
+            draft.operands[single.key] = [new.get(i, atom) for i, atom in enumerate(operands)]
         else:
             draft.rename(members, {operands[i]: value for i, value in new.items()})
 
@@ -242,13 +244,13 @@ def behind_inputs(graph: Graph, behind: Mapping[Value, Callable[[Any], Any]]) ->
         constants |= {port.value: port.closed_over for port in written.ins}
         names |= written.names
     return graph.replace(
-        nodes=[*nodes, *(node.reading(names) for node in graph.nodes)],
+        nodes=[*nodes, *(node.with_renamed_operands(names) for node in graph.nodes)],
         outputs=renamed(graph.outputs, names),
         constants=constants,
     )
 
 
-def shown_behind(graph: Graph, matches: Sequence[Occurrence]) -> Edited:
+def show_each(graph: Graph, matches: Sequence[Occurrence]) -> Edited:
     """Adds an output to the graph for each array that leaves a match."""
 
     def show_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
@@ -301,7 +303,7 @@ def _edit_matches(
 
 
 def place_of(match: Occurrence) -> Place:
-    """See `Port.place`."""
+    """Returns the `Port.place` of a match, from the root graph."""
     return (*((node.key, name) for node, name in match.path), match.node.key)
 
 
@@ -311,10 +313,10 @@ def _edit_region(
     write_at: _WriteAt,
     depends_on: Callable[[Occurrence], Hashable],
     where: Where,
-    known: dict[Any, Edited],
+    cache: dict[Any, Edited],
 ) -> Edited:
     """Edits a region at `places`: pairs of the path from the region to a match, and the match.
-    `known` caches the edited regions, by the region and the edits in it."""
+    `cache` has the regions edited so far, by the region and the edits in it."""
     key: tuple[Any, ...] = (
         graph,
         where,
@@ -327,19 +329,19 @@ def _edit_region(
             for path, match in places
         ),
     )
-    if key in known:
-        return known[key]
+    if key in cache:
+        return cache[key]
     draft = Draft(graph, where)
     below: dict[Node, dict[str, list[tuple[Path, Occurrence]]]] = {}
     for path, match in places:
         if path:
             (node, name), rest = path[0], path[1:]
-            here = draft.node_of(node, match)
-            below.setdefault(here, {}).setdefault(name, []).append((rest, match))
+            caller = draft.node_of(node, match)
+            below.setdefault(caller, {}).setdefault(name, []).append((rest, match))
     for node, by_region in below.items():
         edits = {
             name: _edit_region(
-                node.region(name), inner, write_at, depends_on, where.inside(node), known
+                node.region(name), inner, write_at, depends_on, where.inside(node), cache
             )
             for name, inner in by_region.items()
         }
@@ -347,5 +349,5 @@ def _edit_region(
     for path, match in places:
         if not path:
             write_at(draft, draft.nodes_of(match), match)
-    known[key] = draft.finished()
-    return known[key]
+    cache[key] = draft.finished()
+    return cache[key]

@@ -13,7 +13,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad.ir.errors import GraphError
-from tracegrad.ir.frames import Frame, Stack, is_in_loop, loops_between, stack_of
+from tracegrad.ir.frames import Frame, Stack, has_loop_around, is_in_loop, stack_of
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import PACKAGE, Occurrence, Origin, Path, is_user_file
 from tracegrad.ir.selector import Group, Grouping, fits_any
@@ -136,7 +136,7 @@ def _classify_step_back(before: _FramedNode, now: _FramedNode, level: int, end: 
     old, new = before.inner[-level], now.inner[-level]
     if old.code is not new.code or new.at >= old.at:
         return ""
-    return "in a loop" if loops_between(new, old) else "again"
+    return "in a loop" if has_loop_around(new, old) else "again"
 
 
 def _join_unsure(executions: list[list[_FramedNode]], unsure: set[int]) -> list[list[_FramedNode]]:

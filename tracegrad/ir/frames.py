@@ -1,4 +1,4 @@
-"""The Python frames that bound a node: their code objects, and their instructions.
+"""The Python frames in which JAX bound a node: their code objects and current instructions.
 
 A line can call a function twice: the offset of the instruction distinguishes the two calls. A loop
 can run a line many times: jumps back in the code show whether an instruction is in a loop.
@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class Mark:
     """A decorator that marks functions of this package, so that their frames can be recognised.
-    Names do not suffice: the user's files and functions may have the same names as ours."""
+    Names do not suffice: the user's files and functions may have the same names."""
 
     def __init__(self) -> None:
         # By identity: code objects compare, and hash, by their whole contents.
@@ -42,13 +42,13 @@ CALLS_TRACED = Mark()
 # function, and the rules (backward functions of VJPs) of such custom gradients.
 CHANGES_GRADIENT = Mark()
 # Marks the backward function of a rule that gives the results of a host call a gradient. The
-# backward function is the derivative of the host call, and not of the rule's own function, which
-# returns the results unchanged.
+# backward function is the derivative of the host call, although the rule's primal function is the
+# identity of the results.
 OF_HOST_CALL = Mark()
 
 
 class Frame(NamedTuple):
-    """`at` is the offset of the current instruction."""
+    """A code object and the offset of its current instruction."""
 
     code: CodeType
     at: int
@@ -59,15 +59,14 @@ class Frame(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The frames of a node within the function of its region, innermost first. Code objects and
-    offsets are in two lists, to save time: a program has thousands of nodes with a hundred frames
-    each."""
+    """The frames of a node within the function of its region, innermost first. Two lists take less
+    time than a list of `Frame`: a program has thousands of nodes with a hundred frames each."""
 
     codes: list[CodeType]
     offsets: list[int]
 
     def key(self, start: int, stop: int | None = None) -> tuple[Any, ...]:
-        """The key is equal for the same frames; it has the ids of the code objects."""
+        """Returns a key that is equal for the same frames; it has the ids of the code objects."""
         return (*map(id, self.codes[start:stop]), *self.offsets[start:stop])
 
     def frames(self, start: int, stop: int | None = None) -> tuple[Frame, ...]:
@@ -75,8 +74,8 @@ class Stack(NamedTuple):
 
 
 def stack_of(node: Node, *, root: bool) -> Stack:
-    """If `root`, the node is in the traced function itself, and the stack omits the frames that
-    traced it."""
+    """Returns the frames of a node. If `root`, the node is in the traced function itself, and the
+    stack omits the frames of the function's callers."""
     codes, offsets = _jax.frame_positions(node.source.info)
     function = origin_of_function(node.function)
     file, line = (function.file, function.line) if function else ("", 0)
@@ -96,8 +95,8 @@ def is_in_loop(frame: Frame) -> bool:
     return any(start <= frame.at <= end for start, end in _find_loops(frame.code))
 
 
-def loops_between(back: Frame, ahead: Frame) -> bool:
-    """Whether a loop can lead from `ahead` back to `back`."""
+def has_loop_around(back: Frame, ahead: Frame) -> bool:
+    """Whether a loop contains both instructions, so that it can lead from `ahead` to `back`."""
     return any(start <= back.at and ahead.at <= end for start, end in _find_loops(back.code))
 
 

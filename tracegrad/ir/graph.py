@@ -28,7 +28,7 @@ from tracegrad.ir.occurrence import Matches, Occurrence
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import some
 
-_TYPES = 8  # the most types that a graph's `repr` lists
+_MAX_TYPES = 8  # in a graph's `repr`
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -52,13 +52,13 @@ class Graph:
       assigned: the Variables that the function assigns. Their new values are outputs after the
         result, which `out_tree` does not count.
       updates: the places in flax.nnx modules among the arguments to which the function assigns new
-        arrays. These arrays are the last outputs, behind the new values; `out_tree` does not count
-        them.
+        arrays. These arrays are the last outputs, after the Variables' new values; `out_tree` does
+        not count them.
       changes_structure: whether the function changes the structure of these modules; if so, the
         result contains their whole new state.
       differentiated: for each input, whether the program is differentiated with respect to it; ()
         if unknown.
-      loses: paths of the lost changes, which the function makes to a copy of a state.
+      loses: the paths of changes that are lost, since the function makes them to a copy of a state.
 
     `print(graph)` is meant to be read.
 
@@ -90,7 +90,7 @@ class Graph:
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The equations of the program, in the order of execution."""
-        return self.make_nodes()  # at the first look: most graphs are compiled without one
+        return self.make_nodes()  # when first read: most graphs are compiled without nodes
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -123,7 +123,8 @@ class Graph:
 
     @property
     def result_count(self) -> int:
-        """The number of outputs that make up the function's result; new values follow them."""
+        """The number of outputs that make up the function's result. Outputs for `assigned` and
+        `updates` follow them."""
         return len(self.outputs) - len(self.assigned) - len(self.updates)
 
     # ------------------------------------------------------------------------------------- values
@@ -207,7 +208,7 @@ class Graph:
           valid in graphs made from this graph by edits that do not touch them.
         """
         selector = wanted if isinstance(wanted, Selector) else match.where(wanted)
-        return Matches(selector.look(self).matches)
+        return Matches(selector.select_in(self).matches)
 
     def region_of(self, occurrence: Occurrence) -> Graph:
         """Returns the region that contains the node of an occurrence."""
@@ -221,8 +222,8 @@ class Graph:
 
     def __repr__(self) -> str:
         total = walking.count(self, {})
-        types = some([*map(_jax.type_text, self.in_avals)], _TYPES)
-        results = some([*map(_jax.type_text, self.out_avals)], _TYPES)
+        types = some([*map(_jax.type_text, self.in_avals)], _MAX_TYPES)
+        results = some([*map(_jax.type_text, self.out_avals)], _MAX_TYPES)
         return f"<Graph {self.name}({types}) -> ({results}), {total} nodes>"
 
     def _repr_html_(self) -> str:  # `tracegrad.show` also colours where the gradient flows
@@ -246,7 +247,7 @@ class Graph:
     def as_call(self, *args: Any) -> list[Any]:
         """Binds the program as one call, while JAX traces another program to lower it.
 
-        Unlike `__call__`, this takes no time for each node of the graph.
+        `__call__` binds each node; this takes the same time for any number of nodes.
         """
         self._require_one_array_per_input(args)
         return _jax.call_program(self.program, args, self.name)
@@ -296,10 +297,10 @@ class Graph:
         constants = self.constants if constants is None else constants
         hints, aliases = self.hints, self.aliases
         if inputs is not None:
-            known = dict(zip(self.inputs, hints, strict=False))
-            hints = tuple(known.get(value, "") for value in inputs)
-            also = dict(zip(self.inputs, aliases, strict=False))
-            aliases = tuple(also.get(value, "") for value in inputs) if aliases else ()
+            hint_of = dict(zip(self.inputs, hints, strict=False))
+            hints = tuple(hint_of.get(value, "") for value in inputs)
+            alias_of = dict(zip(self.inputs, aliases, strict=False))
+            aliases = tuple(alias_of.get(value, "") for value in inputs) if aliases else ()
         program = _jax.program_of(
             self.program,
             constants=constants,
@@ -307,7 +308,11 @@ class Graph:
             outputs=self.outputs if outputs is None else outputs,
             equations=[node.equation for node in nodes],
         )
-        first = self.first or self
-        made = {"program": program, "make_nodes": lambda: nodes}
-        parts = {**made, "hints": hints, "aliases": aliases}
-        return dataclasses.replace(self, **(parts | {"first": first} | other))
+        parts = {
+            "program": program,
+            "make_nodes": lambda: nodes,
+            "hints": hints,
+            "aliases": aliases,
+            "first": self.first or self,
+        }
+        return dataclasses.replace(self, **(parts | other))

@@ -1,6 +1,6 @@
 """Makes a `Graph` of a program that `jax.make_jaxpr` has traced.
 
-A program has one graph as long as a reference to the graph exists: a function that is called forty
+A program has one graph as long as anything refers to the graph: a function that is called forty
 times is one region, in one trace or in several traces. Nothing is interpreted and nothing is lost:
 a node holds JAX's equation.
 """
@@ -29,7 +29,7 @@ from tracegrad.ir.nodes import (
 )
 
 # Graphs by the id of their program. A graph holds its program, so the id stays unique.
-_known: WeakValueDictionary[int, Graph] = WeakValueDictionary()
+_graphs: WeakValueDictionary[int, Graph] = WeakValueDictionary()
 
 _NO_HINTS: Mapping[Value, str] = MappingProxyType({})
 _KINDS: dict[Any, type[Node]] = {
@@ -40,15 +40,16 @@ _KINDS: dict[Any, type[Node]] = {
 
 
 def import_program(program: Any, function: _jax.TracedFrom) -> Graph:
-    """JAX may have recorded another function than `function` as the program's origin."""
+    """Returns a new graph of a program that was traced from `function`, although JAX may have
+    recorded another function as the program's origin."""
     open_form = _jax.opened(program)
     inputs = open_form.invars
-    made: dict[str, tuple[Node, ...]] = {}  # once for all graphs of the program, in all threads
+    made: dict[str, tuple[Node, ...]] = {}  # copies of the graph, in all threads, share the nodes
 
     def make_nodes() -> tuple[Node, ...]:
         if "nodes" not in made:
-            inner = dict(zip(inputs, function.arguments, strict=False))
-            nodes = [node_of(each, function.source, inner) for each in open_form.eqns]
+            hints = dict(zip(inputs, function.arguments, strict=False))
+            nodes = [node_of(each, function.source, hints) for each in open_form.eqns]
             made.setdefault("nodes", tuple(nodes))
         return made["nodes"]
 
@@ -65,15 +66,15 @@ def graph_of(
     program: Any, operands: Sequence[Atom] = (), hints: Mapping[Value, str] = _NO_HINTS
 ) -> Graph:
     """Returns the graph of a program; for the same program the same graph. If the program is a
-    region, `operands` are the operands of its call. `hints` has the names of operands, for a
-    program whose arguments have no names."""
-    graph = _known.get(id(program))
+    region, `operands` are the operands of its call, and `hints` has their names, for a region whose
+    arguments have no names."""
+    graph = _graphs.get(id(program))
     if graph is None:
         function = _jax.traced_from(program)
         if len(function.arguments) != len(_jax.opened(program).invars):
             names = [hints.get(atom, "") if isinstance(atom, Value) else "" for atom in operands]
             function = function._replace(arguments=tuple(names))
-        graph = _known[id(program)] = import_program(program, function)
+        graph = _graphs[id(program)] = import_program(program, function)
     return graph
 
 
@@ -84,6 +85,8 @@ def _clean_hints(inputs: Sequence[Value], names: Sequence[str]) -> tuple[str, ..
 
 
 def node_of(equation: Any, function: str = "", hints: Mapping[Value, str] = _NO_HINTS) -> Node:
+    """Returns the node of an equation in the program of a function (see `Node.function`); `hints`
+    has the names of the program's inputs."""
     primitive = equation.primitive
     if primitive is _jax.STOP_GRADIENT:
         return StopGradient(equation, equation, NO_REGIONS, function)
@@ -107,18 +110,18 @@ def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[in
 
     Returns the faces by name and, for a vjp, the inputs for which the rule returns a gradient. Both
     faces of a vjp are traced together, since the backward face takes the residuals that the forward
-    face returns. The first operands, which the function closes over, are not differentiated: JAX
+    face returns. The operands that a vjp closes over (the first ones) are not differentiated: JAX
     would raise an error.
     """
     closed_over = node.closed_over
     avals = [atom.aval for atom in node.inputs]
     equation = node.equation  # the traced functions keep the equation alive, but not the node
 
-    def bound(*args: Any) -> list[Any]:
+    def bind(*args: Any) -> list[Any]:
         return _jax.bind(equation.primitive, args, equation.params)
 
     if node.kind == "jvp":
-        return {"jvp": trace_jvp(bound, avals)}, frozenset()
+        return {"jvp": trace_jvp(bind, avals)}, frozenset()
 
     # The traced function does not return the tree: JAX caches the trees of results, and would keep
     # the rule and its closed-over values alive.
@@ -128,16 +131,15 @@ def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[in
     def vjp(*args: Any) -> Any:
         constants = args[:closed_over]
 
-        def along(*inputs: Any) -> list[Any]:
-            return bound(*constants, *_jax.with_witnesses(inputs, closed_over, returned))
+        def primal(*inputs: Any) -> list[Any]:
+            return bind(*constants, *_jax.with_witnesses(inputs, closed_over, returned))
 
-        outs, pullback = _jax.vjp(along, *args[closed_over:])
+        outs, pullback = _jax.vjp(primal, *args[closed_over:])
         residuals, tree = jax.tree.flatten(pullback)
         trees.append(tree)
         return outs, residuals
 
-    forward, shapes = jax.make_jaxpr(vjp, return_shape=True)(*avals)
-    out_shapes, residuals = shapes
+    forward, (out_shapes, residuals) = jax.make_jaxpr(vjp, return_shape=True)(*avals)
     pullback_tree = trees[-1]
 
     def backward(*residuals_and_cotangents: Any) -> list[Any]:
@@ -150,40 +152,39 @@ def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[in
             if _jax.has_gradient(aval)
         ]
 
-    given = [shape for shape in out_shapes if _jax.has_gradient(shape)]
-    backward_program = jax.make_jaxpr(backward)(*residuals, *given)
-    back = ["residual"] * len(residuals) + ["ct"] * len(given)
+    float_shapes = [shape for shape in out_shapes if _jax.has_gradient(shape)]
+    backward_program = jax.make_jaxpr(backward)(*residuals, *float_shapes)
+    hints = ["residual"] * len(residuals) + ["ct"] * len(float_shapes)
     faces = {
         "forward": _import_face(forward, "forward", ["x"] * len(avals)),
-        "backward": _import_face(backward_program, "backward", back),
+        "backward": _import_face(backward_program, "backward", hints),
     }
     return faces, frozenset(returned)
 
 
 def trace_jvp(
-    bound: Callable[..., Any], avals: Sequence[Any], active: Sequence[int] | None = None
+    fun: Callable[..., Any], avals: Sequence[Any], active: Sequence[int] | None = None
 ) -> Graph:
-    """Traces JAX's JVP of a function of arrays to a graph. The inputs are the arrays, and the
-    tangents of the arrays at the positions `active` (default: all arrays that have tangents). The
-    outputs are the results, and the tangents of the results that have tangents."""
+    """Traces JAX's JVP of a function of arrays to a graph. The inputs are the primals, and the
+    tangents at the positions `active` (default: of all float and complex primals). The outputs are
+    the results, and the tangents of the float and complex results."""
     if active is None:
         active = [i for i, aval in enumerate(avals) if _jax.has_gradient(aval)]
 
     def jvp(*primals_and_tangents: Any) -> list[Any]:
         primals = primals_and_tangents[: len(avals)]
-        given = primals_and_tangents[len(avals) :]
-        along = _jax.of_some(lambda operands: bound(*operands), primals, active)
-        outs, out_tangents = _jax.jvp(along, tuple(primals[i] for i in active), given)
-        flowing = [
+        tangents = primals_and_tangents[len(avals) :]
+        primal = _jax.of_some(lambda operands: fun(*operands), primals, active)
+        outs, out_tangents = _jax.jvp(primal, tuple(primals[i] for i in active), tangents)
+        float_tangents = [
             t
             for out, t in zip(outs, out_tangents, strict=True)
             if _jax.has_gradient(jax.typeof(out))
         ]
-        return [*outs, *flowing]
+        return [*outs, *float_tangents]
 
-    tangents = [avals[i] for i in active]
-    program = jax.make_jaxpr(jvp)(*avals, *tangents)
-    return _import_face(program, "jvp", ["x"] * len(avals) + ["tangent"] * len(tangents))
+    program = jax.make_jaxpr(jvp)(*avals, *(avals[i] for i in active))
+    return _import_face(program, "jvp", ["x"] * len(avals) + ["tangent"] * len(active))
 
 
 def _import_face(program: Any, name: str, hints: Sequence[str]) -> Graph:

@@ -28,11 +28,12 @@ class RegionCall:
     """One call of a region by a node.
 
     Attributes:
-      operands: for each input the position of its operand; in a loop, at the first step.
-      results: for each output the position of its result; in a loop, at the last step. None: the
-        output decides whether the loop goes on.
+      operands: for each input the position of the operand that enters it (in a loop, at the first
+        step).
+      results: for each output the position of the result that it becomes (in a loop, after the last
+        step). None: the output decides whether the loop goes on.
       fed_back_from: for each input the position of the output of the loop's body that enters it at
-        the next step; None: the operand enters it at each step.
+        each further step. None: the operand enters it at each step.
       sliced: the number of inputs, from the end, that are slices of their operands.
     """
 
@@ -49,16 +50,16 @@ def region_calls(node: Node) -> list[RegionCall]:
     ins, outs, params = range(len(node.inputs)), range(len(node.outputs)), node.params
     none: list[int | None] = [None] * len(ins)
     if node.primitive is _jax.SCAN:
-        first, carried = _jax.scan_split(params)
-        ahead = [None] * first, range(carried), [None] * (len(ins) - first - carried)
-        around = [position for part in ahead for position in part]
-        return [RegionCall("jaxpr", ins, outs, around, len(ahead[2]))]
+        constants, carried = _jax.scan_split(params)
+        sliced = len(ins) - constants - carried
+        fed_back_from = [*none[:constants], *range(carried), *none[:sliced]]
+        return [RegionCall("jaxpr", ins, outs, fed_back_from, sliced)]
     if node.primitive in _jax.WHILES:
         conditions, bodies = params["cond_nconsts"], params["body_nconsts"]
         carry = ins[conditions + bodies :]
         return [
-            RegionCall(name, [*own, *carry], results, [*none[: len(own)], *range(len(carry))])
-            for name, own, results in (
+            RegionCall(name, [*consts, *carry], results, [*none[: len(consts)], *range(len(carry))])
+            for name, consts, results in (
                 ("cond_jaxpr", ins[:conditions], [None]),
                 ("body_jaxpr", ins[conditions : conditions + bodies], outs),
             )
@@ -80,27 +81,27 @@ def may_take_no_step(node: Node) -> bool:
     return is_loop(node) and (not isinstance(length, int) or length == 0)
 
 
-Ref = tuple[Path, Atom]
+PlacedAtom = tuple[Path, Atom]  # a value of the inlined program, or a literal
 
 
 def inside(call: Occurrence, value: Atom) -> Iterator[tuple[Path, Value]]:
-    """Yields the inputs of a node's regions that an operand of the node becomes."""
+    """Yields the inputs of a node's regions that an operand of the node enters."""
     for each in region_calls(call.node):
-        for i, within in zip(each.operands, call.node.region(each.name).inputs, strict=True):
+        for i, inner in zip(each.operands, call.node.region(each.name).inputs, strict=True):
             if call.node.inputs[i] is value:
-                yield call.into(each.name), within
+                yield call.into(each.name), inner
 
 
-def inside_result(call: Occurrence, result: Value, name: str) -> tuple[Path, Atom]:
+def inside_result(call: Occurrence, result: Value, name: str) -> PlacedAtom:
     """Returns the output of a node's region that becomes a result of the node."""
     each = next(each for each in region_calls(call.node) if each.name == name)
     k = each.results.index(call.node.outputs.index(result))
     return call.into(name), call.node.region(name).outputs[k]
 
 
-def outside(path: Path, value: Value) -> list[Ref]:
+def outside(path: Path, value: Value) -> list[PlacedAtom]:
     """Returns the sources of a region's input: an operand and, in a loop, an output of the body.
-    Returns [] for a value that is not an input, and for an input of a rule's face."""
+    Returns [] for a value that is not an input, and for an input of a custom gradient's face."""
     call, name = path[-1]
     calls = region_calls(call)
     inputs = call.region(name).inputs
@@ -108,7 +109,7 @@ def outside(path: Path, value: Value) -> list[Ref]:
     if each is None or value not in inputs:
         return []
     i = inputs.index(value)
-    found: list[Ref] = [(path[:-1], call.inputs[each.operands[i]])]
+    found: list[PlacedAtom] = [(path[:-1], call.inputs[each.operands[i]])]
     if (k := each.fed_back_from[i]) is not None:
         body = calls[-1].name
         found.append(((*path[:-1], (call, body)), call.region(body).outputs[k]))
@@ -117,7 +118,8 @@ def outside(path: Path, value: Value) -> list[Ref]:
 
 def onward(path: Path, value: Value) -> list[tuple[Path, Value]]:
     """Returns the destinations of a region's output: a result and, in a loop, inputs of the next
-    step. Returns [] for a value that is not an output, and for an output of a rule's face."""
+    step. Returns [] for a value that is not an output, and for an output of a custom gradient's
+    face."""
     call, name = path[-1]
     calls = region_calls(call)
     found: list[tuple[Path, Value]] = []
@@ -134,7 +136,7 @@ def onward(path: Path, value: Value) -> list[tuple[Path, Value]]:
     return found
 
 
-def _is_jit(path: Path, node: Node) -> bool:
+def _is_jit_call(path: Path, node: Node) -> bool:
     return node.primitive is _jax.JIT
 
 
@@ -143,21 +145,19 @@ class Inlined:
 
     Args:
       graph: the graph. It is not copied, and its calls are inlined only on demand.
-      opens: ``opens(path, node)`` says whether to inline a call of one program; default: the calls
-        of jitted functions. Other calls count as single operations.
+      opens: ``opens(path, node)`` says whether to inline a node, which calls one region once;
+        default: the calls of jitted functions. A node that is not inlined counts as one operation.
     """
 
-    def __init__(self, graph: Graph, opens: Callable[[Path, Node], bool] = _is_jit):
+    def __init__(self, graph: Graph, opens: Callable[[Path, Node], bool] = _is_jit_call):
         self.graph, self._opens = graph, opens
 
     def region(self, path: Path) -> Graph:
         return path[-1][0].region(path[-1][1]) if path else self.graph
 
-    def origin(self, path: Path, atom: Atom) -> Ref:
-        """Follows a value through inlined calls to its origin, which is the same value.
-
-        The origin is the result of an operation, an input, a constant, or a literal.
-        """
+    def origin(self, path: Path, atom: Atom) -> PlacedAtom:
+        """Follows a value through the borders of regions back to where it is defined: as the result
+        of an operation, an input, a constant, or a literal."""
         while isinstance(atom, Value):
             region = self.region(path)
             node = region.producers.get(atom)
@@ -177,13 +177,12 @@ class Inlined:
         return path, atom
 
     def made_by(self, path: Path, atom: Atom) -> Node | None:
-        """Returns the operation that computes an `origin`; None if no operation does."""
+        """Returns the operation that computes an `origin`; None if the origin is no result."""
         return self.region(path).producers.get(atom) if isinstance(atom, Value) else None
 
     @cached_property
     def steps(self) -> list[Occurrence]:
-        """The operations in order. The operations of a call that is inlined several times come as
-        often."""
+        """The operations in the order of execution, once for each inlined call of their region."""
         found: list[Occurrence] = []
         self._visit((), found)
         return found

@@ -1,4 +1,4 @@
-"""Selectors: they find places of a program by operation, call, scope or source line.
+"""Selectors find places of a program by operation, call, scope or source line.
 
 A selector finds *matches*. A match is an `Occurrence` (one node and the calls that lead to it) or a
 `Fragment` (several nodes of one region that belong together: the nodes of an inlined call, of a
@@ -34,7 +34,7 @@ from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import Occurrence, Path
 from tracegrad.ir.parameters import Parameters as Parameters
 from tracegrad.ir.scopes import around, scopes
-from tracegrad.ir.selector import Found, Group, Grouping, fits_any, within
+from tracegrad.ir.selector import Group, Grouping, Selection, covered_by, fits_any
 from tracegrad.ir.selector import Selector as Selector
 
 if TYPE_CHECKING:
@@ -217,9 +217,9 @@ def _require_names(names: tuple[str, ...], function: str, example: str) -> tuple
 class _Op(Selector):
     made_by = "match.op"
 
-    def look(self, graph: Graph) -> Found:
+    def select_in(self, graph: Graph) -> Selection:
         matches = [o for o in graph.walk() if fits_any(o.node.op, self.patterns)]
-        return Found(matches, within(matches))
+        return Selection(matches, covered_by(matches))
 
     def names(self, graph: Graph) -> list[str]:
         return list(dict.fromkeys(o.node.op for o in graph.walk()))
@@ -229,9 +229,9 @@ class _Where(Selector):
     def __init__(self, predicate: Callable[[Occurrence], object]) -> None:
         self.predicate = predicate
 
-    def look(self, graph: Graph) -> Found:
+    def select_in(self, graph: Graph) -> Selection:
         matches = [o for o in graph.walk() if self.predicate(o)]
-        return Found(matches, within(matches))
+        return Selection(matches, covered_by(matches))
 
     def __repr__(self) -> str:
         return f"match.where({self.predicate!r})"
@@ -244,19 +244,18 @@ class _Scope(Grouping):
     made_by = "match.scope"
 
     def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
-        outside = [part for node, _ in path for part in scopes(around(node))]
+        outer = [part for node, _ in path for part in scopes(around(node))]
         groups: dict[Node, Group] = {}
         last: tuple[str, ...] | None = None
-        # Most nodes share their scope with other nodes.
-        inside_of = functools.cache(self._shortest_match)
+        shortest_match = functools.cache(self._shortest_match)  # most nodes share their scope
         for node in graph.nodes:
-            inside = inside_of((*outside, *scopes(around(node))))
-            if inside is not None:
-                if inside != last:
-                    current: tuple[str, list[Node]] = ("/".join(inside), [])
-                current[1].append(node)
-                groups[node] = current
-            last = inside
+            matched = shortest_match((*outer, *scopes(around(node))))
+            if matched is not None:
+                if matched != last:
+                    group: tuple[str, list[Node]] = ("/".join(matched), [])
+                group[1].append(node)
+                groups[node] = group
+            last = matched
         return groups
 
     def _shortest_match(self, parts: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -280,6 +279,7 @@ def _shortest_match_length(pattern: str, parts: tuple[str, ...]) -> int | None:
 
 
 def _match_ends(globs: tuple[str, ...], parts: tuple[str, ...], start: int) -> Iterator[int]:
+    """Yields where a match of all globs that begins at `start` can end."""
     if not globs:
         yield start
     elif globs[0] == "**":

@@ -39,6 +39,7 @@ Atom = Value | Literal
 
 
 def renamed(atoms: Sequence[Atom], names: Mapping[Value, Atom]) -> list[Atom]:
+    """Returns the atoms, with ``names[value]`` in place of each value that has a new name."""
     return [names.get(atom, atom) if isinstance(atom, Value) else atom for atom in atoms]
 
 
@@ -53,13 +54,13 @@ def has_gradient(atom: Any) -> bool:
 
 
 def is_reference(atom: Any) -> bool:
-    """Whether a value is a `jax.Ref`, to which arrays are written, and not an array."""
+    """Whether a value is not an array but a `jax.Ref`, to which operations write arrays."""
     return not isinstance(atom.aval, _jax.ARRAY)
 
 
 def same_type(a: Any, b: Any) -> bool:
-    """Whether a value of one type can replace a value of another: shape and dtype are equal. Weak
-    types, and the mesh axes over which a value varies, are adapted where the value is used."""
+    """Whether a value of one type can replace a value of another type: shape and dtype are equal.
+    The edit that uses the value adapts its weak type and its varying mesh axes."""
     if hasattr(a, "shape") and hasattr(b, "shape"):
         return bool(type(a) is type(b) and (a.shape, a.dtype) == (b.shape, b.dtype))
     return bool(a == b)
@@ -132,19 +133,20 @@ class Node:
         return self.regions[name]
 
     def having(self, equation: Any, regions: Mapping[str, Graph] | None = None) -> Self:
+        """Returns a node with another equation and the same key; None keeps the regions."""
         regions = self.regions if regions is None else regions
         return replace(self, equation=equation, regions=regions)
 
     def with_operands(self, operands: Sequence[Atom]) -> Self:
         return self.having(self.equation.replace(invars=list(operands)))
 
-    def reading(self, names: Mapping[Value, Atom]) -> Self:
+    def with_renamed_operands(self, names: Mapping[Value, Atom]) -> Self:
         if names.keys().isdisjoint(self.operands):
             return self
         return self.with_operands(renamed(self.inputs, names))
 
-    def renaming(self, names: Mapping[Value, Any]) -> Self:
-        """Also renames results."""
+    def with_renamed_values(self, names: Mapping[Value, Any]) -> Self:
+        """Returns a node with renamed operands and results."""
         operands = renamed(self.inputs, names)
         results = [names.get(value, value) for value in self.outputs]
         return self.having(self.equation.replace(invars=operands, outvars=results))
@@ -211,7 +213,7 @@ class CustomGradient(RegionNode):
     """A primal region (``call_jaxpr``) and the rule that replaces its derivative.
 
     `kind` is ``"vjp"`` (`jax.custom_vjp`, `tracegrad.custom_gradient`) or ``"jvp"``
-    (`jax.custom_jvp`). The rule is Python code, until `face` is called and traces it to a graph.
+    (`jax.custom_jvp`). The rule is Python code; `face` traces it to a graph.
     """
 
     # Traces the rule; returns `Faces`.
@@ -250,9 +252,9 @@ class CustomGradient(RegionNode):
 
         `name`: for a vjp ``"forward"`` (inputs → outputs and residuals) or ``"backward"``
         (residuals and output cotangents → cotangents of the inputs of float or complex dtype,
-        without the inputs that the function closes over);
-        for a jvp ``"jvp"`` (inputs and tangents of the float ones → outputs and their tangents).
-        Raises KeyError for another name.
+        without the inputs that the function closes over); for a jvp ``"jvp"`` (inputs and tangents
+        → outputs and tangents, with tangents only of float and complex values). Raises KeyError for
+        another name.
         """
         if name not in self.face_names:
             raise KeyError(f"{self.name} has the faces {self.face_names}, not {name!r}")

@@ -4,7 +4,7 @@ A shared region can be called from many places, so origin and scope belong to an
 node and the path of calls to it. JAX recorded the traceback of a node in a shared region when it
 first traced the region's function, so the traceback includes the frames of that first caller; only
 the frames inside the region's own function are right for every occurrence. If none of these frames
-is in the user's code, the origin of the call is the origin of the node.
+is the user's, the node has the origin of the call.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from tracegrad.ir.wording import notebook_cell
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = tuple(os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (jax, jaxlib))
-_OWN = (PACKAGE, *_JAX)
-_PYTHONS = (
+_PYTHON = (
     "<frozen",
     *(
         folder + os.sep
@@ -88,7 +87,7 @@ class Occurrence:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The node; for a `Fragment` all its nodes."""
+        """The nodes of the match: this one node, or all nodes of a `Fragment`."""
         return (self.node,)
 
     @property
@@ -132,13 +131,13 @@ class Occurrence:
     def origin(self) -> Origin | None:
         """The user's line that made the node; without a user's frame, a library's line; None if JAX
         recorded no frame outside of JAX and this package."""
-        fallback: Origin | None = None
+        library: Origin | None = None
         for depth, node in reversed(list(enumerate(self.steps))):
-            found, is_users = _origin_in(node, within=bool(depth))
+            origin, is_users = _origin_in(node, within=bool(depth))
             if is_users:
-                return found
-            fallback = fallback or found
-        return fallback
+                return origin
+            library = library or origin
+        return library
 
     @property
     def lines(self) -> tuple[Origin, ...]:
@@ -187,10 +186,10 @@ def is_under_rules(occurrence: Occurrence) -> bool:
     return any(scopes.is_under_rules(scopes.around(node)) for node in occurrence.steps)
 
 
-def is_of_nothing(occurrence: Occurrence) -> bool:
-    """Whether an occurrence is a call without operands, so that no gradient passes through it. When
-    JAX differentiates a call in a scan, it moves the constant part of the call before the scan,
-    into a call of the same name outside of all scopes."""
+def is_call_without_operands(occurrence: Occurrence) -> bool:
+    """Whether no gradient can pass through a call, since it has no operands. When JAX
+    differentiates a call in a scan, it moves the constant part of the call before the scan, into a
+    call of the same name outside of all scopes."""
     return bool(occurrence.node.regions) and not occurrence.node.inputs
 
 
@@ -217,24 +216,24 @@ def _origin_in(node: Node, *, within: bool) -> tuple[Origin | None, bool]:
 def origin_in(stack: Iterable[Any]) -> tuple[Origin | None, bool]:
     """Finds the first frame of the user in a stack (innermost first), or else of a library. Returns
     the origin (None if all frames are JAX's or this package's) and whether it is the user's."""
-    fallback = None
+    library = None
     for frame in stack:
-        kind = _owner_of_file(frame.file_name)
-        if kind == "user":
+        owner = _owner_of_file(frame.file_name)
+        if owner == "user":
             return Origin(frame.file_name, frame.line_num, frame.function_name), True
-        if fallback is None and kind == "library":
-            fallback = Origin(frame.file_name, frame.line_num, frame.function_name)
-    return fallback, False
+        if library is None and owner == "library":
+            library = Origin(frame.file_name, frame.line_num, frame.function_name)
+    return library, False
 
 
 def users_line(node: Node) -> Origin | None:
-    """Only inside the function of the node's region."""
-    found, is_users = _origin_in(node, within=True)
-    return found if is_users else None
+    """Returns the user's line of a node, if the line is in the function of the node's region."""
+    origin, is_users = _origin_in(node, within=True)
+    return origin if is_users else None
 
 
-def written_out(call: Node, node: Node) -> Source:
-    """Returns the source of a node that moves out of a call's region."""
+def source_after_inlining(call: Node, node: Node) -> Source:
+    """Returns the source that a node of a call's region has after the call was inlined."""
     has_line = users_line(node) is not None
     info = _jax.inside_call(call.source.info, node.source.info, has_line=has_line)
     return node.source._replace(info=info)
@@ -247,20 +246,20 @@ def was_called_by(node: Node, function_source: str) -> bool:
 
 
 def shows_callers(node: Node) -> bool:
-    """Whether the frames of a node go back to the beginning of its thread. The frames of a program
-    that JAX traced by itself (`jax.make_jaxpr`) do not."""
+    """Whether the frames of a node go back to the beginning of its thread. They do not in a program
+    that JAX traced by itself (`jax.make_jaxpr`)."""
     stack = _jax.frames(node.source.info)
     return bool(stack) and stack[-1].function_name in ("<module>", "Thread._bootstrap")
 
 
 def _frames_within(stack: Sequence[Any], function_source: str) -> Sequence[Any]:
-    """Returns the frames up to the function of a region."""
-    found = _index_of_frame(stack, function_source)
-    return stack if found is None else stack[: found + 1]
+    """Returns the frames up to the function of a region; all frames if it is not among them."""
+    index = _index_of_frame(stack, function_source)
+    return stack if index is None else stack[: index + 1]
 
 
 def _index_of_frame(stack: Sequence[Any], function_source: str) -> int | None:
-    """Innermost."""
+    """Returns the index of the innermost frame of a function."""
     function = origin_of_function(function_source)
     if function is None:
         return None
@@ -282,6 +281,7 @@ def _short_name(file: str) -> str:
 
 
 def calling_line() -> Origin | None:
+    """Returns the user's innermost line that runs now."""
     frame = _users_calling_frame()
     if frame is None:
         return None
@@ -295,29 +295,29 @@ def _users_calling_frame() -> FrameType | None:
 
 
 def line_of_error(stack: TracebackType | None) -> Origin | None:
-    """Innermost."""
-    found = None
+    """Returns the user's innermost line in a traceback."""
+    origin = None
     for frame, line in traceback.walk_tb(stack):
         code = frame.f_code
         if is_user_file(code.co_filename):
-            found = Origin(code.co_filename, line, code.co_qualname)
-    return found
+            origin = Origin(code.co_filename, line, code.co_qualname)
+    return origin
 
 
 def warn_where_called(message: str, category: type[Warning]) -> None:
-    """Warns at the user's running line; by default once per line."""
+    """Warns at the user's innermost line that runs now; by default once per line."""
     frame = _users_calling_frame()
     if frame is None:
         warnings.warn(message, category, stacklevel=2)
         return
-    of_module = frame.f_globals
+    module_globals = frame.f_globals
     warnings.warn_explicit(
         message,
         category,
         frame.f_code.co_filename,
         frame.f_lineno,
-        module=of_module.get("__name__"),
-        registry=of_module.setdefault("__warningregistry__", {}),
+        module=module_globals.get("__name__"),
+        registry=module_globals.setdefault("__warningregistry__", {}),
     )
 
 
@@ -327,7 +327,7 @@ def is_user_file(file: str) -> bool:
 
 
 def is_own_file(file: str) -> bool:
-    """For this package and JAX."""
+    """Whether a file is part of this package or of JAX."""
     return _owner_of_file(file) == "jax"
 
 
@@ -338,8 +338,8 @@ def is_jaxs_file(file: str) -> bool:
 @cached(1024)
 def _owner_of_file(file: str) -> str:
     """Returns ``"user"``, ``"library"``, or ``"jax"`` (also for this package)."""
-    if file.startswith(_OWN):
+    if file.startswith((PACKAGE, *_JAX)):
         return "jax"
-    if file.startswith(_PYTHONS) or _INSTALLED.search(file):
+    if file.startswith(_PYTHON) or _INSTALLED.search(file):
         return "library"
     return "user"

@@ -55,7 +55,7 @@ class Parameters:
 
 def _require_parameters(other: Any) -> Parameters:
     if not isinstance(other, Parameters):
-        is_selector = hasattr(other, "look")  # of operations
+        is_selector = hasattr(other, "select_in")  # of operations
         raise TypeError(NOT_COMBINED if is_selector else _cannot_combine_message(other))
     return other
 

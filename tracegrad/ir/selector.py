@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Covers = Callable[[Path, Node], bool]
 
 
-class Found(NamedTuple):
-    """`covers` says whether the matches cover a node."""
+class Selection(NamedTuple):
+    """The matches of a selector in the order of execution, and whether they cover a node."""
 
     matches: list[Occurrence]
     covers: Covers
@@ -28,8 +28,8 @@ class Selector(ABC):
     """Finds matches in a graph; selectors combine with ``&``, ``|`` and ``~``.
 
     ``a & b`` finds the matches of `a` or `b` that lie within both, ``a | b`` the matches of `a` and
-    of `b`, ``~a`` all single nodes outside of `a`. Selectors of one class with equal parts are
-    equal, and so are rules with equal selectors.
+    of `b`, ``~a`` all single nodes outside of the matches of `a`. Selectors of one class with equal
+    parts are equal, so rules with equal selectors are equal.
     """
 
     made_by = ""  # the name of the function that makes the selector, for its repr
@@ -39,8 +39,8 @@ class Selector(ABC):
         self.patterns = patterns
 
     @abstractmethod
-    def look(self, graph: Graph) -> Found:
-        """In the order of execution."""
+    def select_in(self, graph: Graph) -> Selection:
+        """Finds the matches in a graph."""
 
     def names(self, graph: Graph) -> list[str]:
         """Returns the names that a pattern could match in a graph, for messages."""
@@ -65,8 +65,8 @@ class Selector(ABC):
         return _Not(self)
 
 
-def within(matches: Sequence[Occurrence]) -> Covers:
-    """A node is covered if it is part of a match, or in a region of such a node."""
+def covered_by(matches: Sequence[Occurrence]) -> Covers:
+    """Returns whether a node is covered: it is part of a match, or in a region of such a node."""
     members = {(match.path, node) for match in matches for node in match.nodes}
 
     def covers(path: Path, node: Node) -> bool:
@@ -80,15 +80,15 @@ def within(matches: Sequence[Occurrence]) -> Covers:
 # ------------------------------------------------------------------------------------- combinations
 
 
-class _Two(Selector):
+class _Pair(Selector):
     def __init__(self, left: Selector, right: Selector) -> None:
         super().__init__(*left.patterns, *right.patterns)
         self.left, self.right = left, right
 
 
-class _And(_Two):
-    def look(self, graph: Graph) -> Found:
-        left, right = self.left.look(graph), self.right.look(graph)
+class _And(_Pair):
+    def select_in(self, graph: Graph) -> Selection:
+        left, right = self.left.select_in(graph), self.right.select_in(graph)
         both = dict.fromkeys(m for m in left.matches if _lies_in(m, right.covers))
         both |= dict.fromkeys(m for m in right.matches if _lies_in(m, left.covers))
         # If a single node and a fragment with that node both match, only the fragment is kept.
@@ -98,28 +98,28 @@ class _And(_Two):
         def covers(path: Path, node: Node) -> bool:
             return left.covers(path, node) and right.covers(path, node)
 
-        return Found(_sort_by_walk(graph, kept), covers)
+        return Selection(_sort_by_walk(graph, kept), covers)
 
     def names(self, graph: Graph) -> list[str]:
-        """Returns the names for the operand that finds nothing by itself."""
+        """Returns the names for the operand that matches nothing by itself."""
         for side in (self.left, self.right):
-            if not side.look(graph).matches:
+            if not side.select_in(graph).matches:
                 return side.names(graph)
         return []
 
     def __repr__(self) -> str:
-        return f"{_operand_text(self.left, _Or)} & {_operand_text(self.right, _Two)}"
+        return f"{_operand_text(self.left, _Or)} & {_operand_text(self.right, _Pair)}"
 
 
-class _Or(_Two):
-    def look(self, graph: Graph) -> Found:
-        left, right = self.left.look(graph), self.right.look(graph)
+class _Or(_Pair):
+    def select_in(self, graph: Graph) -> Selection:
+        left, right = self.left.select_in(graph), self.right.select_in(graph)
         both = list(dict.fromkeys((*left.matches, *right.matches)))
 
         def covers(path: Path, node: Node) -> bool:
             return left.covers(path, node) or right.covers(path, node)
 
-        return Found(_sort_by_walk(graph, both), covers)
+        return Selection(_sort_by_walk(graph, both), covers)
 
     def names(self, graph: Graph) -> list[str]:
         return [*self.left.names(graph), *self.right.names(graph)]
@@ -132,8 +132,8 @@ class _Not(Selector):
     def __init__(self, inner: Selector) -> None:
         self.inner = inner
 
-    def look(self, graph: Graph) -> Found:
-        inner = self.inner.look(graph)
+    def select_in(self, graph: Graph) -> Selection:
+        inner = self.inner.select_in(graph)
         # A call around a match is neither inside nor outside of it.
         around = {(*m.path[:i], m.path[i][0]) for m in inner.matches for i in range(len(m.path))}
         outside = [
@@ -141,15 +141,15 @@ class _Not(Selector):
             for o in graph.walk()
             if not inner.covers(o.path, o.node) and (*o.path, o.node) not in around
         ]
-        return Found(outside, lambda path, node: not inner.covers(path, node))
+        return Selection(outside, lambda path, node: not inner.covers(path, node))
 
     def __repr__(self) -> str:
-        return f"~{_operand_text(self.inner, _Two)}"
+        return f"~{_operand_text(self.inner, _Pair)}"
 
 
-def _operand_text(selector: Selector, kind: type) -> str:
-    """In parentheses, if the operand is a `kind`."""
-    return f"({selector!r})" if isinstance(selector, kind) else repr(selector)
+def _operand_text(selector: Selector, in_parentheses: type) -> str:
+    """Returns an operand as code; a selector of the class `in_parentheses` gets them."""
+    return f"({selector!r})" if isinstance(selector, in_parentheses) else repr(selector)
 
 
 def _lies_in(match: Occurrence, covers: Covers) -> bool:
@@ -157,16 +157,16 @@ def _lies_in(match: Occurrence, covers: Covers) -> bool:
 
 
 def _sort_by_walk(graph: Graph, matches: list[Occurrence]) -> list[Occurrence]:
+    """Sorts matches by their first nodes; of fragments with the same nodes, keeps the first."""
     if len(matches) < 2:
         return matches
-    first = {(m.path, m.node): m for m in reversed(matches) if isinstance(m, Fragment)}
-    single = {(m.path, m.node): m for m in matches if not isinstance(m, Fragment)}
-    ordered = []
-    for o in graph.walk():
-        for table in (first, single):
-            if (o.path, o.node) in table:
-                ordered.append(table[o.path, o.node])
-    return ordered
+    distinct: dict[Any, Occurrence] = {}
+    for m in matches:
+        distinct.setdefault((type(m), m.path, m.nodes), m)
+    by_first_node: dict[Any, list[Occurrence]] = {}
+    for m in sorted(distinct.values(), key=lambda m: type(m) is Occurrence):
+        by_first_node.setdefault((m.path, m.node), []).append(m)
+    return [m for o in graph.walk() for m in by_first_node.get((o.path, o.node), ())]
 
 
 def _require_selector(other: Any) -> Selector:
@@ -174,7 +174,7 @@ def _require_selector(other: Any) -> Selector:
         raise TypeError(NOT_COMBINED)
     if not isinstance(other, Selector):
         raise TypeError(
-            f"a selector (match.op, match.call, ...) can be combined with another one only, "
+            f"a selector (match.op, match.call, ...) can be combined only with another selector, "
             f"not with {other!r}"
         )
     return other
@@ -188,12 +188,12 @@ Group = tuple[str | None, list[Node]]
 
 
 class Grouping(Selector):
-    """The base of selectors whose matches may be several nodes of a region. It finds the outermost
-    matches: the regions of a matched node are not searched."""
+    """The base class of selectors whose matches may be several nodes of a region. They find only
+    outermost matches: the regions of a matched node are not searched."""
 
-    def look(self, graph: Graph) -> Found:
+    def select_in(self, graph: Graph) -> Selection:
         matches = list(self._visit(graph, ()))
-        return Found(matches, within(matches))
+        return Selection(matches, covered_by(matches))
 
     def _visit(self, graph: Graph, path: Path) -> Iterator[Occurrence]:
         groups = self._groups(graph, path)
@@ -206,7 +206,7 @@ class Grouping(Selector):
             elif id(group) not in started:
                 started.add(id(group))
                 label, members = group
-                # Differentiating a call in a scan, JAX leaves an empty call before the scan.
+                # When JAX differentiates a call in a scan, it leaves an empty call before the scan.
                 if not any(member.outputs or member.effects for member in members):
                     continue
                 if label is None:
@@ -216,9 +216,10 @@ class Grouping(Selector):
 
     @abstractmethod
     def _groups(self, graph: Graph, path: Path) -> dict[Node, Group]:
-        """Returns, for each node that is part of a match, the match's name and all its nodes."""
+        """Returns, for each node that is part of a match, the match's name and all its nodes. The
+        nodes of one match have the same `Group` object."""
 
 
 def fits_any(name: str, patterns: tuple[str, ...]) -> bool:
-    # fnmatch alone does not do: `In[3]`, a file of a notebook, is a pattern that matches `In3`.
+    # fnmatch alone does not suffice: `In[3]`, a notebook's cell, is a pattern that matches `In3`.
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Computes(Protocol):
-    """A part of a program that computes values from others: a node, or several nodes as one."""
+    """A part of a program that computes values from operands: a node, or several nodes as one."""
 
     @property
     def key(self) -> Any: ...
@@ -34,7 +34,7 @@ C = TypeVar("C", bound=Computes)
 
 
 def entering(nodes: Sequence[Computes]) -> list[Value]:
-    """In the order of first use."""
+    """Returns the values that enter a group, in the order of first use."""
     made = {value for node in nodes for value in node.outputs}
     used = (value for node in nodes for value in node.operands)
     return list(dict.fromkeys(value for value in used if value not in made))
@@ -43,16 +43,16 @@ def entering(nodes: Sequence[Computes]) -> list[Value]:
 def operands_of(nodes: Sequence[Node]) -> list[Value]:
     """Returns the values that enter a match of several nodes, in the order of first use.
 
-    A broadcast or a cast is no use, since JAX writes it in front of an operation where the types of
-    the operands differ: the value counts where the result of the broadcast is used. So the order
-    does not depend on types.
+    A broadcast or a cast does not count as a use, but the uses of its result do: JAX inserts
+    broadcasts and casts before an operation if the types of its operands differ, and the order must
+    not depend on types.
     """
-    made_of: dict[Value, Value] = {}
+    promoted_from: dict[Value, Value] = {}
     used: list[Value] = []
     for node in nodes:
-        sources = [made_of.get(value, value) for value in node.operands]
+        sources = [promoted_from.get(value, value) for value in node.operands]
         if node.op in PROMOTIONS and sources:
-            made_of[node.outputs[0]] = sources[0]
+            promoted_from[node.outputs[0]] = sources[0]
         else:
             used += sources
     entered = dict.fromkeys(entering(nodes))
@@ -60,8 +60,8 @@ def operands_of(nodes: Sequence[Node]) -> list[Value]:
 
 
 def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
-    """Returns the arrays of a group that other nodes or the graph's outputs use; for a single node,
-    all its arrays."""
+    """Returns the results of a group that other nodes or the graph's outputs use; for a single
+    node, all its results. Omits Refs."""
     made = [value for node in nodes for value in node.outputs]
     if len(nodes) > 1:
         members = {node.key for node in nodes}
@@ -75,8 +75,8 @@ def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
 
 
 def refuse_references(graph: Graph, nodes: Sequence[Node], match: Occurrence) -> None:
-    """Raises GraphError for a match that makes a Ref for other nodes, or writes to an outer Ref.
-    Gradients that flow through such a Ref would bypass an edit of the match."""
+    """Raises GraphError for a match that makes a Ref for other nodes, or writes to a Ref from
+    outside. Gradients that flow through such a Ref would bypass an edit of the match."""
     if not any(node.has_references for node in nodes):
         return
     made = {value for node in nodes for value in node.outputs if is_reference(value)}
@@ -103,11 +103,11 @@ _READ = "get"  # the primitive that reads an array out of a Ref
 def make_adjacent(nodes: Sequence[C], chosen: Collection[Any], match: object) -> list[C]:
     """Reorders nodes so that the chosen nodes (by their keys) are adjacent.
 
-    Of the nodes between, the nodes that depend on a chosen node come after the group, and the rest
-    before it. Nodes with effects keep their order. Raises GraphError if no such order exists.
+    Nodes between chosen nodes come after the group if they depend on a chosen node, else before it.
+    Nodes with effects keep their order. Raises GraphError if no such order exists.
     """
-    places = [i for i, node in enumerate(nodes) if node.key in chosen]
-    start, stop = places[0], places[-1] + 1
+    positions = [i for i, node in enumerate(nodes) if node.key in chosen]
+    start, stop = positions[0], positions[-1] + 1
     members: list[C] = []
     before: list[C] = []
     after: list[C] = []

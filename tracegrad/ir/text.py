@@ -2,7 +2,7 @@
 
 One node a line: results, operation, operands, informative parameters, type, source line. A sign
 marks each of the three gradient annotations. A region follows, indented, the first node that has
-the region. A line says when the named scope changes. The form is stable: it contains no addresses
+the region. A line says where the named scope changes. The form is stable: it contains no addresses
 and no absolute paths, and the same program prints the same text.
 """
 
@@ -35,11 +35,11 @@ Paint = Callable[[Path, Node, str, str, str], str]
 CUSTOM, STOP, RECOMPUTE = "◆", "■", "↻"
 _WIDTH = 100
 _INDENT = "│ "
-_KNOWN = " (as above)"
+_AS_ABOVE = " (as above)"
 _EXPORTED = " (an exported program)"
 
 # Parameters that repeat other parts of the line, or that do not matter for the mathematics.
-_SILENT = frozenset(
+_HIDDEN = frozenset(
     """
     name jaxpr call_jaxpr jaxprs num_consts num_carry ft_in ft_out cond_nconsts body_nconsts
     const_lengths linear unroll in_shardings out_shardings in_layouts out_layouts donated_invars
@@ -49,8 +49,8 @@ _SILENT = frozenset(
     preferred_element_type has_placeholders transpose_unary_op indices_are_sorted unique_indices
     """.split()  # noqa: SIM905
 )
-# Parameters of windows and convolutions that are shown if an entry differs from this number.
-_ORDINARY = {
+# Parameters of windows and convolutions, each hidden if all its entries are this number.
+_DEFAULTS = {
     "padding": 0,
     "window_strides": 1,
     **dict.fromkeys(("base_dilation", "window_dilation", "lhs_dilation", "rhs_dilation"), 1),
@@ -69,7 +69,7 @@ def format_graph(graph: Graph, paint: Paint = plain) -> str:
 def _graph_lines(
     graph: Graph, path: Path, seen: set[Graph], texts: set[str], paint: Paint
 ) -> list[str]:
-    """Returns the lines of a graph; `seen` and `texts` are the regions printed so far."""
+    """Returns the lines of a graph; `seen` has the regions printed so far, `texts` their texts."""
     lines = header(graph)
     rows: list[_Row] = []
     scope = ""
@@ -80,20 +80,19 @@ def _graph_lines(
             scope = inner
         origin = Occurrence(path, node).origin
         place = "" if origin is None else origin.place
-        # A region that was printed above is only referred to.
-        known = _KNOWN if any(region in seen for region in node.regions.values()) else ""
         is_exported = bool(node.regions) and _calls_exported(node)
-        known = _EXPORTED if is_exported else known
-        rows.append(_Row(f"{statement(graph, node)}{known}", types_text(node.outputs), place, node))
+        note = _AS_ABOVE if any(region in seen for region in node.regions.values()) else ""
+        note = _EXPORTED if is_exported else note
+        rows.append(_Row(f"{statement(graph, node)}{note}", types_text(node.outputs), place, node))
         for name, region in () if is_exported else node.regions.items():
             if region not in seen:
                 seen.add(region)
                 title = "" if name in ("jaxpr", "call_jaxpr") else f"{name}: "
                 body = _graph_lines(region, (*path, (node, name)), seen, texts, paint)
                 body[0] = title + body[0]
-                # A function that JAX traced again for each call is printed once, if equal.
+                # Regions of equal text are printed once: JAX may trace a function for each call.
                 if (text := "\n".join(body)) in texts:
-                    rows[-1].left += _KNOWN
+                    rows[-1].left += _AS_ABOVE
                     continue
                 texts.add(text)
                 rows.extend(_Row(_INDENT + line) for line in body)
@@ -129,7 +128,7 @@ class _Row:
     left: str
     types: str = ""
     place: str = ""
-    node: Node | None = None  # None: the line is not a node
+    node: Node | None = None  # None: the line is only the text `left`
 
 
 def _align_columns(rows: Sequence[_Row], path: Path, paint: Paint) -> list[str]:
@@ -148,7 +147,7 @@ def _align_columns(rows: Sequence[_Row], path: Path, paint: Paint) -> list[str]:
 
 
 def statement(graph: Graph, node: Node) -> str:
-    """As ``y = dot_general(x, w)``."""
+    """Returns a node as an assignment, ``y = dot_general(x, w)``."""
     results = ", ".join(graph.names[v] for v in node.outputs if v in graph.names) or "_"
     operands = operands_text(graph, node.inputs)
     return f"{results} = {label(node)}({operands}){parameters(node)}"
@@ -168,35 +167,34 @@ def label(node: Node) -> str:
 
 def names_of(graph: Graph) -> dict[Value, str]:
     """See `Graph.names`."""
-    hints = zip(
-        (*graph.inputs, *graph.constants), (*graph.hints, *["const"] * len(graph.constants))
-    )
-    named = [(value, hint or "arg") for value, hint in hints]
-    named += [(value, node.name) for node in graph.nodes for value in node.outputs]
+    input_hints = graph.hints or [""] * len(graph.inputs)
+    hints = [(value, hint or "arg") for value, hint in zip(graph.inputs, input_hints)]
+    hints += [(value, "const") for value in graph.constants]
+    hints += [(value, node.name) for node in graph.nodes for value in node.outputs]
     names = _names_before_edits(graph, graph.first) if graph.first is not None else {}
     taken = dict.fromkeys(names.values(), 0)
-    for value, hint in named:
+    for value, hint in hints:
         if value not in names:
             names[value] = _make_unique(taken, *_readable_name(hint))
     return names
 
 
 def _names_before_edits(graph: Graph, before: Graph) -> dict[Value, str]:
-    """Returns the names of the values that the same node computes as before the edits."""
-    here, there = graph.producers, before.producers
-    given = {*graph.inputs, *graph.constants}
-    return {
-        value: name
-        for value, name in before.names.items()
-        if (value in given if value not in there else _is_same_node(here.get(value), there[value]))
-    }
+    """Returns the names of the inputs, constants and results that existed before the edits, except
+    results that another node computes now."""
 
+    def keeps_name(value: Value) -> bool:
+        old, new = before.producers.get(value), graph.producers.get(value)
+        if old is None:
+            return value in unproduced
+        return new is not None and new.key is old.key
 
-def _is_same_node(node: Node | None, before: Node) -> bool:
-    return node is not None and node.key is before.key
+    unproduced = {*graph.inputs, *graph.constants}
+    return {value: name for value, name in before.names.items() if keeps_name(value)}
 
 
 def _make_unique(taken: dict[str, int], base: str, name: str) -> str:
+    """Appends a number to `base` if `name` is taken; `taken` has the last number of each base."""
     while name in taken:  # `x_1` may be an argument's own name
         taken[base] = taken.get(base, 0) + 1
         name = f"{base}_{taken[base]}"
@@ -220,12 +218,12 @@ def _readable_name(hint: str) -> tuple[str, str]:
 
 
 def types_text(values: Sequence[Value]) -> str:
-    """As ``f32[8,4], i32[]``."""
+    """Returns the types of values, ``f32[8,4], i32[]``."""
     return ", ".join(_jax.type_text(v.aval) for v in values)
 
 
 def operands_text(graph: Graph, atoms: Iterable[Atom]) -> str:
-    """As ``x, 2.0``."""
+    """Returns operands, ``x, 2.0``."""
     return ", ".join(operand_text(graph, atom) for atom in atoms)
 
 
@@ -234,7 +232,7 @@ def operand_text(graph: Graph, atom: Atom) -> str:
 
 
 def value_text(graph: Graph, atom: Atom) -> str:
-    """As ``x: f32[3]``."""
+    """Returns a value with its type, ``x: f32[3]``; a literal without."""
     if not isinstance(atom, Value):
         return operand_text(graph, atom)
     return f"{operand_text(graph, atom)}: {_jax.type_text(atom.aval)}"
@@ -247,7 +245,7 @@ def parameters(node: Node) -> str:
     shown = {
         key: _parameter_text(value)
         for key, value in node.params.items()
-        if key not in _SILENT and not _is_ordinary(key, value)
+        if key not in _HIDDEN and not _is_default(key, value)
     }
     if node.op == "dot_general":
         shown = {**_product_axes(node), **shown, "dimension_numbers": ""}
@@ -257,8 +255,8 @@ def parameters(node: Node) -> str:
     return f" {text}" if text else ""
 
 
-def _is_ordinary(key: str, value: Any) -> bool:
-    return key in _ORDINARY and all(each == _ORDINARY[key] for each in jax.tree.leaves(value))
+def _is_default(key: str, value: Any) -> bool:
+    return key in _DEFAULTS and all(each == _DEFAULTS[key] for each in jax.tree.leaves(value))
 
 
 def _product_axes(node: Node) -> dict[str, str]:
@@ -284,7 +282,7 @@ def _layouts(lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> str:
 
 
 def _parameter_text(value: Any) -> str:
-    """Returns a short text of a parameter without addresses, or ""."""
+    """Returns a short text of a parameter without addresses; "" to hide the parameter."""
     if value is None or value is False or isinstance(value, (dict, frozenset, set)):
         return ""
     if isinstance(value, (bool, int, float, complex)):

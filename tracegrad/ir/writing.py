@@ -22,10 +22,10 @@ Place = tuple[Any, ...]
 @dataclass(frozen=True)
 class Where:
     """The surroundings of a region. `meshes` are the enclosing `jax.shard_map`s, from the outside
-    in. If `holds` is False, the region may not hold arrays as constants: they become operands."""
+    in. Without `may_hold_arrays`, closed-over arrays become inputs of the region, not constants."""
 
     meshes: tuple[Node, ...] = ()
-    holds: bool = True
+    may_hold_arrays: bool = True
 
     def inside(self, node: Node) -> Where:
         meshes = (*self.meshes, node) if node.op == "shard_map" else self.meshes
@@ -39,7 +39,7 @@ class Port:
     Attributes:
       place: identifies the match that needs the port: the keys of nodes and the names of regions
         that lead from this region to the match, and the key of the match.
-      value: the value in the region: a new input, or the value or literal that is a new output.
+      value: the new input of the region, or the value or literal that becomes an output.
       closed_over: the array that an edit closes over, the same in each execution; None for taps
         and outputs.
     """
@@ -51,7 +51,7 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """New nodes for a region, and the ports and constants that the region needs for them.
+    """New nodes for a region, and the ports and constants that these nodes need.
 
     Attributes:
       nodes: define the values that the edit replaces, except the values in `names`.
@@ -87,20 +87,20 @@ def write(
       run: the function of the operands and the taps; returns new values for `results`.
       operands, results: values of the region.
       beside: the node whose source line and settings the new nodes get.
+      match: the place of the edit, for ports and for errors.
       scope: the scope of the new nodes; default: the scope of `beside`. `run` is traced outside of
-        it.
-      shared: a key of everything besides types that the trace depends on, and the programs traced
-        so far.
+        this scope.
+      shared: a key of everything besides types that the trace depends on, and a cache of programs.
       taps: the types of the taps.
       shown: the list to which `run` appends arrays that become outputs.
-      has_line: whether the new nodes are at the lines at which they were traced; else all nodes are
+      has_line: whether the new nodes keep the lines at which they were traced; else all nodes are
         at the line of `beside`.
 
     Raises GraphError for a wrong number or type of results.
     """
     shown = [] if shown is None else shown
 
-    def flat(*args: Any) -> list[Any]:
+    def run_checked(*args: Any) -> list[Any]:
         shown.clear()
         with _jax.standing_for(_jax.below_scope(info.name_stack, info)):
             new = list(run(*args))
@@ -117,7 +117,7 @@ def write(
     key, traced = shared or (None, {})
     key = key, *avals, *(value.aval for value in results), settings, where.meshes
     if key not in traced:
-        traced[key] = _trace_under_settings(flat, avals, settings, where)
+        traced[key] = _trace_under_settings(run_checked, avals, settings, where)
     call = info if scope is None else info.replace(name_stack=scope)
     place = beside.function, match.node.key, where
     return _make_defining_nodes(results, operands, traced[key], *place, call, has_line=has_line)
@@ -135,8 +135,7 @@ def write_through(
     taps: Sequence[Any] = (),
 ) -> Written:
     """Traces a function of a value and the taps into nodes that define another value, as `write`.
-    `traced` has the programs traced so far: a function is traced once for all values of one
-    type."""
+    `traced` caches programs: a function is traced once for all values of one type."""
     place = beside, match, where
     return write(
         lambda *args: [run(*args)],
@@ -152,8 +151,8 @@ def write_through(
 def write_first(
     run: Callable[[Any], Any], operand: Value, result: Value, graph: Any, traced: dict[Any, Any]
 ) -> Written:
-    """Traces a function of one input of a graph, as `write_through`, for nodes before all others.
-    The new nodes are outside of all scopes."""
+    """Traces a function of one input of a graph, as `write_through`. The new nodes are meant to be
+    the first of the graph, and are outside of all scopes."""
     key = run, operand.aval
     if key not in traced:
         place = f"the input {graph.names[operand]} of {graph.name}"
@@ -170,7 +169,7 @@ def _with_result_type(run: Callable[..., Any], aval: Any, place: object) -> Call
 def _trace_under_settings(
     run: Callable[..., Any], avals: Sequence[Any], settings: Any, where: Where
 ) -> Any:
-    """Under the settings of an equation, and in the meshes around it."""
+    """Traces a function under the settings of an equation, and in the meshes around it."""
     programs: list[Any] = []
 
     def trace() -> None:
@@ -198,9 +197,9 @@ def _make_defining_nodes(
     program returns the results, then further arrays to show.
 
     The nodes have equations and values of their own, so that one program can be written often.
-    `function` is the function of `Node`, `key` the key of the match. The nodes are inside the
-    scopes of the source info `call` and (unless `has_line`) at its line; without `call`, they are
-    at the scopes and lines of their trace.
+    `function` is the nodes' `Node.function`, `key` the key of the match. The nodes get the scopes
+    of the source info `call` around their own, and its line unless `has_line`; without `call`, they
+    keep the scopes and lines of their trace.
     """
     open_form, arrays = _jax.parts_of(program)
     inputs, count = open_form.invars, len(operands)
@@ -219,28 +218,28 @@ def _make_defining_nodes(
     constants: dict[Any, Any] = {}
     for value, array in zip(renamed(open_form.constvars, names), arrays, strict=True):
         # A tracer must not be a constant of a region: JAX would take its derivative to be zero.
-        if isinstance(array, jax.core.Tracer) or not where.holds:
+        if isinstance(array, jax.core.Tracer) or not where.may_hold_arrays:
             ins.append(Port((key,), value, array))
         else:
             constants[value] = array
 
-    def written(equation: Any) -> Node:
+    def copy_to_node(equation: Any) -> Node:
         info = equation.source_info
         info = info if call is None else _jax.inside_call(call, info, has_line=has_line)
         results = [names.get(value, value) for value in equation.outvars]
         operands = renamed(equation.invars, names)
-        own = equation.replace(source_info=info, invars=operands, outvars=results)
-        return node_of(own, function)
+        copy = equation.replace(source_info=info, invars=operands, outvars=results)
+        return node_of(copy, function)
 
-    nodes = list(map(written, open_form.eqns))
+    nodes = list(map(copy_to_node, open_form.eqns))
     outs = [Port((key,), atom) for atom in renamed(open_form.outvars[len(results) :], names)]
     renames = dict(zip(others, renamed(list(others.values()), names), strict=True))
     return Written(nodes, renames, ins, outs, constants)
 
 
 def _convert_to_type(new: Any, aval: Any, place: object) -> Any:
-    """Converts a new result to the exact type of the value that it replaces: adapts weak types and
-    the mesh axes over which the result varies. Raises GraphError for another shape or dtype."""
+    """Converts a new result to the exact type of the value that it replaces: adapts its weak type
+    and the mesh axes over which it varies. Raises GraphError for another shape or dtype."""
     if not isinstance(aval, jax.core.ShapedArray):
         return new
     new = new if isinstance(new, jax.core.Tracer) else jnp.asarray(new)

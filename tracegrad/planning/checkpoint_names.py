@@ -77,7 +77,7 @@ def _run_with_named_results(node: Node, names: Sequence[str]) -> Callable[..., l
             if value in by_name
         }
         graph = behind_each(
-            graph, list(named), named.__getitem__, wanted=by_name.__contains__
+            graph, list(named), named.__getitem__, selects=by_name.__contains__
         ).graph
         found = run_graph(graph, [*primals, *tangents])
         outs, flowing = found[: len(names)], found[len(names) :]

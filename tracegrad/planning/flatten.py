@@ -11,7 +11,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.ir import Apply, Atom, Graph, Literal, Node, Value, operations
 from tracegrad.ir.nodes import renamed
-from tracegrad.ir.occurrence import written_out
+from tracegrad.ir.occurrence import source_after_inlining
 
 # Barriers exist to prevent merging. If a user computes a larger operation twice, this is on
 # purpose.
@@ -43,7 +43,7 @@ def _inline_calls(graph: Graph) -> Graph:
     constants = dict(graph.constants)
     nodes = []
     for node in graph.nodes:
-        node = node.reading(names)
+        node = node.with_renamed_operands(names)
         if not _is_plain_call(node):
             nodes.append(node)
             continue
@@ -60,8 +60,8 @@ def _inline_calls(graph: Graph) -> Graph:
                 (names[old],) = renamed([new], inner)
         inner |= {value: Value(value.aval) for value in made if value not in inner}
         for each in region.nodes:
-            source = written_out(node, each).info
-            equation = each.renaming(inner).equation.replace(source_info=source)
+            source = source_after_inlining(node, each).info
+            equation = each.with_renamed_values(inner).equation.replace(source_info=source)
             nodes.append(dataclasses.replace(each, equation=equation, key=equation))
     outputs = renamed(graph.outputs, names)
     return graph.replace(nodes=nodes, outputs=outputs, constants=constants)
@@ -73,7 +73,7 @@ def _merge_equal_nodes(graph: Graph) -> Graph:
     names: dict[Value, Atom] = {}
     nodes = []
     for node in graph.nodes:
-        node = node.reading(names)
+        node = node.with_renamed_operands(names)
         if isinstance(node, Apply) and node.op in _MERGED and len(node.outputs) == 1:
             (result,) = node.outputs
             same = first.setdefault((numbers.of(node), result.aval), result)

@@ -27,7 +27,7 @@ from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.inlined import region_calls
 from tracegrad.ir.occurrence import (
     Path,
-    is_of_nothing,
+    is_call_without_operands,
     is_own_file,
     is_under_rules,
     was_called_by,
@@ -133,9 +133,9 @@ def matches_of(
       GraphError: a match is in a custom gradient or in a solve or, if `gradients`, in code that JAX
         has already differentiated.
     """
-    matches = [left for m in where.look(graph).matches if (left := _strip_rule_identities(m))]
+    matches = [left for m in where.select_in(graph).matches if (left := _strip_rule_identities(m))]
     if gradients:
-        matches = [m for m in matches if not (is_under_rules(m) or is_of_nothing(m))]
+        matches = [m for m in matches if not (is_under_rules(m) or is_call_without_operands(m))]
     scans_of = functools.cache(_find_differentiated_scans)  # looks at each region once
     for match in matches:
         if match.path:
@@ -169,7 +169,7 @@ def _is_identity_of_rule(node: Node) -> bool:
 
 def _no_match_message(graph: Graph, where: Selector, rule: object) -> str:
     around = getattr(where, "where", where)
-    if around is not where and (there := around.look(graph).matches):
+    if around is not where and (there := around.select_in(graph).matches):
         _refuse_inside_of_rules(there[0], rule)
         return (
             f"{rule!r} concerns nothing in {graph.name}: {there[0]} matches, but is neither an "

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient
-from tracegrad.ir.editing import behind_each, place_of, shown_behind
+from tracegrad.ir.editing import behind_each, place_of, show_each
 from tracegrad.ir.notes import add_note
-from tracegrad.ir.occurrence import is_of_nothing, is_under_rules
+from tracegrad.ir.occurrence import is_call_without_operands, is_under_rules
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.stretches import refuse_references
@@ -85,7 +85,7 @@ def intermediates(
     may_miss = missing_ok or bool(inside)
     found = matches_of(where, program, may_miss, marks, gradients=False)
     if inside:  # the loss was searched: do not also match what differentiation left of it
-        found = [m for m in found if not (is_under_rules(m) or is_of_nothing(m))]
+        found = [m for m in found if not (is_under_rules(m) or is_call_without_operands(m))]
     return _run_and_show(program, inside, found, args, kwargs)
 
 
@@ -168,7 +168,7 @@ def intermediate_gradients(
     found = matches_of(where, program, missing_ok, marks)
     for match in found:
         refuse_references(program.region_of(match), match.nodes, match)
-    tapped = behind_each(program, found, lambda match: perturbed, wanted=has_gradient, tapped=True)
+    tapped = behind_each(program, found, lambda match: perturbed, selects=has_gradient, tapped=True)
     call = CallPacker()(args, kwargs)
 
     def to_result(graph: Graph) -> Callable[..., Any]:
@@ -245,7 +245,7 @@ def _run_and_show(
     functions that the program differentiates, and the arrays that leave the matches `outside`."""
     shown = [each for _, of in inside for each in of]
     matches = [*(each.at for each in shown), *outside]
-    wide = shown_behind(program, list({place_of(match): match for match in matches}.values()))
+    wide = show_each(program, list({place_of(match): match for match in matches}.values()))
     call = CallPacker()(args, kwargs)
     results = _run_program(wide.graph, call)
     output = finish_call(program, call, results)
@@ -268,8 +268,8 @@ def _refuse_both(fun: Callable[..., Any], program: Graph, where: Selector, asked
     outputs = program.outputs[: program.result_count]
     if len(outputs) != 1 or not _is_float_scalar(outputs[0].aval):
         return
-    for match in where.look(program).matches:
-        if not (is_under_rules(match) or is_of_nothing(match)):
+    for match in where.select_in(program).matches:
+        if not (is_under_rules(match) or is_call_without_operands(match)):
             raise GraphError(
                 f"{asked!r}: {match} lies in {function_name(fun)} itself, and other matches lie in "
                 "a function that it differentiates: the gradients of its result may be meant, or "

@@ -9,7 +9,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Node, Occurrence, match
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.occurrence import at
-from tracegrad.ir.selector import Selector, within
+from tracegrad.ir.selector import Selector, covered_by
 from tracegrad.rewriting.loop_reverse import bind_checkpointed_while
 from tracegrad.rewriting.match_rule import MatchRule, shows_arguments
 
@@ -93,7 +93,7 @@ def _find_loops(graph: Graph, matches: Sequence[Occurrence]) -> list[Occurrence]
     Raises GraphError for a match without a loop, and for a loop whose steps cannot run again."""
     found: dict[tuple[object, Node], Occurrence] = {}
     for matched in matches:
-        holds = within([matched])
+        holds = covered_by([matched])
         loops = [each for each in graph.walk() if _is_loop(each) and holds(each.path, each.node)]
         if not loops:
             raise GraphError(
@@ -119,7 +119,7 @@ def _require_pure(graph: Graph, loop: Occurrence) -> None:
     """Raises GraphError for effects, since the steps run again."""
     if _is_pure(loop):
         return
-    holds = within([loop])
+    holds = covered_by([loop])
     inside = (each for each in graph.walk() if holds(each.path, each.node))
     *_, culprit = (each for each in inside if not _is_pure(each))
     raise GraphError(

@@ -73,7 +73,7 @@ class Marks:
         # Each call gets marks of its own, since a backward pass may have the calls in another
         # order, or only some of them.
         return behind_each(
-            graph, matches, marking, wanted=wanted, depends_on=lambda match: match
+            graph, matches, marking, selects=wanted, depends_on=lambda match: match
         ).graph
 
     def __repr__(self) -> str:

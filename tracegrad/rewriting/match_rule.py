@@ -168,5 +168,5 @@ def behind(function: Callable[[Any], Any]) -> Edit:
     """Returns an edit that passes each float value that leaves a match through an identity, by
     `behind_each`."""
     return lambda graph, matches: (
-        behind_each(graph, matches, lambda match: function, wanted=has_gradient).graph
+        behind_each(graph, matches, lambda match: function, selects=has_gradient).graph
     )

@@ -31,7 +31,7 @@ from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.nodes import same_type
 from tracegrad.ir.running import run_node
-from tracegrad.ir.selector import Found, Selector, within
+from tracegrad.ir.selector import Selection, Selector, covered_by
 from tracegrad.ir.stretches import leaving, operands_of
 from tracegrad.ir.wording import counted
 from tracegrad.rewriting.edits import check_selector
@@ -159,13 +159,13 @@ class _Within(Selector):
         super().__init__(*where.patterns)
         self.where, self.is_concerned = where, is_concerned
 
-    def look(self, graph: Graph) -> Found:
-        covers = self.where.look(graph).covers
+    def select_in(self, graph: Graph) -> Selection:
+        covers = self.where.select_in(graph).covers
         matches = [o for o in graph.walk() if covers(o.path, o.node) and self.is_concerned(o)]
-        return Found(matches, within(matches))
+        return Selection(matches, covered_by(matches))
 
     def names(self, graph: Graph) -> list[str]:
-        return [] if self.where.look(graph).matches else self.where.names(graph)
+        return [] if self.where.select_in(graph).matches else self.where.names(graph)
 
     def __repr__(self) -> str:
         return repr(self.where)

@@ -352,7 +352,7 @@ def tap_gradient(
         places = dict(zip(matches, place_names(matches), strict=True))
         edits = {match: showing(place) for match, place in places.items()}
         return behind_each(
-            graph, matches, edits.__getitem__, wanted=has_gradient, depends_on=places.__getitem__
+            graph, matches, edits.__getitem__, selects=has_gradient, depends_on=places.__getitem__
         ).graph
 
     edit = of_arrays(tapped)
