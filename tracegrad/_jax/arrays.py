@@ -238,6 +238,13 @@ def fresh_alias(array: Any) -> Any:
         return jax.numpy.array(array, copy=True)
 
 
+def as_another_object(result: Any, operands: Iterable[Any]) -> Any:
+    """Returns `result`, as a new object if a function has returned one of its operands: tables that
+    know arrays by identity would take the two for one array."""
+    is_operand = isinstance(result, jax.Array) and any(result is each for each in operands)
+    return fresh_alias(result) if is_operand and not is_tracer(result) else result
+
+
 # By identity: the aliases that are alive (this is not a cache), each with its depth, the length of
 # the chain of aliases from the original array.
 _given_out: dict[int, tuple[weakref.ref[Any], int]] = {}
