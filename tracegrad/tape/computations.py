@@ -103,10 +103,10 @@ class Computation:
 
     @functools.cached_property
     def inlined(self) -> Callable[..., Any]:
-        """`fun`, to be called while JAX traces another program. JAX traces `fun` once for each types
-        of operands, and then copies its operations into the program."""
-        is_traced_each_time = self.has_rules or self.has_references or self.is_run_once
-        if is_traced_each_time or not self.is_kept:
+        """`fun`, to be called while JAX traces another program. JAX traces a pull-back once for each
+        types of operands, and then copies its operations into the program."""
+        is_pull_back = self.primitive is None and self.is_kept
+        if not is_pull_back or self.has_rules or self.has_references or self.is_run_once:
             return self.fun
         return jax.jit(self.fun, inline=_jax.INLINED_WHEN_TRACED)
 

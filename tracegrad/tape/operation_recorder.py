@@ -189,7 +189,7 @@ class OperationRecorder(ForwardingTrace):
         with set_current_trace(self.parent_trace):
             if saves and watching and self._may_save(watching):
                 computation = self._with_residuals(computation, operands, watching)
-            run = computation.fun if self._is_staged else computation.run
+            run = computation.inlined if self._is_staged else computation.run
             out = run(*operands)
         if not watching:
             return out
