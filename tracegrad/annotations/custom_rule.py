@@ -209,7 +209,7 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
     rule = jax.custom_vjp(take_users_name(call.fun, primal))
     # JAX tells a rule which operands are differentiated only with `symbolic_zeros`.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
-    return _jax.or_plain(rule, primal)(*inputs_given, *values)
+    return _jax.with_fallback(rule, primal)(*inputs_given, *values)
 
 
 def _make_output_rule(

@@ -275,7 +275,7 @@ def _jvp_rule(node: CustomGradient, face: Callable[[str], Callable[..., list[Any
     def jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
         float_tangents = [t for t, flows in zip(tangents, flowing, strict=True) if flows]
         results = run_jvp(*primals, *float_tangents)
-        return results[: len(outputs)], _jax.align(outputs, results[len(outputs) :])
+        return results[: len(outputs)], _jax.insert_float0(outputs, results[len(outputs) :])
 
     rule.defjvp(jvp)
     return rule
