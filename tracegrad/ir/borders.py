@@ -82,6 +82,8 @@ def _cannot_widen_error(node: Node, why: str) -> GraphError:
 
 def _widen(node: Node, edits: Mapping[str, Edited]) -> Written:
     regions = {n: edits[n].graph if n in edits else g for n, g in node.regions.items()}
+    # In the order of the regions, since the constants of a condition precede those of a body.
+    edits = {n: edits[n] for n in regions if n in edits}
     ins = [(n, port) for n, edited in edits.items() for port in edited.ins]
     shown = [(n, port) for n, edited in edits.items() for port in edited.outs]
     closed = [(n, port) for n, port in ins if port.closed_over is not None]
