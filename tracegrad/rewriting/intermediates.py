@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient
 from tracegrad.ir.editing import behind_each, place_of, show_each
+from tracegrad.ir.node_groups import refuse_references
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_call_without_operands, is_under_rules
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.selector import Selector
-from tracegrad.ir.stretches import refuse_references
 from tracegrad.ir.wording import with_article
 from tracegrad.rewriting.edits import (
     check_selector,

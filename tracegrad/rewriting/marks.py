@@ -19,8 +19,8 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient, scopes
 from tracegrad.ir.editing import behind_each
+from tracegrad.ir.node_groups import refuse_references, values_leaving
 from tracegrad.ir.selector import Selector
-from tracegrad.ir.stretches import leaving, refuse_references
 from tracegrad.rewriting.edits import find_matches, place_name
 from tracegrad.tracing.in_force import RuleSet, in_force
 
@@ -58,7 +58,7 @@ class Marks:
         places = {match: len(self._places) + i for i, match in enumerate(matches)}
         for match in matches:
             region = graph.region_of(match)
-            values = leaving(region, match.nodes)
+            values = values_leaving(region, match.nodes)
             if self._gradients:
                 refuse_references(region, match.nodes, match)
                 values = [value for value in values if has_gradient(value)]

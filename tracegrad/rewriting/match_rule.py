@@ -13,9 +13,9 @@ import numpy as np
 
 from tracegrad.ir import Graph, Occurrence, Value, has_gradient
 from tracegrad.ir.editing import around_each, behind_each, behind_inputs
+from tracegrad.ir.node_groups import refuse_references
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
-from tracegrad.ir.stretches import refuse_references
 from tracegrad.ir.wording import brief, name_of, shortened
 from tracegrad.rewriting.edits import (
     check_parameters,

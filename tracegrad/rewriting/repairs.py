@@ -29,10 +29,10 @@ from tracegrad.ir.closed_over import not_differentiated
 from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.frames import CHANGES_GRADIENT
+from tracegrad.ir.node_groups import operands_of, values_leaving
 from tracegrad.ir.nodes import same_type
 from tracegrad.ir.running import run_node
 from tracegrad.ir.selector import Selection, Selector, covered_by
-from tracegrad.ir.stretches import leaving, operands_of
 from tracegrad.ir.wording import counted
 from tracegrad.rewriting.edits import check_selector
 from tracegrad.rewriting.kept_zeros import may_make_nan, replace_keeping_zeros
@@ -247,7 +247,7 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
         for match_ in matches:
             node = None if isinstance(match_, Fragment) else match_.node
             operands = operands_of(match_.nodes) if node is None else node.inputs
-            results = leaving(graph.region_of(match_), match_.nodes)
+            results = values_leaving(graph.region_of(match_), match_.nodes)
             possible = positions_past(operands, results, varying, node)
             if len(possible) != 1:
                 many = counted(len(possible), "float input") if possible else "no float input"
