@@ -42,7 +42,7 @@ Run = Callable[..., list[Any]]
 # ------------------------------------------------------------------- which nodes are rewritten
 
 
-def may_make_nan(found: Occurrence) -> bool:
+def may_make_nan(occurrence: Occurrence) -> bool:
     """Whether the derivative at a node may be NaN or Inf.
 
     This concerns elementwise operations, contractions (a matrix product or a convolution), and
@@ -50,7 +50,7 @@ def may_make_nan(found: Occurrence) -> bool:
     not constant. Operations with bounded derivatives are excluded, and so are nodes inside a custom
     gradient or a solve, since these nodes are not differentiated.
     """
-    return found.rule_around is None and _may_multiply_zeros(found.node)
+    return occurrence.rule_around is None and _may_multiply_zeros(occurrence.node)
 
 
 def _may_multiply_zeros(node: Node) -> bool:
@@ -145,13 +145,13 @@ def _backward_graph(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Gr
     cotangents of the results that have a gradient. The outputs are the cotangents of the operands
     at the positions `active`."""
     outs = jax.make_jaxpr(run)(*avals).out_avals
-    flowing = [j for j, out in enumerate(outs) if _jax.has_gradient(out)]
+    float_results = [j for j, out in enumerate(outs) if _jax.has_gradient(out)]
 
     def pull(operands: list[Any], cotangents: list[Any]) -> Any:
-        _, back = _jax.vjp_of_some(lambda xs: run(*xs), operands, active, flowing)
+        _, back = _jax.vjp_of_some(lambda xs: run(*xs), operands, active, float_results)
         return back(cotangents)
 
-    graph = graph_of(jax.make_jaxpr(pull)(list(avals), [outs[j] for j in flowing]))
+    graph = graph_of(jax.make_jaxpr(pull)(list(avals), [outs[j] for j in float_results]))
     # The forward pass has run already, with its effects: the graph need not repeat them.
     return without_unused(graph, keeps_effects=False)
 

@@ -80,9 +80,9 @@ def _linearise(trace: Any, *tracers: Any, **params: Any) -> Any:
         parts = _find_known_part(while_params, avals, unknown)
     if parts is None:
         return trace.default_process_primitive(CHECKPOINTED_WHILE, tracers, params)
-    known, unknown = parts
-    values = [t.pval.get_known() for t, u in zip(tracers, unknown, strict=True) if not u]
-    outs, kept = _run_and_record(values, known, added)
+    known_params, unknown = parts
+    known_args = [t.pval.get_known() for t, u in zip(tracers, unknown, strict=True) if not u]
+    outs, kept = _run_and_record(known_args, known_params, added)
     tangents = trace.default_process_primitive(
         _LINEAR, [*kept, *tracers], {**params, "unknown": tuple(unknown), "kept": len(kept)}
     )
@@ -135,7 +135,7 @@ def _run_and_record(args: Any, params: Any, added: Any) -> tuple[list[Any], list
         return position, live, state, level, positions, states
 
     zero = jnp.int32(0)
-    states = [lax.broadcast(one, (places,)) for one in init]
+    states = [lax.broadcast(array, (places,)) for array in init]
     carry = (zero, goes_on(init), init, zero, jnp.zeros(places, jnp.int32), states)
     steps, _, outs, level, positions, states = checkpointed_while_loop(
         lambda c: jnp.any(c[1]), stretch, carry, added
@@ -153,9 +153,9 @@ def _replay_backward(
       args: the operands of the whole loop; the unknown operands are ignored.
       while_params: the parameters of the whole loop.
     """
-    params, _ = _find_known_part(while_params, [_aval(arg) for arg in args], unknown)
-    known = [arg for arg, u in zip(args, unknown, strict=True) if not u]
-    goes_on, step = _make_condition_and_body(params, known)
+    known_params, _ = _find_known_part(while_params, [_aval(arg) for arg in args], unknown)
+    known_args = [arg for arg, u in zip(args, unknown, strict=True) if not u]
+    goes_on, step = _make_condition_and_body(known_params, known_args)
     steps, level, positions, *states = kept
     slots = added["checkpoints"]
     reaches = schedule.reaches(slots)
@@ -220,7 +220,7 @@ def _replay_backward(
         return end, places, stack, sums, cotangents
 
     # One place more than slots, for the state that is differentiated when no slot is free.
-    stack = [lax.broadcast(one, (slots + 1,)) for one in _take_state(states, 0)]
+    stack = [lax.broadcast(array, (slots + 1,)) for array in _take_state(states, 0)]
     carry = (steps, jnp.zeros(slots + 1, jnp.int32), stack, sums, list(cotangents))
     *_, sums, cotangents = checkpointed_while_loop(lambda c: c[0] > 0, back_stretch, carry, added)
     return [*sums, *cotangents]
@@ -294,9 +294,9 @@ def _transpose_loop(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
     parts = _find_known_part(while_params, [_aval(arg) for arg in args], unknown)
     if parts is None:
         raise ValueError(f"{added['place']} is not linear in the operands of its transpose")
-    known, unknown = parts
+    known_params, unknown = parts
     known_args = [arg for arg, u in zip(args, unknown, strict=True) if not u]
-    _, kept = _run_and_record(known_args, known, added)
+    _, kept = _run_and_record(known_args, known_params, added)
     _, _, unknown_carry = _split_operands(while_params, unknown)
     of_unknown = [ct for ct, u in zip(cotangents, unknown_carry, strict=True) if u]
     return _operand_cotangents(of_unknown, kept, args, unknown, while_params, added)

@@ -114,7 +114,7 @@ class Marks:
 
 def _find_marks(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
     """Returns the marks in order of execution, by their parameters ``(what, place, index)``."""
-    found: dict[tuple[str, int, int], list[Occurrence]] = {}
+    marks: dict[tuple[str, int, int], list[Occurrence]] = {}
     for occurrence in program.walk():
         if occurrence.node.primitive is _MARK:
             what, place, index = (occurrence.node.params[k] for k in ("what", "place", "index"))
@@ -125,8 +125,8 @@ def _find_marks(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
             # Skip a value that the backward pass recomputes: the forward pass has the same value.
             is_recomputed = any(map(scopes.is_backward, occurrence.steps))
             if what == _COTANGENT or not is_recomputed:
-                found.setdefault((what, place, index), []).append(occurrence)
-    return found
+                marks.setdefault((what, place, index), []).append(occurrence)
+    return marks
 
 
 def _not_computed_message(rule: object, match: str) -> str:

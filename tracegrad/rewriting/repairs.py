@@ -149,7 +149,7 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
         constants = [not_differentiated(node, operand) for operand in operands[:closed_over]]
         return mended(*constants, *operands[closed_over:])
 
-    concerned = _SingleNodes(where, lambda found: may_make_nan(found) or _is_vjp_rule(found))
+    concerned = _SingleNodes(where, lambda o: may_make_nan(o) or _is_vjp_rule(o))
     return MatchRule("finite_derivative", concerned, edit_around(mend), missing_ok)
 
 
@@ -173,8 +173,9 @@ class _SingleNodes(Selector):
         return repr(self.where)
 
 
-def _is_vjp_rule(found: Occurrence) -> bool:
-    return isinstance(found.node, CustomGradient) and found.node.kind == "vjp"
+def _is_vjp_rule(occurrence: Occurrence) -> bool:
+    node = occurrence.node
+    return isinstance(node, CustomGradient) and node.kind == "vjp"
 
 
 def _finite_gradient(node: Node, closed_over: int) -> Any:
@@ -186,10 +187,10 @@ def _finite_gradient(node: Node, closed_over: int) -> Any:
         active = [i for i in places if _jax.has_gradient(op.inputs[i])]
         _, back = _jax.vjp_of_some(lambda xs: run_node(node, xs), op.inputs, active)
         avals = list(map(jax.typeof, op.outputs))
-        flowing = [dy for dy, aval in zip(dys, avals, strict=True) if _jax.has_gradient(aval)]
-        is_bad = jnp.any(jnp.stack([~jnp.all(jnp.isfinite(dy)) for dy in flowing]))
+        float_dys = [dy for dy, aval in zip(dys, avals, strict=True) if _jax.has_gradient(aval)]
+        is_bad = jnp.any(jnp.stack([~jnp.all(jnp.isfinite(dy)) for dy in float_dys]))
         cotangents: list[Any] = [None] * len(op.inputs)
-        for i, ct in zip(active, back(_jax.insert_float0(avals, flowing)), strict=True):
+        for i, ct in zip(active, back(_jax.insert_float0(avals, float_dys)), strict=True):
             cotangents[i] = _finite(ct, is_bad)
         return cotangents
 
