@@ -33,6 +33,33 @@ def test_no_order_and_no_mode_passes():
     np.testing.assert_array_equal(jax.jit(jax.vmap(jax.grad(f)))(jnp.array([1.0, 2.0])), [1.0, 4.0])
 
 
+@pytest.mark.parametrize(
+    "constant",
+    [
+        pytest.param(stop_gradient, id="stop_gradient"),
+        pytest.param(
+            lambda x: stop_gradient({"x": x, "key": jax.random.key(0)})["x"], id="of a tree"
+        ),
+        pytest.param(tg.custom_gradient(lambda x: (x, lambda dy: 3 * dy)), id="custom_gradient"),
+        pytest.param(tg.grad_pass_through(lambda x: x), id="grad_pass_through"),
+    ],
+)
+def test_a_value_of_before_the_watch_is_no_source(constant):
+    """An anchor, or old weights in a ratio: the derivative of x c in x is c, as in TensorFlow."""
+    x = jnp.float32(2.0)
+    before = constant(x)
+    with tg.ForwardAccumulator(x, jnp.float32(1.0)) as accumulator:
+        product = x * before
+    assert accumulator.jvp(product) == 2.0
+    with tg.GradientTape(persistent=True) as tape:
+        before_watch = constant(x)
+        tape.watch(x)
+        with tape.stop_recording():
+            stopped = constant(x)
+        products = [x * each for each in (before, before_watch, stopped)]
+    assert [tape.gradient(y, x) for y in products] == [2.0, 2.0, 2.0]
+
+
 def test_it_is_the_primitive_of_jax_and_a_stop_gradient_in_a_graph():
     eqns = jax.make_jaxpr(lambda x: stop_gradient([x]))(1.0).jaxpr.eqns
     assert [eqn.primitive.name for eqn in eqns] == ["stop_gradient"]

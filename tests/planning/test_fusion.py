@@ -14,7 +14,7 @@ from tests.compilation import compiled_to, f32, kept_on_disk
 from tracegrad.ir import Graph
 from tracegrad.planning import plan_recompute
 from tracegrad.planning.flatten import flatten
-from tracegrad.planning.fusion import Fusion, seen, without_compiling
+from tracegrad.planning.fusion import Fusion, read_fates, without_compiling
 from tracegrad.planning.measuring import MeasuredGradient
 
 pytestmark = pytest.mark.both_jax
@@ -75,7 +75,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 
 def test_what_is_in_no_memory_is_inlined_and_what_is_kept_in_another_layout_is_kept():
     graph = program(jnp.sin, jnp.exp, jnp.tanh, lambda x: 2 * x)
-    found = seen(graph, compiled_to(COMPILED))
+    found = read_fates(graph, compiled_to(COMPILED))
     assert ops(graph, found, "inlined") == ["sin"]
     assert ops(graph, found, "repeated") == ["tanh"]
     assert ops(graph, found, "beside") == ["mul"]
@@ -110,11 +110,12 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 
 def test_what_the_backward_pass_has_made_is_counted_for_the_step_in_which_it_is_there():
     graph = program(jnp.sin, jnp.sinh, jnp.exp, jnp.tanh)
-    found = seen(graph, compiled_to(STEPS))
+    found = read_fates(graph, compiled_to(STEPS))
     size = 4 * 64
     # The last two steps run as one, in which the first cotangent is read, and that of `sin` made.
     assert [fate.cotangents for fate in found] == [2 * size, 2 * size, 2 * size, 3 * size]
-    assert [fate.cotangents for fate in seen(graph, compiled_to(STEPS), devices=2)] == [None] * 4
+    on_two = read_fates(graph, compiled_to(STEPS), devices=2)
+    assert [fate.cotangents for fate in on_two] == [None] * 4
 
 
 # As for a TPU: layouts in tiles, memories by number, and what runs as one with others inside.
@@ -145,7 +146,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 
 def test_what_runs_inside_of_what_runs_as_one_is_seen():
     graph = program(jnp.sin, jnp.exp, lambda x: 2 * x)
-    found = seen(graph, compiled_to(COMPILED_FOR_TPU))
+    found = read_fates(graph, compiled_to(COMPILED_FOR_TPU))
     assert ops(graph, found, "inlined") == ["exp"]
 
 
@@ -160,7 +161,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 def test_of_what_nothing_is_seen_all_but_views_is_taken_to_be_written():
     graph = program(jnp.sin, jnp.transpose, jnp.exp)
     assert ops(graph, without_compiling(graph), "inlined") == ["transpose"]
-    assert seen(graph, compiled_to(OF_NOTHING)) == without_compiling(graph)
+    assert read_fates(graph, compiled_to(OF_NOTHING)) == without_compiling(graph)
 
 
 def test_a_gradient_in_the_program_itself_is_of_its_forward_pass():

@@ -10,6 +10,6 @@ from tracegrad.tape import known_computations
 def everything_saved(monkeypatch):
     """Has compiled functions save what their derivatives need, however little it is."""
     tg.clear_caches()
-    monkeypatch.setattr(known_computations, "_MOST_AGAIN", 0)
+    monkeypatch.setattr(known_computations, "_MAX_RECOMPUTED", 0)
     yield
     tg.clear_caches()

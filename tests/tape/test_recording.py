@@ -1,6 +1,7 @@
 """What the recorder sees: transformations, compiled functions, rules, effects, libraries."""
 
 import functools
+import sys
 from contextlib import nullcontext
 
 import jax
@@ -960,3 +961,32 @@ def test_a_recomputed_function_that_closes_over_an_array_gives_zeros_to_what_it_
     for at_x, at_unused in (gradients(x, unused), tg.trace(gradients)(x, unused)):
         np.testing.assert_allclose(at_x, np.cos(x), 1e-6)
         assert at_unused == 0.0
+
+
+def test_to_trace_a_tape_takes_no_more_calls_of_functions_than_to_trace_jax_grad():
+    # Each operation's VJP was traced anew, and before JAX 0.12 for each array JAX wrote out the
+    # whole program, in an error that nobody saw.
+    def chain(x):
+        for _ in range(40):
+            x = jnp.sin(x) * x
+        return x
+
+    def count_calls(gradient):
+        count = 0
+
+        def see(frame, event, arg):
+            nonlocal count
+            count += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(see)
+        try:
+            jax.make_jaxpr(lambda x: gradient(x))(jnp.float32(0.5))  # JAX caches by function
+        finally:
+            sys.setprofile(before)
+        return count
+
+    by_jax, on_tape = jax.grad(chain), functools.partial(by_tape, chain)
+    for gradient in (by_jax, on_tape):
+        jax.make_jaxpr(gradient)(jnp.float32(0.5))
+    assert count_calls(on_tape) < count_calls(by_jax)

@@ -162,7 +162,8 @@ _SINGLE = jax.sharding.SingleDeviceSharding
 
 def array_type(array: Any) -> Any:
     """Returns ``jax.typeof(array)``, for an array on one device in a tenth of the time."""
-    if type(getattr(array, "sharding", None)) is _SINGLE:
+    # A tracer has no sharding, and before JAX 0.12 its error takes as long as its whole program.
+    if not is_tracer(array) and type(getattr(array, "sharding", None)) is _SINGLE:
         return array.aval
     return jax.typeof(array)
 
@@ -238,6 +239,13 @@ def fresh_alias(array: Any) -> Any:
             return shared
     with at_top_level():  # not recorded by a tape
         return jax.numpy.array(array, copy=True)
+
+
+def as_another_object(result: Any, operands: Iterable[Any]) -> Any:
+    """Returns `result`, as a new object if a function has returned one of its operands: tables that
+    know arrays by identity would take the two for one array."""
+    is_operand = isinstance(result, jax.Array) and any(result is each for each in operands)
+    return fresh_alias(result) if is_operand and not is_tracer(result) else result
 
 
 # By identity: the aliases that are alive (this is not a cache), each with its depth, the length of

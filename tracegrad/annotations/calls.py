@@ -53,8 +53,7 @@ class AnnotatedFunction(Generic[P, R]):
         return AnnotatedFunction(bind(instance, owner), self._apply)
 
     def __reduce__(self) -> str | tuple[Any, ...]:  # as for a traced function
-        made_with = AnnotatedFunction, (self.__wrapped__, self._apply)
-        return name_in_module(self) or made_with
+        return name_in_module(self) or (AnnotatedFunction, (self.__wrapped__, self._apply))
 
     def __repr__(self) -> str:
         return f"<annotated {self.__wrapped__!r}>"
@@ -95,7 +94,7 @@ def inputs_in(arguments: Any) -> Parted:
 def input_names(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> list[str]:
-    """As in the user's call: ``params.w``."""
+    """Returns the names of the inputs, as in the user's call: ``params.w``."""
     names = [leaf.name for leaf in leaves_of_call(fun, args, kwargs)]
     return inputs_in((args, dict(kwargs))).of_chosen(names)
 
@@ -126,15 +125,15 @@ def take_users_name(
 
 
 def _make_identifiers(names: Sequence[str]) -> list[str]:
-    """Distinct identifiers: ``params_w`` for ``params.w``."""
-    found: dict[str, None] = {}
+    """Returns distinct identifiers: ``params_w`` for ``params.w``."""
+    words: dict[str, None] = {}
     for name in names:
         word = re.sub(r"\W+", "_", name).strip("_") or "value"
         word = f"{word}_" if keyword.iskeyword(word) or word[0].isdigit() else word
-        while not word.isidentifier() or word in found:
+        while not word.isidentifier() or word in words:
             word = f"_{word}" if not word.isidentifier() else f"{word}_"
-        found[word] = None
-    return list(found)
+        words[word] = None
+    return list(words)
 
 
 # ------------------------------------------------------------------------------------- errors

@@ -173,7 +173,7 @@ def _call_on_values(
     variables = reads.trainable
     if variables:
         require_variables_parameter(fun, grad_fn, variables)
-    y = jax.tree.map(jnp.asarray, y)
+    y = jax.tree.map(lambda leaf: _jax.as_another_object(jnp.asarray(leaf), arrays), y)
     if recorder is None:
         return y
     gradient, function = grad_fn, fun
@@ -213,7 +213,7 @@ def _call_traced(
 
     def run_listening(*arrays: Any) -> tuple[Any, RunResiduals]:
         with listener.around():
-            return call.forward_or_later(*arrays)
+            return call.forward_keeping_error(*arrays)
 
     program = None
     with contextlib.suppress(*_jax.NEEDS_VALUES):

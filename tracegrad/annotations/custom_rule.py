@@ -27,18 +27,20 @@ from tracegrad.variables.trees import without_variables
 
 # A gradient function is traced together with the gradient functions that it calls, which may
 # include itself. This is the maximal depth: each level allows one more order of derivatives.
-_DEEPEST = 5
+_MAX_DEPTH = 5
 
 
-class _Within(threading.local):
-    pullbacks = 0  # the number of nested pullbacks that are being traced
+class _Tracing(threading.local):
+    depth = 0  # the number of nested pullbacks that are being traced
 
 
-_within = _Within()
+_tracing = _Tracing()
 
 
 @dataclass(frozen=True)
 class AnnotatedCall:
+    """A call of a function with a custom gradient."""
+
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -48,7 +50,7 @@ class AnnotatedCall:
     pullbacks: list[Pullback | Exception] = field(default_factory=list)
 
     def name_captured(self, value: Any) -> tuple[str, str]:
-        """Returns texts for messages."""
+        """Returns texts for messages: of the function, and of a value that it captures."""
         name = captured_name(value, self.fun, self.kwargs)
         return described(self.fun), captured_text(name, value)
 
@@ -88,7 +90,7 @@ class AnnotatedCall:
         self.pullbacks.append(pullback)
         return y, RunResiduals(values, len(self.pullbacks) - 1)
 
-    def forward_or_later(self, *arrays: Any) -> tuple[Any, RunResiduals]:
+    def forward_keeping_error(self, *arrays: Any) -> tuple[Any, RunResiduals]:
         """Like `forward`, but keeps an error of the gradient function in `pullbacks`, to be raised
         when the gradient is computed."""
         y, grad_fn = self.run(*arrays)
@@ -99,14 +101,15 @@ class AnnotatedCall:
                 args, arrays = (*args, operands), (*arrays, *operands)
         pullback: Pullback | Exception
         values: list[Any] = []
-        if _within.pullbacks == _DEEPEST:
+        if _tracing.depth == _MAX_DEPTH:
             pullback = RecursionError(
                 f"the gradient function of {described(self.fun)} is called by gradient functions "
-                f"that call one another, {_DEEPEST} deep: derivatives are defined up to that order"
+                f"that call one another, {_MAX_DEPTH} deep: derivatives are defined up to that "
+                "order"
             )
             self.pullbacks[:] = [pullback]
             return y, RunResiduals(values, 0)
-        _within.pullbacks += 1
+        _tracing.depth += 1
         try:
             pullback, values = trace_pullback(self.fun, args, grad_fn, arrays, y)
         except _jax.NEEDS_VALUES:
@@ -114,7 +117,7 @@ class AnnotatedCall:
         except Exception as error:
             pullback = error
         finally:
-            _within.pullbacks -= 1
+            _tracing.depth -= 1
         self.pullbacks[:] = [pullback]
         return y, RunResiduals(values, 0)
 
@@ -123,7 +126,7 @@ class AnnotatedCall:
 
 
 def bind_with_values(call: AnnotatedCall) -> Any:
-    """Calls a `jax.custom_vjp` of the function itself, which so gets values outside of jit."""
+    """Calls a `jax.custom_vjp` of the function itself: outside of jit, the function gets values."""
     output = _make_output_rule(call.fun, call.pullbacks)
 
     def forward(*arrays: Any) -> tuple[Any, RunResiduals]:
@@ -152,28 +155,29 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
     further arguments."""
     traced, values = OpenedProgram.of(program)
     # The rule must not reference `call`, whose arguments may belong to a trace that ends earlier.
-    pullbacks, own = call.pullbacks, len(call.arguments.chosen)
-    inputs_given = [*call.arguments.chosen]
+    pullbacks, count = call.pullbacks, len(call.arguments.chosen)
+    arguments = [*call.arguments.chosen]
     reads = call.reads
-    inputs_read: list[int | None] = [None] * len(values)
+    # For each of `values`, the position of the argument (a Variable's value) in its place, if any.
+    in_arguments: list[int | None] = [None] * len(values)
     if reads is not None:
-        inputs_given += reads.values
+        arguments += reads.values
         places = list(map(reads.place, values))
-        inputs_read = [None if place is None else own + place for place in places]
+        in_arguments = [None if place is None else count + place for place in places]
         values = [reads.value_of(v) for v, place in zip(values, places) if place is None]
-    given = len(inputs_given)
+    first = len(arguments)  # the position of the first value
 
     def evaluate(*inputs: Any) -> Any:
-        rest = iter(inputs[given:])
-        closed_over = [next(rest) if place is None else inputs[place] for place in inputs_read]
-        return jax.tree.unflatten(out_tree, traced(closed_over, inputs[:own]))
+        rest = iter(inputs[first:])
+        constants = [next(rest) if place is None else inputs[place] for place in in_arguments]
+        return jax.tree.unflatten(out_tree, traced(constants, inputs[:count]))
 
     def primal(*inputs: Any) -> Any:
         return evaluate(*inputs)[0]
 
     captured = [
         Captured(
-            given + i,
+            first + i,
             captured_name(value, call.fun, call.kwargs),
             described(call.fun),
             primal,
@@ -182,7 +186,7 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
         if _jax.is_tracer(value)  # except on tapes, only tracers are differentiated
     ]
     on_tapes = tuple(
-        (given + i, call.name_captured(value))
+        (first + i, call.name_captured(value))
         for i, value in enumerate(values)
         if not _jax.is_tracer(value) and isinstance(value, jax.Array) and _jax.has_gradient(value)
     )
@@ -209,7 +213,7 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
     rule = jax.custom_vjp(take_users_name(call.fun, primal))
     # JAX tells a rule which operands are differentiated only with `symbolic_zeros`.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
-    return _jax.with_fallback(rule, primal)(*inputs_given, *values)
+    return _jax.with_fallback(rule, primal)(*arguments, *values)
 
 
 def _make_output_rule(
@@ -221,8 +225,8 @@ def _make_output_rule(
     """Returns a function that gives the custom gradient to an output of the forward pass, without
     computing the output again.
 
-    So differentiating the forward pass, for a derivative of higher order, applies the same rule.
-    Values that the gradient function closes over have their ordinary derivatives there.
+    If the forward pass is differentiated, for a derivative of higher order, this applies the same
+    rule. Values that the gradient function closes over have their ordinary derivatives there.
     """
 
     def primal(inputs: Sequence[Any], y: Any, residuals: RunResiduals) -> Any:
@@ -230,14 +234,13 @@ def _make_output_rule(
 
     def keep(operands: tuple[Any, ...], y: Any, perturbed: Sequence[bool]) -> RunResiduals:
         inputs, _, residuals = operands
-        found: RunResiduals = replace(
-            residuals, problem=explain_captured(captured, inputs, perturbed)
-        )
-        return found
+        problem = explain_captured(captured, inputs, perturbed)
+        kept: RunResiduals = replace(residuals, problem=problem)
+        return kept
 
     def backward(residuals: RunResiduals, _: Any, dy: Any) -> Any:
-        # There is a problem only if a cotangent reaches the output: most often only the gradient is
-        # used.
+        # The problem matters only if a cotangent reaches the output: most often, only the gradient
+        # is used.
         used = any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dy))
         if residuals.problem is not None and used:
             raise ValueError(residuals.problem)

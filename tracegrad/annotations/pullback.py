@@ -53,16 +53,16 @@ class Pullback:
 
     program: OpenedProgram
     differentiable: Sequence[bool]  # for each output, whether the program takes its cotangent
-    given: Sequence[bool]  # for each input, whether the program returns its gradient
+    returned: Sequence[bool]  # for each input, whether the program returns its gradient
 
     def __call__(self, residuals: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
         cotangents = [
             zero_cotangent(dy.aval) if isinstance(dy, SymbolicZero) else dy
-            for dy, differentiable in zip(dys, self.differentiable)
-            if differentiable
+            for dy, is_differentiable in zip(dys, self.differentiable)
+            if is_differentiable
         ]
         gradients = iter(self.program(residuals, cotangents))
-        return [next(gradients) if given else None for given in self.given]
+        return [next(gradients) if is_returned else None for is_returned in self.returned]
 
 
 def trace_pullback(
@@ -76,11 +76,11 @@ def trace_pullback(
     inputs (the array leaves of ``args``) of that call."""
     outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
     differentiable = [_jax.has_gradient(aval) for aval in outputs]
-    is_flowing = any(differentiable)
-    # If no output is a float, `gradients` takes all cotangents, and raises if it uses a cotangent,
-    # because the cotangents are zero.
-    taken = differentiable if is_flowing else [_is_number(aval) for aval in outputs]
-    given: list[bool] = []
+    has_gradient = any(differentiable)
+    # If no output is a float, `gradients` takes all cotangents. These are zeros, so a gradient that
+    # depends on one is an error.
+    taken = differentiable if has_gradient else [_is_number(aval) for aval in outputs]
+    returned: list[bool] = []
 
     def gradients(*cotangents: Any) -> list[Any]:
         flowing = iter(cotangents)
@@ -90,22 +90,22 @@ def trace_pullback(
         try:
             checked = compute_input_gradients(fun, args, grad_fn, arrays, dys)
         except TypeError as error:
-            if is_flowing:
+            if has_gradient:
                 raise
             raise TypeError(_no_cotangent_message(fun, grad_fn, outputs)) from error
-        given[:] = [gradient is not None for gradient in checked]
+        returned[:] = [gradient is not None for gradient in checked]
         return [gradient for gradient in checked if gradient is not None]
 
     avals = [aval.update(weak_type=False) for aval, takes in zip(outputs, taken) if takes]
     traced = jax.make_jaxpr(gradients)(*avals)
-    if not is_flowing and avals:
+    if not has_gradient and avals:
         if any(dependence(graph_of(traced))):
             raise TypeError(_no_cotangent_message(fun, grad_fn, outputs))
         zeros = list(map(zero_cotangent, avals))
-        of_zeros = functools.partial(_jax.eval_program, traced, zeros)
-        traced = jax.make_jaxpr(of_zeros)()
+        run_with_zeros = functools.partial(_jax.eval_program, traced, zeros)
+        traced = jax.make_jaxpr(run_with_zeros)()
     program, residuals = OpenedProgram.of(traced)
-    return Pullback(program, differentiable, given), residuals
+    return Pullback(program, differentiable, returned), residuals
 
 
 def _no_cotangent_message(
@@ -125,7 +125,7 @@ def _is_number(aval: Any) -> bool:
 
 
 def zero_cotangent(aval: Any) -> Any:
-    """For an output that has no cotangent."""
+    """Returns the cotangent of an output that no cotangent reaches: zeros, except for a key."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a random key has no zero
         return _jax.no_cotangent(aval)
     return jnp.zeros(aval.shape, aval.dtype)
@@ -141,19 +141,18 @@ def compute_input_gradients(
 ) -> list[Any]:
     """Calls a gradient function; returns one checked gradient or None per input. `sparse` says of
     each input whether IndexedSlices stay slices, or become dense arrays."""
-
     with add_note_on_error(lambda: f"in the gradient function {described(grad_fn)}"):
         returned = grad_fn(*dys)
     found = _match_to_arguments(args, returned)
     if found is None:
         flat = leaves_with_paths(returned, NoneType, IndexedSlices)
         leaves = leaves_with_paths(args, NoneType)
-        slots = [is_traced(leaf) for _, leaf in leaves]
+        are_inputs = [is_traced(leaf) for _, leaf in leaves]
         found = [gradient for _, gradient in flat]
         if len(flat) == len(arrays):
-            leaves = list(itertools.compress(leaves, slots))
-        elif len(flat) == len(slots):
-            found = list(itertools.compress(found, slots))
+            leaves = list(itertools.compress(leaves, are_inputs))
+        elif len(flat) == len(are_inputs):
+            found = list(itertools.compress(found, are_inputs))
         else:
             by_name = " Keyword arguments are not inputs." if len(flat) > len(arrays) else ""
             raise ValueError(
@@ -174,7 +173,7 @@ def compute_input_gradients(
     def function() -> str:
         return f" {described(grad_fn)} of {described(fun)}"
 
-    def checked(i: int, gradient: Any, stays: bool) -> Any:
+    def check(i: int, gradient: Any, stays: bool) -> Any:
         aval = jax.typeof(arrays[i])
 
         def name() -> str:
@@ -186,7 +185,7 @@ def compute_input_gradients(
         return check_cotangent(gradient, aval, function, name)
 
     flags = sparse or [False] * len(arrays)
-    return [checked(i, *each) for i, each in enumerate(zip(found, flags, strict=True))]
+    return [check(i, *each) for i, each in enumerate(zip(found, flags, strict=True))]
 
 
 def _match_to_arguments(args: tuple[Any, ...], returned: Any) -> list[Any] | None:
@@ -199,9 +198,9 @@ def _match_to_arguments(args: tuple[Any, ...], returned: Any) -> list[Any] | Non
         structure: Any
         structure_found: Any
         values, structure = jax.tree.flatten(argument, is_leaf=is_none)
-        slots = list(map(is_traced, values))
+        are_inputs = list(map(is_traced, values))
         if gradient is None:
-            found += [None] * sum(slots)
+            found += [None] * sum(are_inputs)
             continue
         # IndexedSlices may be a subtree, if the argument is one, or the gradient of one array.
         leaves, structure_found = jax.tree.flatten(gradient, is_leaf=is_none)
@@ -209,7 +208,7 @@ def _match_to_arguments(args: tuple[Any, ...], returned: Any) -> list[Any] | Non
             leaves, structure_found = jax.tree.flatten(gradient, is_leaf=_is_gradient)
         if structure_found != structure:
             return None
-        found += itertools.compress(leaves, slots)
+        found += itertools.compress(leaves, are_inputs)
     return found
 
 

@@ -2,9 +2,9 @@
 
 An override is a rule. A derivative that is computed inside of a block applies the block's rules to
 its graph (see `tracing.in_force`). A derivative that is computed after the block, by JAX, tracegrad
-or an outer tape, needs the overrides in the operations themselves. So inside of the block a trace
-of our own is the current trace: it applies the same rules to each operation, and replaces an
-overridden operation by a `jax.custom_vjp` with the registered gradient.
+or an outer tape, needs the overrides in the operations themselves. So `_Overrides` is the current
+trace in the block: it applies the same rules to each operation, and replaces an overridden
+operation by a `jax.custom_vjp` with the registered gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ G = TypeVar("G", bound=Callable[..., Any])
 _lock = threading.Lock()
 # Gradient functions by name, until the process ends (this is not a cache).
 _registered: dict[str, Callable[..., Any]] = {}
-_met: set[str] = set()  # names of operations that a block has overridden
+_overridden: set[str] = set()  # names of operations that a block has overridden
 _used: set[str] = set()  # names of gradients in a block, so that compiled programs may contain them
 
 
@@ -86,16 +86,16 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
                 )
             _registered[name] = grad
             is_stale = name in _used and old is not None and old is not grad
-        if is_stale and not (_jax.under_jit() and _is_made_again(grad, old)):
+        if is_stale and not (_jax.under_jit() and _is_same_code(grad, old)):
             _forget_compiled()  # a jitted function that contains a block has the old gradient
         return grad
 
     return register
 
 
-def _is_made_again(grad: Callable[..., Any], old: Any) -> bool:
-    """Whether the same code was traced again: the functions have the same code object, and close
-    over the same values, except traced values."""
+def _is_same_code(grad: Callable[..., Any], old: Any) -> bool:
+    """Whether the functions have the same code object, and close over the same values, except
+    traced values: then a trace has run the same code again."""
     cells, cells_of_old = (getattr(each, "__closure__", None) or () for each in (grad, old))
     contents = (map(_jax.cell_content, pair) for pair in zip(cells, cells_of_old))
     is_same = all(new is before or _jax.is_tracer(new) for new, before in contents)
@@ -103,7 +103,7 @@ def _is_made_again(grad: Callable[..., Any], old: Any) -> bool:
 
 
 def registered_gradient(name: str) -> Callable[..., Any]:
-    """Raises LookupError, with similar names, if no gradient is registered under the name."""
+    """Returns the gradient of this name; raises LookupError, with similar names, without one."""
     try:
         return _registered[name]
     except KeyError:
@@ -171,7 +171,7 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         trace.end()
-    if unmet := [name for name in named if name not in _met]:
+    if unmet := [name for name in named if name not in _overridden]:
         warn_where_called(
             f"no operation {' or '.join(map(repr, unmet))} was met in a block of "
             f"gradient_override_map({dict(overrides)!r}), which acts on operations inside of it, "
@@ -228,7 +228,7 @@ def _make_override_rule(name: str, grad: _Registered) -> MatchRule:
     replaced = overriding(grad, f"{_MARK}{name}")
 
     def overridden(op: Op, *operands: Any) -> list[Any]:
-        _met.add(name)
+        _overridden.add(name)
         return replaced(op, *operands)
 
     where = match.where(functools.partial(_is_named, name))
@@ -237,11 +237,11 @@ def _make_override_rule(name: str, grad: _Registered) -> MatchRule:
     return MatchRule("override_gradient", where, edit, missing_ok=True, text=text)
 
 
-def _is_named(name: str, found: Occurrence) -> bool:
+def _is_named(name: str, occurrence: Occurrence) -> bool:
     """Whether a node has this name and no enclosing node has it. A node in a custom rule does not
     count, because the rule replaces the derivatives of its operations."""
-    fits = [name in (node.op, node.name) for node in found.steps]
-    return fits[-1] and not any(fits[:-1]) and found.rule_around is None
+    fits = [name in (node.op, node.name) for node in occurrence.steps]
+    return fits[-1] and not any(fits[:-1]) and occurrence.rule_around is None
 
 
 # ------------------------------------------------------------------------- operation by operation
@@ -283,7 +283,7 @@ class _Overrides(OverridingTrace):
     def instead(
         self, primitive: Any, params: Mapping[str, Any], args: Sequence[Any]
     ) -> Callable[..., list[Any]] | None:
-        """None runs the operation itself."""
+        """Returns a replacement of an operation; None runs the operation itself."""
         is_opaque = primitive.name in _jax.OPAQUE_PRIMITIVES
         programs = [] if is_opaque else [program for _, program in _jax.sub_programs(params)]
         if not programs and primitive.name not in self._overrides:
@@ -304,10 +304,10 @@ class _Overrides(OverridingTrace):
         self, primitive: Any, subfuns: Sequence[Any], params: Mapping[str, Any], args: Sequence[Any]
     ) -> Callable[..., list[Any]] | None:
         name = getattr(_jax.rule_functions(subfuns)[0][0], "__name__", "")
-        found = [each for each in (name, primitive.name) if each in self._overrides]
-        if not found:
+        key = next((each for each in (name, primitive.name) if each in self._overrides), None)
+        if key is None:
             return None
-        _met.add(found[0])
+        _overridden.add(key)
         self._refuse_differentiated(name)
         # Traced here, because JAX allows one run of the function, and then reads the structure of
         # its results. The rules on graphs do not apply: in the program, values that the function
@@ -320,7 +320,7 @@ class _Overrides(OverridingTrace):
             return _jax.eval_program(program, operands)
 
         primal.__name__ = primal.__qualname__ = f"{_MARK}{name}"
-        return with_gradient(primal, self._overrides[found[0]], params, name, calling_line())
+        return with_gradient(primal, self._overrides[key], params, name, calling_line())
 
     def _apply_overrides(
         self, name: str, key: Any, keyed: Any, trace: Callable[[], Any]
@@ -328,9 +328,8 @@ class _Overrides(OverridingTrace):
         """Returns an operation with the overrides applied; None if they change nothing. Raises
         GraphError if JAX is differentiating the operation, without the rules.
 
-        `key` is equal for operations that compute the same. The identities of the programs `keyed`
-        are in the key, and the cache keeps these programs alive. `trace` returns the program of the
-        operation.
+        `key` is equal for operations that compute the same. It contains the identities of the
+        programs `keyed`, which the cache keeps alive. `trace` returns the operation's program.
         """
         line = str(calling_line()) if name in self._overrides else ""  # for errors
         key = "gradient_override_map", key, self.rule_set.key, line
@@ -344,9 +343,10 @@ class _Overrides(OverridingTrace):
                 run.__name__ = name
                 run = jax.jit(run)  # compiled once, as the call or the loop is
             known = PROGRAMS.put(key, (keyed, run))
-        if known[1] is not None:
+        _, replacement = known
+        if replacement is not None:
             self._refuse_differentiated(name)
-        return known[1]
+        return replacement
 
     def _refuse_differentiated(self, name: str) -> None:
         if _times_differentiated() > self._differentiated:
@@ -362,6 +362,6 @@ def _run_program(program: Graph, *operands: Any) -> list[Any]:
 
 
 def _times_differentiated() -> int:
-    """Derivatives that see the rules do not count."""
+    """Counts the derivatives by JAX around the current line that do not see the rules."""
     stack = _jax.scopes_around(_jax.current_source_info())
     return 0 if scopes.is_under_rules(stack) else scopes.transformations(stack).count("jvp")

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from tracegrad import _jax
 from tracegrad.annotations.calls import is_array_like
 from tracegrad.ir.wording import brief
 from tracegrad.variables.paths import path_name
@@ -46,7 +47,8 @@ def stop_gradient(tree: T) -> T:
                 f"{'the leaf at ' + place if place else 'it'} is {brief(leaf)}. "
                 "Take the arrays out of the object first."
             )
-        return jax.lax.stop_gradient(leaf)
+        # To a tape that is told later to watch the leaf, the leaf itself would be no constant.
+        return _jax.as_another_object(jax.lax.stop_gradient(leaf), [leaf])
 
     stopped_tree: T = jax.tree_util.tree_map_with_path(stopped, tree)
     return stopped_tree

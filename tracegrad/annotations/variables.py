@@ -101,15 +101,15 @@ def substitute_variables(
     variables: Sequence[Variable],
     values: Sequence[Any],
 ) -> Callable[..., Any]:
-    """`part` is `fun` or its gradient function."""
-    given = dict(zip(variables, values, strict=True))
-    return _under_listener(lambda: Substitute(given, fun), part)
+    """Wraps `part` (`fun` or its gradient function) to read `values` from `variables`."""
+    substitutes = dict(zip(variables, values, strict=True))
+    return _under_listener(lambda: Substitute(substitutes, fun), part)
 
 
 def _under_listener(
     listener: Callable[[], ReadsOutside], part: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Each call of `part` gets a new listener."""
+    """Wraps `part` to run each call under a new listener."""
 
     @functools.wraps(part, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -134,8 +134,8 @@ def _flatten_gradients(
             "so it must return a pair (gradients of the inputs, gradients of the variables)"
         )
     gradients, for_variables = result
-    is_list = isinstance(for_variables, tuple | list)
-    for_variables = list(for_variables) if is_list else [for_variables]
+    is_sequence = isinstance(for_variables, tuple | list)
+    for_variables = list(for_variables) if is_sequence else [for_variables]
     if len(for_variables) != len(variables):
         names = ", ".join(repr(variable.name) for variable in variables)
         raise ValueError(
@@ -143,5 +143,5 @@ def _flatten_gradients(
             f"{len(for_variables)} variable gradients for {len(variables)} variables ({names})"
         )
     inputs = list(gradients) if isinstance(gradients, tuple | list) else [gradients]
-    # If the inputs have another number of gradients, the caller matches or counts all leaves.
+    # If `count` differs, the caller matches the gradients to leaves, or raises the error.
     return (*inputs, for_variables) if len(inputs) == count else (*inputs, *for_variables)

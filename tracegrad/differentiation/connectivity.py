@@ -1,10 +1,11 @@
 """Finds the inputs of a program that get a gradient from its outputs.
 
-An input is *connected* to an output if there is a path of data flow between them on which the VJP
-of every node depends on its cotangent, or is a custom rule that returned a gradient. The program
-decides, never the values: an input whose gradient happens to be zero is connected. JAX traces the
-VJP of each node, and the analysis of the traced VJP says whether it depends on its cotangent.
-``round``, ``floor`` and ``sign`` cut because their derivative in JAX is zero by structure.
+An input is *connected* to an output if data flow from the input to the output along a path whose
+nodes all pass a gradient back: the VJP of the node depends on its cotangent, or is a custom rule
+that returned a gradient. The program decides, never the values: an input whose gradient happens to
+be zero is connected. JAX traces the VJP of each node, and the analysis of the traced VJP says
+whether it depends on its cotangent. ``round``, ``floor`` and ``sign`` cut because their derivative
+in JAX is zero by structure.
 
 A custom gradient cuts if its rule returns None. Any other result of the rule is a gradient, even
 zeros, or an array that does not depend on the cotangent: such a rule adds an auxiliary loss.
@@ -48,7 +49,7 @@ from tracegrad.ir.running import run_node
 
 # The number of cached VJPs of operations without regions; a big model has some hundreds. Without
 # the cache, a gradient with unconnected="raise" takes 1.5 times as long to trace.
-_REMEMBERED = 4096
+_MAX_CACHED_VJPS = 4096
 
 
 class UnconnectedError(ValueError):
@@ -66,7 +67,7 @@ class UnconnectedError(ValueError):
 
 
 def connections(graph: Graph) -> list[frozenset[int]]:
-    """Returns, for every output of a graph, the positions of the connected inputs."""
+    """Returns, for every output of a graph, the positions of the inputs connected to the output."""
     inputs = graph.inputs
     sources = of_each(map(is_connectable, inputs))
     return [
@@ -116,7 +117,7 @@ class Walk:
 
     @once_for_each
     def links(self, node: Node, active: Sequence[int]) -> Masks:
-        """For every result, a mask of the active operands that are connected to it."""
+        """Returns, for every result, a mask of the active operands that are connected to it."""
         return self.rule(node, of_each(i in active for i in range(len(node.inputs))))
 
     def vjp_rows(self, node: Node, reached: tuple[bool, ...]) -> tuple[int, ...]:
@@ -127,7 +128,7 @@ class Walk:
         if isinstance(node, Apply):
             params = tuple(sorted(node.params.items()))
             try:
-                rows = _remembered_rows(
+                rows = _cached_rows(
                     node.primitive, params, *_operand_and_cotangent_types(node), reached
                 )
             except TypeError:  # a parameter that cannot be hashed
@@ -164,20 +165,18 @@ def _union_of_rows(rows: Sequence[int], ins: Masks) -> Masks:
 # -------------------------------------------------------------------------------- one node's VJP
 
 Params = tuple[tuple[str, Any], ...]
+Types = tuple[Any, ...]
 Rows = tuple[int, ...] | None
 
 
-Types = tuple[Any, ...]
-
-
 def _operand_and_cotangent_types(node: Node) -> tuple[Types, Types]:
-    """The type of a result's cotangent is None if the result has no cotangent."""
+    """Returns the types of the operands and of the results' cotangents; None for no cotangent."""
     cotangents = tuple([v.aval if is_connectable(v) else None for v in node.outputs])
     return tuple([v.aval for v in node.inputs]), cotangents
 
 
 def _rows_of_rule(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
-    """None if JAX cannot differentiate the custom gradient."""
+    """Returns `_rows` of a custom gradient; None if JAX cannot differentiate it."""
     if node.kind == "vjp":
         return _rows_of_returned_gradients(node, reached)
     if loses_derivative(node, reached):
@@ -189,19 +188,21 @@ def _rows_of_rule(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
     # independent of it. But if the tangent is independent of all operands, and the rule has written
     # the tangent (not a symbolic zero), all operands are connected.
     first = node.closed_over
-    given = [i >= first and has_gradient(v) for i, v in enumerate(node.inputs)]
+    active = [i >= first and has_gradient(v) for i, v in enumerate(node.inputs)]
     try:
         written = _jax.written_tangents(
             _make_run(node),
             _operand_and_cotangent_types(node)[0],
-            [i for i, flows in enumerate(given) if flows],
+            [i for i, is_active in enumerate(active) if is_active],
         )
     except Exception:
         return rows
-    of_all = _rows_of_call(node, tuple(given)) or rows
-    everything = _connect_all(node, of_each([a and b for a, b in zip(reached, given, strict=True)]))
+    rows_of_active = _rows_of_call(node, tuple(active)) or rows
+    both = [a and b for a, b in zip(reached, active, strict=True)]
+    all_connected = _connect_all(node, of_each(both))
     return tuple(
-        everything[j] if j in written and not of_all[j] else row for j, row in enumerate(rows)
+        all_connected[j] if j in written and not rows_of_active[j] else row
+        for j, row in enumerate(rows)
     )
 
 
@@ -223,32 +224,32 @@ def _has_rules(node: Node) -> bool:
 
 
 def _rows_of_returned_gradients(node: Node, reached: tuple[bool, ...]) -> Rows:
-    """An operand counts if JAX's cotangent is not a symbolic zero."""
+    """Returns, for every result, the reached operands whose cotangents are no symbolic zeros."""
     active = [i for i, is_reached in enumerate(reached) if is_reached]
     flowing = [j for j, v in enumerate(node.outputs) if has_gradient(v)]
-    # Without symbolic zeros, a rule cannot tell which results have a cotangent: ask for all at
-    # once.
-    alike = isinstance(node, CustomGradient) and not node.params.get("symbolic_zeros")
+    # Without symbolic zeros, a rule cannot tell which results have a cotangent: ask for all results
+    # at once.
+    at_once = isinstance(node, CustomGradient) and not node.params.get("symbolic_zeros")
     rows = [0] * len(node.outputs)
     try:
-        for group in [flowing] if alike else [[j] for j in flowing]:
-            found = _jax.returned_gradients(
+        for group in [flowing] if at_once else [[j] for j in flowing]:
+            operands = _jax.returned_gradients(
                 _make_run(node), _operand_and_cotangent_types(node)[0], active, group
             )
             for j in group:
-                rows[j] = joined(1 << i for i in found)
+                rows[j] = joined(1 << i for i in operands)
     except Exception:
         return None
     return tuple(rows)
 
 
 def _make_run(node: Node) -> Callable[[Sequence[Any]], list[Any]]:
-    """The node's parameters do not have its edits; the returned function does."""
+    """Returns a function that runs the node with its edits, which its parameters do not have."""
     return lambda operands: run_node(node, operands)
 
 
-@cached(_REMEMBERED)
-def _remembered_rows(
+@cached(_MAX_CACHED_VJPS)
+def _cached_rows(
     primitive: Any,
     params: Params,
     avals: Types,
@@ -272,9 +273,9 @@ def _rows(
     active = [i for i, is_reached in enumerate(reached) if is_reached]
     flowing = [j for j, aval in enumerate(cotangents) if aval is not None]
 
-    def pullback(args: list[Any], given: list[Any]) -> list[Any]:
+    def pullback(args: list[Any], cts: list[Any]) -> list[Any]:
         _, vjp = _jax.vjp_of_some(run, args, active, flowing)
-        return list(vjp(given))
+        return list(vjp(cts))
 
     try:
         program = jax.make_jaxpr(pullback)(list(avals), [cotangents[j] for j in flowing])

@@ -16,7 +16,7 @@ from tracegrad.differentiation.row_ids import are_filled, are_opaque, integers, 
 LARGE = 100_000_000  # elements from which on `to_dense` warns, as in TensorFlow
 
 
-class _OfSlices(type):
+class _SlicesType(type):
     """JAX's errors print the class of `IndexedSlices`, and nothing else, if a tree has slices where
     another tree has arrays (an optimiser's moments). So the text of the class says what to use."""
 
@@ -27,7 +27,7 @@ class _OfSlices(type):
         )
 
 
-class IndexedSlices(metaclass=_OfSlices):
+class IndexedSlices(metaclass=_SlicesType):
     """Some rows of an array whose other rows are zero: one slice for each lookup.
 
     The slices stand for a dense array: zeros, plus ``values[i]`` at row ``indices[i]``. If an index
@@ -172,8 +172,9 @@ class IndexedSlices(metaclass=_OfSlices):
 
     def shaped_as(self, aval: Any) -> IndexedSlices:
         """Gives slices without a dense shape the shape of `aval`, if it fits."""
-        known = self.dense_shape is not None or self.values.shape[1:] != aval.shape[1:]
-        return self if known else _make_slices_unchecked(self.values, self._rows, tuple(aval.shape))
+        if self.dense_shape is not None or self.values.shape[1:] != aval.shape[1:]:
+            return self
+        return _make_slices_unchecked(self.values, self._rows, tuple(aval.shape))
 
     def astype(self, dtype: Any) -> IndexedSlices:
         """Returns the slices with values of another dtype."""
@@ -291,10 +292,10 @@ def _to_integer_rows(values: Any, rows: Any) -> tuple[Any, Any]:
     (see `row_ids`), the ids are not valid: zeros count for nothing, and any other value becomes NaN
     in the first row."""
     indices = integers(rows)
-    is_none = are_filled(indices)
+    is_filled = are_filled(indices)
     if jnp.issubdtype(values.dtype, jnp.inexact):
-        values = jnp.where(_align_with_values(is_none, values) & (values != 0), jnp.nan, values)
-    return values, jnp.where(is_none, 0, indices)
+        values = jnp.where(_align_with_values(is_filled, values) & (values != 0), jnp.nan, values)
+    return values, jnp.where(is_filled, 0, indices)
 
 
 def _flatten(slices: IndexedSlices) -> tuple[tuple[Any, Any], Any]:
@@ -326,16 +327,16 @@ def row_indices(indices: Any, rows: Any) -> Any:
     becomes the largest number of that type, which is not a row either.
     """
     limits: Callable[[Any], Any] = jnp.iinfo  # NumPy's does not know JAX's integers of 4 bits
-    kind = limits(indices.dtype)
-    is_long = kind.bits == 64 or (isinstance(rows, int) and rows > limits(np.int32).max)
-    wide = limits(jax.dtypes.canonicalize_dtype(np.int64 if is_long else np.int32))
-    if kind.max > wide.max:
-        indices = jnp.minimum(indices, np.array(wide.max, kind.dtype))
-    return indices.astype(wide.dtype)
+    old = limits(indices.dtype)
+    is_long = old.bits == 64 or (isinstance(rows, int) and rows > limits(np.int32).max)
+    new = limits(jax.dtypes.canonicalize_dtype(np.int64 if is_long else np.int32))
+    if old.max > new.max:
+        indices = jnp.minimum(indices, np.array(new.max, old.dtype))
+    return indices.astype(new.dtype)
 
 
 def _static_shape(shape: Any) -> tuple[int, ...] | None:
-    """None if a part of the shape is traced."""
+    """Returns the shape as a tuple; None if it is unknown, or a part of it is traced."""
     if shape is None or _jax.is_tracer(shape) or any(map(_jax.is_tracer, shape)):
         return None
     # A dimension may be symbolic, and then is not an integer.

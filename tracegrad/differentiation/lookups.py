@@ -39,19 +39,21 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
     with explicit axes. Unused results are not computed; effects are kept.
     """
     graph = graph_of(program)
-    written_out = Inlined(graph)
+    inlined = Inlined(graph)
     scatters = [
-        _find_scatters(written_out, value) if flag and has_gradient(value) else None
+        _find_scatters(inlined, value) if flag and has_gradient(value) else None
         for value, flag in zip(graph.outputs, sparse, strict=True)
     ]
-    found = [scatter for each in scatters for scatter in each or ()]
+    all_scatters = [scatter for each in scatters for scatter in each or ()]
     # Only the calls that contain a scatter, at any depth, are inlined.
-    opened = {each.path[:depth] for each in found for depth in range(1, len(each.path) + 1)}
-    main = Inlined(graph, lambda path, node: (*path, (node, "jaxpr")) in opened)
+    calls = {each.path[:depth] for each in all_scatters for depth in range(1, len(each.path) + 1)}
+    main = Inlined(graph, lambda path, node: (*path, (node, "jaxpr")) in calls)
     results = list(zip(graph.outputs, scatters, strict=True))
     dense = [main.origin((), value) for value, rows in results if not rows]
-    read = [main.origin(each.path, v) for each in found for v in (each.updates, *each.indices)]
-    steps = _needed_operations(main, [*dense, *read])
+    for_slices = [
+        main.origin(each.path, v) for each in all_scatters for v in (each.updates, *each.indices)
+    ]
+    steps = _needed_operations(main, [*dense, *for_slices])
 
     def run(*args: Any) -> list[Any]:
         values = _run_operations(main, steps, args)
@@ -77,14 +79,14 @@ def call_with_slices(
     returned: Any = None
 
     # A new function at each call: JAX caches traces by the identity of the function.
-    def listened(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    def run_listening(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
         nonlocal returned
         with variables.around():
             values, gradients = fun(leaves)
         returned = jax.tree.map(lambda leaf: _COMPUTED if _jax.is_tracer(leaf) else leaf, values)
         return list(filter(_jax.is_tracer, jax.tree.leaves(values))), gradients
 
-    program = jax.make_jaxpr(listened)(leaves)
+    program = jax.make_jaxpr(run_listening)(leaves)
     count = sum(leaf is _COMPUTED for leaf in jax.tree.leaves(returned))
     flags = [i >= count for i in range(len(program.out_avals))]
     flat = with_slices(program, flags)(*leaves)
@@ -102,7 +104,7 @@ _Values = dict[PlacedAtom, Any]
 
 
 def _needed_operations(main: Inlined, wanted: Iterable[PlacedAtom]) -> list[Occurrence]:
-    """Also keeps the operations with effects."""
+    """Returns the operations that the wanted values need, and the operations with effects."""
     needed, chosen = set(_drop_literals(wanted)), []
     for step in reversed(main.steps):
         if step.node.effects or any((step.path, v) in needed for v in step.node.outputs):
@@ -120,10 +122,10 @@ def _run_operations(main: Inlined, steps: Sequence[Occurrence], args: Sequence[A
     values: _Values = {((), v): arg for v, arg in zip(main.graph.inputs, args, strict=True)}
     for path, node in ((step.path, step.node) for step in steps):
         operands = [_read_value(values, main, path, v) for v in node.inputs]
-        with ExitStack() as around:
+        with ExitStack() as contexts:
             for call, _ in path:
                 for context in _jax.equation_context(*call.source):
-                    around.enter_context(context)
+                    contexts.enter_context(context)
             results = run_node(node, operands)
         values.update(zip([(path, v) for v in node.outputs], results, strict=True))
     return values
@@ -162,7 +164,7 @@ _Rows = Callable[..., tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class _Scatter:
-    """Rows written into zeros. `rows` converts the updates and their indices to slices."""
+    """Rows written into zeros. `rows` converts the updates and their indices to slices and rows."""
 
     path: Path
     updates: Atom
@@ -291,9 +293,9 @@ def _split_windows(
 def _make_slices(
     scatters: Sequence[_Scatter], aval: Any, main: Inlined, values: _Values
 ) -> IndexedSlices:
-    found = []
+    pairs = []
     for each in scatters:
         operands = [_read_value(values, main, each.path, v) for v in (each.updates, *each.indices)]
-        found.append(each.rows(*operands))
-    slices, rows = (jnp.concatenate(parts) if len(found) > 1 else parts[0] for parts in zip(*found))
+        pairs.append(each.rows(*operands))
+    slices, rows = (jnp.concatenate(parts) if len(pairs) > 1 else parts[0] for parts in zip(*pairs))
     return IndexedSlices(slices.astype(aval.dtype), rows, aval.shape)

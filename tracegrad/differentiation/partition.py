@@ -50,13 +50,13 @@ class Argument(Parted):
       key: the argument's position among the positional arguments, or its keyword.
       selected: for each leaf, whether the caller selects it. All leaves that count are selected; a
         selected leaf does not count if JAX cannot differentiate with respect to it.
-      one_by_one: whether a predicate has selected the leaves; then each of them is meant to count.
+      is_by_predicate: whether a predicate selects the leaves; then each of them is meant to count.
     """
 
     key: int | str
     tree: Any
     selected: Sequence[bool]
-    one_by_one: bool = False
+    is_by_predicate: bool = False
 
     @functools.cached_property
     def kinds(self) -> list[Kind]:
@@ -65,22 +65,22 @@ class Argument(Parted):
 
     @functools.cached_property
     def named(self) -> list[Leaf]:
-        """Paths are relative to the argument."""
+        """The leaves, with paths that are relative to the argument."""
         return leaves_of(self.tree)
 
-    def of_kinds(self, kinds: Collection[Kind]) -> Argument:
-        """Other leaves no longer count."""
+    def restrict_to_kinds(self, kinds: Collection[Kind]) -> Argument:
+        """Returns the argument, in which only leaves of these kinds count."""
         if not any(self.counted):
             return self
         pairs = zip(self.counted, self.kinds, strict=True)
         return replace(self, counted=[counts and kind in kinds for counts, kind in pairs])
 
-    def is_lacking(self, before: Argument) -> bool:
-        """Whether a leaf that was meant to count counts no longer. If a whole argument is selected
-        and holds floats and other leaves (a model has functions, counters, flags), the other leaves
-        are not meant to count."""
-        has_floats = "inexact" in self.of_chosen(self.kinds) if any(self.counted) else False
-        return self.counted != before.counted and (self.one_by_one or not has_floats)
+    def has_lost_leaf(self, before: Argument) -> bool:
+        """Whether a leaf that was meant to count in `before` does not count here. If a whole
+        argument is selected and holds floats and other leaves (a model has functions, counters,
+        flags), the other leaves are not meant to count."""
+        has_floats = any(self.counted) and "inexact" in self.of_chosen(self.kinds)
+        return self.counted != before.counted and (self.is_by_predicate or not has_floats)
 
     def answer(self, results: Iterator[Any], absent: Callable[[Any], Any]) -> Any:
         """Returns a tree like the argument, with a result for each leaf that counts. A leaf that is
@@ -136,7 +136,7 @@ class Partition:
 
     @property
     def named(self) -> list[Leaf]:
-        """Paths begin with the argument: ``params.0.kernel``."""
+        """The leaves that count, with paths that begin with the argument: ``params.0.kernel``."""
         return _compress(self.all_named, [c for each in self.arguments for c in each.counted])
 
     @property
@@ -151,12 +151,12 @@ class Partition:
 
     @property
     def all_leaves(self) -> list[tuple[str, Any]]:
-        """The path and the value of each leaf."""
+        """The path and the value of each leaf of the call."""
         leaves = [leaf for each in self.arguments for leaf in each.leaves]
         return [(named.name, leaf) for named, leaf in zip(self.all_named, leaves, strict=True)]
 
     @property
-    def of_inputs(self) -> tuple[bool, ...]:
+    def counted_inputs(self) -> tuple[bool, ...]:
         """For each array of the call, in the order of a program's inputs, whether it counts."""
         return tuple(
             c
@@ -170,22 +170,24 @@ class Partition:
         """Returns the call, in which only the leaves count that JAX can differentiate.
 
         The other selected leaves get None in the answer. Raises TypeError for a leaf that is meant
-        to have a gradient (see `Argument.is_lacking`), unless `unconnected` is "none": then the
-        caller accepts None. Leaves of the kinds `allowed` count as well, and get zeros.
+        to have a gradient (see `Argument.has_lost_leaf`), unless `unconnected` is "none": then the
+        caller accepts None. Leaves of the kinds `allowed` count as well, and get float0 zeros.
         """
         takes_none = unconnected == "none"
         kept: list[Kind] = ["inexact", *(() if takes_none else allowed)]
-        arguments = tuple([each.of_kinds(kept) for each in self.arguments])
+        arguments = tuple([each.restrict_to_kinds(kept) for each in self.arguments])
         for place, each in enumerate(arguments):
-            if each.is_lacking(self.arguments[place]) and not takes_none:
-                raise TypeError(self._no_gradient(place, each, allowed))
+            if each.has_lost_leaf(self.arguments[place]) and not takes_none:
+                raise TypeError(self._no_gradient_message(place, each, allowed))
         return replace(self, arguments=arguments)
 
-    def _no_gradient(self, place: int, argument: Argument, allowed: Collection[Kind]) -> str:
+    def _no_gradient_message(
+        self, place: int, argument: Argument, allowed: Collection[Kind]
+    ) -> str:
         first = sum(len(each.leaves) for each in self.arguments[:place])
         pairs = zip(argument.selected, argument.counted, strict=True)
         i = next(i for i, (is_selected, counts) in enumerate(pairs) if is_selected and not counts)
-        return _no_gradient(
+        return _no_gradient_message(
             self.all_named[first + i].name, argument.leaves[i], argument.kinds[i], allowed
         )
 
@@ -219,13 +221,13 @@ class Partition:
             return self.fun(*args, **kwargs), {}
         structure: Any
         changed_structure: Any
-        holding = [
+        trees = [
             args[each.key] if isinstance(each.key, int) else kwargs[each.key]
             for each in self._arguments_with_leaves
         ]
-        before, structure = jax.tree.flatten(holding)
+        before, structure = jax.tree.flatten(trees)
         result = self.fun(*args, **kwargs)
-        after, changed_structure = jax.tree.flatten(holding)
+        after, changed_structure = jax.tree.flatten(trees)
         if structure != changed_structure:
             raise TypeError(
                 "a function that is differentiated changes the structure of a module of flax.nnx "
@@ -235,26 +237,26 @@ class Partition:
         pairs = enumerate(zip(before, after, strict=True))
         return result, {i: new for i, (old, new) in pairs if old is not new}
 
-    def of_leaves(self, parted: Callable[[Any], tuple[Any, Any]]) -> Callable[[list[Any]], Any]:
+    def of_leaves(self, split: Callable[[Any], tuple[Any, Any]]) -> Callable[[list[Any]], Any]:
         """Returns a function of the leaves that count, which applies the rules in force.
 
-        `parted` splits the result of the user's function into the outputs to differentiate and
+        `split` splits the result of the user's function into the outputs to differentiate and
         `aux`. The returned function returns these outputs, and a pair for `settle`: `aux` and the
         values that were assigned in modules.
         """
 
         def result(leaves: list[Any]) -> Any:
             outcome, assigned = self.call(leaves)
-            outputs, aux = parted(outcome)
+            outputs, aux = split(outcome)
             return outputs, (aux, assigned)
 
         return refuse_lost_derivatives(
             under_rules(result, function_name(self.fun), paths=lambda: self.names)
         )
 
-    def settle(self, beside: tuple[Any, Assigned]) -> Any:
+    def settle(self, aux_and_assigned: tuple[Any, Assigned]) -> Any:
         """Writes the values that the function assigned to the caller's modules; returns `aux`."""
-        aux, assigned = beside
+        aux, assigned = aux_and_assigned
         if assigned:
             trees = [each.tree for each in self._arguments_with_leaves]
             nodes = jax.tree.leaves(trees, is_leaf=is_variable_of_nnx)
@@ -290,8 +292,8 @@ class Partition:
         that is not selected gets ``absent(leaf)``."""
         rest = iter(results)
         trees = {i: self.arguments[i].answer(rest, absent) for i in sorted(self.wanted)}
-        found = tuple(trees[i] for i in self.wanted)
-        return found[0] if self.is_single else found
+        wanted = tuple(trees[i] for i in self.wanted)
+        return wanted[0] if self.is_single else wanted
 
     def entries(self, answer: Any) -> list[Any]:
         """Returns the entries of a tree like an answer that belong to the leaves that count.
@@ -325,7 +327,7 @@ def _compress(items: Iterable[Any], flags: Iterable[bool]) -> list[Any]:
 
 
 def _assign_nnx_variable(variable: Any, leaf: int, value: Any) -> None:
-    """Raises TypeError if the object is not an nnx.Variable."""
+    """Assigns a value to a leaf of an nnx.Variable; raises TypeError for any other object."""
     if not is_variable_of_nnx(variable):
         raise TypeError(
             f"a function that is differentiated assigns {with_article(type(variable).__name__)} in "
@@ -335,7 +337,7 @@ def _assign_nnx_variable(variable: Any, leaf: int, value: Any) -> None:
     set_leaf(variable, leaf, value)
 
 
-def _no_gradient(path: str, leaf: Any, kind: Kind, allowed: Collection[Kind]) -> str:
+def _no_gradient_message(path: str, leaf: Any, kind: Kind, allowed: Collection[Kind]) -> str:
     if kind == "setting":
         return (
             f"wrt selects {path}, the number {leaf!r} of an equinox module, where numbers are "

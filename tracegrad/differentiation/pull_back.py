@@ -40,13 +40,13 @@ from tracegrad.ir.program_keys import params_key
 from tracegrad.ir.running import read, run_node
 from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
-# Adds up the cotangents of one value, at least one, that come from its different uses.
+# Adds up the cotangents (at least one) that one value gets from its different uses.
 Aggregation = Callable[[Sequence[Any]], Any]
 # Takes a node, the cotangents of its results, and the positions of some inputs; returns the
 # cotangents of these inputs. None stands for no cotangent.
 NodeVJP = Callable[[Node, Sequence[Any], Sequence[int]], list[Any]]
 
-_VJPS: Cache[Any, list[Any]] = Cache(2048)  # see `_trace_repeated_vjp`
+_VJPS: Cache[Any, list[Any]] = Cache(2048)  # the lists of `_trace_repeated_vjp`: [] or [program]
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
@@ -62,14 +62,14 @@ def tree_sum(terms: Sequence[Any]) -> Any:
     return terms[0]
 
 
-def sum_of_known(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> Any:
-    """Adds the terms that are not None (arrays or slices); None if all are None."""
-    known = [term for term in terms if term is not None]
-    if len(known) == 1:
-        return known[0]
-    if any(map(is_slices, known)):
-        return functools.reduce(operator.add, known)
-    return aggregate(known) if known else None
+def sum_present(terms: Sequence[Any], aggregate: Aggregation = running_sum) -> Any:
+    """Adds the terms that are not None (arrays or slices); returns None if all are None."""
+    present = [term for term in terms if term is not None]
+    if len(present) == 1:
+        return present[0]
+    if any(map(is_slices, present)):
+        return functools.reduce(operator.add, present)
+    return aggregate(present) if present else None
 
 
 def pull_back(
@@ -89,27 +89,27 @@ def pull_back(
       reached: the values on the paths to the wanted values, from `reached_from`.
       through: pulls cotangents back through one node.
     """
-    found = {value: list(terms) for value, terms in cotangents.items()}
+    terms_of = {value: list(terms) for value, terms in cotangents.items()}
 
     def total(value: Value) -> Any:
-        terms = found.get(value)
+        terms = terms_of.get(value)
         if not terms:
             return None
         if len(terms) > 1:
-            found[value] = terms = [running_sum(terms)]
+            terms_of[value] = terms = [running_sum(terms)]
         return terms[0]
 
     for node in reversed(graph.nodes):
-        given = [total(v) for v in node.outputs]
+        result_cts = [total(v) for v in node.outputs]
         active = active_inputs(node, reached)
-        if not active or all(ct is None for ct in given):
+        if not active or all(ct is None for ct in result_cts):
             continue
-        for i, ct in zip(active, through(node, given, active), strict=True):
+        for i, ct in zip(active, through(node, result_cts, active), strict=True):
             value = node.inputs[i]
             assert isinstance(value, Value)
             if ct is not None:
-                found.setdefault(value, []).append(ct)
-    # The cotangent of an intermediate value stays in `found` after its producer has used it.
+                terms_of.setdefault(value, []).append(ct)
+    # The cotangent of an intermediate value stays in `terms_of` after its producer has used it.
     return [total(value) for value in wanted]
 
 
@@ -124,10 +124,10 @@ def reached_from(graph: Graph, wanted: Sequence[Value], walk: Walk) -> AbstractS
 
     def rule(node: Node, ins: Masks) -> Masks:
         if _counts_as_connected(node):
-            found: Masks = [any(ins)] * len(node.outputs)
+            links: Masks = [any(ins)] * len(node.outputs)
         else:
-            found = walk.links(node, [i for i, mask in enumerate(ins) if mask])
-        return [v in start or mask != 0 for v, mask in zip(node.outputs, found, strict=True)]
+            links = walk.links(node, [i for i, mask in enumerate(ins) if mask])
+        return [v in start or mask != 0 for v, mask in zip(node.outputs, links, strict=True)]
 
     masks: dict[Value, int] = {}
     spread(graph, [value in start for value in graph.inputs], rule, masks)
@@ -159,8 +159,8 @@ def node_vjp(
     # A custom rule may ask which operands vary, and so needs all of them to be active.
     is_all = all(linked) or _rules_see_active(node)
     chosen = active if is_all else list(itertools.compress(active, linked))
-    found = dict(zip(chosen, _jax_vjp(node, values, cotangents, chosen), strict=True))
-    return [found[i] if is_linked else None for i, is_linked in zip(active, linked, strict=True)]
+    cts = dict(zip(chosen, _jax_vjp(node, values, cotangents, chosen), strict=True))
+    return [cts[i] if is_linked else None for i, is_linked in zip(active, linked, strict=True)]
 
 
 def _rules_see_active(node: Node) -> bool:
@@ -193,41 +193,41 @@ def _jax_vjp(
 ) -> list[Any]:
     # Results without a cotangent are omitted, instead of getting zeros. Then a custom rule that
     # only such results depend on is not called; the rule could return a gradient even for zeros.
-    given = [i for i, ct in enumerate(cotangents) if ct is not None]
+    flowing = [i for i, ct in enumerate(cotangents) if ct is not None]
     operands = read(node.inputs, values)
 
     def pull(operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         run = functools.partial(run_node, node)
-        _, vjp = _jax.vjp_of_some(run, operands, active, given)
+        _, vjp = _jax.vjp_of_some(run, operands, active, flowing)
         return list(vjp(list(cotangents)))
 
     try:
         if isinstance(node, Apply) and not node.effects:
-            pull = _trace_repeated_vjp(node, pull, active, given)
-        return pull(operands, [cotangents[i] for i in given])
+            pull = _trace_repeated_vjp(node, pull, active, flowing)
+        return pull(operands, [cotangents[i] for i in flowing])
     except Exception as error:
         types = [atom.aval for atom in node.inputs]
-        one = functools.partial(_jax.program_of_one, node.primitive, node.params, types)
-        explain_node(error, node, lambda: graph_of(one()))
+        program = functools.partial(_jax.program_of_one, node.primitive, node.params, types)
+        explain_node(error, node, lambda: graph_of(program()))
         raise
 
 
 def _trace_repeated_vjp(
-    node: Node, pull: Callable[..., Any], active: Sequence[int], given: Sequence[int]
+    node: Node, pull: Callable[..., Any], active: Sequence[int], flowing: Sequence[int]
 ) -> Callable[..., list[Any]]:
-    """The second time that an equal operation asks, `pull` is traced once for all: models repeat
-    operations, and tracing a VJP takes ten times as long as running it."""
+    """Returns `pull`; from the second equal operation on, returns a program of it that is traced
+    once: models repeat operations, and tracing a VJP takes ten times as long as running it."""
     operands, results = ([v.aval for v in atoms] for atoms in (node.inputs, node.outputs))
-    types = (*operands, *(results[i] for i in given))
+    types = (*operands, *(results[i] for i in flowing))
     params, settings = params_key(node.params), node.source[1]
-    key = node.primitive, params, settings, types, tuple(active), tuple(given)
-    known = _VJPS.get(key)
-    if known is None:
+    key = node.primitive, params, settings, types, tuple(active), tuple(flowing)
+    traced = _VJPS.get(key)
+    if traced is None:
         _VJPS.put(key, [])
         return pull
-    if not known:
-        known.append(jax.make_jaxpr(pull)(operands, [results[i] for i in given]))
-    return lambda operands, cotangents: _jax.eval_program(known[0], [*operands, *cotangents])
+    if not traced:
+        traced.append(jax.make_jaxpr(pull)(operands, [results[i] for i in flowing]))
+    return lambda operands, cotangents: _jax.eval_program(traced[0], [*operands, *cotangents])
 
 
 def explain_node(error: Exception, node: Node, program: Callable[[], Graph]) -> None:

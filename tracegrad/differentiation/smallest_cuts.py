@@ -46,7 +46,7 @@ class Cut:
 
     @property
     def rank(self) -> int:
-        """How unlikely the cut is to be a mistake: highest in a library's code, higher for a
+        """How unlikely the cut is to be a mistake: 100 in a library's code, and 1 more for a
         mask."""
         node = self.occurrence.node
         is_mask = not is_connectable(self.result) and node.op != "convert_element_type"
@@ -54,8 +54,8 @@ class Cut:
 
     def within(self, call: Node, name: str) -> Cut:
         """Returns the cut as seen from the graph that contains the call of the cut's region."""
-        here = self.occurrence
-        return Cut(Occurrence(((call, name), *here.path), here.node), self.result)
+        path, node = self.occurrence.path, self.occurrence.node
+        return Cut(Occurrence(((call, name), *path), node), self.result)
 
     def __str__(self) -> str:
         node, origin = self.occurrence.node, self.occurrence.origin
@@ -101,7 +101,7 @@ def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[CutsOnWay | None
     ['stop_gradient']
     """
     reached = [int(is_connectable(value)) for value in graph.inputs]
-    ways = _Search().of(graph, reached, targets)
+    ways = _Search().find_ways(graph, reached, targets)
     return [
         ways[value].cuts if value in ways and is_connectable(value) else None
         for value in graph.inputs
@@ -140,10 +140,10 @@ class _Way:
 _FREE = _Way()
 
 
-def _lighter_way(one: _Way | None, other: _Way | None) -> _Way | None:
-    if one is None or (other is not None and other.weight < one.weight):
-        return other
-    return one
+def _lighter_way(first: _Way | None, second: _Way | None) -> _Way | None:
+    if first is None or (second is not None and second.weight < first.weight):
+        return second
+    return first
 
 
 @dataclass
@@ -151,7 +151,7 @@ class _Search:
     walk: Walk = field(default_factory=Walk)
 
     @once_for_each
-    def of(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Way]:
+    def find_ways(self, graph: Graph, reached: Masks, targets: Sequence[int]) -> dict[Value, _Way]:
         """Returns the lightest path from each value of a graph to a target output. `reached` has,
         for each input, 1 if a gradient at the input would reach a source."""
         masks: dict[Value, int] = {}
@@ -160,10 +160,10 @@ class _Search:
         ways = {value: _FREE for value in outputs if isinstance(value, Value)}
         for node in reversed(graph.nodes):
             ins = [mask_of(value, masks) for value in node.inputs]
-            for i, found in self._ways_into(node, ins, ways):
+            for i, way in self._ways_into(node, ins, ways):
                 operand = node.inputs[i]
                 if isinstance(operand, Value):
-                    lightest = _lighter_way(ways.get(operand), found)
+                    lightest = _lighter_way(ways.get(operand), way)
                     assert lightest is not None
                     ways[operand] = lightest
         return ways
@@ -172,12 +172,12 @@ class _Search:
         references = [v for v in node.operands if is_reference(v)]
         if references:  # a value that is written to a Ref may be read anywhere
             onward = [ways[v] for v in (*node.outputs, *references) if v in ways]
-            return [(i, found) for i in range(len(node.inputs)) for found in onward]
+            return [(i, way) for i in range(len(node.inputs)) for way in onward]
         return [
-            (i, found.then(ways[value]))
+            (i, way.then(ways[value]))
             for k, value in enumerate(node.outputs)
             if value in ways
-            for i, found in self._ways_through(node, ins, k)
+            for i, way in self._ways_through(node, ins, k)
         ]
 
     def _ways_through(self, node: Node, ins: Masks, k: int) -> Iterator[tuple[int, _Way]]:
@@ -189,15 +189,15 @@ class _Search:
         if node.op == "shard_map" and (masks := enter(node, ins, self.walk.region)) is not None:
             inside = dict(self._through_regions(node, masks[1], k))
         cut = Cut(Occurrence((), node), node.outputs[k])
-        here = _Way((cut,), (1, cut.rank))
+        through_cut = _Way((cut,), (1, cut.rank))
         for i, value in enumerate(node.inputs):
             if not self._node_flow(node)[k] >> i & 1 or not isinstance(value, Value):
                 continue
-            # Integers cut nothing: the cut is the node that made integers of floats.
+            # An integer operand cuts nothing: the cut is the node that made integers of floats.
             if not is_connectable(value) or self._is_connected(node, ins, i, k):
                 yield i, _FREE
             else:
-                yield i, inside[i] if i in inside and inside[i].cuts else here
+                yield i, inside[i] if i in inside and inside[i].cuts else through_cut
 
     @once_for_each
     def _node_flow(self, node: Node) -> Masks:
@@ -225,8 +225,8 @@ class _Search:
         if node.primitive is _jax.COND:  # the operand that selects the branch
             yield 0, _FREE
         for call in calls:
-            for i, found in self._ways_inside(node, call, masks, k).items():
-                yield call.operands[i], found
+            for i, way in self._ways_inside(node, call, masks, k).items():
+                yield call.operands[i], way
 
     def _through_loop(
         self, node: Node, calls: Sequence[RegionCall], masks: dict[str, Masks], k: int
@@ -237,33 +237,33 @@ class _Search:
             ways: list[_Way | None] = [None] * len(body.operands)
             for j, further in enumerate(onward):
                 if further is not None:
-                    for i, found in self._ways_inside(node, body, masks, j).items():
-                        ways[i] = _lighter_way(ways[i], found.then(further))
+                    for i, way in self._ways_inside(node, body, masks, j).items():
+                        ways[i] = _lighter_way(ways[i], way.then(further))
             return ways
 
         onward: list[_Way | None] = [None] * len(body.results)
         for call in condition:  # all results depend on when the loop ends
-            for i, found in self._ways_inside(node, call, masks, 0).items():
+            for i, way in self._ways_inside(node, call, masks, 0).items():
                 j = call.fed_back_from[i]
                 if j is None:
-                    yield call.operands[i], found
+                    yield call.operands[i], way
                 else:
-                    onward[j] = found
+                    onward[j] = way
         onward[k] = _FREE
         onward = back_around(node, onward, back, _lighter_way)
-        for i, way in enumerate(back(onward)):
+        for i, lightest in enumerate(back(onward)):
             j = body.fed_back_from[i]
             if j is not None and may_take_no_step(node):  # the initial value is the result
-                way = onward[j]
-            if way is not None:
-                yield body.operands[i], way
+                lightest = onward[j]
+            if lightest is not None:
+                yield body.operands[i], lightest
 
     def _ways_inside(
         self, node: Node, call: RegionCall, masks: dict[str, Masks], k: int
     ) -> dict[int, _Way]:
         """Returns the paths from the inputs of a region to the region's output `k`."""
         region = node.regions[call.name]
-        ways = self.of(region, [int(mask != 0) for mask in masks[call.name]], (k,))
+        ways = self.find_ways(region, [int(mask != 0) for mask in masks[call.name]], (k,))
         return {
             i: ways[value].within(node, call.name)
             for i, value in enumerate(region.inputs)

@@ -92,9 +92,9 @@ def partition(
                 f"wrt={wrt!r} selects the same argument twice: {each!r}{_hint_at_match_param(wrt)}"
             )
         wanted.append(place)
-        one_by_one = callable(each) and not _is_filter(each) and not _is_mask(each)
+        is_by_predicate = callable(each) and not _is_filter(each) and not _is_mask(each)
         arguments[place] = replace(
-            arguments[place], selected=selected, counted=selected, one_by_one=one_by_one
+            arguments[place], selected=selected, counted=selected, is_by_predicate=is_by_predicate
         )
     return Partition(fun, tuple(arguments), tuple(wanted), is_single)
 
@@ -135,7 +135,7 @@ def _is_sequence_of_keys(wrt: Any) -> bool:
 
 
 def _is_mask(wrt: Any) -> bool:
-    """A single bool is no mask."""
+    """Whether `wrt` is a tree of bools; a single bool is no mask."""
     if isinstance(wrt, bool):
         return False
     leaves = jax.tree.leaves(wrt)
@@ -165,14 +165,14 @@ def _select_leaves(
             raise ValueError(_no_argument_message(fun, wrt, names))
         wrt = Parameters("", (wrt,))
     first = {pattern.partition(".")[0] for pattern in getattr(wrt, "patterns", ())}
-    meant = [place for place, name in enumerate(names) if name in first]
-    if len(meant) > 1:
-        each = " and ".join(names[place] for place in meant)
+    named = [place for place, name in enumerate(names) if name in first]
+    if len(named) > 1:
+        args = " and ".join(names[place] for place in named)
         raise ValueError(
-            f"{wrt!r} names leaves of {each}, but selects leaves of one argument: give wrt a list "
+            f"{wrt!r} names leaves of {args}, but selects leaves of one argument: give wrt a list "
             "with one glob for each argument"
         )
-    place = meant[0] if meant else _first_argument(fun, names, arguments)
+    place = named[0] if named else _first_argument(fun, names, arguments)
     argument = arguments[place]
     if not _is_mask(wrt):
         return place, _mask_of_leaves(wrt, argument.named, argument.leaves, names[place])
@@ -247,7 +247,7 @@ def _not_passed_message(parameter: inspect.Parameter, name: str) -> str:
 
 
 def _describe_function(fun: Callable[..., Any]) -> str:
-    """As ``loss(params, x, y)``."""
+    """Returns the function with its parameters, as ``loss(params, x, y)``."""
     marks: dict[Any, str] = {
         inspect.Parameter.VAR_POSITIONAL: "*",
         inspect.Parameter.VAR_KEYWORD: "**",
@@ -282,14 +282,14 @@ def _is_filter(wrt: Any) -> bool:
 
 def _filter_selects(wrt: Any, leaf: Leaf, value: Any) -> bool:
     path = tuple(int(key) if key.isdigit() else key for key in leaf.name.split("."))
-    held = value if leaf.holder is None else leaf.holder
-    return bool(nnx().filterlib.to_predicate(wrt)(path, held))
+    holder = value if leaf.holder is None else leaf.holder
+    return bool(nnx().filterlib.to_predicate(wrt)(path, holder))
 
 
 def _mask_of_leaves(
     wrt: Any, named: Sequence[Leaf], leaves: Sequence[Any], argument: str = ""
 ) -> list[bool]:
-    """Raises ValueError if no leaf is selected."""
+    """Says for each leaf whether `wrt` selects it. Raises ValueError if no leaf is selected."""
     if isinstance(wrt, str):
         wrt = Parameters("", (wrt,))
     paths = [leaf.name for leaf in named]

@@ -17,7 +17,7 @@ from tracegrad.insight.explanation import Explanation, Finding, SourceReport
 from tracegrad.ir.engine import engine
 from tracegrad.tape.gradient_tape import GradientTape
 from tracegrad.tape.leaves import seeds_for
-from tracegrad.tape.record import Record, following, own_results
+from tracegrad.tape.record import Record, dependent_entries, results_without_residuals
 from tracegrad.tape.sources import before_calls
 from tracegrad.tape.under_rules import graph_of_entries
 from tracegrad.variables.leaves import Leaf, leaves_of
@@ -202,7 +202,7 @@ def _explain(
     """Explains the gradients of the program that leads from some sources to the targets."""
     slots = {path: record.slot(array) for path, array in sources.items()}
     arrays = record.arrays
-    entries = following(record.entries, slots.values())
+    entries = dependent_entries(record.entries, slots.values())
     known = {slot for entry in entries for slot in (*entry.args, *entry.results)}
     known.update(slots.values())
     at = [record.tracked.get(id(target)) for target in targets]
@@ -215,7 +215,7 @@ def _explain(
     ends = [
         slot
         for entry in entries
-        for slot in own_results(entry)
+        for slot in results_without_residuals(entry)
         if slot not in used and not _jax.has_gradient(arrays[slot])
     ]
     outputs = [*(at[i] for i in inside), *ends]

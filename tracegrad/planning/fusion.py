@@ -49,12 +49,12 @@ Fusion = tuple[Fate, ...]  # one for each node of a graph, in order
 
 
 def without_compiling(graph: Graph) -> Fusion:
-    """Views are inlined, and all other results are written."""
+    """Returns fates in which views are inlined, and all other results are written."""
     return tuple(Fate(inlined=node.op in operations.VIEWS) for node in graph.nodes)
 
 
 def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
-    """Runs a graph as `run_graph` does, with each node in a named scope of its own for `seen`."""
+    """Runs a graph as `run_graph` does, with each node in a named scope of its own."""
 
     def in_scope(number: int, node: Node) -> Callable[[list[Any]], Sequence[Any]]:
         def run(operands: list[Any]) -> Sequence[Any]:
@@ -67,88 +67,91 @@ def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
     return read(graph.outputs, run_nodes(graph, args, instead=instead))
 
 
-def seen(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) -> Fusion:
+def read_fates(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) -> Fusion:
     """Returns the fate of each node, read from the compiled gradient of `evaluate_in_scopes`.
 
     `examples`: the number of examples that the enclosing `jax.vmap`s compute together; `devices`:
     the number of devices that may share the results.
     """
     writes = written_by(compiled)
-    own = [[nbytes(v.aval) for v in node.outputs] for node in graph.nodes]
+    result_bytes = [[nbytes(v.aval) for v in node.outputs] for node in graph.nodes]
     holds: list[set[int]] = []  # for each buffer, the nodes whose results it holds
     is_back: list[bool] = []  # for each buffer, whether the backward pass writes it
-    made = [_nodes_of_scopes(each.scopes) for each in writes]
-    on_the_way = [_nodes_of_scopes(each.inside)[0] for each in writes]
-    for each, (forward, backward) in zip(writes, made, strict=True):
+    # For each buffer, the nodes that write it, forward and backward; and the nodes inside.
+    writers = [_nodes_of_scopes(each.scopes) for each in writes]
+    inside = [_nodes_of_scopes(each.inside)[0] for each in writes]
+    for each, (forward, backward) in zip(writes, writers, strict=True):
         is_back.append(bool(backward) or (not forward and any(is_back[k] for k in each.reads)))
         size = each.size * devices // examples
-        is_whole = {i for i in forward if size >= min(own[i], default=0)}
-        holds.append(set() if is_back[-1] else is_whole)
+        fitting = {i for i in forward if size >= min(result_bytes[i], default=0)}
+        holds.append(set() if is_back[-1] else fitting)
     back = list(itertools.compress(range(len(writes)), is_back))
     kept = {k for i in back for k in writes[i].reads if not is_back[k]}
-    again = set[int]()
+    repeated = set[int]()
     for i in back:
-        again |= on_the_way[i].difference(made[i][1], *(holds[k] for k in writes[i].reads))
+        repeated |= inside[i].difference(writers[i][1], *(holds[k] for k in writes[i].reads))
     read_back = set[int]().union(*(holds[k] for k in kept))
-    sizes: dict[int, list[int]] = {}  # of each node, the bytes of its kept buffers
+    sizes: dict[int, list[int]] = {}  # for each node, the bytes of its kept buffers
     for k in kept:
-        if of := made[k][0]:
-            sizes.setdefault(max(of), []).append(writes[k].size // examples)
-    beside = {i: max(0, sum(s) - sum(own[i]) * (i in read_back)) for i, s in sizes.items()}
-    given, inlined = _find_inlined_nodes(graph, set().union(*holds), set().union(*on_the_way))
-    again -= inlined
+        if forward := writers[k][0]:
+            sizes.setdefault(max(forward), []).append(writes[k].size // examples)
+    own = {i: sum(result_bytes[i]) if i in read_back else 0 for i in sizes}
+    beside = {i: max(0, sum(kept_bytes) - own[i]) for i, kept_bytes in sizes.items()}
+    views, inlined = _find_inlined_nodes(graph, set().union(*holds), set().union(*inside))
+    repeated -= inlined
     # Backward steps come after the buffer of the last forward node. XLA may compute gradients of
     # arguments at any time.
-    ends = [(max(made[k][0]), k) for k, b in enumerate(is_back) if not b and made[k][0]]
+    ends = [(max(writers[k][0]), k) for k, b in enumerate(is_back) if not b and writers[k][0]]
     _, end = max(ends, default=(0, -1))
     for k in back:
-        if k < end < writes[k].until and writes[k].reads and made[k][1]:
-            node = max(made[k][1])
+        if k < end < writes[k].until and writes[k].reads and writers[k][1]:
+            node = max(writers[k][1])
             beside[node] = beside.get(node, 0) + writes[k].size // examples
-    steps = {k: made[k][1] - given for k in back if k > end and writes[k].reads}
-    run = {each.op for each in compiled.entry.instructions.values()}
-    if devices > 1 or not run.isdisjoint({"while", "conditional"}):
+    steps = {k: writers[k][1] - views for k in back if k > end and writes[k].reads}
+    compiled_ops = {each.op for each in compiled.entry.instructions.values()}
+    if devices > 1 or not compiled_ops.isdisjoint({"while", "conditional"}):
         steps = {}
     live = alive([(k, writes[k].until, writes[k].size // examples) for k in steps], len(writes))
     fates = enumerate(_cotangents_of_nodes(len(graph.nodes), steps, live))
-    return tuple(Fate(i in inlined, i in again, beside.get(i, 0), size) for i, size in fates)
+    return tuple(Fate(i in inlined, i in repeated, beside.get(i, 0), size) for i, size in fates)
 
 
 def _cotangents_of_nodes(
     count: int, steps: Mapping[int, set[int]], live: Sequence[int]
 ) -> list[int | None]:
-    """Returns the bytes alive in each node's backward step; `steps` maps a moment to nodes."""
-    most, now = dict[int, int](), count - 1
+    """Returns the bytes alive in each node's backward step; `steps` maps a moment to its nodes."""
+    peaks, node = dict[int, int](), count - 1
     for k, nodes in steps.items():
-        now = min(now, max(nodes, default=now))
-        most[now] = max(live[k], most.get(now, 0))
-    there = most.get(now)  # a node without a step runs inside of a later one
-    return [there := most.get(i, there) for i in range(count)]
+        node = min(node, max(nodes, default=node))
+        peaks[node] = max(live[k], peaks.get(node, 0))
+    # A node without a step runs inside of a later step, that of the node before it.
+    peak = peaks.get(node)
+    return [peak := peaks.get(i, peak) for i in range(count)]
 
 
 def _find_inlined_nodes(
     graph: Graph, written: Collection[int], inside: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Returns the nodes that are views of arguments, and all inlined nodes: the views, and the
+    """Returns the nodes that are views of arguments, and all inlined nodes: these views, and the
     nodes that occur inside of other nodes and are not written."""
     results = {graph.producers.get(value) for value in graph.results}
     # If XLA writes a view of an argument, the view is alive during the whole program, as the
     # argument is.
-    of_arguments, given, found = {*graph.inputs, *graph.constants}, set[int](), set[int]()
+    arguments, views, inlined = {*graph.inputs, *graph.constants}, set[int](), set[int]()
     for i, node in enumerate(graph.nodes):
-        if node.op in operations.VIEWS and of_arguments.issuperset(node.operands):
-            of_arguments.update(node.outputs)
-            given.add(i)
+        if node.op in operations.VIEWS and arguments.issuperset(node.operands):
+            arguments.update(node.outputs)
+            views.add(i)
         is_open = isinstance(node, CustomGradient) or not (node.regions or node.effects)
         is_inside = i not in written and (i in inside or node.op in operations.VIEWS)
         if is_open and is_inside and node not in results:
-            found.add(i)
-    return given, given | found
+            inlined.add(i)
+    return views, views | inlined
 
 
 def _nodes_of_scopes(scopes: Iterable[str]) -> tuple[set[int], set[int]]:
-    """In the forward and in the backward pass."""
+    """Returns the numbers of the nodes, in the forward and in the backward pass."""
     sides: tuple[set[int], set[int]] = set(), set()
-    for found in filter(None, map(_IN_SCOPE.search, scopes)):
-        sides["transpose(" in found[1]].add(int(found[2]))
+    for match in filter(None, map(_IN_SCOPE.search, scopes)):
+        sides["transpose(" in match[1]].add(int(match[2]))
     return sides

@@ -20,7 +20,7 @@ from tracegrad.ir import Graph, Value, dtype_of, has_gradient
 from tracegrad.ir.running import run_graph
 from tracegrad.planning.activity import active_values, traced_constants
 from tracegrad.planning.compiled import account_of, saying_why_not
-from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, seen
+from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, read_fates
 from tracegrad.planning.hlo import module_of
 from tracegrad.variables.statics import are_traced
 
@@ -114,7 +114,7 @@ class MeasuredGradient:
                 held, fusion = int(account_of(compiled, self._device).temp_size_in_bytes), None
                 if run is evaluate_in_scopes:
                     module = module_of(compiled)
-                    fusion = seen(program, module, self._examples, self._devices)
+                    fusion = read_fates(program, module, self._examples, self._devices)
                 known = _FOUND.put(key, (held, fusion))
         return known
 

@@ -52,7 +52,7 @@ class MemoryModel:
       active: the values of the graph that get a cotangent.
       fusion: how XLA treats the results of each node of the graph.
       residuals: the cached residuals of nodes, to share with other models of the same nodes.
-      again: FLOPs that the backward step recomputes inside of the operation in every plan.
+      inner_flops: FLOPs that the backward step recomputes inside of the operation in every plan.
       scans: maps each scan that runs in another way to that way.
       steps: this model, then models of the same operations in which scans keep less and less.
     """
@@ -71,7 +71,7 @@ class MemoryModel:
     active: Collection[Value] = ()
     fusion: Fusion = ()
     residuals: NodeResiduals = field(default_factory=NodeResiduals)
-    again: list[int] = field(default_factory=list)
+    inner_flops: list[int] = field(default_factory=list)
     scans: Mapping[Node, ScanWay] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class MemoryModel:
         self.extra = self.extra or [0] * count
         self.beside = self.beside or [0] * count
         self.fixed = self.fixed or [False] * count
-        self.again = self.again or [0] * count
+        self.inner_flops = self.inner_flops or [0] * count
         self.steps = [self]
         # For each buffer, the operations that read it in either pass, in order.
         self.uses: list[list[int]] = [[] for _ in self.sizes]

@@ -64,23 +64,23 @@ class _Modelling:
         scans: Mapping[Node, ScanWay],
     ):
         self.graph, self.active, self.residuals, self.scans = graph, active, residuals, scans
-        self.flops_known: dict[Graph, int] = {}
-        self.peaks_known: dict[Graph, int] = {}
+        self.region_flops: dict[Graph, int] = {}  # a cache
+        self.region_peaks: dict[Graph, int] = {}  # a cache
         self.fusion, self.fate = fusion, dict(zip(graph.nodes, fusion, strict=True))
         self.ops: list[Node] = []
         self.flops: list[int] = []
-        nothing, given = frozenset[int](), (*graph.inputs, *graph.constants)
-        # For every value: the buffers that reading it reads (`roots`); the same buffers if repeated
-        # results are computed again (`behind`); the FLOPs of inlined operations (`inside`).
-        self.roots: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
-        self.behind: dict[Value | Literal, frozenset[int]] = dict.fromkeys(given, nothing)
-        self.inside: dict[Value, int] = dict.fromkeys(given, 0)
-        self.read: dict[Node, Residuals] = {}  # the residuals of each node with a backward step
+        nothing, arguments = frozenset[int](), (*graph.inputs, *graph.constants)
+        # For every value: the buffers from which readers get it (`roots`); the same, if repeated
+        # results are recomputed (`behind`); the FLOPs of inlined operations (`inside`).
+        self.roots: dict[Value | Literal, frozenset[int]] = dict.fromkeys(arguments, nothing)
+        self.behind: dict[Value | Literal, frozenset[int]] = dict.fromkeys(arguments, nothing)
+        self.inside: dict[Value, int] = dict.fromkeys(arguments, 0)
+        self.reads: dict[Node, Residuals] = {}  # the residuals of each node with a backward step
         for node in graph.nodes:
             values = set(node.operands)
             roots = nothing.union(*(self.roots[v] for v in values))
             behind = nothing.union(*(self.behind[v] for v in values))
-            cost = sum(self.inside[v] for v in values) + node_flops(node, self.flops_known)
+            cost = sum(self.inside[v] for v in values) + node_flops(node, self.region_flops)
             if not self.fate[node].inlined:
                 roots = frozenset((len(self.ops),))
                 self.ops.append(node)
@@ -92,7 +92,7 @@ class _Modelling:
             ends = active_outputs(node, active)
             if positions and ends:
                 way = scans.get(node)
-                self.read[node] = way.read if way else residuals.of(node, positions, ends)
+                self.reads[node] = way.read if way else residuals.of(node, positions, ends)
 
     def assemble(self) -> MemoryModel:
         ops = self.ops
@@ -113,7 +113,7 @@ class _Modelling:
             at = min(max(step + is_in_next, 0), len(ops) - 1)
             fixed[at] |= bool(node.effects)
             peaks[at] = max(peaks[at], size)
-            if read := self.read.get(node):
+            if read := self.reads.get(node):
                 atoms = [*(node.inputs[i] for i in read.operands)]
                 atoms += [node.outputs[i] for i in read.results]
                 values = [atom for atom in atoms if isinstance(atom, Value)]
@@ -143,7 +143,7 @@ class _Modelling:
             active=self.active,
             fusion=self.fusion,
             residuals=self.residuals,
-            again=[self.scans[n].flops if n in self.scans else 0 for n in ops],
+            inner_flops=[self.scans[n].flops if n in self.scans else 0 for n in ops],
             scans=self.scans,
         )
 
@@ -157,10 +157,10 @@ class _Modelling:
         """
         for node in self.graph.nodes if self.ops else ():
             if node.op in operations.COMPARISONS:
-                read = [self.roots[v] for v in node.operands]
-                for one, other in itertools.permutations(read, 2):
-                    chosen = (i for i in one if self.ops[i].op in operations.EXTREMES)
-                    yield from (i for i in chosen if not other.isdisjoint(args[i]))
+                roots = [self.roots[v] for v in node.operands]
+                for left, right in itertools.permutations(roots, 2):
+                    extremes = (i for i in left if self.ops[i].op in operations.EXTREMES)
+                    yield from (i for i in extremes if not right.isdisjoint(args[i]))
 
     def _cotangent_bytes(self) -> list[int]:
         """Returns the bytes of cotangents that are alive while each node is pulled back.
@@ -169,25 +169,24 @@ class _Modelling:
         first step to add to the cotangent, to the backward step of its producer. Cotangents of
         arguments, and of reshaped arguments, do not count: they are alive in every plan.
         """
-        given = {*self.graph.inputs, *self.graph.constants}
+        arguments = {*self.graph.inputs, *self.graph.constants}
         for node in self.graph.nodes:
-            if node.op in operations.RESHAPES and given.issuperset(node.operands):
-                given.update(node.outputs)
+            if node.op in operations.RESHAPES and arguments.issuperset(node.operands):
+                arguments.update(node.outputs)
         first = {v: i for i, node in enumerate(self.graph.nodes) for v in node.outputs}
-        readers = ((i, node) for i, node in enumerate(self.graph.nodes) if node in self.read)
+        readers = ((i, node) for i, node in enumerate(self.graph.nodes) if node in self.reads)
         last = {v: i for i, node in readers for v in node.operands}
         outputs = (v for v in self.graph.outputs if isinstance(v, Value))
         last |= dict.fromkeys(outputs, len(self.graph.nodes))
-        spans = (
-            (first[v], last[v], nbytes(v.aval)) for v in self.active if v in last and v not in given
-        )
+        counted = (v for v in self.active if v in last and v not in arguments)
+        spans = ((first[v], last[v], nbytes(v.aval)) for v in counted)
         live = alive(spans, len(self.graph.nodes))
         return [
-            size + (self.work(node) if node in self.read else 0)
+            size + (self.working_bytes(node) if node in self.reads else 0)
             for size, node in zip(live, self.graph.nodes, strict=True)
         ]
 
-    def work(self, node: Node) -> int:
+    def working_bytes(self, node: Node) -> int:
         """Returns the bytes that the backward pass of a loop or a recomputed region needs inside:
         the bytes of one iteration with everything kept."""
         if isinstance(node, CustomGradient) or not node.regions:
@@ -202,17 +201,17 @@ class _Modelling:
         return max(inside, 0) + (handed_bytes(node) if is_scan else 0)
 
     def _region_peak(self, node: Node, region: Graph) -> int:
-        """With nothing recomputed."""
-        if region not in self.peaks_known:
+        """Returns the peak of a region with nothing recomputed."""
+        if region not in self.region_peaks:
             try:
                 body = flatten(region)
                 is_scan = node.primitive is _jax.SCAN
                 active = active_in_body(node, body, self.active) if is_scan else None
                 inside = model(body, active=active, residuals=self.residuals)
-                self.peaks_known[region] = keep_all(inside).peak
+                self.region_peaks[region] = keep_all(inside).peak
             except ValueError:  # the region has no gradient by itself
-                self.peaks_known[region] = 0
-        return self.peaks_known[region]
+                self.region_peaks[region] = 0
+        return self.region_peaks[region]
 
 
 def cotangents_around(node: Node, region: Graph, active: Collection[Value]) -> int:

@@ -107,8 +107,8 @@ def plan_recompute(
     asked = recompute_to_fit(memory_budget, measure=measure)
     graph = graph_of_call(fun, args, kwargs)
     if chosen is not None:
-        of_inputs = partition(fun, chosen, args, kwargs).of_inputs
-        graph = replace(graph, differentiated=of_inputs)
+        counted_inputs = partition(fun, chosen, args, kwargs).counted_inputs
+        graph = replace(graph, differentiated=counted_inputs)
     return asked.plan(graph, shardings_of(graph, args, kwargs))
 
 

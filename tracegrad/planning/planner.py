@@ -63,12 +63,12 @@ class Planner:
         Of plans with equal FLOPs, the planner prefers the plan that keeps least, then the plan
         whose recomputed segments stay farthest below the budget, since XLA may hold more for any
         segment."""
-        at = self._compute_labels(budget)
-        if not len(at[-1]):
+        labels = self._compute_labels(budget)
+        if not len(labels[-1]):
             return None
         segments, i, row = list[Segment](), len(self._cuts) - 1, 0  # row 0 costs the least
         while i > 0:
-            before, row, chosen = at[i][row, _FROM].astype(int).tolist()
+            before, row, chosen = labels[i][row, _FROM].astype(int).tolist()
             way = self._parts[before, i][0].segments[chosen]
             segments.insert(0, way.shifted(self._cuts[before]))
             i = before
@@ -85,39 +85,40 @@ class Planner:
         return budgets[lowest] if lowest < len(budgets) else peak
 
     def _compute_labels(self, budget: int) -> list[np.ndarray]:
-        """Returns the undominated labels of every cut."""
+        """Returns the undominated labels of every cut, at most `TUNING.labels` for each."""
         count = len(self._cuts)
-        found = [[np.zeros((int(not i), _HELD + count))] for i in range(count)]
-        at: list[np.ndarray] = []
+        # For each cut, the tables of its labels found so far. The first cut has one label.
+        tables = [[np.zeros((int(not i), _HELD + count))] for i in range(count)]
+        labels: list[np.ndarray] = []
         for i in range(count):
-            here = np.concatenate(found[i])
-            order = np.argsort(here[:, _NEAR], kind="stable")  # the first of equal labels stays
-            flops, kept = here[order, _FLOPS], here[order, _KEPT]
-            here = here[order[frontier(flops, kept, TUNING.labels)]]
-            at.append(here)
-            found[i] = []
+            table = np.concatenate(tables[i])
+            order = np.argsort(table[:, _NEAR], kind="stable")  # the first of equal labels stays
+            flops, kept = table[order, _FLOPS], table[order, _KEPT]
+            table = table[order[frontier(flops, kept, TUNING.labels)]]
+            labels.append(table)
+            tables[i] = []
             for j in range(i + 1, count):
-                if (i, j) not in self._parts or not len(here):
+                if (i, j) not in self._parts or not len(table):
                     continue
                 part, deltas = self._parts[i, j]
                 flops, forward, backward, _ = part.table.T
-                forwards = here[:, _KEPT, None] + forward
-                backwards = here[:, _HELD + j, None] + backward
+                forwards = table[:, _KEPT, None] + forward
+                backwards = table[:, _HELD + j, None] + backward
                 rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
                 near = np.maximum(forwards, backwards)[rows, ways] - TUNING.careful**2 * budget
-                is_run_again = np.array([way.recompute for way in part.segments])
-                near = here[rows, _NEAR] + is_run_again[ways] * np.maximum(near, 0)
-                flops = here[rows, _FLOPS] + flops[ways]
-                kept = here[rows, _KEPT] + deltas[ways, -1]
+                is_recomputed = np.array([way.recompute for way in part.segments])
+                near = table[rows, _NEAR] + is_recomputed[ways] * np.maximum(near, 0)
+                flops = table[rows, _FLOPS] + flops[ways]
+                kept = table[rows, _KEPT] + deltas[ways, -1]
                 order = np.argsort(near, kind="stable")
                 best = order[frontier(flops[order], kept[order], len(order) + 1)]
                 rows, ways = rows[best], ways[best]
-                held = here[rows, _HELD:] + deltas[ways, :-1]
+                held = table[rows, _HELD:] + deltas[ways, :-1]
                 origin = np.full(len(rows), i), rows, ways
-                found[j].append(
+                tables[j].append(
                     np.column_stack([flops[best], kept[best], *origin, near[best], held])
                 )
-        return at
+        return labels
 
     @functools.cached_property
     def _parts(self) -> dict[tuple[int, int], tuple[_Ways, np.ndarray]]:
@@ -133,7 +134,7 @@ class Planner:
             for i, j in itertools.combinations(range(len(self._cuts)), 2)
             if j - i <= TUNING.longest
         ]
-        found = {}
+        tables = {}
         all_ways = self._find_ways([(self._cuts[i], self._cuts[j]) for i, j in ends])
         for (i, j), ways in zip(ends, all_ways, strict=True):
             start, stop = self._cuts[i], self._cuts[j]
@@ -141,8 +142,8 @@ class Planner:
             for k, v in ((k, v) for k, leaves in enumerate(ways.leaves) for v in leaves):
                 first = next(u for u in self.model.uses[start + v] if u >= stop)
                 left[k, bisect.bisect_right(self._cuts, first) :] += self.model.sizes[start + v]
-            found[i, j] = ways, left
-        return found
+            tables[i, j] = ways, left
+        return tables
 
     @functools.cached_property
     def _cuts(self) -> tuple[int, ...]:
@@ -173,25 +174,25 @@ class Planner:
         alike = dict(zip(keys, parts, strict=True))
         pieces = [Piece(self.model, start, stop) for start, stop in alike.values()]
         cuts = find_hulls(list(map(network_of, pieces)), TUNING.save_sets)
-        found = {
-            key: self._run_ways(start, stop, piece, saving)
-            for (key, (start, stop)), piece, saving in zip(alike.items(), pieces, cuts, strict=True)
+        ways = {
+            key: self._run_ways(start, stop, piece, sets)
+            for (key, (start, stop)), piece, sets in zip(alike.items(), pieces, cuts, strict=True)
         }
-        return [found[key] for key in keys]
+        return [ways[key] for key in keys]
 
     def _run_ways(self, start: int, stop: int, piece: Piece, cuts: Sequence[SaveSet]) -> _Ways:
         is_fixed = any(self.model.fixed[start:stop])
         ways = [Segment(0, stop - start), *(() if is_fixed else recomputing(piece, cuts))]
         runs = [(way, piece.run(way)) for way in ways]
         for step in self._step_indices(start, stop):
-            here = Piece(self.model.steps[step], start, stop)
-            runs += [(replace(way, step=step), here.run(way)) for way in ways]
+            in_step = Piece(self.model.steps[step], start, stop)
+            runs += [(replace(way, step=step), in_step.run(way)) for way in ways]
         table = np.array([_way_costs(local) for _, local in runs], float)
         chosen = pareto(table)
         return _Ways(
             [runs[k][0] for k in chosen],
             table[chosen],
-            [tuple(piece.left(runs[k][1].stored)) for k in chosen],
+            [tuple(piece.leaving(runs[k][1].stored)) for k in chosen],
         )
 
     def _step_indices(self, start: int, stop: int) -> range:
@@ -208,45 +209,48 @@ def _way_costs(local: Local) -> list[int]:
 
 
 def network_of(piece: Piece) -> Network:
-    """The network chooses the values that a recomputed piece saves."""
+    """Returns the network whose minimum cuts are save sets of a recomputed piece."""
     count = len(piece.sizes)
     must_run = [i for i, size in enumerate(piece.extra) if size]
     # If only recomputed operations read an input of the piece, the input must be kept for them.
-    args = [*map(list, piece.args), *([] for _ in piece.given)]
-    for k, (_, readers) in enumerate(piece.given):
+    args = [*map(list, piece.args), *([] for _ in piece.forward_inputs)]
+    for k, (_, readers) in enumerate(piece.forward_inputs):
         for i in readers:
             args[i].append(count + k)
-    sizes = [*piece.sizes, *(size for size, _ in piece.given)]
-    flops = [*piece.flops, *[math.inf] * len(piece.given)]
+    sizes = [*piece.sizes, *(size for size, _ in piece.forward_inputs)]
+    flops = [*piece.flops, *[math.inf] * len(piece.forward_inputs)]
     return Network(sizes, flops, args, piece.needed, must_run)
 
 
 def recomputing(piece: Piece, cuts: Iterable[SaveSet]) -> list[Segment]:
+    """Returns the segments that recompute a piece, one for each save set."""
     count = len(piece.sizes)
     saved = ([v for v in cut.saved if v < count] for cut in cuts)
     return [Segment(0, count, True, frozenset(values)) for values in saved]
 
 
 def crossing_bytes(model: MemoryModel) -> list[int]:
-    """For each operation, the bytes of earlier buffers that this operation or a later one reads."""
+    """Returns for each operation the bytes of earlier buffers that it, or a later one, reads."""
     ends = [uses[-1] if uses else v for v, uses in enumerate(model.uses)]
     spans = zip(range(1, len(model) + 1), ends, model.sizes, strict=True)
     return alive((span for span in spans if span[1] >= span[0]), len(model))
 
 
 def _number_equal_operations(model: MemoryModel) -> list[int]:
-    """Operations with equal costs, operands and readers get equal numbers."""
+    """Returns a number for each operation: equal for equal costs, operands and readers."""
     seen: dict[Hashable, int] = {}
     tokens = []
     columns = model.sizes, model.flops, model.extra, model.beside, model.cotangents, model.fixed
-    for i, own in enumerate(zip(*columns, strict=True)):
+    for i, costs in enumerate(zip(*columns, strict=True)):
         token: Hashable = (
-            own,
+            costs,
             tuple((i - v, model.sizes[v], *(i - u for u in model.uses[v])) for v in model.args[i]),
             tuple((i - v, *(i - u for u in model.uses[v])) for v in model.needs[i]),
             tuple(i - v for v in model.behind[i]),
             tuple(u - i for u in model.uses[i]),
-            tuple((m.extra[i], m.again[i], m.cotangents[i], m.needs[i]) for m in model.steps[1:]),
+            tuple(
+                (m.extra[i], m.inner_flops[i], m.cotangents[i], m.needs[i]) for m in model.steps[1:]
+            ),
         )
         tokens.append(seen.setdefault(token, len(seen)))
     return tokens
@@ -265,16 +269,16 @@ def pareto(table: np.ndarray) -> list[int]:
     return chosen
 
 
-def frontier(flops: np.ndarray, size: np.ndarray, most: int) -> list[int]:
-    """Returns at most `most` rows of fewer and fewer bytes for more and more FLOPs. If there are
+def frontier(flops: np.ndarray, size: np.ndarray, limit: int) -> list[int]:
+    """Returns at most `limit` rows of fewer and fewer bytes for more and more FLOPs. If there are
     more such rows, the returned rows are spread evenly over the bytes."""
     order = np.lexsort((size, flops))
     smallest = np.minimum.accumulate(size[order])
     is_new = smallest < np.concatenate([[np.inf], smallest])[:-1]
     chosen = order[is_new]
-    if len(chosen) > most:
+    if len(chosen) > limit:
         low, high = size[chosen].min(), size[chosen].max()
-        bucket = np.floor((size[chosen] - low) / (high - low) * (most - 1e-9)).astype(int)
+        bucket = np.floor((size[chosen] - low) / (high - low) * (limit - 1e-9)).astype(int)
         # The row with the least FLOPs of each bucket, and the row with the fewest bytes.
         _, firsts = np.unique(bucket, return_index=True)
         chosen = chosen[sorted({*firsts.tolist(), len(chosen) - 1})]

@@ -37,7 +37,7 @@ class Stretch:
       nodes: in the order of execution.
       instead: maps a node to the graph that runs in place of the node.
       recompute: whether the nodes form a region, which the backward pass recomputes.
-      saved: has the nodes whose results are saved; True if the node's derivative reads the results.
+      saved: the nodes whose results are saved; True if the node's derivative reads the results.
       late: maps a node A to a node B: A is recomputed when the cotangents of B arrive. Only B, or
         other nodes that wait for B, read the results of A.
     """
@@ -96,8 +96,8 @@ class _Step:
 class _Region:
     """Steps that are recomputed together.
 
-    `steps` are in the order of execution; copies of nodes outside of the region come first. `left`
-    has the outputs that nodes outside of all regions read; they pass through a barrier.
+    `steps` are in the order of execution; copies of nodes outside of the region come first. Nodes
+    outside of all regions read the outputs `read_outside`, which pass through a barrier.
     """
 
     steps: Sequence[_Step | _Region]
@@ -105,7 +105,7 @@ class _Region:
     outputs: Sequence[Value]
     waits: bool = False  # whether a barrier delays the region until all operands are computed
     policy: Callable[..., Any] | None = None
-    left: Sequence[Value] = ()
+    read_outside: Sequence[Value] = ()
 
     @property
     def key(self) -> Any:
@@ -126,19 +126,19 @@ class _Readers:
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self._found: dict[Value, set[Any]] = {v: set(users) for v, users in graph.users.items()}
+        self._readers: dict[Value, set[Any]] = {v: set(users) for v, users in graph.users.items()}
 
     def of(self, value: Value) -> set[Any]:
-        return self._found.get(value, set())
+        return self._readers.get(value, set())
 
     def remove(self, nodes: Sequence[Any], values: Sequence[Value]) -> None:
         """Forgets the nodes, which a region now contains."""
         for value in values:
-            self._found.get(value, set()).difference_update(nodes)
+            self._readers.get(value, set()).difference_update(nodes)
 
     def add(self, region: _Region) -> None:
         for value in region.operands:
-            self._found.setdefault(value, set()).add(region)
+            self._readers.setdefault(value, set()).add(region)
 
 
 def _plan_steps(
@@ -147,19 +147,19 @@ def _plan_steps(
     names = (f"planned_{k}" for k in itertools.count())
     readers, steps = _Readers(graph), list[_Step | _Region]()
     for stretch in reversed(stretches):  # so that the later readers of its results are known
-        own = [_make_step(node, stretch, names) for node in stretch.nodes]
+        of_stretch = [_make_step(node, stretch, names) for node in stretch.nodes]
         if stretch.recompute:
-            steps[:0] = _make_stretch_region(own, stretch, readers, copied)
+            steps[:0] = _make_stretch_region(of_stretch, stretch, readers, copied)
         else:
-            steps[:0] = own
+            steps[:0] = of_stretch
     unread = _find_unread_originals(steps, readers, copied)
     return [step for step in steps if isinstance(step, _Region) or step.node not in unread]
 
 
 def _make_step(node: Node, stretch: Stretch, names: Iterator[str]) -> _Step:
     is_saved = stretch.recompute and node in stretch.saved
-    own = list(itertools.islice(names, len(node.outputs))) if is_saved else []
-    return _Step(node, stretch.instead.get(node), own, is_saved and stretch.saved[node])
+    result_names = list(itertools.islice(names, len(node.outputs))) if is_saved else []
+    return _Step(node, stretch.instead.get(node), result_names, is_saved and stretch.saved[node])
 
 
 def _find_unread_originals(
@@ -181,8 +181,8 @@ def _make_stretch_region(
     readers: _Readers,
     copied: Collection[Node],
 ) -> list[_Step | _Region]:
-    """Returns a stretch as a region. Before the region stand the nodes that only the region's
-    copies need."""
+    """Returns a stretch as a region. Before the region stand the nodes of which only the region's
+    copies are read."""
     kept = [name for step in steps for name in step.names]
     inside: list[_Step | _Region] = list(steps)
     for reader in dict.fromkeys(stretch.late.values()):
@@ -191,13 +191,13 @@ def _make_stretch_region(
         if waiting.issubset(stretch.nodes):  # not so if a view of a result is outside
             inside = _group_into_region(inside, waiting, readers, copied)
     region, outside = _make_region(inside, readers, copied)
-    left = [v for v in region.outputs if any(not isinstance(r, _Region) for r in readers.of(v))]
+    outer = [v for v in region.outputs if any(not isinstance(r, _Region) for r in readers.of(v))]
     policies: Any = jax.checkpoint_policies
     policy = policies.save_only_these_names(*kept) if kept else None
-    whole = replace(region, policy=policy, left=left)
+    complete = replace(region, policy=policy, read_outside=outer)
     readers.remove([region], region.operands)
-    readers.add(whole)
-    return [*outside, whole]
+    readers.add(complete)
+    return [*outside, complete]
 
 
 def _group_into_region(
@@ -206,7 +206,7 @@ def _group_into_region(
     readers: _Readers,
     copied: Collection[Node],
 ) -> list[_Step | _Region]:
-    """The region is at the position of the first of its steps."""
+    """Returns the steps, some nodes of which form a region, at the position of its first step."""
     chosen = {node.key for node in nodes}
     members = [step for step in steps if step.key in chosen]
     ordered: list[Any] = make_adjacent(steps, chosen, "a group of recomputed operations")
@@ -224,23 +224,24 @@ def _make_region(
     members = [s for s in steps if isinstance(s, _Region) or s.node not in unread]
     outside: list[_Step | _Region] = [s for s in steps if isinstance(s, _Step) and s.node in unread]
     producers = readers.graph.producers
-    wanted, pending = set[Node](), values_entering(members)
+    to_copy, pending = set[Node](), values_entering(members)
     while pending:
         producer = producers.get(pending.pop())
-        if producer is not None and producer in copied and producer not in wanted:
-            wanted.add(producer)
+        if producer is not None and producer in copied and producer not in to_copy:
+            to_copy.add(producer)
             pending += producer.operands
-    copies = [_Step(node) for node in readers.graph.nodes if node in wanted]
-    whole = [*copies, *members]
-    came = values_entering(whole)
+    copies = [_Step(node) for node in readers.graph.nodes if node in to_copy]
+    inner_steps = [*copies, *members]
+    operands = values_entering(inner_steps)
     inside = {s.node if isinstance(s, _Step) else s for s in members}
-    made = [value for step in members for value in step.outputs]
-    results = [v for v in made if v in readers.graph.results or not readers.of(v) <= inside]
+    computed = [value for step in members for value in step.outputs]
+    outputs = [v for v in computed if v in readers.graph.results or not readers.of(v) <= inside]
     # Without a barrier, XLA may compute in advance the parts of all regions that depend on
     # arguments alone (an RNN's products with its inputs), and hold the results until the regions
     # run. Also, in a loop JAX saves a named result again for each inner region that takes the
     # result as an operand, unless another operation, such as the barrier, stands between them.
-    region = _Region(whole, came, results, waits=any(value in producers for value in came))
+    waits = any(value in producers for value in operands)
+    region = _Region(inner_steps, operands, outputs, waits)
     for step in members:
         readers.remove(list(inside), step.operands)
     readers.add(region)
@@ -263,11 +264,11 @@ def _dependents_up_to(reader: Node, nodes: Sequence[Node], graph: Graph) -> set[
 def _run_step(step: _Step | _Region, values: MutableMapping[Value, Any]) -> None:
     if isinstance(step, _Region):
         results = _run_region(step, [values[value] for value in step.operands])
-        if step.left:
-            behind = dict(zip(step.outputs, results, strict=True))
-            waited = _make_barrier()(*(behind[value] for value in step.left))
-            behind.update(zip(step.left, waited, strict=True))
-            results = [behind[value] for value in step.outputs]
+        if step.read_outside:
+            outputs = dict(zip(step.outputs, results, strict=True))
+            waited = _make_barrier()(*(outputs[value] for value in step.read_outside))
+            outputs.update(zip(step.read_outside, waited, strict=True))
+            results = [outputs[value] for value in step.outputs]
     else:
         operands = read(step.node.inputs, values)
         if step.instead is not None:

@@ -38,16 +38,16 @@ class Residuals:
 
 
 class NodeResiduals:
-    """Asks JAX only once for nodes with equal types and parameters."""
+    """The residuals of nodes; asks JAX once for all nodes with equal types and parameters."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Residuals] = {}
         self._keep_alive: list[Any] = []  # parameters in keys by their identity
 
     def of(self, node: Node, active: Sequence[int], outputs: Sequence[int]) -> Residuals:
-        """`active` and `outputs` have the positions of the operands and of the results that get a
-        cotangent. Raises ValueError, with the node and its line, for a node without a reverse-mode
-        derivative."""
+        """Returns the residuals of a node. `active` and `outputs`: the positions of the operands
+        and of the results that get a cotangent. Raises ValueError, with the node and its line, for
+        a node without a reverse-mode derivative."""
         key = (self._node_key(node), tuple(active), tuple(outputs))
         if key not in self._known:
             try:
@@ -78,15 +78,15 @@ class NodeResiduals:
 
 def _ask_jax(node: Node, active: Sequence[int], outputs: Sequence[int]) -> Residuals:
     run, types = functools.partial(run_node, node), [v.aval for v in node.inputs]
-    found = residuals_of(run, types, active)
+    residuals = residuals_of(run, types, active)
     if node.regions:  # some loops raise only when the VJP is called
         cotangents = [node.outputs[i].aval for i in outputs]
         jax.eval_shape(
-            lambda args, given: _jax.vjp_of_some(run, args, active, outputs)[1](given),
+            lambda args, cts: _jax.vjp_of_some(run, args, active, outputs)[1](cts),
             types,
             cotangents,
         )
-    return found
+    return residuals
 
 
 def residuals_of(
@@ -141,7 +141,7 @@ def residuals_of(
 
 
 def _contains_operation(equation: Any, names: Collection[str]) -> bool:
-    """At any depth of calls."""
+    """Whether an equation is one of these operations, or contains one, at any depth of calls."""
     programs = (v for v in equation.params.values() if isinstance(v, _jax.PROGRAM_TYPES))
     return equation.primitive.name in names or any(
         _contains_operation(inner, names)
@@ -151,15 +151,15 @@ def _contains_operation(equation: Any, names: Collection[str]) -> bool:
 
 
 def _find_origins(equation: Any, producer: Mapping[Any, Any], result: Collection[Any]) -> set[Any]:
-    """Returns results, operands and constants."""
-    found, seen, pending = set[Any](), set[Any](), [*equation.invars]
+    """Returns the results, operands and constants from which an equation's inputs are computed."""
+    origins, seen, pending = set[Any](), set[Any](), [*equation.invars]
     while pending:
         var = pending.pop()
         if hasattr(var, "val") or var in seen:
             continue
         seen.add(var)
         if var in result or var not in producer:
-            found.add(var)
+            origins.add(var)
         else:
             pending += producer[var].invars
-    return found
+    return origins

@@ -140,6 +140,7 @@ def _scan_options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
             times = length // len(turn)
             kept = [local.staying + carry_bytes for _, local in turn]
             flops = sum(local.flops for _, local in turn)
+            # While the backward pass of a turn runs one body, it holds what the other bodies kept.
             working = max(max(local.backward) for _, local in turn) + sum(kept[1:])
             yield _Option(
                 functools.partial(build_scan, [replace(way, step=step) for way, _ in turn]),
@@ -151,6 +152,8 @@ def _scan_options(scan: Node, around: MemoryModel) -> Iterator[_Option]:
         if (size := group_size(length)) > 1:
             recomputed = Segment(0, len(body), recompute=True, step=step)
             local = piece.run(recomputed)
+            # A group runs once more for the carries of its iterations, of which each is then
+            # recomputed for its own backward step.
             yield _Option(
                 functools.partial(build_scan, [recomputed], size),
                 length * (body.total_flops + local.flops),

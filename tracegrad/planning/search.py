@@ -89,16 +89,16 @@ class Search:
         plans."""
         if self.kept.peak <= target:  # nothing must be recomputed
             return RecomputePlan(self, self.kept, (*plan_to_keep(self.whole),), target, target)
-        found = self._planner.find(target)
-        if found is None:
+        segments = self._planner.find(target)
+        if segments is None:
             raise self.too_small(self.examples * target, self.best(self.lowest_peak))
-        return self.plan(found, target)
+        return self.plan(segments, target)
 
     def plan(self, segments: Sequence[Segment], target: int) -> RecomputePlan:
         if any(segment.step for segment in segments):
             fill_steps(self.whole)  # fills `whole.steps`, which the segments refer to
-        found = simulate(self.whole, segments)
-        return RecomputePlan(self, found, tuple(segments), target, target)
+        simulation = simulate(self.whole, segments)
+        return RecomputePlan(self, simulation, tuple(segments), target, target)
 
     def rewritten(self, segments: tuple[Segment, ...]) -> Graph:
         if segments not in self._rewritten:
@@ -108,7 +108,7 @@ class Search:
     def too_small(
         self, budget: int, lowest: RecomputePlan, measured_on: str = ""
     ) -> BudgetTooSmall:
-        """`lowest` is the plan with the lowest peak."""
+        """Returns the error for a budget; `lowest` is the plan with the lowest peak."""
         return BudgetTooSmall(
             budget,
             self.examples * self.lowest_peak if lowest.held is None else lowest.held,
@@ -120,12 +120,12 @@ class Search:
 
     @functools.cached_property
     def lowest_peak(self) -> int:
-        """In bytes for one example, by the model."""
+        """The lowest peak that a plan has by the model, in bytes for one example."""
         return self._planner.lowest_peak()
 
 
-def _cannot_be_split(node: Node) -> bool:
-    """True for a node with regions that is not a scan: a branch, a custom gradient, a
+def _is_unsplittable(node: Node) -> bool:
+    """Whether a node has regions and is not a scan: it is a branch, a custom gradient, a
     `jax.checkpoint`."""
     return bool(node.regions) and node.primitive is not _jax.SCAN
 
@@ -133,14 +133,15 @@ def _cannot_be_split(node: Node) -> bool:
 def _describe_line(node: Node) -> str:
     """Returns the user's line, or the operation; says if no plan can split the node."""
     line = str(Occurrence((), node).origin or node.op)
-    return f"{line} ({node.op} as a whole)" if _cannot_be_split(node) else line
+    return f"{line} ({node.op} as a whole)" if _is_unsplittable(node) else line
 
 
 def _describe_unsplittable(graph: Graph) -> str:
-    """Returns "" if no unsplittable node computes more than half of the program's bytes."""
+    """Describes the unsplittable node that computes more than half of the program's bytes; returns
+    "" if there is none."""
     known: dict[Graph, int] = {}
     computed = {node: _bytes_computed(node, known) for node in graph.nodes}
-    unsplittable = [node for node in computed if _cannot_be_split(node)]
+    unsplittable = [node for node in computed if _is_unsplittable(node)]
     node = max(unsplittable, key=computed.__getitem__, default=None)
     if node is None or 2 * computed[node] <= sum(computed.values()):
         return ""
@@ -174,14 +175,14 @@ def _lines_holding_most(
     begins: the values that this segment and earlier segments keep, and the values that this segment
     recomputes at that moment.
     """
-    found, sizes = simulate(whole, segments), Counter[str]()
-    for segment, local, peak in zip(segments, found.locals, found.peaks, strict=True):
-        model, is_peak = whole.steps[segment.step], peak == found.peak
+    simulation, sizes = simulate(whole, segments), Counter[str]()
+    for segment, local, peak in zip(segments, simulation.locals, simulation.peaks, strict=True):
+        model, is_peak = whole.steps[segment.step], peak == simulation.peak
         for i in range(segment.start, segment.stop):
             if is_peak or not segment.recompute:
                 sizes[_describe_line(model.nodes[i])] += model.extra[i]
-        again = set(local.recomputed).difference(local.late) if is_peak else ()
-        for i in local.stored.union(again):
+        recomputed = set(local.recomputed).difference(local.late) if is_peak else ()
+        for i in local.stored.union(recomputed):
             sizes[_describe_line(model.nodes[segment.start + i])] += model.sizes[segment.start + i]
         if is_peak:
             break

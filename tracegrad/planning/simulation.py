@@ -76,7 +76,7 @@ class Piece:
         within = range(start, stop)
         self.sizes = model.sizes[start:stop]
         self.flops = model.flops[start:stop]
-        self.again = sum(model.again[start:stop])
+        self.inner_flops = sum(model.inner_flops[start:stop])
         self.extra = model.extra[start:stop]
         self.beside = model.beside[start:stop]
         self.args = [[v - start for v in model.args[i] if v >= start] for i in within]
@@ -84,27 +84,30 @@ class Piece:
         self.cotangents = model.cotangents[start:stop]
         self.uses = [[u - start for u in model.uses[i]] for i in within]
         self.leaves = [bool(uses) and uses[-1] >= stop - start for uses in self.uses]
-        self.needed = sorted({v for found in self.needs for v in found})
+        self.needed = sorted({v for needs in self.needs for v in needs})
         read_back = {v for i in within for v in model.needs[i]}
-        came = sorted(read_back.union(*(model.args[i] for i in within)).difference(within))
-        uses = [(v, model.uses[v][0], model.uses[v][-1]) for v in came if model.sizes[v]]
-        alone = [v for v, first, last in uses if start <= first and last < stop]
-        given = [v for v in alone if v not in read_back]
-        self.given = [(model.sizes[v], tuple([u - start for u in model.uses[v]])) for v in given]
+        inputs = sorted(read_back.union(*(model.args[i] for i in within)).difference(within))
+        uses = [(v, model.uses[v][0], model.uses[v][-1]) for v in inputs if model.sizes[v]]
+        only_here = [v for v, first, last in uses if start <= first and last < stop]
+        # The inputs that only the segment's forward pass reads: the bytes, and the readers.
+        forward = [v for v in only_here if v not in read_back]
+        readers = [tuple([u - start for u in model.uses[v]]) for v in forward]
+        self.forward_inputs = [(model.sizes[v], r) for v, r in zip(forward, readers, strict=True)]
         # Without recomputation: the values that each backward step reads, and the bytes of inputs
         # that are freed at the end of the forward pass.
         behind = [model.behind[i] for i in within]
         pairs = zip(self.needs, behind, strict=True)
-        self.needs_kept = [[*found, *[v - start for v in b if v >= start]] for found, b in pairs]
-        come_back = {v for more in behind for v in more}
-        self.unread_kept = sum([model.sizes[v] for v in given if v not in come_back])
+        self.needs_kept = [[*needs, *[v - start for v in b if v >= start]] for needs, b in pairs]
+        read_behind = {v for values in behind for v in values}
+        self.unread_kept = sum([model.sizes[v] for v in forward if v not in read_behind])
         # The last operation in the segment that reads each value; the value's own if none does.
         self._last = list(range(stop - start))
-        for i, found in enumerate(self.args):
-            for v in found:
+        for i, args in enumerate(self.args):
+            for v in args:
                 self._last[v] = i
 
-    def left(self, stored: AbstractSet[int]) -> list[int]:
+    def leaving(self, stored: AbstractSet[int]) -> list[int]:
+        """Returns the values that leave the segment and are not in `stored`."""
         return [v for v, leaves in enumerate(self.leaves) if leaves and v not in stored]
 
     def run(self, way: Segment) -> Local:
@@ -112,26 +115,26 @@ class Piece:
         piece."""
         # Recomputation includes every operation with `extra` bytes, so saving it is useless.
         saved = {v for v in way.saved if not self.extra[v]}
-        ran = self._find_recomputed(saved) if way.recompute else set()
-        again = tuple(sorted(ran))
+        recomputed = self._find_recomputed(saved) if way.recompute else set()
+        order = tuple(sorted(recomputed))
         needs = self.needs if way.recompute else self.needs_kept
         reads = [0] * len(self.sizes)
-        for found in [*needs, *[self.args[i] for i in again]]:
-            for v in found:
+        for values in [*needs, *[self.args[i] for i in order]]:
+            for v in values:
                 reads[v] += 1
-        stored = frozenset([v for v, count in enumerate(reads) if count and v not in ran])
-        size, made = sum([self.sizes[v] for v in stored]), sum(self.beside)
-        staying = size if way.recompute else size + made + sum(self.extra)
-        unread = [size for size, readers in self.given if ran.isdisjoint(readers)]
-        live = size + made if way.recompute else staying
-        late = self._late(ran)
-        lates = [{}, late] if late else [{}]
-        backward = [self._backward_peaks(again, late, needs, reads.copy(), live) for late in lates]
-        best = min(range(len(lates)), key=lambda k: max(backward[k]))
+        stored = frozenset([v for v, count in enumerate(reads) if count and v not in recomputed])
+        size, beside = sum([self.sizes[v] for v in stored]), sum(self.beside)
+        staying = size if way.recompute else size + beside + sum(self.extra)
+        unread = [size for size, readers in self.forward_inputs if recomputed.isdisjoint(readers)]
+        live = size + beside if way.recompute else staying
+        late = self._find_late(recomputed)
+        waits = [{}, late] if late else [{}]
+        backward = [self._backward_peaks(order, late, needs, reads.copy(), live) for late in waits]
+        best = min(range(len(waits)), key=lambda k: max(backward[k]))
         return Local(
-            flops=self.again + sum([self.flops[i] for i in again]),
-            recomputed=again,
-            late=lates[best],
+            flops=self.inner_flops + sum([self.flops[i] for i in order]),
+            recomputed=order,
+            late=waits[best],
             stored=stored,
             staying=staying,
             unread=sum(unread) if way.recompute else self.unread_kept,
@@ -142,17 +145,17 @@ class Piece:
     def _find_recomputed(self, saved: AbstractSet[int]) -> set[int]:
         """Returns the operations to recompute: the operations with `extra` bytes; the values that
         the backward pass reads and that are not in `saved`; and the values that these need."""
-        again: set[int] = set()
+        recomputed: set[int] = set()
         pending = [v for v in self.needed if v not in saved]
         pending += [i for i, extra in enumerate(self.extra) if extra]
         while pending:
             i = pending.pop()
-            if i not in again:
-                again.add(i)
+            if i not in recomputed:
+                recomputed.add(i)
                 pending += [v for v in self.args[i] if v not in saved]
-        return again
+        return recomputed
 
-    def _late(self, ran: AbstractSet[int]) -> dict[int, int]:
+    def _find_late(self, recomputed: AbstractSet[int]) -> dict[int, int]:
         """Maps each recomputed operation that can wait to the operation that it waits for.
 
         An operation can wait for the backward step of its reader if it has a single reader and this
@@ -162,16 +165,16 @@ class Piece:
         """
         late: dict[int, int] = {}
         first = max((i for i, needs in enumerate(self.needs) if needs), default=0)
-        for v in sorted(ran, reverse=True):
+        for v in sorted(recomputed, reverse=True):
             reader, *others = {late.get(u, u) for u in self.uses[v] if u != v} or {first}
-            can_wait = not others and reader < first and reader not in ran
+            can_wait = not others and reader < first and reader not in recomputed
             if can_wait and reader not in self.needs[reader] and not self.extra[v]:
                 late[v] = reader
         return late
 
     def _backward_peaks(
         self,
-        again: Sequence[int],
+        recomputed: Sequence[int],
         late: Mapping[int, int],
         needs: Sequence[Sequence[int]],
         reads: list[int],
@@ -188,7 +191,7 @@ class Piece:
         # For each operation, the operations that are recomputed just before its backward step.
         # Nothing in `late` waits for the last operation, whose backward step is the first.
         before: dict[int, list[int]] = {}
-        for i in again:
+        for i in recomputed:
             before.setdefault(late.get(i, len(sizes) - 1), []).append(i)
         peaks = []
         for step in reversed(range(len(sizes))):
@@ -241,7 +244,7 @@ class Simulation:
 
 
 def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
-    """The segments of the plan must be in order and cover the program."""
+    """Simulates a plan, whose segments are in order and cover the program."""
     kept = 0  # bytes of earlier segments that are alive in a segment's forward pass
     staying = 0  # bytes of earlier segments that are alive in a segment's backward pass
     # For each value that leaves an earlier segment and is not in its `stored`: the first operation
@@ -250,14 +253,14 @@ def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
     waiting: list[tuple[int, int]] = []
     forward: list[int] = []
     backward: list[list[int]] = []
-    found, peaks = [], []
+    locals_, peaks = [], []
     for segment in plan:
         start, stop = segment.start, segment.stop
         piece = Piece(model.steps[segment.step], start, stop)
         local = piece.run(segment.shifted(-start))
-        left = [
+        leaving = [
             (next(u for u in model.uses[start + v] if u >= stop), piece.sizes[v])
-            for v in piece.left(local.stored)
+            for v in piece.leaving(local.stored)
         ]
         staying += sum(size for first, size in waiting if first < stop)
         waiting = [(first, size) for first, size in waiting if first >= stop]
@@ -266,22 +269,22 @@ def simulate(model: MemoryModel, plan: Sequence[Segment]) -> Simulation:
         backward.append([staying + size for size in local.backward])
         peaks.append(max(kept + max(local.forward), staying + max(local.backward)))
         staying += local.staying
-        waiting += left
-        kept += local.staying + sum(size for _, size in left) - local.unread
-        found.append(local)
+        waiting += leaving
+        kept += local.staying + sum(size for _, size in leaving) - local.unread
+        locals_.append(local)
     return Simulation(
         peak=max(peaks, default=0),
         residual=kept,
-        flops=sum(local.flops for local in found),
+        flops=sum(local.flops for local in locals_),
         forward=tuple(forward),
         backward=tuple(size for steps in reversed(backward) for size in steps),
-        locals=tuple(found),
+        locals=tuple(locals_),
         peaks=tuple(peaks),
     )
 
 
 def plan_to_keep(model: MemoryModel) -> list[Segment]:
-    """A model without operations has no segment."""
+    """Returns the plan that keeps everything; without operations it has no segment."""
     return [Segment(0, len(model))] if len(model) else []
 
 

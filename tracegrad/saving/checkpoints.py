@@ -1,4 +1,4 @@
-"""Checkpoints of Variables: Orbax writes and reads them, on any number of processes; we seal them.
+"""Checkpoints of Variables, on any number of processes: Orbax writes the files, `seal` seals them.
 
 `seal` defines what a checkpoint is, and which checkpoint is loaded.
 """
@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -51,8 +51,8 @@ from tracegrad.variables.variable import Variable
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 
-# Maps dtypes that Orbax does not support to dtypes of as many bits that it does.
-_AS = {"uint2": "int2", "uint4": "int4", "float8_e4m3": "uint8"}
+# Maps dtypes that Orbax does not support to supported dtypes with as many bits.
+_SUPPORTED = {"uint2": "int2", "uint4": "int4", "float8_e4m3": "uint8"}
 _TIMEOUT = 600.0  # seconds to wait for the other processes
 
 
@@ -90,8 +90,8 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
     variables, folder = _require_variables(tree), Path(os.path.abspath(path))
     values = _arrays_to_write(variables)
     topic = f"save_variables({folder.name!r})"
-    said = json.dumps({name: _checksum(value) for name, value in values.items()})
-    number = agree(topic, said, timeout, functools.partial(_next_number, topic, folder))
+    checksums = json.dumps({name: _checksum(value) for name, value in values.items()})
+    number = agree(topic, checksums, timeout, functools.partial(_next_number, topic, folder))
     new = step_folder(folder, number)
     checkpoints = needed("orbax.checkpoint")  # importing it takes a second
 
@@ -106,9 +106,9 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
         # Each process computes the digests of its share of the files.
         return digests_of_files(new, files_of(new)[jax.process_index() :: jax.process_count()])
 
-    def finish(found: Sequence[dict[str, str]]) -> None:
+    def finish(digests: Sequence[dict[str, str]]) -> None:
         arrays = {name: array_record(v, values[name]) for name, v in variables.items()}
-        seal(new, arrays, {name: digest for each in found for name, digest in each.items()})
+        seal(new, arrays, {name: digest for each in digests for name, digest in each.items()})
 
     try:
         _run_on_all_processes(f"{topic} {number}", write, timeout, finish)
@@ -192,27 +192,28 @@ def _require_variables(tree: Any) -> dict[str, Variable]:
 
 
 def _arrays_to_write(variables: Mapping[str, Variable]) -> dict[str, Any]:
-    """In dtypes that Orbax supports."""
+    """Returns the values of the Variables, in dtypes that Orbax supports."""
 
-    def form(value: Any) -> Any:
-        known = _AS.get(str(value.dtype))
-        return stored_form(value) if known is None else jax.lax.bitcast_convert_type(value, known)
+    def convert(value: Any) -> Any:
+        dtype = _SUPPORTED.get(str(value.dtype))
+        return stored_form(value) if dtype is None else jax.lax.bitcast_convert_type(value, dtype)
 
-    return dict(zip(variables, map(form, peek(list(variables.values()))), strict=True))
+    return dict(zip(variables, map(convert, peek(list(variables.values()))), strict=True))
 
 
 def _checksum(value: Any) -> int:
-    """Differs between processes that would save different values: it covers the dtype, the shape
-    and whether the array is sharded over processes; and the bytes of an array that each process has
-    itself."""
+    """Returns a checksum that differs if processes would save different values: of the dtype, the
+    shape and whether the array is sharded over processes; and of the bytes, if each of several
+    processes has the whole array."""
     text = f"{value.dtype} {value.shape} {value.sharding.is_fully_addressable}".encode()
-    is_own = jax.process_count() > 1 and value.is_fully_addressable
-    return zlib.crc32(np.asarray(value).tobytes() if is_own else b"", zlib.crc32(text))
+    is_replicated = jax.process_count() > 1 and value.is_fully_addressable
+    return zlib.crc32(np.asarray(value).tobytes() if is_replicated else b"", zlib.crc32(text))
 
 
-def _next_number(topic: str, folder: Path, said: Sequence[str]) -> str:
-    """Raises ValueError if the processes want to save different Variables."""
-    first, *others = map(json.loads, said)
+def _next_number(topic: str, folder: Path, checksums: Sequence[str]) -> str:
+    """Returns the number of the next checkpoint. Raises ValueError if the processes want to save
+    different Variables."""
+    first, *others = map(json.loads, checksums)
     for process, other in enumerate(others, 1):
         if other == first:
             continue
@@ -243,16 +244,16 @@ def _run_on_all_processes(
     """Calls `work` on all processes, then `finish` with all results on process 0. Returns the
     result of this process. If one process fails, all processes raise."""
     fault: Exception | None = None
-    found: Any = None
+    result: Any = None
     try:
-        found = work()
+        result = work()
     except Exception as error:
         fault = error
 
-    def decide(told: Sequence[str]) -> str:
+    def decide(messages: Sequence[str]) -> str:
         if fault is not None:
             raise fault
-        faults, results = zip(*map(json.loads, told), strict=True)
+        faults, results = zip(*map(json.loads, messages), strict=True)
         for process, each in enumerate(faults):
             if each:
                 raise RuntimeError(f"process {process} failed: {each}")
@@ -262,11 +263,10 @@ def _run_on_all_processes(
 
     words = "" if fault is None else f"{type(fault).__name__}: {fault}"
     try:
-        agree(topic, json.dumps([words, found if finish else None]), timeout, decide)
+        agree(topic, json.dumps([words, result if finish else None]), timeout, decide)
     except RuntimeError as error:
         raise fault or error from None
-    result: T = found
-    return result
+    return cast(T, result)
 
 
 # --------------------------------------------------------------------------------------- reading
@@ -274,15 +274,15 @@ def _run_on_all_processes(
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = safetensors_numpy.load_file(path)
+        arrays: dict[str, Any] = safetensors_numpy.load_file(path)
     except OSError:
         raise
     except Exception as error:
         raise ArtefactError("file", f"it is not a safetensors file: {error}", path) from error
-    if any(name.startswith(OWN) for name in found):
+    if any(name.startswith(OWN) for name in arrays):
         reason = "tracegrad.save wrote it: its Variables are tracegrad.load(path).variables"
         raise ArtefactError("file", reason, path)
-    return found
+    return arrays
 
 
 def _choose_shardings(
@@ -292,8 +292,8 @@ def _choose_shardings(
     records: Mapping[str, ArrayRecord],
     sharding: Any,
 ) -> dict[str, Any]:
-    """None lets JAX choose. Raises ValueError or TypeError if the records do not fit the
-    Variables."""
+    """Returns the sharding of each Variable, or None: JAX chooses. Raises ValueError or TypeError
+    if the records do not fit the Variables."""
     shown = os.fspath(path)
     missing = [repr(name) for name in variables if name not in records]
     more = [repr(name) for name in records if name not in variables]
@@ -307,7 +307,7 @@ def _choose_shardings(
             )
         )
     check_names(sharding, variables)
-    found = {}
+    chosen = {}
     for name, variable in variables.items():
         record, what = records[name], f"the array {name!r} of {shown}"
         if record.shape != variable.shape:
@@ -316,39 +316,39 @@ def _choose_shardings(
         if record.dtype != str(variable.dtype):
             dtype = variable.dtype
             raise TypeError(f"{what} has the dtype {record.dtype}, but {variable!r} {dtype}")
-        own, is_random_key = forms[name], is_key(variable)
+        present, is_random_key = forms[name], is_key(variable)
         new = requested_sharding(sharding, name, f"the Variable {name!r}", of_keys=is_random_key)
         if new is None:
-            is_placed = own.committed or len(own.sharding.device_set) > 1
-            new = own.sharding if is_placed else recorded_sharding(record.placement, what)
-        found[name] = new
-    return found
+            is_placed = present.committed or len(present.sharding.device_set) > 1
+            new = present.sharding if is_placed else recorded_sharding(record.placement, what)
+        chosen[name] = new
+    return chosen
 
 
 def _read_checkpoint(
     path: PathLike, step: Path, forms: Mapping[str, Any], shardings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """An array that this process holds alone becomes a NumPy array."""
+    """Returns the arrays of a checkpoint; as a NumPy array if this process holds it alone."""
 
-    def wanted(name: str, form: Any) -> Any:
+    def template_of(name: str, form: Any) -> Any:
         sharding = shardings[name]
         if sharding is None or (jax.process_count() > 1 and sharding.is_fully_addressable):
             return np.empty(form.shape, form.dtype)
         return jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
-    template = {name: wanted(name, form) for name, form in forms.items() if form.size}
+    template = {name: template_of(name, form) for name, form in forms.items() if form.size}
     try:
         with needed("orbax.checkpoint").StandardCheckpointer() as checkpointer:
-            found: dict[str, Any] = checkpointer.restore(step, template)
+            arrays: dict[str, Any] = checkpointer.restore(step, template)
     except Exception as error:
         raise ArtefactError(step.name, f"Orbax cannot read it: {error}", path) from error
-    return found
+    return arrays
 
 
 def _to_variable_value(variable: Variable, stored: Any) -> Any:
     if is_key(variable):
-        (own,) = peek([variable])
-        return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(own))
+        (keys,) = peek([variable])
+        return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(keys))
     if stored.dtype != variable.dtype:
         return jax.lax.bitcast_convert_type(stored, variable.dtype)
     return stored

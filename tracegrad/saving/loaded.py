@@ -124,7 +124,7 @@ class LoadedFunction(HasVariables):
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, KINDS[kind]) for name, kind in record.parameters]
         )
-        self._is_simple = all(kind in ("positional", "either") for _, kind in record.parameters)
+        self._is_positional = all(kind in ("positional", "either") for _, kind in record.parameters)
         program = exported[record.program.array]
         (self._structure, _), _ = (each.children() for each in program.in_tree.children())
         self._avals = program.in_avals[: self._structure.num_leaves]
@@ -157,7 +157,7 @@ class LoadedFunction(HasVariables):
         return result if self._returns_plain else original_form(result)
 
     def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        if not kwargs and self._is_simple and len(args) == len(self.signature.parameters):
+        if not kwargs and self._is_positional and len(args) == len(self.signature.parameters):
             return args
         try:
             bound = self.__signature__.bind(*args, **kwargs)
@@ -169,13 +169,13 @@ class LoadedFunction(HasVariables):
     def _run(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
         """Returns the flat results, then the new values of the Variables in `assigns`."""
         with contextlib.suppress(TypeError, ValueError):
-            given = arguments if self._is_plain else written_form(arguments)
-            return self._compiled(given, values)
+            converted = arguments if self._is_plain else written_form(arguments)
+            return self._compiled(converted, values)
         # JAX takes some containers for other types: convert them to dictionaries, and explain any
         # other error.
         try:
-            given = written_form(_mappings_to_dictionaries(arguments, self._types))
-            return self._compiled(given, values)
+            converted = written_form(_mappings_to_dictionaries(arguments, self._types))
+            return self._compiled(converted, values)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -187,7 +187,7 @@ class LoadedFunction(HasVariables):
             raise
 
     def _check_and_run(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
-        """JAX traces this once for each type of arguments."""
+        """Checks and runs the call; JAX traces this once for each type of arguments."""
         arguments = written_form(arguments)
         leaves, structure = jax.tree.flatten(arguments)
         fits = structure == self._structure
@@ -258,14 +258,14 @@ def _name_function(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _convert_weak_type(leaf: Any, aval: Any) -> Any:
     """Converts a Python number, or another weak type, to the saved dtype as arithmetic would."""
-    found = jax.typeof(leaf)
-    if getattr(found, "weak_type", False) and jnp.result_type(leaf, aval.dtype) == aval.dtype:
+    is_weak = getattr(jax.typeof(leaf), "weak_type", False)
+    if is_weak and jnp.result_type(leaf, aval.dtype) == aval.dtype:
         return jax.lax.convert_element_type(leaf, aval.dtype)
     return leaf
 
 
 def _mappings_to_dictionaries(tree: Any, kept: Collection[type]) -> Any:
-    """Keeps mappings of the types `kept`."""
+    """Converts mappings in a tree to dictionaries, except mappings of the types `kept`."""
 
     def is_mapping(node: Any) -> bool:
         return isinstance(node, Mapping) and type(node) not in kept
@@ -316,8 +316,8 @@ class LoadedFunctions(Mapping[str, LoadedFunction]):
     def __getattr__(self, name: str) -> LoadedFunction:
         functions = self.__dict__.get("_functions", {})
         if name in functions:
-            found: LoadedFunction = functions[name]
-            return found
+            function: LoadedFunction = functions[name]
+            return function
         raise AttributeError(f"no function {name!r} was saved; there are {', '.join(functions)}")
 
     def __dir__(self) -> list[str]:

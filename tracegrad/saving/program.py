@@ -2,10 +2,10 @@
 
 The function's program takes its arguments and the values of Variables, and returns its result and
 new values of Variables. A gradient program takes the same operands, flat, and the cotangents of
-*some* results; it returns the gradients of the operands on which these results depend. There is a
-gradient program for each single float result, so that no operation of another result contributes
-(an infinite derivative there makes no NaN here), and one for all of them together. New values of
-Variables have no cotangents.
+*some* results; it returns the gradients of the operands on which these results depend. Each float
+result has a gradient program of its own, in which other results do not contribute (an infinite
+derivative of another result would make NaN); and one program has the gradients of all float results
+together. New values of Variables have no cotangents.
 
 When JAX differentiates one program to make the next, it calls the user's custom gradients. A
 function with custom gradients has another program for its results under differentiation: this
@@ -36,9 +36,9 @@ from tracegrad.saving.manifest import OWN, Gradient, Program
 from tracegrad.saving.source import ExportedFunction
 from tracegrad.saving.trees import check_containers
 
-MOST_SINGLE = 16
-"""The most results, over all gradients of one order, that get a gradient program each."""
-_MOST_BYTES = 16 << 20  # the most bytes of the gradient programs of single results together
+MAX_SINGLE = 16
+"""How many results, over all gradients of one order, may get a gradient program each."""
+_MAX_SINGLE_BYTES = 16 << 20  # the same for the bytes of these gradient programs together
 # Each program contains the arrays that the function closes over: from this size on, warn.
 _LARGE_CONSTANTS = 16 << 20  # bytes
 
@@ -66,14 +66,14 @@ class Programs:
     contents: dict[str, bytes] = field(default_factory=dict)
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tree: Program = field(default_factory=lambda: Program(""))
-    _has_begun: int = -1  # the highest order of which a program was begun
-    _known: dict[Any, str] = field(default_factory=dict)
-    _compares: bool = False
+    _highest_begun: int = -1  # the highest order of which a program was begun
+    _names: dict[Any, str] = field(default_factory=dict)  # by `_identify_program`
+    _finds_duplicates: bool = False
 
     def write(self, source: ExportedFunction, order: int = 0, width: int = 1) -> Program:
         """Exports a program and, below `self.order`, its gradient programs. There are `width`
         gradient programs of this order."""
-        self._compares |= order == 0 and _has_rules(source.graph)
+        self._finds_duplicates |= order == 0 and _has_rules(source.graph)
         array, size = self._export(source, order)
         if order == self.order:
             return Program(array)
@@ -92,8 +92,8 @@ class Programs:
         if _has_rules(source.graph) and active:
             value = self.write(source.value(active), order + 1, width)
         nodes = (found.node for found in source.graph.walk())
-        adds = not any(isinstance(node, CustomGradient) and node.kind == "vjp" for node in nodes)
-        return Program(array, gradients, value, refused, adds)
+        may_add = not any(isinstance(node, CustomGradient) and node.kind == "vjp" for node in nodes)
+        return Program(array, gradients, value, refused, may_add)
 
     def _export_gradients(
         self, source: ExportedFunction, active: Sequence[int], size: int, order: int, width: int
@@ -105,24 +105,24 @@ class Programs:
             if connected[j]
         ]
         choices: list[tuple[int, ...]] = [(j,) for j in flowing]
-        if width * len(flowing) > MOST_SINGLE or size * len(flowing) > _MOST_BYTES:
+        if width * len(flowing) > MAX_SINGLE or size * len(flowing) > _MAX_SINGLE_BYTES:
             choices = []
         if flowing and len(choices) != 1:
             choices.append(tuple(flowing))
-        return tuple(
-            Gradient(
-                results,
-                operands := tuple(sorted(set().union(*(connected[j] for j in results)))),
-                self.write(source.gradient(operands, results), order + 1, width * len(choices)),
+        gradients = []
+        for results in choices:
+            operands = tuple(sorted(set().union(*(connected[j] for j in results))))
+            program = self.write(
+                source.gradient(operands, results), order + 1, width * len(choices)
             )
-            for results in choices
-        )
+            gradients.append(Gradient(results, operands, program))
+        return tuple(gradients)
 
     def _export(self, source: ExportedFunction, order: int) -> tuple[str, int]:
         """Returns the name of the program's array, and the program's size in bytes."""
         what = f"the derivative of order {order} of {self.name}" if order else self.name
-        if order > self._has_begun:
-            self._has_begun = order
+        if order > self._highest_begun:
+            self._highest_begun = order
             self.begin(f"writing {what}")
         try:
             exported = refusals.exported(*self._function_to_export(source, order), self.platforms)
@@ -141,8 +141,8 @@ class Programs:
             )
         self.platforms = exported.platforms
         name = f"{OWN}program/{sha256(contents)[:16]}"
-        if self._compares:
-            name = self._known.setdefault(_identify_program(exported), name)
+        if self._finds_duplicates:
+            name = self._names.setdefault(_identify_program(exported), name)
         if name not in self.contents:
             self.contents[name], self.calls[name] = contents, tuple(calls)
         return name, len(contents)
@@ -155,12 +155,12 @@ class Programs:
         run: Callable[..., Any] = lambda *operands: source.run(operands)  # noqa: E731
         if order == self.order:
             run = source.fun
-        given: list[Any] = list(map(_jax.without_devices, source.avals))
+        types: list[Any] = list(map(_jax.without_devices, source.avals))
         arguments: Any = jax.tree.structure(tuple(self.trees.arguments.values()))
         result = jax.tree.structure(self.trees.result)
 
-        def program(*given: Any) -> Any:
-            results = run(*jax.tree.leaves(given))
+        def program(*args: Any) -> Any:
+            results = run(*jax.tree.leaves(args))
             if source.above is not None:
                 return results
             tree = jax.tree.unflatten(result, results[: source.count])
@@ -168,9 +168,9 @@ class Programs:
 
         if source.above is None:
             count = arguments.num_leaves
-            given = [jax.tree.unflatten(arguments, given[:count]), given[count:]]
+            types = [jax.tree.unflatten(arguments, types[:count]), types[count:]]
         program.__name__ = program.__qualname__ = source.name
-        return program, given
+        return program, types
 
 
 def export(
@@ -200,9 +200,9 @@ def _differentiable_positions(avals: Sequence[Any]) -> list[int]:
 
 
 def _identify_program(exported: Any) -> tuple[Any, ...]:
-    """Identifies a program by its text without source lines, which may differ in equal programs, by
-    the types of its flat arguments, and by the arguments that it uses. The text has only the used
-    arguments, so two programs with one text may use different arguments."""
+    """Returns a key that equal programs share: the text without source lines, the types of the flat
+    arguments, and the used arguments. (The text has the used arguments only, so programs with the
+    same text may use different arguments.)"""
     lines = (line for line in exported.mlir_module().splitlines() if not line.startswith("#loc"))
     text = _LOCATION.sub("", "\n".join(lines))
     return text, str(exported.in_avals), exported.module_kept_var_idx
@@ -218,9 +218,9 @@ def _has_rules(graph: Graph) -> bool:
 def _operands_without_gradient(
     source: ExportedFunction, active: Sequence[int]
 ) -> tuple[tuple[int, str], ...]:
-    """Returns these operands, each with the reason. A custom gradient has no gradient for values
-    that its function closes over, for example a Variable that is not trainable: differentiating
-    with respect to such a value raises an error."""
+    """Returns the active operands without a gradient, each with the reason. A custom gradient has
+    none for values that its function closes over, for example a Variable that is not trainable:
+    differentiating with respect to such a value raises an error."""
 
     def why_not(operands: Sequence[int]) -> str | None:
         try:
@@ -240,7 +240,7 @@ def _operands_without_gradient(
 
 
 def _remove_folders(text: str) -> str:
-    """The text is written to the file, which shows no names of folders."""
+    """Removes the names of folders from a text, which is written to the file."""
     return re.sub(r"(?<![\w.])([A-Za-z]:)?[/\\]([^\s/\\:()]+[/\\])+", "", text)
 
 

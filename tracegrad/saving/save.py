@@ -118,12 +118,12 @@ def save(
     needed("flatbuffers")  # jax.export needs it
     _check_options(path, gradient_order, platforms)
     contents = _Contents(gradient_order, platforms)
-    for name, function, given in _requests(fun, specs):
+    for name, function, its_specs in _list_functions(fun, specs):
         _check_unicode(name, "a function")  # XLA assumes that names are valid Unicode
-        if isinstance(function, LoadedFunction) and given is None:
+        if isinstance(function, LoadedFunction) and its_specs is None:
             contents.add_loaded(name, function)
         else:
-            contents.add_traced(name, function, given)
+            contents.add_traced(name, function, its_specs)
     contents.write(path, single=not isinstance(fun, Mapping))
 
 
@@ -154,14 +154,15 @@ def _check_options(path: Any, gradient_order: Any, platforms: Any) -> None:
             raise ValueError(f"unknown platform {name!r}: the platforms are {PLATFORMS}{hint}")
 
 
-def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
+def _list_functions(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
+    """Returns (name, function, specs) for each function to save."""
     if not isinstance(fun, Mapping):
         return [(saved_name(fun), fun, specs)]
     if specs is not None:
         raise TypeError("give the specs in the dictionary: save({name: (fun, specs)}, path)")
     if not fun:
         raise ValueError("there is no function to save: the dictionary is empty")
-    requests = []
+    functions = []
     for name, entry in fun.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f"the name of a function should be a string, but is {name!r}")
@@ -173,8 +174,8 @@ def _requests(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
                 f"save({{name: (fun, specs)}}, path), but it maps {name!r} to {entry!r}"
             )
         saved_name(entry[0])  # raises TypeError if this is not a function
-        requests.append((name, *entry))
-    return requests
+        functions.append((name, *entry))
+    return functions
 
 
 @dataclass
@@ -197,21 +198,21 @@ class _Contents:
     arrays: dict[str, Array] = field(default_factory=dict)
 
     def add_traced(self, name: str, fun: Function, specs: Any) -> None:
-        given = bind_specs(name, fun, specs)
-        trace = functools.partial(trace_for_specs, name, fun, given, self.modules)
+        bound = bind_specs(name, fun, specs)
+        trace = functools.partial(trace_for_specs, name, fun, bound, self.modules)
         source = source_of(name, trace)
         traced = source.graph
-        trees = trees_of(traced, given, name)
+        trees = trees_of(traced, bound, name)
         programs = export(source, trees, self.order, self.platforms)
-        # There is no gradient with respect to Variables that a custom gradient closes over. They
-        # are not trainable, so that no tape asks for their gradients.
-        own = range(-len(traced.variables), 0)
+        # A Variable that a custom gradient closes over has no gradient: it becomes untrainable, so
+        # that no tape asks for its gradient. (Variables are the last inputs.)
+        variables = range(-len(traced.variables), 0)
         refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
-        self.modules.trained -= {traced.variables[i] for i in refused.intersection(own)}
+        self.modules.trained -= {traced.variables[i] for i in refused.intersection(variables)}
         record = FunctionRecord(
             name=name,
-            signature=signature_text(name, given, trees),
-            parameters=given.parameters,
+            signature=signature_text(name, bound, trees),
+            parameters=bound.parameters,
             constraints=tuple(_jax.symbolic_constraints(traced.in_avals)),
             reads=self._places(traced.variables),
             assigns=self._places(traced.assigned),

@@ -7,6 +7,7 @@ one jitted function, and one more for each way of pulling cotangents back.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -32,12 +33,12 @@ _numbers = itertools.count()
 class Computation:
     """A function of arrays, and the programs compiled for it.
 
-    A derived computation does not refer to its origin. So a dropped function is freed without the
-    garbage collector.
+    A derived computation does not refer to the computation that it is derived from. So a dropped
+    function is freed without the garbage collector.
 
     Attributes:
       fun: ``(*operands) -> results``, to be traced.
-      name: shown in messages and by profilers.
+      name: the name in messages and profilers.
       run: the function to call: the compiled `fun`, or `fun` itself (the default).
       pull_back: pulls cotangents back; default: by JAX's VJP at the operands.
       primitive, params: of the JAX operation; None and empty for a pull-back.
@@ -46,8 +47,8 @@ class Computation:
         function with that derivative.
       constants: how many leading operands a custom rule closes over.
       saves: whether a tape runs `forward` instead, which saves residuals.
-      is_run_once: whether a tape runs `forward` inside a traced function too: XLA would not merge
-        two equal loops, branches or calls of the host.
+      is_run_once: whether a tape runs `forward` also inside a traced function, since XLA would not
+        merge `fun` (a loop, a branch, a call of the host) with another run for the gradient.
       has_rules: whether a function in its programs has a custom derivative.
       has_nones: whether such a derivative may return None for an operand.
       has_effects: whether it prints or calls the host.
@@ -100,6 +101,15 @@ class Computation:
         """Whether it runs as one compiled program; then the results are always new arrays."""
         return self.run is not self.fun
 
+    @functools.cached_property
+    def inlined(self) -> Callable[..., Any]:
+        """`fun`, to be called while JAX traces another program. JAX traces `fun` once for each types
+        of operands, and then copies its operations into the program."""
+        is_traced_each_time = self.has_rules or self.has_references or self.is_run_once
+        if is_traced_each_time or not self.is_kept:
+            return self.fun
+        return jax.jit(self.fun, inline=_jax.INLINED_WHEN_TRACED)
+
     def forward(
         self, active_groups: Sequence[tuple[int, ...]], operands: Sequence[Any], orders: int
     ) -> Computation:
@@ -114,18 +124,18 @@ class Computation:
         if known is not None:
             return known
         types = list(map(jax.typeof, operands))
-        found = self
+        forward = self
         try:
             with without_editing():
                 for _ in range(orders):
-                    found = _add_residuals(found, active_groups, types)
+                    forward = _add_residuals(forward, active_groups, types)
         except Exception:
             pass
-        self.derived[key] = self if found is self else found
-        return found
+        self.derived[key] = forward
+        return forward
 
     def links(self, types: Sequence[Any]) -> Sequence[int]:
-        """For each result that is no residual, the mask of the connected operands."""
+        """Returns, for each result that is no residual, the mask of the connected operands."""
         key = Walk, tuple(types)
         known: Sequence[int] | None = self.derived.get(key)
         if known is None:
@@ -133,7 +143,7 @@ class Computation:
         return known
 
     def closed_over(self, operands: Sequence[Any]) -> Sequence[Any]:
-        """The arrays that are no operands but that a custom rule in its programs closes over."""
+        """Returns the arrays, besides operands, that a custom rule in its programs closes over."""
         key = "closed over", *map(_jax.type_key, operands)
         known: Sequence[Any] | None = self.derived.get(key)
         if known is None:
@@ -142,8 +152,8 @@ class Computation:
         return known
 
     def refuse_second_run(self, active: tuple[int, ...], operands: Sequence[Any]) -> None:
-        """Raises the error that says why a computation with effects has saved no residuals: to
-        differentiate it, it would have to run again."""
+        """Raises JAX's error, or NotImplementedError, for a computation with effects that has saved
+        no residuals: to differentiate the computation, it would have to run again."""
         with without_editing():
             _add_residuals(self, (active,), list(map(jax.typeof, operands)))
         raise NotImplementedError(
@@ -154,23 +164,24 @@ class Computation:
         )
 
     def pull(
-        self, active: tuple[int, ...], given: tuple[int, ...], count: int, sparse: tuple[bool, ...]
+        self, active: tuple[int, ...], seeded: tuple[int, ...], count: int, sparse: tuple[bool, ...]
     ) -> Computation:
         """Returns the pull-back ``(*operands, *results, *cotangents) -> {position: cotangent}``.
 
         Args:
           active: the operands that get cotangents; `position` counts in `active`.
-          given: the results that have a cotangent.
+          seeded: the results that have a cotangent.
           count: the number of operands.
           sparse: for each active operand, whether its cotangent may be slices.
         """
-        key = active, given, count, sparse
+        key = active, seeded, count, sparse
         known: Computation | None = self.derived.get(key)
         if known is None:
             pull_back = self.pull_back
-            if self.has_rules and all(k < (self.count or k + 1) for k in given):
+            into_residual = self.count is not None and any(k >= self.count for k in seeded)
+            if self.has_rules and not into_residual:
                 pull_back = _drop_unlinked(self.called, pull_back, self.has_nones)
-            pull = _pull_function(pull_back, active, given, count)
+            pull = _pull_function(pull_back, active, seeded, count)
             if any(sparse):
                 pull = _pull_slices(pull, sparse)
             name = f"pull {self.name}"
@@ -196,40 +207,40 @@ def compiled(fun: Fun, name: str) -> Callable[..., Any]:
 
 
 def _add_residuals(
-    of: Computation, active_groups: Sequence[tuple[int, ...]], types: Sequence[Any]
+    base: Computation, active_groups: Sequence[tuple[int, ...]], types: Sequence[Any]
 ) -> Computation:
-    """Adds the residuals of one more order of derivative."""
+    """Returns the computation with the residuals of one more order of derivative."""
     fun, pull_back, count, tree, constant_results = add_residuals(
-        of.fun,
-        of.pull_back,
-        of.previous_count,
+        base.fun,
+        base.pull_back,
+        base.previous_count,
         active_groups,
         types,
-        of.primitive is _jax.REMAT,
-        of.has_rules,
+        base.primitive is _jax.REMAT,
+        base.has_rules,
     )
     return replace(
-        of,
+        base,
         fun=fun,
-        run=compiled(fun, of.name) if of.is_kept else fun,
+        run=compiled(fun, base.name) if base.is_kept else fun,
         pull_back=pull_back,
         saves=True,
         constants=0,
         refused={},
         has_effects=False,
-        count=of.count or count,
-        tree=of.tree or tree,
+        count=base.count or count,
+        tree=base.tree or tree,
         previous_count=count,
-        constant_results=of.constant_results | constant_results,
+        constant_results=base.constant_results | constant_results,
     )
 
 
 def _pull_function(
-    pull_back: PullBack, active: tuple[int, ...], given: tuple[int, ...], count: int
+    pull_back: PullBack, active: tuple[int, ...], seeded: tuple[int, ...], count: int
 ) -> Callable[..., Any]:
     def pull(*arrays: Any) -> dict[int, Any]:
-        first = len(arrays) - len(given)
-        cotangents = dict(zip(given, arrays[first:], strict=True))
+        first = len(arrays) - len(seeded)
+        cotangents = dict(zip(seeded, arrays[first:], strict=True))
         with without_editing():
             return pull_back(active, arrays[:count], arrays[count:first], cotangents)
 
@@ -243,7 +254,7 @@ def trace_for_types(called: Fun, types: Sequence[Any]) -> Graph:
 def links_of(
     called: Fun, types: Sequence[Any], active: Collection[int] | None = None
 ) -> Sequence[int]:
-    """For each result of an operation, the mask of the connected active operands.
+    """Returns, for each result of an operation, the mask of the connected active operands.
 
     (JAX's derivative of a program does not tell whether a rule returned None for an operand.)
 
@@ -260,22 +271,22 @@ def links_of(
 
 def _drop_unlinked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
     """Wraps a pull-back: drops the cotangent of an operand for which custom VJPs return None, and
-    adds zeros if a custom JVP returns zeros. `has_nones`: whether there are custom VJPs."""
+    adds zeros if a custom JVP returns zeros. `has_nones`: whether a custom VJP may return None."""
 
     def linked_only(
         active: tuple[int, ...],
         operands: Sequence[Any],
         results: Sequence[Any],
-        given: Mapping[int, Any],
+        cotangents: Mapping[int, Any],
     ) -> dict[int, Any]:
-        found = pull_back(active, operands, results, given)
+        found = pull_back(active, operands, results, cotangents)
         if not has_nones and len(found) == len(active):
             return found
         rows = links_of(called, list(map(jax.typeof, operands)), active)
         return {
             place: found[place] if place in found else jnp.zeros_like(operands[i])
             for place, i in enumerate(active)
-            if any(rows[k] >> i & 1 for k in given)
+            if any(rows[k] >> i & 1 for k in cotangents)
         }
 
     return linked_only

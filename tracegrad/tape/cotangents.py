@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad._jax.caches import Cache, cached
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_of_known
+from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_present
 from tracegrad.tape.computations import Computation, add_computation, compiled
 from tracegrad.tape.record import Entry, Record, entries_between
 from tracegrad.tape.recorded_rules import RecordedRule
@@ -42,7 +42,7 @@ class Derivative:
 
     Attributes:
       run: ``(backward, seeds, targets) -> derivatives of the sources``, by backward passes.
-      zeros: ``(targets, source) -> zeros``, the derivative in a source that is not connected.
+      zeros: ``(targets, source) -> zeros``, the derivative for an unconnected source.
       sparse: whether derivatives may be `IndexedSlices`.
     """
 
@@ -58,10 +58,8 @@ def _run_gradient(backward: Backward, seeds: Sequence[Any], targets: Sequence[An
 
 def _run_jacobian(backward: Backward, seeds: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
     (target,) = targets
-    cotangents_of = _map_rows(lambda seed: backward([seed]), _basis(target.shape, target))
-    return [
-        None if ct is None else ct.reshape(*target.shape, *ct.shape[1:]) for ct in cotangents_of
-    ]
+    stacked = _map_rows(lambda seed: backward([seed]), _basis(target.shape, target))
+    return [None if ct is None else ct.reshape(*target.shape, *ct.shape[1:]) for ct in stacked]
 
 
 def _run_batch_jacobian(
@@ -70,34 +68,33 @@ def _run_batch_jacobian(
     (target,) = targets
     batch, *rest = target.shape
     # One row of the basis seeds all examples at once: no example depends on another example.
-    cotangents_of = _map_rows(
+    stacked = _map_rows(
         lambda row: backward([jnp.broadcast_to(row, target.shape)]), _basis(rest, target)
     )
     return [
         None if ct is None else jnp.moveaxis(ct, 1, 0).reshape(batch, *rest, *ct.shape[2:])
-        for ct in cotangents_of
+        for ct in stacked
     ]
 
 
 def _map_rows(fun: Callable[[Any], list[Any]], rows: Any) -> list[Any]:
     """Maps `fun` over the rows by `jax.vmap`; a result that is None stays None."""
-    places: list[int] = []
+    connected: list[int] = []
     count = 0
 
-    def known_only(row: Any) -> list[Any]:
+    def without_nones(row: Any) -> list[Any]:
         nonlocal count
-        found = fun(row)
-        count = len(found)
-        places[:] = [i for i, ct in enumerate(found) if ct is not None]
-        return [found[i] for i in places]
+        results = fun(row)
+        count = len(results)
+        connected[:] = [i for i, result in enumerate(results) if result is not None]
+        return [results[i] for i in connected]
 
-    results = jax.vmap(known_only)(rows)
-    each = dict(zip(places, results, strict=True))
-    return [each.get(i) for i in range(count)]
+    stacked = dict(zip(connected, jax.vmap(without_nones)(rows), strict=True))
+    return [stacked.get(i) for i in range(count)]
 
 
 def _basis(shape: Sequence[int], like: Any) -> Any:
-    """All arrays that are 1 at one element and 0 elsewhere, along a new first axis."""
+    """Returns all arrays that are 1 at one element and 0 elsewhere, along a new first axis."""
     size = math.prod(shape)
     return _jax.varying_as(jnp.eye(size, dtype=like.dtype).reshape(size, *shape), like)
 
@@ -129,7 +126,7 @@ BATCH_JACOBIAN = Derivative(
 # ----------------------------------------------------------------------------------- the pass
 
 
-def cotangents(
+def differentiate_record(
     record: Record,
     sources: Sequence[int],
     targets: Sequence[int],
@@ -139,7 +136,7 @@ def cotangents(
     aggregate: Aggregation | None = None,
     gated: bool = False,
 ) -> list[Any]:
-    """Returns the cotangents of sources; None for a source that is not connected to a target.
+    """Returns the derivative for each source; None for a source that is connected to no target.
 
     Args:
       record: the operations that have run.
@@ -148,18 +145,18 @@ def cotangents(
       seeds: the cotangent of each target (None: ones); empty for a Jacobian.
       stopped: slots that count as constants: no cotangent goes back through them.
       aggregate: adds the cotangents that reach one value; default: one after the other.
-      gated: whether the cotangents of one operation's operands wait for one another.
+      gated: whether an XLA barrier releases the cotangents of an operation's operands together.
     """
     rule_sets = rules_in_force()
     rules = rules_for_recorded() if rule_sets else ()
     is_plain = derivative is GRADIENT and not (rules or stopped or aggregate or gated)
-    looks_inside = jax.config.jax_debug_nans or jax.config.jax_disable_jit
-    if is_plain and not looks_inside and _jax.is_top_level():
-        pass_ = _get_compiled_pass(record, sources, targets, seeds)
-        if pass_ is not None and (found := pass_(record.arrays, seeds)) is not None:
-            return found
+    is_debugging = jax.config.jax_debug_nans or jax.config.jax_disable_jit
+    if is_plain and not is_debugging and _jax.is_top_level():
+        compiled_pass = _get_compiled_pass(record, sources, targets, seeds)
+        if compiled_pass is not None and (cts := compiled_pass(record.arrays, seeds)) is not None:
+            return cts
     arrays = list(record.arrays)
-    path = entries_between(record, sources, targets, stopped, of_data=bool(rules))
+    path = entries_between(record, sources, targets, stopped, follows_data=bool(rules))
     if rules:
         backward = vjp_under_rules(
             path, arrays, sources, targets, stopped, rules, record.variable_names
@@ -168,31 +165,31 @@ def cotangents(
         tables = _find_tables(path, sources) if derivative.sparse else set[int]()
 
         def backward(seeds: Sequence[Any]) -> list[Any]:
-            found: dict[int, list[Any]] = {}
+            terms_of: dict[int, list[Any]] = {}
             for slot, seed in zip(targets, seeds, strict=True):
-                found.setdefault(slot, []).append(seed)
-            passing = _Pass(arrays, set(sources), stopped, tables, aggregate or _sum, gated)
-            return passing.run(path, sources, found)
+                terms_of.setdefault(slot, []).append(seed)
+            reverse_pass = _Pass(arrays, set(sources), stopped, tables, aggregate or _sum, gated)
+            return reverse_pass.run(path, sources, terms_of)
 
     with not_overridden() if rule_sets else nullcontext():
         return derivative.run(backward, seeds, [arrays[slot] for slot in targets])
 
 
-def run_here(computation: Computation, operands: Sequence[Any]) -> Any:
-    """Runs a computation under the current recorder, if any, so that its tapes record it."""
+def _run_recorded(computation: Computation, operands: Sequence[Any]) -> Any:
+    """Runs a computation; the current recorder, if any, records it for its tapes."""
     trace = _jax.current_trace(None)
     if isinstance(trace, Recorder):
         if computation.has_rules and trace.watching(computation.closed_over(operands)):
             return computation.run(*operands)  # the recorder makes the watched arrays operands
         return trace.apply(computation, operands, trace.watching(operands))
-    staged = not isinstance(trace, _jax.TopLevelTrace) and _jax.staging_trace() is not None
-    return (computation.fun if staged else computation.run)(*operands)
+    is_staged = not isinstance(trace, _jax.TopLevelTrace) and _jax.staging_trace() is not None
+    return (computation.inlined if is_staged else computation.run)(*operands)
 
 
 def _sum(terms: Sequence[Any]) -> Any:
     total = terms[0]
     for term in terms[1:]:
-        (total,) = run_here(add_computation, [total, term])
+        (total,) = _run_recorded(add_computation, [total, term])
     return total
 
 
@@ -204,7 +201,7 @@ class _Pass:
       arrays: the arrays of the record, by slot.
       sources: slots whose cotangents are results of the pass.
       tables: slots whose cotangents may be `IndexedSlices`.
-      stopped, aggregate, gated: as for `cotangents`.
+      stopped, aggregate, gated: as for `differentiate_record`.
     """
 
     arrays: Sequence[Any] | Mapping[int, Any]
@@ -217,21 +214,21 @@ class _Pass:
     def run(
         self, path: RecordedPath, sources: Sequence[int], terms_of: dict[int, list[Any]]
     ) -> list[Any]:
-        """Pulls cotangents back along a path; returns those of `sources`, or None.
+        """Pulls cotangents back along a path; returns the cotangents of `sources`, or None.
 
-        `terms_of`: by slot, the cotangents to add up; at the start, the seeds of the targets.
+        `terms_of`: for each slot, the cotangents to add up; at first, the seeds of the targets.
         """
         for entry, active in reversed(path):
-            of_results: dict[int, Any] = {}
+            result_cts: dict[int, Any] = {}
             for k, slot in enumerate(entry.results):
                 if slot in terms_of and slot not in self.stopped:
-                    of_results[k] = self._total(terms_of, slot)
+                    result_cts[k] = self._total(terms_of, slot)
                     if slot not in self.sources:
                         del terms_of[slot]  # frees the cotangent, which is not a result
-            if not of_results:
+            if not result_cts:
                 continue
             try:
-                results = self._pull_entry(entry, active, of_results)
+                results = self._pull_entry(entry, active, result_cts)
             except Exception as error:
                 if not isinstance(entry.computation, RecordedRule):
                     _explain_error(error, entry, self.arrays)
@@ -248,48 +245,48 @@ class _Pass:
         if len(terms) > 1:
             if any(map(is_slices, terms)):  # slices come in the order of their lookups
                 terms = terms[::-1]
-            terms_of[slot] = terms = [sum_of_known(terms, self.aggregate)]
+            terms_of[slot] = terms = [sum_present(terms, self.aggregate)]
         return terms[0]
 
     def _pull_entry(
-        self, entry: Entry, active: tuple[int, ...], of_results: Mapping[int, Any]
+        self, entry: Entry, active: tuple[int, ...], result_cts: Mapping[int, Any]
     ) -> dict[int, Any]:
-        """Maps positions in `active` to cotangents."""
+        """Returns a dict from positions in `active` to the cotangents of these operands."""
         computation = entry.computation
-        if self.tables and any(map(is_slices, of_results.values())):
+        if self.tables and any(map(is_slices, result_cts.values())):
             if _is_cast(entry) and entry.args[0] in self.tables:
                 table = jax.typeof(self.arrays[entry.args[0]])
-                return {0: of_results[0].shaped_as(table).astype(table.dtype)}
-            of_results = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in of_results.items()}
+                return {0: result_cts[0].shaped_as(table).astype(table.dtype)}
+            result_cts = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in result_cts.items()}
         slots = [entry.args[i] for i in active]
         sparse = tuple([slot in self.tables for slot in slots])
         if isinstance(computation, RecordedRule):
-            flags = [slot in self.tables for slot in entry.args]
-            of_inputs = computation.pull_back(
-                [of_results.get(k) for k in range(len(entry.results))], flags
+            may_be_slices = [slot in self.tables for slot in entry.args]
+            operand_cts = computation.pull_back(
+                [result_cts.get(k) for k in range(len(entry.results))], may_be_slices
             )
-            return {k: of_inputs[i] for k, i in enumerate(active) if of_inputs[i] is not None}
+            return {k: operand_cts[i] for k, i in enumerate(active) if operand_cts[i] is not None}
         if computation.has_effects and computation.count is None:
             computation.refuse_second_run(active, [self.arrays[s] for s in entry.args])
-        pull = computation.pull(active, tuple(of_results), len(entry.args), sparse)
+        pull = computation.pull(active, tuple(result_cts), len(entry.args), sparse)
         needed = map(self.arrays.__getitem__, entry.needed)
-        return dict(run_here(pull, [*needed, *of_results.values()]))
+        return dict(_run_recorded(pull, [*needed, *result_cts.values()]))
 
 
 # ----------------------------------------------------------------------- compiling frequent passes
 
 # Launching the program of an entry takes longer than running the program. So a pass that has run
 # this many times is compiled as one program; compiling earlier would cost more than it ever saves.
-_OFTEN = 8
-_LONGEST = 512  # entries; XLA's compile time grows faster than linearly
-_times: Cache[int, int] = Cache(1 << 14)  # by the hash of a pass's key: how often the pass has run
+_RUNS_TO_COMPILE = 8
+_MAX_ENTRIES = 512  # XLA's compile time grows faster than linearly
+_run_counts: Cache[int, int] = Cache(1 << 14)  # maps the hash of a pass's key to its number of runs
 _compiled_passes: Cache[Any, _CompiledPass] = Cache(128)
 
 
 def _get_compiled_pass(
     record: Record, sources: Sequence[int], targets: Sequence[int], seeds: Sequence[Any]
 ) -> _CompiledPass | None:
-    """None if the pass has not run often enough, or cannot be compiled."""
+    """Returns None if the pass has not run often enough, or cannot be compiled."""
     key = (
         tuple([(e.computation.number, e.args, e.results) for e in record.entries]),
         tuple(record.without_gradient),
@@ -300,14 +297,14 @@ def _get_compiled_pass(
     known = _compiled_passes.get(key)
     if known is not None:
         return known
-    times = _times[hash(key)] = _times.put(hash(key), 0) + 1
-    if times % _OFTEN or len(record.entries) > _LONGEST:
+    runs = _run_counts.put(hash(key), 0) + 1
+    _run_counts[hash(key)] = runs
+    if runs % _RUNS_TO_COMPILE or len(record.entries) > _MAX_ENTRIES:
         return None
     path = entries_between(record, sources, targets)
     if not all(_may_be_compiled(entry.computation) for entry, _ in path):
         return None
-    found = _CompiledPass(path, sources, targets, key)
-    return _compiled_passes.put(key, found)
+    return _compiled_passes.put(key, _CompiledPass(path, sources, targets, key))
 
 
 def _may_be_compiled(computation: Computation | RecordedRule) -> bool:
@@ -320,8 +317,8 @@ def _may_be_compiled(computation: Computation | RecordedRule) -> bool:
 class _CompiledPass:
     """The pass over a path as one compiled program.
 
-    It refers to the computations of the path weakly, and leaves the cache when the first of these
-    is freed. A record that uses the program keeps all of them alive.
+    The pass holds weak references to the computations of the path, and leaves the cache when one of
+    the computations is freed. A record that uses the pass keeps all these computations alive.
     """
 
     def __init__(
@@ -349,25 +346,25 @@ class _CompiledPass:
         self._run = jax.jit(backward)
 
     def __call__(self, arrays: Sequence[Any], seeds: Sequence[Any]) -> list[Any] | None:
-        """None if the arrays are on different devices."""
+        """Returns None if the arrays are on different devices."""
         operands = [arrays[slot] for slot in self._needed]
         try:
-            found: list[Any] = self._run(operands, seeds)
+            cts: list[Any] = self._run(operands, seeds)
         except ValueError:
             if not _are_on_different_devices([*operands, *seeds]):
                 raise
             return None
-        return found
+        return cts
 
 
 def _are_on_different_devices(arrays: Sequence[Any]) -> bool:
-    """JAX compiles no program for arrays that are committed to different devices."""
+    """Whether arrays are committed to different devices: JAX compiles no program for them."""
     committed = [array for array in arrays if getattr(array, "committed", False)]
     return len({frozenset(array.sharding.device_set) for array in committed}) > 1
 
 
 def _find_tables(path: RecordedPath, sources: Sequence[int]) -> set[int]:
-    """The slots whose cotangents may be slices: sources, and casts and copies of sources."""
+    """Returns the slots whose cotangents may be slices: sources, and their casts and copies."""
     tables = set(sources)
     for entry, _ in path:
         if _is_cast(entry) and entry.args[0] in tables:

@@ -26,9 +26,9 @@ from tracegrad.ir.running import run_graph
 from tracegrad.tape.effects import remove_repeated_effects
 
 Fun = Callable[..., list[Any]]
-# ``(active, operands, results, given) -> cotangents``: `active` has the positions of the operands
-# to differentiate, `given` maps positions of results to their cotangents. The returned dict maps
-# positions in `active` to cotangents.
+# ``(active, operands, results, cotangents) -> operand cotangents``: `active` has the positions of
+# the operands to differentiate, `cotangents` maps positions of results to their cotangents. The
+# returned dict maps positions in `active` to cotangents.
 PullBack = Callable[
     [tuple[int, ...], Sequence[Any], Sequence[Any], Mapping[int, Any]], dict[int, Any]
 ]
@@ -50,11 +50,11 @@ def pull_back_at_operands(
         active: tuple[int, ...],
         operands: Sequence[Any],
         results: Sequence[Any],
-        given: Mapping[int, Any],
+        cotangents: Mapping[int, Any],
     ) -> dict[int, Any]:
         run: Callable[[Any], list[Any]] = lambda values: jax.tree.leaves(fun(*values))  # noqa: E731
-        _, vjp = _jax.vjp_of_some(run, operands, active, list(given))
-        return dict(enumerate(vjp(list(given.values()))))
+        _, vjp = _jax.vjp_of_some(run, operands, active, list(cotangents))
+        return dict(enumerate(vjp(list(cotangents.values()))))
 
     if has_references:
         return by_vjp
@@ -63,14 +63,14 @@ def pull_back_at_operands(
         active: tuple[int, ...],
         operands: Sequence[Any],
         results: Sequence[Any],
-        given: Mapping[int, Any],
+        cotangents: Mapping[int, Any],
     ) -> dict[int, Any]:
         try:
             _, derivative = _linearise(fun, operands, active)
         except NotImplementedError:  # an operation of `jax.experimental.hijax` that has only a VJP
-            return by_vjp(active, operands, results, given)
+            return by_vjp(active, operands, results, cotangents)
         types = [jax.typeof(operands[i]) for i in active]
-        return transpose_derivative(derivative, types, given, is_whole)
+        return transpose_derivative(derivative, types, cotangents, is_whole)
 
     return pull_back
 
@@ -86,7 +86,7 @@ def _linearise(fun: Fun, operands: Sequence[Any], active: Sequence[int]) -> tupl
 def transpose_derivative(
     derivative: Callable[..., Any],
     types: Sequence[Any],
-    given: Mapping[int, Any],
+    cotangents: Mapping[int, Any],
     is_whole: bool = False,
 ) -> dict[int, Any]:
     """Returns the cotangents of the inputs on which an output with a cotangent depends.
@@ -95,11 +95,11 @@ def transpose_derivative(
     the zeros, and an infinite derivative would turn the zeros into NaN.
     """
     types = [t.update(weak_type=False) for t in types]
-    wanted = list(given)
+    flowing = list(cotangents)
 
     def along(*tangents: Any) -> list[Any]:
-        found = derivative(*tangents)
-        return [found[k] for k in wanted]
+        outputs = derivative(*tangents)
+        return [outputs[k] for k in flowing]
 
     program = jax.make_jaxpr(along)(*types)
     open_form, primitives = _jax.opened(program), _jax.program_facts(program).primitives
@@ -110,17 +110,16 @@ def transpose_derivative(
         connected = _inputs_that_matter(program)
     if not any(connected):
         return {}
-    cotangents = [
+    converted = [
         jax.lax.convert_element_type(ct, aval.dtype)
-        for ct, aval in zip(given.values(), program.out_avals, strict=True)
+        for ct, aval in zip(cotangents.values(), program.out_avals, strict=True)
     ]
     if calls_host:
-        transpose = _transpose_silently(derivative, wanted, types)
+        transpose = _transpose_silently(derivative, flowing, types)
     else:  # (To transpose operations on references, JAX needs the function, not its jaxpr.)
         linear = along if open_form.effects else jaxpr_as_fun(program)
         transpose = jax.linear_transpose(linear, *types)
-    found = transpose(cotangents)
-    return {k: ct for k, ct in enumerate(found) if connected[k]}
+    return {k: ct for k, ct in enumerate(transpose(converted)) if connected[k]}
 
 
 def _inputs_that_matter(program: Any) -> list[bool]:
@@ -137,24 +136,24 @@ def _inputs_that_matter(program: Any) -> list[bool]:
 
 
 def _transpose_silently(
-    derivative: Callable[..., Any], wanted: Sequence[int], types: Sequence[Any]
+    derivative: Callable[..., Any], flowing: Sequence[int], types: Sequence[Any]
 ) -> Callable[..., Any]:
     """Transposes the derivative of a recomputed function with prints or host calls.
 
     To transpose the derivative, JAX runs the operations that do not depend on the tangents. Prints
-    among these operations are removed: they are in the transpose too, and would happen twice.
+    among these operations are removed: the transpose repeats them, so they would happen twice.
     """
     saved, tree = jax.tree.flatten(derivative)
     trees: list[Any] = []
 
     def transpose_saved(saved: Sequence[Any]) -> list[Any]:
         derivative = jax.tree.unflatten(tree, saved)
-        found = jax.linear_transpose(
-            lambda *tangents: [derivative(*tangents)[k] for k in wanted], *types
+        transpose = jax.linear_transpose(
+            lambda *tangents: [derivative(*tangents)[k] for k in flowing], *types
         )
-        needs, needs_tree = jax.tree.flatten(found)
-        trees.append(needs_tree)
-        return needs
+        residuals, transpose_tree = jax.tree.flatten(transpose)
+        trees.append(transpose_tree)
+        return residuals
 
     before = remove_repeated_effects(graph_of(jax.make_jaxpr(transpose_saved)(saved)))
     transpose: Callable[..., Any] = jax.tree.unflatten(trees[-1], run_graph(before, saved))
@@ -203,12 +202,13 @@ def add_residuals(
       of the residuals that are constants to a derivative: they depend on the operands only through
       stopped gradients.
     """
-    of_results: list[Any] = []
-    trees: list[Any] = []
+    result_tree: Any = None
+    derivative_trees: list[Any] = []
 
     def run(*operands: Any) -> Any:
+        nonlocal result_tree
         results = fun(*operands)
-        of_results[:] = [jax.tree.structure(results)]
+        result_tree = jax.tree.structure(results)
         return results
 
     def saving(*operands: Any) -> list[Any]:
@@ -217,65 +217,66 @@ def add_residuals(
             results, derivative = _linearise(run, operands, active)
             residuals, tree = jax.tree.flatten(derivative)
             saved += residuals
-            trees.append(tree)
+            derivative_trees.append(tree)
         return [*results, *saved]
 
     program = jax.make_jaxpr(saving)(*types)
-    count = of_results[0].num_leaves
+    count = result_tree.num_leaves
     open_form, graph = _jax.opened(program), graph_of(program)
     # The forward does not return residuals that are operands (JAX would copy them), duplicates (a
     # VJP under jit returns an array up to four times) or constants (zeros). If a residual is also a
     # result, the forward returns the value twice, so that a gradient computed from the residual
-    # does not count as computed from the result.
-    decided, outs = _depends_on_inputs(graph), open_form.outvars
-    undecided = [i for i in range(count, len(outs)) if not decided[i]]
-    fixed = without_unused(graph.replace(outputs=[outs[i] for i in undecided]), keeps_effects=False)
-    places = {id(v): i for i, v in enumerate((*open_form.invars, *fixed.outputs))}
+    # does not count as computed from the result. `residuals` are positions in (operands, constants,
+    # results of the forward).
+    depends, outs = _depends_on_inputs(graph), open_form.outvars
+    fixed = [outs[i] for i in range(count, len(outs)) if not depends[i]]
+    constants = without_unused(graph.replace(outputs=fixed), keeps_effects=False)
+    places = {id(v): i for i, v in enumerate((*open_form.invars, *constants.outputs))}
     kept = list(range(count))
     for i, v in enumerate(outs[count:], count):
         if id(v) not in places:
-            places[id(v)] = len(types) + len(undecided) + len(kept)
+            places[id(v)] = len(types) + len(fixed) + len(kept)
             kept.append(i)
     residuals = [places[id(v)] for v in outs[count:]]
-    moving = dependence(graph, past_stops=False)
-    constant_residuals = frozenset(k for k, i in enumerate(kept) if i >= count and not moving[i])
+    varies = dependence(graph, past_stops=False)
+    constant_residuals = frozenset(k for k, i in enumerate(kept) if i >= count and not varies[i])
 
     def forward(*operands: Any) -> list[Any]:
         results = _jax.eval_program(program, operands)
         return [results[i] for i in kept]
 
     def pull_back(
-        wanted: tuple[int, ...],
+        active: tuple[int, ...],
         operands: Sequence[Any],
         results: Sequence[Any],
-        given: Mapping[int, Any],
+        cotangents: Mapping[int, Any],
     ) -> dict[int, Any]:
         # Without custom rules, one derivative serves all results: one loop runs, not two.
-        begin = previous_count if has_rules or max(given) < previous_count else 0
-        own = {k: ct for k, ct in given.items() if k < begin}
-        here = {k: ct for k, ct in given.items() if begin <= k < count}
-        after = {k: ct for k, ct in given.items() if k >= count}
+        begin = previous_count if has_rules or max(cotangents) < previous_count else 0
+        of_previous = {k: ct for k, ct in cotangents.items() if k < begin}
+        of_fun = {k: ct for k, ct in cotangents.items() if begin <= k < count}
+        of_residuals = {k: ct for k, ct in cotangents.items() if k >= count}
         found: dict[int, Any] = {}
-        if own:
-            _add_to(found, pull_back_of_fun(wanted, operands, results, own))
-        if here:
-            arrays = [*operands, *(fixed(*operands) if undecided else ()), *results]
+        if of_previous:
+            _add_to(found, pull_back_of_fun(active, operands, results, of_previous))
+        if of_fun:
+            arrays = [*operands, *(constants(*operands) if fixed else ()), *results]
             at_residual = iter(residuals)
-            for active, tree in zip(active_groups, trees, strict=True):
+            for group, tree in zip(active_groups, derivative_trees, strict=True):
                 saved = list(islice(at_residual, tree.num_leaves))
-                if set(wanted) <= set(active):
+                if set(active) <= set(group):
                     break
             derivative = jax.tree.unflatten(tree, [arrays[i] for i in saved])
-            every = transpose_derivative(derivative, [types[i] for i in active], here, is_whole)
-            at = {i: k for k, i in enumerate(wanted)}
-            of_active = {active[k]: ct for k, ct in every.items()}
-            _add_to(found, {at[i]: ct for i, ct in of_active.items() if i in at})
-        if after:  # no residuals were saved for this order: compute the forward again
-            again = pull_back_at_operands(forward)
-            _add_to(found, again(wanted, operands, results, after))
+            every = transpose_derivative(derivative, [types[i] for i in group], of_fun, is_whole)
+            at = {i: k for k, i in enumerate(active)}
+            by_operand = {group[k]: ct for k, ct in every.items()}
+            _add_to(found, {at[i]: ct for i, ct in by_operand.items() if i in at})
+        if of_residuals:  # no residuals were saved for this order: compute the forward again
+            pull_forward = pull_back_at_operands(forward)
+            _add_to(found, pull_forward(active, operands, results, of_residuals))
         return found
 
-    return forward, pull_back, count, of_results[0], constant_residuals
+    return forward, pull_back, count, result_tree, constant_residuals
 
 
 def _depends_on_inputs(graph: Graph) -> list[bool]:

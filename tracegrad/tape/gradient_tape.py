@@ -35,7 +35,7 @@ from tracegrad.tape.leaves import (
 )
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import Recording
-from tracegrad.tape.sources import before_calls, cotangents_of, warn_of_unseen, warn_of_unwatched
+from tracegrad.tape.sources import before_calls, differentiate, warn_of_unseen, warn_of_unwatched
 from tracegrad.tape.under_rules import graph_of_entries
 from tracegrad.variables.kept_programs import note_reads_change
 from tracegrad.variables.leaves import leaves_of
@@ -375,7 +375,7 @@ class GradientTape(Recording):
         if not _jax.is_top_level():
             record.hand_out()
         with _jax.enable_x64_for(targets):
-            found = cotangents_of(record, leaves, targets, variables, derivative, seeds, sources)
+            found = differentiate(record, leaves, targets, variables, derivative, seeds, sources)
         if any(map(is_none, found)):
             each_leaf = itertools.compress(leaves_of(sources), wanted or itertools.repeat(True))
             if self._recorder and any(map(self._is_further_inside, targets)):

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.differentiation.gradient_types import as_inexact
 from tracegrad.differentiation.indexed_slices import is_slices
-from tracegrad.differentiation.pull_back import Aggregation, running_sum, sum_of_known, tree_sum
+from tracegrad.differentiation.pull_back import Aggregation, running_sum, sum_present, tree_sum
 from tracegrad.tape.cotangents import GRADIENT, JACOBIAN, SPARSE_GRADIENT
 from tracegrad.tape.leaves import Unconnected, UnconnectedGradients, require_arrays, seeds_for
 from tracegrad.tape.record import Record, entries_between
 from tracegrad.tape.recorders import recorder_around, recorder_here
-from tracegrad.tape.sources import cotangents_of_arrays, warn_of_unwatched
+from tracegrad.tape.sources import differentiate_arrays, warn_of_unwatched
 from tracegrad.tracing.attempts import trace_again, tracing_depth
 from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.listening import Listener, listening
@@ -192,11 +192,11 @@ def gradients(
     with jax.named_scope(name):
         derivative = SPARSE_GRADIENT if sparse else GRADIENT
         terms = iter(
-            cotangents_of_arrays(
+            differentiate_arrays(
                 record, each, targets, derivative, seeds, stops, sums, gate_gradients
             )
         )
-        found = [sum_of_known([next(terms) for _ in of], sums) for of in reads]
+        found = [sum_present([next(terms) for _ in of], sums) for of in reads]
         if any(map(is_none, found)) and not stops:  # stops may cut an x off, watched or not
             warn_of_unwatched(record, sources, leaves_of(sources), found, "xs")
         if colocate_gradients_with_ops:
@@ -235,7 +235,7 @@ def _hessian(ys: Any, x: Any, options: dict[str, Any]) -> Any:
     record = _record_here(_values(x))
     reads = _reads(record, x)
     _refuse_outer_values(record, [first], [x], reads, ())
-    total = sum_of_known(cotangents_of_arrays(record, reads, [first], JACOBIAN))
+    total = sum_present(differentiate_arrays(record, reads, [first], JACOBIAN))
     return jnp.zeros((*x.shape, *x.shape), x.dtype) if total is None else total
 
 

@@ -23,18 +23,18 @@ from tracegrad.tape.programs import RULES, refused_arrays, run_program
 
 _JIT = _jax.JIT
 
-# By the parameters of an operation; programs among the parameters count by their structure.
+# Keyed by the parameters of an operation; programs among these are compared by their structure.
 _computations: Cache[Any, Computation] = Cache(2048)
 # The same for programs that hold arrays: new arrays in each step may take much memory.
 _holding_arrays: Cache[Any, Computation] = Cache(32)
-# By the first program of an operation, as long as JAX keeps that program; then by the other
+# Keyed by the first program of an operation, while JAX keeps that program; then by the other
 # parameters of the operation.
 _of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
 
-# A jitted function of at most this many cheap operations is computed again for its derivative,
-# which costs no more than passing residuals from one program to the next.
-_MOST_AGAIN = 32
-_WORTH_KEEPING = 1 << 16  # a product of this many terms costs more than passing its result on
+# A jitted function of at most this many cheap operations is computed again for its derivative:
+# that costs no more than passing residuals from one program to the next.
+_MAX_RECOMPUTED = 32
+_MIN_SAVED_TERMS = 1 << 16  # a product of this many terms costs more than passing its result on
 _COSTLY = frozenset(
     {"conv_general_dilated", "ragged_dot", "ragged_dot_general", "cholesky", "lu", "qr", "eigh"}
     | {"svd", "eig", "triangular_solve", "sort", "fft", "custom_linear_solve", "pallas_call"}
@@ -43,7 +43,7 @@ _RUN_ONCE = frozenset({_jax.SCAN, _jax.COND, _jax.REMAT, TO_HOST, *_jax.WHILES})
 
 
 def computation_of(primitive: Any, params: Mapping[str, Any]) -> Computation:
-    """For a primitive without programs."""
+    """Returns the cached computation of an operation without programs."""
     values = tuple(params.values())
     key = primitive, tuple(params), values, tuple(map(type, values))  # 1 == 1.0 == True
     try:
@@ -52,7 +52,7 @@ def computation_of(primitive: Any, params: Mapping[str, Any]) -> Computation:
         return _new_computation(primitive, params)
     if known is None:
         known = _new_computation(primitive, params)
-        if float not in key[3]:  # 0.0 == -0.0
+        if float not in key[3]:  # 0.0 == -0.0: no key tells them apart
             _computations.put(key, known)
     return known
 
@@ -78,17 +78,17 @@ def _has_rule(primitive: Any) -> bool:
     return primitive in RULES or primitive.name == _jax.OBJECT_PRIMITIVE
 
 
-def simple_call(params: Mapping[str, Any]) -> Computation | None:
-    """The cached computation of a call of a jitted function, if any; None if the function closes
-    over arrays or has effects."""
+def find_simple_call(params: Mapping[str, Any]) -> Computation | None:
+    """Returns the cached computation of a call of a jitted function, if any; None if the function
+    closes over arrays or has effects."""
     known = _of_programs.get(params["jaxpr"])
-    found = None if known is None else known.get((_JIT, _jax.jit_settings(params), ()))
-    return found if found is not None and found.is_simple else None
+    call = None if known is None else known.get((_JIT, _jax.jit_settings(params), ()))
+    return call if call is not None and call.is_simple else None
 
 
 def computation_of_rule(primitive: Any, params: Mapping[str, Any]) -> Computation:
-    """A new computation for each call: the rule is a Python function, which may read values that
-    change between calls."""
+    """Returns a new computation for each call: the rule is a Python function, which may read values
+    that change between calls."""
     return _new_computation_with_programs(
         primitive, params, (), _jax.facts_below(params), is_kept=False
     )
@@ -97,10 +97,10 @@ def computation_of_rule(primitive: Any, params: Mapping[str, Any]) -> Computatio
 def computation_with_programs(
     primitive: Any, params: Mapping[str, Any], captured: Sequence[Any], facts: _jax.ProgramFacts
 ) -> Computation:
-    """The cached computation of an operation with programs.
+    """Returns the cached computation of an operation with programs.
 
     Args:
-      primitive, params: of the JAX operation.
+      primitive, params: the primitive and the parameters of the JAX operation.
       captured: the arrays that the programs close over and that become operands.
       facts: the facts of its programs.
     """
@@ -111,34 +111,34 @@ def computation_with_programs(
     else:
         (_, program), *others = _jax.sub_programs(params)
         rest = {k: tuple(v) if type(v) is list else v for k, v in params.items()}
-        for name, _ in _jax.sub_programs(params):
+        for name, _ in _jax.sub_programs(params):  # such as "branches[0]" of "branches"
             rest.pop(name.split("[")[0].split(".")[0], None)
         # A weak reference never equals a later reference to another program; an id may.
         refs = tuple([(name, weakref.ref(other)) for name, other in others])
         key = primitive, tuple(rest.items()), ids, refs
-    known = _of_programs.get(program)
-    if known is None:
-        known = _of_programs.put(program, {})
+    by_params = _of_programs.get(program)
+    if by_params is None:
+        by_params = _of_programs.put(program, {})
     try:
-        computation = known.get(key)
+        computation = by_params.get(key)
     except TypeError:  # a parameter without a hash
         return _new_computation_with_programs(primitive, params, captured, facts)
     if computation is None:
         computation = _find_equal_computation(primitive, params, captured, facts)
-        if not any(map(_jax.is_tracer, captured)):  # a tracer is gone after its transformation
-            _drop_freed(known)
-            known[key] = computation
+        if not any(map(_jax.is_tracer, captured)):  # a tracer does not come again
+            _drop_freed(by_params)
+            by_params[key] = computation
     elif not computation.is_kept:  # this is its second call: compile it
         computation.is_kept = True
         computation.derived.clear()
     return computation
 
 
-def _drop_freed(known: dict[Any, Computation]) -> None:
+def _drop_freed(by_params: dict[Any, Computation]) -> None:
     """Drops the computations whose second or later program JAX has freed."""
-    for key in list(known):
+    for key in list(by_params):
         if any(ref() is None for refs in key[3:] for _, ref in refs):
-            known.pop(key, None)
+            by_params.pop(key, None)
 
 
 def _find_equal_computation(
@@ -162,11 +162,9 @@ def _find_equal_computation(
     if key == (primitive, params_key(first.params)):
         return first
     known = table.get(key)
-    return (
-        table.put(key, _new_computation_with_programs(primitive, params, (), facts))
-        if known is None
-        else known
-    )
+    if known is not None:
+        return known
+    return table.put(key, _new_computation_with_programs(primitive, params, (), facts))
 
 
 def _new_computation_with_programs(
@@ -204,15 +202,15 @@ def _new_computation_with_programs(
         return run_program(params["jaxpr"], args, dict(zip(ids, operands)))
 
     name = str(params.get("name", primitive.name))
-    whole = inlined if primitive is _JIT and _jax.is_plain_jit(params) else fun
-    is_one = whole is inlined or primitive in (_jax.SCAN, _jax.COND, _jax.WHILE)
+    run = inlined if primitive is _JIT and _jax.is_plain_jit(params) else fun
+    runs_compiled = run is inlined or primitive in (_jax.SCAN, _jax.COND, _jax.WHILE)
     below = (primitive, *facts.primitives)
     calls_host = _jax.calls_host(p.name for p in facts.primitives)
     is_run_once = calls_host or not _RUN_ONCE.isdisjoint(below)
     return Computation(
         fun,
         name,
-        compiled(whole, name) if is_one else fun,
+        compiled(run, name) if runs_compiled else fun,
         primitive=primitive,
         params=params,
         captured=captured,
@@ -229,7 +227,8 @@ def _new_computation_with_programs(
 
 
 def _is_costly(params: Mapping[str, Any], facts: Any) -> bool:
-    if facts.operations > _MOST_AGAIN or facts.has_effects:
+    """Whether computing an operation again costs more than saving residuals."""
+    if facts.operations > _MAX_RECOMPUTED or facts.has_effects:
         return True
     if any(p.name in _COSTLY for p in facts.primitives):
         return True
@@ -243,7 +242,7 @@ def _has_large_product(program: Any) -> bool:
         if equation.primitive.name == "dot_general":
             (summed, _), _ = equation.params["dimension_numbers"]
             terms = math.prod(equation.invars[0].aval.shape[axis] for axis in summed)
-            if terms * equation.outvars[0].aval.size >= _WORTH_KEEPING:
+            if terms * equation.outvars[0].aval.size >= _MIN_SAVED_TERMS:
                 return True
         if any(_has_large_product(inner) for _, inner in _jax.sub_programs(equation.params)):
             return True
@@ -251,7 +250,7 @@ def _has_large_product(program: Any) -> bool:
 
 
 def without_donation(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tape still needs the arguments."""
+    """Returns parameters that donate no argument, since the tape still needs the arguments."""
     donated = params.get("donated_invars", ())
     if any(donated):
         return {**params, "donated_invars": (False,) * len(donated)}

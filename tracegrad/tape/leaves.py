@@ -53,7 +53,7 @@ _ATTRIBUTES = (jax.tree_util.GetAttrKey, jax.tree_util.FlattenedIndexKey)
 
 
 def are_known_arrays(leaves: Sequence[Any]) -> bool:
-    """False if there are no leaves."""
+    """Whether all leaves are JAX arrays or Variables; False without leaves."""
     for leaf in leaves:
         if not isinstance(leaf, (Variable, jax.Array)):
             return False
@@ -61,7 +61,7 @@ def are_known_arrays(leaves: Sequence[Any]) -> bool:
 
 
 def must_be_arrays(tree: Any) -> list[bool]:
-    """Says for each leaf of a tree whether it must be an array, since it is no setting of a model.
+    """Says for each leaf of a tree whether it must be an array: every leaf but settings of a model.
 
     Settings are functions, and attributes of objects that are no arrays (a rate, a name). A number
     or a string in a list is no setting.
@@ -165,24 +165,24 @@ def seeds_for(
     a complex target without a seed.
     """
     if output_gradients is None:
-        return [_seed(array, None, name) for array in targets]
-    given = leaves_with_paths(output_gradients, NoneType, IndexedSlices)
-    if len(given) != len(targets):
+        return [_check_seed(array, None, name) for array in targets]
+    seeds = leaves_with_paths(output_gradients, NoneType, IndexedSlices)
+    if len(seeds) != len(targets):
         raise ValueError(
-            f"{name} has {len(given)} arrays, the target {len(targets)}: give one (or "
+            f"{name} has {len(seeds)} arrays, the target {len(targets)}: give one (or "
             "None) for each"
         )
     leaves = leaves_with_paths(target)
-    if not is_named_alike(given, leaves):
-        own, others = ([path_name(path) for path, _ in tree] for tree in (given, leaves))
+    if not is_named_alike(seeds, leaves):
+        of_seeds, of_target = ([path_name(path) for path, _ in tree] for tree in (seeds, leaves))
         raise ValueError(
-            f"{name} has {listed(own, 5)}, the target {listed(others, 5)}: give a list, "
+            f"{name} has {listed(of_seeds, 5)}, the target {listed(of_target, 5)}: give a list, "
             "or the same keys in the same order"
         )
-    return [_seed(array, seed, name) for array, (_, seed) in zip(targets, given, strict=True)]
+    return [_check_seed(array, seed, name) for array, (_, seed) in zip(targets, seeds, strict=True)]
 
 
-def _seed(target: Any, seed: Any, name: str) -> Any:
+def _check_seed(target: Any, seed: Any, name: str) -> Any:
     """Checks a seed, and converts it to the target's type; None stands for ones."""
     if seed is None:
         if getattr(getattr(target, "dtype", None), "kind", "") == "c":

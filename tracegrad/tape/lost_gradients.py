@@ -1,7 +1,7 @@
-"""Finds lost gradients: of watched arrays that a function with a custom rule closes over.
+"""Finds the gradients that are lost because a function with a custom rule closes over an array.
 
-A custom gradient returns gradients of its arguments only, on a tape as in TensorFlow. If part of a
-gradient is missing for this reason, the tape warns when the user asks for the gradient.
+A custom gradient returns gradients of its arguments only, on a tape as in TensorFlow. If a watched
+array loses part of its gradient so, the tape warns when the user asks for this gradient.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ def find_lost_by_rule(
       computed: the arrays that the function has returned.
       info: JAX's source info of the call.
     """
-    first, before = begun
+    first, first_lost = begun
     tracked, arrays = record.tracked, record.arrays
-    ends = [tracked[id(each)] for each in computed if id(each) in tracked]
-    if not ends or rule.describe is None:
+    returned = [tracked[id(each)] for each in computed if id(each) in tracked]
+    if not returned or rule.describe is None:
         return []
     made, used = set[int](), dict[int, None]()
     for entry in record.entries[first:]:
         used.update(dict.fromkeys(slot for slot in entry.args if slot not in made))
         made.update(entry.results)
-    used.update(dict.fromkeys(slot for slot in ends if slot not in made))
-    given = set(map(id, operands))
-    followed = [s for s in used if tracked.get(id(arrays[s])) == s and id(arrays[s]) not in given]
-    inside = first, len(record.entries), tuple(ends)
+    used.update(dict.fromkeys(slot for slot in returned if slot not in made))
+    passed = set(map(id, operands))
+    followed = [s for s in used if tracked.get(id(arrays[s])) == s and id(arrays[s]) not in passed]
+    inside = first, len(record.entries), tuple(returned)
     describe = rule.describe
 
     def text(array: Any) -> str:
         return lost_gradient_text(describe(array), info)
 
-    inner = record.lost[before:]  # lost by the functions that this function has called
-    own = [LostGradient(s, (), functools.partial(text, arrays[s]), inside) for s in followed]
-    return [*inner, *own]
+    by_inner = record.lost[first_lost:]  # lost by the functions that this function has called
+    by_this = [LostGradient(s, (), functools.partial(text, arrays[s]), inside) for s in followed]
+    return [*by_inner, *by_this]
 
 
 # --------------------------------------------------------------------------- rules in programs
@@ -92,11 +92,11 @@ def add_lost_in_programs(
     if not may_lose:
         return
     key = add_lost_in_programs, tuple(map(_jax.type_key, operands))
-    found = computation.derived.get(key)
-    if found is None:
+    lost = computation.derived.get(key)
+    if lost is None:
         types = list(map(jax.typeof, operands))
-        found = computation.derived[key] = find_lost_operands(computation.called, types)
-    add_lost_operands(records, found, operands, results)
+        lost = computation.derived[key] = find_lost_operands(computation.called, types)
+    add_lost_operands(records, lost, operands, results)
 
 
 LostOperands = list[tuple[int, UserNames, tuple[int, ...]]]
@@ -105,7 +105,7 @@ LostOperands = list[tuple[int, UserNames, tuple[int, ...]]]
 def add_lost_operands(
     records: Sequence[Record], lost: LostOperands, operands: Sequence[Any], results: Sequence[Any]
 ) -> None:
-    """`lost`: from `find_lost_operands`."""
+    """Adds the lost gradients that `find_lost_operands` has found to records."""
     info = _jax.current_source_info() if lost else None
     for operand, what, places in lost:
         for record in records:
@@ -164,6 +164,7 @@ def _lost_between(
     record: Record, sources: Sequence[int], targets: Sequence[int]
 ) -> list[LostGradient]:
     """Returns the lost gradients on a path from a source to a target."""
+    # Bit 0 of a mask comes from the sources, bit i from the results of the i-th lost gradient.
     starts = dict.fromkeys(sources, 1)
     for i, lost in enumerate(record.lost, 1):
         for slot in lost.results:
@@ -182,9 +183,9 @@ def _is_connected(record: Record, lost: LostGradient) -> bool:
     values; for other functions `find_lost_operands` has found this."""
     if lost.inside is None:
         return True
-    first, last, ends = lost.inside
-    masks = _spread(record, record.entries[first:last], {lost.array: 1})
-    return any(masks.get(slot, 0) for slot in ends)
+    first, end, returned = lost.inside
+    masks = _spread(record, record.entries[first:end], {lost.array: 1})
+    return any(masks.get(slot, 0) for slot in returned)
 
 
 def _spread(record: Record, entries: Sequence[Entry], starts: dict[int, int]) -> dict[int, int]:
@@ -197,17 +198,17 @@ def _spread(record: Record, entries: Sequence[Entry], starts: dict[int, int]) ->
             continue
         rows = _links(record, entry)
         for slot, row in zip(entry.results, rows):
-            found = joined(mask for i, mask in enumerate(ins) if row >> i & 1)
-            masks[slot] = masks.get(slot, 0) | found
+            arriving = joined(mask for i, mask in enumerate(ins) if row >> i & 1)
+            masks[slot] = masks.get(slot, 0) | arriving
     return masks
 
 
 def _links(record: Record, entry: Entry) -> Sequence[int]:
-    """For each result of an entry, the mask of the connected operands."""
+    """Returns, for each result of an entry, the mask of the connected operands."""
     computation, count = entry.computation, len(entry.args)
     if isinstance(computation, RecordedRule):
         return [(1 << count) - 1] * len(entry.results)
     types = [type_of_slot(record.arrays[slot]) for slot in entry.args]
-    known = computation.links(types)
-    rest = [(1 << count) - 1] * (len(entry.results) - len(known))
-    return [*known, *rest]
+    links = computation.links(types)
+    of_residuals = [(1 << count) - 1] * (len(entry.results) - len(links))
+    return [*links, *of_residuals]

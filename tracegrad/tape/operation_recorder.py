@@ -2,8 +2,8 @@
 
 Each thread has one recorder for each underlying trace: the top level, or the trace of a function
 that is being traced. The recorder serves any number of tapes. Arrays stay ordinary arrays: `if`,
-`print` and NumPy work. JAX does not show programs compiled ahead of time, and other threads, to a
-trace, so the recorder does not record them.
+`print` and NumPy work. The recorder does not record programs that are compiled ahead of time, and
+operations of other threads, since JAX does not show them to a trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tracegrad.tape.effects import has_host_results
 from tracegrad.tape.known_computations import (
     computation_of,
     computation_with_programs,
-    simple_call,
+    find_simple_call,
     without_donation,
 )
 from tracegrad.tape.lost_gradients import add_lost_in_programs
@@ -89,15 +89,15 @@ class OperationRecorder(ForwardingTrace):
         """
         operands = jax.tree.leaves((args, kwargs))
         watching = self.watching(operands)
-        is_plain = self.is_top and len(watching) == len(self.records) == 1
-        if not (is_plain and self._may_save(watching)) or _jax.config.jax_disable_jit:
+        serves_one_record = self.is_top and len(watching) == len(self.records) == 1
+        if not (serves_one_record and self._may_save(watching)) or _jax.config.jax_disable_jit:
             return jitted(*args, **kwargs)
         (record,) = watching
         key = record.active(operands), record.orders
         form = forms.get(key)
-        if form is None and len(forms) < _MOST_FORMS:
+        if form is None and len(forms) < _MAX_FORMS:
             form = forms[key] = direct_form(jitted, *key)
-        if form is None or form is NotDirect or not are_plain(operands):
+        if form is None or form is NotDirect or not are_immutable(operands):
             return jitted(*args, **kwargs)
         try:
             with set_current_trace(self.parent_trace):
@@ -116,9 +116,9 @@ class OperationRecorder(ForwardingTrace):
         self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
         if self._overriding is not None:
-            found = self.run_instead(self._overriding.instead, args, primitive, params, args)
-            if found is not None:
-                return found if primitive.multiple_results else found[0]
+            replaced = self.run_instead(self._overriding.instead, args, primitive, params, args)
+            if replaced is not None:
+                return replaced if primitive.multiple_results else replaced[0]
         results: Any
         # Called for every operation: each microsecond counts.
         if primitive in _WITHOUT_PROGRAMS:
@@ -128,7 +128,7 @@ class OperationRecorder(ForwardingTrace):
                     return primitive.bind(*args, **params)
             results = self.apply(computation_of(primitive, params), args, watching)
         elif primitive is _JIT:
-            call = simple_call(params)
+            call = find_simple_call(params)
             watching = [] if call is None else self.watching(args)
             if call is None or not watching:
                 return self._process_programs(primitive, args, params)
@@ -145,7 +145,7 @@ class OperationRecorder(ForwardingTrace):
     def _process_programs(
         self, primitive: Any, args: Sequence[Any], params: Mapping[str, Any]
     ) -> Sequence[Any]:
-        """The arrays that the programs of the operation close over become operands."""
+        """Runs an operation with programs; arrays that the programs close over become operands."""
         is_jit = primitive is _JIT
         facts = _jax.program_facts(params["jaxpr"]) if is_jit else _jax.facts_below(params)
         captured: Sequence[Any] = facts.arrays
@@ -165,15 +165,15 @@ class OperationRecorder(ForwardingTrace):
         for identity, function in computation.refused.items():
             if any(identity in record.tracked for record in self.records):
                 raise closes_over_watched(function)
-        reads = is_jit and facts.has_effects and has_host_results(params["jaxpr"])
-        if reads and not self._may_save(watching):  # run it operation by operation
+        reads_host = is_jit and facts.has_effects and has_host_results(params["jaxpr"])
+        if reads_host and not self._may_save(watching):  # run it operation by operation
             with set_current_trace(self):
                 return _jax.eval_program(params["jaxpr"], args)
         results: Sequence[Any] = self.apply(computation, [*computation.captured, *args], watching)
         return results
 
     def _may_save(self, watching: Sequence[Record]) -> bool:
-        """Rules in force, and accumulators, need operations without residuals."""
+        """Whether the operation may save residuals: rules in force and accumulators forbid it."""
         return not rules_in_force() and all(record.keeps_operations for record in watching)
 
     def watching(self, operands: Sequence[Any]) -> list[Record]:
@@ -183,12 +183,12 @@ class OperationRecorder(ForwardingTrace):
         self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
     ) -> Any:
         """Runs and records a computation; returns the results without residuals."""
-        if not PLAIN.issuperset(map(type, operands)):
-            operands = self.make_operands_own(computation.name, operands)
+        if not _SEEN_IMMUTABLE.issuperset(map(type, operands)):
+            operands = self.copy_mutable_operands(computation.name, operands)
         saves = computation.saves if self.is_top else computation.is_run_once
         with set_current_trace(self.parent_trace):
             if saves and watching and self._may_save(watching):
-                computation = self._saving(computation, operands, watching)
+                computation = self._with_residuals(computation, operands, watching)
             run = computation.fun if self._is_staged else computation.run
             out = run(*operands)
         if not watching:
@@ -198,7 +198,7 @@ class OperationRecorder(ForwardingTrace):
             results = out
         else:
             results = out if is_list else jax.tree.leaves(out)
-            results = self._make_results_own(computation, operands, results)
+            results = self._make_results_distinct(computation, operands, results)
             out = results if is_list else jax.tree.unflatten(jax.tree.structure(out), results)
         if computation.tree is not None:
             out = jax.tree.unflatten(computation.tree, results[: computation.count])
@@ -209,7 +209,7 @@ class OperationRecorder(ForwardingTrace):
             add_lost_in_programs(watching, computation, operands, results)
         return out
 
-    def _saving(
+    def _with_residuals(
         self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
     ) -> Computation:
         """Returns the computation's `forward`, which saves residuals."""
@@ -217,38 +217,38 @@ class OperationRecorder(ForwardingTrace):
         groups: tuple[tuple[int, ...], ...] = (active,)
         if len(watching) > 1 and computation.has_rules and not computation.has_effects:
             each = {record.active(operands) for record in watching}
-            groups = tuple(sorted(each | {active}, key=lambda one: (len(one), one)))
+            groups = tuple(sorted(each | {active}, key=lambda group: (len(group), group)))
         if not active:
             return computation
         orders = sum([record.orders for record in watching])
         return computation.forward(groups, operands, orders)
 
-    def _make_results_own(
+    def _make_results_distinct(
         self, computation: Computation, args: Sequence[Any], results: Sequence[Any]
     ) -> list[Any]:
-        """Makes each result an array object of its own.
+        """Makes each result a JAX array, and no object that is an operand or another result.
 
         If an operation returns its operand itself (a reshape to the same shape), the result must be
-        another object, since it has a gradient of its own. If a checkpointed function returns a
+        another object, since the two have different gradients. If a checkpointed function returns a
         constant of its program that is no JAX array yet, the constant becomes an array here: else
         each operation that reads the constant would make a new array.
         """
-        own = set(map(id, args))
+        seen = set(map(id, args))
         fresh = []
         for result in results:
             if not isinstance(result, jax.Array):
                 refuse_reference_operands(computation.name, [result])
                 with set_current_trace(self.parent_trace):
                     result = jnp.asarray(result)
-            if id(result) in own:
+            if id(result) in seen:
                 result = self.alias(result)
-            own.add(id(result))
+            seen.add(id(result))
             fresh.append(result)
         return fresh
 
-    def make_operands_own(self, name: str, operands: Sequence[Any]) -> Sequence[Any]:
+    def copy_mutable_operands(self, name: str, operands: Sequence[Any]) -> Sequence[Any]:
         """Copies NumPy arrays, which others may change, for records to hold."""
-        if are_plain(operands):
+        if are_immutable(operands):
             return operands
         refuse_reference_operands(name, operands)
         with set_current_trace(self.parent_trace):
@@ -262,18 +262,18 @@ class OperationRecorder(ForwardingTrace):
         return bool(self.records)  # it may read a Variable
 
     def _end_gradient(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Runs the marker of a value for the host, which returns its operand. The marker is not
-        recorded, so that no gradient goes through it."""
+        """Runs the marker of a value for the host (an identity) without recording it, so that no
+        gradient goes through the marker."""
         with set_current_trace(self.parent_trace):
             result = primitive.bind(*args, **params)
         return self.alias(result) if self.watching([result]) else result
 
     def run_instead(
-        self, ask: Callable[..., Instead | None], args: Sequence[Any], *of: Any
+        self, find: Callable[..., Instead | None], args: Sequence[Any], *operation: Any
     ) -> list[Any] | None:
-        """Runs the replacement that `ask` returns for an operation; None if there is none."""
+        """Runs the replacement that `find` returns for an operation; returns None without one."""
         with set_current_trace(self.parent_trace):
-            instead = ask(*of)
+            instead = find(*operation)
         if instead is None:
             return None
         with set_current_trace(self):
@@ -281,7 +281,7 @@ class OperationRecorder(ForwardingTrace):
 
 
 def active_operands(operands: Sequence[Any], watching: Sequence[Record]) -> tuple[int, ...]:
-    """The positions of the operands that may be differentiated for any of the records."""
+    """Returns the positions of the operands that may be differentiated for any of the records."""
     if len(watching) == 1:
         return watching[0].active(operands)
     return tuple(sorted({i for record in watching for i in record.active(operands)}))
@@ -302,19 +302,19 @@ def refuse_reference_operands(name: str, values: Sequence[Any]) -> None:
         )
 
 
-_MOST_FORMS = 64  # direct forms of a jitted function: one for each set of followed operands
+_MAX_FORMS = 64  # direct forms of a jitted function: one for each set of followed operands
 _IMMUTABLE = (bool, int, float, complex, np.generic, jax.Array)
-# The types seen so far whose values nobody can write to: a record can hold the values themselves.
-PLAIN = {bool, int, float, complex}
+# The types of immutable values, as far as seen: a record holds such a value without copying it.
+_SEEN_IMMUTABLE = {bool, int, float, complex}
 
 
-def are_plain(values: Sequence[Any]) -> bool:
-    """Whether nobody can write to the values."""
+def are_immutable(values: Sequence[Any]) -> bool:
+    """Whether nobody can write to any of the values."""
     for value in values:
-        if type(value) not in PLAIN:
+        if type(value) not in _SEEN_IMMUTABLE:
             if not isinstance(value, _IMMUTABLE) or _jax.is_tracer(value):
                 return False
-            PLAIN.add(type(value))
+            _SEEN_IMMUTABLE.add(type(value))
     return True
 
 

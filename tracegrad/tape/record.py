@@ -69,8 +69,8 @@ CURE_OF_LOST_GRADIENT = (
 
 
 def lost_gradient_text(what: tuple[str, str], info: Any) -> str:
-    """`what`: the user's names for the function, and for the array on which the function depends;
-    `info`: JAX's source info of the call."""
+    """Returns the warning. `what`: the user's names for the function, and for the array on which
+    the function depends; `info`: JAX's source info of the call."""
     function, array = what
     line, is_users = origin_in(_jax.frames(info))
     return (
@@ -121,7 +121,7 @@ class Record:
             self.tracked[id(array)] = self._new_slot(array)
 
     def slot(self, array: Any) -> int:
-        """A new slot if the array has none."""
+        """Returns the slot of an array; a new slot if the array has none."""
         slot = self.tracked.get(id(array))
         if slot is None:
             slot = self.others.get(id(array))
@@ -142,7 +142,7 @@ class Record:
         return id(array) in self.tracked
 
     def tracks(self, arrays: Iterable[Any]) -> bool:
-        """Whether the record follows one of these arrays, and records an operation on them."""
+        """Whether the record follows one of these operands; if not, notes their unfollowed use."""
         tracked = self.tracked
         for array in arrays:
             if id(array) in tracked:
@@ -154,7 +154,7 @@ class Record:
         return False
 
     def active(self, operands: Sequence[Any]) -> tuple[int, ...]:
-        """The positions of the followed operands that have a gradient."""
+        """Returns the positions of the followed operands that have a gradient."""
         tracked = self.tracked
         return tuple(
             [i for i, x in enumerate(operands) if id(x) in tracked and _jax.has_gradient(x)]
@@ -211,7 +211,7 @@ class Record:
     # ---------------------------------------------------------------------------------- Variables
 
     def watch_variable(self, variable: Variable) -> None:
-        """From the next read on."""
+        """Watches a Variable from its next read on."""
         self.reads.setdefault(variable, {})
 
     def watch_read(self, variable: Variable, value: Any) -> None:
@@ -226,13 +226,13 @@ class Record:
         }
 
     def reads_of(self, source: Any) -> list[Any]:
-        """The source itself or, for a Variable, the arrays that were read from it."""
+        """Returns the source itself or, for a Variable, the arrays that were read from it."""
         if isinstance(source, Variable):
             return list(self.reads.get(source, {}).values())
         return [source]
 
     def hand_out(self) -> None:
-        """From now on, does not give back the arrays shown so far: another record may have them."""
+        """Never gives back the arrays shown so far, since another record may have them now."""
         self.shown.clear()
 
     # ------------------------------------------------------------------------------------- the end
@@ -266,7 +266,7 @@ class Record:
 
 
 def type_of_slot(array: Any) -> Any:
-    """A used-up tape has the type itself instead of the array."""
+    """Returns the type of an entry of `Record.arrays`; in a used-up tape the entry is the type."""
     return array if isinstance(array, jax.core.AbstractValue) else _jax.array_type(array)
 
 
@@ -276,7 +276,7 @@ def entries_between(
     targets: Iterable[int],
     stopped: Collection[int] = (),
     *,
-    of_data: bool = False,
+    follows_data: bool = False,
 ) -> list[tuple[Entry, tuple[int, ...]]]:
     """Returns the entries on a path from a source to a target, in order: (entry, positions of the
     active operands, which may get a cotangent).
@@ -284,17 +284,17 @@ def entries_between(
     Args:
       sources, targets: slots of arrays in the record.
       stopped: slots that count as constants.
-      of_data: follow all data, even if no cotangent goes back: for entries that are computed again,
-        without recorded values.
+      follows_data: whether a path may go where no cotangent goes back (through `stop_gradient`, or
+        a constant of a rule): needed to compute the entries again, without recorded values.
     """
     reached, wanted = set(sources), set(targets)
     ending = {*stopped, *record.without_gradient}
     forward, path = [], []
     for entry in record.entries:
-        if not of_data and getattr(entry.computation, "primitive", None) is _jax.STOP_GRADIENT:
+        if not follows_data and getattr(entry.computation, "primitive", None) is _jax.STOP_GRADIENT:
             continue
         # A custom rule returns nothing for constants.
-        first = 0 if of_data else getattr(entry.computation, "constants", 0)
+        first = 0 if follows_data else getattr(entry.computation, "constants", 0)
         active = tuple([i for i, slot in enumerate(entry.args) if slot in reached and i >= first])
         if active:
             forward.append((entry, active))
@@ -302,20 +302,20 @@ def entries_between(
     for entry, active in reversed(forward):
         if not wanted.isdisjoint(entry.results):
             path.append((entry, active))
-            wanted.update(entry.args if of_data else [entry.args[i] for i in active])
+            wanted.update(entry.args if follows_data else [entry.args[i] for i in active])
     return path[::-1]
 
 
-def own_results(entry: Entry) -> tuple[int, ...]:
-    """The slots of an operation's results, without residuals."""
+def results_without_residuals(entry: Entry) -> tuple[int, ...]:
+    """Returns the slots of an operation's results, without residuals."""
     return entry.results[: getattr(entry.computation, "count", None)]
 
 
-def following(entries: Sequence[Entry], sources: Iterable[int]) -> list[Entry]:
-    """The entries that depend on `sources`, slots of arrays; in order."""
-    reached, found = set(sources), []
+def dependent_entries(entries: Sequence[Entry], sources: Iterable[int]) -> list[Entry]:
+    """Returns the entries that depend on `sources` (slots of arrays), in order."""
+    reached, dependent = set(sources), []
     for entry in entries:
         if not reached.isdisjoint(entry.args):
-            found.append(entry)
+            dependent.append(entry)
             reached.update(entry.results)
-    return found
+    return dependent

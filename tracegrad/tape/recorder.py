@@ -29,7 +29,7 @@ from tracegrad.tracing.in_force import rules_in_force
 
 set_current_trace = _jax.set_current_trace
 current_source_info = _jax.current_source_info
-# The operands of a function with a rule, as new objects.
+# An identity: its results are the operands of a function with a rule, as new objects.
 _OPERANDS = RecordedRule("operands", lambda *xs: list(xs), lambda cotangents, _: list(cotangents))
 
 
@@ -39,11 +39,11 @@ class Recorder(OperationRecorder):
 
     @property
     def runs_rules_on_values(self) -> bool:
-        """For the tangents of a `ForwardAccumulator`, a rule is traced, to transpose it."""
+        """False with a `ForwardAccumulator`, whose tangents need a traced rule, to transpose it."""
         return self.is_top and all(record.keeps_operations for record in self.records)
 
     def count_entries(self) -> dict[Record, tuple[int, int]]:
-        """How many (entries, lost gradients) each record has; see `record_rule`."""
+        """Counts the (entries, lost gradients) of each record, for `record_rule`."""
         return {record: (len(record.entries), len(record.lost)) for record in self.records}
 
     def record_rule(
@@ -64,10 +64,9 @@ class Recorder(OperationRecorder):
         results = [self.alias(result) for result in computed]
         info = current_source_info()
         for record in self.records:
-            of = begun.get(record)
-            lost = (
-                [] if of is None else find_lost_by_rule(record, of, rule, operands, computed, info)
-            )
+            lost = []
+            if (counts := begun.get(record)) is not None:
+                lost = find_lost_by_rule(record, counts, rule, operands, computed, info)
             if lost or record in watching:
                 record.add(rule, operands, results, info)
                 record.add_lost(lost)
@@ -77,8 +76,8 @@ class Recorder(OperationRecorder):
         self, primitive: Any, subfuns: tuple[Any, ...], args: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
         if self._overriding is not None:
-            ask = self._overriding.rule_instead
-            results = self.run_instead(ask, args, primitive, subfuns, params, args)
+            find = self._overriding.rule_instead
+            results = self.run_instead(find, args, primitive, subfuns, params, args)
             if results is not None:
                 return results
         if not self.records:
@@ -86,10 +85,10 @@ class Recorder(OperationRecorder):
                 return list(primitive.bind(*args, subfuns=subfuns, **params))
         if self.runs_rules_on_values and not rules_in_force():
             with set_current_trace(self.parent_trace):
-                known = rule_of_jax(primitive, subfuns, args, params)
-            if known is None:
+                jax_rule = rule_of_jax(primitive, subfuns, args, params)
+            if jax_rule is None:
                 return self._run_rule_on_values(primitive, subfuns, args, params)
-            results = list(self.apply(known.computation, args, self.watching(args)))
+            results = list(self.apply(jax_rule.computation, args, self.watching(args)))
         else:
             with set_current_trace(self.parent_trace):
                 traced = traced_rule(primitive, subfuns, args, params)
@@ -106,15 +105,15 @@ class Recorder(OperationRecorder):
         """Differentiates a function with a rule by JAX's VJP: the rule runs forward on values now,
         and backward when a gradient is computed. Outer tapes record both passes, to differentiate
         them."""
-        operands = self.make_operands_own(
+        operands = self.copy_mutable_operands(
             str(getattr(subfuns[0], "__name__", primitive.name)), args
         )
         watching = self.watching(operands)
         active = active_operands(operands, watching)
         operands = self._as_new_objects(operands, active, watching)
         name = getattr(_jax.rule_functions(subfuns)[0][0], "__name__", primitive.name)
-        followed = [record for record in self.records if not isinstance(record, ClosureWatch)]
-        watches = [ClosureWatch(record, operands) for record in followed]
+        of_users = [record for record in self.records if not isinstance(record, ClosureWatch)]
+        watches = [ClosureWatch(record, operands) for record in of_users]
 
         def bind(*operands: Any) -> list[Any]:
             return list(primitive.bind(*operands, subfuns=subfuns, **params))
@@ -124,12 +123,12 @@ class Recorder(OperationRecorder):
                 _jax.forget_result_trees(fun)
             return bind(*operands)
 
-        met: set[int] = set()  # the operands for which the rule has returned a gradient, not None
-        given: set[int] = set()  # the results that have a cotangent
+        answered: set[int] = set()  # the operands for which the rule returned a gradient, not None
+        flowing: set[int] = set()  # the results that have a cotangent
 
         def witnessed(operands: list[Any]) -> list[Any]:
-            results = bind(*_jax.with_witnesses(operands, 0, met))
-            return _jax.with_gates(results, given) if len(results) > 1 else results
+            results = bind(*_jax.with_witnesses(operands, 0, answered))
+            return _jax.with_gates(results, flowing) if len(results) > 1 else results
 
         inner = watching[-1] if watching else None
         with _with_one_order_less(self, inner, watches), set_current_trace(self):
@@ -153,12 +152,12 @@ class Recorder(OperationRecorder):
                 ct if ct is not None else _zero_cotangent(aval)
                 for ct, aval in zip(cotangents, types)
             ]
-            met.clear()
-            given.clear()
-            given.update(k for k, ct in enumerate(cotangents) if ct is not None)
+            answered.clear()
+            flowing.clear()
+            flowing.update(k for k, ct in enumerate(cotangents) if ct is not None)
             found = dict(zip(active, vjp(every), strict=True))
-            each = [found.get(i) if i in met else None for i in range(len(operands))]
-            if primitive is _jax.CUSTOM_JVP and not met.issuperset(active):
+            each = [found.get(i) if i in answered else None for i in range(len(operands))]
+            if primitive is _jax.CUSTOM_JVP and not answered.issuperset(active):
                 zeros = _zeros_from_jvp(
                     called, operands, active, [ct is not None for ct in cotangents]
                 )
@@ -197,7 +196,7 @@ class Recorder(OperationRecorder):
         return [new.get(i, x) for i, x in enumerate(operands)]
 
     def _name_of(self, called: Callable[..., list[Any]], operands: Sequence[Any]) -> str:
-        """The name of the function with a rule that `called` calls."""
+        """Returns the name of the function with a rule that `called` calls."""
         with set_current_trace(self.parent_trace):
             program = jax.make_jaxpr(called)(*operands)
         rules = [e for e in _jax.opened(program).eqns if e.primitive in RULES]
@@ -221,19 +220,19 @@ class Recorder(OperationRecorder):
 
 
 class ClosureWatch(Record):
-    """Replaces a record while a function with a rule runs on values. `has_seen`: whether the
+    """Stands beside a record while a function with a rule runs on values. `has_seen`: whether the
     function has used an array that the record follows and that is no operand."""
 
     def __init__(self, record: Record, operands: Sequence[Any]):
         super().__init__(orders=0)
         self.has_seen = False
         self._followed, self._last = record.tracked, len(record.arrays)
-        self._own = set(map(id, operands))
+        self._operand_ids = set(map(id, operands))
 
     def tracks(self, arrays: Any) -> bool:
         for array in arrays:
             slot = self._followed.get(id(array))
-            if slot is not None and slot < self._last and id(array) not in self._own:
+            if slot is not None and slot < self._last and id(array) not in self._operand_ids:
                 self.has_seen = True
         return False
 
@@ -242,8 +241,9 @@ class ClosureWatch(Record):
 def _with_one_order_less(
     recorder: OperationRecorder, inner: Record | None, watches: Sequence[ClosureWatch]
 ) -> Iterator[None]:
-    """A block in which the innermost record may see one order of derivatives less; at order 0, the
-    record is left out. So a forward function that calls its own function comes to an end."""
+    """A block in which the innermost record records for one order of derivative less; at order 0,
+    the record is left out. So a forward function that calls its own function does not run forever.
+    """
     records = recorder.records
     if inner is not None:
         inner.orders -= 1
@@ -260,13 +260,13 @@ def _zeros_from_jvp(
     called: Callable[..., list[Any]],
     operands: Sequence[Any],
     active: Sequence[int],
-    given: Sequence[bool],
+    flowing: Sequence[bool],
 ) -> dict[int, Any]:
     """Returns zeros for each active operand that is connected to a result with a cotangent
-    (`given`): a custom JVP has returned zeros as derivative, and JAX has dropped them."""
+    (`flowing`): a custom JVP has returned zeros as derivative, and JAX has dropped them."""
     with set_current_trace(_jax.current_trace_outside_of(Recorder)):
         rows = links_of(called, list(map(jax.typeof, operands)), active)
-    linked = joined(compress(rows, given))
+    linked = joined(compress(rows, flowing))
     return {i: jnp.zeros_like(x) for i, x in enumerate(operands) if linked >> i & 1}
 
 

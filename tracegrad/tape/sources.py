@@ -1,4 +1,4 @@
-"""Computes the cotangents of sources: arrays, Variables, and arrays of modules of flax.nnx."""
+"""Differentiates with respect to sources: arrays, Variables, and arrays of flax.nnx modules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jax
 
 from tracegrad import _jax
 from tracegrad._jax.caches import of_program
-from tracegrad.differentiation.pull_back import Aggregation, sum_of_known
+from tracegrad.differentiation.pull_back import Aggregation, sum_present
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import listed
-from tracegrad.tape.cotangents import Derivative, cotangents
+from tracegrad.tape.cotangents import Derivative, differentiate_record
 from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorded_rules import RecordedRule
@@ -26,7 +26,7 @@ from tracegrad.variables.statics import is_variable
 from tracegrad.variables.variable import Variable
 
 
-def cotangents_of(
+def differentiate(
     record: Record,
     sources: Sequence[Any],
     targets: Sequence[Any],
@@ -35,25 +35,25 @@ def cotangents_of(
     seeds: Sequence[Any],
     tree: Any,
 ) -> list[Any]:
-    """Returns the cotangents of sources; None for a source that is not connected to a target.
+    """Returns the derivative for each source; None for a source that is connected to no target.
 
     Args:
       sources: arrays and Variables.
       targets: arrays.
       variables: maps the Variables among the targets to their values.
-      derivative, seeds: as for `cotangents`.
+      derivative, seeds: as for `differentiate_record`.
       tree: the user's tree of sources.
     """
     # A Variable may have been read as several arrays, for example before and after an assignment.
     arrays = [record.reads_of(source) for source in sources]
     if variables:
-        arrays = [_with_target(variables, source, of) for source, of in zip(sources, arrays)]
+        arrays = [_with_target(variables, source, reads) for source, reads in zip(sources, arrays)]
     with _named_by_place(tree) if rules_in_force() else nullcontext():
-        found = cotangents_of_arrays(record, list(chain(*arrays)), targets, derivative, seeds)
+        found = differentiate_arrays(record, list(chain(*arrays)), targets, derivative, seeds)
     if set(map(len, arrays)) == {1}:  # the common case
         return found
-    each = iter(found)
-    return [sum_of_known(list(islice(each, len(of)))) for of in arrays]
+    terms = iter(found)
+    return [sum_present(list(islice(terms, len(reads)))) for reads in arrays]
 
 
 def _named_by_place(tree: Any) -> AbstractContextManager[None]:
@@ -72,7 +72,7 @@ def _with_target(variables: Mapping[Variable, Any], source: Any, reads: list[Any
     return [*reads, value] if is_new else reads
 
 
-def cotangents_of_arrays(
+def differentiate_arrays(
     record: Record,
     sources: Sequence[Any],
     targets: Sequence[Any],
@@ -82,27 +82,32 @@ def cotangents_of_arrays(
     aggregate: Aggregation | None = None,
     gated: bool = False,
 ) -> list[Any]:
-    """Returns the cotangents of source arrays; None for an array that is not connected, or that the
-    record does not follow. `stops`: arrays that count as constants; other arguments: see
-    `cotangents`."""
+    """Returns the derivative for each source array; None for an array that is not connected, or not
+    followed by the record. `stops`: arrays that count as constants; other arguments: see
+    `differentiate_record`."""
     warn_of_lost(record, sources, targets)
     # The gradient of a source that is a target is its seed, whether it is followed or not.
-    ends = {id(target) for target in targets}
-    from_sources: dict[int, int] = {}
+    target_ids = {id(target) for target in targets}
+    source_slots: dict[int, int] = {}  # by the id of the source
     for source in sources:
-        if (id(source) in ends or record.follows(source)) and _jax.has_gradient(source):
-            from_sources[id(source)] = record.slot(source)
-    inside = [i for i, t in enumerate(targets) if id(t) in from_sources or record.follows(t)]
-    if not inside or not from_sources:
+        if (id(source) in target_ids or record.follows(source)) and _jax.has_gradient(source):
+            source_slots[id(source)] = record.slot(source)
+    followed = [i for i, t in enumerate(targets) if id(t) in source_slots or record.follows(t)]
+    if not followed or not source_slots:
         return [None] * len(sources)
-    to_targets = tuple([record.slot(targets[i]) for i in inside])
-    given = [seeds[i] for i in inside] if seeds else []
-    stopped = frozenset(map(record.slot, stops))
-    starts = tuple(from_sources.values())
-    found = cotangents(record, starts, to_targets, derivative, given, stopped, aggregate, gated)
-    if len(from_sources) == len(sources):  # every source has a slot of its own
+    found = differentiate_record(
+        record,
+        tuple(source_slots.values()),
+        tuple([record.slot(targets[i]) for i in followed]),
+        derivative,
+        [seeds[i] for i in followed] if seeds else [],
+        frozenset(map(record.slot, stops)),
+        aggregate,
+        gated,
+    )
+    if len(source_slots) == len(sources):  # every source has a slot of its own
         return found
-    by_source = dict(zip(from_sources, found, strict=True))
+    by_source = dict(zip(source_slots, found, strict=True))
     return [by_source.get(id(source)) for source in sources]
 
 
@@ -236,11 +241,11 @@ def warn_of_unwatched(
     ]
     if not names:
         return
-    told, them, they_were = f"gradients of {listed(names, 3)} are", "them", "they were"
+    what_is, them, they_were = f"gradients of {listed(names, 3)} are", "them", "they were"
     if len(names) == 1:
-        told, them, they_were = f"gradient of {names[0]} is", "it", "it was"
+        what_is, them, they_were = f"gradient of {names[0]} is", "it", "it was"
     warn_where_called(
-        f"the {told} None, since the tape did not watch {them} when {they_were} used: call "
+        f"the {what_is} None, since the tape did not watch {them} when {they_were} used: call "
         "tape.watch on the arrays, or on the model that contains them, in the tape's block and "
         "before their first use",
         UserWarning,

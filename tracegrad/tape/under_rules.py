@@ -33,8 +33,8 @@ def _bind_placeholder(
     primitive: Any = jax.extend.core.Primitive(rule.op or rule.name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, name: list(results))
-    found: list[Any] = primitive.bind(*operands, name=rule.name)
-    return found
+    bound: list[Any] = primitive.bind(*operands, name=rule.name)
+    return bound
 
 
 class RecordedGraph(NamedTuple):
@@ -72,9 +72,9 @@ def graph_of_entries(
     inputs = [s for s in dict.fromkeys([*first, *used, *outputs]) if s not in made]
 
     def tape(*arrays: Any) -> list[Any]:
-        known = dict(zip(inputs, arrays, strict=True))
-        run_entries(entries, known, None if runs_rules else types)
-        return [known[slot] for slot in outputs]
+        values = dict(zip(inputs, arrays, strict=True))
+        run_entries(entries, values, None if runs_rules else types)
+        return [values[slot] for slot in outputs]
 
     program = jax.make_jaxpr(tape)(*[type_of_slot(types[slot]) for slot in inputs])
     return RecordedGraph(graph_of(program), inputs)
@@ -82,18 +82,18 @@ def graph_of_entries(
 
 def run_entries(
     entries: Sequence[Entry],
-    known: dict[int, Any],
-    shown: Sequence[Any] | Mapping[int, Any] | None = None,
-    used: Callable[[int, Any], Any] = lambda slot, value: value,
+    values: dict[int, Any],
+    types: Sequence[Any] | Mapping[int, Any] | None = None,
+    on_use: Callable[[int, Any], Any] = lambda slot, value: value,
 ) -> None:
     """Runs entries again, to be traced.
 
     Args:
       entries: in the order in which they ran.
-      known: the arrays by slot; the results are added to `known`.
-      shown: the types of the slots. If given, a function that ran on values does not run again,
+      values: the arrays by slot; the results are added to `values`.
+      types: the types of the slots. With types, a function that ran on values does not run again,
         but becomes one operation.
-      used: ``(slot, array) -> operand``, called in the name scope of each use of the array.
+      on_use: ``(slot, array) -> operand``, called in the name scope of each use of the array.
     """
     saved: set[int] = set()  # the slots of residuals, which have no value here
     for entry in entries:
@@ -106,11 +106,11 @@ def run_entries(
         computation = entry.computation
         scope, settings = _jax.equation_context(entry.source_info, None)
         with scope, settings:
-            taken = {slot: used(slot, known[slot]) for slot in entry.args}
-            operands = [taken[slot] for slot in entry.args]
-            if isinstance(computation, RecordedRule) and shown is not None:
-                types = [type_of_slot(shown[slot]) for slot in entry.results]
-                results = _bind_placeholder(computation, operands, types)
+            used = {slot: on_use(slot, values[slot]) for slot in entry.args}
+            operands = [used[slot] for slot in entry.args]
+            if isinstance(computation, RecordedRule) and types is not None:
+                result_types = [type_of_slot(types[slot]) for slot in entry.results]
+                results = _bind_placeholder(computation, operands, result_types)
             elif isinstance(computation, RecordedRule):
                 with tracing_rule(computation.name):
                     results = computation.called(*operands)
@@ -119,7 +119,7 @@ def run_entries(
         results = jax.tree.leaves(results)
         saved.update(entry.results[len(results) :])
         for slot, result in zip(entry.results, results):
-            known.setdefault(slot, result)  # slots that count as constants have an array already
+            values.setdefault(slot, result)  # slots that count as constants have an array already
 
 
 def vjp_under_rules(
@@ -147,35 +147,34 @@ def vjp_under_rules(
     # Numbers are written into the program, as they are when JAX traces the function.
     numbers = {slot: arrays[slot] for slot in used if not isinstance(arrays[slot], jax.Array)}
     used = [slot for slot in used if slot not in numbers]
-    given = [
+    inputs = [
         slot
         for slot in dict.fromkeys([*sources, *used, *targets])
         if slot not in made or slot in stopped
     ]
-    added = [slot for slot in dict.fromkeys(sources) if slot not in given]
+    intermediate = [slot for slot in dict.fromkeys(sources) if slot not in inputs]
 
     def tape(*operands: Any) -> list[Any]:
-        known = {**numbers, **dict(zip(given, operands))}
-        zeros = dict(zip(added, operands[len(given) :]))
+        values = {**numbers, **dict(zip(inputs, operands))}
+        zeros = dict(zip(intermediate, operands[len(inputs) :]))
 
-        def used(slot: int, value: Any) -> Any:
+        def add_zeros(slot: int, value: Any) -> Any:
             return perturbed(value, zeros[slot]) if slot in zeros else value
 
-        run_entries(entries, known, used=used)
-        return [used(slot, known[slot]) for slot in targets]
+        run_entries(entries, values, on_use=add_zeros)
+        return [add_zeros(slot, values[slot]) for slot in targets]
 
-    types = [jax.typeof(arrays[slot]) for slot in (*given, *added)]
+    slots = [*inputs, *intermediate]
+    types = [jax.typeof(arrays[slot]) for slot in slots]
     graph = graph_of(jax.make_jaxpr(tape)(*types))
     if graph.effects:
         graph = remove_repeated_effects(graph)
-    places = {slot: i for i, slot in enumerate([*given, *added])}
+    places = {slot: i for i, slot in enumerate(slots)}
     wanted = tuple(dict.fromkeys(places[slot] for slot in sources))
     differentiated = tuple(i in wanted for i in range(len(types)))
-    hints = tuple(
-        variables.get(id(arrays[slot])) or argument_path(arrays[slot]) for slot in (*given, *added)
-    )
+    hints = tuple(variables.get(id(arrays[slot])) or argument_path(arrays[slot]) for slot in slots)
     graph = replace(graph, hints=hints, differentiated=differentiated)
-    outer = {v: derivatives_of_argument(arrays[slot]) for v, slot in zip(graph.inputs, given)}
+    outer = {v: derivatives_of_argument(arrays[slot]) for v, slot in zip(graph.inputs, inputs)}
     for rule_set in rules:
         rule_set.refuse_outer(graph, outer)
     edited = add_scope_in_scans(apply_rules_in_force(graph, rules), UNDER_RULES)
@@ -187,18 +186,18 @@ def vjp_under_rules(
     all_rules = [rule for rule_set in rules for rule in rule_set.rules]
     operands = [
         *mark_inputs(
-            [arrays[slot] for slot in given], [(h,) for h in hints], differentiated, all_rules
+            [arrays[slot] for slot in inputs], [(h,) for h in hints], differentiated, all_rules
         ),
-        *(jnp.zeros_like(arrays[slot]) for slot in added),
+        *(jnp.zeros_like(arrays[slot]) for slot in intermediate),
     ]
-    chosen = [k for k, slot in enumerate(targets) if _jax.has_gradient(arrays[slot])]
+    flowing = [k for k, slot in enumerate(targets) if _jax.has_gradient(arrays[slot])]
 
     def backward(seeds: Sequence[Any]) -> list[Any]:
         along = _jax.of_some(lambda values: run(*values), operands, wanted)
         with without_editing():
             _, derivative = _jax.linearize(along, *(operands[i] for i in wanted))
             cts = transpose_derivative(
-                derivative, [types[i] for i in wanted], {k: seeds[k] for k in chosen}
+                derivative, [types[i] for i in wanted], {k: seeds[k] for k in flowing}
             )
         at = {place: k for k, place in enumerate(wanted)}
         return [cts.get(at[places[slot]]) for slot in sources]
