@@ -184,7 +184,7 @@ def test_what_one_operation_alone_reads_is_run_again_when_its_turn_comes(
     assert ops == [["mul", "dot_general"]] * 6
     held = gradient.held(planned)
     assert products(planned.to_callable(), *GATED) == products(unrolled, *GATED)
-    monkeypatch.setattr(Piece, "_late", lambda *_: {})
+    monkeypatch.setattr(Piece, "_find_late", lambda *_: {})
     held_at_once = gradient.held(keeping_gates(model(graph)))
     assert held <= held_at_once - 2 * 1024 * 64 * 4  # the reset states of two steps of six
 
