@@ -26,8 +26,8 @@ from tracegrad.variables.reading import Operands
 from tracegrad.variables.trees import without_variables
 
 # A gradient function is traced together with the gradient functions that it calls, which may
-# include itself. This is the maximal depth: each level allows one more order of derivatives.
-_MAX_DEPTH = 5
+# include itself, up to this depth: each level allows one more order of derivatives.
+_LEVELS = 5
 
 
 class _Tracing(threading.local):
@@ -50,7 +50,7 @@ class AnnotatedCall:
     pullbacks: list[Pullback | Exception] = field(default_factory=list)
 
     def name_captured(self, value: Any) -> tuple[str, str]:
-        """Returns texts for messages: of the function, and of a value that it captures."""
+        """Returns texts for messages: the function, and a value that it captures."""
         name = captured_name(value, self.fun, self.kwargs)
         return described(self.fun), captured_text(name, value)
 
@@ -101,11 +101,10 @@ class AnnotatedCall:
                 args, arrays = (*args, operands), (*arrays, *operands)
         pullback: Pullback | Exception
         values: list[Any] = []
-        if _tracing.depth == _MAX_DEPTH:
+        if _tracing.depth == _LEVELS:
             pullback = RecursionError(
                 f"the gradient function of {described(self.fun)} is called by gradient functions "
-                f"that call one another, {_MAX_DEPTH} deep: derivatives are defined up to that "
-                "order"
+                f"that call one another, {_LEVELS} deep: derivatives are defined up to that order"
             )
             self.pullbacks[:] = [pullback]
             return y, RunResiduals(values, 0)

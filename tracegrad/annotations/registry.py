@@ -162,16 +162,16 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
     if not overrides:
         yield
         return
-    named = {name: _Registered.now(gradient) for name, gradient in overrides.items()}
-    rules = [_make_override_rule(name, grad) for name, grad in named.items()]
-    rule_set = RuleSet(rules, acts_everywhere=True, key=("overrides", frozenset(named.items())))
-    trace = _Overrides(_jax.current_trace(None), named, rule_set)
+    grads = {name: _Registered.now(gradient) for name, gradient in overrides.items()}
+    rules = [_make_override_rule(name, grad) for name, grad in grads.items()]
+    rule_set = RuleSet(rules, acts_everywhere=True, key=("overrides", frozenset(grads.items())))
+    trace = _Overrides(_jax.current_trace(None), grads, rule_set)
     trace.begin()
     try:
         yield
     finally:
         trace.end()
-    if unmet := [name for name in named if name not in _overridden]:
+    if unmet := [name for name in grads if name not in _overridden]:
         warn_where_called(
             f"no operation {' or '.join(map(repr, unmet))} was met in a block of "
             f"gradient_override_map({dict(overrides)!r}), which acts on operations inside of it, "

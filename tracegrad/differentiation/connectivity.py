@@ -113,6 +113,7 @@ class Walk:
 
     @once_for_each
     def region(self, graph: Graph, ins: Masks) -> Masks:
+        """Like `rule`, for a graph: returns a mask for each output."""
         return spread(graph, ins, self.rule)
 
     @once_for_each
@@ -132,7 +133,7 @@ class Walk:
                     node.primitive, params, *_operand_and_cotangent_types(node), reached
                 )
             except TypeError:  # a parameter that cannot be hashed
-                rows = _rows(_make_run(node), *_operand_and_cotangent_types(node), reached)
+                rows = _vjp_rows(_make_run(node), *_operand_and_cotangent_types(node), reached)
         else:
             rows = self._region_rows(node, reached)
         if rows is not None:
@@ -166,6 +167,7 @@ def _union_of_rows(rows: Sequence[int], ins: Masks) -> Masks:
 
 Params = tuple[tuple[str, Any], ...]
 Types = tuple[Any, ...]
+# For each result, a mask of operands; None if JAX cannot differentiate the node.
 Rows = tuple[int, ...] | None
 
 
@@ -176,7 +178,7 @@ def _operand_and_cotangent_types(node: Node) -> tuple[Types, Types]:
 
 
 def _rows_of_rule(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
-    """Returns `_rows` of a custom gradient; None if JAX cannot differentiate it."""
+    """Like `_vjp_rows`, for a custom gradient."""
     if node.kind == "vjp":
         return _rows_of_returned_gradients(node, reached)
     if loses_derivative(node, reached):
@@ -207,7 +209,7 @@ def _rows_of_rule(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
 
 
 def _rows_of_call(node: Node, reached: tuple[bool, ...]) -> Rows:
-    rows = _rows(_make_run(node), *_operand_and_cotangent_types(node), reached)
+    rows = _vjp_rows(_make_run(node), *_operand_and_cotangent_types(node), reached)
     if rows is None or isinstance(node, CustomGradient) or not _has_rules(node):
         return rows
     returned = _rows_of_returned_gradients(node, reached)
@@ -256,12 +258,12 @@ def _cached_rows(
     cotangents: Types,
     reached: tuple[bool, ...],
 ) -> Rows:
-    return _rows(
+    return _vjp_rows(
         lambda operands: _jax.bind(primitive, operands, dict(params)), avals, cotangents, reached
     )
 
 
-def _rows(
+def _vjp_rows(
     run: Callable[[Sequence[Any]], list[Any]],
     avals: Types,
     cotangents: Types,

@@ -95,8 +95,8 @@ def read_fates(graph: Graph, compiled: Module, examples: int = 1, devices: int =
     for k in kept:
         if forward := writers[k][0]:
             sizes.setdefault(max(forward), []).append(writes[k].size // examples)
-    own = {i: sum(result_bytes[i]) if i in read_back else 0 for i in sizes}
-    beside = {i: max(0, sum(kept_bytes) - own[i]) for i, kept_bytes in sizes.items()}
+    kept_results = {i: sum(result_bytes[i]) if i in read_back else 0 for i in sizes}
+    beside = {i: max(0, sum(size) - kept_results[i]) for i, size in sizes.items()}
     views, inlined = _find_inlined_nodes(graph, set().union(*holds), set().union(*inside))
     repeated -= inlined
     # Backward steps come after the buffer of the last forward node. XLA may compute gradients of

@@ -105,9 +105,9 @@ class Planner:
                 forwards = table[:, _KEPT, None] + forward
                 backwards = table[:, _HELD + j, None] + backward
                 rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
-                near = np.maximum(forwards, backwards)[rows, ways] - TUNING.careful**2 * budget
+                excess = np.maximum(forwards, backwards)[rows, ways] - TUNING.careful**2 * budget
                 is_recomputed = np.array([way.recompute for way in part.segments])
-                near = table[rows, _NEAR] + is_recomputed[ways] * np.maximum(near, 0)
+                near = table[rows, _NEAR] + is_recomputed[ways] * np.maximum(excess, 0)
                 flops = table[rows, _FLOPS] + flops[ways]
                 kept = table[rows, _KEPT] + deltas[ways, -1]
                 order = np.argsort(near, kind="stable")
@@ -129,20 +129,20 @@ class Planner:
         cut ``j`` reads is not in memory then. The last entry is the bytes that the way leaves in
         the forward pass.
         """
-        ends = [
+        pairs = [
             (i, j)
             for i, j in itertools.combinations(range(len(self._cuts)), 2)
             if j - i <= TUNING.longest
         ]
         tables = {}
-        all_ways = self._find_ways([(self._cuts[i], self._cuts[j]) for i, j in ends])
-        for (i, j), ways in zip(ends, all_ways, strict=True):
+        all_ways = self._find_ways([(self._cuts[i], self._cuts[j]) for i, j in pairs])
+        for (i, j), ways in zip(pairs, all_ways, strict=True):
             start, stop = self._cuts[i], self._cuts[j]
-            left = np.repeat(ways.table[:, 3:4], len(self._cuts) + 1, axis=1)
+            held = np.repeat(ways.table[:, 3:4], len(self._cuts) + 1, axis=1)
             for k, v in ((k, v) for k, leaves in enumerate(ways.leaves) for v in leaves):
                 first = next(u for u in self.model.uses[start + v] if u >= stop)
-                left[k, bisect.bisect_right(self._cuts, first) :] += self.model.sizes[start + v]
-            tables[i, j] = ways, left
+                held[k, bisect.bisect_right(self._cuts, first) :] += self.model.sizes[start + v]
+            tables[i, j] = ways, held
         return tables
 
     @functools.cached_property

@@ -120,7 +120,7 @@ def find_lost_operands(fun: Any, types: Sequence[Any]) -> LostOperands:
     outs = walk.region(trace_for_types(fun, types), of_each(map(_jax.has_gradient, types)))
     return [
         (operand, what, places)
-        for (operand, what), bit in walk.found.items()
+        for (operand, what), bit in walk.bits.items()
         if (places := tuple([i for i, mask in enumerate(outs) if mask & bit]))
     ]
 
@@ -131,7 +131,7 @@ class _ClosedOver(Walk):
 
     def __init__(self, count: int):
         self._count = count
-        self.found: dict[tuple[int, UserNames], int] = {}
+        self.bits: dict[tuple[int, UserNames], int] = {}
 
     def rule(self, node: Node, ins: Masks) -> Masks:
         outs = super().rule(node, ins)
@@ -140,7 +140,7 @@ class _ClosedOver(Walk):
             operands = [i for i in range(self._count) if ins[position] >> i & 1]
             if operands and depends_on(node.primal, position):
                 for i in operands:
-                    bit = self.found.setdefault((i, what), 1 << self._count + len(self.found))
+                    bit = self.bits.setdefault((i, what), 1 << self._count + len(self.bits))
                     outs = [m | bit if has_gradient(v) else m for m, v in zip(outs, node.outputs)]
         return outs
 

@@ -148,24 +148,24 @@ class Recorder(OperationRecorder):
         types = list(map(jax.typeof, results))
 
         def pull_back(cotangents: Sequence[Any], sparse: Sequence[bool]) -> list[Any]:
-            every = [
+            filled = [
                 ct if ct is not None else _zero_cotangent(aval)
                 for ct, aval in zip(cotangents, types)
             ]
             answered.clear()
             flowing.clear()
             flowing.update(k for k, ct in enumerate(cotangents) if ct is not None)
-            found = dict(zip(active, vjp(every), strict=True))
-            each = [found.get(i) if i in answered else None for i in range(len(operands))]
+            of_active = dict(zip(active, vjp(filled), strict=True))
+            cts = [of_active.get(i) if i in answered else None for i in range(len(operands))]
             if primitive is _jax.CUSTOM_JVP and not answered.issuperset(active):
                 zeros = _zeros_from_jvp(
                     called, operands, active, [ct is not None for ct in cotangents]
                 )
-                each = [zeros.get(i) if ct is None else ct for i, ct in enumerate(each)]
-            return each
+                cts = [zeros.get(i) if ct is None else ct for i, ct in enumerate(cts)]
+            return cts
 
-        at = {id(x): i for i, x in enumerate(operands)}
-        returned_operands = {k: at[id(r)] for k, r in enumerate(results) if id(r) in at}
+        position = {id(x): i for i, x in enumerate(operands)}
+        returned_operands = {k: position[id(r)] for k, r in enumerate(results) if id(r) in position}
         rule = RecordedRule(name, called, pull_back, returned_operands=returned_operands)
         results = [self.alias(result) for result in results]
         info = current_source_info()
@@ -175,12 +175,12 @@ class Recorder(OperationRecorder):
         if parts is not None and parts.closed_over:
             kept = [(fun, _jax.result_trees(fun)) for fun in subfuns[:2] if _jax.has_run(fun)]
             with set_current_trace(self.parent_trace):
-                found = find_lost_operands(called, list(map(jax.typeof, operands)))
+                lost = find_lost_operands(called, list(map(jax.typeof, operands)))
             for fun in subfuns[:2]:
                 _jax.forget_result_trees(fun)
             for fun, trees in kept:  # JAX reads the tree of the results from there
                 _jax.leave_result_trees(fun, trees)
-            add_lost_operands(watching, found, operands, results)
+            add_lost_operands(watching, lost, operands, results)
         return results
 
     def _as_new_objects(

@@ -95,16 +95,11 @@ def differentiate_arrays(
     followed = [i for i, t in enumerate(targets) if id(t) in source_slots or record.follows(t)]
     if not followed or not source_slots:
         return [None] * len(sources)
-    found = differentiate_record(
-        record,
-        tuple(source_slots.values()),
-        tuple([record.slot(targets[i]) for i in followed]),
-        derivative,
-        [seeds[i] for i in followed] if seeds else [],
-        frozenset(map(record.slot, stops)),
-        aggregate,
-        gated,
-    )
+    starts = tuple(source_slots.values())
+    ends = tuple([record.slot(targets[i]) for i in followed])
+    seeds = [seeds[i] for i in followed] if seeds else []
+    stopped = frozenset(map(record.slot, stops))
+    found = differentiate_record(record, starts, ends, derivative, seeds, stopped, aggregate, gated)
     if len(source_slots) == len(sources):  # every source has a slot of its own
         return found
     by_source = dict(zip(source_slots, found, strict=True))
