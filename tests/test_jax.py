@@ -300,7 +300,7 @@ def test_a_jitted_call_without_options_is_told_from_others():
 
 def test_a_jitted_call_is_known_where_jit_is_disabled_too():
     with jax.disable_jit():
-        *_, call = _jax.programs._equations()
+        *_, call = _jax.programs._trace_sample_equations()
     assert _jax.jit_settings(call.params)
 
 

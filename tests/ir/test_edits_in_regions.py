@@ -90,6 +90,22 @@ def test_a_while_loop_that_captures_an_outer_tracer_keeps_its_tangent():
     close(jax.jvp(by_edit, (1.3,), (1.0,)), jax.jvp(edited, (1.3,), (1.0,)))
 
 
+def test_captures_of_a_condition_and_of_a_body_reach_their_regions_in_any_order_of_matches():
+    def loop(x, of_condition=1.0, of_body=1.0):
+        return jax.lax.while_loop(
+            lambda c: jnp.abs(c) * of_condition < 5.0, lambda c: c + jnp.exp2(c) * of_body, x
+        )
+
+    @jax.jit
+    def edited(x, factors):
+        graph = tg.graph(lambda x: loop(x), x)
+        backwards = graph.find(tg.match.op("abs", "exp2"))[::-1]
+        return around_each(graph, backwards, lambda op, c: op(c) * factors[op.name]).graph(x)
+
+    (result,) = edited(0.5, {"abs": 2.0, "exp2": 3.0})
+    np.testing.assert_allclose(result, loop(0.5, 2.0, 3.0), rtol=1e-6)
+
+
 def test_a_capture_that_no_public_function_can_make_an_operand_is_refused():
     def fun(x):
         return jax.lax.custom_linear_solve(

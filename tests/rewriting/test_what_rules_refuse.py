@@ -122,7 +122,9 @@ def test_a_match_with_respect_to_which_a_rule_refuses_a_gradient_is_named():
     x = jnp.arange(3.0)
     with pytest.raises(RuntimeError, match="second operand") as error:
         tg.intermediate_gradients(loss, x, where=match.op("sin", "stop_gradient"))
-    assert "leave it out of `where`: <StopGradient stop_gradient(" in error.value.__notes__[-1]
+    assert (
+        "leave the match out of `where`: <StopGradient stop_gradient(" in error.value.__notes__[-1]
+    )
     _, gradients = tg.intermediate_gradients(loss, x, where=match.op("sin", "cos"))
     np.testing.assert_allclose(gradients["sin"], jnp.cos(x))
 

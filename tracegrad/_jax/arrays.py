@@ -1,4 +1,4 @@
-"""Arrays and their types: dtypes with gradients, shardings, types as text, and array aliases."""
+"""Answers questions about arrays and their types: dtypes, shardings, texts, keys, aliases."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def has_gradient(aval: Any) -> bool:
 # Called for every value of every graph: without the cache `tracegrad.graph` takes a tenth longer.
 @cached(256)
 def is_inexact(dtype: Any) -> bool:
-    """Float or complex. None stands for a value without a dtype."""
+    """Whether a dtype is float or complex; None stands for a value without a dtype."""
     return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
 
-_OF_64_BITS = frozenset({np.dtype(np.float64), np.dtype(np.complex128)})
-_AS_IT_IS = nullcontext()
+_FLOATS_OF_64_BITS = frozenset({np.dtype(np.float64), np.dtype(np.complex128)})
+_NO_CHANGE = nullcontext()
 
 
-def as_computed(arrays: Iterable[Any]) -> AbstractContextManager[None]:
-    """A block with 64 bits enabled, if an array has 64 bits but JAX is set to 32.
+def enable_x64_for(arrays: Iterable[Any]) -> AbstractContextManager[None]:
+    """Returns a context manager that enables 64 bits if a float array has 64 bits.
 
-    Such an array may come from a block of `jax.enable_x64`; differentiating after that block, JAX
-    would mix the array with arrays of 32 bits.
+    Such an array may come from a block of `jax.enable_x64`; if JAX is set to 32 bits after the
+    block, differentiating would mix the array with arrays of 32 bits.
     """
     for array in arrays:
-        if array.dtype in _OF_64_BITS and not jax.config.jax_enable_x64:
-            wide: AbstractContextManager[None] = jax.enable_x64(True)
-            return wide
-    return _AS_IT_IS
+        if array.dtype in _FLOATS_OF_64_BITS and not jax.config.jax_enable_x64:
+            enabled: AbstractContextManager[None] = jax.enable_x64(True)
+            return enabled
+    return _NO_CHANGE
 
 
 def is_reference(aval: object) -> bool:
@@ -60,8 +60,8 @@ def no_cotangent(aval: Any) -> Any:
 
 
 def local_shape(aval: Any) -> Sequence[Any]:
-    """The shape of one device's shard of a value. Only explicit mesh axes divide a size: the type
-    does not mention other axes."""
+    """The shape of one device's shard of a value, as far as its type knows: only explicit mesh axes
+    divide a size, since the type does not mention other axes."""
     shape: Sequence[Any] = getattr(aval, "shape", ())
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
@@ -81,8 +81,8 @@ def local_shape(aval: Any) -> Sequence[Any]:
 
 
 def type_of(leaf: Any) -> Any:
-    """None for a leaf that is not an array, and for a part of a reference, `ref.at[i]` (several
-    operands to JAX; `jax.typeof` raises an undocumented error)."""
+    """Returns the type of an array or Ref. Returns None for another leaf, and for a part of a Ref,
+    `ref.at[i]` (several operands to JAX; `jax.typeof` raises an undocumented error)."""
     try:
         return jax.typeof(leaf)
     except Exception:
@@ -101,7 +101,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 
 def varying_as(array: Any, aval: Any) -> Any:
-    """Marks an array as varying over the mesh axes of `varying_axes(aval)`."""
+    """Marks an array as varying over the `varying_axes` of a type."""
     return _varying(array, varying_axes(aval))
 
 
@@ -117,36 +117,38 @@ def _varying(array: Any, axes: frozenset[str]) -> Any:
 
 
 def placed(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns a `jax.ShapeDtypeStruct` of a type, for lowering. `sharding`: default: the type's.
+    """Returns a `jax.ShapeDtypeStruct` of a type, for lowering; by default with the type's own
+    sharding.
 
     An explicit mesh without devices stands for the current mesh. If the axes of the mesh are
     automatic, the type does not have the value's sharding, and the value is placed on one device.
     """
     if sharding is None:
-        typed = getattr(without_devices(aval), "sharding", None)
-        if typed is not None and not typed.mesh.empty:
-            sharding = typed
+        own_sharding = getattr(without_devices(aval), "sharding", None)
+        if own_sharding is not None and not own_sharding.mesh.empty:
+            sharding = own_sharding
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
         aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False)
     )
 
 
-def align(avals: Sequence[Any], flowing: Sequence[Any]) -> list[Any]:
-    """Returns a (co)tangent for each type: the next of `flowing`, or ``float0`` for integers."""
-    rest = iter(flowing)
+def insert_float0(avals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Returns a (co)tangent for each type: float and complex types get the next of `cotangents`,
+    other types zeros of dtype ``float0``."""
+    rest = iter(cotangents)
     return [next(rest) if has_gradient(aval) else no_cotangent(aval) for aval in avals]
 
 
 def type_text(aval: Any) -> str:
-    """``f32[8,4]``; a leading ``~`` marks a weak type. Removes the explanation in the name of a key
-    type (``key<name: explanation>[4]``)."""
+    """Returns a type as text, ``f32[8,4]``; a leading ``~`` marks a weak type. Removes the
+    explanation in the name of a key type (``key<name: explanation>[4]``)."""
     text = re.sub(r"(key<[^:>]*):[^>]*>", r"\1>", aval.str_short(short_dtypes=True))
     return f"~{text}" if getattr(aval, "weak_type", False) else str(text)
 
 
 def type_key(value: Any) -> Any:
-    """Equal keys: a program traced for one value is valid for the other. (With explicit shardings a
-    type has more than shape and dtype.)"""
+    """Returns a key that is equal for two values if a program traced for one is valid for the
+    other. (With explicit shardings a type has more than shape and dtype.)"""
     aval = getattr(value, "aval", None)
     if aval is not None:
         return aval
@@ -159,7 +161,7 @@ _SINGLE = jax.sharding.SingleDeviceSharding
 
 
 def array_type(array: Any) -> Any:
-    """`jax.typeof(array)`; for an array on one device in a tenth of the time."""
+    """Returns ``jax.typeof(array)``, for an array on one device in a tenth of the time."""
     # A tracer has no sharding, and before JAX 0.12 its error takes as long as its whole program.
     if not is_tracer(array) and type(getattr(array, "sharding", None)) is _SINGLE:
         return array.aval
@@ -167,7 +169,7 @@ def array_type(array: Any) -> Any:
 
 
 def struct(shape: Sequence[Any], dtype: Any, weak_type: bool = False) -> Any:
-    """JAX has not annotated the constructor of `jax.ShapeDtypeStruct` with types yet."""
+    """Returns a `jax.ShapeDtypeStruct`, whose constructor JAX has not annotated with types yet."""
     return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak_type)  # type: ignore[no-untyped-call]
 
 
@@ -218,9 +220,9 @@ def fresh_alias(array: Any) -> Any:
     The first alias of an array shares the array's buffers: making the alias takes a microsecond,
     but donating the alias deletes both. An array on one device keeps its alias and would return the
     same object again, so further aliases are copies: other ways to share a buffer would commit the
-    array to its device, or make a weak type strong. After `_MOST_IN_A_ROW` aliases of aliases, the
-    next alias is a copy too: each alias keeps its array alive, and JAX frees a long chain by
-    recursion, which overflows the stack.
+    array to its device, or make a weak type strong. After `_MAX_DEPTH` aliases of aliases, the next
+    alias is a copy too: each alias keeps its array alive, and JAX frees a long chain by recursion,
+    which overflows the stack.
     """
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         return jax.numpy.array(array, copy=True)
@@ -229,11 +231,11 @@ def fresh_alias(array: Any) -> Any:
         return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
     shared = array.addressable_data(0)
     identity = id(shared)
-    known = weakref.ref(shared, lambda _: _given_out.pop(identity, None) and None)
-    _, depth = _given_out.get(id(array), (None, 0))
-    if shared is not array and depth < _MOST_IN_A_ROW:
-        given = _given_out.setdefault(identity, (known, depth + 1))
-        if given[0] is known:
+    ref = weakref.ref(shared, lambda _: _aliases.pop(identity, None) and None)
+    _, depth = _aliases.get(id(array), (None, 0))
+    if shared is not array and depth < _MAX_DEPTH:
+        first_ref, _ = _aliases.setdefault(identity, (ref, depth + 1))
+        if first_ref is ref:  # the alias is new: no other caller has it
             return shared
     with at_top_level():  # not recorded by a tape
         return jax.numpy.array(array, copy=True)
@@ -248,5 +250,5 @@ def as_another_object(result: Any, operands: Iterable[Any]) -> Any:
 
 # By identity: the aliases that are alive (this is not a cache), each with its depth, the length of
 # the chain of aliases from the original array.
-_given_out: dict[int, tuple[weakref.ref[Any], int]] = {}
-_MOST_IN_A_ROW = 100
+_aliases: dict[int, tuple[weakref.ref[Any], int]] = {}
+_MAX_DEPTH = 100

@@ -19,9 +19,8 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 P = ParamSpec("P")
 
-_clearing: list[
-    Callable[[], object]
-] = []  # one for each cache; modules add to it when they are imported
+# One function for each cache; modules add theirs when they are imported.
+_clear_functions: list[Callable[[], object]] = []
 
 
 def clear_caches() -> None:
@@ -31,9 +30,9 @@ def clear_caches() -> None:
     compiled. Clearing changes no result, only time: entries that are needed again are computed,
     traced and compiled again. Records of open tapes, Variables and registered gradients are kept.
 
-    Clearing is never necessary: each cache is bounded, and the entries of a function or a program
-    are removed with the function or program. Clearing frees memory between two experiments in one
-    process, or lets a measurement start without caches.
+    Clearing is never necessary: each cache is bounded, and the entries of a function or program end
+    with the function or program. Clearing frees memory between two experiments in one process, or
+    lets a measurement start without caches.
 
     JAX's own caches are not emptied, because all other code in the process uses them too. To start
     without any cache, also call `jax.clear_caches`. A traced function keeps the programs that it
@@ -52,13 +51,13 @@ def clear_caches() -> None:
     >>> slope(jax.numpy.float32(3.0))
     6.0
     """
-    for clear in _clearing:
+    for clear in _clear_functions:
         clear()
 
 
 def when_clearing(clear: Callable[[], object]) -> Callable[[], object]:
     """Registers a function for `clear_caches` to call."""
-    _clearing.append(clear)
+    _clear_functions.append(clear)
     return clear
 
 
@@ -70,9 +69,9 @@ def cached(maxsize: int) -> Callable[[Callable[P, V]], Callable[P, V]]:
     """
 
     def decorate(fun: Callable[P, V]) -> Callable[P, V]:
-        remembering = functools.lru_cache(maxsize, typed=True)(fun)
-        when_clearing(remembering.cache_clear)
-        return remembering  # type: ignore[return-value]  # typeshed has no arguments there
+        cached_fun = functools.lru_cache(maxsize, typed=True)(fun)
+        when_clearing(cached_fun.cache_clear)
+        return cached_fun  # type: ignore[return-value]  # typeshed omits the arguments
 
     return decorate
 
@@ -80,25 +79,25 @@ def cached(maxsize: int) -> Callable[[Callable[P, V]], Callable[P, V]]:
 def once_for_each(find: Callable[P, V]) -> Callable[P, V]:
     """Decorates a method to run once for equal arguments; the object keeps the results. Arguments
     are hashable, or lists of hashable elements."""
-    name = f"_found_by_{find.__name__}"
+    name = f"_results_of_{find.__name__}"
 
     @functools.wraps(find)
-    def once(*args: P.args, **kwargs: P.kwargs) -> V:
-        owner, *given = args
-        found: dict[Any, V] = vars(owner).setdefault(name, {})
-        key = tuple([tuple(x) if type(x) is list else x for x in (*given, *kwargs.items())])
-        if key not in found:
-            found[key] = find(*args, **kwargs)
-        return found[key]
+    def find_once(*args: P.args, **kwargs: P.kwargs) -> V:
+        owner, *rest = args
+        results: dict[Any, V] = vars(owner).setdefault(name, {})
+        key = tuple([tuple(x) if type(x) is list else x for x in (*rest, *kwargs.items())])
+        if key not in results:
+            results[key] = find(*args, **kwargs)
+        return results[key]
 
-    return once
+    return find_once
 
 
 class Cache(dict[K, V]):
     """A global dict of at most `maxsize` entries: a further entry replaces the oldest entry.
 
-    The oldest entry was added first, used or not. So a hit costs as much as in a dict, and an entry
-    in constant use is computed again once in `maxsize` misses.
+    The oldest entry is the entry that was added first, even if it is in use. So a hit costs as much
+    as in a dict, and an entry in constant use is computed again once in `maxsize` misses.
     """
 
     def __init__(self, maxsize: int):
@@ -116,7 +115,7 @@ class WeakCache(Generic[V]):
     """A global table whose keys are functions or programs; an entry ends with its key.
 
     Keys are compared by identity, since equal functions (objects with an `__eq__`) may do different
-    things. A value that refers to its key keeps the key alive, until `maxsize` entries are newer.
+    things. A value that refers to its key keeps the key alive until `maxsize` newer entries follow.
     """
 
     def __init__(self, maxsize: int = 1 << 14):
@@ -129,7 +128,8 @@ class WeakCache(Generic[V]):
         return None if entry is None else entry[1]
 
     def put(self, owner: Any, value: V) -> V:
-        """Returns `value`. Raises TypeError if `owner` does not support weak references."""
+        """Sets the entry of a key, and returns `value`. Raises TypeError if `owner` does not
+        support weak references."""
         identity, entries = id(owner), self._entries
         # When `owner` is freed, its entry is removed, before another object can have its identity.
         ref = weakref.ref(owner, lambda _: entries.pop(identity, None) and None)
@@ -150,20 +150,20 @@ def _drop_oldest(entries: dict[Any, Any]) -> None:
 
 # ------------------------------------------------------------- facts of functions and programs
 
-# Keyed by identity. By this cache, recursions over nested programs visit each inner program once,
-# however many calls it has: else their time is exponential in the depth of calls. And a function
-# that is traced for each call takes 0.3 ms with the cache and 70 ms without.
+# Keyed by identity. With this cache, recursions over nested programs visit each inner program once
+# for all its calls; else their time is exponential in the depth of calls. A function that is traced
+# for each call takes 0.3 ms with the cache and 70 ms without.
 _facts: WeakCache[dict[Any, Any]] = WeakCache()
 
 
 def facts_of(owner: Any) -> dict[Any, Any]:
-    """Returns the dict of cached facts of a function, a program or another object. The dict ends
+    """Returns the dict of cached facts about a function, a program or another object. The dict ends
     with the object; no fact may refer to the object.
 
     Raises TypeError if the object does not support weak references.
     """
-    known = _facts.get(owner)
-    return _facts.put(owner, {}) if known is None else known
+    facts = _facts.get(owner)
+    return _facts.put(owner, {}) if facts is None else facts
 
 
 def of_program(find: Callable[[Any], V]) -> Callable[[Any], V]:

@@ -1,10 +1,10 @@
 """Builds functions with custom derivatives: a JVP rule (`with_tangent`) or a VJP rule
 (`with_cotangent`, `with_backward`).
 
-For a rule to hold at every order, its forward pass must call the function with the rule.
-The forward pass of `with_backward` does so, and the rule of `with_tangent` does so to compute the
-primal results. In a scan, older JAX then differentiates the body of the function and drops the
-rule (`compat.SCANS_DROP_RULES`); `keeping_rule` prevents that.
+A rule holds at every order if its forward pass calls the function with the rule. The forward pass
+of `with_backward` does so, and the JVP rule of `with_tangent` does so for the primal results. In a
+scan, older JAX then differentiates the body of the function and drops the rule
+(`compat.SCANS_DROP_RULES`); `call_keeping_rule` prevents that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def with_tangent(
         operand is differentiated; may raise. A mark on `tangent` also marks the rule (see
         `ir.frames`).
       name: the function's name in traced programs, set on `run` itself; default: ``run.__name__``.
-      at_any_order: whether the rule holds at any order; if not, second derivatives are those of
+      at_any_order: whether the rule holds at any order; if not, second derivatives differentiate
         `run` and `tangent`.
     """
     run.__name__ = run.__qualname__ = name or run.__name__
@@ -48,7 +48,7 @@ def with_tangent(
     @functools.wraps(tangent)
     def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         out_tangents = tangent(primals, tangents)
-        return keeping_rule(rule, primals) if at_any_order else run(*primals), out_tangents
+        return call_keeping_rule(rule, primals) if at_any_order else run(*primals), out_tangents
 
     rule.defjvp(jvp_rule)
     return rule  # type: ignore[no-any-return]
@@ -64,13 +64,14 @@ def with_cotangent(
 ) -> Callable[[Any], Any]:
     """Returns an identity function whose VJP rule is ``change(cotangent)``.
 
-    The forward pass calls `forward`, not the function with the rule. So a second derivative sees a
-    plain identity, and forward mode over reverse mode works.
+    The forward pass calls `forward`, not the function with the rule. So a second derivative
+    differentiates a plain identity, and forward mode over reverse mode works.
 
     Args:
       change: maps the cotangent of the result to the cotangent of the argument, or to None. With
         `symbolic_zeros`, the cotangent may be a `SymbolicZero`. A mark on `change` also marks the
         rule (see `ir.frames`).
+      name: the function's name in traced programs.
       forward: computes the result if the function is differentiated.
       run: computes the result if the function is not differentiated.
     """
@@ -130,12 +131,12 @@ def with_backward(
         return backward(kept, [each is not None for each in static], cotangents)
 
     rule.defvjp(forward, back, symbolic_zeros=symbolic_zeros)
-    bound = or_plain(rule, run)
+    bound = with_fallback(rule, run)
     return bound if symbolic_zeros else rule
 
 
-def or_plain(rule: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls `rule`, or `run` if JAX does not support `rule` there.
+def with_fallback(rule: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls `rule` or, in a place where JAX does not support `rule`, `run`.
 
     JAX raises NotImplementedError for a rule with symbolic zeros in the body of a shard_map outside
     jit. Calling `run` loses no derivative: a transformation that differentiates the function is
@@ -160,7 +161,7 @@ _RESULTS: Any = jex.Primitive("results_of_custom_jvp")
 _RESULTS.multiple_results = True
 
 
-def keeping_rule(function: Callable[..., Any], primals: Sequence[Any]) -> Any:
+def call_keeping_rule(function: Callable[..., Any], primals: Sequence[Any]) -> Any:
     """Returns ``function(*primals)``, whose derivatives apply the function's rule at any order."""
     leaves, tree = jax.tree.flatten(primals)
 

@@ -31,10 +31,10 @@ from tracegrad._jax.traces import ReverseTrace, current_trace, staging_trace
 
 def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
     """Binds each equation of a program with unchanged parameters, scope and source line."""
-    # (Outside of all programs, JAX would compile each operation that became a call.)
-    is_staged = isinstance(current_trace(None), ReverseTrace) and staging_trace() is not None
+    # (Outside of all traces, JAX would compile each operation that became a call.)
+    shares_calls = isinstance(current_trace(None), ReverseTrace) and staging_trace() is not None
     try:
-        if is_staged:
+        if shares_calls:
             return _eval_in_reverse_mode(program, args)
         return list(jax.core.eval_jaxpr(*parts_of(program), *args))
     except Exception as error:
@@ -44,8 +44,8 @@ def eval_program(program: Any, args: Sequence[Any]) -> list[Any]:
 def _eval_in_reverse_mode(program: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a program as `jax.core.eval_jaxpr` does, but faster if operations are repeated.
 
-    JAX finds the derivative of an operation anew for each equation, but the derivative of a call
-    once for each program. So repeated operations become calls of one program, which JAX inlines.
+    JAX makes the derivative of an operation for each equation, but the derivative of a call once
+    for each called program. So repeated operations become calls of one program, which JAX inlines.
     """
     open_form, constants = parts_of(program)
     values = dict(zip([*open_form.constvars, *open_form.invars], [*constants, *args], strict=True))
@@ -62,26 +62,27 @@ def _eval_in_reverse_mode(program: Any, args: Sequence[Any]) -> list[Any]:
         with scope, settings:
             if key is not None and counts[key] > 2:
                 if key not in calls:
-                    calls[key] = _call_of(equation, program)
+                    calls[key] = _make_call(equation, program)
                 primitive, params = JIT, calls[key]
             results = bind(primitive, read(equation.invars), params)
         values.update(zip(equation.outvars, results, strict=True))
     return read(open_form.outvars)
 
 
-_OF_SEVERAL = (REMAT, CUSTOM_JVP, CUSTOM_VJP)
+_OPENED_BY_DERIVATIVES = (REMAT, CUSTOM_JVP, CUSTOM_VJP)
 
 
 def _operation_key(equation: Any) -> Any:
-    """Equal for equations of one operation with equal parameters and types of operands. None if the
-    operation has effects, or is a call.
+    """Returns a key that is equal for equations with the same operation, parameters, settings and
+    types of operands. Returns None for an operation that has effects, or is a call.
 
-    None also if a derivative of the operation contains the several operations of its program: JAX
-    gives all operations of an inlined call the line of the call.
+    Returns None also if a derivative of the operation consists of several operations of its
+    program: they would lose their lines, since JAX gives all operations of an inlined call the line
+    of the call.
     """
     if equation.effects or equation.primitive is JIT:
         return None
-    if equation.primitive in _OF_SEVERAL:
+    if equation.primitive in _OPENED_BY_DERIVATIVES:
         programs = sub_programs(equation.params)
         if sum(len(program.eqns) for _, program in programs) > 1:
             return None
@@ -95,25 +96,25 @@ def _operation_key(equation: Any) -> Any:
     return key
 
 
-def _call_of(equation: Any, like: Any) -> dict[str, Any]:
-    """The parameters of a call of an operation; JAX inlines the call while tracing."""
+def _make_call(equation: Any, like: Any) -> dict[str, Any]:
+    """Returns the parameters of a call of an operation; JAX inlines the call while tracing."""
     inputs = [jex.Var(atom.aval) for atom in equation.invars]
     outputs = [jex.Var(var.aval) for var in equation.outvars]
-    own = equation.replace(
+    operation = equation.replace(
         invars=inputs, outvars=outputs, source_info=source_info_util.new_source_info()
     )
-    program = program_of(like, constants={}, inputs=inputs, outputs=outputs, equations=[own])
+    program = program_of(like, constants={}, inputs=inputs, outputs=outputs, equations=[operation])
     return call_params(program, equation.primitive.name, INLINED_WHEN_TRACED)
 
 
 def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
     """Binds a closed program as one call, which JAX inlines when it lowers the enclosing program.
-    So the equations of the program are not bound again, unlike in `eval_program`. This function
-    calls `eval_program` before JAX 0.12, which cannot inline a call that late, and outside of all
-    programs, so that `jax_debug_nans` finds the operation that makes a NaN."""
+    `eval_program` binds each equation; this function calls it only before JAX 0.12, which cannot
+    inline a call that late, and outside of all traces, so that `jax_debug_nans` finds the operation
+    that makes a NaN."""
     if INLINED_WHEN_LOWERED is None or staging_trace() is None:
         return eval_program(program, args)
-    parts, constants = parts_of(program)
+    open_form, constants = parts_of(program)
     # JAX differentiates a call only in its operands, so constants that are tracers become operands.
     tracers = list(filter(is_tracer, constants))
     if tracers:
@@ -122,16 +123,17 @@ def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
         program = with_inputs(program, list(map(jax.typeof, tracers)), places)
     results = bind(JIT, [*args, *tracers], call_params(program, name, INLINED_WHEN_LOWERED))
     # If an output is an input, return the input itself, as `jax.jit` does.
-    given = dict(zip(parts.invars, args, strict=True))
-    pairs = zip(parts.outvars, results, strict=True)
-    return [x if isinstance(v, jex.Literal) else given.get(v, x) for v, x in pairs]
+    arg_of = dict(zip(open_form.invars, args, strict=True))
+    pairs = zip(open_form.outvars, results, strict=True)
+    return [x if isinstance(v, jex.Literal) else arg_of.get(v, x) for v, x in pairs]
 
 
 def call_params(program: Any, name: str, inline: Any) -> dict[str, Any]:
-    """The parameters of a call of a closed program by `jax.jit` without options. `inline`: the
-    value of the parameter ``inline``."""
+    """Returns the parameters of a call of a closed program by `jax.jit` without options, except the
+    option `inline`."""
     with jax.disable_jit(False):
-        with_mesh = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()  # the mesh is a parameter
+        # The current mesh is a parameter, so trace a call now.
+        sample = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()
     counts = len(program.in_avals), len(program.out_avals)
-    params = wider_jit(with_mesh.eqns[0].params, *counts)
+    params = wider_jit(sample.eqns[0].params, *counts)
     return {**params, "jaxpr": program, "name": name, "inline": inline}

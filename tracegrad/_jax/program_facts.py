@@ -17,17 +17,17 @@ from tracegrad._jax.rules import count_closed_over
 
 
 class ProgramFacts(NamedTuple):
-    """Facts about one program or several, including their sub-programs.
+    """Facts about one or more programs, including their sub-programs.
 
     Attributes:
       primitives: the primitives of the operations.
       operations: the number of operations. The operations of a sub-program count once for each
         equation that calls it (the operations of a loop's body once). Calls do not count.
-      arrays, numpy_arrays: the constants that are `jax.Array`s, and those that are NumPy arrays,
-        without duplicates.
+      arrays, numpy_arrays: the constants that are `jax.Array`s, and the constants that are NumPy
+        arrays, without duplicates.
       has_effects: whether there are side effects, such as printing or callbacks.
       closes_over: whether a `jax.custom_jvp` closes over a value.
-      asks_what_varies: whether a custom rule learns which operands are differentiated
+      rules_see_active: whether a custom rule learns which operands are differentiated
         (``symbolic_zeros=True``): then its result for one operand may depend on whether another
         operand is differentiated.
       has_references: whether an operation uses a `jax.Ref`.
@@ -39,62 +39,62 @@ class ProgramFacts(NamedTuple):
     numpy_arrays: tuple[Any, ...] = ()
     has_effects: bool = False
     closes_over: bool = False
-    asks_what_varies: bool = False
+    rules_see_active: bool = False
     has_references: bool = False
 
 
-_NOTHING = ProgramFacts()
+_NO_PROGRAM = ProgramFacts()
 
 
 @of_program
 def program_facts(program: Any) -> ProgramFacts:
     open_form, constants = parts_of(program)
-    primitives, count, asks, refers = set[Any](), 0, False, False
+    primitives, count, see_active, has_references = set[Any](), 0, False, False
     below = []
     for equation in open_form.eqns:
         primitives.add(equation.primitive)
-        asks |= bool(equation.params.get("symbolic_zeros"))
-        refers = refers or any(is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
+        see_active |= bool(equation.params.get("symbolic_zeros"))
+        has_references |= any(is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
         inner = facts_below(equation.params)
-        if inner is _NOTHING:
+        if inner is _NO_PROGRAM:
             count += 1
             continue
         if equation.primitive is CUSTOM_JVP:  # closed-over values are operands of its program
             inner = inner._replace(closes_over=equation.params.get("num_consts", 0) > 0)
         below.append(inner)
-    own = ProgramFacts(
+    at_top = ProgramFacts(
         frozenset(primitives),
         count,
-        _once(each for each in constants if isinstance(each, jax.Array)),
-        _once(each for each in constants if isinstance(each, np.ndarray)),
+        _drop_repeated(each for each in constants if isinstance(each, jax.Array)),
+        _drop_repeated(each for each in constants if isinstance(each, np.ndarray)),
         bool(open_form.effects),
-        asks_what_varies=asks,
-        has_references=refers,
+        rules_see_active=see_active,
+        has_references=has_references,
     )
-    return _together([own, *below])
+    return _combine([at_top, *below])
 
 
 def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
-    """Of all programs among the parameters of an operation together."""
-    return _together([program_facts(program) for _, program in sub_programs(params)])
+    """Returns the combined facts of all programs among the parameters of an operation."""
+    return _combine([program_facts(program) for _, program in sub_programs(params)])
 
 
-def _together(each: Sequence[ProgramFacts]) -> ProgramFacts:
+def _combine(each: Sequence[ProgramFacts]) -> ProgramFacts:
     if len(each) < 2:
-        return each[0] if each else _NOTHING
+        return each[0] if each else _NO_PROGRAM
     return ProgramFacts(
         frozenset().union(*(facts.primitives for facts in each)),
         sum(facts.operations for facts in each),
-        _once(array for facts in each for array in facts.arrays),
-        _once(array for facts in each for array in facts.numpy_arrays),
+        _drop_repeated(array for facts in each for array in facts.arrays),
+        _drop_repeated(array for facts in each for array in facts.numpy_arrays),
         any(facts.has_effects for facts in each),
         any(facts.closes_over for facts in each),
-        any(facts.asks_what_varies for facts in each),
+        any(facts.rules_see_active for facts in each),
         any(facts.has_references for facts in each),
     )
 
 
-def _once(arrays: Iterable[Any]) -> tuple[Any, ...]:
+def _drop_repeated(arrays: Iterable[Any]) -> tuple[Any, ...]:
     return tuple({id(array): array for array in arrays}.values())
 
 
@@ -102,8 +102,8 @@ def _once(arrays: Iterable[Any]) -> tuple[Any, ...]:
 
 
 class Outline(NamedTuple):
-    """Facts about a program and its sub-programs, apart from sub-programs that have a meaning in
-    their own lowering only.
+    """Facts about a program and its sub-programs, except sub-programs that only the lowering of
+    their operation uses (`OPAQUE_PRIMITIVES`).
 
     Attributes:
       operations: the names of the primitives.
@@ -116,17 +116,17 @@ class Outline(NamedTuple):
 
 @of_program
 def outline(program: Any) -> Outline:
-    found, closes_over = set[str](), False
+    operations, closes_over = set[str](), False
     for equation in program.eqns:
         primitive = equation.primitive
-        found.add(primitive.name)
+        operations.add(primitive.name)
         below = [outline(inner) for _, inner in programs_in(primitive, equation.params)]
-        found.update(*(inner.operations for inner in below))
+        operations.update(*(inner.operations for inner in below))
         if primitive is CUSTOM_JVP or primitive is CUSTOM_VJP:
             closes_over = closes_over or rule_closes_over(equation)
         elif below:
             closes_over = closes_over or any(inner.closes_over for inner in below)
-    return Outline(frozenset(found), closes_over)
+    return Outline(frozenset(operations), closes_over)
 
 
 def rule_closes_over(equation: Any) -> bool:

@@ -21,9 +21,9 @@ _INHERITED: Any = object()
 class Replacement:
     """Replaces functions of modules and classes, and counts the users of the replacements.
 
-    All threads see a replacement, so it has to behave like the original on threads that are no
-    users. Code that imported the original by name still calls the original. If two users replace
-    the same function, the first replacement stays. After the last user, all originals are back.
+    All threads see a replacement, so it has to behave like the original on threads without a user.
+    Code that imported the original by name still calls the original. If two users replace the same
+    function, the first replacement stays. After the last user, all originals are back.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Replacement:
 
     @contextmanager
     def in_place(self, places: Iterable[ReplacedPlace]) -> Iterator[None]:
-        """A block with the replacements."""
+        """Replaces the functions in a block."""
         self.put(places)
         try:
             yield
@@ -41,32 +41,32 @@ class Replacement:
             self.put_back()
 
     def put(self, places: Iterable[ReplacedPlace]) -> None:
-        """Counts one more user, who has to call `put_back` once. If making a replacement raises,
-        nothing is replaced, and no user is counted."""
+        """Replaces the functions for one more user, who has to call `put_back` once. If making a
+        replacement raises, nothing is replaced, and no user is counted."""
         with self._lock:
             originals: dict[tuple[Any, str], Function] = {}
             new: dict[tuple[Any, str], Function] = {}
             for owner, name, make in places:
                 if (owner, name) not in self._originals:
                     original = originals[owner, name] = vars(owner).get(name, _INHERITED)
-                    inherited = original is _INHERITED
-                    new[owner, name] = make(getattr(owner, name) if inherited else original)
+                    is_inherited = original is _INHERITED
+                    new[owner, name] = make(getattr(owner, name) if is_inherited else original)
             self._originals |= originals
-            _put(new)
+            _set_functions(new)
             self._user_count += 1
 
     def put_back(self) -> None:
-        """Counts one user less."""
+        """Counts one user less; after the last user, restores the originals."""
         with self._lock:
             self._user_count -= 1
             if not self._user_count:
-                _put(self._originals)
+                _set_functions(self._originals)
                 self._originals.clear()
 
 
-def _put(functions: Mapping[tuple[Any, str], Function]) -> None:
+def _set_functions(functions: Mapping[tuple[Any, str], Function]) -> None:
     for (owner, name), function in functions.items():
-        # Calls `type`'s own methods, because a metaclass may forbid to set or delete attributes.
+        # `type`'s own methods, because a metaclass may forbid setting and deleting attributes.
         if function is _INHERITED:
             (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
         else:
@@ -74,7 +74,7 @@ def _put(functions: Mapping[tuple[Any, str], Function]) -> None:
 
 
 class Settings:
-    """Changes settings of `jax.config`, which all threads share, as long as there are users.
+    """Changes settings of `jax.config` while there are users; all threads share the settings.
 
     Args:
       values: the value of each setting.
@@ -90,7 +90,7 @@ class Settings:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A block with the settings."""
+        """Changes the settings in a block."""
         with self._lock:
             if not self._user_count:
                 before = {name: getattr(jax.config, name) for name in self._values}

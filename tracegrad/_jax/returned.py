@@ -1,6 +1,6 @@
 """Finds the inputs for which custom rules return a gradient, not None.
 
-JAX turns a None of a rule into a symbolic zero, and passes the symbolic zero on to the inputs of
+If a rule returns None, JAX makes a symbolic zero, and passes the symbolic zero on to the inputs of
 the callers: through `jax.jit`, `jax.vmap`, `jax.checkpoint`, branches and `jax.shard_map` (a loop
 makes an array of zeros). In the traced program a symbolic zero looks like any array of zeros, so a
 *witness* observes it while JAX differentiates: an identity function around each input, with a VJP
@@ -24,7 +24,8 @@ from tracegrad._jax.derivatives import Run, jvp, of_some, vjp_of_some
 def returned_gradients(
     run: Run, avals: Sequence[Any], active: Sequence[int], outputs: Sequence[int]
 ) -> set[int]:
-    """Returns the inputs whose cotangents are not symbolic zeros in a VJP of a function.
+    """Returns the positions of the inputs whose cotangents are not symbolic zeros in a VJP of a
+    function.
 
     Args:
       run: the function, from a list of arrays to a list of arrays, to be traced.
@@ -35,80 +36,81 @@ def returned_gradients(
 
     Raises JAX's error if JAX cannot differentiate the function.
     """
-    met: set[int] = set()
+    seen: set[int] = set()
 
     def backward(*args: Any) -> Any:
-        def witnessed(operands: list[Any]) -> Any:
+        def run_witnessed(operands: list[Any]) -> Any:
             for i in active:
-                operands[i] = _with_witness(operands[i], i, met)
+                operands[i] = _with_witness(operands[i], i, seen)
             return run(operands)
 
-        results, pullback = vjp_of_some(witnessed, args, active, outputs)
+        results, pullback = vjp_of_some(run_witnessed, args, active, outputs)
         return pullback([jax.numpy.ones(out.shape, out.dtype) for out in results])
 
     jax.make_jaxpr(backward)(*avals)
-    return met
+    return seen
 
 
-def with_witnesses(values: Sequence[Any], first: int, met: set[int]) -> list[Any]:
+def with_witnesses(values: Sequence[Any], first: int, seen: set[int]) -> list[Any]:
     """Puts witnesses around the values. When the values are differentiated, the witnesses add to
-    `met` the positions of values that have a cotangent, counted from `first`."""
+    `seen` the positions, counted from `first`, of values whose cotangent is no symbolic zero."""
     return [
-        _with_witness(value, i, met) if has_gradient(value) else value
+        _with_witness(value, i, seen) if has_gradient(value) else value
         for i, value in enumerate(values, first)
     ]
 
 
-def _with_witness(value: Any, position: int, met: set[int]) -> Any:
-    def witnessed(cotangent: Any) -> Any:
+def _with_witness(value: Any, position: int, seen: set[int]) -> Any:
+    def observe(cotangent: Any) -> Any:
         if isinstance(cotangent, SymbolicZero):
             return None
-        met.add(position)
+        seen.add(position)
         return cotangent
 
-    return with_cotangent(witnessed, "witnessed", symbolic_zeros=True)(value)
+    return with_cotangent(observe, "witnessed", symbolic_zeros=True)(value)
 
 
-def with_gates(results: Sequence[Any], given: Collection[int]) -> list[Any]:
+def with_gates(results: Sequence[Any], open_gates: Collection[int]) -> list[Any]:
     """Puts gates around the results. In the reverse pass, a gate passes a cotangent on if the
-    position of the result is in `given` at that time; else the gate returns a symbolic zero, like
-    JAX for a result that is not differentiated."""
+    position of the result is in `open_gates` at that time; else the gate returns a symbolic zero,
+    like JAX for a result that is not differentiated."""
 
-    def gated(result: Any, position: int) -> Any:
-        return with_cotangent(lambda ct: ct if position in given else None, "gated")(result)
+    def put_gate(result: Any, position: int) -> Any:
+        return with_cotangent(lambda ct: ct if position in open_gates else None, "gated")(result)
 
-    return [gated(out, k) for k, out in enumerate(results)]
+    return [put_gate(out, k) for k, out in enumerate(results)]
 
 
 def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> set[int]:
-    """Returns the results whose tangents are not symbolic zeros in a JVP of a function.
+    """Returns the positions of the results whose tangents are not symbolic zeros in a JVP of a
+    function.
 
     Arguments and errors: see `returned_gradients`.
     """
-    met: set[int] = set()
+    seen: set[int] = set()
 
     def forward(*args: Any) -> Any:
-        def along(*chosen: Any) -> list[Any]:
+        def run_witnessed(*chosen: Any) -> list[Any]:
             results = of_some(run, args, active)(*chosen)
             return [
-                with_witness_of_tangent(out, functools.partial(met.add, j))
+                with_witness_of_tangent(out, functools.partial(seen.add, j))
                 for j, out in enumerate(results)
                 if has_gradient(out)
             ]
 
         primals = tuple(args[i] for i in active)
-        return jvp(along, primals, tuple(map(jax.numpy.ones_like, primals)))
+        return jvp(run_witnessed, primals, tuple(map(jax.numpy.ones_like, primals)))
 
     jax.make_jaxpr(forward)(*avals)
-    return met
+    return seen
 
 
-def with_witness_of_tangent(value: Any, told: Callable[[], object]) -> Any:
-    """Puts a witness around the value, which calls `told` if the value has a tangent that is no
-    symbolic zero."""
+def with_witness_of_tangent(value: Any, report: Callable[[], object]) -> Any:
+    """Puts a witness around the value; the witness calls `report` if the value has a tangent that
+    is no symbolic zero."""
 
     def tangent(_: Any, tangents: Any) -> Any:
-        told()
+        report()
         return tangents[0]
 
     return with_tangent(lambda value: value, tangent, "witnessed")(value)

@@ -212,7 +212,7 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
     rule = jax.custom_vjp(take_users_name(call.fun, primal))
     # JAX tells a rule which operands are differentiated only with `symbolic_zeros`.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
-    return _jax.or_plain(rule, primal)(*arguments, *values)
+    return _jax.with_fallback(rule, primal)(*arguments, *values)
 
 
 def _make_output_rule(

@@ -27,7 +27,7 @@ from tracegrad.ir.occurrence import calling_line, warn_where_called
 from tracegrad.ir.program_keys import PROGRAMS, params_key
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.wording import code_of, described
-from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays
+from tracegrad.rewriting.match_rule import MatchRule, edit_around, refusing_refs
 from tracegrad.rewriting.overriding import overriding, require_gradient_function, with_gradient
 from tracegrad.tracing.in_force import RuleSet, in_force
 from tracegrad.variables.overriding import OverridingTrace
@@ -233,7 +233,7 @@ def _make_override_rule(name: str, grad: _Registered) -> MatchRule:
 
     where = match.where(functools.partial(_is_named, name))
     text = f"gradient_override_map({name!r})"
-    edit = of_arrays(around(overridden))
+    edit = refusing_refs(edit_around(overridden))
     return MatchRule("override_gradient", where, edit, missing_ok=True, text=text)
 
 

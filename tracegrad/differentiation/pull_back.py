@@ -157,16 +157,16 @@ def node_vjp(
     if not any(linked):
         return [None] * len(active)
     # A custom rule may ask which operands vary, and so needs all of them to be active.
-    is_all = all(linked) or _asks_what_varies(node)
+    is_all = all(linked) or _rules_see_active(node)
     chosen = active if is_all else list(itertools.compress(active, linked))
     cts = dict(zip(chosen, _jax_vjp(node, values, cotangents, chosen), strict=True))
     return [cts[i] if is_linked else None for i, is_linked in zip(active, linked, strict=True)]
 
 
-def _asks_what_varies(node: Node) -> bool:
+def _rules_see_active(node: Node) -> bool:
     if not isinstance(node, RegionNode):
         return False
-    asks = node.params.get("symbolic_zeros") or _jax.facts_below(node.params).asks_what_varies
+    asks = node.params.get("symbolic_zeros") or _jax.facts_below(node.params).rules_see_active
     return bool(asks)
 
 

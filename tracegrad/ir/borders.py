@@ -82,6 +82,8 @@ def _cannot_widen_error(node: Node, why: str) -> GraphError:
 
 def _widen(node: Node, edits: Mapping[str, Edited]) -> Written:
     regions = {n: edits[n].graph if n in edits else g for n, g in node.regions.items()}
+    # In the order of the regions, since the constants of a condition precede those of a body.
+    edits = {n: edits[n] for n in regions if n in edits}
     ins = [(n, port) for n, edited in edits.items() for port in edited.ins]
     shown = [(n, port) for n, edited in edits.items() for port in edited.outs]
     closed = [(n, port) for n, port in ins if port.closed_over is not None]
@@ -128,27 +130,42 @@ def _widen(node: Node, edits: Mapping[str, Edited]) -> Written:
     for at in sorted(set(operand_places.values()), reverse=True):
         operands[at:at] = [p.value for n, p in outer_closed if operand_places[n] == at]
     operands += [port.value for port in outer_tapped]
-    # All branches have the same operands: each gets the others' inputs too, and ignores them.
-    has_branches = primitive is _jax.COND
     for name, region in regions.items():
-        inputs, outputs, nodes = list(region.inputs), list(region.outputs), list(region.nodes)
-        inputs[input_places[name] : input_places[name]] = [
-            p.value if n == name else Value(p.value.aval)
-            for n, p in closed
-            if has_branches or n == name
-        ]
-        inputs += [p.value if n == name else Value(p.value.aval) for n, p in tapped]
-        for n, port in shown:
-            if n == name:
-                outputs.append(port.value)
-            else:  # a branch without the shown value
-                zero = jax.make_jaxpr(lambda a=port.value.aval: jnp.zeros(a.shape, a.dtype))()
-                nodes += [node_of(each, node.function) for each in _jax.opened(zero).eqns]
-                outputs += _jax.opened(zero).outvars
-        regions[name] = region.replace(nodes=nodes, inputs=inputs, outputs=outputs)
+        # Branches have the same operands: each takes the inputs of all branches.
+        entering = closed if primitive is _jax.COND else [c for c in closed if c[0] == name]
+        place = input_places[name]
+        regions[name] = _widen_region(region, name, place, entering, tapped, shown, node.function)
     results = [*node.outputs, *(port.value for port in outer_shown)]
     wide = _replace_regions(node, regions, params, operands, results)
     return Written([wide], {}, [*(p for _, p in outer_closed), *outer_tapped], outer_shown)
+
+
+def _widen_region(
+    region: Graph,
+    name: str,
+    place: int,
+    closed: Sequence[tuple[str, Port]],
+    tapped: Sequence[tuple[str, Port]],
+    shown: Sequence[tuple[str, Port]],
+    function: str,
+) -> Graph:
+    """Adds closed-over inputs at the position `place`, and taps and outputs at the end. Ports of
+    other branches become unused inputs, or outputs that are zeros."""
+
+    def input_of(port_name: str, port: Port) -> Value:
+        return port.value if port_name == name else Value(port.value.aval)
+
+    inputs, outputs, nodes = list(region.inputs), list(region.outputs), list(region.nodes)
+    inputs[place:place] = [input_of(*each) for each in closed]
+    inputs += [input_of(*each) for each in tapped]
+    for port_name, port in shown:
+        if port_name == name:
+            outputs.append(port.value)
+        else:
+            zero = jax.make_jaxpr(lambda a=port.value.aval: jnp.zeros(a.shape, a.dtype))()
+            nodes += [node_of(each, function) for each in _jax.opened(zero).eqns]
+            outputs += _jax.opened(zero).outvars
+    return region.replace(nodes=nodes, inputs=inputs, outputs=outputs)
 
 
 def _replace_regions(
@@ -269,13 +286,13 @@ def rule_of_faces(
 
 def _jvp_rule(node: CustomGradient, face: Callable[[str], Callable[..., list[Any]]]) -> Any:
     rule, run_jvp = jax.custom_jvp(face("call_jaxpr")), face("jvp")
-    flowing = [has_gradient(atom) for atom in node.inputs]
+    has_tangent = [has_gradient(atom) for atom in node.inputs]
     outputs = [value.aval for value in node.outputs]
 
     def jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        float_tangents = [t for t, flows in zip(tangents, flowing, strict=True) if flows]
+        float_tangents = [t for t, has_one in zip(tangents, has_tangent, strict=True) if has_one]
         results = run_jvp(*primals, *float_tangents)
-        return results[: len(outputs)], _jax.align(outputs, results[len(outputs) :])
+        return results[: len(outputs)], _jax.insert_float0(outputs, results[len(outputs) :])
 
     rule.defjvp(jvp)
     return rule
@@ -284,8 +301,8 @@ def _jvp_rule(node: CustomGradient, face: Callable[[str], Callable[..., list[Any
 def _vjp_rule(node: CustomGradient, face: Callable[[str], Callable[..., list[Any]]]) -> Any:
     rule = jax.custom_vjp(face("call_jaxpr"))
     forward, backward = face("forward"), face("backward")
-    flowing = [i for i, atom in enumerate(node.inputs) if has_gradient(atom)]
-    flowing = [i for i in flowing if i >= node.closed_over]
+    count = node.closed_over
+    active = [i for i, atom in enumerate(node.inputs) if i >= count and has_gradient(atom)]
     outputs = [value.aval for value in node.outputs]
 
     def fwd(*primals: Any) -> tuple[list[Any], list[Any]]:
@@ -296,7 +313,7 @@ def _vjp_rule(node: CustomGradient, face: Callable[[str], Callable[..., list[Any
         pairs = zip(cotangents, outputs, strict=True)
         float_cotangents = [ct for ct, aval in pairs if _jax.has_gradient(aval)]
         gradients: list[Any] = [None] * len(node.inputs)
-        for i, ct in zip(flowing, backward(*residuals, *float_cotangents), strict=True):
+        for i, ct in zip(active, backward(*residuals, *float_cotangents), strict=True):
             if i in node.returned:  # for other inputs the rule returned None
                 gradients[i] = ct
         return tuple(gradients)

@@ -9,9 +9,9 @@ from typing import Any
 from tracegrad.ir.borders import Edited
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.graph import Graph
+from tracegrad.ir.node_groups import make_adjacent
 from tracegrad.ir.nodes import Atom, Node, Value, renamed
 from tracegrad.ir.occurrence import Occurrence
-from tracegrad.ir.stretches import make_adjacent
 from tracegrad.ir.writing import Port, Where, Written
 
 

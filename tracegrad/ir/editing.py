@@ -24,10 +24,10 @@ from tracegrad import _jax
 from tracegrad.ir.borders import Edited, with_regions
 from tracegrad.ir.draft import Draft
 from tracegrad.ir.graph import Graph
+from tracegrad.ir.node_groups import operands_of, values_leaving
 from tracegrad.ir.nodes import Atom, Node, Value, renamed
 from tracegrad.ir.occurrence import Fragment, Occurrence, Path
 from tracegrad.ir.program_keys import operations_key
-from tracegrad.ir.stretches import leaving, operands_of
 from tracegrad.ir.writing import Place, Port, Where, write, write_first, write_through
 
 
@@ -126,7 +126,7 @@ def around_each(
         if single is None:
             draft.gather(members, match)
         operands: list[Atom] = list(single.inputs) if single else [*operands_of(members)]
-        results = list(single.outputs) if single else leaving(draft.graph, members)
+        results = list(single.outputs) if single else values_leaving(draft.graph, members)
         inner = [Value(atom.aval) for atom in operands]
         scope = _jax.common_scope([node.source.info for node in members])
         matched = [node.equation for node in members]
@@ -189,7 +189,7 @@ def behind_each(
 
     def write_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
         makers = {value: node for node in members for value in node.outputs}
-        for value in leaving(draft.graph, members):
+        for value in values_leaving(draft.graph, members):
             if selects(value):
                 inner = Value(value.aval)  # the value inside the match
                 draft.rename(members, {value: inner})
@@ -254,7 +254,7 @@ def show_each(graph: Graph, matches: Sequence[Occurrence]) -> Edited:
     """Adds an output to the graph for each array that leaves a match."""
 
     def show_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
-        for value in leaving(draft.graph, members):
+        for value in values_leaving(draft.graph, members):
             shown = value
             if value not in draft.graph.users and value not in draft.graph.results:
                 shown = Value(value.aval)  # an unused result is a DropVar, which is no output

@@ -135,11 +135,11 @@ class Graph:
 
         A value that no node uses has no entry.
         """
-        found: dict[Value, dict[Node, None]] = {}
+        users: dict[Value, dict[Node, None]] = {}
         for node in self.nodes:
             for value in node.operands:
-                found.setdefault(value, {})[node] = None
-        return {value: tuple(nodes) for value, nodes in found.items()}
+                users.setdefault(value, {})[node] = None
+        return {value: tuple(nodes) for value, nodes in users.items()}
 
     @cached_property
     def producers(self) -> Mapping[Value, Node]:

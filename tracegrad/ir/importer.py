@@ -145,7 +145,7 @@ def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[in
     def backward(*residuals_and_cotangents: Any) -> list[Any]:
         split = len(residuals)
         pullback = jax.tree.unflatten(pullback_tree, residuals_and_cotangents[:split])
-        cotangents = _jax.align(out_shapes, residuals_and_cotangents[split:])
+        cotangents = _jax.insert_float0(out_shapes, residuals_and_cotangents[split:])
         return [
             ct
             for ct, aval in zip(pullback(cotangents), avals[closed_over:], strict=True)

@@ -109,11 +109,11 @@ def outside(path: Path, value: Value) -> list[PlacedAtom]:
     if each is None or value not in inputs:
         return []
     i = inputs.index(value)
-    found: list[PlacedAtom] = [(path[:-1], call.inputs[each.operands[i]])]
+    sources: list[PlacedAtom] = [(path[:-1], call.inputs[each.operands[i]])]
     if (k := each.fed_back_from[i]) is not None:
         body = calls[-1].name
-        found.append(((*path[:-1], (call, body)), call.region(body).outputs[k]))
-    return found
+        sources.append(((*path[:-1], (call, body)), call.region(body).outputs[k]))
+    return sources
 
 
 def onward(path: Path, value: Value) -> list[tuple[Path, Value]]:
@@ -122,18 +122,18 @@ def onward(path: Path, value: Value) -> list[tuple[Path, Value]]:
     face."""
     call, name = path[-1]
     calls = region_calls(call)
-    found: list[tuple[Path, Value]] = []
+    destinations: list[tuple[Path, Value]] = []
     for each in calls:
         for k, out in enumerate(call.region(name).outputs if each.name == name else ()):
             if out is not value:
                 continue
             if (result := each.results[k]) is not None:
-                found.append((path[:-1], call.outputs[result]))
+                destinations.append((path[:-1], call.outputs[result]))
             for other in calls if each is calls[-1] else ():
                 inputs = zip(call.region(other.name).inputs, other.fed_back_from, strict=True)
                 there = (*path[:-1], (call, other.name))
-                found += [(there, inner) for inner, j in inputs if j == k]
-    return found
+                destinations += [(there, inner) for inner, j in inputs if j == k]
+    return destinations
 
 
 def _is_jit_call(path: Path, node: Node) -> bool:
@@ -183,13 +183,14 @@ class Inlined:
     @cached_property
     def steps(self) -> list[Occurrence]:
         """The operations in the order of execution, once for each inlined call of their region."""
-        found: list[Occurrence] = []
-        self._visit((), found)
-        return found
+        steps: list[Occurrence] = []
+        self._visit((), steps)
+        return steps
 
-    def _visit(self, path: Path, found: list[Occurrence]) -> None:
+    def _visit(self, path: Path, steps: list[Occurrence]) -> None:
+        """Appends the operations of a region."""
         for node in self.region(path).nodes:
             if self._opens(path, node):
-                self._visit((*path, (node, region_calls(node)[0].name)), found)
+                self._visit((*path, (node, region_calls(node)[0].name)), steps)
             else:
-                found.append(Occurrence(path, node))
+                steps.append(Occurrence(path, node))

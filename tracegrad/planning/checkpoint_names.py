@@ -81,6 +81,6 @@ def _run_with_named_results(node: Node, names: Sequence[str]) -> Callable[..., l
         ).graph
         found = run_graph(graph, [*primals, *tangents])
         outs, flowing = found[: len(names)], found[len(names) :]
-        return outs, _jax.align([value.aval for value in node.outputs], flowing)
+        return outs, _jax.insert_float0([value.aval for value in node.outputs], flowing)
 
     return with_tangents(original, node.name, differentiated)

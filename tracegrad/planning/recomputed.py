@@ -24,8 +24,8 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph, Node, Value
 from tracegrad.ir.importer import graph_of
+from tracegrad.ir.node_groups import make_adjacent, values_entering
 from tracegrad.ir.running import read, run_node
-from tracegrad.ir.stretches import entering, make_adjacent
 from tracegrad.planning.checkpoint_names import named_results
 
 
@@ -224,7 +224,7 @@ def _make_region(
     members = [s for s in steps if isinstance(s, _Region) or s.node not in unread]
     outside: list[_Step | _Region] = [s for s in steps if isinstance(s, _Step) and s.node in unread]
     producers = readers.graph.producers
-    to_copy, pending = set[Node](), entering(members)
+    to_copy, pending = set[Node](), values_entering(members)
     while pending:
         producer = producers.get(pending.pop())
         if producer is not None and producer in copied and producer not in to_copy:
@@ -232,7 +232,7 @@ def _make_region(
             pending += producer.operands
     copies = [_Step(node) for node in readers.graph.nodes if node in to_copy]
     inner_steps = [*copies, *members]
-    operands = entering(inner_steps)
+    operands = values_entering(inner_steps)
     inside = {s.node if isinstance(s, _Step) else s for s in members}
     computed = [value for step in members for value in step.outputs]
     outputs = [v for v in computed if v in readers.graph.results or not readers.of(v) <= inside]

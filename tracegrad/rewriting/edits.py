@@ -52,27 +52,24 @@ def check_selector(where: object) -> None:
 
 def parameters_of(graph: Graph) -> dict[Value, tuple[str, str]]:
     """Returns the parameters of a graph, the float inputs, each with its path and its alias. If the
-    graph says which inputs it is differentiated with respect to, only these inputs count."""
-    moved = graph.differentiated or [True] * len(graph.inputs)
+    graph knows with respect to which inputs it is differentiated, only these inputs count."""
+    active = graph.differentiated or [True] * len(graph.inputs)
     hints = graph.hints or [""] * len(graph.inputs)
-    names = zip(hints, graph.aliases or hints, strict=True)
-    return {
-        value: each
-        for value, each, is_moved in zip(graph.inputs, names, moved, strict=False)  # taps come last
-        if is_moved and has_gradient(value)
-    }
+    paths = zip(hints, graph.aliases or hints, strict=True)
+    inputs = zip(graph.inputs, paths, active, strict=False)  # taps come last
+    return {value: both for value, both, is_active in inputs if is_active and has_gradient(value)}
 
 
 def check_parameters(
-    found: Collection[Value], where: Parameters, graph: Graph, missing_ok: bool, rule: object
+    parameters: Collection[Value], where: Parameters, graph: Graph, missing_ok: bool, rule: object
 ) -> None:
-    """Raises NoMatchError if there is no parameter and `missing_ok` is false, and GraphError if a
-    parameter enters code that JAX has already differentiated."""
-    if not found and not missing_ok:
-        known = list(dict.fromkeys(path for path, _ in parameters_of(graph).values()))
-        raise NoMatchError(lambda: _no_parameter_message(graph, where, rule, known))
+    """Raises NoMatchError if a rule has no parameters and `missing_ok` is false, and GraphError if
+    a parameter enters code that JAX has already differentiated."""
+    if not parameters and not missing_ok:
+        paths = list(dict.fromkeys(path for path, _ in parameters_of(graph).values()))
+        raise NoMatchError(lambda: _no_parameter_message(graph, where, rule, paths))
     if not graph.differentiated:
-        for match in _find_readers(graph, frozenset(found), (), set()):
+        for match in _find_readers(graph, frozenset(parameters), (), set()):
             if not is_under_rules(match):
                 refuse_differentiated(match, rule, hint=_IN_SOLVER)
 
@@ -80,9 +77,9 @@ def check_parameters(
 def _find_readers(
     graph: Graph, values: frozenset[Value], path: Path, seen: set[tuple[Graph, frozenset[Value]]]
 ) -> Iterator[Occurrence]:
-    """Yields the operations, also in regions, that have one of the values as an operand. An
-    operation comes once, and not once for each call of its region. `seen` has the searched regions,
-    with the values searched for."""
+    """Yields the operations, also in regions, that have one of the values as an operand. Each
+    operation comes once for all calls of its region. `seen` has the searched regions, with the
+    values searched for."""
     if (graph, values) in seen:
         return
     seen.add((graph, values))
@@ -113,19 +110,19 @@ def _no_parameter_message(
     )
 
 
-def matches_of(
-    where: Selector, graph: Graph, missing_ok: bool, asked: object, *, gradients: bool = True
+def find_matches(
+    where: Selector, graph: Graph, missing_ok: bool, rule: object, *, gradients: bool = True
 ) -> list[Occurrence]:
     """Returns the matches of a selector at which a rule acts.
 
     Args:
-      asked: the rule or function that searches, for messages.
-      gradients: whether the rule acts on gradients. If so, the result has no matches that no
-        gradient passes through, and no matches in a loss to which `tracegrad.grad` and the like
-        have already applied the rules in force.
+      rule: the rule or function that searches, for messages.
+      gradients: whether the rule acts on gradients. If so, drops the matches through which no
+        gradient passes, and the matches in a loss to which `tracegrad.grad` and the like have
+        already applied the rules in force.
 
     An identity that an earlier rule put behind a match has the scope and the line of the match. It
-    is no match, and no match ends with it, so that the gradient meets the rules in their order, and
+    is dropped from the end of each match, so that the gradient meets the rules in their order, and
     each rule once.
 
     Raises:
@@ -133,18 +130,18 @@ def matches_of(
       GraphError: a match is in a custom gradient or in a solve or, if `gradients`, in code that JAX
         has already differentiated.
     """
-    matches = [left for m in where.select_in(graph).matches if (left := _strip_rule_identities(m))]
+    matches = list(filter(None, map(_strip_rule_identities, where.select_in(graph).matches)))
     if gradients:
         matches = [m for m in matches if not (is_under_rules(m) or is_call_without_operands(m))]
     scans_of = functools.cache(_find_differentiated_scans)  # looks at each region once
     for match in matches:
         if match.path:
-            _refuse_inside_of_rules(match, asked)
+            _refuse_inside_of_rules(match, rule)
         if gradients:
-            refuse_differentiated(match, asked)
-            _refuse_moved(match, graph, scans_of, asked)
+            refuse_differentiated(match, rule)
+            _refuse_moved(match, graph, scans_of, rule)
     if not matches and not missing_ok:
-        raise NoMatchError(lambda: _no_match_message(graph, where, asked))
+        raise NoMatchError(lambda: _no_match_message(graph, where, rule))
     return matches
 
 
@@ -168,11 +165,11 @@ def _is_identity_of_rule(node: Node) -> bool:
 
 
 def _no_match_message(graph: Graph, where: Selector, rule: object) -> str:
-    around = getattr(where, "where", where)
-    if around is not where and (there := around.select_in(graph).matches):
-        _refuse_inside_of_rules(there[0], rule)
+    users_selector = getattr(where, "where", where)
+    if users_selector is not where and (matches := users_selector.select_in(graph).matches):
+        _refuse_inside_of_rules(matches[0], rule)
         return (
-            f"{rule!r} concerns nothing in {graph.name}: {there[0]} matches, but is neither an "
+            f"{rule!r} concerns nothing in {graph.name}: {matches[0]} matches, but is neither an "
             "elementwise operation with a derivative that may be infinite, nor a custom gradient "
             "that the rule can change. Use rules.override_gradient for it or, if the rule may "
             "concern nothing, give it missing_ok=True"
@@ -187,7 +184,7 @@ def _no_match_message(graph: Graph, where: Selector, rule: object) -> str:
     )
 
 
-_OF_LOSS = "tracegrad.rewrite(loss, rule)"
+_REWRITTEN_LOSS = "tracegrad.rewrite(loss, rule)"
 _IN_SOLVER = (
     ". If the loss itself calls what differentiates (a solver of optimistix or jaxopt, the forces "
     "of jax-md), let the parameters pass through the rule first, in the loss: "
@@ -196,17 +193,17 @@ _IN_SOLVER = (
 
 
 def refuse_differentiated(
-    match: Occurrence, rule: object, of_loss: str = _OF_LOSS, hint: str = ""
+    match: Occurrence, rule: object, instead: str = _REWRITTEN_LOSS, hint: str = ""
 ) -> None:
     """Raises GraphError, with the line of the `jax.grad`, for a match that JAX has differentiated.
 
     Args:
-      of_loss: the code of the function to differentiate instead, for the message.
+      instead: the code of the function to differentiate instead, for the message.
       hint: the end of the message.
     """
     for node in match.steps:
         if _is_differentiated(node):
-            raise _differentiated_already_error(match, rule, node, of_loss, hint)
+            raise _differentiated_already_error(match, rule, node, instead, hint)
         if _is_made_by_jet(node):
             raise GraphError(
                 f"{rule!r}: {match} lies in a function of which jax.experimental.jet takes the "
@@ -216,7 +213,7 @@ def refuse_differentiated(
 
 
 def _differentiated_already_error(
-    match: Occurrence, rule: object, node: Node, of_loss: str = _OF_LOSS, hint: str = ""
+    match: Occurrence, rule: object, node: Node, instead: str = _REWRITTEN_LOSS, hint: str = ""
 ) -> GraphError:
     return GraphError(
         f"{rule!r}: {match} lies in code that JAX has differentiated already"
@@ -225,7 +222,7 @@ def _differentiated_already_error(
         "looked up in jax while it runs (`import jax` rather than `from jax import grad`), "
         "for derivatives that are made inside of the traced function (call "
         "`jax.value_and_grad(loss)` or `nnx.value_and_grad(loss)` in the step). Or give the rule "
-        f"to the function that is differentiated there: jax.grad({of_loss}){hint}"
+        f"to the function that is differentiated there: jax.grad({instead}){hint}"
     )
 
 
@@ -234,7 +231,8 @@ def _is_differentiated(node: Node) -> bool:
 
 
 def _is_made_by_jet(node: Node) -> bool:
-    """`jax.experimental.jet` leaves no mark in scopes, so the files of the node's frames decide."""
+    """Whether `jax.experimental.jet` made a node. Jet leaves no mark in scopes, so the files of the
+    node's frames decide."""
     jet = sys.modules.get("jax.experimental.jet")
     return jet is not None and any(
         frame.file_name == jet.__file__ for frame in _jax.frames(node.source.info)
@@ -250,9 +248,9 @@ def _refuse_moved(
 ) -> None:
     """Raises GraphError for a match that JAX moved out of a scan when it differentiated the scan.
 
-    JAX moves operations that are the same at each step. Outside of the scan, an operation has no
-    mark of the differentiation. But the function of the scan's body called it, and not the function
-    of the region around the scan; and the scan uses its results.
+    JAX moves operations that are the same at each step. Outside of the scan, no scope marks such an
+    operation as differentiated. But it was called by the function of the scan's body, not by the
+    function of the enclosing region; and the scan uses its results.
     """
     regions = [graph, *(node.region(name) for node, name in match.path)]
     for depth, (node, region) in enumerate(zip(match.steps, regions, strict=True)):
@@ -345,14 +343,14 @@ def place_names(matches: Sequence[Occurrence]) -> list[str]:
 
 
 def number_repeated_names(names: Sequence[str]) -> list[str]:
-    """Numbers repeated names: ``sin``, ``sin_1``. A number is skipped if the list has a name with
-    it."""
-    taken, number = set(names), dict.fromkeys(names, 0)
-    different: dict[str, None] = {}
+    """Numbers repeated names: ``sin``, ``sin_1``. Skips a number if `names` has the numbered
+    name."""
+    originals, number = set(names), dict.fromkeys(names, 0)
+    numbered: dict[str, None] = {}
     for name in names:
         unique = name
-        while unique in different or (unique != name and unique in taken):
+        while unique in numbered or (unique != name and unique in originals):
             number[name] += 1
             unique = f"{name}_{number[name]}"
-        different[unique] = None
-    return list(different)
+        numbered[unique] = None
+    return list(numbered)

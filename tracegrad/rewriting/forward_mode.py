@@ -2,8 +2,8 @@
 
 A rule of kind vjp (`jax.custom_vjp`, `tracegrad.custom_gradient`) maps cotangents of its results to
 cotangents of its inputs. This map is linear, and its transpose maps tangents of the inputs to
-tangents of the results: the transpose is the JVP that `jax.jvp` misses. The pass replaces each such
-node, at any depth, with a `jax.custom_jvp` of the same primal.
+tangents of the results: the transpose is the JVP that `jax.jvp` needs. `with_forward_mode` replaces
+each such node, at any depth, with a `jax.custom_jvp` of the same primal.
 
 TensorFlow's ``tf.autodiff.ForwardAccumulator`` treats a ``custom_gradient`` in the same way.
 """
@@ -32,11 +32,11 @@ from tracegrad.rewriting.overriding import with_tangents
 
 
 def with_forward_mode(graph: Graph) -> Graph:
-    """Gives every custom gradient of a graph a JVP. A graph without custom gradients is returned
-    unchanged, and regions that many calls share stay shared.
+    """Gives every custom gradient of a graph a JVP. Returns a graph without custom gradients
+    unchanged; regions that many calls share stay shared.
 
     A rule whose backward pass is not linear in its cotangents has no transpose: differentiating it
-    in forward mode raises ValueError, which names the rule and its line.
+    in forward mode raises ValueError with the rule and its line.
     """
     if _jax.CUSTOM_VJP.name not in graph.operations:
         return graph
@@ -45,34 +45,35 @@ def with_forward_mode(graph: Graph) -> Graph:
 
 
 def _rewrite(graph: Graph, path: Path, done: dict[Graph, Graph]) -> Graph:
-    """`done` caches the rewritten regions."""
+    """Gives every custom gradient of the graph at `path` a JVP; `done` caches rewritten regions."""
     if graph in done:
         return done[graph]
     rules = list(_find_vjp_rules(graph, ()))
 
-    def forward(op: Op, *operands: Any) -> list[Any]:
+    def run_with_jvp(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
         assert isinstance(node, CustomGradient)
-        found = Occurrence((*path, *op.match.path), node)
-        primal = _rewrite(node.primal, found.into("call_jaxpr"), done)
+        rule = Occurrence((*path, *op.match.path), node)
+        primal = _rewrite(node.primal, rule.into("call_jaxpr"), done)
         if keeps_zeros(node):  # that rule concerns zero cotangents, so reverse mode only
             return run_graph(primal, operands)
-        return list(_make_jvp_rule(found, primal)(*operands))
+        return list(_make_jvp_rule(rule, primal)(*operands))
 
-    done[graph] = around_each(graph, rules, forward).graph if rules else graph
+    done[graph] = around_each(graph, rules, run_with_jvp).graph if rules else graph
     return done[graph]
 
 
 def _find_vjp_rules(graph: Graph, path: Path) -> Iterator[Occurrence]:
-    """Rules in the primal of a rule are not differentiated, and so omitted."""
+    """Yields the custom gradients of kind vjp. Omits custom gradients in the primal of another:
+    they are not differentiated."""
     for node in graph.nodes:
-        found = Occurrence(path, node)
+        occurrence = Occurrence(path, node)
         if isinstance(node, CustomGradient):
             if node.kind == "vjp":
-                yield found
+                yield occurrence
         elif _jax.CUSTOM_VJP.name in _region_operations(node):
             for name, region in node.regions.items():
-                yield from _find_vjp_rules(region, found.into(name))
+                yield from _find_vjp_rules(region, occurrence.into(name))
 
 
 def _region_operations(node: Node) -> set[str]:
@@ -82,59 +83,60 @@ def _region_operations(node: Node) -> set[str]:
 # ---------------------------------------------------------------------------------- the new rule
 
 
-def _make_jvp_rule(found: Occurrence, primal_region: Graph) -> Any:
-    node = found.node
+def _make_jvp_rule(rule: Occurrence, primal_region: Graph) -> Any:
+    """Returns the primal of a custom gradient as a function with a JVP, the rule's transpose."""
+    node = rule.node
     out_avals = [value.aval for value in node.outputs]
 
     def primal(*args: Any) -> list[Any]:
         return run_graph(primal_region, args)
 
-    def original(*args: Any) -> list[Any]:
+    def run_original(*args: Any) -> list[Any]:
         return run_node(node, args)
 
-    def differentiated(
+    def jvp(
         primals: Sequence[Any], active: Sequence[int], tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        # With respect to the active inputs only: a rule may raise for the others.
-        _require_unchecked_axes(found)
-        with _forbid_endless_transposes(found):
-            passes = _trace_passes(original, primals, active)
-            _require_linear(passes, found)
+        # With respect to the active inputs only: a rule may raise for other inputs.
+        _require_unchecked_axes(rule)
+        with _forbid_endless_transposes(rule):
+            passes = _trace_passes(run_original, primals, active)
+            _require_linear(passes, rule)
             outs, residuals = passes.forward(primals)
-            marked = _attach_derivative(passes)([primals[i] for i in active], outs, residuals)
+            results = _attach_derivative(passes)([primals[i] for i in active], outs, residuals)
             try:
-                flowing = passes.transposed(residuals, outs, tangents)
-            except Exception as error:  # JAX's message is about reverse mode: confusing here
+                out_tangents = passes.transposed(residuals, outs, tangents)
+            except Exception as error:  # JAX's message is about reverse mode, which confuses
                 if "has no forward-mode derivative" in str(error):
                     raise
                 raise ValueError(
-                    _refusal_message(found, f"JAX cannot transpose: {error}")
+                    _refusal_message(rule, f"JAX cannot transpose: {error}")
                 ) from error
-        return marked, _jax.align(out_avals, flowing)
+        return results, _jax.insert_float0(out_avals, out_tangents)
 
-    return with_tangents(primal, node.name, differentiated)
+    return with_tangents(primal, node.name, jvp)
 
 
 # The rules that are being transposed now, outermost first: each rule's code and primal function.
 _transposed_now: ContextVar[tuple[Any, ...]] = ContextVar("transposed_now", default=())
-# The most times that the transpose of a rule may need its own transpose: more than once, since a
-# library may make different rules from the same code.
-_MOST_IN_ITSELF = 4
+# How often the transpose of a rule may need its own transpose: more than once, since a library may
+# make different rules from the same code.
+_MAX_RECURSION = 4
 
 
 @contextmanager
-def _forbid_endless_transposes(found: Occurrence) -> Iterator[None]:
+def _forbid_endless_transposes(rule: Occurrence) -> Iterator[None]:
     """While this context is open, the backward pass of a custom gradient is transposed. Raises
     ValueError for an endless recursion: the backward pass of a solver calls the solver with the
-    cotangent, so its transpose needs the solver's transpose again."""
-    node = found.node
+    cotangent, so the transpose of the backward pass needs itself."""
+    node = rule.node
     assert isinstance(node, CustomGradient)
-    rule, around = (code_of_rule(node), node.primal.function_source), _transposed_now.get()
-    if around.count(rule) == _MOST_IN_ITSELF:
+    key, outer = (code_of_rule(node), node.primal.function_source), _transposed_now.get()
+    if outer.count(key) == _MAX_RECURSION:
         raise ValueError(
-            _refusal_message(found, "calls it again, whose transpose is asked for without end")
+            _refusal_message(rule, "calls the rule again, so that transposing it would never end")
         )
-    token = _transposed_now.set((*around, rule))
+    token = _transposed_now.set((*outer, key))
     try:
         yield
     finally:
@@ -142,29 +144,30 @@ def _forbid_endless_transposes(found: Occurrence) -> Iterator[None]:
 
 
 def _attach_derivative(passes: _Passes) -> Any:
-    """Returns ``(inputs, results, residuals) -> results`` with the rule's derivative by the inputs.
-    Higher derivatives of the results must also come from the rule, and not from the operations of
-    the forward pass."""
+    """Returns ``(inputs, results, residuals) -> results`` with the rule's derivative by the inputs:
+    higher derivatives of the results must also come from the rule, not from the operations of the
+    forward pass."""
 
     def results(inputs: Any, outs: Any, residuals: Any) -> Any:
         return outs
 
     def tangent(primals: Any, tangents: Any) -> Any:
         _, outs, residuals = primals
-        flowing = passes.transposed(residuals, outs, tangents[0])
-        return _jax.align([jax.typeof(out) for out in outs], flowing)
+        out_tangents = passes.transposed(residuals, outs, tangents[0])
+        return _jax.insert_float0([jax.typeof(out) for out in outs], out_tangents)
 
     return _jax.with_tangent(results, tangent)
 
 
 @dataclass(frozen=True)
 class _Passes:
-    """The two passes of a custom gradient, traced with respect to some of its inputs."""
+    """The two passes of a custom gradient, which is differentiated by its active inputs."""
 
     forward_graph: Graph  # inputs -> results, residuals
-    backward_graph: Graph  # residuals, cotangents of the float results -> cotangents of the inputs
+    # residuals, cotangents of the float results -> cotangents of the active inputs
+    backward_graph: Graph
     result_count: int
-    cotangents: list[Any]  # the types of the cotangents of the float results
+    cotangent_types: list[Any]
 
     def forward(self, primals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the results and the residuals."""
@@ -172,7 +175,7 @@ class _Passes:
         return outs[: self.result_count], outs[self.result_count :]
 
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """Returns the cotangents of the differentiated inputs."""
+        """Returns the cotangents of the active inputs."""
         return run_graph(self.backward_graph, [*residuals, *cotangents])
 
     def transposed(
@@ -182,29 +185,29 @@ class _Passes:
 
         JAX cannot transpose some linear operations (scatter), but can transpose their derivatives.
         So this function transposes the derivative of the backward pass, which equals the backward
-        pass. The derivative is the same at all cotangents; the results serve as cotangents of the
-        right type.
+        pass. The derivative is the same at all cotangents; the results serve as cotangents, since
+        they have the right types.
         """
-        anywhere = [out for out in outs if _jax.has_gradient(jax.typeof(out))]
-        _, transpose = _jax.vjp(lambda *cts: self.backward(residuals, cts), *anywhere)
+        any_cotangents = [out for out in outs if _jax.has_gradient(jax.typeof(out))]
+        _, transpose = _jax.vjp(lambda *cts: self.backward(residuals, cts), *any_cotangents)
         return list(transpose(list(tangents)))
 
 
 def _trace_passes(
-    rule: Callable[..., list[Any]], primals: Sequence[Any], active: Sequence[int]
+    run: Callable[..., list[Any]], primals: Sequence[Any], active: Sequence[int]
 ) -> _Passes:
-    """Traces the rule, so that its residuals become explicit."""
+    """Traces both passes of a custom gradient, so that its residuals become explicit."""
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
-        return _jax.vjp_of_some(lambda operands: rule(*operands), args, active)
+        return _jax.vjp_of_some(lambda operands: run(*operands), args, active)
 
     forward_program, shapes = jax.make_jaxpr(forward, return_shape=True)(*map(jax.typeof, primals))
-    outs, pullback_shape = shapes
-    residuals, pullback_tree = jax.tree.flatten(pullback_shape)
+    outs, pullback = shapes
+    residuals, pullback_tree = jax.tree.flatten(pullback)
 
     def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         pullback = jax.tree.unflatten(pullback_tree, residuals)
-        return list(pullback(_jax.align(outs, cotangents)))
+        return list(pullback(_jax.insert_float0(outs, cotangents)))
 
     cotangents = [shape for shape in outs if _jax.has_gradient(shape)]
     backward_program = jax.make_jaxpr(backward)(residuals, cotangents)
@@ -217,63 +220,62 @@ def _trace_passes(
     )
 
 
-def _require_linear(passes: _Passes, found: Occurrence) -> None:
-    """Raises ValueError unless the backward pass is linear in the cotangents: its derivative must
-    not depend on the cotangents, the derivative must not be zero for a cotangent that a result
-    depends on, and no constant may be added to the linear part."""
-    split = len(passes.backward_graph.inputs) - len(passes.cotangents)
+def _require_linear(passes: _Passes, rule: Occurrence) -> None:
+    """Raises ValueError unless the backward pass is linear in the cotangents. Its derivative must
+    not depend on a cotangent, and must not be zero with respect to a cotangent on which a result
+    depends; and no constant may be added to the linear part."""
+    types, avals = passes.cotangent_types, passes.backward_graph.in_avals
+    count, split = len(types), len(avals) - len(types)
 
     def derivative(residuals: list[Any], cotangents: list[Any], tangents: list[Any]) -> Any:
         return _jax.jvp(lambda cts: passes.backward(residuals, cts), (cotangents,), (tangents,))
 
-    avals = passes.backward_graph.in_avals
-    program = jax.make_jaxpr(derivative)(avals[:split], passes.cotangents, passes.cotangents)
-    masks = dependence(graph_of(program))
-    count = len(passes.cotangents)
-    here, along = (((1 << count) - 1) << split << shift for shift in (0, count))
+    masks = dependence(graph_of(jax.make_jaxpr(derivative)(avals[:split], types, types)))
+    on_cotangents = ((1 << count) - 1) << split
+    on_tangents = on_cotangents << count
     half = len(masks) // 2
     for value, tangent in zip(masks[:half], masks[half:], strict=True):
-        if tangent & here:
-            raise ValueError(_not_linear_message(found, "its derivative depends on the cotangent"))
-        if (value & here) << count & ~tangent & along:
-            raise ValueError(_not_linear_message(found, "its derivative by the cotangent is zero"))
+        if tangent & on_cotangents:
+            raise ValueError(_not_linear_message(rule, "its derivative depends on the cotangent"))
+        if (value & on_cotangents) << count & ~tangent & on_tangents:
+            raise ValueError(_not_linear_message(rule, "its derivative by the cotangent is zero"))
     zeros = zero_outputs(passes.forward_graph)[passes.result_count :]
     residuals = [TermKinds.ZERO if zero else TermKinds.CONSTANT for zero in zeros]
     added = constant_part(passes.backward_graph, residuals + [TermKinds.LINEAR] * count)
     if added is not None:
-        raise ValueError(_not_linear_message(found, added))
+        raise ValueError(_not_linear_message(rule, added))
 
 
-def _require_unchecked_axes(found: Occurrence) -> None:
-    """Raises ValueError in a `shard_map` that checks over which mesh axes values vary: the new rule
+def _require_unchecked_axes(rule: Occurrence) -> None:
+    """Raises ValueError in a `shard_map` that checks over which mesh axes values vary: the new JVP
     is traced outside of the mesh, where JAX does not compute these axes."""
-    for value in found.node.inputs:
+    for value in rule.node.inputs:
         if axes := _jax.varying_axes(value.aval):
             raise ValueError(
-                f"the custom gradient {found.node.name}{line_of_rule(found)} is in a shard_map and "
+                f"the custom gradient {rule.node.name}{line_of_rule(rule)} is in a shard_map and "
                 f"varies over its axes {', '.join(map(str, axes))}: it can get a forward-mode "
                 "derivative only with jax.shard_map(..., check_vma=False)"
             )
 
 
-def _not_linear_message(found: Occurrence, reason: str) -> str:
-    return _refusal_message(found, f"is not linear in the cotangent ({reason})")
+def _not_linear_message(rule: Occurrence, reason: str) -> str:
+    return _refusal_message(rule, f"is not linear in the cotangent ({reason})")
 
 
-def _refusal_message(found: Occurrence, reason: str) -> str:
-    assert isinstance(found.node, CustomGradient)
+def _refusal_message(rule: Occurrence, reason: str) -> str:
+    assert isinstance(rule.node, CustomGradient)
     return (
-        f"the custom gradient {found.node.name}{line_of_rule(found)} has no forward-mode "
+        f"the custom gradient {rule.node.name}{line_of_rule(rule)} has no forward-mode "
         f"derivative: that is the transpose of its backward, which {reason}. If the backward "
         "solves a linear system, let it call jax.lax.custom_linear_solve; otherwise use reverse "
         "mode throughout, as in jax.jacrev(jax.grad(f))"
     )
 
 
-def line_of_rule(found: Occurrence) -> str:
+def line_of_rule(rule: Occurrence) -> str:
     """Returns the line that calls a custom gradient or, if unknown, the line that defines it."""
-    assert isinstance(found.node, CustomGradient)
-    if found.origin is not None:
-        return f" at {found.origin}"
-    function = origin_of_function(found.node.primal.function_source)
+    assert isinstance(rule.node, CustomGradient)
+    if rule.origin is not None:
+        return f" at {rule.origin}"
+    function = origin_of_function(rule.node.primal.function_source)
     return f" defined at {function.place}" if function else ""

@@ -17,7 +17,7 @@ from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.text import value_text
-from tracegrad.rewriting.match_rule import Edit, MatchRule, behind, of_arrays
+from tracegrad.rewriting.match_rule import Edit, MatchRule, edit_behind, refusing_refs
 from tracegrad.rewriting.norms import at_least_32_bits
 
 
@@ -29,20 +29,20 @@ def identity_rule(
     inputs: int | Sequence[int] | None = None,
     *,
     of_parameter: Callable[[Any], Any] | None = None,
-    again: Callable[[Any], Any] | None = None,
+    outer: Callable[[Any], Any] | None = None,
 ) -> MatchRule:
     """Makes a rule that passes values through `identity`, which changes the tangent. The values are
     parameters; the operands of a match at `inputs`; or, by default, the results of a match.
 
-    `of_parameter` is the identity for parameters, by default `identity`; for `again` see
-    `MatchRule.identity_again`.
+    `of_parameter` is the identity for parameters, by default `identity`; for `outer` see
+    `MatchRule.outer_identity`.
     """
     if isinstance(where, Parameters) and inputs is not None:
         raise TypeError(
             f"inputs={inputs!r} are positions of the inputs of an operation; {where!r} selects "
             "parameters: leave out inputs="
         )
-    edit = of_arrays(identity_edit(identity, inputs, missing_ok))
+    edit = refusing_refs(identity_edit(identity, inputs, missing_ok))
     for_parameter = of_parameter or identity
     return MatchRule(
         name,
@@ -50,7 +50,7 @@ def identity_rule(
         edit,
         missing_ok,
         identity=lambda place: for_parameter,
-        identity_again=again and (lambda place: again),
+        outer_identity=outer and (lambda place: outer),
     )
 
 
@@ -63,7 +63,7 @@ def identity_edit(
     `inputs`, through `identity`. Unless `missing_ok`, the edit raises NoMatchError if no match has
     an operand with a gradient at these positions."""
     if inputs is None:
-        return behind(identity)
+        return edit_behind(identity)
     sequence = inputs if isinstance(inputs, Iterable) else (inputs,)
     if not all(isinstance(i, SupportsIndex) for i in sequence):
         raise TypeError(

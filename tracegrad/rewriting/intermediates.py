@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient
 from tracegrad.ir.editing import behind_each, place_of, show_each
+from tracegrad.ir.node_groups import refuse_references
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_call_without_operands, is_under_rules
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.selector import Selector
-from tracegrad.ir.stretches import refuse_references
 from tracegrad.ir.wording import with_article
 from tracegrad.rewriting.edits import (
     check_selector,
-    matches_of,
+    find_matches,
     number_repeated_names,
     place_name,
     place_names,
@@ -33,8 +33,8 @@ from tracegrad.tracing.in_force import apply_rules_in_force, under_rules_already
 from tracegrad.tracing.tools import tool
 
 _REFUSED = (
-    "What reads this match refuses a gradient with respect to it (a solver, a custom rule); leave "
-    "it out of `where`: "
+    "An operation that reads this match (a solver, a custom rule) refuses a gradient with respect "
+    "to it; leave the match out of `where`: "
 )
 
 
@@ -81,12 +81,12 @@ def intermediates(
     _check_arguments(fun, where)
     marks = Marks(where, gradients=False)
     program = marks.trace(lambda: graph_of_call(fun, args, kwargs))
-    inside = marks.shown(program)
-    may_miss = missing_ok or bool(inside)
-    found = matches_of(where, program, may_miss, marks, gradients=False)
-    if inside:  # the loss was searched: do not also match what differentiation left of it
-        found = [m for m in found if not (is_under_rules(m) or is_call_without_operands(m))]
-    return _run_and_show(program, inside, found, args, kwargs)
+    in_losses = marks.find_shown(program)
+    may_miss = missing_ok or bool(in_losses)
+    matches = find_matches(where, program, may_miss, marks, gradients=False)
+    if in_losses:  # do not also match the operations of the loss that differentiation left
+        matches = [m for m in matches if not (is_under_rules(m) or is_call_without_operands(m))]
+    return _run_and_show(program, in_losses, matches, args, kwargs)
 
 
 @tool
@@ -152,23 +152,25 @@ def intermediate_gradients(
     _check_arguments(fun, where)
     marks = Marks(where, gradients=True)
     program = marks.trace(lambda: graph_of_call(fun, args, kwargs))
-    inside = marks.shown(program)
+    in_losses = marks.find_shown(program)
     value = _type_of_value(fun, program, has_aux)
-    if inside:
-        _refuse_both(fun, program, where, marks)
-        return _run_and_show(program, inside, [], args, kwargs)
+    if in_losses:
+        _refuse_two_losses(fun, program, where, marks)
+        return _run_and_show(program, in_losses, [], args, kwargs)
     if not _is_float_scalar(value):
-        matches_of(where, program, True, marks)  # raises for a match that cannot be reached
+        find_matches(where, program, True, marks)  # raises for a match that cannot be reached
         raise TypeError(
             f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
             f"{_type_text(value)}. Return the sum of the outputs, weighted by cotangents of your "
             "choice. With has_aux=True the function may return a pair of a scalar and anything"
         )
     program = apply_rules_in_force(program)
-    found = matches_of(where, program, missing_ok, marks)
-    for match in found:
+    matches = find_matches(where, program, missing_ok, marks)
+    for match in matches:
         refuse_references(program.region_of(match), match.nodes, match)
-    tapped = behind_each(program, found, lambda match: perturbed, selects=has_gradient, tapped=True)
+    tapped = behind_each(
+        program, matches, lambda match: perturbed, selects=has_gradient, tapped=True
+    )
     call = CallPacker()(args, kwargs)
 
     def to_result(graph: Graph) -> Callable[..., Any]:
@@ -186,26 +188,29 @@ def intermediate_gradients(
             cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
         except Exception as error:
             places = [port.place for port in tapped.ins]
-            if (place := _refused(marked, zeros, places)) is not None:
-                add_note(error, _REFUSED + str({place_of(m): m for m in found}[place]))
+            if (place := _find_refused_place(marked, zeros, places)) is not None:
+                add_note(error, _REFUSED + str({place_of(m): m for m in matches}[place]))
             raise
     output = finish_call(program, call, results)
     by_match = [
         [ct for port, ct in zip(tapped.ins, cotangents, strict=True) if port.place == place]
-        for place in map(place_of, found)
+        for place in map(place_of, matches)
     ]
-    return output, dict(zip(place_names(found), map(_unwrap_single, by_match), strict=True))
+    return output, dict(zip(place_names(matches), map(_unwrap_single, by_match), strict=True))
 
 
-def _refused(marked: Callable[..., Any], zeros: Sequence[Any], places: Sequence[Any]) -> Any:
-    """Returns the first place of a tap that JAX cannot differentiate with respect to, or None."""
+def _find_refused_place(
+    marked: Callable[..., Any], zeros: Sequence[Any], places: Sequence[Any]
+) -> Any:
+    """Returns the place of the first tap with respect to which JAX cannot differentiate, or
+    None."""
     for i, place in enumerate(places):
 
-        def of_one(tap: Any, i: int = i) -> Any:
+        def of_one_tap(tap: Any, i: int = i) -> Any:
             return marked([*zeros[:i], tap, *zeros[i + 1 :]])
 
         try:
-            jax.eval_shape(_jax.grad(of_one, has_aux=True), zeros[i])
+            jax.eval_shape(_jax.grad(of_one_tap, has_aux=True), zeros[i])
         except Exception:
             return place
     return None
@@ -236,42 +241,43 @@ def _type_text(value: Any) -> str:
 
 def _run_and_show(
     program: Graph,
-    inside: Sequence[tuple[str, Sequence[Shown]]],
-    outside: Sequence[Occurrence],
+    in_losses: Sequence[tuple[str, Sequence[Shown]]],
+    matches: Sequence[Occurrence],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Runs a program; returns its result, and arrays by the names of matches: the arrays `inside`
-    functions that the program differentiates, and the arrays that leave the matches `outside`."""
-    shown = [each for _, of in inside for each in of]
-    matches = [*(each.at for each in shown), *outside]
-    wide = show_each(program, list({place_of(match): match for match in matches}.values()))
+    """Runs a program; returns its result, and arrays by the names of matches: first the arrays of
+    the losses that the program differentiates (see `Marks.find_shown`), and then the arrays that
+    leave `matches`."""
+    sources = [*(each.at for _, shown in in_losses for each in shown), *matches]
+    wide = show_each(program, list({place_of(source): source for source in sources}.values()))
     call = CallPacker()(args, kwargs)
     results = _run_program(wide.graph, call)
     output = finish_call(program, call, results)
-    further = results[len(program.outputs) :]
-    pairs = list(zip(wide.outs, further, strict=True))
-    led_out = [[v for port, v in pairs if port.place == place_of(match)] for match in matches]
-    rest = iter(led_out)
+    ports = list(zip(wide.outs, results[len(program.outputs) :], strict=True))
+    # The arrays of each source in turn.
+    arrays = iter([[v for port, v in ports if port.place == place_of(each)] for each in sources])
     by_match = [
-        [jnp.zeros_like(v) if each.is_zero else v for each in of for v in next(rest)]
-        for _, of in inside
+        [jnp.zeros_like(v) if each.is_zero else v for each in shown for v in next(arrays)]
+        for _, shown in in_losses
     ]
-    names = number_repeated_names([*(name for name, _ in inside), *map(place_name, outside)])
-    values = map(_unwrap_single, [*by_match, *rest])
+    names = number_repeated_names([*(name for name, _ in in_losses), *map(place_name, matches)])
+    values = map(_unwrap_single, [*by_match, *arrays])
     return output, dict(zip(names, values, strict=True))
 
 
-def _refuse_both(fun: Callable[..., Any], program: Graph, where: Selector, asked: object) -> None:
-    """If a scalar function also differentiates a loss, and both have matches, the gradients of
-    either may be meant: raises GraphError."""
+def _refuse_two_losses(
+    fun: Callable[..., Any], program: Graph, where: Selector, rule: object
+) -> None:
+    """Raises GraphError if a scalar function also differentiates a loss, and both have matches: the
+    gradients of either may be meant."""
     outputs = program.outputs[: program.result_count]
     if len(outputs) != 1 or not _is_float_scalar(outputs[0].aval):
         return
     for match in where.select_in(program).matches:
         if not (is_under_rules(match) or is_call_without_operands(match)):
             raise GraphError(
-                f"{asked!r}: {match} lies in {function_name(fun)} itself, and other matches lie in "
+                f"{rule!r}: {match} lies in {function_name(fun)} itself, and other matches lie in "
                 "a function that it differentiates: the gradients of its result may be meant, or "
                 "the gradients of the inner function. Narrow the selector to one of the two"
             )

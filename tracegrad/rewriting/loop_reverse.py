@@ -1,12 +1,12 @@
 """Reverse mode of a `while` loop: the forward pass keeps states, and steps are run again.
 
 JAX linearises a loop by running it in forward mode and separating the known part (the values) from
-the unknown part (the tangents). Here the known part also keeps the states that `loop_schedule`
-chooses, and the unknown part becomes one linear operation, whose transpose goes back from each kept
-state to the kept state before. The cotangents of a step come from JAX's transpose of the step's
-tangents: no derivative is written here.
+the unknown part (the tangents). In this module the known part also keeps the states that
+`loop_schedule` chooses, and the unknown part becomes one linear operation, whose transpose goes
+back from each kept state to the kept state before. The cotangents of a step come from JAX's
+transpose of the step's tangents: this module has no derivative of its own.
 
-All loops made here are checkpointed too, so derivatives of any order work.
+All loops that this module makes are checkpointed too, so derivatives of any order work.
 """
 
 from __future__ import annotations
@@ -40,23 +40,26 @@ _LINEAR: Any = jex.Primitive("linear_while")
 """The tangents that a loop returns, as a linear function of the tangents among its operands.
 
 The first operands are values from the forward run; the parameter `kept` is their number. The other
-operands are the operands of the loop; the parameter `unknown` says of each whether it is a tangent.
+operands are the operands of the loop; the parameter `unknown` has one bool for each of these:
+whether it is a tangent. `while_params` below are JAX's parameters of the loop, `added` are
+`checkpoints` and `place`.
 """
 
 
 def bind_checkpointed_while(operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """`params` has `checkpoints` and `place`."""
+    """Binds a loop; `params` are JAX's parameters of `while` with `checkpoints` and `place`."""
     return _jax.bind(CHECKPOINTED_WHILE, operands, params)
 
 
-def _find_known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> Any:
-    """Returns the parameters of the known part of a loop, and which operands the known part omits.
+def _find_known_part(while_params: Mapping[str, Any], avals: Any, unknown: Sequence[bool]) -> Any:
+    """Returns the parameters of the known part of a loop, and for each operand whether the known
+    part omits it.
 
     The known part computes all values that do not depend on the unknown operands. It omits these
     operands, and the carried values that come to depend on them (tangents that are zero at first).
     Returns None if the number of steps depends on an unknown operand.
     """
-    program = jax.make_jaxpr(lambda *args: WHILE.bind(*args, **own))(*avals)
+    program = jax.make_jaxpr(lambda *args: WHILE.bind(*args, **while_params))(*avals)
     (equation,) = _jax.opened(program).eqns
     known, _, unknown_outs, *_ = pe.partial_eval_jaxpr_custom_rules[WHILE](
         None, list(unknown), [True] * len(unknown), equation
@@ -68,20 +71,22 @@ def _find_known_part(own: Mapping[str, Any], avals: Any, unknown: Sequence[bool]
 
 def _linearise(trace: Any, *tracers: Any, **params: Any) -> Any:
     """The partial evaluation of a loop: runs its known part, and binds `_LINEAR` for the rest."""
-    own, ours = split_params(params)
+    while_params, added = split_params(params)
     unknown = [not tracer.is_known() for tracer in tracers]
     avals = [tracer.aval for tracer in tracers]
-    linear = all(_jax.is_inexact(a.dtype) for a, u in zip(avals, unknown, strict=True) if u)
-    parts = _find_known_part(own, avals, unknown) if linear and not all(unknown) else None
+    is_linear = all(_jax.is_inexact(a.dtype) for a, u in zip(avals, unknown, strict=True) if u)
+    parts = None
+    if is_linear and not all(unknown):
+        parts = _find_known_part(while_params, avals, unknown)
     if parts is None:
         return trace.default_process_primitive(CHECKPOINTED_WHILE, tracers, params)
-    known, unknown = parts
-    values = [t.pval.get_known() for t, u in zip(tracers, unknown, strict=True) if not u]
-    outs, kept = _run_and_record(values, known, ours)
+    known_params, unknown = parts
+    known_args = [t.pval.get_known() for t, u in zip(tracers, unknown, strict=True) if not u]
+    outs, kept = _run_and_record(known_args, known_params, added)
     tangents = trace.default_process_primitive(
         _LINEAR, [*kept, *tracers], {**params, "unknown": tuple(unknown), "kept": len(kept)}
     )
-    return _merge(_split_operands(own, unknown)[2], outs, tangents)
+    return _merge(_split_operands(while_params, unknown)[2], outs, tangents)
 
 
 def _merge(choose: Sequence[bool], no: Sequence[Any], yes: Sequence[Any]) -> list[Any]:
@@ -92,30 +97,31 @@ def _merge(choose: Sequence[bool], no: Sequence[Any], yes: Sequence[Any]) -> lis
 
 
 def _split_operands(params: Mapping[str, Any], args: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Splits operands into constants of the condition, constants of the body, and the carry."""
     first = params["cond_nconsts"]
     last = first + params["body_nconsts"]
     return list(args[:first]), list(args[first:last]), list(args[last:])
 
 
-def _run_and_record(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[Any]]:
+def _run_and_record(args: Any, params: Any, added: Any) -> tuple[list[Any], list[Any]]:
     """Runs a loop and keeps states; returns its results, and the values `kept` for the backward
     pass."""
     effects = params["cond_jaxpr"].effects | params["body_jaxpr"].effects
     if not all(map(_jax.may_be_repeated, effects)):
         raise ValueError(
-            f"{ours['place']} has an effect in each step, and its steps are run again in the "
+            f"{added['place']} has an effect in each step, and its steps are run again in the "
             "backward pass, where it would happen once more. Take it out of the loop; "
             "jax.debug.print (without ordered=True) may stay, and prints again"
         )
     *_, init = _split_operands(params, args)
-    going, step = _make_condition_and_body(params, args)
-    places = ours["checkpoints"] + 1
-    fit = _replace_states_without_step(init, going)
+    goes_on, step = _make_condition_and_body(params, args)
+    places = added["checkpoints"] + 1
+    safe = _replace_states_without_step(init, goes_on)
 
     def one_step(carry: Any) -> Any:
         position, live, end, state = carry
-        state = _step_live(step, live, state, fit)
-        return position + 1, going(state), end, state
+        state = _step_live(step, live, state, safe)
+        return position + 1, goes_on(state), end, state
 
     def stretch(carry: Any) -> Any:
         position, live, state, level, positions, states = carry
@@ -124,76 +130,80 @@ def _run_and_record(args: Any, params: Any, ours: Any) -> tuple[list[Any], list[
         states = _put_state(states, place, state)
         end, level = schedule.next_to_keep(position, level, places, jnp)
         position, live, _, state = checkpointed_while_loop(
-            lambda c: jnp.any(c[1]) & (c[0] < c[2]), one_step, (position, live, end, state), ours
+            lambda c: jnp.any(c[1]) & (c[0] < c[2]), one_step, (position, live, end, state), added
         )
         return position, live, state, level, positions, states
 
     zero = jnp.int32(0)
-    states = [lax.broadcast(one, (places,)) for one in init]
-    carry = (zero, going(init), init, zero, jnp.zeros(places, jnp.int32), states)
+    states = [lax.broadcast(array, (places,)) for array in init]
+    carry = (zero, goes_on(init), init, zero, jnp.zeros(places, jnp.int32), states)
     steps, _, outs, level, positions, states = checkpointed_while_loop(
-        lambda c: jnp.any(c[1]), stretch, carry, ours
+        lambda c: jnp.any(c[1]), stretch, carry, added
     )
     return outs, [steps, level, positions, *states]
 
 
 def _replay_backward(
-    kept: Any, args: Any, unknown: Any, own: Any, ours: Any, cotangents: Any
+    kept: Any, args: Any, unknown: Any, while_params: Any, added: Any, cotangents: Any
 ) -> Any:
     """Maps the cotangents of a loop's unknown results to the cotangents of its unknown operands.
 
     Args:
       kept: the kept values that `_run_and_record` returned.
       args: the operands of the whole loop; the unknown operands are ignored.
-      own: the parameters of the whole loop.
+      while_params: the parameters of the whole loop.
     """
-    params, _ = _find_known_part(own, [_aval(arg) for arg in args], unknown)
-    known = [arg for arg, u in zip(args, unknown, strict=True) if not u]
-    going, step = _make_condition_and_body(params, known)
+    known_params, _ = _find_known_part(while_params, [_aval(arg) for arg in args], unknown)
+    known_args = [arg for arg, u in zip(args, unknown, strict=True) if not u]
+    goes_on, step = _make_condition_and_body(known_params, known_args)
     steps, level, positions, *states = kept
-    slots = ours["checkpoints"]
+    slots = added["checkpoints"]
     reaches = schedule.reaches(slots)
-    _, of_body, _ = _split_operands(own, args)
-    _, moving, flowing = _split_operands(own, unknown)
-    constants = [arg for arg, u in zip(of_body, moving, strict=True) if not u]
+    _, of_body, _ = _split_operands(while_params, args)
+    _, unknown_constants, unknown_carry = _split_operands(while_params, unknown)
+    constants = [arg for arg, u in zip(of_body, unknown_constants, strict=True) if not u]
     sums = [
         ad.instantiate_zeros(ad.Zero(_aval(arg)))
-        for arg, u in zip(of_body, moving, strict=True)
+        for arg, u in zip(of_body, unknown_constants, strict=True)
         if u
     ]
 
-    fit = _replace_states_without_step(_take_state(states, 0), going)
+    safe = _replace_states_without_step(_take_state(states, 0), goes_on)
 
     def back_through(state: Any, sums: Any, cotangents: Any) -> Any:
-        def tangents(given: Any, carried: Any) -> Any:
-            operands = [*_merge(moving, constants, given), *_merge(flowing, state, carried)]
-            results = _jax.eval_program(own["body_jaxpr"], operands)
-            return [t for t, u in zip(results, flowing, strict=True) if u]
+        def step_tangents(of_constants: Any, of_state: Any) -> Any:
+            known_and_tangents = [
+                *_merge(unknown_constants, constants, of_constants),
+                *_merge(unknown_carry, state, of_state),
+            ]
+            results = _jax.eval_program(while_params["body_jaxpr"], known_and_tangents)
+            return [t for t, u in zip(results, unknown_carry, strict=True) if u]
 
-        live = going(state)
-        state = _select_live(live, state, fit)
+        live = goes_on(state)
+        state = _select_live(live, state, safe)
         types = jax.tree.map(jax.typeof, (sums, cotangents))
-        none = [jnp.zeros_like(ct) for ct in cotangents]
-        more, found = jax.linear_transpose(tangents, *types)(_select_live(live, cotangents, none))
-        sums = [a + b for a, b in zip(sums, more, strict=True)]
-        return sums, _select_live(live, found, cotangents)
+        zeros = [jnp.zeros_like(ct) for ct in cotangents]
+        live_cotangents = _select_live(live, cotangents, zeros)
+        of_constants, of_state = jax.linear_transpose(step_tangents, *types)(live_cotangents)
+        sums = [a + b for a, b in zip(sums, of_constants, strict=True)]
+        return sums, _select_live(live, of_state, cotangents)
 
     def forward(carry: Any) -> Any:
         position, end, state = carry
-        return position + 1, end, _step_live(step, going(state), state, fit)
+        return position + 1, end, _step_live(step, goes_on(state), state, safe)
 
     def advance(carry: Any) -> Any:
         top, places, stack, end = carry
         position = places[top]
         after = position + schedule.steps_to_next(end - position, slots - 1 - top, reaches, jnp)
         start = (position, after, _take_state(stack, top))
-        *_, state = checkpointed_while_loop(lambda c: c[0] < c[1], forward, start, ours)
+        *_, state = checkpointed_while_loop(lambda c: c[0] < c[1], forward, start, added)
         return top + 1, places.at[top + 1].set(after), _put_state(stack, top + 1, state), end
 
     def back_one(carry: Any) -> Any:
         top, places, stack, end, start, sums, cotangents = carry
         top, places, stack, _ = checkpointed_while_loop(
-            lambda c: c[1][c[0]] < c[3] - 1, advance, (top, places, stack, end), ours
+            lambda c: c[1][c[0]] < c[3] - 1, advance, (top, places, stack, end), added
         )
         sums, cotangents = back_through(_take_state(stack, top), sums, cotangents)
         return jnp.maximum(top - 1, 0), places, stack, end - 1, start, sums, cotangents
@@ -205,29 +215,29 @@ def _replay_backward(
         places, stack = places.at[0].set(start), _put_state(stack, 0, base)
         inner = (jnp.int32(0), places, stack, end, start, sums, cotangents)
         _, places, stack, end, _, sums, cotangents = checkpointed_while_loop(
-            lambda c: c[3] > c[4], back_one, inner, ours
+            lambda c: c[3] > c[4], back_one, inner, added
         )
         return end, places, stack, sums, cotangents
 
     # One place more than slots, for the state that is differentiated when no slot is free.
-    stack = [lax.broadcast(one, (slots + 1,)) for one in _take_state(states, 0)]
+    stack = [lax.broadcast(array, (slots + 1,)) for array in _take_state(states, 0)]
     carry = (steps, jnp.zeros(slots + 1, jnp.int32), stack, sums, list(cotangents))
-    *_, sums, cotangents = checkpointed_while_loop(lambda c: c[0] > 0, back_stretch, carry, ours)
+    *_, sums, cotangents = checkpointed_while_loop(lambda c: c[0] > 0, back_stretch, carry, added)
     return [*sums, *cotangents]
 
 
 def _make_condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
-    """Returns two functions of a state: whether the loop goes on (in a batch: for each element),
-    and the next state."""
+    """Returns two functions of a state: whether the loop goes on (for each element of a batch), and
+    the next state."""
     of_condition, of_body, _ = _split_operands(params, args)
 
-    def going(state: Any) -> Any:
+    def goes_on(state: Any) -> Any:
         return _jax.eval_program(params["cond_jaxpr"], [*of_condition, *state])[0]
 
     def step(state: Any) -> Any:
         return _jax.eval_program(params["body_jaxpr"], [*of_body, *state])
 
-    return going, step
+    return goes_on, step
 
 
 def _select_live(live: Any, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
@@ -242,17 +252,17 @@ def _select_live(live: Any, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
     return [choose(a, b) for a, b in zip(yes, no, strict=True)]
 
 
-def _step_live(step: Any, live: Any, state: Sequence[Any], fit: Sequence[Any]) -> list[Any]:
+def _step_live(step: Any, live: Any, state: Sequence[Any], safe: Sequence[Any]) -> list[Any]:
     """Returns the state after a step of the live elements of a batch. An element that is not live
-    keeps its state. A step from such a state may be infinite, so the step runs on a state in `fit`
-    instead, and its result is dropped."""
-    return _select_live(live, step(_select_live(live, state, fit)), state)
+    keeps its state. A step from such a state may give NaN or Inf, so the step runs on the element's
+    state in `safe` instead, and its result is dropped."""
+    return _select_live(live, step(_select_live(live, state, safe)), state)
 
 
-def _replace_states_without_step(init: Sequence[Any], going: Any) -> list[Any]:
-    """Returns the first states of a batch; a state that takes no step is replaced by a state that
-    does."""
-    live = going(init)
+def _replace_states_without_step(init: Sequence[Any], goes_on: Any) -> list[Any]:
+    """Returns the first states of a batch, with a state that takes a step in place of each state
+    that takes none."""
+    live = goes_on(init)
     if live.ndim == 0:
         return list(init)
     stepping = jnp.argmax(lax.collapse(live, 0))
@@ -261,15 +271,15 @@ def _replace_states_without_step(init: Sequence[Any], going: Any) -> list[Any]:
     return _select_live(live, init, [lax.broadcast(each, live.shape) for each in some])
 
 
-def _put_state(places: Sequence[Any], slot: Any, state: Sequence[Any]) -> list[Any]:
+def _put_state(states: Sequence[Any], place: Any, state: Sequence[Any]) -> list[Any]:
     return [
-        lax.dynamic_update_index_in_dim(all_, one, slot, 0)
-        for all_, one in zip(places, state, strict=True)
+        lax.dynamic_update_index_in_dim(arrays, array, place, 0)
+        for arrays, array in zip(states, state, strict=True)
     ]
 
 
-def _take_state(places: Sequence[Any], slot: Any) -> list[Any]:
-    return [lax.dynamic_index_in_dim(all_, slot, 0, keepdims=False) for all_ in places]
+def _take_state(states: Sequence[Any], place: Any) -> list[Any]:
+    return [lax.dynamic_index_in_dim(arrays, place, 0, keepdims=False) for arrays in states]
 
 
 def _aval(arg: Any) -> Any:
@@ -277,16 +287,19 @@ def _aval(arg: Any) -> Any:
 
 
 def _transpose_loop(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
-    """Transposes a loop that is linear in the unknown operands; runs it now to keep its states."""
-    own, ours = split_params(params)
+    """Transposes a loop that is linear in the unknown operands. Runs the known part first, to keep
+    its states."""
+    while_params, added = split_params(params)
     unknown = [ad.is_undefined_primal(arg) for arg in args]
-    parts = _find_known_part(own, [_aval(arg) for arg in args], unknown)
+    parts = _find_known_part(while_params, [_aval(arg) for arg in args], unknown)
     if parts is None:
-        raise ValueError(f"{ours['place']} is not linear in the operands of its transpose")
-    known, unknown = parts
-    _, kept = _run_and_record([a for a, u in zip(args, unknown, strict=True) if not u], known, ours)
-    given = [ct for ct, u in zip(cotangents, _split_operands(own, unknown)[2], strict=True) if u]
-    return _operand_cotangents(given, kept, args, unknown, own, ours)
+        raise ValueError(f"{added['place']} is not linear in the operands of its transpose")
+    known_params, unknown = parts
+    known_args = [arg for arg, u in zip(args, unknown, strict=True) if not u]
+    _, kept = _run_and_record(known_args, known_params, added)
+    _, _, unknown_carry = _split_operands(while_params, unknown)
+    of_unknown = [ct for ct, u in zip(cotangents, unknown_carry, strict=True) if u]
+    return _operand_cotangents(of_unknown, kept, args, unknown, while_params, added)
 
 
 def _loop_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -294,19 +307,20 @@ def _loop_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _transpose_linear(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
-    own, ours = _loop_params(params)
+    while_params, added = _loop_params(params)
     kept, args = args[: params["kept"]], args[params["kept"] :]
-    found = _operand_cotangents(cotangents, kept, args, params["unknown"], own, ours)
-    return [*[None] * len(kept), *found]
+    answer = _operand_cotangents(cotangents, kept, args, params["unknown"], while_params, added)
+    return [*[None] * len(kept), *answer]
 
 
 def _operand_cotangents(
-    cts: Any, kept: Any, args: Any, unknown: Any, own: Any, ours: Any
+    cts: Any, kept: Any, args: Any, unknown: Any, while_params: Any, added: Any
 ) -> list[Any]:
-    given = [ad.instantiate_zeros(ct) for ct in cts]
-    flowing = iter(_replay_backward(kept, args, unknown, own, ours, given))
-    found = [next(flowing) if u else None for u in unknown]
-    return [ct if ad.is_undefined_primal(arg) else None for ct, arg in zip(found, args)]
+    """Returns a cotangent for each operand of a loop; None if the operand is not transposed."""
+    arrays = [ad.instantiate_zeros(ct) for ct in cts]
+    of_unknown = iter(_replay_backward(kept, args, unknown, while_params, added, arrays))
+    of_operands = [next(of_unknown) if u else None for u in unknown]
+    return [ct if ad.is_undefined_primal(arg) else None for ct, arg in zip(of_operands, args)]
 
 
 def _unknown_results(results: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
@@ -315,8 +329,8 @@ def _unknown_results(results: Sequence[Any], params: Mapping[str, Any]) -> list[
 
 
 def _run_linear(*args: Any, **params: Any) -> list[Any]:
-    own, _ = _loop_params(params)
-    return _unknown_results(WHILE.bind(*args[params["kept"] :], **own), params)
+    while_params, _ = _loop_params(params)
+    return _unknown_results(WHILE.bind(*args[params["kept"] :], **while_params), params)
 
 
 def _types_of_linear(*avals: Any, **params: Any) -> Any:
@@ -325,19 +339,20 @@ def _types_of_linear(*avals: Any, **params: Any) -> Any:
 
 
 def _batch_linear(axis: Any, args: Any, places: Any, **params: Any) -> Any:
-    own, ours = _loop_params(params)
+    while_params, added = _loop_params(params)
     args, places = args[params["kept"] :], places[params["kept"] :]
     return tuple(
-        _unknown_results(each, params) for each in batch_loop(axis, args, places, **own, **ours)
+        _unknown_results(each, params)
+        for each in batch_loop(axis, args, places, **while_params, **added)
     )
 
 
 def _jvp_of_linear(primals: Any, tangents: Any, **params: Any) -> Any:
-    own, ours = _loop_params(params)
+    while_params, added = _loop_params(params)
     primals, tangents = primals[params["kept"] :], tangents[params["kept"] :]
     return tuple(
         _unknown_results(each, params)
-        for each in differentiate_forward(primals, tangents, **own, **ours)
+        for each in differentiate_forward(primals, tangents, **while_params, **added)
     )
 
 

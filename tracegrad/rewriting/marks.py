@@ -2,10 +2,10 @@
 
 The program of a train step that calls `jax.grad` has the forward and backward passes of the loss. A
 selector can no longer find the operations of the loss there. So a rule in force marks the loss
-before it is differentiated. A mark is an identity operation on a value that leaves a match. For a
-value, the mark is in the forward pass; for a gradient, there is one mark in the forward pass and
-one mark in the backward pass. Marks stay in the traced program. When the step has been traced, the
-results of the marks become outputs of the program.
+before it is differentiated. A mark is an identity operation on a value that leaves a match. For
+`intermediates`, the mark is in the forward pass; for `intermediate_gradients`, there is one mark in
+the forward pass and one mark in the backward pass. Marks stay in the traced program. When the step
+has been traced, the results of the marks become outputs of the program.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient, scopes
 from tracegrad.ir.editing import behind_each
+from tracegrad.ir.node_groups import refuse_references, values_leaving
 from tracegrad.ir.selector import Selector
-from tracegrad.ir.stretches import leaving, refuse_references
-from tracegrad.rewriting.edits import matches_of, place_name
+from tracegrad.rewriting.edits import find_matches, place_name
 from tracegrad.tracing.in_force import RuleSet, in_force
 
 # Parameters of a mark: `place` is the number of the match; `index` the number of the value among
 # the values that leave the match; `what` is `_VALUE`, `_COTANGENT` (the cotangent of a value),
-# `_DIFFERENTIATED` (a value that is differentiated) or `_CONSTANT` (a value that is not).
+# `_DIFFERENTIATED` (a value with a tangent) or `_CONSTANT` (a value without a tangent).
 _MARK = _jax.identity_primitive("mark")
 _CUSTOM_VJP = _jax.CUSTOM_VJP.name
 _VALUE, _COTANGENT, _DIFFERENTIATED, _CONSTANT = "value", "cotangent", "differentiated", "constant"
@@ -37,7 +37,7 @@ class Shown:
     """A marked value or cotangent in a traced program.
 
     Attributes:
-      at: the operation that returns the value or cotangent; the value's operation if `is_zero`.
+      at: the operation that returns the value or cotangent (if `is_zero`, the value).
       is_zero: whether no cotangent arrives; then the cotangent is zeros of the value's type.
     """
 
@@ -54,26 +54,26 @@ class Marks:
         self._places: list[tuple[str, str, int]] = []  # name, text and number of values
 
     def __call__(self, graph: Graph) -> Graph:
-        matches = matches_of(self._where, graph, True, self)
+        matches = find_matches(self._where, graph, True, self)
         places = {match: len(self._places) + i for i, match in enumerate(matches)}
         for match in matches:
             region = graph.region_of(match)
-            values = leaving(region, match.nodes)
+            values = values_leaving(region, match.nodes)
             if self._gradients:
                 refuse_references(region, match.nodes, match)
                 values = [value for value in values if has_gradient(value)]
             self._places.append((place_name(match), str(match), len(values)))
         identity = _mark_cotangent if self._gradients else _mark_value
-        wanted = has_gradient if self._gradients else lambda value: True
+        selects = has_gradient if self._gradients else lambda value: True
+        indices = {match: itertools.count() for match in matches}
 
-        def marking(match: Occurrence) -> Callable[[Any], Any]:
-            return identity(places[match], next(numbers[match]))
+        def mark_next(match: Occurrence) -> Callable[[Any], Any]:
+            return identity(places[match], next(indices[match]))
 
-        numbers = {match: itertools.count() for match in matches}
-        # Each call gets marks of its own, since a backward pass may have the calls in another
-        # order, or only some of them.
+        # Each call of a region gets other marks, since a backward pass may have the calls in
+        # another order, or only some of them.
         return behind_each(
-            graph, matches, marking, selects=wanted, depends_on=lambda match: match
+            graph, matches, mark_next, selects=selects, depends_on=lambda match: match
         ).graph
 
     def __repr__(self) -> str:
@@ -84,50 +84,49 @@ class Marks:
         with in_force(RuleSet([self])):
             return trace()
 
-    def shown(self, program: Graph) -> list[tuple[str, list[Shown]]]:
+    def find_shown(self, program: Graph) -> list[tuple[str, list[Shown]]]:
         """Returns the name of each match, and the values that leave the match, once for each call.
         Raises GraphError for a match whose gradient the program does not compute."""
-        found = _find_marks(program)
+        marks = _find_marks(program)
         if not self._gradients:
             kinds = [(_VALUE, False)]
         else:
             kinds = [(_COTANGENT, False), (_DIFFERENTIATED, True), (_CONSTANT, True)]
-        answer = []
+        by_match = []
         for place, (name, text, count) in enumerate(self._places):
-            ways: list[list[Shown]] = []
+            values: list[list[Shown]] = []  # for each value of the match, its mark in each call
             is_computed = not count
             for index in range(count):
-                here = [
-                    [Shown(at, is_zero) for at in found.get((what, place, index), ())]
+                by_kind = [
+                    [Shown(at, is_zero) for at in marks.get((what, place, index), ())]
                     for what, is_zero in kinds
                 ]
-                ways.append(next(filter(None, here), []))
+                values.append(next(filter(None, by_kind), []))
                 # Some values of a match (statistics beside activations) may be constant. All of
                 # them constant is an error.
-                is_computed |= not here[-1] or ways[-1] is not here[-1]
+                is_computed |= not by_kind[-1] or values[-1] is not by_kind[-1]
             if self._gradients and not is_computed:
                 raise GraphError(_not_computed_message(self, text))
             # No item if the program does not contain the match; several if it is called repeatedly.
-            for all_of_one in zip(*ways, strict=False):
-                answer.append((name, list(all_of_one)))
-        return answer
+            by_match += [(name, list(values_of_call)) for values_of_call in zip(*values)]
+        return by_match
 
 
 def _find_marks(program: Graph) -> dict[tuple[str, int, int], list[Occurrence]]:
-    """In order of execution."""
-    found: dict[tuple[str, int, int], list[Occurrence]] = {}
+    """Returns the marks in order of execution, by their parameters ``(what, place, index)``."""
+    marks: dict[tuple[str, int, int], list[Occurrence]] = {}
     for occurrence in program.walk():
         if occurrence.node.primitive is _MARK:
             what, place, index = (occurrence.node.params[k] for k in ("what", "place", "index"))
             if what == _CONSTANT and occurrence.path and occurrence.path[-1][0].op == _CUSTOM_VJP:
                 # The mark is inside of a custom_vjp call that was not differentiated. Only results
-                # of the call can be read, so use the call itself.
+                # of the call can become outputs, so use the call itself.
                 occurrence = Occurrence(occurrence.path[:-1], occurrence.path[-1][0])
-            # Skip a value that is recomputed in the backward pass: the first one is the same.
-            is_again = any(map(scopes.is_backward, occurrence.steps))
-            if what == _COTANGENT or not is_again:
-                found.setdefault((what, place, index), []).append(occurrence)
-    return found
+            # Skip a value that the backward pass recomputes: the forward pass has the same value.
+            is_recomputed = any(map(scopes.is_backward, occurrence.steps))
+            if what == _COTANGENT or not is_recomputed:
+                marks.setdefault((what, place, index), []).append(occurrence)
+    return marks
 
 
 def _not_computed_message(rule: object, match: str) -> str:

@@ -13,19 +13,19 @@ import numpy as np
 
 from tracegrad.ir import Graph, Occurrence, Value, has_gradient
 from tracegrad.ir.editing import around_each, behind_each, behind_inputs
+from tracegrad.ir.node_groups import refuse_references
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
-from tracegrad.ir.stretches import refuse_references
 from tracegrad.ir.wording import brief, name_of, shortened
 from tracegrad.rewriting.edits import (
     check_parameters,
     check_selector,
-    matches_of,
+    find_matches,
     parameters_of,
 )
 
 Edit = Callable[[Graph, Sequence[Occurrence]], Graph]
-# identity(place): an identity function with another tangent, to put at a place of this name.
+# identity(path) returns an identity function with another tangent, for the parameter at this path.
 Identity = Callable[[str], Callable[[Any], Any]]
 P = ParamSpec("P")
 
@@ -34,9 +34,10 @@ P = ParamSpec("P")
 class MatchRule:
     """A rule: its name, the selector that finds its matches, and the edit at the matches.
 
-    ``edit(graph, matches)`` returns the edited graph. For parameters (`match.param`), a parameter
-    passes through the function ``identity(path)``. If that function refuses forward mode,
-    ``identity_again(path)`` is a function that does not change tangents.
+    ``edit(graph, matches)`` returns the edited graph. If the rule selects parameters
+    (`match.param`), each passes through the function ``identity(path)``. If that function refuses
+    forward mode, a parameter of an outer gradient passes through ``outer_identity(path)``, which
+    does not change tangents.
 
     A call of the rule raises:
       NoMatchError: nothing matches (unless `missing_ok`).
@@ -48,10 +49,10 @@ class MatchRule:
     where: Selector | Parameters
     edit: Edit
     missing_ok: bool = False
-    text: str | None = None  # the arguments in the repr; None: those of `made_by`
+    text: str | None = None  # the arguments in the repr; None: the arguments of `made_by`
     identity: Identity | None = None
-    identity_again: Identity | None = None
-    # Makes the rule again, in another process; None: the repr shows the selector alone.
+    outer_identity: Identity | None = None
+    # The call that made the rule, to make it in another process; None: it cannot be repeated.
     made_by: functools.partial[MatchRule] | None = None
 
     def __post_init__(self) -> None:
@@ -63,11 +64,12 @@ class MatchRule:
         return isinstance(self.where, Parameters)
 
     def parameters_in(self, graph: Graph) -> dict[Value, str]:
-        """Empty for a rule on operations."""
+        """Returns the selected parameters of a graph with their paths; {} for a rule on
+        operations."""
         if not isinstance(self.where, Parameters):
             return {}
-        known = parameters_of(graph).items()
-        return {value: names[0] for value, names in known if self.where.fits(*names)}
+        paths = parameters_of(graph).items()
+        return {value: path for value, (path, alias) in paths if self.where.fits(path, alias)}
 
     def __call__(self, graph: Graph) -> Graph:
         if not isinstance(graph, Graph):
@@ -76,10 +78,10 @@ class MatchRule:
                 "write tracegrad.trace(fun, rules=rule) or tracegrad.rewrite(fun, rule)"
             )
         if isinstance(self.where, Parameters):
-            found = self.parameters_in(graph)
-            check_parameters(found, self.where, graph, self.missing_ok, self)
-            return _apply_to_parameters(graph, found, self.identity)
-        matches = matches_of(self.where, graph, self.missing_ok, self)
+            parameters = self.parameters_in(graph)
+            check_parameters(parameters, self.where, graph, self.missing_ok, self)
+            return _apply_to_parameters(graph, parameters, self.identity)
+        matches = find_matches(self.where, graph, self.missing_ok, self)
         return self.edit(graph, matches) if matches else graph
 
     def apply_to_outer(self, graph: Graph) -> Graph:
@@ -90,37 +92,37 @@ class MatchRule:
         """
         if not isinstance(self.where, Parameters):
             return self(graph)
-        found = self.parameters_in(graph)
-        check_parameters(found, self.where, graph, True, self)
-        return _apply_to_parameters(graph, found, self.identity_again or self.identity)
+        parameters = self.parameters_in(graph)
+        check_parameters(parameters, self.where, graph, True, self)
+        return _apply_to_parameters(graph, parameters, self.outer_identity or self.identity)
 
     @property
     def has_tangents(self) -> bool:
         """Whether the rule also acts on tangents with respect to parameters."""
-        return self.identity_again is None
+        return self.outer_identity is None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return super().__reduce_ex__(protocol) if self.made_by is None else (self.made_by, ())
 
     def __repr__(self) -> str:
-        room = "" if self.name == "edit" else "rules."
+        module = "" if self.name == "edit" else "rules."
         if self.text is not None or self.made_by is None:
             argument = _describe_argument(self.where) if self.text is None else self.text
-            return f"{room}{self.name}({argument})"
+            return f"{module}{self.name}({argument})"
         where, *_ = parameters = inspect.signature(self.made_by.func).parameters
-        given = {**dict(zip(parameters, self.made_by.args, strict=False)), **self.made_by.keywords}
+        by_name = dict(zip(parameters, self.made_by.args, strict=False)) | self.made_by.keywords
         texts = [
             f"{'' if name == where else f'{name}='}{_describe_argument(x)}"
-            for name, x in given.items()
+            for name, x in by_name.items()
         ]
-        return f"{room}{self.name}({', '.join(texts)})"
+        return f"{module}{self.name}({', '.join(texts)})"
 
 
 def _apply_to_parameters(
-    graph: Graph, found: Mapping[Value, str], identity: Identity | None
+    graph: Graph, paths: Mapping[Value, str], identity: Identity | None
 ) -> Graph:
     assert identity is not None
-    return behind_inputs(graph, {value: identity(path) for value, path in found.items()})
+    return behind_inputs(graph, {value: identity(path) for value, path in paths.items()})
 
 
 def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
@@ -128,11 +130,11 @@ def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
     selector by position and the others by name; and pickling a rule stores these arguments."""
 
     @functools.wraps(make)
-    def shown(*args: P.args, **kwargs: P.kwargs) -> MatchRule:
-        again = functools.partial(shown, *args, **kwargs)
-        return replace(make(*args, **kwargs), made_by=again)
+    def make_and_record(*args: P.args, **kwargs: P.kwargs) -> MatchRule:
+        call = functools.partial(make_and_record, *args, **kwargs)
+        return replace(make(*args, **kwargs), made_by=call)
 
-    return shown
+    return make_and_record
 
 
 def _describe_argument(argument: object) -> str:
@@ -143,19 +145,18 @@ def _describe_argument(argument: object) -> str:
     return name_of(argument) if callable(argument) else shortened(repr(argument))
 
 
-def of_arrays(edit: Edit) -> Edit:
-    """Makes an edit raise GraphError if a match makes a Ref that other operations use, or writes to
-    one: gradients that flow through the Ref would bypass the edit."""
+def refusing_refs(edit: Edit) -> Edit:
+    """Makes an edit raise GraphError for the matches that `refuse_references` refuses."""
 
-    def of_matches(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
+    def check_and_edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
         for match in matches:
             refuse_references(graph.region_of(match), match.nodes, match)
         return edit(graph, matches)
 
-    return of_matches
+    return check_and_edit
 
 
-def around(
+def edit_around(
     function: Callable[..., Any],
     depends_on: Callable[[Occurrence], Hashable] = lambda match: None,
 ) -> Edit:
@@ -164,7 +165,7 @@ def around(
     return lambda graph, matches: around_each(graph, matches, function, depends_on=depends_on).graph
 
 
-def behind(function: Callable[[Any], Any]) -> Edit:
+def edit_behind(function: Callable[[Any], Any]) -> Edit:
     """Returns an edit that passes each float value that leaves a match through an identity, by
     `behind_each`."""
     return lambda graph, matches: (

@@ -13,7 +13,7 @@ from tracegrad.ir.closures import may_hold_tracers
 from tracegrad.ir.editing import Op
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.rewriting.operation import GradientOperation, check_cotangents
-from tracegrad.rewriting.traced_gradients import dense, with_traced_gradient
+from tracegrad.rewriting.traced_gradients import instantiate_zeros, with_traced_gradient
 from tracegrad.tracing.in_force import without_rules
 from tracegrad.tracing.signatures import require_takes
 
@@ -44,19 +44,19 @@ def with_gradient(
     params: Any,
     name: str,
     where: object,
-    is_told: bool = False,
+    passes_active: bool = False,
 ) -> Callable[..., list[Any]]:
     """Returns `primal`, a function from arrays to a list of arrays, with the gradient function
-    ``grad(op, *dys)``; with `is_told`, ``grad(op, *dys, active=positions)``, with the positions of
-    the differentiated inputs. `params` and `name` are attributes of `op`, and `where` is the place
-    of the operation, for messages."""
+    ``grad(op, *dys)``; with `passes_active`, ``grad(op, *dys, active=positions)``, with the
+    positions of the differentiated inputs. `params` and `name` are attributes of `op`, and `where`
+    is the place of the operation, for messages."""
 
     def gradient(
-        inputs: Any, outputs: Any, dys: Sequence[Any], **told: Sequence[int]
+        inputs: Any, outputs: Any, dys: Sequence[Any], **options: Sequence[int]
     ) -> tuple[Any, ...]:
         op = GradientOperation(inputs, outputs, params, name)
         with without_rules():  # else this rule would apply to derivatives that `grad` takes
-            answer = grad(op, *dys, **told)
+            answer = grad(op, *dys, **options)
         return check_cotangents(answer, op, where, grad)
 
     @CHANGES_GRADIENT
@@ -65,16 +65,16 @@ def with_gradient(
     ) -> tuple[Any, ...]:
         inputs, outputs = kept
         active = [i for i, moves in enumerate(perturbed) if moves]
-        told = {"active": active} if is_told else {}
-        return gradient(inputs, outputs, dense(cotangents, outputs), **told)
+        options = {"active": active} if passes_active else {}
+        return gradient(inputs, outputs, instantiate_zeros(cotangents, outputs), **options)
 
     def traced(*operands: Any) -> list[Any]:
         results = jax.eval_shape(primal, *operands)
         return with_traced_gradient(primal, gradient, operands, results, backward)
 
-    if not is_told and may_hold_tracers(grad):
+    if not passes_active and may_hold_tracers(grad):
         return traced
-    return _jax.with_backward(primal, backward, symbolic_zeros=is_told)
+    return _jax.with_backward(primal, backward, symbolic_zeros=passes_active)
 
 
 def with_tangents(

@@ -29,14 +29,14 @@ from tracegrad.ir.closed_over import not_differentiated
 from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.frames import CHANGES_GRADIENT
+from tracegrad.ir.node_groups import operands_of, values_leaving
 from tracegrad.ir.nodes import same_type
 from tracegrad.ir.running import run_node
 from tracegrad.ir.selector import Selection, Selector, covered_by
-from tracegrad.ir.stretches import leaving, operands_of
 from tracegrad.ir.wording import counted
 from tracegrad.rewriting.edits import check_selector
-from tracegrad.rewriting.kept_zeros import keeping_zeros, may_make_nan
-from tracegrad.rewriting.match_rule import MatchRule, around, shows_arguments
+from tracegrad.rewriting.kept_zeros import may_make_nan, replace_keeping_zeros
+from tracegrad.rewriting.match_rule import MatchRule, edit_around, shows_arguments
 from tracegrad.rewriting.overriding import with_gradient
 
 
@@ -62,8 +62,8 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
       fuse it in another way.) The rule also changes the derivatives of rules of kind JVP
       (`jax.custom_jvp`: `jax.nn.softmax`, `jnp.logaddexp`), but not of kind VJP. It holds for
       second derivatives too.
-      Make it the last of several rules: the rules after it would find its replacements, which are
-      custom gradients, and not the original operations.
+      Make it the last of several rules: the rules after it would find, instead of the original
+      operations, its replacements, which are custom gradients.
 
     Its replacements have a custom backward pass. So use `tracegrad.jvp`, `tracegrad.hvp` and
     `tracegrad.hessian` for forward mode; `jax.jvp` and `jax.hessian` raise an error, as for any
@@ -84,11 +84,11 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
     The name is Enzyme's. Without the rule, apply `jnp.where` to the operand, too (JAX's FAQ).
     """
     concerned = match.where(may_make_nan)
-    edit = around(keeping_zeros(every=False))
+    edit = edit_around(replace_keeping_zeros(every=False))
     if where is None:
         return MatchRule("strong_zero", concerned, edit, True)
     check_selector(where)
-    return MatchRule("strong_zero", _Within(where, may_make_nan), edit, missing_ok)
+    return MatchRule("strong_zero", _SingleNodes(where, may_make_nan), edit, missing_ok)
 
 
 @shows_arguments
@@ -107,9 +107,9 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
 
     Returns:
       A rule. It changes only NaN and Inf that result from finite cotangents. Values do not change,
-      nor does forward mode, where such a tangent stays infinite (`tracegrad.jvp`; `jax.jvp` raises
-      an error, as with `strong_zero`). The rule also hides derivatives that are rightly infinite:
-      so `where` has no default, unlike that of `strong_zero`.
+      nor do tangents of forward mode (`tracegrad.jvp`; `jax.jvp` raises an error, as with
+      `strong_zero`). The rule also hides derivatives that are rightly infinite, so `where` has no
+      default, unlike in `strong_zero`.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def distance(x):
@@ -122,12 +122,12 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
     """
     check_selector(where)
 
-    keeping = keeping_zeros(every=True)
+    keep_zeros = replace_keeping_zeros(every=True)
 
-    def finite(op: Op, *operands: Any) -> list[Any]:
+    def mend(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
         if not isinstance(node, CustomGradient) or node.kind == "jvp":
-            return keeping(op, *operands)
+            return keep_zeros(op, *operands)
         if node.effects:
             raise GraphError(
                 f"rules.finite_derivative: {op.match} has effects, which would happen again where "
@@ -141,17 +141,19 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
             return op.results(*operands)
 
         primal.__name__ = primal.__qualname__ = node.name
-        # Such a rule may raise for inputs that are not differentiated.
-        asks = bool(node.params.get("symbolic_zeros"))
-        mended = with_gradient(primal, gradient, node.params, node.name, op.match.origin, asks)
-        first = [not_differentiated(node, operand) for operand in operands[:closed_over]]
-        return mended(*first, *operands[closed_over:])
+        # With symbolic zeros, the node's rule may raise for inputs that are not differentiated.
+        takes_active = bool(node.params.get("symbolic_zeros"))
+        mended = with_gradient(
+            primal, gradient, node.params, node.name, op.match.origin, takes_active
+        )
+        constants = [not_differentiated(node, operand) for operand in operands[:closed_over]]
+        return mended(*constants, *operands[closed_over:])
 
-    concerned = _Within(where, lambda found: may_make_nan(found) or _is_vjp_rule(found))
-    return MatchRule("finite_derivative", concerned, around(finite), missing_ok)
+    concerned = _SingleNodes(where, lambda o: may_make_nan(o) or _is_vjp_rule(o))
+    return MatchRule("finite_derivative", concerned, edit_around(mend), missing_ok)
 
 
-class _Within(Selector):
+class _SingleNodes(Selector):
     """Selects the single nodes in a selector's matches for which `is_concerned` is true. ``where &
     match.where(is_concerned)`` would select a scope with only such nodes as one match."""
 
@@ -171,8 +173,9 @@ class _Within(Selector):
         return repr(self.where)
 
 
-def _is_vjp_rule(found: Occurrence) -> bool:
-    return isinstance(found.node, CustomGradient) and found.node.kind == "vjp"
+def _is_vjp_rule(occurrence: Occurrence) -> bool:
+    node = occurrence.node
+    return isinstance(node, CustomGradient) and node.kind == "vjp"
 
 
 def _finite_gradient(node: Node, closed_over: int) -> Any:
@@ -184,25 +187,24 @@ def _finite_gradient(node: Node, closed_over: int) -> Any:
         active = [i for i in places if _jax.has_gradient(op.inputs[i])]
         _, back = _jax.vjp_of_some(lambda xs: run_node(node, xs), op.inputs, active)
         avals = list(map(jax.typeof, op.outputs))
-        flowing = [dy for dy, aval in zip(dys, avals, strict=True) if _jax.has_gradient(aval)]
-        is_bad = [~jnp.all(jnp.isfinite(dy)) for dy in flowing]
-        came_in = jnp.any(jnp.stack(is_bad))
-        given: list[Any] = [None] * len(op.inputs)
-        for i, ct in zip(active, back(_jax.align(avals, flowing)), strict=True):
-            given[i] = _finite(ct, came_in)
-        return given
+        float_dys = [dy for dy, aval in zip(dys, avals, strict=True) if _jax.has_gradient(aval)]
+        is_bad = jnp.any(jnp.stack([~jnp.all(jnp.isfinite(dy)) for dy in float_dys]))
+        cotangents: list[Any] = [None] * len(op.inputs)
+        for i, ct in zip(active, back(_jax.insert_float0(avals, float_dys)), strict=True):
+            cotangents[i] = _finite(ct, is_bad)
+        return cotangents
 
     return gradient
 
 
-def _replace_not_finite(cotangent: Any, came_in: Any) -> Any:
-    return jnp.where(came_in | jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
+def _replace_not_finite(cotangent: Any, is_incoming_bad: Any) -> Any:
+    keep = is_incoming_bad | jnp.isfinite(cotangent)
+    return jnp.where(keep, cotangent, jnp.zeros_like(cotangent))
 
 
-# It has the tangent of the identity, so forward mode, the transpose of the rule, does not change.
+# Its tangent is that of the identity, so forward mode, the rule's transpose, does not change.
 _finite = _jax.with_tangent(_replace_not_finite, lambda primals, tangents: tangents[0], "_finite")
-"""Replaces NaN and Inf in a cotangent with zero, unless `came_in`: an incoming one was not finite.
-"""
+"""Replaces NaN and Inf in a cotangent with zero, unless an incoming cotangent was not finite."""
 
 
 # ------------------------------------------------------ rules that change finite gradients too
@@ -218,9 +220,9 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
 
     Args:
       where: a selector; each match is one function with one result. The function gets the gradient
-        of the identity with respect to its input of the result's type. Of several such inputs, the
-        rule takes the input that depends on an argument of the program and that the function does
-        not close over; for `lax.clamp`, the bounded operand.
+        of the identity with respect to an input of the result's type. If there are several such
+        inputs, the rule takes the input that depends on an argument of the program and that the
+        function does not close over; for `lax.clamp`, the bounded operand.
       missing_ok: whether `where` may match nothing.
 
     Returns:
@@ -243,22 +245,22 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
         varying = spread_below(graph, [1] * len(graph.inputs))
 
         positions: dict[Occurrence, int] = {}
-        for found in matches:
-            node = None if isinstance(found, Fragment) else found.node
-            operands = operands_of(found.nodes) if node is None else node.inputs
-            results = leaving(graph.region_of(found), found.nodes)
+        for match_ in matches:
+            node = None if isinstance(match_, Fragment) else match_.node
+            operands = operands_of(match_.nodes) if node is None else node.inputs
+            results = values_leaving(graph.region_of(match_), match_.nodes)
             possible = positions_past(operands, results, varying, node)
             if len(possible) != 1:
                 many = counted(len(possible), "float input") if possible else "no float input"
                 raise GraphError(
-                    f"rules.straight_through: {found} has {many} of the type of its one result, "
+                    f"rules.straight_through: {match_} has {many} of the type of its one result, "
                     "and the gradient is handed on to one such input. Match another function, "
                     "around it or inside it, or write a gradient function for "
                     "rules.override_gradient"
                 )
-            (positions[found],) = possible
+            (positions[match_],) = possible
 
-        def past(op: Op, *operands: Any) -> Any:
+        def pass_through(op: Op, *operands: Any) -> Any:
             position = positions[op.match]
 
             def straight_through(*operands: Any) -> list[Any]:
@@ -270,7 +272,7 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
 
             return _jax.with_tangent(straight_through, tangent)(*operands)
 
-        return around_each(graph, matches, past, depends_on=positions.__getitem__).graph
+        return around_each(graph, matches, pass_through, depends_on=positions.__getitem__).graph
 
     return MatchRule("straight_through", where, edit, missing_ok)
 
@@ -285,8 +287,8 @@ def positions_past(
     `straight_through`: the operands with the type of the match's one result.
 
     Args:
-      varying: a mask for each value that depends on an argument of the program, if known. Without
-        the masks, a constant bound or threshold could get the gradient, which would be lost.
+      varying: masks, which are not 0 for the values that depend on an argument of the program; None
+        if unknown. Then a constant bound or threshold could get the gradient, and lose it.
       node: the match, if it is one node.
     """
     if len(results) != 1 or not has_gradient(results[0]):
@@ -299,8 +301,8 @@ def positions_past(
     if node is not None and node.op == "clamp" and 1 in fitting:  # (lower, operand, upper)
         return [1]
     flowing = [i for i in fitting if varying is None or mask_of(operands[i], varying)]
-    given = [i for i in flowing if node is None or not _is_closed_over(node, i)]
-    return given or flowing or fitting[:1]
+    arguments = [i for i in flowing if node is None or not _is_closed_over(node, i)]
+    return arguments or flowing or fitting[:1]
 
 
 def _is_closed_over(node: Node, position: int) -> bool:
@@ -335,7 +337,7 @@ def own_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
     """
     check_selector(where)
 
-    def of_primal(op: Op, *operands: Any) -> list[Any]:
+    def run_primal(op: Op, *operands: Any) -> list[Any]:
         (node, *more) = op.nodes
         if more or not isinstance(node, CustomGradient):
             raise GraphError(
@@ -344,4 +346,4 @@ def own_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule:
             )
         return node.primal(*operands)
 
-    return MatchRule("own_derivative", where, around(of_primal), missing_ok)
+    return MatchRule("own_derivative", where, edit_around(run_primal), missing_ok)

@@ -12,7 +12,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import code_name
-from tracegrad.rewriting.match_rule import MatchRule, around, of_arrays, shows_arguments
+from tracegrad.rewriting.match_rule import MatchRule, edit_around, refusing_refs, shows_arguments
 from tracegrad.tracing.arguments import (
     ArgumentIndices,
     ArgumentNames,
@@ -155,4 +155,6 @@ def edit(where: Selector, function: Callable[..., Any], *, missing_ok: bool = Fa
     The model is interception in qwix and in penzai; this rule edits a traced program.
     """
     require_takes(function, 1, "function(op, *operands)")
-    return MatchRule("edit", where, of_arrays(around(function, lambda match: match)), missing_ok)
+    return MatchRule(
+        "edit", where, refusing_refs(edit_around(function, lambda match: match)), missing_ok
+    )

@@ -1,10 +1,10 @@
 """Rules that change the gradients of a program without changing its source code.
 
-Each function here makes a rule: a function ``Graph -> Graph``, for `tracegrad.rewrite`,
+Each function of this module makes a rule: a function ``Graph -> Graph``, for `tracegrad.rewrite`,
 ``tracegrad.trace(rules=...)``, or to call on a graph. All rules act at the matches of a selector
-(see `tracegrad.match`), some also on parameters (`match.param`). Rules change no value of the
-program, bit by bit, and no operation that does not match. Any function from graph to graph can be a
-rule of your own.
+(see `tracegrad.match`), some also on parameters (`match.param`). Rules keep the values of the
+program bit for bit, and change no operation that does not match. Your own rule can be any function
+from graph to graph.
 
 >>> import jax, jax.numpy as jnp, tracegrad as tg
 >>> def model(x):
@@ -36,7 +36,7 @@ from tracegrad.rewriting import identities
 from tracegrad.rewriting.edits import place_names
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
-from tracegrad.rewriting.match_rule import around, of_arrays, shows_arguments
+from tracegrad.rewriting.match_rule import edit_around, refusing_refs, shows_arguments
 from tracegrad.rewriting.norms import within_norm, within_value
 from tracegrad.rewriting.overriding import (
     GradientFunction,
@@ -85,18 +85,18 @@ def override_gradient(
         ``op.params`` (a primitive's parameters) and ``op.name``; `dys` are one cotangent for each
         output, of its shape and dtype. `grad` returns one cotangent or None for each input; for a
         single input also the cotangent alone. The inputs of a single operation are its operands,
-        with scalars written into the program; the inputs of an inlined call or a scope are the
-        arrays that enter it, in the order of their first use. (Broadcasts and casts are no uses: an
-        array that is broadcast or cast counts where the result is used.) Higher derivatives
-        differentiate the operations in `grad`.
+        also scalars written into the program; the inputs of an inlined call or a scope are the
+        arrays that enter it, in the order of their first use. (A broadcast or cast is not a use of
+        its array; a use of its result is.) Higher derivatives differentiate the operations in
+        `grad`.
       missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. If a match is inside of another match, of this rule or of an earlier rule, the outer
-      match counts: its gradient replaces the derivative of all operations in it.
+      A rule. If a match is inside of another match, of this rule or of an earlier rule, only the
+      outer match counts: its gradient function replaces the derivative of all operations in it.
 
-    When a gradient is computed, the result of `grad` is checked: ValueError or TypeError for a
-    wrong number, shape or dtype of cotangents, with the operation and its source line.
+    Computing a gradient checks the result of `grad`: raises ValueError or TypeError for a wrong
+    number, shape or dtype of cotangents, with the operation and its source line.
 
     It corresponds to TensorFlow 1's ``gradient_override_map``, and to module hooks in PyTorch.
     Guided backpropagation (Springenberg et al., 2015):
@@ -110,7 +110,7 @@ def override_gradient(
     [1. 0. 0.]
     """
     require_gradient_function(grad)
-    edit = of_arrays(around(overriding(grad), _name))
+    edit = refusing_refs(edit_around(overriding(grad), _name))
     return MatchRule("override_gradient", where, edit, missing_ok)
 
 
@@ -137,8 +137,8 @@ def stop_gradient(
 
     Returns:
       A rule. Applied to a program, it raises IndexError for a match without such an input, and
-      NoMatchError if the inputs have no gradient in any match: numbers that are written into the
-      program, integers.
+      NoMatchError if the inputs have no gradient in any match (numbers that are written into the
+      program, integers).
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> f = tg.rewrite(lambda w, x: jnp.sum(x @ w),
@@ -158,7 +158,7 @@ def recompute(
 
     Args:
       where: a selector; each match is recomputed by itself.
-      policy: the intermediates to save nevertheless (`jax.checkpoint_policies`); None: none.
+      policy: the intermediates to save nevertheless (`jax.checkpoint_policies`); None: save none.
       missing_ok: whether `where` may match nothing.
 
     Returns:
@@ -190,7 +190,7 @@ def recompute(
         run.__name__ = run.__qualname__ = op.name
         return jax.checkpoint(run, policy=policy)(*operands)
 
-    return MatchRule("recompute", where, of_arrays(around(recomputed, _name)), missing_ok)
+    return MatchRule("recompute", where, refusing_refs(edit_around(recomputed, _name)), missing_ok)
 
 
 # ------------------------------------------------------------------- the cotangents of the outputs
@@ -221,9 +221,9 @@ def clip_gradient(
       A rule. Both limits hold for any cotangents, up to rounding: no step of the computation
       overflows or underflows, not even in half precision. The limits apply to the cotangents of a
       first derivative. Higher derivatives differentiate the clipped first derivative, and do not
-      clip again, as with a `jax.custom_vjp` whose forward function returns its value;
-      `override_gradient` acts on the cotangents of higher derivatives too, and so does clipping
-      where nested tapes record each operation.
+      clip again, as with a `jax.custom_vjp` whose forward function returns its argument.
+      (`override_gradient` acts on the cotangents of higher derivatives too, and so does clipping
+      where nested tapes record each operation.)
 
     Raises ValueError without a limit, and for a limit that is not positive.
 
@@ -262,8 +262,8 @@ def clip_gradient(
             cotangent = within_norm(cotangent, max_norm)
         return cotangent
 
-    clipped, again = _jax.with_cotangent(clip, "clip_gradient"), _jax.with_cotangent_alone(clip)
-    return identities.identity_rule("clip_gradient", where, clipped, missing_ok, again=again)
+    clipped, outer = _jax.with_cotangent(clip, "clip_gradient"), _jax.with_cotangent_alone(clip)
+    return identities.identity_rule("clip_gradient", where, clipped, missing_ok, outer=outer)
 
 
 @shows_arguments
@@ -278,10 +278,10 @@ def scale_gradient(
 
     Args:
       where: a selector; or `match.param`, for the gradients of parameters.
-      factor: a number or a scalar array, which may be a traced value. Negative: gradient reversal
-        (Ganin and Lempitsky, 2015, for domain-adversarial training).
-      inputs: positions of inputs (see `override_gradient`): the gradient of these inputs is
-        multiplied, and other inputs, such as weights, keep their gradients. None: multiply at the
+      factor: a number or a scalar array, which may be a traced value. A negative factor reverses
+        the gradient (Ganin and Lempitsky, 2015, for domain-adversarial training).
+      inputs: positions of inputs (see `override_gradient`): multiplies the gradients of these
+        inputs; other inputs, such as weights, keep their gradients. None: multiplies at the
         outputs.
       missing_ok: whether `where` may match nothing.
 
@@ -334,33 +334,32 @@ def tap_gradient(
     """
     require_takes(callback, 2, "function callback(place, cotangent)")
 
-    def shown(place: str) -> Callable[[Any], Any]:
+    def make_tap(place: str) -> Callable[[Any], Any]:
         @CHANGES_GRADIENT
-        def show(cotangent: Any) -> Any:
+        def tap(cotangent: Any) -> Any:
             jax.debug.callback(lambda array: callback(place, array), cotangent)
             return cotangent
 
-        return show
+        return tap
 
-    def showing(place: str) -> Callable[[Any], Any]:
-        return _jax.with_cotangent(shown(place), "tap_gradient")
+    def identity(place: str) -> Callable[[Any], Any]:
+        return _jax.with_cotangent(make_tap(place), "tap_gradient")
 
-    def showing_again(place: str) -> Callable[[Any], Any]:
-        return _jax.with_cotangent_alone(shown(place))
+    def outer_identity(place: str) -> Callable[[Any], Any]:
+        return _jax.with_cotangent_alone(make_tap(place))
 
-    def tapped(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
+    def edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
         places = dict(zip(matches, place_names(matches), strict=True))
-        edits = {match: showing(place) for match, place in places.items()}
+        edits = {match: identity(place) for match, place in places.items()}
         return behind_each(
             graph, matches, edits.__getitem__, selects=has_gradient, depends_on=places.__getitem__
         ).graph
 
-    edit = of_arrays(tapped)
     return MatchRule(
         "tap_gradient",
         where,
-        edit,
+        refusing_refs(edit),
         missing_ok,
-        identity=showing,
-        identity_again=showing_again,
+        identity=identity,
+        outer_identity=outer_identity,
     )

@@ -1,6 +1,6 @@
-"""Traces gradient functions when they are defined, if they close over values of a trace.
+"""Traces a gradient function when its custom gradient is called.
 
-A gradient function may close over values of an enclosing trace. These values become operands of its
+A gradient function may close over values of an enclosing trace. These values become operands of the
 custom gradient: as operands they are differentiated, and do not outlive their trace.
 """
 
@@ -24,7 +24,7 @@ from tracegrad import _jax
 class OpenedProgram:
     """A traced function whose closed-over tracers and arrays have become arguments.
 
-    (A tape would take programs that close over different arrays for different functions.)
+    (To a tape, programs that close over different arrays are different functions.)
     """
 
     program: Any
@@ -32,8 +32,8 @@ class OpenedProgram:
 
     @classmethod
     def of(cls, program: Any) -> tuple[OpenedProgram, list[Any]]:
-        """Splits a program into an `OpenedProgram` without the closed-over values, and the values.
-        The `OpenedProgram` may outlive the traces of the values."""
+        """Returns a program without its closed-over values, and the values. The `OpenedProgram` may
+        outlive the traces of the values."""
         constants = list(_jax.constants_of(program))
         captured = tuple(i for i, c in enumerate(constants) if _can_be_argument(c))
         values = [constants[i] for i in captured]
@@ -43,14 +43,14 @@ class OpenedProgram:
 
     def __call__(self, values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         open_form, constants = _jax.parts_of(self.program)
-        given = list(constants)
+        constants = list(constants)
         for i, value in zip(self.captured, values):
-            given[i] = value
-        return list(jax.core.eval_jaxpr(open_form, given, *arguments))
+            constants[i] = value
+        return list(jax.core.eval_jaxpr(open_form, constants, *arguments))
 
 
 def _can_be_argument(constant: object) -> bool:
-    """Whether a closed-over value is an array, and not a Ref, which stays in the program."""
+    """Whether a closed-over value is an array. A Ref stays in the program."""
     is_array = isinstance(constant, jax.Array | np.ndarray)
     return is_array and isinstance(jax.typeof(constant), jax.core.ShapedArray)
 
@@ -73,39 +73,39 @@ def trace_gradient(
     that the gradient function closes over.
 
     The gradient function is not traced if it needs concrete values, or if another gradient function
-    is being traced (a gradient function may call itself without end). If the gradient function
-    raises an error, `run` raises that error, when a gradient is computed.
+    is being traced (a gradient function that calls itself would be traced without end). If the
+    gradient function raises an error, `run` raises the error when a gradient is computed.
     """
 
-    def untraced(captured: Any, *given: Any) -> Sequence[Any]:
-        return gradient(*given)
+    def run_untraced(captured: Any, *args: Any) -> Sequence[Any]:
+        return gradient(*args)
 
     if _tracing.is_on:
-        return untraced, []
-    is_given: list[bool] = []
+        return run_untraced, []
+    has_gradient: list[bool] = []  # for each input, whether `gradient` returns an array
 
-    def flat(*given: Any) -> list[Any]:
-        found = gradient(*given)
-        is_given[:] = [each is not None for each in found]
-        return [each for each in found if each is not None]
+    def drop_none(*args: Any) -> list[Any]:
+        cotangents = gradient(*args)
+        has_gradient[:] = [ct is not None for ct in cotangents]
+        return [ct for ct in cotangents if ct is not None]
 
     types = [jax.typeof(result).update(weak_type=False) for result in results]
     _tracing.is_on = True
     try:
-        program = jax.make_jaxpr(flat)(list(map(jax.typeof, inputs)), types, types)
+        program = jax.make_jaxpr(drop_none)(list(map(jax.typeof, inputs)), types, types)
     except _jax.NEEDS_VALUES:
-        return untraced, []
+        return run_untraced, []
     except Exception as error:
         return functools.partial(_raise, error), []
     finally:
         _tracing.is_on = False
     traced, values = OpenedProgram.of(program)
 
-    def run(captured: Any, *given: Sequence[Any]) -> Sequence[Any]:
-        found = iter(traced(captured, [leaf for part in given for leaf in part]))
-        return [next(found) if each else None for each in is_given]
+    def run_traced(captured: Any, *args: Sequence[Any]) -> Sequence[Any]:
+        cotangents = iter(traced(captured, [array for arrays in args for array in arrays]))
+        return [next(cotangents) if has_one else None for has_one in has_gradient]
 
-    return run, values
+    return run_traced, values
 
 
 def _raise(error: Exception, *_: Any) -> Sequence[Any]:
@@ -117,7 +117,7 @@ def with_traced_gradient(
     gradient: Gradient,
     operands: Sequence[Any],
     results: Sequence[Any],
-    known_by: Callable[..., Any],
+    marked: Callable[..., Any],
     count: int | None = None,
 ) -> list[Any]:
     """Calls ``run(*operands)``, with ``gradient(inputs, results, cotangents)`` as its gradient,
@@ -125,7 +125,7 @@ def with_traced_gradient(
 
     Args:
       results: arrays of the types of the results.
-      known_by: the function whose mark (`ir.frames`) the rule gets.
+      marked: a function with a mark (`ir.frames`), which becomes the mark of the rule.
       count: the number of operands, from the first on, that are inputs of `gradient`; default: all.
         The other operands have no gradient.
     """
@@ -135,20 +135,20 @@ def with_traced_gradient(
     def primal(operands: Any, captured: Any) -> list[Any]:
         return run(*operands)
 
-    @functools.wraps(known_by)
-    def backward(kept: Any, _: Any, cotangents: Any) -> Any:
-        captured, inputs, outputs = kept
-        found = pullback(captured, inputs, outputs, dense(cotangents, outputs))
-        return [*found, *[None] * (len(operands) - len(inputs))], None
+    @functools.wraps(marked)
+    def backward(residuals: Any, _: Any, cotangents: Any) -> Any:
+        captured, inputs, outputs = residuals
+        gradients = pullback(captured, inputs, outputs, instantiate_zeros(cotangents, outputs))
+        return [*gradients, *[None] * (len(operands) - len(inputs))], None
 
-    def keep(given: Any, outputs: Any, _: Any) -> Any:
-        operands, captured = given
+    def keep(args: Any, outputs: Any, _: Any) -> Any:
+        operands, captured = args
         return captured, operands[:count], outputs
 
     return list(_jax.with_backward(primal, backward, keep)(list(operands), captured))
 
 
-def dense(cotangents: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+def instantiate_zeros(cotangents: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """Replaces symbolic zeros, and cotangents of results without a gradient, by arrays of zeros."""
     return [
         ct if _jax.has_gradient(out) and not isinstance(ct, SymbolicZero) else jnp.zeros_like(out)

@@ -374,7 +374,7 @@ class GradientTape(Recording):
             leaves = [before.get(id(leaf), leaf) for leaf in leaves]
         if not _jax.is_top_level():
             record.hand_out()
-        with _jax.as_computed(targets):
+        with _jax.enable_x64_for(targets):
             found = differentiate(record, leaves, targets, variables, derivative, seeds, sources)
         if any(map(is_none, found)):
             each_leaf = itertools.compress(leaves_of(sources), wanted or itertools.repeat(True))
@@ -384,7 +384,7 @@ class GradientTape(Recording):
         if not self._persistent:
             record.forget_arrays()
         if unconnected is UnconnectedGradients.ZERO:
-            with _jax.as_computed(leaves):
+            with _jax.enable_x64_for(leaves):
                 found = [
                     derivative.zeros(targets, leaf) if ct is None else ct
                     for ct, leaf in zip(found, leaves, strict=True)

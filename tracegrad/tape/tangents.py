@@ -15,7 +15,7 @@ from tracegrad.ir import Graph, GraphError
 from tracegrad.ir.dependence import joined
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.parameters import Parameters
-from tracegrad.rewriting.edits import matches_of
+from tracegrad.rewriting.edits import find_matches
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.rewriting.match_rule import MatchRule
 from tracegrad.tape.computations import Computation, trace_for_types
@@ -188,7 +188,7 @@ def _refuse_rules(graph: Graph) -> None:
         if isinstance(rule, MatchRule) and rule.name not in _REVERSE_MODE_RULES:
             if isinstance(rule.where, Parameters):
                 raise GraphError(_not_reached_text(rule, "each operation"))
-            for match in matches_of(rule.where, graph, True, rule):
+            for match in find_matches(rule.where, graph, True, rule):
                 raise GraphError(_not_reached_text(rule, match))
 
 

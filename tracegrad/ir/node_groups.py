@@ -1,4 +1,4 @@
-"""Groups of nodes: finds the values that enter and leave a group, and makes a group adjacent."""
+"""Finds the values that enter and leave a group of nodes, and makes the nodes adjacent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Computes(Protocol):
 C = TypeVar("C", bound=Computes)
 
 
-def entering(nodes: Sequence[Computes]) -> list[Value]:
+def values_entering(nodes: Sequence[Computes]) -> list[Value]:
     """Returns the values that enter a group, in the order of first use."""
     made = {value for node in nodes for value in node.outputs}
     used = (value for node in nodes for value in node.operands)
@@ -55,11 +55,11 @@ def operands_of(nodes: Sequence[Node]) -> list[Value]:
             promoted_from[node.outputs[0]] = sources[0]
         else:
             used += sources
-    entered = dict.fromkeys(entering(nodes))
+    entered = dict.fromkeys(values_entering(nodes))
     return [*dict.fromkeys(value for value in (*used, *entered) if value in entered)]
 
 
-def leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
+def values_leaving(graph: Graph, nodes: Sequence[Node]) -> list[Value]:
     """Returns the results of a group that other nodes or the graph's outputs use; for a single
     node, all its results. Omits Refs."""
     made = [value for node in nodes for value in node.outputs]
