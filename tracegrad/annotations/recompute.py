@@ -54,10 +54,10 @@ def recompute_grad(f: Any = None, *more: Never, policy: Callable[..., Any] | Non
         A function with the results of ``f`` and its derivatives of every order, in reverse and
         forward mode; its ``__wrapped__`` is ``f``. Usable bare, with parentheses and on methods.
         Values that ``f`` closes over have gradients too, and are kept for the backward pass.
-        Variables that ``f`` assigns, and arrays that it assigns in a module of flax.nnx, which it
-        gets as an argument, are assigned once, as with `nnx.remat`. A side effect that may happen
-        twice (`jax.debug.print`) happens again when ``f`` is recomputed, also under a
-        `GradientTape`.
+        Variables that ``f`` closes over and assigns, and arrays that it assigns in a module of
+        flax.nnx, which it gets as an argument, are assigned once, as with `nnx.remat`. (A Variable
+        among the arguments is an array in ``f``.) A side effect that may happen twice
+        (`jax.debug.print`) happens again when ``f`` is recomputed, also under a `GradientTape`.
 
     Raises:
         TypeError: ``f`` or ``policy`` is not callable.
