@@ -117,6 +117,40 @@ def test_what_it_closes_over_gets_its_gradient_and_is_read_at_every_call():
         assert scaled(1.0) == jax.grad(scaled)(1.0) == factor
 
 
+@pytest.mark.parametrize("annotated", [recompute_grad, lambda f: f], ids=["recomputed", "plain"])
+@pytest.mark.parametrize("compiled", [tg.trace, lambda f: f], ids=["traced", "eager"])
+def test_what_it_assigns_is_assigned_once_and_not_differentiated(annotated, compiled):
+    average = tg.Variable(1.0, trainable=False)
+    weight = tg.Variable(3.0)
+
+    @annotated
+    def normalised(x):
+        average.assign(0.5 * average + x)  # 1.2
+        return weight * x * average
+
+    @annotated
+    def moved(x):
+        weight.assign(x * x)  # 0.49
+        return weight * x
+
+    @compiled
+    def gradients(x):
+        with tg.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            first = normalised(x) * weight  # 1.2 w² x
+            second = moved(x) * weight  # w² x
+        return tape.gradient(first, [x, weight]), tape.gradient(second, [x, weight])
+
+    first, second = gradients(jnp.float32(0.7))
+    np.testing.assert_allclose(first, [1.2 * 3.0**2, 1.2 * 2 * 3.0 * 0.7], rtol=1e-6)
+    np.testing.assert_allclose(second, [0.49**2, 2 * 0.49 * 0.7], rtol=1e-6)
+    np.testing.assert_allclose([average.numpy(), weight.numpy()], [1.2, 0.49], rtol=1e-6)
+    average.assign(1.0)
+    weight.assign(3.0)
+    np.testing.assert_allclose(compiled(jax.grad(normalised))(0.7), 3.0 * 1.2, rtol=1e-6)
+    assert np.isclose(average.numpy(), 1.2)
+
+
 @pytest.mark.accelerator
 def test_recompute_in_recompute_in_scan():
     inner = recompute_grad(jnp.sin)

@@ -54,8 +54,17 @@ BEFORE, VALUE = jnp.sum(X * 2), V.value
         (lambda: jnp.sum(X * FROZEN), FROZEN, "not watched", "tape.watch"),
         (lambda: BEFORE, X, "unused", "before the block"),
         (lambda: jnp.asarray(np.sum(np.asarray(X))), X, "unused", "NumPy"),
+        (lambda: tg.numpy_function(np.sin, X, X.dtype), X, "unused", "without `grad=`"),
     ],
-    ids=["equal", "not watched", "read outside", "not trainable", "before the block", "NumPy"],
+    ids=[
+        "equal",
+        "not watched",
+        "read outside",
+        "not trainable",
+        "before the block",
+        "NumPy",
+        "numpy_function",
+    ],
 )
 def test_what_a_tape_does_not_follow_is_told(tape, compute, source, expected, words):
     with tape:
@@ -64,6 +73,26 @@ def test_what_a_tape_does_not_follow_is_told(tape, compute, source, expected, wo
     finding = cause(tape, y, source)
     assert finding.cause == expected
     assert words in finding.what + finding.cure
+
+
+def test_a_variable_that_is_read_while_the_tape_does_not_record(tape):
+    with tape:
+        with tape.stop_recording():
+            y = V * 2.0
+        y = y * 3.0
+    finding = cause(tape, y, V)
+    assert finding.cause == "read outside"
+    assert "stop_recording" in finding.what
+    assert "while the tape records" in finding.cure
+
+
+def test_a_variable_on_a_tape_that_watches_none_by_itself():
+    with tg.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        y = V * 2.0
+    finding = cause(tape, y, V)
+    assert finding.cause == "not watched"
+    assert "watch_accessed_variables" in finding.what
+    assert "tape.watch(v)" in finding.cure
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from tracegrad.annotations.custom_gradient import custom_gradient
 from tracegrad.annotations.variables import Assignments
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.wording import described
-from tracegrad.variables.listening import listening
 from tracegrad.variables.trees import without_variables
 from tracegrad.variables.variable import Variable
 
@@ -68,16 +67,13 @@ def grad_pass_through(f: Any = None) -> Any:
 
 @CHANGES_GRADIENT
 def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    assigned: list[Variable] = []
+    assignments = Assignments()
 
     @functools.wraps(fun)
     def with_identity(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
-        assignments = Assignments()
-        with listening(assignments):
-            y = without_variables(fun(*args, **kwargs))
         # The values that the function assigns to Variables are outputs of the rule too: otherwise
         # they could not leave the trace of the rule.
-        assigned[:] = assignments.values
+        y, assigned = assignments.run(lambda: without_variables(fun(*args, **kwargs)))
         outputs = [jax.typeof(leaf) for leaf in jax.tree.leaves(y)]
         inputs = [jax.typeof(array) for array in inputs_in(args).chosen]
         _check_shapes(fun, input_names(fun, args), inputs, outputs)
@@ -89,11 +85,10 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             ]
             return (gradients, [None for _ in variables]) if variables else gradients
 
-        return (y, list(assignments.values.values())), identity
+        return (y, assigned), identity
 
     y, values = custom_gradient(with_identity)(*args, **kwargs)
-    for variable, value in zip(assigned, values, strict=True):
-        variable.assign(value)
+    assignments.assign(values)
     return y
 
 

@@ -16,6 +16,7 @@ from tracegrad.annotations.calls import (
     take_users_name,
 )
 from tracegrad.annotations.module_changes import ModuleChanges
+from tracegrad.annotations.variables import Assignments
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
 from tracegrad.tracing import graph
@@ -52,10 +53,11 @@ def recompute_grad(f: Any = None, *more: Never, policy: Callable[..., Any] | Non
     Returns:
         A function with the results of ``f`` and its derivatives of every order, in reverse and
         forward mode; its ``__wrapped__`` is ``f``. Usable bare, with parentheses and on methods.
-        Values that ``f`` closes over have gradients too, and are kept for the backward pass. Arrays
-        that ``f`` assigns in a module of flax.nnx, which it gets as an argument, are assigned once,
-        as with `nnx.remat`. A side effect that may happen twice (`jax.debug.print`) happens again
-        when ``f`` is recomputed, also under a `GradientTape`.
+        Values that ``f`` closes over have gradients too, and are kept for the backward pass.
+        Variables that ``f`` closes over and assigns, and arrays that it assigns in a module of
+        flax.nnx, which it gets as an argument, are assigned once, as with `nnx.remat`. (A Variable
+        among the arguments is an array in ``f``.) A side effect that may happen twice
+        (`jax.debug.print`) happens again when ``f`` is recomputed, also under a `GradientTape`.
 
     Raises:
         TypeError: ``f`` or ``policy`` is not callable.
@@ -95,17 +97,22 @@ def _call(
 ) -> Any:
     arguments = inputs_in((args, kwargs))
     variables, changes = ReadsOutside(), ModuleChanges(fun, (args, kwargs))
+    assignments = Assignments()
 
     # A new function for every call: JAX caches the program of a function, with the values that the
     # function closed over when it was first traced.
     def run(*arrays: Any) -> Any:
         positional, keywords = copies = arguments.combine(arrays)
+
+        def call() -> Any:
+            return without_variables(fun(*positional, **keywords))
+
         with variables.around():
-            return changes.run(copies, lambda: without_variables(fun(*positional, **keywords)))
+            return assignments.run(lambda: changes.run(copies, call))
 
     try:
         program = take_users_name(fun, run, input_names(fun, args, kwargs))
-        result, values = jax.checkpoint(program, policy=policy)(*arguments.chosen)
+        (result, values), assigned = jax.checkpoint(program, policy=policy)(*arguments.chosen)
     except Exception as error:
         explain_rule(error, lambda: graph(lambda *arrays: run(*arrays), *arguments.chosen))
         add_note(error, f"in {described(fun)}, which is recomputed in the backward pass")
@@ -117,4 +124,5 @@ def _call(
                 "may run again, or jax.pure_callback, which has no side effect.",
             )
         raise
+    assignments.assign(assigned)
     return changes.settle(result, values)

@@ -5,25 +5,50 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from tracegrad import _jax
 from tracegrad.ir.wording import described
-from tracegrad.variables.listening import Listener
+from tracegrad.variables.capture import READ
+from tracegrad.variables.listening import Listener, listening
 from tracegrad.variables.reading import InGradient, Operands, ReadsOutside, Substitute
 from tracegrad.variables.variable import Variable
 
+R = TypeVar("R")
+
 
 class Assignments(Listener):
-    """Stores assigned values instead of assigning them; later reads return the stored values."""
+    """Stores assigned values instead of assigning them; later reads return the stored values. So
+    the values can leave a trace as further results."""
 
     def __init__(self) -> None:
-        self.values: dict[Variable, Any] = {}
+        self._values: dict[Variable, Any] = {}
+        self._variables: list[Variable] = []
 
     def on_read(self, variable: Variable, outside: Callable[[], Any]) -> Any:
-        return self.values[variable] if variable in self.values else outside()
+        if variable not in self._values:
+            return outside()
+        value, name = self._values[variable], variable.name if variable.trainable else ""
+        if not _jax.has_gradient(value):
+            return value
+        return READ.bind(value, outside(), name=name, assigned_at=None)
 
     def on_assign(self, variable: Variable, value: Any, outside: Callable[[Any], None]) -> None:
-        self.values[variable] = value
+        self._values[variable] = value
+
+    def run(self, call: Callable[[], R]) -> tuple[R, list[Any]]:
+        """Returns the result of `call`, and the values that it assigns."""
+        self._values = {}
+        with listening(self):
+            result = call()
+        values, self._values = self._values, {}
+        self._variables = list(values)
+        return result, list(values.values())
+
+    def assign(self, values: Sequence[Any]) -> None:
+        """Assigns the values of the last `run`, as they are outside of the trace."""
+        for variable, value in zip(self._variables, values, strict=True):
+            variable.assign(value)
 
 
 def require_variables_parameter(

@@ -74,7 +74,7 @@ def explain_tape(
     before, untrained = before_calls(record, sources), set[str]()
     for named, leaf in _named(sources):
         path, leaf = named.name, before.get(id(leaf), leaf)
-        reason = _not_followed(record, path, leaf)
+        reason = _not_followed(tape, path, leaf)
         if not named.is_trained:
             untrained.add(path)
             reason = reason and state_of_model(path)
@@ -131,10 +131,11 @@ def _report_on_unfollowed(path: str, leaf: Any, reason: Finding) -> SourceReport
 # --------------------------------------------------------------------------------- what is followed
 
 
-def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
+def _not_followed(tape: GradientTape, path: str, leaf: Any) -> Finding | None:
     """Returns the reason why a tape does not follow a source; None if it does."""
+    record = tape._record
     if isinstance(leaf, Variable):
-        return _not_read(record, path, leaf)
+        return _not_read(tape, path, leaf)
     if not isinstance(leaf, jax.Array) or not _jax.has_gradient(leaf):
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         return Finding("no gradient", f"it is {dtype}, which has no gradient", (path,))
@@ -157,21 +158,24 @@ def _not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
     )
 
 
-def _not_read(record: Record, path: str, variable: Variable) -> Finding | None:
+def _not_read(tape: GradientTape, path: str, variable: Variable) -> Finding | None:
     """Returns the reason why a tape did not follow a Variable; None if it did."""
-    if record.reads.get(variable):
+    reads = tape._record.reads
+    if reads.get(variable):
         return None
-    if variable in record.reads or variable.trainable:
+    if variable in reads or (variable.trainable and tape._watch_accessed):
         return Finding(
             "read outside",
-            "the Variable was not read inside the block, which used a value that was read before, "
-            "or did not use the Variable",
+            "the Variable was not read while the tape recorded: in its block, outside of "
+            "`stop_recording`, after the last `reset`. The block used a value that was read "
+            "before, or did not use the Variable",
             (path,),
-            cure="read it (`v.value`, `v * x`) inside of `with GradientTape() as tape:`",
+            cure="read it (`v.value`, `v * x`) while the tape records",
         )
     return Finding(
         "not watched",
-        "the Variable is not trainable: a tape watches it only if told to",
+        "the tape watches the Variable only if told to: "
+        + ("`watch_accessed_variables=False`" if variable.trainable else "it is not trainable"),
         (path,),
         cure="`tape.watch(v)` before it is read",
     )
@@ -240,8 +244,9 @@ def _why_unused(targets: Sequence[Any]) -> str:
         return f"the target is of dtype {exact.pop()}, which has no gradient: make it a float"
     return (
         "the target was not computed from it inside the block, as far as the tape has seen. A tape "
-        "does not see what is computed before the block or after it, in NumPy (`np.asarray(x)`, "
-        "`float(x)`), in other threads and in functions compiled ahead of time"
+        "does not see what is computed before the block, before `watch` or after the block, in "
+        "`stop_recording`, in NumPy (`np.asarray(x)`, `float(x)`, a `numpy_function` without "
+        "`grad=`), in other threads and in functions compiled ahead of time"
     )
 
 
