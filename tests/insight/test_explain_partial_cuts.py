@@ -52,13 +52,15 @@ def test_a_stopped_deviation_that_a_second_term_of_the_loss_trains_is_noted_with
     assert whole.findings == ()
 
 
-def test_a_rounding_past_which_only_the_scale_gets_a_gradient_is_noted():
+@pytest.mark.parametrize("limited", [lambda w: w, lambda w: jnp.clip(w, -8, 7)])
+@pytest.mark.parametrize("wrt", [0, (0, 2)])
+def test_a_rounding_past_which_only_the_scale_gets_a_gradient_is_noted(limited, wrt):
     def quantised(w, x, bias):
         scale = jnp.max(jnp.abs(w)) / 7
-        return jnp.mean(jnp.tanh(x @ (jnp.round(w / scale) * scale) + bias) ** 2)
+        return jnp.mean((x @ (limited(jnp.round(w / scale)) * scale) + bias) ** 2)
 
     assert jnp.mean(jax.grad(quantised)(P["w"], X, P["b"]) == 0) > 0.9
-    (finding,) = explain(quantised, P["w"], X, P["b"], wrt=(0, 2)).findings
+    (finding,) = explain(quantised, P["w"], X, P["b"], wrt=wrt).findings
     assert (finding.cause, finding.sources, finding.problem) == ("rounding", ("w",), False)
     assert finding.origin.line == quantised.__code__.co_firstlineno + 2
 

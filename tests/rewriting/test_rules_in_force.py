@@ -630,3 +630,39 @@ def test_calls_of_a_rewritten_function_share_the_inner_functions_that_jax_has_co
     assert "Finished XLA compilation" not in caplog.text
     np.testing.assert_allclose(edited(X[:2]), expected[:2], rtol=1e-5)
     np.testing.assert_allclose(differentiated(X), jax.grad(loss)(X), rtol=1e-5)
+
+
+def shows_values(x):
+    return tg.intermediates(lambda x: jax.nn.relu(loss(x)), x, where=SIN)[0]
+
+
+def shows_gradients(x):
+    return tg.intermediate_gradients(lambda x: jax.nn.relu(loss(x)), x, where=SIN)[0]
+
+
+def edits(x):
+    return tg.rewrite(lambda x: jax.nn.relu(loss(x)), tg.edit(SIN, lambda op, x: op(x)))(x)
+
+
+@pytest.mark.parametrize("call", [shows_values, shows_gradients, edits])
+def test_functions_that_differentiate_nothing_share_compiled_functions_whatever_the_rules(
+    call, caplog
+):
+    np.testing.assert_allclose(call(X), jax.nn.relu(loss(X)), rtol=1e-6)
+    with jax.log_compiles():
+        np.testing.assert_allclose(call(X), jax.nn.relu(loss(X)), rtol=1e-6)
+    assert "Finished XLA compilation" not in caplog.text
+
+
+def test_functions_that_differentiate_share_nothing_with_other_rules():
+    inner = jax.jit(lambda x: jax.grad(loss)(x))
+    tripled = tg.rewrite(lambda x: jnp.cos(x) + inner(x), TRIPLE)
+    ninefold = rules.scale_gradient(SIN, 9.0)
+    for _ in range(2):
+        outer = tg.rewrite(lambda x: (edits(x), tripled(x), inner(x)), ninefold)
+        found = (*outer(X)[1:], tripled(X), inner(X))
+        shown, _ = tg.intermediates(lambda x: (edits(x), inner(x)), X, where=SIN, missing_ok=True)
+        own = [jnp.cos(X), 0.0, jnp.cos(X), 0.0, 0.0]
+        for result, start, factor in zip((*found, shown[1]), own, (27, 9, 3, 1, 1), strict=True):
+            gradient = jax.grad(by_hand(factor))(X)
+            np.testing.assert_allclose(result, start + gradient, rtol=1e-5)

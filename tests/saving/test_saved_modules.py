@@ -56,6 +56,7 @@ FORMS = {
     "jax.jit": lambda m: jax.jit(m),
     "traced jax.jit of a method": lambda m: tg.trace(jax.jit(m.__call__)),
     "partial": lambda m: functools.partial(Normed.__call__, m),
+    "rewritten": lambda m: tg.rewrite(m, []),
 }
 
 

@@ -686,10 +686,15 @@ class WithATracedMethod(Noisy):
         return self(x)
 
 
+PRODUCT = match.op("dot_general")
+SAME = rules.scale_gradient(PRODUCT, 1.0)
 CALLS = {
     "the module": tg.trace,
     "a method": lambda model: tg.trace(model.__call__),
     "a traced method": lambda model: model.traced,
+    "a rewritten module": lambda model: tg.rewrite(model, SAME),
+    "a rewritten method": lambda model: tg.rewrite(model.__call__, SAME),
+    "intermediates": lambda model: lambda x: tg.intermediates(model, x, where=PRODUCT)[0],
 }
 
 
@@ -705,6 +710,29 @@ def test_a_module_or_a_method_of_it_is_traced_and_its_updates_are_seen(call_of):
     model.eval()
     twin.eval()
     np.testing.assert_allclose(call(X), twin(X), rtol=1e-4, atol=1e-5)
+
+
+def test_tools_show_a_module_and_leave_it_as_it_is():
+    model = Noisy(nnx.Rngs(0))
+    before = arrays_of(nnx.clone(model))
+    assert "self.linear.kernel" in tg.graph(model, X).hints
+    assert "self.linear.kernel" in str(tg.show(model, X))
+    assert tg.memory(model.__call__, X).total > 0
+    assert_same(arrays_of(model), before)
+
+
+def test_the_static_arguments_of_a_rewritten_module_are_its_own():
+    class Power(nnx.Module):
+        def __init__(self):
+            self.base = nnx.Param(jnp.float32(2.0))
+
+        def __call__(self, x, n):
+            return jnp.sin(x) * self.base[...] ** int(n)
+
+    doubled = rules.scale_gradient(match.op("sin"), 2.0)
+    for static in ({"static_argnums": 1}, {"static_argnums": -1}, {"static_argnames": "n"}):
+        power = tg.rewrite(Power(), doubled, **static)
+        assert jax.grad(lambda x, power=power: power(x, 3))(0.0) == 16
 
 
 def test_a_module_that_is_closed_over_is_a_constant_as_under_jit():

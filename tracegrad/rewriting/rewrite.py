@@ -23,6 +23,8 @@ from tracegrad.tracing.arguments import (
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, as_rules, trace_to_graph
 from tracegrad.tracing.in_force import trace_under_rules
+from tracegrad.tracing.jit_options import options_behind_module
+from tracegrad.tracing.module_functions import function_taking_module
 from tracegrad.tracing.signatures import require_takes
 from tracegrad.tracing.user_errors import explain_error, explain_rule
 
@@ -47,8 +49,13 @@ class RewrittenFunction:
     ):
         functools.update_wrapper(self, fun, updated=())
         self.rules = rules
-        self._static = resolve_static(fun, static_argnums, static_argnames)
-        self._pack = CallPacker(self._static)
+        self._made_with = rules, static_argnums, static_argnames
+        static = resolve_static(fun, static_argnums, static_argnames)
+        self._called, self._module = function_taking_module(fun)
+        if self._module:
+            options = {"static_argnums": static_argnums} if static.positions else {}
+            _, static = options_behind_module(fun, self._called, options, static)
+        self._static, self._packer = static, CallPacker(static)
         self._earlier: dict[Any, Any] = {}  # see `trace_under_rules`
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
@@ -64,9 +71,12 @@ class RewrittenFunction:
             explain_rule(error, lambda: program)
             raise
 
+    def _pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
+        return self._packer((*self._module, *args), kwargs)
+
     def _trace_with_rules(self, call: PackedCall) -> Graph:
         def trace() -> Graph:
-            return trace_to_graph(self.__wrapped__, call, self._static)
+            return trace_to_graph(self._called, call, self._static)
 
         leaves, tree = jax.tree.flatten(call.dynamic)
         static = (*(call.args[i] for i in call.positions), *call.static_kwargs.items())
@@ -94,7 +104,7 @@ def rewrite(
     """Applies rules to the program of a function.
 
     Args:
-      fun: any function that `jax.jit` takes.
+      fun: any function that `jax.jit` takes; or a module or its method, as for `trace`.
       rules: one rule, or a list of rules that are applied in order. A rule is a function
         ``Graph -> Graph``: one of `tracegrad.rules`, or your own. Rules also apply to functions
         that `fun` differentiates by `jax.grad` and the like, as in `trace`.

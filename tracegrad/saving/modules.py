@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Value
+from tracegrad.rewriting.rewrite import RewrittenFunction
 from tracegrad.saving.variables import is_key
 from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
 from tracegrad.variables.lending import peek
@@ -140,10 +141,11 @@ def _value_or_zeros(leaf: Any, unused: Collection[Variable]) -> Any:
 
 def _split_module_from_function(fun: Any) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
     """Returns the object that a function calls, or whose method it is, and a function that makes
-    the same function of another object. The function may be traced, or jitted by JAX or flax."""
-    if isinstance(fun, TracedFunction):
+    the same function of another object. The function may be traced, rewritten, or jitted by JAX or
+    flax."""
+    if isinstance(fun, (TracedFunction, RewrittenFunction)):
         found, of = _split_module_from_function(fun.__wrapped__)
-        return found, lambda other: TracedFunction(of(other), *fun._made_with)
+        return found, lambda other: type(fun)(of(other), *fun._made_with)
     if isinstance(fun, BoundTracedFunction):
         return fun.__self__, lambda other: BoundTracedFunction(fun.__func__, other)
     if isinstance(fun, functools.partial) and fun.args:

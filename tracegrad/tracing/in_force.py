@@ -56,13 +56,17 @@ class RuleSet:
     Args:
       acts_everywhere: whether the rules act on every function that is traced inside the block, not
         only on functions that are differentiated there.
-      key: rule sets with equal keys share JAX's cached traces; default: a unique key.
+      key: rule sets with equal keys share JAX's cached traces; default: a key that the rule set
+        shares with others until `rules_in_force` returns one of them. Until then no trace depends
+        on the rules.
     """
 
     def __init__(self, rules: Sequence[Rule], *, acts_everywhere: bool = False, key: Any = None):
         self.rules = tuple(rules)
         self.acts_everywhere = acts_everywhere
-        self.key = next(_numbers) if key is None else key
+        if key is None:
+            key = next(_numbers) if _in_force.rule_sets else _in_force.shared_key
+        self.key = key
         # By the index of the rule: how often it matched; the error of its latest miss.
         self._matches: Counter[int] = Counter()
         self._missed: dict[int, NoMatchError] = {}
@@ -166,6 +170,9 @@ class _InForce(threading.local):
     rule_sets: tuple[RuleSet, ...] = ()  # the innermost first
     trace: Any = None  # the current JAX trace when the innermost rule set came in force
 
+    def __init__(self) -> None:
+        self.shared_key = next(_numbers)  # of rule sets on which no trace has depended
+
 
 _in_force = _InForce()
 
@@ -214,7 +221,7 @@ def trace_under_rules(
         rule_set._matches += matches
     with in_force(rule_set):
         traced = trace()
-    if earlier is not None:
+    if earlier is not None and rule_set.key != _in_force.shared_key:
         if len(earlier) >= _KEPT_SIGNATURES:
             earlier.clear()
         earlier[signature] = rule_set.key, rule_set.count_matches()
@@ -252,6 +259,8 @@ def rules_in_force() -> tuple[RuleSet, ...]:
     `without_editing`).
     """
     rule_sets = _in_force.rule_sets
+    if rule_sets:
+        _in_force.shared_key = next(_numbers)
     within = _jax.outward(_jax.current_trace(None), _in_force.trace) if rule_sets else ()
     return () if any(map(_jax.is_of_a_custom_rule, within)) else rule_sets
 

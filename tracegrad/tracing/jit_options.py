@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import jax
 
 from tracegrad.tracing.arguments import StaticArguments, donated_by
+from tracegrad.tracing.signatures import parameters_of, positional
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
@@ -58,10 +59,15 @@ def options_behind(
 
 
 def options_behind_module(
-    module: Callable[..., Any], options: dict[str, Any], static: StaticArguments
+    module: Callable[..., Any],
+    called: Callable[..., Any],
+    options: dict[str, Any],
+    static: StaticArguments,
 ) -> tuple[dict[str, Any], StaticArguments]:
-    """Returns the options and the static arguments for a function that takes the module before the
+    """Returns the options and the static arguments for `called`, which takes the module before the
     module's arguments."""
+    own = tuple([parameter.name for parameter in positional(parameters_of(called))])
+    static = static._replace(parameters=own)
     if not options:
         return options, static
     argument_count = len(inspect.signature(module).parameters) - len(static.names)

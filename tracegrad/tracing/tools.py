@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import code_name, described, listed, name_of
+from tracegrad.tracing.module_functions import function_taking_module
 from tracegrad.tracing.signatures import parameters_of, positional
 
 P = ParamSpec("P")
@@ -17,7 +18,9 @@ R = TypeVar("R")
 
 def tool(look: Callable[P, R]) -> Callable[P, R]:
     """Makes a function a tool: its keyword-only parameters are options, and all other keywords of
-    a call are arguments of the function that the tool looks at.
+    a call are arguments of the function that the tool looks at. If the function is a module and the
+    tool has no option `wrt`, the module is the first of its arguments, as in `trace`: the module
+    keeps what the call changes.
 
     Raises, when the tool is called:
       TypeError: the function needs arguments and got none; an option without a default is missing;
@@ -37,6 +40,9 @@ def tool(look: Callable[P, R]) -> Callable[P, R]:
                 _require_all(name_of(look), args, kwargs, given, needed)
             if given:
                 _refuse_shared(name_of(look), args, given)
+            if "wrt" not in options:
+                fun, module = function_taking_module(args[0])
+                args = (fun, *module, *args[1:])  # type: ignore[assignment]
         return look(*args, **kwargs)
 
     return looking

@@ -28,7 +28,7 @@ from tracegrad.tracing.pipeline import repr_of, with_jit
 from tracegrad.tracing.programs import JittedProgram
 from tracegrad.tracing.shardings import options_for_jit, with_mappings
 from tracegrad.tracing.shared import shared_pipeline
-from tracegrad.tracing.signatures import name_in_module, parameters_of, positional
+from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.stages import call_by
 from tracegrad.tracing.tools import refuse_positional
 from tracegrad.tracing.user_errors import explain_error
@@ -77,9 +77,7 @@ class TracedFunction(Generic[P, R]):
         static = resolve_static(fun, options.get("static_argnums"), options.get("static_argnames"))
         called, self._first = function_taking_module(fun)
         if self._first:
-            options, static = options_behind_module(fun, options, static)
-            own = (parameter.name for parameter in positional(parameters_of(called)))
-            static = static._replace(parameters=tuple(own))  # with the module's, the first
+            options, static = options_behind_module(fun, called, options, static)
         self._made_with = tuple(rules), dict(jit_options or {})
         self._to_budget: Any = next(
             (rule for rule in rules if hasattr(rule, "memory_budget")), None

@@ -2,10 +2,10 @@
 
 Most cuts are meant. Behind a straight-through `x + stop_gradient(q - x)`, a target that the same
 network computes or a stopped maximum, the stopped value soon joins a value that depends on the same
-sources: the first join *covers* these sources. (Only sums cover a rounded value:
-``round(w / s) * s`` is a mistake, though `s` depends on `w`.) If a stopped value, or a term of it,
-has another use (the advantage of a critic), its gradient comes from there. A stopped factor of a
-value with a gradient is a weight.
+sources: the first join *covers* these sources. (Only sums cover a rounded value, which may be
+clipped: ``round(w / s) * s`` is a mistake, though `s` depends on `w`, also if no sum follows.) If a
+stopped value, or a term of it, has another use (the advantage of a critic), its gradient comes from
+there. A stopped factor of a value with a gradient is a weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tracegrad.ir.occurrence import Path
 _ROUNDINGS = operations.ROUNDINGS - {"sign", "nextafter"}
 _SUMS = operations.ADDITIVE.keys() | operations.LINEAR | operations.VIEWS
 _PRODUCTS = frozenset({"mul", "div"})
-_JOINS = _SUMS | _PRODUCTS | operations.CONTRACTIONS | {"convert_element_type"}
+_JOINS = _SUMS | _PRODUCTS | operations.CONTRACTIONS
+_JOINS |= {"convert_element_type", "clamp", "max", "min"}
 
 
 def partial_cuts(
@@ -70,6 +71,7 @@ class _Cuts:
     # For each cut: its sources on which a value at the first join depends, and those on which not.
     covered: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     bare: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    scaled: set[int] = field(default_factory=set)  # multiplied by a value of its sources
 
     def along(self, graph: Graph, inputs: Masks, path: Path) -> Masks:
         """Goes through a graph; returns the masks of its outputs."""
@@ -110,8 +112,12 @@ class _Cuts:
             cuts -= 1 << cut
             is_rounding = not isinstance(self.places[cut].node, StopGradient)
             if is_rounding and node.op not in _JOINS:
+                if self.is_alone[cut] and cut in self.scaled:
+                    self.bare[cut] |= self.sources[cut]
                 continue
             if not others or (is_rounding and node.op in _PRODUCTS):
+                if self.sources[cut] & others:
+                    self.scaled.add(cut)
                 on |= 1 << cut
                 continue
             self.covered[cut] |= self.sources[cut] & others
