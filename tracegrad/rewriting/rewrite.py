@@ -47,8 +47,7 @@ class RewrittenFunction:
     ):
         functools.update_wrapper(self, fun, updated=())
         self.rules = rules
-        self._static = resolve_static(fun, static_argnums, static_argnames)
-        self._pack = CallPacker(self._static)
+        self._pack = CallPacker(resolve_static(fun, static_argnums, static_argnames))
         self._earlier: dict[Any, Any] = {}  # see `trace_under_rules`
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
@@ -66,11 +65,11 @@ class RewrittenFunction:
 
     def _trace_with_rules(self, call: PackedCall) -> Graph:
         def trace() -> Graph:
-            return trace_to_graph(self.__wrapped__, call, self._static)
+            return trace_to_graph(self.__wrapped__, call)
 
         leaves, tree = jax.tree.flatten(call.dynamic)
-        static = (*(call.args[i] for i in call.positions), *call.static_kwargs.items())
-        signature: Any = tree, (*map(_jax.type_of, leaves),), static
+        _, static = call.by_name()
+        signature: Any = tree, (*map(_jax.type_of, leaves),), (*static,)
         try:
             hash(signature)
         except TypeError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import jax
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import shortened
+from tracegrad.tracing.arguments import PackedCall
 from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.modules import is_module_or_variable, unflatten_modules
 from tracegrad.variables.nnx_objects import attribute_texts, differences, is_module
@@ -69,15 +70,16 @@ class CallTypes(NamedTuple):
     modules: tuple[tuple[str, Any], ...] = ()  # the structures of arguments with flax.nnx modules
 
     @classmethod
-    def of(cls, args: Mapping[str, Any], static: Mapping[str, Any], graph: Graph) -> CallTypes:
-        """`args`, `static`: the packed and the static arguments; `graph`: the trace of the call."""
+    def of(cls, call: PackedCall, graph: Graph) -> CallTypes:
+        """`graph`: the trace of the call."""
+        arguments, static = call.by_name()
         arrays = list(zip(graph.hints, graph.in_avals))[: graph.in_tree.num_leaves]
         types: list[tuple[str, Any, tuple[Any, ...], bool]]
         types = [(path, *_type_of(aval)) for path, aval in arrays]
         values = dict(static)
         trees: dict[str, Any] = {}
         modules = []
-        for argument, packed in args.items():
+        for argument, packed in arguments:
             tree = packed.argument() if isinstance(packed, Packed) else packed
             if isinstance(packed, Packed) and packed.has_non_arrays:
                 own = set(map(id, packed.arrays))
