@@ -205,7 +205,7 @@ def refuse_differentiated(
       hint: the end of the message.
     """
     for node in match.steps:
-        if _is_differentiated(node):
+        if scopes.is_differentiated(node):
             raise _differentiated_already_error(match, rule, node, of_loss, hint)
         if _is_made_by_jet(node):
             raise GraphError(
@@ -229,10 +229,6 @@ def _differentiated_already_error(
     )
 
 
-def _is_differentiated(node: Node) -> bool:
-    return "jvp" in scopes.transformations(scopes.around(node))
-
-
 def _is_made_by_jet(node: Node) -> bool:
     """`jax.experimental.jet` leaves no mark in scopes, so the files of the node's frames decide."""
     jet = sys.modules.get("jax.experimental.jet")
@@ -242,7 +238,7 @@ def _is_made_by_jet(node: Node) -> bool:
 
 
 def _find_differentiated_scans(region: Graph) -> list[Node]:
-    return [n for n in region.nodes if n.primitive is _jax.SCAN and _is_differentiated(n)]
+    return [n for n in region.nodes if n.primitive is _jax.SCAN and scopes.is_differentiated(n)]
 
 
 def _refuse_moved(
@@ -266,7 +262,7 @@ def _refuse_moved(
                 sources = {body.function_source for body in bodies}
                 if any(was_called_by(step, s) for step in match.steps[depth:] for s in sources):
                     raise _differentiated_already_error(match, rule, each)
-            elif not (_is_differentiated(each) or used.isdisjoint(each.operands)):
+            elif not (scopes.is_differentiated(each) or used.isdisjoint(each.operands)):
                 used.update(each.outputs)
 
 

@@ -155,7 +155,7 @@ class Body:
         Variables, modules or other non-arrays that the pipeline has not looked for."""
         call = pipeline.pack_all(args, kwargs)
         if not pipeline.packs_arguments:
-            if not call.is_of_arrays or were_variables(jax.tree.leaves((args, kwargs))):
+            if not call.is_of_arrays or were_variables():
                 pipeline.start_packing(looks_for_modules=bool(call.objects))
                 raise Outgrown(self, None)
         elif (
