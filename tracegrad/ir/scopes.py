@@ -19,7 +19,7 @@ def around(node: Node) -> tuple[_jax.Around, ...]:
     """Returns the scopes and transformations around a node in its region, from the outside in.
     Omits the scope that JAX makes of the subscripts of `jnp.einsum` (``bi,ij->bj``), which is not
     the user's name."""
-    stack = _jax.scopes_around(node.source.info)
+    stack = _jax.scopes_around(node.equation.source_info)
     if not any("->" in name for name, _ in stack):
         return stack
     return tuple(each for each in stack if "->" not in each[0] or not _is_sum(each[0]))
@@ -46,7 +46,12 @@ def transformations(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
 
 
 def is_backward(node: Node) -> bool:
-    return "transpose" in transformations(around(node))
+    return ("transpose", True) in around(node)
+
+
+def is_differentiated(node: Node) -> bool:
+    """Whether JAX has differentiated the node."""
+    return ("jvp", True) in around(node)
 
 
 def is_under_rules(stack: Sequence[_jax.Around]) -> bool:

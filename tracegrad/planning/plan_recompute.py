@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -147,21 +146,7 @@ def fit_function_to_budget(memory_budget: MemoryBudget, fun: object = None) -> F
 
 
 class _Planned(threading.local):
-    """Plans of gradients inside functions that are being traced, each with the enclosing traces."""
-
-    def __init__(self) -> None:
-        self._found: list[tuple[PlanSummary, list[weakref.ref[Any]]]] = []
-
-    def add(self, plan: PlanSummary) -> None:
-        around = _jax.outward(_jax.current_trace(None))
-        self._found.append((plan, [weakref.ref(trace) for trace in around]))
-
-    def take(self) -> tuple[PlanSummary, ...]:
-        """Removes all plans, and returns the plans of the current trace. The other plans belong to
-        failed traces."""
-        here, found = _jax.current_trace(None), self._found
-        self._found = []
-        return tuple([plan for plan, around in found if any(ref() is here for ref in around)])
+    plans: tuple[PlanSummary, ...] = ()  # of the gradients inside the function that is being traced
 
 
 @dataclass(eq=False)
@@ -182,6 +167,9 @@ class FitToBudget:
     def __reduce__(self) -> tuple[Any, ...]:
         return FitToBudget, (self.memory_budget, self.plans)
 
+    def begin_trace(self) -> None:
+        self._planned.plans = ()
+
     def __call__(self, graph: Graph) -> Graph:
         # A graph that contains the gradient of a loss is a train step, unless it is differentiated.
         places = [] if graph.differentiated else list(graph.walk())
@@ -191,7 +179,7 @@ class FitToBudget:
                 held = warn_if_step_exceeds_budget(
                     graph, places, budget_bytes(self.memory_budget, 0), self
                 )
-            self.latest = StepPlan(graph.name, self._planned.take(), held)
+            self.latest = StepPlan(graph.name, self._planned.plans, held)
             return graph
         for place in places:
             refuse_differentiated(place, self, f"tracegrad.trace(loss, {self!r})")
@@ -212,7 +200,7 @@ class FitToBudget:
             )
         assert plan is not None
         if graph.differentiated:  # the loss of a step, which the rule is applied to later
-            self._planned.add(plan.summary)
+            self._planned.plans += (plan.summary,)
         else:
             self.latest = StepPlan(graph.name, (plan.summary,))
         return plan.rewritten() if plan.is_needed else graph

@@ -202,7 +202,7 @@ def refuse_differentiated(
       hint: the end of the message.
     """
     for node in match.steps:
-        if _is_differentiated(node):
+        if scopes.is_differentiated(node):
             raise _differentiated_already_error(match, rule, node, instead, hint)
         if _is_made_by_jet(node):
             raise GraphError(
@@ -226,10 +226,6 @@ def _differentiated_already_error(
     )
 
 
-def _is_differentiated(node: Node) -> bool:
-    return "jvp" in scopes.transformations(scopes.around(node))
-
-
 def _is_made_by_jet(node: Node) -> bool:
     """Whether `jax.experimental.jet` made a node. Jet leaves no mark in scopes, so the files of the
     node's frames decide."""
@@ -240,7 +236,7 @@ def _is_made_by_jet(node: Node) -> bool:
 
 
 def _find_differentiated_scans(region: Graph) -> list[Node]:
-    return [n for n in region.nodes if n.primitive is _jax.SCAN and _is_differentiated(n)]
+    return [n for n in region.nodes if n.primitive is _jax.SCAN and scopes.is_differentiated(n)]
 
 
 def _refuse_moved(
@@ -264,7 +260,7 @@ def _refuse_moved(
                 sources = {body.function_source for body in bodies}
                 if any(was_called_by(step, s) for step in match.steps[depth:] for s in sources):
                     raise _differentiated_already_error(match, rule, each)
-            elif not (_is_differentiated(each) or used.isdisjoint(each.operands)):
+            elif not (scopes.is_differentiated(each) or used.isdisjoint(each.operands)):
                 used.update(each.outputs)
 
 

@@ -55,7 +55,7 @@ class RewrittenFunction:
         if self._module:
             options = {"static_argnums": static_argnums} if static.positions else {}
             _, static = options_behind_module(fun, self._called, options, static)
-        self._static, self._packer = static, CallPacker(static)
+        self._packer = CallPacker(static)
         self._earlier: dict[Any, Any] = {}  # see `trace_under_rules`
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
@@ -76,11 +76,11 @@ class RewrittenFunction:
 
     def _trace_with_rules(self, call: PackedCall) -> Graph:
         def trace() -> Graph:
-            return trace_to_graph(self._called, call, self._static)
+            return trace_to_graph(self._called, call)
 
         leaves, tree = jax.tree.flatten(call.dynamic)
-        static = (*(call.args[i] for i in call.positions), *call.static_kwargs.items())
-        signature: Any = tree, (*map(_jax.type_of, leaves),), static
+        _, static = call.by_name()
+        signature: Any = tree, (*map(_jax.type_of, leaves),), (*static,)
         try:
             hash(signature)
         except TypeError:

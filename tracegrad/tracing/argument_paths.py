@@ -36,6 +36,13 @@ def argument_path(array: Any) -> str:
     return known.get(id(_chain_to_argument(array)[-1]), "") if known else ""
 
 
+def known_paths(arrays: Sequence[Any], otherwise: Sequence[str]) -> Sequence[str]:
+    """The `argument_path` of each array, or the path in `otherwise`."""
+    if not _known_paths.paths:
+        return otherwise
+    return [argument_path(x) or path for x, path in zip(arrays, otherwise, strict=True)]
+
+
 def derivatives_of_argument(array: Any) -> list[Any]:
     """If an array stands for an argument, returns a tracer for each derivative that is being taken
     with respect to the argument, the innermost first."""

@@ -6,7 +6,7 @@ that is not an array; see `variables.packed`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tracegrad.tracing.signatures import parameters_of, positional
@@ -19,7 +19,7 @@ from tracegrad.variables.packed import (
     PackedStatic,
     pack_by_flax,
 )
-from tracegrad.variables.statics import VariableNode
+from tracegrad.variables.statics import VariableNode, has_equinox_modules
 from tracegrad.variables.trees import flatten_finding_variables
 
 ArgumentIndices = int | Iterable[int] | None
@@ -44,6 +44,11 @@ class StaticArguments(NamedTuple):
         further = range(count - len(self.parameters))
         return [*self.parameters[:count], *(f"{self.rest}.{i}" for i in further)]
 
+    def argument_name(self, where: str | int) -> str:
+        """Of a keyword argument, or of a positional argument by its index; for messages."""
+        name = where if isinstance(where, str) else self.argument_names(where + 1)[where]
+        return f"the argument {name}"
+
     def within(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """The static positions of a call."""
         count = len(args)
@@ -62,37 +67,47 @@ class PackedCall(NamedTuple):
 
     Attributes:
       args, kwargs: the arguments: trees as `Packed`, arrays and static arguments unchanged.
+      static: which arguments are static.
       variables: the Variables in the arguments: the key of the call's program.
       objects: the nnx objects in the arguments, each once.
-      positions, names: of the static arguments.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    static: StaticArguments = NONE_STATIC
     variables: tuple[VariableNode, ...] = ()
     objects: Sequence[Any] = ()
-    positions: Sequence[int] = ()
-    names: Collection[str] = ()
 
     @property
     def dynamic(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) without the static arguments."""
-        if not self.positions and not self.names:
+        static = self.static
+        if not static.positions and not static.names:
             return self.args, self.kwargs
-        named = {name: arg for name, arg in self.kwargs.items() if name not in self.names}
-        return tuple(x for i, x in enumerate(self.args) if i not in self.positions), named
+        positions = static.within(self.args)
+        named = {name: arg for name, arg in self.kwargs.items() if name not in static.names}
+        return tuple(x for i, x in enumerate(self.args) if i not in positions), named
 
-    @property
-    def static_kwargs(self) -> dict[str, Any]:
-        return {name: self.kwargs[name] for name in self.names}
+    def by_name(self) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+        """(name, argument) for the arguments that are not static, in JAX's order of flattening, and
+        for the static arguments."""
+        positions, names = self.static.within(self.args), self.static.argument_names(len(self.args))
+        dynamic: list[tuple[str, Any]] = []
+        static: list[tuple[str, Any]] = []
+        for i, pair in enumerate(zip(names, self.args, strict=True)):
+            (static if i in positions else dynamic).append(pair)
+        for pair in sorted(self.kwargs.items()):
+            (static if pair[0] in self.static.names else dynamic).append(pair)
+        return dynamic, static
 
     @property
     def is_of_arrays(self) -> bool:
-        """Whether `jax.jit` accepts the arguments as they are."""
+        """Whether `jax.jit` accepts the arguments as they are, and flattens them without the help
+        of Python."""
         if self.variables or self.objects:
             return False
         return not any(
-            isinstance(arg, Packed) and arg.has_non_arrays
+            isinstance(arg, Packed) and (arg.has_non_arrays or has_equinox_modules(arg.structure))
             for arg in (*self.args, *self.kwargs.values())
         )
 
@@ -114,43 +129,32 @@ class CallPacker:
 
     def __init__(self, static: StaticArguments = NONE_STATIC, *, looks_for_modules: bool = True):
         self._static = static
-        self._pack = ArgumentPacker(static.parameters, static.rest)
+        self._pack = ArgumentPacker(static.argument_name)
         self.looks_for_modules = looks_for_modules
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
-        static = self._static
-        fixed = static.within(args) if static.positions else ()
-        names = tuple(sorted(kwargs.keys() & static.names)) if static.names else ()
-        pack, found = self._pack, list[VariableNode]()
+        static, found = self._static, list[VariableNode]()
         finder = NnxObjectFinder() if self.looks_for_modules and nnx() is not None else None
-        objects: Sequence[Any] = ()
+        objects: Sequence[Any] = () if finder is None else finder.objects
+        arguments: dict[str | int, Any] = {**dict(enumerate(args)), **dict(sorted(kwargs.items()))}
+        own: Sequence[str | int] = ()
+        if static.positions or static.names:
+            own = (*static.within(args), *static.named(kwargs))
         try:
-            packed = tuple(
-                [
-                    _pack_static(arg, found) if i in fixed else pack(arg, i, found, finder)
-                    for i, arg in enumerate(args)
-                ]
-            )
-            named = {}
-            for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
-                arg = kwargs[name]
-                named[name] = (
-                    _pack_static(arg, found) if name in names else pack(arg, name, found, finder)
-                )
-            if finder is not None:
-                objects = finder.objects
+            packed = {
+                key: _pack_static(arg, found) if key in own else self._pack(arg, key, found, finder)
+                for key, arg in arguments.items()
+            }
         except NotAPytree:
             found.clear()
-            arguments: dict[str | int, Any] = dict(enumerate(args))
-            arguments.update((name, kwargs[name]) for name in sorted(kwargs))
-            own = {key: arguments.pop(key) for key in list[str | int]((*fixed, *names))}
-            of_all, objects = pack_by_flax(arguments, found, pack.name_of)
-            of_all.update((key, _pack_static(arg, found)) for key, arg in own.items())
-            packed = tuple([of_all[i] for i in range(len(args))])
-            named = {name: of_all[name] for name in kwargs}
+            others = {key: arg for key, arg in arguments.items() if key not in own}
+            packed, objects = pack_by_flax(others, found, static.argument_name)
+            packed.update((key, _pack_static(arguments[key], found)) for key in own)
         if objects:
             ignore_cached_partial()
-        return PackedCall(packed, named, tuple(found), objects, fixed, names)
+        by_position = tuple([packed[i] for i in range(len(args))])
+        by_name = {name: packed[name] for name in sorted(kwargs)}
+        return PackedCall(by_position, by_name, static, tuple(found), objects)
 
 
 def _pack_static(value: Any, found: list[VariableNode]) -> Any:

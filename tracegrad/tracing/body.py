@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +20,7 @@ from tracegrad.variables.modules import Snapshot, Update
 from tracegrad.variables.nnx_objects import nnx
 from tracegrad.variables.packed import Packed, unpack_arguments
 from tracegrad.variables.results import has_nnx_objects
-from tracegrad.variables.statics import has_equinox_modules, with_statics
+from tracegrad.variables.statics import with_statics
 from tracegrad.variables.trees import were_variables
 
 if TYPE_CHECKING:
@@ -41,17 +42,27 @@ class Outgrown(BaseException):
 
 
 class _Traced(threading.local):
-    # The trace of a call that continues with a larger program. The program's body uses this trace
-    # once, instead of tracing again.
+    """The trace of a call that a program is about to run, and the program's use. The program's body
+    uses this trace once, instead of tracing again."""
+
+    use: Use | None = None
     graph: Graph | None = None
+
+    def take(self, use: Use) -> Graph | None:
+        graph, self.graph = self.graph, None
+        return graph if self.use is use else None
 
 
 traced = _Traced()
 
 
-class NewValues(list[Any]):
-    """The new values that a program returns before its result: of the Variables in `Use.assigned`,
-    then of arrays in modules.
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Changes:
+    """What a program changes besides its result: the last item, without arrays, of the list of new
+    values that the program returns.
+
+    The new values are those of the Variables in `Use.assigned`, then those of arrays in modules.
 
     Attributes:
       assigned: for each Variable, whether the program has assigned it.
@@ -59,20 +70,16 @@ class NewValues(list[Any]):
       has_nnx_objects: whether the result contains nodes that stand for nnx objects.
     """
 
-    def __init__(
-        self, about: tuple[tuple[bool, ...], tuple[Update, ...], bool], values: Sequence[Any]
-    ):
-        self.extend(values)
-        self.about = about
-        self.assigned, self.updates, self.has_nnx_objects = about
+    assigned: tuple[bool, ...]
+    updates: tuple[Update, ...]
+    has_nnx_objects: bool
 
 
-jax.tree_util.register_pytree_with_keys(
-    NewValues,
-    lambda new: ([(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(new)], new.about),
-    NewValues,  # type: ignore[arg-type]
-    lambda new: (tuple(new), new.about),
-)
+def changes_of(outcome: Any) -> Changes | None:
+    """None if a program has returned the result alone."""
+    is_pair = type(outcome) is tuple and len(outcome) == 2 and type(outcome[0]) is list
+    last = outcome[0][-1] if is_pair and outcome[0] else None
+    return last if isinstance(last, Changes) else None
 
 
 _ONE_ARRAY = jax.tree.structure(0)
@@ -81,9 +88,9 @@ _ONE_ARRAY = jax.tree.structure(0)
 class Body:
     """The function that `jax.jit` gets instead of the user's function: trace → rules → lower.
 
-    Takes the values of the Variables in `Use.values`, then the arguments. Returns `NewValues` and
-    the function's result; if the use is plain, the result alone. Refers to the pipeline weakly:
-    JAX's caches keep the body, which must not keep the pipeline alive.
+    Takes the values of the Variables in `Use.values`, then the arguments. Returns the new values,
+    with `Changes`, and the function's result; if the use is plain, the result alone. Refers to the
+    pipeline weakly: JAX's caches keep the body, which must not keep the pipeline alive.
 
     Args:
       packs: whether to return a result of several arrays as `Packed`.
@@ -100,10 +107,9 @@ class Body:
         self.__doc__ = pipeline.__doc__
         self.__module__ = pipeline.__module__
         self._text = pipeline.text
-        if use.values:
-            signature = signature_behind(pipeline.fun, use.values)
-            if signature is not None:  # JAX names arguments by it, and checks static arguments
-                self.__signature__ = signature
+        signature = signature_behind(pipeline.fun, use.values)
+        if signature is not None:  # JAX names arguments by it, and checks static arguments
+            self.__signature__ = signature
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -122,13 +128,10 @@ class Body:
         if _jax.config.jax_disable_jit:  # then `jax.jit` calls this; warm calls of jit do not
             raise Outgrown(self, None)
         values, args = args[: len(use.values)], args[len(use.values) :]
-        call = self._pack_call(pipeline, args, kwargs)
-        flat, tree = jax.tree.flatten(call.dynamic)
-        graph, traced.graph = traced.graph, None
-        if graph is None or not _is_of(graph, flat, tree):
-            graph = pipeline.trace_call(call)
-        if not use.serves(graph, pipeline.packs_results):
-            raise Outgrown(self, graph)
+        flat = jax.tree.leaves(PackedCall(args, kwargs, pipeline.static).dynamic)
+        graph = traced.take(use)
+        if graph is None or graph.in_avals[: len(flat)] != list(map(_jax.type_of, flat)):
+            graph = self._trace(pipeline, args, kwargs)
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
         outs = run_graph(graph, flat, as_call=True)
@@ -142,27 +145,30 @@ class Body:
             return result
         new = dict(zip(map(id, graph.assigned), outs[count:last], strict=True))
         variables = [id(ref()) for ref in use.assigned]
-        about = tuple([i in new for i in variables]), graph.updates, has_nnx_objects(graph.out_tree)
         assigned = [new[i] if i in new else of_variable[i] for i in variables]
-        return NewValues(about, [*assigned, *outs[last:]]), result
+        is_new = tuple([i in new for i in variables])
+        changes = Changes(is_new, graph.updates, has_nnx_objects(graph.out_tree))
+        return [*assigned, *outs[last:], changes], result
 
-    def _pack_call(
-        self, pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> PackedCall:
-        """Raises `Outgrown` if the arguments contain Variables, modules or other non-arrays that
-        the pipeline has not looked for."""
+    def _trace(self, pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        """Raises `Outgrown` if the program does not serve the trace, or if the arguments contain
+        Variables, modules or other non-arrays that the pipeline has not looked for."""
         call = pipeline.pack_all(args, kwargs)
         if not pipeline.packs_arguments:
-            found = call.variables or call.objects or has_equinox_modules((args, kwargs))
-            if found or were_variables(jax.tree.leaves((args, kwargs))):
-                pipeline.start_packing(call)
+            if not call.is_of_arrays or were_variables():
+                pipeline.start_packing(looks_for_modules=bool(call.objects))
                 raise Outgrown(self, None)
-        elif pipeline.pack.looks_for_modules or nnx() is None:
-            return call
-        elif Snapshot(unpack_arguments(*call.dynamic)).objects:
-            pipeline.pack.looks_for_modules = True
+        elif (
+            not pipeline.pack.looks_for_modules
+            and nnx() is not None
+            and Snapshot(unpack_arguments(*call.dynamic)).objects
+        ):
+            pipeline.start_packing(looks_for_modules=True)
             raise Outgrown(self, None)
-        return call
+        graph = pipeline.trace_call(call, is_nested=_jax.is_part_of_a_program())
+        if not self.use.serves(Use.of(graph, pipeline.packs_results)):
+            raise Outgrown(self, graph)
+        return graph
 
     def warn_of_merging(self) -> None:
         pipeline = self._pipeline()
@@ -171,9 +177,3 @@ class Body:
 
     def __repr__(self) -> str:
         return self._text  # JAX's messages print it
-
-
-def _is_of(graph: Graph, flat: Sequence[Any], tree: Any) -> bool:
-    """Whether a graph was traced for arguments of these types and this structure."""
-    types = list(map(_jax.type_of, flat))
-    return bool(graph.in_tree == tree and graph.in_avals[: len(types)] == types)

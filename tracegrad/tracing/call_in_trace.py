@@ -81,7 +81,7 @@ class CallInTrace:
         anything, returns a pair: the result, and the new values (the last value of each Variable,
         then the new arrays of modules).
         """
-        kwargs = {**kwargs, **self._call.static_kwargs}
+        kwargs = {**kwargs, **self._call.static.named(self._call.kwargs)}
         traced = jax.tree.leaves(self._own(args, kwargs).dynamic)
         with known_by_path(traced, self._paths), self.variables.captured():
             run = self._run if nnx() is None else self._run_with_modules

@@ -36,15 +36,14 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
             _check_argument_types(graph, values)
             return run_graph(graph, values)
         packed = CallPacker()(args, kwargs)
-        flat, tree = jax.tree.flatten((packed.args, packed.kwargs))
+        flat, tree = jax.tree.flatten(packed.dynamic)
         if tree != graph.in_tree:
             raise TypeError(
                 f"{graph.name} was traced for arguments of the structure {graph.in_tree}; "
                 f"it was called with {tree}"
             )
-        values = [*flat, *(v.value for v in graph.variables)]
-        _check_argument_types(graph, values)
-        return _run_and_finish(graph, packed, values)
+        _check_argument_types(graph, flat)
+        return call_traced(graph, packed)
 
     call.__name__ = call.__qualname__ = graph.name
     if graph.signature is not None:  # for argument names, here and in XLA's output
@@ -54,11 +53,7 @@ def to_callable(graph: Graph) -> Callable[..., Any]:
 
 def call_traced(graph: Graph, call: PackedCall) -> Any:
     """Runs a graph with the arguments of the call that it was traced for."""
-    arrays = jax.tree.leaves(call.dynamic)
-    return _run_and_finish(graph, call, [*arrays, *(v.value for v in graph.variables)])
-
-
-def _run_and_finish(graph: Graph, call: PackedCall, values: list[Any]) -> Any:
+    values = [*jax.tree.leaves(call.dynamic), *(v.value for v in graph.variables)]
     if graph.loses:
         warn_where_called(changes_lost(graph.name, graph.loses), UserWarning)
     return finish_call(graph, call, run_graph(graph, values))
@@ -79,8 +74,9 @@ def finish_call(graph: Graph, call: PackedCall, outs: Sequence[Any]) -> Any:
 
 
 def _check_argument_types(graph: Graph, args: list[Any]) -> None:
-    if len(args) != len(graph.inputs):
-        raise TypeError(f"{graph.name} takes {len(graph.inputs)} arrays, {len(args)} were given")
+    count = len(graph.inputs) - len(graph.variables)
+    if len(args) != count:
+        raise TypeError(f"{graph.name} takes {count} arrays, {len(args)} were given")
     for value, arg in zip(graph.inputs, args):
         aval = jax.typeof(arg)
         given = (getattr(aval, "shape", None), getattr(aval, "dtype", None))

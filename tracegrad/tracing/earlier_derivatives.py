@@ -45,5 +45,4 @@ def warn_of_earlier_derivatives(program: Graph) -> None:
 
 def _is_derivative(node: Node) -> bool:
     """JAX made the node for a derivative to which no rules were applied."""
-    around = scopes.around(node)
-    return "jvp" in scopes.transformations(around) and not scopes.is_under_rules(around)
+    return scopes.is_differentiated(node) and not scopes.is_under_rules(scopes.around(node))

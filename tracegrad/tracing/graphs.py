@@ -14,7 +14,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.importer import import_program
-from tracegrad.tracing.argument_paths import argument_path
+from tracegrad.tracing.argument_paths import known_paths
 from tracegrad.tracing.arguments import (
     NONE_STATIC,
     ArgumentIndices,
@@ -26,9 +26,9 @@ from tracegrad.tracing.arguments import (
 )
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_in_trace import CallInTrace, Within
-from tracegrad.tracing.signatures import array_names
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explain_error
+from tracegrad.variables.paths import path_name
 from tracegrad.variables.states import StateChanges, States, is_passed_on
 
 Rule = Callable[[Graph], Graph]
@@ -82,7 +82,7 @@ def graph_of_call(
     """Like `graph`; all keywords belong to the function."""
     static = static or resolve_static(fun, None, None)
     try:
-        return trace_to_graph(fun, CallPacker(static)(args, kwargs), static)
+        return trace_to_graph(fun, CallPacker(static)(args, kwargs))
     except Exception as error:
         raise explain_error(error)  # noqa: B904 (the same error)
 
@@ -118,7 +118,6 @@ def require_function(fun: Callable[..., Any], purpose: str = "trace") -> None:
 def trace_to_graph(
     fun: Callable[..., Any],
     call: PackedCall,
-    static: StaticArguments,
     donated: StaticArguments = NONE_STATIC,
     shardings: Sequence[Any] = (),
 ) -> Graph:
@@ -131,8 +130,9 @@ def trace_to_graph(
     Args:
       shardings: the shardings of the arguments that are not static.
     """
-    dynamic, positions = call.dynamic, call.positions
-    for name, value in call.static_kwargs.items():
+    static, dynamic, positions = call.static, call.dynamic, call.static.within(call.args)
+    static_kwargs = static.named(call.kwargs)
+    for name, value in static_kwargs.items():
         try:
             hash(value)
         except TypeError as error:
@@ -141,24 +141,27 @@ def trace_to_graph(
                 f"of static arguments, and {name}={value!r} is of type {type(value).__name__}"
             ) from error
 
-    named = zip(static.argument_names(len(call.args)), call.args, strict=True)
-    paths = array_names([x for i, x in enumerate(named) if i not in positions], dynamic[1])
-    arrays = jax.tree.leaves(dynamic)
-    known = [argument_path(x) or path for x, path in zip(arrays, paths, strict=True)]
+    arguments, _ = call.by_name()
+    paths = [
+        path_name(path, name)
+        for name, tree in arguments
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    known = known_paths(jax.tree.leaves(dynamic), paths)
     program = None
     within: Within = nullcontext
     while program is None:
         with Attempt() as attempt:
             traced_call = CallInTrace(call, donated, shardings, known, within)
-            fresh = _make_new_function(fun, traced_call, frozenset(call.names))
+            fresh = _make_new_function(fun, traced_call, frozenset(static_kwargs))
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])
         if attempt.is_left:
             program, within = None, attempt.context
     explicit, variables = traced_call.variables.with_explicit_inputs(program)
     traced = _jax.traced_from(program)
-    arguments = (*paths, *(variable.name for variable in variables))
+    names = (*paths, *(variable.name for variable in variables))
     signature = _dynamic_signature(fun, set(positions), static.names)
-    function = _jax.TracedFrom(function_name(fun), traced.source, arguments)
+    function = _jax.TracedFrom(function_name(fun), traced.source, names)
     is_lost = traced_call.lost.paths or traced_call.lost.structures
     return dataclasses.replace(
         import_program(explicit, function),
@@ -169,7 +172,7 @@ def trace_to_graph(
         assigned=traced_call.variables.assigned,
         updates=traced_call.updates,
         changes_structure=traced_call.changes_structure,
-        loses=_paths_of_lost_changes(traced_call.lost, fun, call, static) if is_lost else (),
+        loses=_paths_of_lost_changes(traced_call.lost, fun, call) if is_lost else (),
     )
 
 
@@ -177,7 +180,6 @@ def _paths_of_lost_changes(
     changes: StateChanges,
     fun: Callable[..., Any],
     call: PackedCall,
-    static: StaticArguments,
 ) -> tuple[str, ...]:
     """Returns the paths of the changes in an nnx.State that change a value, not only its tracer.
 
@@ -188,11 +190,11 @@ def _paths_of_lost_changes(
 
     @functools.wraps(fun, updated=())
     def before_and_after(*args: Any, **kwargs: Any) -> Any:
-        names = static.argument_names(len(args))
+        names = call.static.argument_names(len(args))
         states = States({**dict(zip(names, args, strict=True)), **kwargs})
         return states.changes(fun(*args, **kwargs)).values
 
-    outputs = trace_to_graph(before_and_after, call, static).outputs
+    outputs = trace_to_graph(before_and_after, call).outputs
     pairs = zip(changes.paths, outputs[::2], outputs[1::2], strict=False)
     lost = [path for path, before, after in pairs if not is_passed_on(before, after)]
     return (*changes.structures, *lost)
@@ -211,7 +213,8 @@ def _make_new_function(
     def fresh(*args: Any, **kwargs: Any) -> Any:
         return traced_call.run(fun, args, kwargs)
 
-    fresh.__name__ = fresh.__qualname__ = function_name(fun)
+    fresh.__name__ = function_name(fun)
+    fresh.__qualname__ = getattr(fun, "__qualname__", fresh.__name__)
     if static_names and (signature := _dynamic_signature(fun, set(), static_names)):
         fresh.__signature__ = signature  # type: ignore[attr-defined]
     return fresh

@@ -30,9 +30,9 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.ir.scopes_in_scans import add_scope_in_scans
 from tracegrad.tracing.argument_paths import (
-    argument_path,
     derivatives_of_argument,
     known_by_path,
+    known_paths,
 )
 from tracegrad.tracing.earlier_derivatives import warn_of_earlier_derivatives
 from tracegrad.tracing.graphs import Rule, function_name, graph
@@ -216,6 +216,8 @@ def trace_under_rules(
     if not rules and not _in_force.rule_sets:
         return trace()
     rule_set = RuleSet(rules)
+    for rule in rules:
+        getattr(rule, "begin_trace", lambda: None)()
     if earlier is not None and signature in earlier:
         rule_set.key, matches = earlier[signature]
         rule_set._matches += matches
@@ -314,7 +316,7 @@ def under_rules(
         others: list[Parted] = []  # the leaves of the result that are not traced
         names = paths() if paths else [x.name for x in leaves_of_call(fun, args, kwargs)]
         own = arguments.of_chosen(names)
-        known = [argument_path(x) or name for x, name in zip(given, own, strict=True)]
+        known = known_paths(given, own)
 
         def of_traced(*given: Any) -> Any:
             args, kwargs = rest.combine(given)

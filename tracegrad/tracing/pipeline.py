@@ -123,9 +123,6 @@ class Pipeline:
         """
         if _jax.config.jax_disable_jit:
             return self.eagerly(args, kwargs)
-        if graph is not None:
-            plain = PackedCall(args, kwargs)
-            self._grow(plain, self._key(plain), graph, None)
         return self.search(args, kwargs, JittedProgram.__call__, graph)
 
     @property
@@ -136,13 +133,18 @@ class Pipeline:
     def refuses_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the plain jit refuses these arguments but a program can take them; then all later
         calls are packed."""
+        return not self.packs_arguments and self._starts_packing(self.pack_all(args, kwargs))
+
+    def _starts_packing(self, call: PackedCall) -> bool:
+        """Whether a call, packed by `pack_all`, contains more than `pack` has looked for; then all
+        later calls are packed."""
         if self.packs_arguments:
-            return False
-        call = self.pack_all(args, kwargs)
-        if call.is_of_arrays:
-            return False
-        self.start_packing(call)
-        return True
+            is_new = bool(call.objects) and not self.pack.looks_for_modules
+        else:
+            is_new = not call.is_of_arrays
+        if is_new:
+            self.start_packing(looks_for_modules=bool(call.objects))
+        return is_new
 
     def search(
         self,
@@ -151,29 +153,29 @@ class Pipeline:
         action: Action[T],
         graph: Graph | None = None,
     ) -> T:
-        """Runs `action` on the program of a call; grows the program until the action succeeds.
+        """Runs `action` on the program of a call; makes larger programs until the action succeeds.
 
         Args:
           graph: a trace of this call, for the program to use once.
         """
-        if not self._programs and not self.packs_arguments:  # before JAX flattens the arguments
-            self.refuses_plain(args, kwargs)
         for _ in range(_ATTEMPTS):
             call = self.pack(args, kwargs) if self.packs_arguments else PackedCall(args, kwargs)
             key = self._key(call)
             program = self._programs.get(key)
-            if program is None or program.use.is_over:
-                program = self._program(call, key)
             try:
+                if graph is None and (program is None or program.use.is_over):
+                    packed = self.pack_all(args, kwargs)
+                    if self._starts_packing(packed):
+                        continue
+                    graph = self.trace_call(packed, is_nested=_jax.staging_trace() is not None)
+                if graph is not None:
+                    program = self._program_for(graph, call, key)
+                assert program is not None
                 return action(program, call, graph)
             except Outgrown as outgrown:
-                if not program.is_outgrown_by(outgrown):
-                    raise
-                if _jax.config.jax_disable_jit:
+                if program is None or not program.is_outgrown_by(outgrown):
                     raise
                 graph = outgrown.graph
-                if graph is not None:
-                    self._grow(call, key, graph, program)
             except Exception as error:
                 if isinstance(error, TypeError) and self.refuses_plain(args, kwargs):
                     continue
@@ -195,28 +197,22 @@ class Pipeline:
             return call.variables
         return call.variables, *map(structure_of, call.args)
 
-    def _program(self, call: PackedCall, key: Any) -> JittedProgram:
-        """Makes the program of a call if there is none."""
+    def _program_for(self, graph: Graph, call: PackedCall, key: Any) -> JittedProgram:
+        """Returns a program of the call's key that serves the graph; makes the program if there is
+        none."""
+        use = Use.of(graph, self.packs_results)
         with self._lock:
             program = self._programs.get(key)
-            if program is None or program.use.is_over:
-                shardings = None
-                if self._shardings is not None and self.packs_arguments:
-                    shardings = shardings_of_arguments(self._shardings, call.dynamic[0])
-                program = self._programs[key] = JittedProgram(self, Use(), shardings)
-                self._keep_some()
+            if program is not None and not program.use.is_over:
+                if program.use.serves(use):
+                    return program
+                use = program.use.joined(use)
+            shardings = None
+            if self._shardings is not None and self.packs_arguments:
+                shardings = shardings_of_arguments(self._shardings, call.dynamic[0])
+            program = self._programs[key] = JittedProgram(self, use, graph, shardings)
+            self._keep_some()
         return program
-
-    def _grow(
-        self, call: PackedCall, key: Any, graph: Graph, outgrown: JittedProgram | None
-    ) -> None:
-        """Replaces the program of a call by a larger program if it does not serve the graph.
-        `outgrown`: a program that is known not to serve the graph."""
-        with self._lock:
-            program = self._program(call, key)
-            if program is outgrown or not program.use.serves(graph, self.packs_results):
-                self._programs[key] = program.grow(graph)
-                self._keep_some()
 
     def _keep_some(self) -> None:
         while len(self._programs) > _KEPT:
@@ -224,10 +220,10 @@ class Pipeline:
         plain = self._programs.get(())
         self.plain = None if self.packs_arguments or plain is None else plain.plain_call()
 
-    def start_packing(self, call: PackedCall) -> None:
-        """From now on, each call is packed, since this call had non-arrays."""
+    def start_packing(self, *, looks_for_modules: bool) -> None:
+        """From now on, each call is packed, since a call had non-arrays."""
         self.packs_arguments, self.plain = True, None
-        self.pack.looks_for_modules |= bool(call.objects)
+        self.pack.looks_for_modules |= looks_for_modules
 
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """For `jax.disable_jit`: calls the function itself or, if there are rules, runs the graph
@@ -235,27 +231,30 @@ class Pipeline:
         if not self.rules:
             return without_variables(self.fun(*args, **kwargs))
         call = self.pack_all(args, kwargs)
-        return call_traced(self.trace_call(call), call)
+        return call_traced(self.trace_call(call, is_nested=False), call)
 
     # ---------------------------------------------------------------------------------- graphs
 
     def graph(self, call: PackedCall) -> Graph:
         """After the rules."""
         options = self.donated, self._of_arguments
-        trace = functools.partial(trace_to_graph, self.fun, call, self.static, *options)
+        trace = functools.partial(trace_to_graph, self.fun, call, *options)
         with with_jit():  # so that rules find nested jitted functions by name
             return trace_under_rules(self.rules, trace)
 
-    def trace_call(self, call: PackedCall) -> Graph:
-        """For a call that is being compiled; records the call's signature."""
+    def trace_call(self, call: PackedCall, *, is_nested: bool) -> Graph:
+        """For a call that is being compiled; records the call's signature.
+
+        `is_nested`: whether another program is being traced, so that this trace compiles nothing.
+        """
         try:
             graph = self.graph(call)
             if graph.loses:
                 warn_where_called(changes_lost(self.__name__, graph.loses), UserWarning)
         except Exception as error:
             raise explain_error(error)  # noqa: B904 (the same error)
-        if not _jax.is_part_of_a_program():  # inside another program, this trace compiles nothing
-            self._note(call, graph)
+        if not is_nested:
+            self.history.note(CallTypes.of(call, graph))
         return graph
 
     def warn_of_merging(self) -> None:
@@ -272,18 +271,6 @@ class Pipeline:
             f"an option that cannot be set from inside: make it a `tracegrad.trace`, or "
             f"`jax.jit(..., compiler_options={options})`.",
             UserWarning,
-        )
-
-    def _note(self, call: PackedCall, graph: Graph) -> None:
-        names = self.static.argument_names(len(call.args))
-        named = {**dict(zip(names, call.args, strict=True)), **call.kwargs}
-        fixed = {*(names[i] for i in call.positions), *call.names}
-        self.history.note(
-            CallTypes.of(
-                {name: v for name, v in named.items() if name not in fixed},
-                {name: v for name, v in named.items() if name in fixed},
-                graph,
-            )
         )
 
     def clear_cache(self) -> None:

@@ -2,10 +2,11 @@
 
 The key of a call is the tuple of the Variables among its arguments. For each key a function has one
 `JittedProgram`, which takes the values of its Variables before the arguments, and returns the new
-values before the result. Only tracing finds these Variables. So a program begins *plain*, as an
-ordinary jit. If a trace meets a new Variable, or a result that is not all arrays, `Body` raises
-`Outgrown` after the user's function has returned: only JAX's code sees the exception. The call
-continues with a larger program, which reuses the trace.
+values before the result. Only tracing finds these Variables. So the first call of a key is traced
+before its program is made. If a later trace, which JAX begins, meets a new Variable or a result
+that is not all arrays, `Body` raises `Outgrown` after the user's function has returned: only JAX's
+code sees the exception. The call continues with a larger program. The program of a new trace uses
+this trace once, instead of tracing again.
 
 At top level, a program that reads and assigns a Variable overwrites the old array by the new
 value (by donation), if nobody else can have the old array; see `variables.lending`. A program that
@@ -26,7 +27,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.tracing.arguments import PackedCall
-from tracegrad.tracing.body import Body, NewValues, Outgrown, traced
+from tracegrad.tracing.body import Body, Outgrown, changes_of, traced
 from tracegrad.tracing.jit_options import options_behind
 from tracegrad.tracing.shardings import shardings_of_result
 from tracegrad.tracing.uses import Use
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
 
 
 class JittedProgram:
-    """A function compiled for one `Use`. Immutable: if a call needs more, `grow` makes a larger
-    program.
+    """A function compiled for one `Use`. Immutable: if a call needs more, a larger program replaces
+    it.
 
     Attributes:
       nested: the jit for calls inside transformations; made at its first use.
@@ -62,15 +63,12 @@ class JittedProgram:
         self,
         pipeline: Pipeline,
         use: Use,
-        shardings: Any = None,
-        of_result: Any = None,
-        argument_count: int = 0,
+        graph: Graph,
+        shardings: Any,
     ):
         """Args:
-        shardings: the shardings of the arguments, if the user gave them as trees.
-        of_result: the shardings of the result, if an `nnx.StateSharding` determines them.
-        argument_count: how many positional arguments of the calls are not static; used if the
-          program takes values of Variables before them.
+        graph: one of the graphs that the program serves.
+        shardings: the shardings of the arguments, if the user gave them as trees; else None.
         """
         self.use = use
         self._pipeline = weakref.ref(pipeline)
@@ -79,10 +77,13 @@ class JittedProgram:
         self._shardings = shardings
         if shardings is not None:
             options = {**options, "in_shardings": shardings}
-        if of_result is not None:
+        if pipeline.packs_results == "always":
+            of_result = shardings_of_result(pipeline.out_shardings, graph)
             options = {**options, "out_shardings": of_result}
         if not use.is_plain:
-            options = options_behind(pipeline, options, use.values, argument_count)
+            arguments, _ = graph.in_tree.children()
+            count = len(arguments.children())
+            options = options_behind(pipeline, options, use.values, count)
         self._make_nested = functools.partial(jax.jit, body, **options)
         self._has_options = any(options.values())
         self._forms: dict[Any, Any] = {}  # see `ForwardingTrace.call_jitted`
@@ -109,18 +110,6 @@ class JittedProgram:
         """Whether this program has raised `outgrown`."""
         return outgrown.of.use is self.use
 
-    def grow(self, graph: Graph) -> JittedProgram:
-        """Returns a larger program that also serves the graph."""
-        pipeline = self._pipeline()
-        assert pipeline is not None, "the traced function that is called holds it"
-        use = Use(self.use, graph, packs=pipeline.packs_results)
-        of_result = None
-        if pipeline.packs_results == "always":
-            of_result = shardings_of_result(pipeline.out_shardings, graph)
-        arguments, _ = graph.in_tree.children()
-        count = len(arguments.children())
-        return JittedProgram(pipeline, use, self._shardings, of_result, count)
-
     def _make_direct(self) -> Callable[..., Any]:
         """Makes `direct` for a program that recomputes: the current trace decides on the jit."""
         # Warm calls run this for each call, hence the local names.
@@ -138,7 +127,7 @@ class JittedProgram:
 
     def __call__(self, call: PackedCall, graph: Graph | None = None) -> Any:
         """`graph`: a trace of this call, for the body to use if JAX traces."""
-        traced.graph = graph
+        traced.use, traced.graph = self.use, graph
         try:
             if self.direct is not None:
                 return self.direct(*call.args, **call.kwargs)
@@ -162,8 +151,9 @@ class JittedProgram:
             new, result = self._call_holding(self.outermost, args, kwargs)
         else:
             new, result = self._call_lending(self.outermost, args, kwargs)
-        is_over = not new.updates and not new.has_nnx_objects and type(result) is not Packed
-        return result if is_over else _finish_result(new, result, objects)
+        changes = new[-1]
+        is_over = not changes.updates and not changes.has_nnx_objects and type(result) is not Packed
+        return result if is_over else _finish_result((new, result), objects)
 
     def _call_lending(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call at top level, without listeners."""
@@ -211,7 +201,7 @@ class JittedProgram:
                 new, result = self.nested(*values, *args, **kwargs)
         if use.calls_host:
             _jax.wait_for(new)
-        for ref, value, is_new in zip(use.assigned, new, new.assigned, strict=False):
+        for ref, value, is_new in zip(use.assigned, new, new[-1].assigned, strict=False):
             if is_new:
                 ref().assign(value)  # type: ignore[union-attr]
         if use.recomputes:
@@ -224,21 +214,21 @@ class JittedProgram:
         outcome = (self._call_holding if self.use.calls_host else self._call_lending)(
             compiled, args, kwargs
         )
-        has_new = isinstance(outcome, tuple) and outcome and isinstance(outcome[0], NewValues)
-        return _finish_result(outcome[0], outcome[1], call.objects) if has_new else outcome
+        is_alone = changes_of(outcome) is None
+        return outcome if is_alone else _finish_result(outcome, call.objects)
 
     def call_stage(self, stage: str, call: PackedCall, graph: Graph | None) -> Any:
         """Calls `lower`, `trace` or `eval_shape` of the jit."""
         variables: list[Any] = [ref() for ref in self.use.values]
         values = [variable.value for variable in variables]
         args, kwargs = self._unpack_for_stage(call)
-        traced.graph = graph
+        traced.use, traced.graph = self.use, graph
         try:
             result = getattr(self._jit_for_stage(stage), stage)(*values, *args, **kwargs)
         finally:
             traced.graph = None
-        is_pair = isinstance(result, tuple) and bool(result) and isinstance(result[0], NewValues)
-        return result[1] if stage == "eval_shape" and is_pair else result
+        has_changes = stage == "eval_shape" and changes_of(result) is not None
+        return result[1] if has_changes else result
 
     def _unpack_for_stage(self, call: PackedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) for `call_stage`: trees, unless the user's shardings are packed."""
@@ -264,9 +254,13 @@ class JittedProgram:
         self.outermost.clear_cache()
 
 
-def _finish_result(new: NewValues, result: Any, objects: Sequence[Any]) -> Any:
+def _finish_result(outcome: tuple[list[Any], Any], objects: Sequence[Any]) -> Any:
     """Assigns the new arrays in the call's nnx `objects`; returns the user's result."""
+    new, result = outcome
     if type(result) is Packed:
         result = result.argument()
-    values = new[len(new) - len(new.updates) :]  # the arrays of modules are the last of them
-    return finish_result(result, objects, new.updates, values, has_objects=new.has_nnx_objects)
+    changes = new[-1]
+    values = new[-1 - len(changes.updates) : -1]
+    return finish_result(
+        result, objects, changes.updates, values, has_objects=changes.has_nnx_objects
+    )

@@ -6,10 +6,9 @@ compilation. If the types keep changing, the function is slow without a visible 
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import jax
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import shortened
+from tracegrad.tracing.arguments import PackedCall
 from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.modules import is_module_or_variable, unflatten_modules
 from tracegrad.variables.nnx_objects import attribute_texts, differences, is_module
@@ -59,47 +59,55 @@ class RetraceWarning(UserWarning):
     """
 
 
+class ArrayType(NamedTuple):
+    dtype: Any
+    shape: tuple[int, ...]
+    is_weak: bool
+
+    def __str__(self) -> str:
+        return f"{'weak ' if self.is_weak else ''}{self.dtype}{list(self.shape)}"
+
+
 class CallTypes(NamedTuple):
-    """The types and the static values of the arguments for which a function was compiled."""
+    """The types and the static values of the arguments for which a function was compiled.
+
+    Attributes:
+      tree: the structure of the arguments that are not static.
+      leaves: by path, an `ArrayType`, a `VariableNode` or a static value.
+      modules: the structures of the arguments with modules of flax.nnx.
+    """
 
     tree: Any
-    # path, dtype or Variable, shape, whether the type is weak
-    types: tuple[tuple[str, Any, tuple[Any, ...], bool], ...]
-    static: tuple[tuple[str, Any], ...]
-    modules: tuple[tuple[str, Any], ...] = ()  # the structures of arguments with flax.nnx modules
+    leaves: dict[str, Any]
+    modules: list[tuple[str, Any]]
 
     @classmethod
-    def of(cls, args: Mapping[str, Any], static: Mapping[str, Any], graph: Graph) -> CallTypes:
-        """`args`, `static`: the packed and the static arguments; `graph`: the trace of the call."""
-        arrays = list(zip(graph.hints, graph.in_avals))[: graph.in_tree.num_leaves]
-        types: list[tuple[str, Any, tuple[Any, ...], bool]]
-        types = [(path, *_type_of(aval)) for path, aval in arrays]
-        values = dict(static)
+    def of(cls, call: PackedCall, graph: Graph) -> CallTypes:
+        """`graph`: the trace of the call."""
+        arguments, static = call.by_name()
+        leaves = dict(static)
+        leaves.update(zip(graph.hints, map(_type_of, graph.in_avals[: graph.in_tree.num_leaves])))
         trees: dict[str, Any] = {}
         modules = []
-        for argument, packed in args.items():
-            tree = packed.argument() if isinstance(packed, Packed) else packed
-            if isinstance(packed, Packed) and packed.has_non_arrays:
-                own = set(map(id, packed.arrays))
-                for path, leaf in leaves_with_paths(tree):
-                    if isinstance(leaf, Variable):
-                        types.append((path_name(path, argument), node_of_variable(leaf), (), False))
-                    elif id(leaf) not in own:
-                        values[path_name(path, argument)] = Static(leaf)
-            trees[argument] = tree
-            if isinstance(packed, Packed):
-                nodes = jax.tree.leaves(tree, is_leaf=is_module_or_variable)
-                if any(map(is_module, nodes)):
-                    modules.append((argument, packed.structure))
-        ordered = sorted(values.items(), key=operator.itemgetter(0))
-        structure = jax.tree.structure(trees, is_leaf=is_variable)
-        return cls(structure, tuple(types), tuple(ordered), tuple(modules))
+        for name, argument in arguments:
+            if not isinstance(argument, Packed):
+                trees[name] = argument
+                continue
+            trees[name] = tree = argument.argument()
+            own = set(map(id, argument.arrays))
+            for path, leaf in leaves_with_paths(tree) if argument.has_non_arrays else ():
+                if isinstance(leaf, Variable):
+                    leaves[path_name(path, name)] = node_of_variable(leaf)
+                elif id(leaf) not in own:
+                    leaves[path_name(path, name)] = Static(leaf)
+            if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module_or_variable))):
+                modules.append((name, argument.structure))
+        return cls(jax.tree.structure(trees, is_leaf=is_variable), leaves, modules)
 
 
-def _type_of(aval: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    """Returns (dtype, shape, whether the type is weak)."""
+def _type_of(aval: Any) -> ArrayType:
     dtype, shape = getattr(aval, "dtype", aval), getattr(aval, "shape", ())
-    return dtype, shape, bool(getattr(aval, "weak_type", False))
+    return ArrayType(dtype, shape, bool(getattr(aval, "weak_type", False)))
 
 
 @dataclass
@@ -144,42 +152,43 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
     ``"Variable"``, ``"tree"``, and ``"structure"`` for the attributes of a module besides arrays.
     """
     changes: list[tuple[str, str, str, str]] = []
-    arrays_before, arrays_after = ({entry[0]: entry for entry in s.types} for s in (old, new))
-    for name, before, after in _pair(old.static, new.static):
-        if before != after:
-            was, is_now = arrays_before.pop(name, None), arrays_after.pop(name, None)
-            old_text = shortened(repr(before)) if was is None else _text_of_type(*was[1:])
-            new_text = shortened(repr(after)) if is_now is None else _text_of_type(*is_now[1:])
-            is_object = isinstance(after, Static) and after.is_known_by_identity
-            kind = "static object" if is_object else "static value"
-            changes.append((f"`{name}`", kind, old_text, new_text))
+    for path in {**old.leaves, **new.leaves}:
+        before, after = old.leaves.get(path), new.leaves.get(path)
+        is_static = not all(each is None or _is_type(each) for each in (before, after))
+        if before != after and (is_static or old.tree == new.tree):
+            found = _static_change(before, after) if is_static else _type_changes(before, after)
+            changes += [(f"`{path}`", *change) for change in found]
     if old.tree != new.tree:
-        if changed := _changes_in_modules(old.modules, new.modules):
-            return [*changes, *changed]
-        return [
-            *changes,
-            ("the arguments", "tree", shortened(repr(old.tree)), shortened(repr(new.tree))),
-        ]
-    for name, (_, dtype, shape, weak) in arrays_before.items():
-        _, dtype2, shape2, weak2 = arrays_after[name]
-        if isinstance(dtype, VariableNode) or isinstance(dtype2, VariableNode):
-            if dtype is not dtype2:
-                texts = _text_of_type(dtype, shape), _text_of_type(dtype2, shape2)
-                changes.append((f"`{name}`", "Variable", *texts))
-            continue
-        if shape != shape2:
-            changes.append((f"`{name}`", "shape", str(list(shape)), str(list(shape2))))
-        if dtype != dtype2:
-            changes.append((f"`{name}`", "dtype", str(dtype), str(dtype2)))
-        elif weak != weak2:
-            kinds = ("an array's", "a Python number's")
-            changes.append((f"`{name}`", "weak type", kinds[weak], kinds[weak2]))
+        trees = shortened(repr(old.tree)), shortened(repr(new.tree))
+        in_modules = _changes_in_modules(old.modules, new.modules)
+        changes += in_modules or [("the arguments", "tree", *trees)]
     return changes
 
 
-def _text_of_type(dtype: Any, shape: tuple[Any, ...], weak: bool = False) -> str:
-    sizes = "" if isinstance(dtype, VariableNode) else str(list(shape))
-    return f"{'weak ' if weak else ''}{dtype}{sizes}"
+def _is_type(leaf: Any) -> bool:
+    """Not a static value."""
+    return isinstance(leaf, ArrayType | VariableNode)
+
+
+def _static_change(before: Any, after: Any) -> list[tuple[str, str, str]]:
+    is_object = isinstance(after, Static) and after.is_known_by_identity
+    texts = [str(each) if _is_type(each) else shortened(repr(each)) for each in (before, after)]
+    return [("static object" if is_object else "static value", texts[0], texts[1])]
+
+
+def _type_changes(before: Any, after: Any) -> list[tuple[str, str, str]]:
+    """Returns (kind, before, after) for each difference of the types of two leaves."""
+    if isinstance(before, VariableNode) or isinstance(after, VariableNode):
+        return [("Variable", str(before), str(after))]
+    changes = []
+    if before.shape != after.shape:
+        changes.append(("shape", str(list(before.shape)), str(list(after.shape))))
+    if before.dtype != after.dtype:
+        changes.append(("dtype", str(before.dtype), str(after.dtype)))
+    elif before.is_weak != after.is_weak:
+        kinds = ("an array's", "a Python number's")
+        changes.append(("weak type", kinds[before.is_weak], kinds[after.is_weak]))
+    return changes
 
 
 def _changes_in_modules(
@@ -204,10 +213,3 @@ def _describe_modules(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
                 names.append(path_name(path, argument))
     with finding_variables([]):  # so that flattening does not read the Variables in them
         return attribute_texts(modules, names)
-
-
-def _pair(
-    old: Sequence[tuple[str, Any]], new: Sequence[tuple[str, Any]]
-) -> list[tuple[str, Any, Any]]:
-    before, after = dict(old), dict(new)
-    return [(name, before.get(name), after.get(name)) for name in {**before, **after}]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import jax
 
 from tracegrad.ir.wording import described
 from tracegrad.variables.leaves import Leaf, leaves_of
-from tracegrad.variables.paths import path_name
 
 
 def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -53,15 +50,6 @@ def leaves_of_call(
     named = zip(argument_names(fun, len(args)), args, strict=True)
     arguments = (*named, *sorted(kwargs.items()))
     return [leaf.within(name) for name, tree in arguments for leaf in leaves_of(tree)]
-
-
-def array_names(args: Iterable[tuple[str, Any]], kwargs: Mapping[str, Any]) -> list[str]:
-    """Names the arrays of packed arguments as `leaves_of_call` does. `args`: (name, argument)."""
-    return [
-        path_name(path, name)
-        for name, tree in (*args, *sorted(kwargs.items()))
-        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-    ]
 
 
 def name_in_module(fun: Any) -> str | None:

@@ -6,7 +6,6 @@ flax.nnx tells trained leaves by the classes of its variables, flax.linen by its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -86,14 +85,6 @@ def _nodes(tree: Any, kinds: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any
         tree, is_leaf=lambda node: isinstance(node, kinds)
     )
     return nodes
-
-
-def named_leaves(
-    arguments: Mapping[str, Any], is_leaf: Callable[[Any], bool] | None = None
-) -> list[tuple[str, Any]]:
-    """Returns (path, leaf) for each leaf: ``("models.student.kernel", array)``."""
-    leaves = jax.tree_util.tree_leaves_with_path(dict(arguments), is_leaf=is_leaf)
-    return [(path_name(path), leaf) for path, leaf in leaves]
 
 
 def _is_params(key: Any) -> bool:

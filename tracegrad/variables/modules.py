@@ -17,10 +17,12 @@ This file does not import flax: if nobody else has imported it, there are no mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 
+from tracegrad._jax.caches import cached
 from tracegrad.variables.nnx_objects import (
     is_kind_of_module,
     is_kind_of_state,
@@ -35,6 +37,8 @@ from tracegrad.variables.trees import finding_variables, flatten_finding_variabl
 # -------------------------------------------------------------------- objects that occur twice
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
 class RepeatedObject(NonArrayNode):
     """A node without leaves, in the place of an nnx object that occurred before.
 
@@ -42,30 +46,13 @@ class RepeatedObject(NonArrayNode):
       place: the index of the object in `NnxObjectFinder.objects`.
     """
 
-    __slots__ = ("place",)
-
-    def __init__(self, place: int):
-        self.place = place
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RepeatedObject) and self.place == other.place
-
-    def __hash__(self) -> int:
-        return hash((RepeatedObject, self.place))
+    place: int
 
     def __repr__(self) -> str:
         return f"<object {self.place} again>"
 
 
-jax.tree_util.register_pytree_node(RepeatedObject, lambda node: ((), node), lambda node, _: node)
-
-_repeated_objects: list[RepeatedObject] = []  # one for each place, since layouts compare identities
-
-
-def _repeated_object(place: int) -> RepeatedObject:
-    while len(_repeated_objects) <= place:
-        _repeated_objects.append(RepeatedObject(len(_repeated_objects)))
-    return _repeated_objects[place]
+_repeated_object = cached(4096)(RepeatedObject)  # one for each place: layouts compare identities
 
 
 class NnxObjectFinder:

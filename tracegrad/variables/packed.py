@@ -138,13 +138,11 @@ class ArgumentPacker:
     """Packs the arguments of one function, and caches their layouts.
 
     Args:
-      names: the names of the positional parameters, for messages.
-      rest: the name of the parameter for further arguments, ``*args``.
+      name_of: returns the name of an argument by its name or index, for messages.
     """
 
-    def __init__(self, names: Sequence[str] = (), rest: str = "args") -> None:
-        self._names = names
-        self._rest = rest
+    def __init__(self, name_of: Callable[[str | int], str]) -> None:
+        self._name_of = name_of
         self._layouts: dict[Any, _Layout] = {}
 
     def __call__(
@@ -187,19 +185,12 @@ class ArgumentPacker:
             raise NotAPytree
         key = tuple([id(leaves[i]) for i in layout.others])
         known = layout.known.get(key)
-        structure, is_array = known or layout.find(key, leaves, tree, self.name_of(where))
+        structure, is_array = known or layout.find(key, leaves, tree, self._name_of(where))
         if layout.is_leaf and all(is_array):
             return argument
         if layout.changeable and finder is not None:
             structure = layout.version_of(structure, finder.objects[before:])
         return Packed(list(itertools.compress(leaves, is_array)), structure)
-
-    def name_of(self, where: str | int) -> str:
-        """For messages."""
-        if isinstance(where, str):
-            return f"the argument {where}"
-        further = where - len(self._names)
-        return f"the argument {self._names[where] if further < 0 else f'{self._rest}.{further}'}"
 
 
 class _Layout:

@@ -16,16 +16,17 @@ from typing import Any
 import jax
 
 from tracegrad.ir import Call
-from tracegrad.variables.leaves import leaves_of, named_leaves
+from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.modules import NnxObjectFinder, is_state, is_whole_or_variable
+from tracegrad.variables.paths import path_name
 
 
 class States:
     """The nnx.States in the arguments of a function, as they were before the call."""
 
     def __init__(self, arguments: Mapping[str, Any]):
-        leaves = named_leaves(arguments, is_whole_or_variable)
-        self._states = [(name, leaf) for name, leaf in leaves if is_state(leaf)]
+        leaves = jax.tree_util.tree_leaves_with_path(dict(arguments), is_leaf=is_whole_or_variable)
+        self._states = [(path_name(path), leaf) for path, leaf in leaves if is_state(leaf)]
         self._before: list[tuple[list[Any], Any]] = [
             jax.tree.flatten(state) for _, state in self._states
         ]

@@ -241,10 +241,10 @@ def is_equinox_module(node: object) -> bool:
     return module is not None and isinstance(node, module)
 
 
-def has_equinox_modules(tree: Any) -> bool:
+def has_equinox_modules(structure: Any) -> bool:
     """Modules without leaves do not count."""
     module = _module_of_equinox()
-    return module is not None and any(_are_inside_modules(jax.tree.structure(tree), module))
+    return module is not None and any(_are_inside_modules(structure, module))
 
 
 def _are_inside_modules(structure: Any, module: type) -> list[bool]:

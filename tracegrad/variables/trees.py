@@ -5,7 +5,7 @@ Among the arguments of a traced function, a Variable is not an array but a node 
 Variable like a Variable that it closes over.
 
 A function whose calls had no Variables so far is called directly as a jit, and JAX flattens a
-Variable to its value. `were_variables` then tells, once, that a traced value stands for a Variable.
+Variable to its value. `were_variables` then tells that a traced value stands for a Variable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.variables.leaves import Leaf
 from tracegrad.variables.paths import path_name
 from tracegrad.variables.statics import VariableNode, is_variable, node_of_variable
 from tracegrad.variables.variable import Variable
@@ -41,31 +40,12 @@ class _Finding(threading.local):
 _finding = _Finding()
 
 
-class _FormerVariable:
-    """The node data of a Variable that JAX has flattened to its value. All are equal, so that trees
-    with Variables in the same places have the same structure."""
-
-    __slots__ = ("variable",)
-
-    def __init__(self, variable: Variable):
-        self.variable = weakref.ref(variable)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _FormerVariable)
-
-    def __hash__(self) -> int:
-        return hash(_FormerVariable)
-
-    def __repr__(self) -> str:
-        return "value"
-
-
 # The leaf is handed out, so the next program that assigns the Variable copies it, once. Counting
 # references to the leaf could not avoid this copy: `jax.device_put` makes arrays that share the
 # leaf's buffer without a reference to the leaf, and a donation would delete them.
 def _flatten(variable: Variable) -> tuple[tuple[Any, ...], Any]:
     if _finding.found is None:
-        return (variable.value,), _FormerVariable(variable)
+        return (variable.value,), "value"  # equal node data for all Variables
     given = node_of_variable(variable)
     _finding.found.append(given)
     return (), given
@@ -81,12 +61,7 @@ def _unflatten(origin: Any, children: Iterable[Any]) -> Any:
         return origin.variable
     (value,) = children
     if _jax.is_tracer(value):
-        trace = _jax.trace_of(value)
-        if isinstance(trace, _jax.StagingTrace):
-            known = _unflattened.trace
-            if known is None or known() is not trace:
-                _unflattened.trace, _unflattened.values = weakref.ref(trace), {}
-            _unflattened.values[id(value)] = weakref.ref(value), origin
+        _unflattened.trace = weakref.ref(_jax.trace_of(value))
     return value
 
 
@@ -94,25 +69,17 @@ jax.tree_util.register_pytree_with_keys(Variable, _flatten_with_keys, _unflatten
 
 
 class _Unflattened(threading.local):
-    """The traced values that stand for Variables in the trace that was begun last."""
-
-    trace: Any = None  # weakly
-
-    def __init__(self) -> None:
-        self.values: dict[
-            int, tuple[Any, _FormerVariable]
-        ] = {}  # by id; the values are held weakly
+    trace: Any = None  # weakly: the latest trace with a traced value in the place of a Variable
 
 
 _unflattened = _Unflattened()
 
 
-def were_variables(values: Iterable[Any]) -> bool:
-    """Whether one of these traced values stands for a Variable, among the arguments of the function
-    that JAX has begun to trace."""
-    known = _unflattened.values
-    pairs = [(value, known[id(value)]) for value in values if id(value) in known]
-    return any(ref() is value and origin.variable() is not None for value, (ref, origin) in pairs)
+def were_variables() -> bool:
+    """Whether a Variable was among the arguments of the function that JAX has begun to trace: the
+    function gets a traced value in the Variable's place."""
+    trace = _unflattened.trace
+    return trace is not None and trace() is _jax.current_trace(None)
 
 
 @contextmanager
@@ -182,17 +149,13 @@ def as_variables(tree: T, name: str = "") -> T:
     """
     nodes, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)
     leaves = [
-        Variable(leaf, bool(_jax.has_gradient(jnp.asarray(leaf))), _variable_name(name, path))
+        Variable(leaf, bool(_jax.has_gradient(jnp.asarray(leaf))), path_name(path, name) or None)
         if isinstance(leaf, jax.Array | np.ndarray)
         else leaf
         for path, leaf in nodes
     ]
     new: T = jax.tree.unflatten(structure, leaves)
     return new
-
-
-def _variable_name(name: str, path: Any) -> str | None:
-    return Leaf(path_name(path), None).within(name).name or None
 
 
 def values_of(tree: Any) -> Any:
