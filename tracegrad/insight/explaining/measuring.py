@@ -35,11 +35,10 @@ from tracegrad.insight.explaining.detail import Detail, telling
 from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.rectifiers import bounds_of, may_be_rectifier
 from tracegrad.insight.explaining.statistics import (
-    divided,
+    amplified,
     edge,
     exact,
     index,
-    multiplied,
     norms,
     shown_by_edge,
     units,
@@ -276,8 +275,8 @@ class MeasuredPass(Collector):
         scale = None if self.is_muted else scale_of_normalisation(self._region(visit), node)
         for i, ct in zip(visit.active, results, strict=True):
             if scale is not None and i != scale and ct is not None:
-                measure = divided if node.op == "div" else multiplied
-                self.note("amplified", visit.here, i, measure, ct, visit.operands[scale])
+                factor = visit.operands[scale] if node.op == "mul" else 1 / visit.operands[scale]
+                self.note("amplified", visit.here, i, amplified, ct, factor)
         self._note_edges(visit, results)
         return results
 
