@@ -10,12 +10,9 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import norms_of_rule
@@ -24,7 +21,7 @@ from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, has_gradient
 from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.frames import OF_HOST_CALL
-from tracegrad.ir.occurrence import Path, line_of_error
+from tracegrad.ir.occurrence import Path
 from tracegrad.tracing.rule_errors import CLOSES_OVER, dtype_advice
 
 if TYPE_CHECKING:
@@ -116,8 +113,6 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
         if has_gradient(v)
     ]
     count = len(node.outputs)
-    if node.kind == "vjp":
-        _find_line(measured, visit)
     may_vary = {i for i, v in enumerate(node.inputs) if has_gradient(v) and i >= node.closed_over}
     if node.params.get("symbolic_zeros") and not may_vary.issubset(visit.active):
         return
@@ -135,28 +130,3 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
     which = [w for w, has in zip(visit.wanted, has_tangent, strict=True) if has]
     wanted = [False] * len(operands) + which
     measured.backward(rule, values, [*[None] * count, *flowing], wanted, path)
-
-
-def _find_line(measured: MeasuredPass, visit: Visit) -> None:
-    """Notes the line of a rule's backward that makes a NaN or Inf.
-
-    In a trace all operations of a backward have the line of the forward call. So the Python
-    function is run once more without jit; JAX's own check after every operation raises at the line.
-    """
-    arrays = [x for x in (*visit.operands, *visit.given) if x is not None]
-    if any(map(_jax.is_tracer, arrays)) or not all(_all_finite(x) for x in arrays):
-        return
-    try:
-        with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
-            node_vjp(measured.walk, visit.here.node, visit.kept.values, visit.given, visit.active)
-    except FloatingPointError as error:
-        line = line_of_error(error.__traceback__)
-        if line is not None:
-            measured.lines[visit.here] = line
-    except Exception:  # the rule runs only compiled, so that there is no line to find
-        return
-
-
-def _all_finite(x: Any) -> bool:
-    is_number = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return not is_number or bool(jnp.all(jnp.isfinite(x)))

@@ -64,7 +64,7 @@ from tracegrad.ir import (
     operations,
 )
 from tracegrad.ir.authors import may_change
-from tracegrad.ir.occurrence import Origin, Path
+from tracegrad.ir.occurrence import Path
 from tracegrad.ir.running import read, run_node, run_nodes
 from tracegrad.ir.wording import first_line
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -81,7 +81,7 @@ class MeasuredPass(Collector):
       graph: a traced function.
       detail: how much is measured, `Detail.FEW` or `Detail.ALL`.
 
-    For `refused` and `lines` see `Observed`.
+    For `refused` see `Observed`.
     """
 
     def __init__(self, graph: Graph, detail: Detail = Detail.FEW):
@@ -90,7 +90,6 @@ class MeasuredPass(Collector):
         self.detail = detail
         self.walk = Walk()
         self.refused: dict[Occurrence, str] = {}
-        self.lines: dict[Occurrence, Origin] = {}
 
     def _note_each(self, kind: str, of: Occurrence | None, arrays: Sequence[Any]) -> None:
         """Measures those arrays of a list that are not None and may have a gradient."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.differentiation.pull_back import reached_from
+from tracegrad.differentiation.pull_back import active_inputs, node_vjp, reached_from
 from tracegrad.insight.explaining.custom_rules import refuse_closed_over
 from tracegrad.insight.explaining.cutting import is_large_call, runs_of
 from tracegrad.insight.explaining.detail import Detail
@@ -41,7 +41,7 @@ from tracegrad.ir import (
     dtype_of,
     has_gradient,
 )
-from tracegrad.ir.occurrence import Path
+from tracegrad.ir.occurrence import Path, line_of_error
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 
@@ -119,17 +119,14 @@ class _Level:
             if is_large:
                 self.items += [_Call(self, node) for node in nodes]
                 continue
-            for is_eager, part in itertools.groupby(nodes, self._is_eager):
+            for is_alone, part in itertools.groupby(nodes, self._is_alone):
                 few = tuple(part)
-                runs = [few] if is_eager else runs_of(few, measured.detail)
-                self.items += [_Run(self, tuple(run), is_eager) for run in runs]
+                runs = [(node,) for node in few] if is_alone else runs_of(few, measured.detail)
+                self.items += [_Run(self, tuple(run)) for run in runs]
 
-    def _is_eager(self, node: Node) -> bool:
-        """Whether a node runs by itself, uncompiled: only then the line of a NaN in a custom rule
-        can be found."""
-        if self.measured.detail is Detail.FEW or not isinstance(node, CustomGradient):
-            return False
-        return node.kind == "vjp" and not keeps_zeros(node)
+    def _is_alone(self, node: Node) -> bool:
+        """Whether a node is a run by itself: so the line of a NaN in its rule can be found."""
+        return self.measured.detail is not Detail.FEW and _may_have_line(node)
 
     def forward(self, args: Sequence[Any]) -> list[Any]:
         """Returns the outputs of the graph. If it has got `seed`, the last item also computes its
@@ -224,7 +221,7 @@ class _Call:
 class _Run:
     """Neighbouring operations that are compiled together."""
 
-    def __init__(self, level: _Level, nodes: Sequence[Node], is_eager: bool):
+    def __init__(self, level: _Level, nodes: Sequence[Node]):
         made = {v for node in nodes for v in node.outputs}
         users, members = level.graph.users, set(nodes)
         self.nodes, self.path, self.measured = nodes, level.path, level.measured
@@ -244,19 +241,19 @@ class _Run:
             outputs=self.outputs,
             equations=[node.equation for node in nodes],
         )
-        graph = Graph(program=program, make_nodes=lambda: tuple(nodes), name=level.graph.name)
-        self._graph, self._is_eager = graph, is_eager
+        name = level.graph.name
+        self._graph = Graph(program=program, make_nodes=lambda: tuple(nodes), name=name)
         # Effects must happen once, so that the values of such a run are not recomputed.
         self._is_kept = any(node.effects for node in nodes)
         self._kept: Any = None
 
     @cached_property
     def _few(self) -> Programs:
-        return programs_of(self._graph, Detail.FEW, False)
+        return programs_of(self._graph, Detail.FEW)
 
     @cached_property
     def _all(self) -> Programs:
-        return programs_of(self._graph, Detail.ALL, self._is_eager)
+        return programs_of(self._graph, Detail.ALL)
 
     @property
     def _backward(self) -> Programs:
@@ -318,28 +315,55 @@ class _Run:
         wanted: tuple[bool, ...],
         terms: Sequence[Any],
     ) -> None:
-        """With `Detail.BAD`, measures everything if the run turns finite cotangents into others."""
-        is_bad = self.measured.detail is Detail.BAD and not _are_finite(terms)
-        if not is_bad or not _are_finite(given):
+        """If the run turns finite cotangents into others, finds the line in a rule that does so;
+        with `Detail.BAD` also measures everything."""
+        if self.measured.detail is Detail.FEW or _are_finite(terms) or not _are_finite(given):
+            return
+        if len(self.nodes) == 1 and _may_have_line(self.nodes[0]) and _are_finite(args):
+            self._find_line(args, given, wanted)
+        if self.measured.detail is Detail.ALL:
             return
         self.measured.is_over = True
         if not self._is_kept:
             self._take(self._all.backward(args, None, given, wanted, has_run=False), self._all)
 
+    def _find_line(
+        self, args: Sequence[Any], given: Sequence[Any], wanted: tuple[bool, ...]
+    ) -> None:
+        """Notes the line of a rule's backward that makes a NaN or Inf.
+
+        In a trace all operations of a backward have the line of the forward call. So the Python
+        function is run once more without jit; JAX's own check after every operation raises at the
+        line."""
+        (node,), values = self.nodes, dict(zip(self.inputs, args, strict=True))
+        active = active_inputs(node, set(itertools.compress(self.inputs, wanted)))
+        try:
+            with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
+                node_vjp(self.measured.walk, node, values, given, active)
+        except FloatingPointError as error:
+            if (line := line_of_error(error.__traceback__)) is not None:
+                self.measured.lines[Occurrence(self.path, node)] = line
+        except Exception:  # the rule runs only compiled, so that there is no line to find
+            return
+
     def _take(self, answer: Answer, programs: Programs) -> Any:
         """Returns the result of a program, and notes what it has measured, under the nodes of this
         run (the program may have been traced from an equal run)."""
-        result, stats, refused, lines = answer
+        result, stats, refused = answer
         place = Places(programs.graph.nodes, self.nodes, self.path)
         for (kind, here, k), stat in stats.items():
             self.measured.stats[kind, here and place.of(here), k] = stat
         for here, words in refused.items():
             self.measured.refused.setdefault(place.of(here), words)
-        self.measured.lines.update((place.of(here), line) for here, line in lines.items())
         return result
 
 
 # --------------------------------------------------------------------------------------- operations
+
+
+def _may_have_line(node: Node) -> bool:
+    """Whether a node has a backward function of the user's, which a NaN may begin in."""
+    return isinstance(node, CustomGradient) and node.kind == "vjp" and not keeps_zeros(node)
 
 
 def _read(atoms: Sequence[Atom], values: Mapping[Value, Any]) -> list[Any]:
