@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from tracegrad.insight.explaining.culprits import (
     Culprit,
     FromOutside,
     backward_culprit,
+    first_culprit,
     forward_culprit,
     has_inf,
     is_all_of_its_rule,
@@ -21,10 +21,10 @@ from tracegrad.insight.explaining.culprits import (
     users,
 )
 from tracegrad.insight.explaining.cures import backward_cure, forward_cure
-from tracegrad.insight.explaining.observed import Observed, Place
+from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import INF, NAN, NORM
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import Atom, CustomGradient, Node, Occurrence, operations
+from tracegrad.ir import CustomGradient, Node, Occurrence, operations
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -127,7 +127,9 @@ def _forward_finding(
     words += f" of {ranges}" if ranges else ""
     made_inf = None
     if culprit.kind == "NaN":
-        made_inf = _maker_of(observed, culprit.place, found.node.inputs, [INF])
+        made_inf = first_culprit(
+            observed, found.path, culprit.place.steps, found.node.inputs, [INF]
+        )
     if made_inf is not None:  # the operation that made the Inf is the one to mend
         first = made_inf.place.occurrence
         origin = found.origin or first.origin
@@ -189,20 +191,8 @@ def _maker_of_factor(observed: Observed, culprit: Culprit) -> Culprit | None:
     matrices, whose culprit has no operands to show, also what made an Inf."""
     node = culprit.place.node
     kinds = (NAN, INF) if node.op in operations.CONTRACTIONS else (NAN,) if node.op == "mul" else ()
-    return _maker_of(observed, culprit.place, node.inputs, kinds)
-
-
-def _maker_of(
-    observed: Observed, place: Place, operands: Iterable[Atom], kinds: Sequence[int]
-) -> Culprit | None:
-    """Returns what made a NaN or Inf in one of some operands of a node; None if no operand has one.
-
-    `kinds`: `NAN` and `INF`, in the order in which they are looked for."""
-    for which, value in itertools.product(kinds, operands):
-        made = forward_culprit(observed, place.path, place.steps, value, which)
-        if isinstance(made, Culprit):
-            return made
-    return None
+    place = culprit.place
+    return first_culprit(observed, place.path, place.steps, node.inputs, kinds)
 
 
 def _backward_finding(
@@ -273,7 +263,8 @@ def _made_before(observed: Observed, culprit: Culprit) -> str:
     """Returns words on the operation of the forward pass that made an infinite operand, or ""."""
     pairs = zip(culprit.place.node.inputs, culprit.operands, strict=False)
     infinite = [value for value, x in pairs if math.isinf(x)]  # (NaN: not known)
-    made = _maker_of(observed, culprit.place, infinite, [INF])
+    path, steps = culprit.place.path, culprit.place.steps
+    made = first_culprit(observed, path, steps, infinite, [INF])
     if made is None:
         return ""
     origin = made.place.occurrence.origin

@@ -10,7 +10,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
-from tracegrad.insight.explaining.culprits import largest_in, largest_of, made_by
+from tracegrad.insight.explaining.culprits import largest_in, made_by, operand_statistic
 from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.slopes import CURES
@@ -343,7 +343,8 @@ def _underflows(observed: Observed, place: Place, value: Value) -> bool:
         return False
     is_product = node.op in operations.FACTORS and node.op != "div"
     others = [v for v in node.inputs if v is not value] if is_product else []
-    factors = [largest_of(observed, place, v) for v in others] or [1.0]
+    stats = [operand_statistic(observed, place, v) for v in others]
+    factors = list(map(largest_in, stats)) or [1.0]
     info = _finfo(value)
     # XLA takes float32 below `tiny` for zero, and small elements may meet factors as small as eps.
     wide = float(info.tiny) / float(info.eps)
