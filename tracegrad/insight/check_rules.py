@@ -17,7 +17,7 @@ from tracegrad.insight.comparisons import Checked
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.gradient_flow import RegionFlow, gradient_flow, is_among
-from tracegrad.insight.raising import AsItIs, in_double
+from tracegrad.insight.raising import Arithmetic, in_double
 from tracegrad.ir import (
     CustomGradient,
     Graph,
@@ -187,7 +187,7 @@ def _of_list(run: Run, args: list[Any], active: list[int], wanted: list[int]) ->
 
 
 def _function_of(
-    node: CustomGradient, region: Graph, active: list[int], arithmetic: AsItIs
+    node: CustomGradient, region: Graph, active: list[int], arithmetic: Arithmetic
 ) -> tuple[Run, list[int]]:
     """Returns the function of all operands that a rule is the derivative of, and the operands by
     which to check the rule."""
