@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad._jax.packages import require
@@ -34,15 +33,6 @@ _ROWS = 20
 _NUMBER = re.compile(r"\d+")
 _NAMES = 4
 _COLUMNS = ("source", "type", "gradient's norm", "zeros", "")
-
-
-@dataclass(frozen=True)
-class ByRule:
-    """A rule that cures a finding (None: no rule does), and which finite gradients the rule changes
-    ("": none)."""
-
-    rule: Rule | None = None
-    changes: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,8 @@ class Finding:
     operands: tuple[float, ...] = ()
     problem: bool = True
     scope: str = ""
-    by_rule: ByRule = dataclasses.field(default=ByRule(), repr=False, compare=False)
+    rule: Rule | None = field(default=None, repr=False, compare=False)
+    changes: str = field(default="", repr=False, compare=False)
 
     @classmethod
     def of(
@@ -81,14 +72,6 @@ class Finding:
         """Returns a finding about an operation, with the operation's line, author, scope, name."""
         known = {"origin": found.origin, "whose": whose(found), "operation": found.node.name}
         return cls(cause, what, sources, **{**known, "scope": scope_of(found), **more})
-
-    @property
-    def rule(self) -> Rule | None:
-        return self.by_rule.rule
-
-    @property
-    def changes(self) -> str:
-        return self.by_rule.changes
 
     @property
     def rank(self) -> tuple[bool, int, int]:

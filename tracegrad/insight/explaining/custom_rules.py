@@ -46,7 +46,7 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
             f"difference {number_text(apart)}",
             problem=False,
             cure="check it by `check_grads`, or declare it deliberate there",
-            by_rule=by_rule.own_derivative(found),
+            **by_rule.own_derivative(found),
         )
 
 

@@ -64,15 +64,15 @@ def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
             text = (
                 f"{cut.occurrence.node.name} returns {integers}, integers, which have no gradient"
             )
-            cure, rule = _INTEGER_CURE, by_rule.NOTHING
+            cure, rule = _INTEGER_CURE, {}
         is_asked_for = owner == A_RULE
         if is_asked_for:
-            text, cure, rule = "rules.stop_gradient stops it, as asked for", "", by_rule.NOTHING
+            text, cure, rule = "rules.stop_gradient stops it, as asked for", "", {}
         elif isinstance(cut.occurrence.node, StopGradient):
             by = "your own" if owner == "yours" else f"{owner}'s"
             text = f"{by} {text}"
         what = text + _also_needed(cut, cuts)
-        more = {"cure": cure, "by_rule": rule, "problem": not is_asked_for}
+        more = {"cure": cure, "problem": not is_asked_for, **rule}
         yield Finding.of(cut.occurrence, cause, what, (path,), **more)
 
 
@@ -212,7 +212,7 @@ def refusals(observed: Observed) -> Iterator[Finding]:
             f"JAX cannot differentiate {found.node.name}: {words}",
             cure=_LOOP_CURE if op == "while" else CUT_CURES.get(cause, ""),
             operation=op,
-            by_rule=by_rule.refused(found),
+            **by_rule.refused(found),
         )
 
 
@@ -225,7 +225,7 @@ def _closing_over(found: Occurrence) -> Finding:
         f"{name} closes over a value (or has an array in nondiff_argnums), and its rule has no "
         f"gradient for that: JAX cannot differentiate {name} here",
         cure=f"make the value an argument of {name}, and let its rule return None or its gradient",
-        by_rule=by_rule.own_derivative(found),
+        **by_rule.own_derivative(found),
     )
 
 

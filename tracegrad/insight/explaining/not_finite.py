@@ -140,7 +140,7 @@ def _forward_finding(
         culprit, found = made_inf, first
     place = culprit.place
     operation = _operation(found.node)
-    cure, rule = forward_cure(_cured_as(found.node), users(observed, place)), by_rule.NOTHING
+    cure, rule = forward_cure(_cured_as(found.node), users(observed, place)), by_rule.Cure()
     if factor_of is not None:
         product = factor_of.place.occurrence
         where = at(product.origin and product.origin.place)
@@ -156,7 +156,7 @@ def _forward_finding(
         cure=_for_float16(found.node, cure),
         operation=operation,
         step=place.step,
-        by_rule=rule,
+        **rule,
     )
 
 
@@ -233,7 +233,7 @@ def _backward_finding(
     is_inf = node.op == "log" and has_inf(observed, place)
     ends = users(observed, place, of_inf=True) if is_inf else []
     is_limit = culprit.given == 0 and not operations.BOUNDED.issuperset(ends)
-    of_rule = by_rule.NOTHING if is_limit else by_rule.not_finite(found, culprit.given, is_all)
+    of_rule = {} if is_limit else by_rule.not_finite(found, culprit.given, is_all)
     return Finding.of(
         found,
         f"{culprit.kind} in the reverse pass",
@@ -245,7 +245,7 @@ def _backward_finding(
         operation=operation,
         operands=culprit.operands,
         step=place.step,
-        by_rule=of_rule,
+        **of_rule,
     )
 
 

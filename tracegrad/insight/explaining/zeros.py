@@ -130,7 +130,7 @@ def zero_gradients(
                 (path,),
                 cure=cure,
                 problem=cause not in _HEALTHY and not factor,
-                by_rule=by_rule.no_gradient(cause, found),
+                **by_rule.no_gradient(cause, found),
             )
 
 
@@ -377,7 +377,7 @@ def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Find
                 "for no example",
                 problem=dead == total,
                 cure=_ZERO_CURES["dead units"],
-                by_rule=by_rule.straight_through(found),
+                **by_rule.straight_through(found),
             )
 
 
