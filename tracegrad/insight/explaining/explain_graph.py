@@ -76,7 +76,8 @@ def explain_graph(
         the operation that makes the output.
     """
     targets = [i for i, seed in enumerate(seeds) if seed is not None]
-    reached = _connected(program, targets)
+    linked = connections(program)
+    reached = frozenset[int]().union(*(linked[target] for target in targets))
     findings: list[Finding] = []
     flowing = [False] * len(program.inputs)
     cuts: list[CutsOnWay | None] = []
@@ -144,12 +145,6 @@ def explain_graph(
     )
 
 
-def _connected(program: Graph, targets: Sequence[int]) -> frozenset[int]:
-    """Returns the inputs that are connected with a target."""
-    linked = connections(program)
-    return frozenset[int]().union(*(linked[t] for t in targets))
-
-
 def _cuts(program: Graph, targets: Sequence[int], ends: Sequence[int]) -> list[CutsOnWay | None]:
     """Returns for every input its smallest cuts on the paths to the targets; if no path leads to a
     target, those on the paths to the `ends`."""
@@ -183,7 +178,7 @@ def _run_again(observed: Observed) -> Iterator[Finding]:
 
 
 def _looks_bad(observed: Observed) -> bool:
-    """Whether a result or a gradient is not finite (or a norm overflows)."""
+    """Whether a result or a gradient is not finite, or a norm overflows."""
     return any(
         not np.isfinite(stat[..., :LEAST]).all() or stat[..., NAN : INF + 1].any()
         for (kind, *_), stat in observed.stats.items()
