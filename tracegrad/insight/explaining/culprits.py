@@ -77,7 +77,7 @@ def _bad_edge(observed: Observed, place: Place) -> Culprit | None:
     for i in range(len(node.inputs)):
         edge = observed.get("edge", place, i)
         if edge is not None and edge[EDGE_NAN] + edge[EDGE_INF] > 0:
-            given = [observed.get("ct", place, k) for k in range(len(node.outputs))]
+            given = observed.of_results("ct", place)
             if any(ct is not None and not _is_finite(ct) for ct in given):
                 return None
             kind = "NaN" if edge[EDGE_NAN] else "Inf"
@@ -348,7 +348,7 @@ def made_by(observed: Observed, place: Place, operand: Atom) -> Place | None:
 
 def has_inf(observed: Observed, place: Place) -> bool:
     """Whether a result of a node has an Inf."""
-    values = [observed.get("value", place, k) for k in range(len(place.node.outputs))]
+    values = observed.of_results("value", place)
     return any(value is not None and bool(np.any(value[..., INF] > 0)) for value in values)
 
 

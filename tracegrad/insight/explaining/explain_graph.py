@@ -164,9 +164,7 @@ def _run_again(observed: Observed) -> Iterator[Finding]:
         if not node.effects or found.rule_around is not None:
             continue
         is_rule = isinstance(node, CustomGradient)
-        flows = any(
-            observed.get("ct", Place(found), k) is not None for k in range(len(node.outputs))
-        )
+        flows = any(ct is not None for ct in observed.of_results("ct", Place(found)))
         if flows if is_rule else looked_twice and not node.regions:
             yield Finding.of(
                 found,

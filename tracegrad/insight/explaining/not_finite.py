@@ -251,10 +251,9 @@ def _backward_finding(
 
 def _norm_before(observed: Observed, culprit: Culprit) -> float:
     """Returns the largest norm of a cotangent that comes into a product; 0 for other operations."""
-    node = culprit.place.node
-    if node.op not in operations.PRODUCTS:
+    if culprit.place.node.op not in operations.PRODUCTS:
         return 0.0
-    given = [observed.get("ct", culprit.place, k) for k in range(len(node.outputs))]
+    given = observed.of_results("ct", culprit.place)
     norms = (float(ct.reshape(-1, ct.shape[-1])[0, NORM]) for ct in given if ct is not None)
     return max(norms, default=0.0)
 

@@ -165,7 +165,7 @@ def _starting_factors(
         if node is None:
             first, *fed_back = outside(path, value) if path else [(path, value)]
             before = [first, *(each for each in fed_back if not _is_never_zero(observed, *each))]
-        elif _arrives(observed, Place(here := Occurrence(path, node)), node.outputs.index(value)):
+        elif observed.arrives(Place(here := Occurrence(path, node)), node.outputs.index(value)):
             if is_entered(node):
                 before = [inside_result(here, value, name) for name in node.regions]
             else:
@@ -196,12 +196,6 @@ def _zero_input(
     origins = [program.origin(found.path, factor) for factor in factors]
     names = (zeros.get(v) for _, v in origins if isinstance(v, Value))
     return next(filter(None, names), "")
-
-
-def _arrives(observed: Observed, place: Place, k: int) -> bool:
-    """Whether a nonzero cotangent arrives at a result of a node."""
-    ct = observed.get("ct", place, k)
-    return ct is not None and not _is_zero(ct)
 
 
 def _dead_factor(observed: Observed, found: Occurrence, value: Value) -> Occurrence | None:
@@ -245,10 +239,10 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Val
         for node in region.users.get(value, ()):
             here = Occurrence(path, node)
             place = Place(here, steps)
-            given = [observed.get("ct", place, k) for k in range(len(node.outputs))]
+            given = observed.of_results("ct", place)
             if all(ct is None for ct in given) or here in observed.refused:
                 continue
-            if not any(_arrives(observed, place, k) for k in range(len(node.outputs))):
+            if not observed.arrives(place):
                 pending += [(path, out, steps, False) for out in node.outputs]
             elif not is_entered(node):
                 if is_sum and _gives_some(observed, place, value):
@@ -276,7 +270,7 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Val
             call = Place(Occurrence(path[:-1], path[-1][0]), steps[: _scans(path[:-1])])
             if len(outer) == len(path):  # the next step
                 pending.append((outer, each, _with_last_step(observed, call, each), False))
-            elif not _arrives(observed, call, call.node.outputs.index(each)):
+            elif not observed.arrives(call, call.node.outputs.index(each)):
                 pending.append((outer, each, call.steps, False))
     return found
 
@@ -308,12 +302,6 @@ def _gives_some(observed: Observed, place: Place, value: Value) -> bool:
 
 def _is_used(region: Graph, value: Value) -> bool:
     return value in region.users or value in region.results
-
-
-def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
-    """Whether a cotangent was zero wherever it was computed."""
-    norms = stat[..., NORM]
-    return bool(np.all((norms == 0) | np.isnan(norms)))
 
 
 def _why_zero(observed: Observed, place: Place, value: Value) -> str:
