@@ -47,7 +47,7 @@ def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[
       program: a program in double precision.
       leaves: the arrays for the inputs of `program`.
     """
-    return _Operands(program).given(leaves)
+    return _Operands(program).collect(leaves)
 
 
 def check_rules(
@@ -75,8 +75,7 @@ def check_rules(
 class _Operands(MeasuredPass):
     """The forward pass of `operands_in`."""
 
-    def given(self, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
-        """See `operands_in`."""
+    def collect(self, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
         with self.collecting() as found:
             self.forward(self.graph, [*leaves, *(v.value for v in self.graph.variables)], ())
         measured = [(*self.keys[number], array) for number, array in found.items()]

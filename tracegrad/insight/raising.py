@@ -82,8 +82,6 @@ class Arithmetic:
         return function(operands)
 
     def _run_regions(self, node: RegionNode, operands: list[Any]) -> list[Any]:
-        """Runs a node whose regions are raised, too."""
-
         def function_of(name: str) -> Callable[..., list[Any]]:
             return lambda *args: self.run_graph(node.region(name), args)
 

@@ -158,11 +158,9 @@ class ValueFlow:
         return None
 
     def instruction(self, key: int) -> Instruction:
-        """Returns the instruction with a key."""
         return self._home[key].instructions[key]
 
     def called(self, each: Instruction) -> list[Computation]:
-        """Returns the computations that an instruction runs."""
         return [self._module.computations[key] for key in each.called]
 
     def origin(self, part: Part) -> Part:

@@ -114,7 +114,7 @@ def account_of_buffers(module: Module, analysis: Any, lines: ProgramLines) -> Ac
     ran = [key for key, order in flow.order.items() if order <= moment]
     operations = (made for key in reversed(ran) for made in flow.results(flow.instruction(key)))
     at = next((made for made in operations if made.frames), None)
-    return Account(lines.told(at), buffers, timeline, constants)
+    return Account(lines.describe(at), buffers, timeline, constants)
 
 
 class Value(NamedTuple):
@@ -210,7 +210,7 @@ def _buffer(
         line=line,
         origin=origin,
         scopes=scopes,
-        kept_for="the result" if kind == "result" else lines.told(reader),
+        kept_for="the result" if kind == "result" else lines.describe(reader),
     )
 
 

@@ -108,7 +108,7 @@ def explain_graph(
         return observed
 
     if _looks_bad(observed):  # for a gradient of zeros all is measured anyway
-        detail = Detail.ALL if _has_zeros(observed) else Detail.BAD
+        detail = Detail.ALL if _has_gradient_of_zeros(observed) else Detail.BAD
         findings += not_finite(look(detail), sources, targets, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
@@ -124,12 +124,9 @@ def explain_graph(
     changing += slopes_of_steps(observed, norms, sources)
     findings += (f for f in changing if (f.origin, f.scope) not in known)
     if any(f.cause == "vanishing" for f in findings):  # in the end that underflows: one problem
-        findings = [
-            dataclasses.replace(f, problem=f.problem and f.cure != CURES["vanishing"])
-            if f.cause == "underflow"
-            else f
-            for f in findings
-        ]
+        for k, f in enumerate(findings):
+            if f.cause == "underflow" and f.cure == CURES["vanishing"]:
+                findings[k] = dataclasses.replace(f, problem=False)
     findings += changed_rules(observed)
     findings += dead_units(observed, findings)
     connected = {i: path for path, i in sources.items() if i is not None and i in reached}
@@ -184,8 +181,7 @@ def _looks_bad(observed: Observed) -> bool:
     )
 
 
-def _has_zeros(observed: Observed) -> bool:
-    """Whether the gradient of a source is all zeros."""
+def _has_gradient_of_zeros(observed: Observed) -> bool:
     return any(stat[ZEROS] >= 1 for (kind, *_), stat in observed.stats.items() if kind == "source")
 
 
@@ -203,9 +199,8 @@ def _reports(
             reason = next((f.short for f in findings if path in f.sources), "")
             report = SourceReport(path, type_text, False, size=size, reason=reason)
         else:
-            zeros = float(stat[ZEROS])
-            norm, nans, infs = float(stat[NORM]), int(stat[NAN]), int(stat[INF])
-            report = SourceReport(path, type_text, True, norm, zeros, nans, infs, size)
+            norm, zeros, nans, infs = map(float, stat[[NORM, ZEROS, NAN, INF]])
+            report = SourceReport(path, type_text, True, norm, zeros, int(nans), int(infs), size)
         reports.append(report)
     return reports
 

@@ -247,10 +247,9 @@ class MeasuredPass(Collector):
         return [found.get(value) for value in graph.inputs]
 
     def _note_cotangents(self, here: Occurrence, given: Sequence[Any]) -> None:
-        """Measures the cotangents of the results of a node."""
         for k, ct in enumerate(given):
             if ct is not None:
-                self.note("ct", here, k, of_cotangent(self.detail), ct)
+                self.note("ct", here, k, measure_of_cotangents(self.detail), ct)
 
     def _pull_back(self, visit: Visit) -> list[Any]:
         """Applies and measures the VJP of a node that is one operation; None for a cotangent that
@@ -373,9 +372,5 @@ class MeasuredPass(Collector):
         return self._switch(args[0], branches, (args[1:], list(visit.given)))
 
 
-# -------------------------------------------------------------------------------------- details
-
-
-def of_cotangent(detail: Detail) -> Callable[[Any], Any]:
-    """Returns the statistic of a cotangent."""
+def measure_of_cotangents(detail: Detail) -> Callable[[Any], Any]:
     return norms if detail is Detail.FEW else exact

@@ -24,7 +24,7 @@ from tracegrad.insight.explaining.visits import is_called
 from tracegrad.insight.explanation import Finding
 from tracegrad.ir import Atom, Graph, Node, Occurrence, Value, has_gradient
 from tracegrad.ir.dependence import dependence
-from tracegrad.ir.inlined import outside
+from tracegrad.ir.inlined import Inlined
 from tracegrad.ir.occurrence import Path
 
 _FEWEST_STEPS = 8
@@ -135,20 +135,13 @@ def _is_constant(region: Graph, value: Atom) -> bool:
 
 def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
     """Returns the input of the graph of which a value is a view or a cast; None if it is none."""
-    while isinstance(value, Value):
-        region = observed.region(path)
-        node = region.producers.get(value)
-        if node is not None and node.op in PREPARING:
-            value = node.inputs[0]
-        elif value not in region.inputs:
-            return None
-        elif not path:
-            return region.inputs.index(value)
-        elif is_called(path[-1][0]):
-            path, value = outside(path, value)[0]
-        else:
-            return None
-    return None
+    program = Inlined(observed.graph, opens=lambda _, node: is_called(node))
+    path, value = program.origin(path, value)
+    node = program.made_by(path, value)
+    if node is not None and node.op in PREPARING:
+        return _input_of(observed, path, node.inputs[0])
+    inputs = observed.graph.inputs
+    return inputs.index(value) if value in inputs else None
 
 
 def _finding(carry: tuple[Occurrence, int], slope: Slope, streams: Streams) -> Finding:
