@@ -28,8 +28,8 @@ from tracegrad.insight.finite_differences import (
     Limits,
     Numbers,
     Weighed,
-    beside,
     judge,
+    nearby_point,
     random_like,
     status_of,
     weighed,
@@ -140,7 +140,7 @@ class Comparison:
 
     def _nearby(self, mode: str, derivative: Function, what: str) -> Numbers:
         """Returns the derivatives by differences and by JAX, a few roundings away."""
-        there = beside(self.leaves, self.limits, self.random)
+        there = nearby_point(self.leaves, self.limits, self.random)
         wants = [
             self._differences.along(there, i, self._directions[i]) for i in self._groups[mode][what]
         ]

@@ -191,7 +191,7 @@ def random_like(random: Any, avals: Sequence[Any]) -> list[Any]:
     return found
 
 
-def beside(at: Sequence[Any], limits: Limits, random: Any) -> list[Any]:
+def nearby_point(at: Sequence[Any], limits: Limits, random: Any) -> list[Any]:
     """Returns a point that is some roundings away from another point."""
     return [
         leaf * (1 + 64 * limits.eps * random.choice([-1.0, 1.0], size=np.shape(leaf)))
@@ -208,7 +208,7 @@ def judge(
     expected: Sequence[Estimate],
     got: Weighed,
     limits: Limits,
-    beside: Callable[[], Numbers] | None = None,
+    nearby: Callable[[], Numbers] | None = None,
 ) -> str:
     """Returns the verdict on a derivative, by the rules at the top of this file.
 
@@ -216,7 +216,7 @@ def judge(
       expected: estimates by differences; their sum is compared with the derivative.
       got: the derivative.
       limits: how far the two may differ.
-      beside: computes both at another point, a few roundings away.
+      nearby: computes both at another point, a few roundings away.
     """
     want = sum(e.value for e in expected)
     if math.isnan(got.value) and math.isfinite(want):
@@ -235,9 +235,9 @@ def judge(
         return "right" if error <= max(near, _RESOLUTION * size, zero) else "not judged"
     if abs(difference) <= near + 10 * error - 7 * constants:
         return "not judged"
-    for _ in range(2 if beside else 0):
-        assert beside is not None
-        wants, other = beside()
+    for _ in range(2 if nearby else 0):
+        assert nearby is not None
+        wants, other = nearby()
         change = sum(e.value for e in wants) - other.value - difference
         if not abs(change) <= abs(difference) / 10:
             return "not judged"

@@ -31,9 +31,8 @@ from tracegrad.insight.explaining.custom_rules import (
     of_right_dtypes,
     refuse_closed_over,
 )
-from tracegrad.insight.explaining.detail import Detail, telling
+from tracegrad.insight.explaining.detail import Detail, bounds_of, may_be_rectifier, telling
 from tracegrad.insight.explaining.padding import scale_of_normalisation
-from tracegrad.insight.explaining.rectifiers import bounds_of, may_be_rectifier
 from tracegrad.insight.explaining.statistics import (
     amplified,
     edge,

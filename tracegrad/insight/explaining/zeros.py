@@ -102,7 +102,7 @@ def zero_gradients(
     given_some = {r.path for r in reports if r.connected and r.zeros < 1}
     starting = {v: path for v, path in zeros.items() if path in given_some}
     for path, index in indices:
-        for found, (cause, value) in _killers(observed, index).items():
+        for found, (cause, value) in _nodes_that_give_zeros(observed, index).items():
             dead = None
             if cause == "multiplied by zero":
                 dead = _dead_factor(observed, found, value)
@@ -219,7 +219,7 @@ def _is_all_zeros(array: Any) -> bool:
     return not np.any(np.asarray(array) if is_here else array)
 
 
-def _killers(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Value]]:
+def _nodes_that_give_zeros(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Value]]:
     """Returns the nodes at which the gradient of a connected source becomes zero, each with the
     cause and the operand whose cotangent is zero."""
     found: dict[Occurrence, tuple[str, Value]] = {}
