@@ -68,8 +68,6 @@ _ZERO_CURES = {
     "bfloat16, or float32",
     "clipped": "a soft bound (`jnp.tanh`, `jax.nn.softplus`), or a straight-through gradient",
 }
-
-
 # Causes that are no mistake: the derivative may be zero at an extremum.
 _HEALTHY = ("zero derivative", "cancelled")
 
@@ -103,33 +101,29 @@ def zero_gradients(
     starting = {v: path for v, path in zeros.items() if path in given_some}
     for path, index in indices:
         for found, (cause, value) in _nodes_that_give_zeros(observed, index).items():
-            dead = None
-            if cause == "multiplied by zero":
-                dead = _dead_factor(observed, found, value)
-            if dead is not None:
+            is_factor = cause == "multiplied by zero"
+            if is_factor and (dead := _dead_factor(observed, found, value)) is not None:
                 found, cause = dead, "dead units"
             words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
             words = words.format(dtype=getattr(value.aval, "dtype", ""))
             if cause == "underflow" and _is_wide(value):
                 cure = CURES["vanishing"]
-            factor = ""
-            if starting and cause == "multiplied by zero":
-                factor = some(_starting_factors(observed, found, value, starting), 3)
-            if factor:
-                words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
+            factors = list[str]()
+            if cause == "multiplied by zero":
+                factors = _starting_factors(observed, found, value, starting) if starting else []
+                name = some(factors, 3) or _zero_input(observed, found, value, zeros)
+                words = f"it is multiplied by {name}, all zeros" if name else words
+                cure = f"values of {name} that are not all zeros" if name else cure
+            if factors:
+                words += ", which gets a gradient itself"
                 cure = "none is needed: the first step changes that"
-            elif cause == "multiplied by zero":
-                given = _zero_input(observed, found, value, zeros)
-                if given:
-                    words = f"it is multiplied by {given}, all zeros"
-                    cure = f"values of {given} that are not all zeros"
             yield Finding.of(
                 found,
                 cause,
                 f"{found.node.name}{_which(observed, found)}: {words}",
                 (path,),
                 cure=cure,
-                problem=cause not in _HEALTHY and not factor,
+                problem=cause not in _HEALTHY and not factors,
                 **by_rule.no_gradient(cause, found),
             )
 
