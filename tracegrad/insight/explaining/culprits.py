@@ -99,8 +99,8 @@ def _inside_of_rule(observed: Observed, place: Place) -> Culprit | None:
             continue
         if name == "jvp":
             return backward_culprit(observed, path, place.steps)
-        outs = observed.region(path).outputs
-        return first_culprit(observed, path, place.steps, outs, (NAN, INF))
+        within = Place(Occurrence(path, node), place.steps)
+        return first_culprit(observed, within, observed.region(path).outputs, (NAN, INF))
     return None
 
 
@@ -185,17 +185,14 @@ def forward_culprit(
 
 
 def first_culprit(
-    observed: Observed,
-    path: Path,
-    steps: tuple[int, ...],
-    values: Iterable[Atom],
-    kinds: Sequence[int],
+    observed: Observed, place: Place, values: Iterable[Atom], kinds: Sequence[int]
 ) -> Culprit | None:
-    """Returns the node that made a NaN or Inf in one of some values; None if no node made one.
+    """Returns the node that made a NaN or Inf in one of some values of the region of a place; None
+    if no node made one.
 
     `kinds`: `NAN` and `INF`, in the order in which they are looked for."""
     for which, value in itertools.product(kinds, values):
-        found = forward_culprit(observed, path, steps, value, which)
+        found = forward_culprit(observed, place.path, place.steps, value, which)
         if isinstance(found, Culprit):
             return found
     return None

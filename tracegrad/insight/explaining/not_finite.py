@@ -127,9 +127,7 @@ def _forward_finding(
     words += f" of {ranges}" if ranges else ""
     made_inf = None
     if culprit.kind == "NaN":
-        made_inf = first_culprit(
-            observed, found.path, culprit.place.steps, found.node.inputs, [INF]
-        )
+        made_inf = first_culprit(observed, culprit.place, found.node.inputs, [INF])
     if made_inf is not None:  # the operation that made the Inf is the one to mend
         first = made_inf.place.occurrence
         origin = found.origin or first.origin
@@ -148,31 +146,26 @@ def _forward_finding(
         # The result is finite, so the cotangent is zero where a contraction makes NaN of the NaN.
         given = 0.0 if product.node.op in operations.CONTRACTIONS else factor_of.given
         rule = by_rule.not_finite(product, given, False)
+    words, cure = _with_float16(found.node, words, cure)
     return Finding.of(
         found,
         f"{culprit.kind} in the forward pass",
-        words + _in_float16(found.node),
+        words,
         touched,
-        cure=_for_float16(found.node, cure),
+        cure=cure,
         operation=operation,
         step=place.step,
         **rule,
     )
 
 
-def _is_float16(node: Node) -> bool:
-    return any(getattr(v.aval, "dtype", None) == np.float16 for v in node.outputs)
-
-
-def _in_float16(node: Node) -> str:
-    return "; it computes in float16, which ends at 65504" if _is_float16(node) else ""
-
-
-def _for_float16(node: Node, cure: str) -> str:
-    if not _is_float16(node):
-        return cure
+def _with_float16(node: Node, words: str, cure: str) -> tuple[str, str]:
+    """Adds to the words and the cure of a finding what concerns float16, if the node returns it."""
+    if all(getattr(v.aval, "dtype", None) != np.float16 for v in node.outputs):
+        return words, cure
     more = "compute this in bfloat16 or float32, or lower the loss scale if there is one"
-    return f"{cure}; or {more}" if cure else more
+    cure = f"{cure}; or {more}" if cure else more
+    return f"{words}; it computes in float16, which ends at 65504", cure
 
 
 def _operation(node: Node) -> str:
@@ -191,8 +184,7 @@ def _maker_of_factor(observed: Observed, culprit: Culprit) -> Culprit | None:
     matrices, whose culprit has no operands to show, also what made an Inf."""
     node = culprit.place.node
     kinds = (NAN, INF) if node.op in operations.CONTRACTIONS else (NAN,) if node.op == "mul" else ()
-    place = culprit.place
-    return first_culprit(observed, place.path, place.steps, node.inputs, kinds)
+    return first_culprit(observed, culprit.place, node.inputs, kinds)
 
 
 def _backward_finding(
@@ -234,14 +226,15 @@ def _backward_finding(
     ends = users(observed, place, of_inf=True) if is_inf else []
     is_limit = culprit.given == 0 and not operations.BOUNDED.issuperset(ends)
     of_rule = {} if is_limit else by_rule.not_finite(found, culprit.given, is_all)
+    words += f"{places} is not finite{through}{_made_before(observed, culprit)}"
+    words, cure = _with_float16(node, words, cure)
     return Finding.of(
         found,
         f"{culprit.kind} in the reverse pass",
-        f"{words}{places} is not finite{through}{_made_before(observed, culprit)}"
-        + _in_float16(node),
+        words,
         touched,
         origin=origin,
-        cure=_for_float16(node, cure),
+        cure=cure,
         operation=operation,
         operands=culprit.operands,
         step=place.step,
@@ -262,8 +255,7 @@ def _made_before(observed: Observed, culprit: Culprit) -> str:
     """Returns words on the operation of the forward pass that made an infinite operand, or ""."""
     pairs = zip(culprit.place.node.inputs, culprit.operands, strict=False)
     infinite = [value for value, x in pairs if math.isinf(x)]  # (NaN: not known)
-    path, steps = culprit.place.path, culprit.place.steps
-    made = first_culprit(observed, path, steps, infinite, [INF])
+    made = first_culprit(observed, culprit.place, infinite, [INF])
     if made is None:
         return ""
     origin = made.place.occurrence.origin
