@@ -19,7 +19,6 @@ from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.ir import (
     CustomGradient,
-    Graph,
     Occurrence,
     Value,
     dtype_of,
@@ -256,21 +255,18 @@ def _nodes_that_give_zeros(observed: Observed, source: int) -> dict[Occurrence, 
                         into = _with_last_step(observed, place, inner)
                         is_summed = node.primitive is _jax.SCAN and into == steps
                         pending.append((path_inside, inner, into, is_sum or is_summed))
-                    elif path_inside[-1][1] not in ran and _is_used(
-                        observed.region(path_inside), inner
-                    ):
-                        found[here] = "untaken branch", value
+                    elif path_inside[-1][1] not in ran:
+                        branch = observed.region(path_inside)
+                        if inner in branch.users or inner in branch.results:
+                            found[here] = "untaken branch", value
         for outer, each in onward(path, value) if path else ():
-            call = Place(Occurrence(path[:-1], path[-1][0]), steps[: _scans(path[:-1])])
+            scans = sum(node.primitive is _jax.SCAN for node, _ in path[:-1])
+            call = Place(Occurrence(path[:-1], path[-1][0]), steps[:scans])
             if len(outer) == len(path):  # the next step
                 pending.append((outer, each, _with_last_step(observed, call, each), False))
             elif not observed.arrives(call, call.node.outputs.index(each)):
                 pending.append((outer, each, call.steps, False))
     return found
-
-
-def _scans(path: Path) -> int:
-    return sum(node.primitive is _jax.SCAN for node, _ in path)
 
 
 def _with_last_step(observed: Observed, call: Place, inner: Value) -> tuple[int, ...]:
@@ -292,10 +288,6 @@ def _gives_some(observed: Observed, place: Place, value: Value) -> bool:
     places = [i for i, v in enumerate(place.node.inputs) if v is value]
     edges = [observed.get("edge", place, i) for i in places]
     return any(edge is not None and np.any(edge[..., EDGE_NORM] > 0) for edge in edges)
-
-
-def _is_used(region: Graph, value: Value) -> bool:
-    return value in region.users or value in region.results
 
 
 def _why_zero(observed: Observed, place: Place, value: Value) -> str:
