@@ -269,7 +269,8 @@ class MeasuredPass(Collector):
             compare_with_primal(self, visit, results)
             if self.detail is Detail.ALL:
                 look_into_rule(self, visit)
-        scale = None if self.is_muted else scale_of_normalisation(self._region(visit), node)
+        region = self.graph.region_of(visit.here)
+        scale = None if self.is_muted else scale_of_normalisation(region, node)
         for i, ct in zip(visit.active, results, strict=True):
             if scale is not None and i != scale and ct is not None:
                 factor = visit.operands[scale] if node.op == "mul" else 1 / visit.operands[scale]
@@ -287,10 +288,6 @@ class MeasuredPass(Collector):
                 given = first_of(visit.given)
                 shown = shown_by_edge(ct, given, operands)
                 self.note("edge", visit.here, i, edge, ct, given, shown)
-
-    def _region(self, visit: Visit) -> Graph:
-        path = visit.here.path
-        return path[-1][0].region(path[-1][1]) if path else self.graph
 
     def _backward_region(self, visit: Visit) -> list[Any]:
         node, given, inside = visit.here.node, visit.given, visit.inner
