@@ -141,6 +141,7 @@ def _check_rule(
     flowing = [k for k, is_wanted in enumerate(wanted) if is_wanted]
     names = [f"{node.name}, input {i}" for i in active]
     mode = "rev" if node.kind == "vjp" else "fwd"
+    function = origin_of_function(node.primal.function_source)
     for args in _at_steps(node, stacked):
         seed = random.integers(1 << 32)
 
@@ -167,7 +168,7 @@ def _check_rule(
                 expected=expected,
                 status=status,
                 origin=rule.origin,
-                defined=_definition(node),
+                defined=function.place if function else "",
             )
 
 
@@ -227,9 +228,3 @@ def _is_meant(node: CustomGradient) -> bool:
     codes = _jax.frame_positions(node.source.info)[0]
     ours = itertools.takewhile(lambda code: is_own_file(code.co_filename), codes)
     return any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))
-
-
-def _definition(node: CustomGradient) -> str:
-    """Returns where the function with the rule is defined: ``model.py:12``."""
-    function = origin_of_function(node.primal.function_source)
-    return function.place if function else ""

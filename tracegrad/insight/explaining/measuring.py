@@ -90,12 +90,6 @@ class MeasuredPass(Collector):
         self.walk = Walk()
         self.refused: dict[Occurrence, str] = {}
 
-    def _note_each(self, kind: str, of: Occurrence | None, arrays: Sequence[Any]) -> None:
-        """Measures those arrays of a list that are not None and may have a gradient."""
-        for k, array in enumerate(arrays):
-            if array is not None and _jax.is_inexact(jax.typeof(array).dtype):
-                self.note(kind, of, k, exact, array)
-
     # ---------------------------------------------------------------------------------- forward
 
     def forward(self, graph: Graph, args: Sequence[Any], path: Path) -> tuple[list[Any], Kept]:
@@ -121,8 +115,9 @@ class MeasuredPass(Collector):
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
         """Runs and measures a node that is not entered; returns its results."""
         node, results = here.node, run_node(here.node, operands)
-        if self.detail is Detail.ALL:
-            self._note_each("value", here, results)
+        for k, array in enumerate(results if self.detail is Detail.ALL else ()):
+            if _jax.is_inexact(jax.typeof(array).dtype):
+                self.note("value", here, k, exact, array)
         if may_be_rectifier(node):
             maximum = [] if isinstance(node, CustomGradient) else operands
             bounds = bounds_of(self.graph.region_of(here), node, maximum)
@@ -226,8 +221,9 @@ class MeasuredPass(Collector):
         def through(node: Node, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
             visit = Visit(Occurrence(path, node), kept, given, active)
             same = [rearranged.get(id(ct), (ct, ct))[1] for ct in given]
-            if node in told:
-                self._note_cotangents(visit.here, same)
+            for k, ct in enumerate(same if node in told else ()):
+                if ct is not None:
+                    self.note("ct", visit.here, k, measure_of_cotangents(self.detail), ct)
             if node not in kept.inner:
                 results = self._pull_back(visit)
                 if is_looped and node.op in _REARRANGES and results[0] is not None:
@@ -244,11 +240,6 @@ class MeasuredPass(Collector):
         results = pull_back(graph, seeds, inputs, reached, through)
         found = dict(zip(inputs, results, strict=True))
         return [found.get(value) for value in graph.inputs]
-
-    def _note_cotangents(self, here: Occurrence, given: Sequence[Any]) -> None:
-        for k, ct in enumerate(given):
-            if ct is not None:
-                self.note("ct", here, k, measure_of_cotangents(self.detail), ct)
 
     def _pull_back(self, visit: Visit) -> list[Any]:
         """Applies and measures the VJP of a node that is one operation; None for a cotangent that
