@@ -10,7 +10,7 @@ import sys
 PROGRAM = r"""
 import pathlib, re, sys
 import jax, jax.numpy as jnp
-from tracegrad.insight.xla_buffers import Assignment, bytes_in_use
+from tracegrad.insight.xla_buffers import bytes_in_use, read_assignment
 from tracegrad.insight.value_flow import ValueFlow
 from tracegrad.planning.hlo import Module, decoded, first
 
@@ -92,7 +92,7 @@ for name, f in programs.items():
     analysis = compiled.memory_analysis()
     told = decoded(analysis.serialized_buffer_assignment_proto)
     ours = theirs = 0
-    for values in Assignment(ValueFlow(Module(message)), told).buffers()["temporary"]:
+    for values in read_assignment(ValueFlow(Module(message)), told)[0]["temporary"]:
         ours += max(bytes_in_use(0, values, len(names)), default=0)
         spans = [(v, ranges[names[v.part[0]], v.part[1]]) for v in values]
         xlas = [v._replace(first=start, last=end) for v, (start, end) in spans]

@@ -107,7 +107,12 @@ def stopped(graph, occurrence):
     ).graph
 
 
-def check_by_stopping(program, step):
+PROGRAMS = [annotated, scanned, delayed, branched, nested, looped]
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_stopping_the_gradient_changes_something_exactly_where_it_flows(program, step):
     graph = tg.graph(program, W, X)
     flow = gradient_flow(graph)
     before = gradients(graph)
@@ -120,21 +125,6 @@ def check_by_stopping(program, step):
         after = gradients(stopped(graph, occurrence))
         same = all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
         assert same == (kind not in (Flow.FLOWS, Flow.CHANGED)), (str(occurrence), kind)
-
-
-PROGRAMS = [annotated, scanned, delayed, branched, nested, looped]
-each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-
-
-@each_program
-def test_stopping_the_gradient_changes_something_exactly_where_it_flows(program):
-    check_by_stopping(program, 7)
-
-
-@pytest.mark.slow
-@each_program
-def test_stopping_the_gradient_anywhere_changes_something_exactly_where_it_flows(program):
-    check_by_stopping(program, 1)
 
 
 def kinds(fun, *args):

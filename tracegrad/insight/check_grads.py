@@ -18,7 +18,7 @@ from tracegrad.insight.comparing import Comparison
 from tracegrad.insight.comparisons import Checked, GradCheck
 from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.held import STOP, hint_of, is_sample, with_stops_held, without_verdict
-from tracegrad.insight.raising import arithmetic_for, can_trace_faces, in_double
+from tracegrad.insight.raising import Arithmetic, can_trace_faces, in_double, is_in_double
 from tracegrad.ir import CustomGradient, Graph, StopGradient
 from tracegrad.ir.authors import is_jaxs_rule, whose
 from tracegrad.ir.wording import first_line
@@ -186,7 +186,7 @@ def _check(
             "none. Is its `return` missing?"
         )
     with jax.enable_x64(double):
-        arithmetic = arithmetic_for(program)
+        is_exact = is_in_double(program)
         operands = operands_in(program, leaves)
     with jax.enable_x64(True):
         leaves = in_double(leaves)
@@ -198,7 +198,7 @@ def _check(
         samples = {found: given[0] for found, given in operands.items() if is_sample(found)}
 
         def limits() -> Limits:  # for one run
-            return Limits(arithmetic(), rtol, atol or 0.0)
+            return Limits(Arithmetic(is_exact), rtol, atol or 0.0)
 
         rules = tuple(check_rules(program, operands, declared, limits, random))
         program, held = with_stops_held(program, samples)

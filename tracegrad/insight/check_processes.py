@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,10 +68,11 @@ def _difference(said: Sequence[str]) -> str:
         for packed in (said[0], said[process])
     )
     ours, theirs = here.splitlines(), there.splitlines()
-    pairs = zip(ours, theirs, strict=False)
-    line = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-    told = [f"line {line + 1} of {len(ours)} and {len(theirs)} is"]
-    for k, lines in ((0, ours), (process, theirs)):
-        shown = lines[line].strip()[:_MOST_SHOWN] if line < len(lines) else "(none)"
-        told.append(f"  on process {k}: {shown}")
-    return "\n".join(told)
+    pairs = enumerate(itertools.zip_longest(ours, theirs, fillvalue="(none)"), 1)
+    equal = len(ours), ("(equal)", "(equal)")  # as far as the programs were compared
+    number, (our, their) = next((each for each in pairs if each[1][0] != each[1][1]), equal)
+    return (
+        f"line {number} of {len(ours)} and {len(theirs)} is\n"
+        f"  on process 0: {our.strip()[:_MOST_SHOWN]}\n"
+        f"  on process {process}: {their.strip()[:_MOST_SHOWN]}"
+    )

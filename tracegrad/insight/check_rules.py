@@ -17,7 +17,7 @@ from tracegrad.insight.comparisons import Checked
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.gradient_flow import RegionFlow, gradient_flow, is_among
-from tracegrad.insight.raising import AsItIs, in_double
+from tracegrad.insight.raising import Arithmetic, in_double
 from tracegrad.ir import (
     CustomGradient,
     Graph,
@@ -47,7 +47,7 @@ def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[
       program: a program in double precision.
       leaves: the arrays for the inputs of `program`.
     """
-    return _Operands(program).given(leaves)
+    return _Operands(program).collect(leaves)
 
 
 def check_rules(
@@ -75,8 +75,7 @@ def check_rules(
 class _Operands(MeasuredPass):
     """The forward pass of `operands_in`."""
 
-    def given(self, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
-        """See `operands_in`."""
+    def collect(self, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
         with self.collecting() as found:
             self.forward(self.graph, [*leaves, *(v.value for v in self.graph.variables)], ())
         measured = [(*self.keys[number], array) for number, array in found.items()]
@@ -142,6 +141,7 @@ def _check_rule(
     flowing = [k for k, is_wanted in enumerate(wanted) if is_wanted]
     names = [f"{node.name}, input {i}" for i in active]
     mode = "rev" if node.kind == "vjp" else "fwd"
+    function = origin_of_function(node.primal.function_source)
     for args in _at_steps(node, stacked):
         seed = random.integers(1 << 32)
 
@@ -168,7 +168,7 @@ def _check_rule(
                 expected=expected,
                 status=status,
                 origin=rule.origin,
-                defined=_definition(node),
+                defined=function.place if function else "",
             )
 
 
@@ -187,7 +187,7 @@ def _of_list(run: Run, args: list[Any], active: list[int], wanted: list[int]) ->
 
 
 def _function_of(
-    node: CustomGradient, region: Graph, active: list[int], arithmetic: AsItIs
+    node: CustomGradient, region: Graph, active: list[int], arithmetic: Arithmetic
 ) -> tuple[Run, list[int]]:
     """Returns the function of all operands that a rule is the derivative of, and the operands by
     which to check the rule."""
@@ -228,9 +228,3 @@ def _is_meant(node: CustomGradient) -> bool:
     codes = _jax.frame_positions(node.source.info)[0]
     ours = itertools.takewhile(lambda code: is_own_file(code.co_filename), codes)
     return any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))
-
-
-def _definition(node: CustomGradient) -> str:
-    """Returns where the function with the rule is defined: ``model.py:12``."""
-    function = origin_of_function(node.primal.function_source)
-    return function.place if function else ""

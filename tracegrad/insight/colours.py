@@ -4,42 +4,37 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NamedTuple
 
 from tracegrad.insight.gradient_flow import Flow
 
-# The entries of a legend, in its order.
-WORDS = {
-    Flow.FLOWS: "the gradient flows",
-    Flow.CHANGED: "a custom rule changes it",
-    Flow.CUT: "it ends here",
-    Flow.UNREACHED: "none arrives",
-    Flow.NONE: "nothing to differentiate",
+
+class Look(NamedTuple):
+    """How a kind of flow is shown.
+
+    Attributes:
+      words: its entry in a legend; "" for none.
+      style: text in a terminal (SGR codes).
+      hue: the line beside a row of a page, light or dark.
+      fill: the background of the text in a picture.
+    """
+
+    words: str
+    style: str
+    hue: str
+    fill: str
+
+
+LOOKS = {  # in the order of a legend
+    Flow.FLOWS: Look("the gradient flows", "32", "#2da44e", "#d8f0dd"),
+    Flow.CHANGED: Look("a custom rule changes it", "35", "#8250df", "#e5d8fb"),
+    Flow.CUT: Look("it ends here", "31", "#cf222e", "#fbd3d0"),
+    Flow.UNREACHED: Look("none arrives", "33", "#bf8700", "#fbe9c3"),
+    Flow.NONE: Look("nothing to differentiate", "2", "", "#f3f4f6"),
+    Flow.REPLACED: Look("", "2", "", "#f3f4f6"),
+    Flow.UNKNOWN: Look("", "", "", ""),
 }
-# HUES: lines beside the rows of a page, light or dark. FILLS: backgrounds of the text in a picture.
-# STYLES: text in a terminal (SGR codes).
-HUES = {
-    Flow.FLOWS: "#2da44e",
-    Flow.CHANGED: "#8250df",
-    Flow.CUT: "#cf222e",
-    Flow.UNREACHED: "#bf8700",
-}
-FILLS = {
-    Flow.FLOWS: "#d8f0dd",
-    Flow.CHANGED: "#e5d8fb",
-    Flow.CUT: "#fbd3d0",
-    Flow.UNREACHED: "#fbe9c3",
-    Flow.NONE: "#f3f4f6",
-    Flow.REPLACED: "#f3f4f6",
-}
-STYLES = {
-    Flow.FLOWS: "32",
-    Flow.CHANGED: "35",
-    Flow.CUT: "31",
-    Flow.UNREACHED: "33",
-    Flow.NONE: "2",
-    Flow.REPLACED: "2",
-    Flow.UNKNOWN: "",
-}
+WORDS = {kind: look.words for kind, look in LOOKS.items() if look.words}
 
 
 def painted(style: str, text: str) -> str:

@@ -8,9 +8,11 @@ results by random numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,17 +20,16 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.forward import jvp
-from tracegrad.insight.bounded import bounded
+from tracegrad.insight.bound_functions import bounded
 from tracegrad.insight.comparisons import Checked
 from tracegrad.insight.finite_differences import (
+    Differences,
     Function,
     Limits,
     Numbers,
     Weighed,
-    along_smooth,
-    beside,
-    difference,
     judge,
+    nearby_point,
     random_like,
     status_of,
     weighed,
@@ -36,10 +37,11 @@ from tracegrad.insight.finite_differences import (
 from tracegrad.tracing.rule_errors import words_of
 
 
+@dataclass
 class Comparison:
     """Derivatives of `derived` beside differences of `exact`, which has equal results.
 
-    Args:
+    Attributes:
       leaves: the point of the comparison, in double precision; both functions take a list of them.
       names: the names of the leaves in the report.
       limits: how far numbers may differ.
@@ -50,26 +52,24 @@ class Comparison:
       begin: reports each step as progress.
     """
 
-    def __init__(
-        self,
-        exact: Function,
-        derived: Function,
-        leaves: Sequence[Any],
-        names: Sequence[str],
-        limits: Limits,
-        random: Any,
-        *,
-        whole: str = "",
-        before: tuple[str, ...] = (),
-        begin: Callable[[str], None] = lambda step: None,
-    ):
-        self._leaves, self._names, self._limits, self._random = leaves, names, limits, random
-        self._whole, self._before, self._begin = whole, before, begin
-        self._weights = random_like(random, jax.eval_shape(exact, leaves))
-        self._flowing = [i for i, weight in enumerate(self._weights) if weight is not None]
-        self._exact, self._derived = bounded(exact, leaves), derived
-        apart = {name: [i] for i, name in enumerate(names)}
-        self._groups = {"rev": apart, "fwd": {whole: [*range(len(names))]} if whole else apart}
+    exact: Function
+    derived: Function
+    leaves: Sequence[Any]
+    names: Sequence[str]
+    limits: Limits
+    random: Any
+    whole: str = ""
+    before: tuple[str, ...] = ()
+    begin: Callable[[str], None] = lambda step: None
+
+    def __post_init__(self) -> None:
+        weights = random_like(self.random, jax.eval_shape(self.exact, self.leaves))
+        self._differences = Differences(bounded(self.exact, self.leaves), weights, self.limits)
+        self._flowing = [i for i, weight in enumerate(weights) if weight is not None]
+        self._weights = [weights[i] for i in self._flowing]
+        apart = {name: [i] for i, name in enumerate(self.names)}
+        together = {self.whole: [*range(len(self.names))]}
+        self._groups = {"rev": apart, "fwd": together if self.whole else apart}
 
     def checks(
         self,
@@ -82,63 +82,44 @@ class Comparison:
         if not self._flowing:
             return
         expected = []
-        for i, direction in enumerate(random_like(self._random, self._leaves)):
-            self._begin(" of ".join((f"differences along {self._names[i]}", *self._before)))
-            expected.append(
-                along_smooth(
-                    self._exact,
-                    self._leaves,
-                    i,
-                    direction,
-                    self._weights,
-                    self._limits,
-                    self._random,
-                )
-            )
+        for i, direction in enumerate(random_like(self.random, self.leaves)):
+            self.begin(" of ".join((f"differences along {self.names[i]}", *self.before)))
+            expected.append(self._differences.along_smooth(self.leaves, i, direction, self.random))
         self._directions = [estimate.direction for estimate in expected]
-        level = len(self._before) + 1
+        level = len(self.before) + 1
         for mode in modes:
-            modes_so_far = (mode, *self._before)
+            modes_so_far = (mode, *self.before)
             name = " of ".join(modes_so_far)
-            self._begin(name)
+            self.begin(name)
             function = self._backward if mode == "rev" else self._forward
             derivative = jax.jit(function)
             try:
-                found = derivative(self._leaves)
+                found = derivative(self.leaves)
             except Exception as error:
                 status, note = status_of(error), words(error)
-                for what in [self._whole] if self._whole else self._names:
+                for what in [self.whole] if self.whole else self.names:
                     yield Checked(what, level, name, math.nan, math.nan, status, note=note)
                 continue
             for what, group in self._groups[mode].items():
                 wants, number = [expected[i] for i in group], self._number(mode, found, what)
                 nearby = functools.partial(self._nearby, mode, derivative, what)
-                status = judge(wants, number, self._limits, nearby)
+                status = judge(wants, number, self.limits, nearby)
                 total = sum(want.value for want in wants)
                 yield Checked(what, level, name, total, number.value, status)
             if level < order:
-                higher = Comparison(
-                    function,
-                    function,
-                    self._leaves,
-                    self._names,
-                    self._limits,
-                    self._random,
-                    whole=self._whole,
-                    before=modes_so_far,
-                    begin=self._begin,
+                higher = dataclasses.replace(
+                    self, exact=function, derived=function, before=modes_so_far
                 )
                 yield from higher.checks(modes, order)
 
     def _of_flowing(self, given: Sequence[Any]) -> list[Any]:
-        outs = self._derived(given)
+        outs = self.derived(given)
         return [outs[i] for i in self._flowing]
 
     def _backward(self, given: Sequence[Any]) -> list[Any]:
         """Returns the gradient of the weighted results, by leaf."""
         outs, vjp = _jax.vjp(self._of_flowing, list(given))
-        weights = [self._weights[i] for i in self._flowing]
-        return list(vjp(list(map(_as_type_of, outs, weights)))[0])
+        return list(vjp(list(map(_as_type_of, outs, self._weights)))[0])
 
     def _forward(self, given: Sequence[Any]) -> list[Any]:
         """Returns the tangents of the results, for each group of leaves that move together."""
@@ -154,15 +135,14 @@ class Comparison:
         k = list(self._groups[mode]).index(what)
         if mode == "rev":
             return weighed([found[k]], [self._directions[k]])
-        weights = [self._weights[i] for i in self._flowing]
+        weights = self._weights
         return weighed(found[k * len(weights) : (k + 1) * len(weights)], weights)
 
     def _nearby(self, mode: str, derivative: Function, what: str) -> Numbers:
         """Returns the derivatives by differences and by JAX, a few roundings away."""
-        there = beside(self._leaves, self._limits, self._random)
+        there = nearby_point(self.leaves, self.limits, self.random)
         wants = [
-            difference(self._exact, there, i, self._directions[i], self._weights, self._limits)
-            for i in self._groups[mode][what]
+            self._differences.along(there, i, self._directions[i]) for i in self._groups[mode][what]
         ]
         return wants, self._number(mode, derivative(there), what)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from tracegrad.insight.colours import FILLS, WORDS
+from tracegrad.insight.colours import LOOKS, WORDS
 from tracegrad.insight.gradient_flow import Flow, RegionFlow
 from tracegrad.ir import Node
 from tracegrad.ir.occurrence import Path
@@ -26,10 +26,10 @@ def to_svg(flow: RegionFlow) -> str:
     lines: list[tuple[str, str | None]] = []  # text and background colour
     for line in format_graph(flow.graph, marked).splitlines():
         before, *marks = line.split("\0")
-        fill = FILLS.get(Flow(marks[0])) if marks else None
+        fill = LOOKS[Flow(marks[0])].fill or None if marks else None
         lines.append(((before + "".join(marks[1:])).rstrip(), fill))
     lines.append(("", None))
-    lines += [(f"  {words}", FILLS[kind]) for kind, words in WORDS.items() if kind in used]
+    lines += [(f"  {words}", LOOKS[kind].fill) for kind, words in WORDS.items() if kind in used]
     width = round(_WIDTH * (2 + max(len(line) for line, _ in lines)))
     height = _HEIGHT * len(lines) + 8
     parts = [

@@ -104,10 +104,8 @@ def explain(
     _require_alive(selection)
     call = _trace(selection, has_aux)
     _refuse_references(call.program)
-    leaves = {
-        name: Static(leaf) if kind == "setting" else leaf
-        for name, leaf, kind in zip(selection.names, selection.leaves, selection.kinds, strict=True)
-    }
+    named = zip(selection.names, selection.leaves, selection.kinds, strict=True)
+    leaves = {name: Static(leaf) if kind == "setting" else leaf for name, leaf, kind in named}
     # A model's functions and strings are not sources, unless `wrt` selects nothing else.
     sources = {
         name: i
@@ -249,12 +247,8 @@ def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) 
     assigned: list[Any] = [None] * (len(program.outputs) - count)
     outs = program.outputs[:count]
     if cotangent is None:
-        fits = (
-            count == 1
-            and getattr(outs[0].aval, "shape", None) == ()
-            and jnp.issubdtype(dtype_of(outs[0]), jnp.floating)
-        )
-        if not fits:
+        is_scalar = count == 1 and getattr(outs[0].aval, "shape", None) == ()
+        if not is_scalar or not jnp.issubdtype(dtype_of(outs[0]), jnp.floating):
             types = [_jax.type_text(out.aval) for out in outs]
             raise TypeError(
                 f"{function_name(fun)} returns {some(types, _TYPES) or 'nothing'}; a gradient is "

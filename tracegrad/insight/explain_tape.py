@@ -122,7 +122,6 @@ def _name_of(variable: Variable, path: str) -> str:
 
 
 def _report_on_unfollowed(path: str, leaf: Any, reason: Finding) -> SourceReport:
-    """Returns the report on a source that the tape does not follow."""
     array = leaf.value if isinstance(leaf, Variable) else leaf
     type_text = _jax.type_text(jax.typeof(array)) if isinstance(array, jax.Array) else ""
     return SourceReport(path, type_text, False, size=np.size(array), reason=reason.short)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad._jax.packages import require
@@ -34,15 +33,6 @@ _ROWS = 20
 _NUMBER = re.compile(r"\d+")
 _NAMES = 4
 _COLUMNS = ("source", "type", "gradient's norm", "zeros", "")
-
-
-@dataclass(frozen=True)
-class ByRule:
-    """A rule that cures a finding (None: no rule does), and which finite gradients the rule changes
-    ("": none)."""
-
-    rule: Rule | None = None
-    changes: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,8 @@ class Finding:
     operands: tuple[float, ...] = ()
     problem: bool = True
     scope: str = ""
-    by_rule: ByRule = dataclasses.field(default=ByRule(), repr=False, compare=False)
+    rule: Rule | None = field(default=None, repr=False, compare=False)
+    changes: str = field(default="", repr=False, compare=False)
 
     @classmethod
     def of(
@@ -81,14 +72,6 @@ class Finding:
         """Returns a finding about an operation, with the operation's line, author, scope, name."""
         known = {"origin": found.origin, "whose": whose(found), "operation": found.node.name}
         return cls(cause, what, sources, **{**known, "scope": scope_of(found), **more})
-
-    @property
-    def rule(self) -> Rule | None:
-        return self.by_rule.rule
-
-    @property
-    def changes(self) -> str:
-        return self.by_rule.changes
 
     @property
     def rank(self) -> tuple[bool, int, int]:
@@ -236,13 +219,9 @@ class Explanation:
         for finding in self.findings:
             mark, hue = ("✗", red) if finding.problem else ("·", yellow)
             lines.append(f"{painted(hue, mark)} {painted(hue, finding.heading)}")
-            lines.append(f"    {finding.what}" + _in_step(finding))
-            if finding.sources:
-                lines.append(f"    concerns {some(finding.sources, _NAMES)}")
-            if finding.cure:
-                lines.append(f"    {painted(green, 'cure:')} {finding.cure}")
-            if finding.problem:
-                lines.append(f"    {painted(green, 'rule:')} {_rule_text(finding)}")
+            for label, words in _parts(finding):
+                shown = f"{painted(green, f'{label}:')} " if label else ""
+                lines.append(f"    {shown}{words}")
         return "\n".join([*lines, "", *self._table(red)])
 
     def _headline(self) -> str:
@@ -348,29 +327,29 @@ def _cells_of(group: Sequence[SourceReport]) -> tuple[str, ...]:
 def _section(finding: Finding, is_open: bool) -> str:
     """Returns a finding as a foldable section of HTML."""
     hue, sign = ("#d1493e", "✗") if finding.problem else ("#b7791f", "·")
-    body = [html.escape(finding.what + _in_step(finding))]
+    body = []
+    for label, words in _parts(finding):
+        shown = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(words))
+        shown = f"<code>{shown}</code>" if label == "rule" else shown
+        body.append(f"<b>{label}:</b> {shown}" if label else shown)
     if finding.origin and not notebook_cell(finding.origin.file):  # a cell's file name is no help
         place = f"{finding.origin.file}:{finding.origin.line}"
-        body.append(f"<code>{html.escape(place)}</code>")
-    if finding.sources:
-        body.append(f"concerns {html.escape(some(finding.sources, _NAMES))}")
-    if finding.cure:
-        cure = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(finding.cure))
-        body.append(f"<b>cure:</b> {cure}")
-    if finding.problem:
-        body.append(f"<b>rule:</b> <code>{html.escape(_rule_text(finding))}</code>")
+        body.insert(1, f"<code>{html.escape(place)}</code>")
     title = f'<b style="color:{hue}">{sign}</b> {html.escape(finding.heading)}'
     return folding.section(title, "<br>".join(body), is_open=is_open)
 
 
-def _rule_text(finding: Finding) -> str:
-    if finding.rule is None:
-        return "none; it takes an edit"
-    return "; ".join(filter(None, (repr(finding.rule), finding.changes)))
-
-
-def _in_step(finding: Finding) -> str:
-    return "" if finding.step is None else f" (first in step {finding.step} of the scan)"
+def _parts(finding: Finding) -> Iterator[tuple[str, str]]:
+    """Yields the parts of the text on a finding, each with its label or ""."""
+    step = "" if finding.step is None else f" (first in step {finding.step} of the scan)"
+    yield "", finding.what + step
+    if finding.sources:
+        yield "", f"concerns {some(finding.sources, _NAMES)}"
+    if finding.cure:
+        yield "cure", finding.cure
+    if finding.problem:
+        rule = "; ".join(filter(None, (repr(finding.rule), finding.changes)))
+        yield "rule", "none; it takes an edit" if finding.rule is None else rule
 
 
 def scope_of(found: Occurrence) -> str:

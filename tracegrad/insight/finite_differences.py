@@ -28,7 +28,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad._jax.processes import in_numpy
-from tracegrad.insight.raising import EPS, AsItIs
+from tracegrad.insight.raising import EPS, Arithmetic
 
 Function = Callable[[Sequence[Any]], list[Any]]
 
@@ -41,7 +41,7 @@ _ZERO = 1600 * EPS ** (4 / 5)  # times result / argument: rounding alone can giv
 class Limits:
     """How far two derivatives may differ that are computed in a given arithmetic."""
 
-    arithmetic: AsItIs  # its `eps` may grow while more is traced
+    arithmetic: Arithmetic  # its `eps` may grow while more is traced
     wanted: float | None  # the caller's `rtol`
     atol: float
 
@@ -72,8 +72,8 @@ class Weighed(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """The derivative of the weighted results along a direction, by differences: its value, a bound
-    on its error, whether the function is smooth there, and the size that rounding alone can give
+    """The derivative of weighted results along a direction, by differences: its value, a bound on
+    its error, whether the function is smooth there, and the size that rounding alone can give
     (`zero`)."""
 
     direction: Any
@@ -83,67 +83,68 @@ class Estimate:
     zero: float = 0.0
 
 
-def difference(
-    fun: Function, at: Sequence[Any], which: int, direction: Any, weights: Any, limits: Limits
-) -> Estimate:
-    """Estimates the derivative of the weighted results along a direction in the leaf `which`."""
-    here = in_numpy(at[which])
-    here = here[np.isfinite(here)]
-    spread = (float(np.sqrt(np.mean(np.abs(here) ** 2))) if here.size else 0.0) or 1.0
-    before = [in_numpy(out) for out in fun(at)]
-    best = Estimate(direction, math.nan, math.inf, False)
-    slopes, bends = list[float](), list[float]()
-    h, zero, sizes = limits.eps ** (1 / 5) * spread, 0.0, 0.0
-    for k in range(_STEPS):
-        changes = []
-        for distance in (h, -h):
-            moved = list(at)
-            moved[which] = at[which] + distance * direction
-            changes.append(_change(before, fun(moved), weights))
-        (ahead, size), (behind, other_size) = changes
-        slopes.append((ahead - behind) / (2 * h))
-        bends.append(abs(ahead + behind) / h)
-        sizes = max(sizes, size + other_size)  # a change may be rounded away at the next step
-        rounding = limits.eps * sizes / h
-        zero = zero or _ZERO * size / spread
-        if k > 1:
-            last, value = ((16 * slopes[i] - slopes[i - 1]) / 15 for i in (k - 1, k))
-            error = abs(value - last) + rounding
-            # The one-sided derivatives of a smooth function meet as the step shrinks.
-            allowed = 2 * (error + limits.rtol * abs(value)) + bends[k - 1] / 2
-            smooth = math.isfinite(error) and bends[k] <= allowed
-            if (smooth, -error) > (best.smooth, -best.error) or math.isnan(best.value):
-                best = Estimate(direction, value, error, smooth, zero)
-            if smooth and error <= 0.1 * limits.rtol * abs(value):
-                break
-        h /= 4
-    return best
+class Differences(NamedTuple):
+    """Finite differences of the weighted results of a function.
 
-
-def along_smooth(
-    fun: Function,
-    at: Sequence[Any],
-    which: int,
-    direction: Any,
-    weights: Any,
-    limits: Limits,
-    random: Any,
-) -> Estimate:
-    """Estimates the same as `difference`, along a direction in which the function is smooth.
-
-    If it is not smooth, some element is at a kink (a rectifier at zero). Then a random half of the
-    direction's elements becomes zero, up to four times.
+    Attributes:
+      weights: for each result its weights; None for a result that is left out.
     """
-    found = difference(fun, at, which, direction, weights, limits)
-    for _ in range(4):
-        if found.smooth or np.size(direction) < 2:
-            break
-        kept = direction * (random.random(np.shape(direction)) < 0.5)
-        if np.any(kept):
-            attempt = difference(fun, at, which, kept, weights, limits)
-            if attempt.smooth or np.count_nonzero(kept) < np.count_nonzero(direction):
-                direction, found = kept, attempt
-    return found
+
+    fun: Function
+    weights: Sequence[Any]
+    limits: Limits
+
+    def along(self, at: Sequence[Any], which: int, direction: Any) -> Estimate:
+        """Estimates the derivative at a point along a direction in the leaf `which`."""
+        here = in_numpy(at[which])
+        here = here[np.isfinite(here)]
+        spread = (float(np.sqrt(np.mean(np.abs(here) ** 2))) if here.size else 0.0) or 1.0
+        before = [in_numpy(out) for out in self.fun(at)]
+        eps, rtol = self.limits.eps, self.limits.rtol  # known only after `fun` was traced
+        best = Estimate(direction, math.nan, math.inf, False)
+        slopes, bends = list[float](), list[float]()
+        h, zero, sizes = eps ** (1 / 5) * spread, 0.0, 0.0
+        for k in range(_STEPS):
+            changes = []
+            for distance in (h, -h):
+                moved = list(at)
+                moved[which] = at[which] + distance * direction
+                changes.append(_change(before, self.fun(moved), self.weights))
+            (ahead, size), (behind, other_size) = changes
+            slopes.append((ahead - behind) / (2 * h))
+            bends.append(abs(ahead + behind) / h)
+            sizes = max(sizes, size + other_size)  # a change may be rounded away at the next step
+            rounding = eps * sizes / h
+            zero = zero or _ZERO * size / spread
+            if k > 1:
+                last, value = ((16 * slopes[i] - slopes[i - 1]) / 15 for i in (k - 1, k))
+                error = abs(value - last) + rounding
+                # The one-sided derivatives of a smooth function meet as the step shrinks.
+                allowed = 2 * (error + rtol * abs(value)) + bends[k - 1] / 2
+                smooth = math.isfinite(error) and bends[k] <= allowed
+                if (smooth, -error) > (best.smooth, -best.error) or math.isnan(best.value):
+                    best = Estimate(direction, value, error, smooth, zero)
+                if smooth and error <= 0.1 * rtol * abs(value):
+                    break
+            h /= 4
+        return best
+
+    def along_smooth(self, at: Sequence[Any], which: int, direction: Any, random: Any) -> Estimate:
+        """Estimates the same as `along`, along a direction in which the function is smooth.
+
+        If it is not smooth, some element is at a kink (a rectifier at zero). Then a random half of
+        the direction's elements becomes zero, up to four times.
+        """
+        found = self.along(at, which, direction)
+        for _ in range(4):
+            if found.smooth or np.size(direction) < 2:
+                break
+            kept = direction * (random.random(np.shape(direction)) < 0.5)
+            if np.any(kept):
+                attempt = self.along(at, which, kept)
+                if attempt.smooth or np.count_nonzero(kept) < np.count_nonzero(direction):
+                    direction, found = kept, attempt
+        return found
 
 
 def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Weighed:
@@ -190,7 +191,7 @@ def random_like(random: Any, avals: Sequence[Any]) -> list[Any]:
     return found
 
 
-def beside(at: Sequence[Any], limits: Limits, random: Any) -> list[Any]:
+def nearby_point(at: Sequence[Any], limits: Limits, random: Any) -> list[Any]:
     """Returns a point that is some roundings away from another point."""
     return [
         leaf * (1 + 64 * limits.eps * random.choice([-1.0, 1.0], size=np.shape(leaf)))
@@ -207,7 +208,7 @@ def judge(
     expected: Sequence[Estimate],
     got: Weighed,
     limits: Limits,
-    beside: Callable[[], Numbers] | None = None,
+    nearby: Callable[[], Numbers] | None = None,
 ) -> str:
     """Returns the verdict on a derivative, by the rules at the top of this file.
 
@@ -215,7 +216,7 @@ def judge(
       expected: estimates by differences; their sum is compared with the derivative.
       got: the derivative.
       limits: how far the two may differ.
-      beside: computes both at another point, a few roundings away.
+      nearby: computes both at another point, a few roundings away.
     """
     want = sum(e.value for e in expected)
     if math.isnan(got.value) and math.isfinite(want):
@@ -234,9 +235,9 @@ def judge(
         return "right" if error <= max(near, _RESOLUTION * size, zero) else "not judged"
     if abs(difference) <= near + 10 * error - 7 * constants:
         return "not judged"
-    for _ in range(2 if beside else 0):
-        assert beside is not None
-        wants, other = beside()
+    for _ in range(2 if nearby else 0):
+        assert nearby is not None
+        wants, other = nearby()
         change = sum(e.value for e in wants) - other.value - difference
         if not abs(change) <= abs(difference) / 10:
             return "not judged"

@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 
-from tracegrad.insight.colours import HUES, WORDS
+from tracegrad.insight.colours import LOOKS, WORDS
 from tracegrad.insight.gradient_flow import Flow, RegionFlow
 from tracegrad.insight.parts import Part, parts_of_nodes
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, has_gradient
@@ -36,7 +36,9 @@ _STYLE = """
 .tracegrad-graph i { padding-left: 2em; font-style: normal; opacity: .65 }
 .tracegrad-graph :target { outline: 2px solid #d29922 }
 """ + "".join(
-    f".tracegrad-graph .{kind.value} {{ border-left-color: {hue} }}\n" for kind, hue in HUES.items()
+    f".tracegrad-graph .{kind.value} {{ border-left-color: {look.hue} }}\n"
+    for kind, look in LOOKS.items()
+    if look.hue
 )
 
 Counts = Counter[Flow | None]  # numbers of operations, by flow; None: all operations

@@ -106,7 +106,7 @@ class MemoryReport:
                 f"{self._where()}:",
                 *(f"  {line}" for line in table(rows)),
                 *([f"  ... and {more} more"] if more > 0 else []),
-                *(f"  {text}" for text in self._beside()),
+                *(f"  {text}" for text in self._remarks()),
                 *(["the cheapest things to do:"] if self.advice else []),
                 *(f"  {k}. {advice}" for k, advice in enumerate(self.advice, 1)),
             ]
@@ -123,7 +123,7 @@ class MemoryReport:
     def _where(self) -> str:
         return ", ".join(filter(None, ("at the peak", self.at)))
 
-    def _beside(self) -> list[str]:
+    def _remarks(self) -> list[str]:
         """Returns sentences on the bytes that the lines do not list."""
         found = []
         if not self.lines:
@@ -149,7 +149,7 @@ class MemoryReport:
             title = html.escape(f"{scope or 'outside of scopes'}: {in_units(size)}, {share:.0%}")
             bar = f'<span style="background:#4c78a8;width:{share * 20:.2f}em;{_BAR}"></span>'
             sections.append(folding.section(f"{bar} {title}", folding.table(rows)))
-        below = [*self._beside(), *map(str, self.advice)]
+        below = [*self._remarks(), *map(str, self.advice)]
         return folding.report(
             self._headline(),
             f"<pre>{_sparkline(self.timeline)}</pre>{html.escape(self._where())}:",

@@ -88,7 +88,9 @@ def advice_for(
         the program cannot be compiled with these options.
     """
     residuals = [each for each in buffers if each.kind == "residual"]
-    candidates = [*_recomputes(residuals), *(_budgets() if residuals else [])]
+    candidates = list(_recomputes(residuals))
+    for budget in _BUDGETS if residuals else ():
+        candidates.append((f'trace(..., memory_budget="{budget}")', {"memory_budget": budget}))
     candidates += [] if now.is_donated else _donations(program, args)
     found = []
     with progress("memory", len(candidates)) as begin:
@@ -98,9 +100,8 @@ def advice_for(
             if cost is not None and now.total - cost.total > _LEAST * now.total:
                 freed, more = now.total - cost.total, max(0, cost.flops - now.flops)
                 found.append(Advice(what, freed, more, options))
-    known = {
-        (each.frees, *each.options): each for each in reversed(found)
-    }  # of candidates with the same option and the same bytes, only the first
+    # Of candidates with the same option and the same bytes, only the first.
+    known = {(each.frees, *each.options): each for each in reversed(found)}
     return sorted(known.values(), key=lambda a: (a.flops / a.frees, -a.frees))[:_MOST]
 
 
@@ -118,11 +119,6 @@ def _recomputes(residuals: Sequence[Buffer]) -> Iterator[_Candidate]:
                 held[text] += each.size
     for text, _ in held.most_common(_MOST_RULES):
         yield f"rules.recompute({text})", {"rules": [recompute(selectors[text])]}
-
-
-def _budgets() -> Iterator[_Candidate]:
-    for budget in _BUDGETS:
-        yield f'trace(..., memory_budget="{budget}")', {"memory_budget": budget}
 
 
 def _selectors(held: Buffer) -> dict[str, Selector]:

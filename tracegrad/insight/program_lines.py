@@ -22,7 +22,7 @@ class ProgramLines:
         self._scopes: dict[tuple[str, ...], list[str]] = {}  # scopes: the words of their names
         for found in program.walk():
             scopes = found.scopes
-            self._scopes[scopes] = [word for name in scopes for word in _words(name)]
+            self._scopes[scopes] = [word for name in scopes for word in _split_path(name)]
             if (origin := found.origin) is not None:
                 self._lines.add((origin.file, origin.line))
 
@@ -38,11 +38,11 @@ class ProgramLines:
     def scopes(self, made: Operation) -> tuple[str, ...]:
         """Returns the longest sequence of this program's scopes whose words all occur, in order, in
         the names around an operation."""
-        words = _words(made.path)
+        words = _split_path(made.path)
         among = (scopes for scopes, own in self._scopes.items() if _is_among(own, words))
         return max(among, key=len, default=())
 
-    def told(self, made: Operation | None) -> str:
+    def describe(self, made: Operation | None) -> str:
         """Describes an operation: ``the backward pass of sin at model.py:12``."""
         if made is None:
             return ""
@@ -50,8 +50,7 @@ class ProgramLines:
         return f"{of}{made.name}" + (f" at {origin.place}" if origin else "")
 
 
-def _words(path: str) -> list[str]:
-    """Splits a path at slashes and brackets."""
+def _split_path(path: str) -> list[str]:
     return [word for word in re.split(r"[/()]", path) if word]
 
 

@@ -38,41 +38,34 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
 }
 
 
-class AsItIs:
-    """Runs graphs that are in double precision already, with the dtypes that they have.
+class Arithmetic:
+    """Runs graphs in double precision, whatever dtypes they are in.
+
+    Tracing a run is enough to update `eps` and `constant_eps`.
 
     Attributes:
+      is_exact: whether the graphs are in double precision already, and run as they are.
       eps: the machine epsilon of the least precise dtype in which an operation had to run so far.
       constant_eps: the machine epsilon of the least precise dtype of a literal so far, not counting
         literals that no dtype rounds.
-
-    Tracing a run is enough to update both.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_exact: bool) -> None:
+        self.is_exact = is_exact
         self.eps = EPS
         self.constant_eps = 0.0
 
     def run_graph(self, graph: Graph, args: Sequence[Any]) -> list[Any]:
-        """Returns the flat results of a graph."""
-        return run_graph(graph, args)
-
-    def run_node(self, node: Node, args: Sequence[Any]) -> list[Any]:
-        """Returns the results of one node."""
-        return run_node(node, args)
-
-
-class Raised(AsItIs):
-    """Runs graphs in double precision, whatever dtypes they are in."""
-
-    def run_graph(self, graph: Graph, args: Sequence[Any]) -> list[Any]:
+        if self.is_exact:
+            return run_graph(graph, args)
         given = [_raised(x, v.aval) for x, v in zip(args, graph.inputs, strict=True)]
         instead = {node: functools.partial(self.run_node, node) for node in graph.nodes}
-        values = run_nodes(graph, given, instead=instead)
-        outs = read(graph.outputs, values)
+        outs = read(graph.outputs, run_nodes(graph, given, instead=instead))
         return [_raised(x, v.aval) for x, v in zip(outs, graph.outputs, strict=True)]
 
     def run_node(self, node: Node, args: Sequence[Any]) -> list[Any]:
+        if self.is_exact:
+            return run_node(node, args)
         if any(_jax.is_reference(value.aval) for value in (*node.operands, *node.outputs)):
             return self._as_it_is(node, args)
         for v in node.inputs:
@@ -89,13 +82,9 @@ class Raised(AsItIs):
         return function(operands)
 
     def _run_regions(self, node: RegionNode, operands: list[Any]) -> list[Any]:
-        """Runs a node whose regions are raised, too."""
-
         def function_of(name: str) -> Callable[..., list[Any]]:
             return lambda *args: self.run_graph(node.region(name), args)
 
-        if node.primitive is _jax.JIT:
-            return function_of("jaxpr")(*operands)
         if isinstance(node, CustomGradient) and not can_trace_faces(node):
             return self._as_it_is(node, operands)
         results = bind_functions(node, operands, function_of)
@@ -114,11 +103,11 @@ class Raised(AsItIs):
         return [_raised(y, v.aval) for y, v in zip(results, node.outputs, strict=True)]
 
 
-def arithmetic_for(graph: Graph) -> type[AsItIs]:
-    """Returns the class that runs a graph in double precision.
+def is_in_double(graph: Graph) -> bool:
+    """Whether a graph computes in double precision alone.
 
-    If the graph has to be raised, this traces the faces of its rules. So call it under the x64
-    setting under which the graph was traced.
+    If not, this traces the faces of its rules. So call it under the x64 setting under which the
+    graph was traced.
     """
 
     def is_other_than_jaxs(node: CustomGradient) -> bool:
@@ -126,9 +115,9 @@ def arithmetic_for(graph: Graph) -> type[AsItIs]:
 
     values = _values_below(graph, is_other_than_jaxs)
     if "reduce_precision" not in graph.operations and all(_eps(v) <= EPS for v in values):
-        return AsItIs
+        return True
     list(_values_below(graph, lambda node: True))
-    return Raised
+    return False
 
 
 def in_double(arrays: Iterable[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from tracegrad.insight import drawing, html
-from tracegrad.insight.colours import STYLES, WORDS, has_colours, painted
+from tracegrad.insight.colours import LOOKS, has_colours, painted
 from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
 from tracegrad.ir import CustomGradient, Graph, Node, Recompute, StopGradient
 from tracegrad.ir.occurrence import Path
@@ -112,7 +112,7 @@ class GraphView:
 
     def _paint(self, path: Path, node: Node, left: str, types: str, place: str) -> str:
         flow = self._flow.along(path)
-        style = STYLES[flow.flows[node]]
+        style = LOOKS[flow.flows[node]].style
         if flow.recomputed and flow.flows[node] is Flow.FLOWS:
             style = _RECOMPUTED
         line = painted(style, left)
@@ -131,7 +131,7 @@ _ANNOTATIONS: dict[type[Node], str] = {
 }
 _LEGEND = "  " + " · ".join(
     [
-        *(painted(STYLES[kind], words) for kind, words in WORDS.items()),
+        *(painted(look.style, look.words) for look in LOOKS.values() if look.words),
         painted(_RECOMPUTED, "it flows, and is recomputed"),
     ]
 )

@@ -158,11 +158,9 @@ class ValueFlow:
         return None
 
     def instruction(self, key: int) -> Instruction:
-        """Returns the instruction with a key."""
         return self._home[key].instructions[key]
 
     def called(self, each: Instruction) -> list[Computation]:
-        """Returns the computations that an instruction runs."""
         return [self._module.computations[key] for key in each.called]
 
     def origin(self, part: Part) -> Part:
@@ -261,7 +259,10 @@ class ValueFlow:
                 for read in self._users[key]:
                     if self._is_stacked_on(read):
                         ways.append((read.reader.key, ()))
-                    elif read.reader.op not in (*_PASSES, "while") and not _enters_branch(read):
+                    elif read.reader.op == "conditional":
+                        if read.operand == 0:  # it chooses a branch; the others enter branches
+                            yield read
+                    elif read.reader.op not in (*_PASSES, "while"):
                         yield read
 
     def reading(self, read: Read) -> Operation | None:
@@ -306,11 +307,6 @@ class ValueFlow:
 
 def _stacks(each: Instruction) -> bool:
     return each.op == "dynamic-update-slice" and any(map(_STACKS.search, each.scopes))
-
-
-def _enters_branch(read: Read) -> bool:
-    """Whether an operand of a conditional is for a branch; the first operand chooses a branch."""
-    return read.reader.op == "conditional" and read.operand > 0
 
 
 def _parameter(computation: Computation, number: int) -> Instruction:

@@ -94,8 +94,7 @@ def account_of_buffers(module: Module, analysis: Any, lines: ProgramLines) -> Ac
     if not message:
         return Account("", [], (), 0)
     flow = ValueFlow(module)
-    assignment = Assignment(flow, decoded(message))
-    values = assignment.buffers()
+    values, constants = read_assignment(flow, decoded(message))
     temporary = [value for of_one in values["temporary"] for value in of_one]
     # The first value in an argument's buffer is the argument; the last in a result's, the result.
     lasting: list[tuple[Kind, Value, Sequence[Value]]] = []
@@ -115,7 +114,7 @@ def account_of_buffers(module: Module, analysis: Any, lines: ProgramLines) -> Ac
     ran = [key for key, order in flow.order.items() if order <= moment]
     operations = (made for key in reversed(ran) for made in flow.results(flow.instruction(key)))
     at = next((made for made in operations if made.frames), None)
-    return Account(lines.told(at), buffers, timeline, assignment.constants)
+    return Account(lines.describe(at), buffers, timeline, constants)
 
 
 class Value(NamedTuple):
@@ -140,52 +139,42 @@ class Value(NamedTuple):
         return self.slot[2]
 
 
-class _Allocation(NamedTuple):
-    number: int
-    size: int
-    kind: str
-    assigned: tuple[tuple[int, int, int], ...]  # a value's number, offset and size
+def read_assignment(flow: ValueFlow, message: Message) -> tuple[dict[str, list[list[Value]]], int]:
+    """Reads a `BufferAssignmentProto`, by the numbers of its fields.
 
-
-class Assignment:
-    """The assignment of values to buffers, as XLA reports it for a program.
-
-    Attributes:
-      constants: bytes of arrays that are part of the program.
+    Returns the values of each buffer, in the order of their computation, by the kind of the buffer:
+    ``argument``, ``result`` or ``temporary``; and the bytes of arrays that are part of the program.
     """
-
-    def __init__(self, flow: ValueFlow, message: Message):
-        self._flow = flow
-        self._allocations = [_allocation(decoded(a)) for a in message.get(3, ())]
-        self._places: dict[int, Part] = {}  # by the value's number
-        for value in map(decoded, message.get(1, ())):
-            place = decoded(first(value, 3, b""))
-            self._places[first(value, 1)] = first(place, 4), tuple(numbers(place, 3))
-        self.constants = sum(a.size for a in self._allocations if a.kind == "constant")
-
-    def buffers(self) -> dict[str, list[list[Value]]]:
-        """Returns the values of each buffer, in the order of their computation, by the kind of the
-        buffer: ``argument``, ``result`` or ``temporary``."""
-        found: dict[str, list[list[Value]]] = {"argument": [], "result": [], "temporary": []}
-        for allocation in self._allocations:
-            values = self._values(allocation)
-            if values and allocation.kind in found:
-                found[allocation.kind].append(values)
-        return found
-
-    def _values(self, allocation: _Allocation) -> list[Value]:
-        found = []
-        for number, offset, size in allocation.assigned:
-            key, index = self._places.get(number, (None, ()))
-            if key is None or key not in self._flow.order:
+    places: dict[int, Part] = {}  # by the value's number
+    for value in map(decoded, message.get(1, ())):
+        place = decoded(first(value, 3, b""))
+        places[first(value, 1)] = first(place, 4), tuple(numbers(place, 3))
+    found: dict[str, list[list[Value]]] = {"argument": [], "result": [], "temporary": []}
+    constants = 0
+    for allocation in map(decoded, message.get(3, ())):
+        kind, values = _kind_of(allocation), []
+        constants += first(allocation, 2) if kind == "constant" else 0
+        for assigned in map(decoded, allocation.get(9, ())):
+            key, index = places.get(first(assigned, 1), (None, ()))
+            if key is None or key not in flow.order:
                 continue  # computed by a part that never runs by itself
-            kind = self._flow.instruction(key).type.at(index)
-            if kind.kind == "tuple":
+            of = flow.instruction(key).type.at(index)
+            if of.kind == "tuple":
                 continue  # a tuple's buffer has only addresses
-            slot, last = (allocation.number, offset, size), self._flow.last_read((key, index))
+            slot = first(allocation, 1), first(assigned, 2), first(assigned, 3)
             # The result of a loop exists from the end of the loop on.
-            found.append(Value((key, index), str(kind), slot, self._flow.over[key], last))
-        return sorted(found, key=lambda value: value.first)
+            span = flow.over[key], flow.last_read((key, index))
+            values.append(Value((key, index), str(of), slot, *span))
+        if values and kind in found:
+            found[kind].append(sorted(values, key=lambda value: value.first))
+    return found, constants
+
+
+def _kind_of(allocation: Message) -> str:
+    if first(allocation, 8) == _HOST or first(allocation, 3):
+        return "elsewhere"
+    kinds = (5, "argument"), (12, "constant"), (7, "result")
+    return next((kind for field, kind in kinds if first(allocation, field)), "temporary")
 
 
 def _buffer(
@@ -221,24 +210,8 @@ def _buffer(
         line=line,
         origin=origin,
         scopes=scopes,
-        kept_for="the result" if kind == "result" else lines.told(reader),
+        kept_for="the result" if kind == "result" else lines.describe(reader),
     )
-
-
-def _allocation(message: Message) -> _Allocation:
-    """Reads an allocation; the numbers are those of the fields of `BufferAllocationProto`."""
-    kind = "temporary"
-    if first(message, 8) == _HOST or first(message, 3):
-        kind = "elsewhere"
-    elif first(message, 5):
-        kind = "argument"
-    elif first(message, 12):
-        kind = "constant"
-    elif first(message, 7):
-        kind = "result"
-    assigned = map(decoded, message.get(9, ()))
-    values = tuple((first(a, 1), first(a, 2), first(a, 3)) for a in assigned)
-    return _Allocation(first(message, 1), first(message, 2), kind, values)
 
 
 def bytes_in_use(always: int, values: Iterable[Value], count: int) -> tuple[int, ...]:

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from tracegrad.insight.explanation import ByRule
+from typing import Any
+
 from tracegrad.ir import CustomGradient, Occurrence, match, operations
 from tracegrad.ir.selector import Selector
 from tracegrad.rewriting import rules
 from tracegrad.rewriting.kept_zeros import may_make_nan
 from tracegrad.rewriting.repairs import positions_past
 
-NOTHING = ByRule()
+Cure = dict[str, Any]  # the fields `rule` and `changes` of a `Finding`; {} if no rule cures it
+
 _PAST = "the gradient passes {name} as if {name} were the identity"
 
 
@@ -36,7 +38,7 @@ def rule_around(found: Occurrence) -> Occurrence:
     return found
 
 
-def not_finite(found: Occurrence, given: float, is_all: bool) -> ByRule:
+def not_finite(found: Occurrence, given: float, is_all: bool) -> Cure:
     """Returns the rule for a node whose VJP turns a finite cotangent into NaN or Inf.
 
     Args:
@@ -49,51 +51,49 @@ def not_finite(found: Occurrence, given: float, is_all: bool) -> ByRule:
     # The cure would run the backward again, with its effects; and zeros in place of its results
     # would discard finite terms that the backward had added.
     if is_vjp and (around.node.effects or not is_all):
-        return NOTHING
+        return {}
     if around.origin is None or not (is_vjp or may_make_nan(around)):
-        return NOTHING
+        return {}
     if given == 0 and not is_vjp:
         # The node then passes zero on to the operations before it, often on the same line.
-        return ByRule(rules.strong_zero(match.source(around.origin.place)))
+        return {"rule": rules.strong_zero(match.source(around.origin.place))}
     where = _selector_of(around)
     if where is None or around.node.op in operations.FACTORS:
-        return NOTHING  # the cure is to mend the operation that made the other factor infinite
-    return ByRule(rules.finite_derivative(where))
+        return {}  # the cure is to mend the operation that made the other factor infinite
+    return {"rule": rules.finite_derivative(where)}
 
 
-def no_gradient(cause: str, found: Occurrence) -> ByRule:
+def no_gradient(cause: str, found: Occurrence) -> Cure:
     """Returns the rule for a node that passes on no gradient or only zeros; `cause`: the finding's
     class."""
     if cause == "custom rule":
         return own_derivative(found)
     if cause in ("rounding", "stop_gradient", "dead units", "clipped"):
         return straight_through(found)
-    return NOTHING
+    return {}
 
 
-def straight_through(found: Occurrence) -> ByRule:
+def straight_through(found: Occurrence) -> Cure:
     """Returns the rule for a node with a zero derivative."""
     where, node = _selector_of(found), found.node
     if where is None or not positions_past(node.inputs, node.outputs):
-        return NOTHING
-    return ByRule(rules.straight_through(where), _PAST.format(name=node.name))
+        return {}
+    return {"rule": rules.straight_through(where), "changes": _PAST.format(name=node.name)}
 
 
-def own_derivative(found: Occurrence) -> ByRule:
+def own_derivative(found: Occurrence) -> Cure:
     """Returns the rule for a custom gradient that is not the derivative of its function."""
     where = _selector_of(found)
     if where is None:
-        return NOTHING
-    return ByRule(
-        rules.own_derivative(where),
-        f"the gradient of {found.node.name} is the derivative of what it computes, not its rule's",
-    )
+        return {}
+    of, its = f"the gradient of {found.node.name}", "the derivative of what it computes"
+    return {"rule": rules.own_derivative(where), "changes": f"{of} is {its}, not its rule's"}
 
 
-def refused(found: Occurrence) -> ByRule:
+def refused(found: Occurrence) -> Cure:
     """Returns the rule for a node that JAX cannot differentiate: only for a `lax.while_loop`."""
     where = _selector_of(found)
     has_effects = bool(found.node.effects)  # a checkpointed loop would repeat them
     if found.node.op != "while" or has_effects or where is None:
-        return NOTHING
-    return ByRule(rules.checkpointed_loop(where))
+        return {}
+    return {"rule": rules.checkpointed_loop(where)}

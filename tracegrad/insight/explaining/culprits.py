@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +23,11 @@ from tracegrad.insight.explaining.statistics import (
     INF,
     LEAST,
     NAN,
+    exact,
 )
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import number_text
-from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Occurrence, Value, operations
+from tracegrad.ir import Atom, CustomGradient, Literal, Occurrence, Value, operations
 from tracegrad.ir.inlined import inside, inside_result, onward, outside
 from tracegrad.ir.occurrence import Path
 
@@ -45,17 +48,15 @@ class Culprit:
 # --------------------------------------------------------------------------------- the reverse pass
 
 
-def backward_culprit(observed: Observed) -> Culprit | None:
-    """Finds the first VJP of the reverse pass that makes NaN or Inf of finite cotangents."""
-    return _search(observed, observed.graph, (), ())
-
-
-def _search(observed: Observed, graph: Graph, path: Path, steps: tuple[int, ...]) -> Culprit | None:
-    """Finds the first such VJP in the region at a path, at some steps of the scans around it."""
-    for node in reversed(graph.nodes):
+def backward_culprit(
+    observed: Observed, path: Path = (), steps: tuple[int, ...] = ()
+) -> Culprit | None:
+    """Finds the first VJP of the reverse pass that makes NaN or Inf of finite cotangents, in the
+    region at a path, at some steps of the scans around the region."""
+    for node in reversed(observed.region(path).nodes):
         place = Place(Occurrence(path, node), steps)
         if is_entered(node):
-            for name, region in node.regions.items():
+            for name in node.regions:
                 inner = place.occurrence.into(name)
                 more = steps
                 if node.primitive is _jax.SCAN:
@@ -63,7 +64,7 @@ def _search(observed: Observed, graph: Graph, path: Path, steps: tuple[int, ...]
                     if step is None:
                         continue
                     more = (*steps, step)
-                if (found := _search(observed, region, inner, more)) is not None:
+                if (found := backward_culprit(observed, inner, more)) is not None:
                     return found
         elif (found := _bad_edge(observed, place)) is not None:
             return _inside_of_rule(observed, place) or found
@@ -76,7 +77,7 @@ def _bad_edge(observed: Observed, place: Place) -> Culprit | None:
     for i in range(len(node.inputs)):
         edge = observed.get("edge", place, i)
         if edge is not None and edge[EDGE_NAN] + edge[EDGE_INF] > 0:
-            given = [observed.get("ct", place, k) for k in range(len(node.outputs))]
+            given = observed.of_results("ct", place)
             if any(ct is not None and not _is_finite(ct) for ct in given):
                 return None
             kind = "NaN" if edge[EDGE_NAN] else "Inf"
@@ -96,14 +97,10 @@ def _inside_of_rule(observed: Observed, place: Place) -> Culprit | None:
         path = place.occurrence.into(name)
         if not any(o is not None and _lies_in(o, path) for _, o, _ in observed.stats):
             continue
-        face = node.face(name)
         if name == "jvp":
-            return _search(observed, face, path, place.steps)
-        for which in (NAN, INF):
-            for out in face.outputs:
-                found = forward_culprit(observed, path, place.steps, out, which)
-                if isinstance(found, Culprit):
-                    return found
+            return backward_culprit(observed, path, place.steps)
+        within = Place(Occurrence(path, node), place.steps)
+        return first_culprit(observed, within, observed.region(path).outputs, (NAN, INF))
     return None
 
 
@@ -124,8 +121,7 @@ def is_all_of_its_rule(observed: Observed, place: Place) -> bool:
             maker = pending.pop()
             if not isinstance(maker, _Made) or not _is_bad(observed, maker, which):
                 continue
-            operands = _makers(observed, maker.place, which)
-            bad = [cause for cause in operands if _is_bad(observed, cause, which)]
+            bad = _bad_makers(observed, maker.place, which)
             through = maker.place.node.op in _ONE_FOR_ONE
             if bad and not (through and len(maker.place.steps) == len(place.steps)):
                 return False
@@ -181,15 +177,25 @@ def forward_culprit(
     if not _is_bad(observed, maker, which):
         return None
     while isinstance(maker, _Made):
-        bad = [
-            cause
-            for cause in _makers(observed, maker.place, which)
-            if _is_bad(observed, cause, which)
-        ]
+        bad = _bad_makers(observed, maker.place, which)
         if not bad:
             return Culprit(maker.place, "NaN" if which == NAN else "Inf")
         user, maker = maker.place.occurrence, bad[0]
     return maker if isinstance(maker, _Made) else dataclasses.replace(maker, user=user)
+
+
+def first_culprit(
+    observed: Observed, place: Place, values: Iterable[Atom], kinds: Sequence[int]
+) -> Culprit | None:
+    """Returns the node that made a NaN or Inf in one of some values of the region of a place; None
+    if no node made one.
+
+    `kinds`: `NAN` and `INF`, in the order in which they are looked for."""
+    for which, value in itertools.product(kinds, values):
+        found = forward_culprit(observed, place.path, place.steps, value, which)
+        if isinstance(found, Culprit):
+            return found
+    return None
 
 
 @dataclass(frozen=True)
@@ -202,22 +208,28 @@ class _Made:
 
 def _is_bad(observed: Observed, maker: _Made | FromOutside, which: int) -> bool:
     """Whether a value has a NaN (or Inf)."""
+    stat = _statistic(observed, maker)
+    return stat is not None and bool(stat.reshape(-1, stat.shape[-1])[0, which] > 0)
+
+
+def _statistic(observed: Observed, maker: _Made | FromOutside) -> np.ndarray[Any, Any] | None:
+    """Returns the `exact` statistic of a value; None if it was not measured."""
     if isinstance(maker, _Made):
-        made = observed.get("value", maker.place, maker.k)
-        return made is not None and bool(made.reshape(-1, made.shape[-1])[0, which] > 0)
+        return observed.get("value", maker.place, maker.k)
     if maker.index is not None:
-        stat = observed.stats.get(("input", None, maker.index))
-        return stat is not None and bool(stat[which] > 0)
-    array = maker.array
-    if array is None or (not _jax.has_gradient(array) and not isinstance(array, float)):
-        return False
-    test = np.isnan if which == NAN else np.isinf
-    return bool(np.any(test(np.asarray(array, np.complex128))))
+        return observed.stats.get(("input", None, maker.index))
+    is_number = np.ndim(maker.array) == 0 or _jax.has_gradient(maker.array)
+    return np.asarray(exact(maker.array)) if maker.array is not None and is_number else None
 
 
 def _makers(observed: Observed, place: Place, which: int = NAN) -> list[_Made | FromOutside]:
     """Returns the origin of each operand of a node."""
     return [_maker(observed, place.path, place.steps, v, which) for v in place.node.inputs]
+
+
+def _bad_makers(observed: Observed, place: Place, which: int) -> list[_Made | FromOutside]:
+    """Returns the origins of the operands of a node that have a NaN (or Inf)."""
+    return [each for each in _makers(observed, place, which) if _is_bad(observed, each, which)]
 
 
 def _maker(
@@ -297,44 +309,31 @@ def operand_ranges(observed: Observed, place: Place) -> str:
     """Returns the range of each operand of a node as text: ``-2 to 3 and 0``."""
     ranges = []
     for value in place.node.inputs:
-        if isinstance(value, Literal):
-            ranges.append(number_text(float(np.asarray(value.val).ravel()[0].real)))
-        elif (stat := _value_statistic(observed, place, value)) is not None:
+        stat = operand_statistic(observed, place, value)
+        if stat is not None and stat.ndim == 1:  # a statistic of one run
             low, high = (number_text(float(stat[k])) for k in (LEAST, GREATEST))
             ranges.append(low if stat[LEAST] == stat[GREATEST] else f"{low} to {high}")
     return " and ".join(ranges)
 
 
-def _value_statistic(observed: Observed, place: Place, value: Value) -> np.ndarray[Any, Any] | None:
+def operand_statistic(
+    observed: Observed, place: Place, operand: Atom
+) -> np.ndarray[Any, Any] | None:
     """Returns the `exact` statistic of an operand of a node; None if it was not measured."""
-    node = observed.region(place.path).producers.get(value)
-    if node is not None:  # if the node is entered, it may have been measured without its regions
+    region = observed.region(place.path)
+    if isinstance(operand, Value) and (node := region.producers.get(operand)) is not None:
+        # If the node is entered, it may have been measured without its regions.
         made = Place(Occurrence(place.path, node), place.steps)
-        if (whole := observed.get("value", made, node.outputs.index(value))) is not None:
-            return whole if whole.ndim == 1 else None
-    maker = _maker(observed, place.path, place.steps, value, NAN)
-    if isinstance(maker, _Made):
-        found = observed.get("value", maker.place, maker.k)
-        return None if found is None or found.ndim != 1 else found
-    return None if maker.index is None else observed.stats.get(("input", None, maker.index))
+        whole = observed.get("value", made, node.outputs.index(operand))
+        if whole is not None:
+            return whole
+    return _statistic(observed, _maker(observed, place.path, place.steps, operand, NAN))
 
 
-def largest_of(observed: Observed, place: Place, operand: Atom) -> float:
-    """Returns the largest absolute value of an operand of a node, over all runs; NaN if it was not
-    measured."""
-    maker = _maker(observed, place.path, place.steps, operand, NAN)
-    stat = None
-    if isinstance(maker, _Made):
-        stat = observed.get("value", maker.place, maker.k)
-    elif maker.index is not None:
-        stat = observed.stats.get(("input", None, maker.index))
-    elif _jax.has_gradient(maker.array) or isinstance(maker.array, float):
-        return float(np.max(np.abs(np.asarray(maker.array)), initial=0.0))
-    return math.nan if stat is None else largest_in(stat)
-
-
-def largest_in(stat: np.ndarray[Any, Any]) -> float:
-    """Returns the largest absolute value in the arrays with an `exact` statistic."""
+def largest_in(stat: np.ndarray[Any, Any] | None) -> float:
+    """Returns the largest absolute value in the arrays with an `exact` statistic; NaN for None."""
+    if stat is None:
+        return math.nan
     return max(-float(np.min(stat[..., LEAST])), float(np.max(stat[..., GREATEST])))
 
 
@@ -346,7 +345,7 @@ def made_by(observed: Observed, place: Place, operand: Atom) -> Place | None:
 
 def has_inf(observed: Observed, place: Place) -> bool:
     """Whether a result of a node has an Inf."""
-    values = [observed.get("value", place, k) for k in range(len(place.node.outputs))]
+    values = observed.of_results("value", place)
     return any(value is not None and bool(np.any(value[..., INF] > 0)) for value in values)
 
 

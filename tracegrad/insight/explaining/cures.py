@@ -53,7 +53,7 @@ def backward_cure(
             return "`jax.nn.log_softmax(logits)` in place of the log of a softmax"
         return f"eps inside: `jnp.{op}(x + eps)`, or " + _DOUBLE_WHERE
     if op in operations.EXPONENTIALS:
-        return _overflow(users)
+        return _cure_of_overflow(users)
     if op in _BACKWARD:
         return _BACKWARD[op].format(op=op)
     return _DOUBLE_WHERE if masked and not np.isfinite(first) else ""
@@ -62,7 +62,11 @@ def backward_cure(
 def forward_cure(op: str, users: Sequence[str]) -> str:
     """Returns the cure for an operation that made a NaN or Inf of finite numbers; "" if none is
     known. `users`: the operations that use its result."""
-    return _overflow(users) if op in operations.EXPONENTIALS else _FORWARD.get(op, "").format(op=op)
+    return (
+        _cure_of_overflow(users)
+        if op in operations.EXPONENTIALS
+        else _FORWARD.get(op, "").format(op=op)
+    )
 
 
 def _by_name(cures: Mapping[str, str]) -> dict[str, str]:
@@ -106,8 +110,7 @@ _FORWARD = _by_name(
 )
 
 
-def _overflow(users: Sequence[str]) -> str:
-    """Returns the cure for an exponential that overflows."""
+def _cure_of_overflow(users: Sequence[str]) -> str:
     if {"add", "log1p", *operations.LOGARITHMS} & set(users[:1]):
         return (
             "exp overflows: `jax.nn.softplus(x)` for log(1 + exp(x)), "

@@ -10,29 +10,22 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.pull_back import node_vjp
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import norms_of_rule
-from tracegrad.insight.explaining.visits import Visit, first_of, is_in_scan, or_zeros, zeros_of
+from tracegrad.insight.explaining.visits import Visit, is_in_scan, or_zeros, zeros_of
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, has_gradient
 from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.frames import OF_HOST_CALL
-from tracegrad.ir.occurrence import Path, line_of_error
+from tracegrad.ir.occurrence import Path
 from tracegrad.tracing.rule_errors import CLOSES_OVER, dtype_advice
 
 if TYPE_CHECKING:
     from tracegrad.insight.explaining.measuring import MeasuredPass
-
-
-_ALL = -1  # stands for all inputs of a rule together
-_TOLERANCE = 0.03
 
 
 def changed_rules(observed: Observed) -> Iterator[Finding]:
@@ -45,15 +38,15 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
         limit = 1e-3 * max(given, own) + 1e-5 * incoming
         if not all(map(math.isfinite, (given, own, apart))) or apart <= limit:
             continue
-        of = "has along some direction a slope" if i == _ALL else f"gives input {i} a gradient"
         yield Finding.of(
             found,
             "changed by a rule",
-            f"the rule of {found.node.name} {of} of norm {number_text(given)}; the derivative of "
-            f"the function has {number_text(own)}, the difference {number_text(apart)}",
+            f"the rule of {found.node.name} gives input {i} a gradient of norm "
+            f"{number_text(given)}; the derivative of the function has {number_text(own)}, the "
+            f"difference {number_text(apart)}",
             problem=False,
             cure="check it by `check_grads`, or declare it deliberate there",
-            by_rule=by_rule.NOTHING if i == _ALL else by_rule.own_derivative(found),
+            **by_rule.own_derivative(found),
         )
 
 
@@ -89,71 +82,22 @@ def of_right_dtypes(measured: MeasuredPass, visit: Visit, results: Sequence[Any]
 def compare_with_primal(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> None:
     """Measures how a rule's cotangents differ from the derivative of its function."""
     assert isinstance(visit.here.node, CustomGradient)
-    # The derivative of a host call is unknown, and effects would happen once more.
-    if visit.here.node.effects or code_of_rule(visit.here.node) in OF_HOST_CALL:
-        return
     primal, operands = visit.here.node.primal, visit.operands
-    # A loop whose number of steps depends on its values often searches a root: JAX's derivative
-    # does not exist, or is that of the search.
-    if _jax.WHILE.name in primal.operations:
-        _compare_by_differences(measured, visit, results)
+    # JAX's derivative of a `while` loop does not exist, or is that of a search for a root. The
+    # derivative of a host call is unknown, and effects would happen once more.
+    is_host_call = code_of_rule(visit.here.node) in OF_HOST_CALL
+    if is_host_call or visit.here.node.effects or _jax.WHILE.name in primal.operations:
         return
-    refused = dict(measured.refused)
+    wanted = [k for k, ct in enumerate(visit.given) if ct is not None]
+    given = [visit.given[k] for k in wanted]
     try:
-        with measured.mute():
-            _, inside = measured.forward(primal, operands, ())
-            own = measured.backward(primal, inside, visit.given, visit.wanted, ())
+        _, vjp = _jax.vjp_of_some(lambda args: primal(*args), operands, visit.active, wanted)
+        own = vjp(given)
     except Exception:  # the function has a rule because JAX cannot differentiate it
         return
-    finally:
-        is_refused, measured.refused = measured.refused != refused, refused
-    if is_refused:
-        return
-    for i, ct in zip(visit.active, results, strict=True):
-        pair = or_zeros(ct, operands[i]), or_zeros(own[i], operands[i])
-        measured.note("rule", visit.here, i, norms_of_rule, *pair, first_of(visit.given))
-
-
-def _compare_by_differences(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> None:
-    """Measures how a rule's slope along some direction in all its operands differs from finite
-    differences of its function. The slopes differ if they do by more than both the differences at
-    two distances, and a few per cent, since the loop in the function stops at some tolerance."""
-    node, operands, given = visit.here.node, visit.operands, visit.given
-    assert isinstance(node, CustomGradient)
-    directions, terms, wide = {}, [], jnp.result_type(float)
-    finfo: Any = jnp.finfo  # knows bfloat16, too
-    for i, ct in zip(visit.active, results, strict=True):
-        sizes = jnp.abs(operands[i])
-        spread = jnp.sqrt(jnp.mean(jnp.square(sizes)))
-        angles = jnp.arange(sizes.size).reshape(sizes.shape) + i  # in radians: as good as random
-        direction = jnp.cos(angles).astype(sizes.dtype)
-        directions[i] = direction * jnp.where(spread > 0, spread, 1)
-        if ct is not None:
-            terms.append(jnp.ravel(jnp.real(ct * directions[i]).astype(wide)))
-    h = max(float(finfo(v.dtype).eps) for v in directions.values()) ** (1 / 3)
-
-    def results_at(distance: Any) -> list[Any]:
-        moved = list(operands)
-        for i, direction in directions.items():
-            moved[i] = operands[i] + distance.astype(direction.dtype) * direction
-        return node.primal(*moved)
-
-    outs = jax.lax.map(results_at, h * jnp.array([1, -1, 0.25, -0.25]))
-
-    def slope(k: int, h: float) -> Any:
-        changes = [
-            jnp.sum(jnp.real((out[k] - out[k + 1]) * ct).astype(wide))
-            for out, ct in zip(outs, given, strict=True)
-            if ct is not None
-        ]
-        return sum(changes) / (2 * h)
-
-    far, near = slope(0, h), slope(2, h / 4)
-    every = jnp.concatenate(terms) if terms else jnp.zeros(1)
-    rule = jnp.sum(every)
-    error = 2 * jnp.abs(far - near) + _TOLERANCE * jnp.linalg.norm(every)
-    own = jnp.where(jnp.abs(near - rule) > error, near, rule)
-    measured.note("rule", visit.here, _ALL, norms_of_rule, rule, own, jnp.zeros(()))
+    for i, ct, right in zip(visit.active, results, own, strict=True):
+        ct = or_zeros(ct, operands[i])
+        measured.note("rule", visit.here, i, norms_of_rule, ct, right, given[0])
 
 
 def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
@@ -169,8 +113,6 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
         if has_gradient(v)
     ]
     count = len(node.outputs)
-    if node.kind == "vjp":
-        _find_line(measured, visit)
     may_vary = {i for i, v in enumerate(node.inputs) if has_gradient(v) and i >= node.closed_over}
     if node.params.get("symbolic_zeros") and not may_vary.issubset(visit.active):
         return
@@ -188,28 +130,3 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
     which = [w for w, has in zip(visit.wanted, has_tangent, strict=True) if has]
     wanted = [False] * len(operands) + which
     measured.backward(rule, values, [*[None] * count, *flowing], wanted, path)
-
-
-def _find_line(measured: MeasuredPass, visit: Visit) -> None:
-    """Notes the line of a rule's backward that makes a NaN or Inf.
-
-    In a trace all operations of a backward have the line of the forward call. So the Python
-    function is run once more without jit; JAX's own check after every operation raises at the line.
-    """
-    arrays = [x for x in (*visit.operands, *visit.given) if x is not None]
-    if any(map(_jax.is_tracer, arrays)) or not all(_all_finite(x) for x in arrays):
-        return
-    try:
-        with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
-            node_vjp(measured.walk, visit.here.node, visit.kept.values, visit.given, visit.active)
-    except FloatingPointError as error:
-        line = line_of_error(error.__traceback__)
-        if line is not None:
-            measured.lines[visit.here] = line
-    except Exception:  # the rule runs only compiled, so that there is no line to find
-        return
-
-
-def _all_finite(x: Any) -> bool:
-    is_number = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return not is_number or bool(jnp.all(jnp.isfinite(x)))

@@ -24,7 +24,7 @@ from tracegrad.ir import (
     operations,
 )
 from tracegrad.ir.authors import A_RULE, whose
-from tracegrad.ir.occurrence import at, is_own_file
+from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import listed
 from tracegrad.tracing.rule_errors import is_about_closing_over
 from tracegrad.variables import cut_gradients
@@ -64,15 +64,15 @@ def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
             text = (
                 f"{cut.occurrence.node.name} returns {integers}, integers, which have no gradient"
             )
-            cure, rule = _INTEGER_CURE, by_rule.NOTHING
+            cure, rule = _INTEGER_CURE, {}
         is_asked_for = owner == A_RULE
         if is_asked_for:
-            text, cure, rule = "rules.stop_gradient stops it, as asked for", "", by_rule.NOTHING
+            text, cure, rule = "rules.stop_gradient stops it, as asked for", "", {}
         elif isinstance(cut.occurrence.node, StopGradient):
             by = "your own" if owner == "yours" else f"{owner}'s"
             text = f"{by} {text}"
         what = text + _also_needed(cut, cuts)
-        more = {"cure": cure, "by_rule": rule, "problem": not is_asked_for}
+        more = {"cure": cure, "problem": not is_asked_for, **rule}
         yield Finding.of(cut.occurrence, cause, what, (path,), **more)
 
 
@@ -85,20 +85,18 @@ def _integer_results(node: Node) -> str:
 
 def _words(cut: Cut) -> str:
     """Returns the description of a cut without its line."""
-    text, origin = str(cut), cut.occurrence.origin
-    return text.split(" at ")[0] if origin is not None and " at " in text else text
-
-
-def _place(cut: Cut) -> str:
-    """Returns a short description of a cut with its line."""
-    origin = cut.occurrence.origin
-    return _words(cut).split(",")[0] + at(origin and origin.place)
+    return str(cut).split(" at ")[0] if cut.occurrence.origin is not None else str(cut)
 
 
 def _also_needed(cut: Cut, cuts: CutsOnWay) -> str:
     """Returns words on the other cuts on the same path; cuts with the same line and words count
     once."""
-    others = list(dict.fromkeys(place for place in map(_place, cuts) if place != _place(cut)))
+
+    def place_of(cut: Cut) -> str:
+        origin = cut.occurrence.origin
+        return _words(cut).split(",")[0] + at(origin and origin.place)
+
+    others = list(dict.fromkeys(place for place in map(place_of, cuts) if place != place_of(cut)))
     if not others:
         return ""
     verb = "cuts" if len(others) == 1 else "cut"
@@ -116,7 +114,7 @@ def _cause_of_cut(cut: Cut) -> str:
         return "assignment"
     if node.op in operations.CALLBACKS:
         return "host conversion"
-    if node.op in ("convert_element_type", "bitcast_convert_type") or _called(node, "astype"):
+    if node.op in ("convert_element_type", "bitcast_convert_type"):
         return "cast"
     if node.op in operations.CHOICES:
         return "argmax"
@@ -125,16 +123,6 @@ def _cause_of_cut(cut: Cut) -> str:
     if node.op in operations.ROUNDINGS:
         return "rounding"
     return "zero derivative"
-
-
-def _called(node: Node, function: str) -> bool:
-    """Whether a function of JAX or of this package with some name made a node."""
-    for frame in _jax.frames(node.source.info):
-        if not is_own_file(frame.file_name):
-            return False
-        if frame.function_name.rsplit(".", 1)[-1] in (function, f"_{function}"):
-            return True
-    return False
 
 
 def cut_off(
@@ -212,7 +200,7 @@ def refusals(observed: Observed) -> Iterator[Finding]:
             f"JAX cannot differentiate {found.node.name}: {words}",
             cure=_LOOP_CURE if op == "while" else CUT_CURES.get(cause, ""),
             operation=op,
-            by_rule=by_rule.refused(found),
+            **by_rule.refused(found),
         )
 
 
@@ -225,7 +213,7 @@ def _closing_over(found: Occurrence) -> Finding:
         f"{name} closes over a value (or has an array in nondiff_argnums), and its rule has no "
         f"gradient for that: JAX cannot differentiate {name} here",
         cure=f"make the value an argument of {name}, and let its rule return None or its gradient",
-        by_rule=by_rule.own_derivative(found),
+        **by_rule.own_derivative(found),
     )
 
 

@@ -76,7 +76,8 @@ def explain_graph(
         the operation that makes the output.
     """
     targets = [i for i, seed in enumerate(seeds) if seed is not None]
-    reached = _connected(program, targets)
+    linked = connections(program)
+    reached = frozenset[int]().union(*(linked[target] for target in targets))
     findings: list[Finding] = []
     flowing = [False] * len(program.inputs)
     cuts: list[CutsOnWay | None] = []
@@ -107,7 +108,7 @@ def explain_graph(
         return observed
 
     if _looks_bad(observed):  # for a gradient of zeros all is measured anyway
-        detail = Detail.ALL if _has_zeros(observed) else Detail.BAD
+        detail = Detail.ALL if _has_gradient_of_zeros(observed) else Detail.BAD
         findings += not_finite(look(detail), sources, targets, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
@@ -123,12 +124,9 @@ def explain_graph(
     changing += slopes_of_steps(observed, norms, sources)
     findings += (f for f in changing if (f.origin, f.scope) not in known)
     if any(f.cause == "vanishing" for f in findings):  # in the end that underflows: one problem
-        findings = [
-            dataclasses.replace(f, problem=f.problem and f.cure != CURES["vanishing"])
-            if f.cause == "underflow"
-            else f
-            for f in findings
-        ]
+        for k, f in enumerate(findings):
+            if f.cause == "underflow" and f.cure == CURES["vanishing"]:
+                findings[k] = dataclasses.replace(f, problem=False)
     findings += changed_rules(observed)
     findings += dead_units(observed, findings)
     connected = {i: path for path, i in sources.items() if i is not None and i in reached}
@@ -142,12 +140,6 @@ def explain_graph(
         tuple(scope_norms(observed)),
         "" if value is None else _output_text(value),
     )
-
-
-def _connected(program: Graph, targets: Sequence[int]) -> frozenset[int]:
-    """Returns the inputs that are connected with a target."""
-    linked = connections(program)
-    return frozenset[int]().union(*(linked[t] for t in targets))
 
 
 def _cuts(program: Graph, targets: Sequence[int], ends: Sequence[int]) -> list[CutsOnWay | None]:
@@ -169,9 +161,7 @@ def _run_again(observed: Observed) -> Iterator[Finding]:
         if not node.effects or found.rule_around is not None:
             continue
         is_rule = isinstance(node, CustomGradient)
-        flows = any(
-            observed.get("ct", Place(found), k) is not None for k in range(len(node.outputs))
-        )
+        flows = any(ct is not None for ct in observed.of_results("ct", Place(found)))
         if flows if is_rule else looked_twice and not node.regions:
             yield Finding.of(
                 found,
@@ -183,7 +173,7 @@ def _run_again(observed: Observed) -> Iterator[Finding]:
 
 
 def _looks_bad(observed: Observed) -> bool:
-    """Whether a result or a gradient is not finite (or a norm overflows)."""
+    """Whether a result or a gradient is not finite, or a norm overflows."""
     return any(
         not np.isfinite(stat[..., :LEAST]).all() or stat[..., NAN : INF + 1].any()
         for (kind, *_), stat in observed.stats.items()
@@ -191,8 +181,7 @@ def _looks_bad(observed: Observed) -> bool:
     )
 
 
-def _has_zeros(observed: Observed) -> bool:
-    """Whether the gradient of a source is all zeros."""
+def _has_gradient_of_zeros(observed: Observed) -> bool:
     return any(stat[ZEROS] >= 1 for (kind, *_), stat in observed.stats.items() if kind == "source")
 
 
@@ -210,9 +199,8 @@ def _reports(
             reason = next((f.short for f in findings if path in f.sources), "")
             report = SourceReport(path, type_text, False, size=size, reason=reason)
         else:
-            zeros = float(stat[ZEROS])
-            norm, nans, infs = float(stat[NORM]), int(stat[NAN]), int(stat[INF])
-            report = SourceReport(path, type_text, True, norm, zeros, nans, infs, size)
+            norm, zeros, nans, infs = map(float, stat[[NORM, ZEROS, NAN, INF]])
+            report = SourceReport(path, type_text, True, norm, zeros, int(nans), int(infs), size)
         reports.append(report)
     return reports
 

@@ -31,15 +31,13 @@ from tracegrad.insight.explaining.custom_rules import (
     of_right_dtypes,
     refuse_closed_over,
 )
-from tracegrad.insight.explaining.detail import Detail, telling
+from tracegrad.insight.explaining.detail import Detail, bounds_of, may_be_rectifier, telling
 from tracegrad.insight.explaining.padding import scale_of_normalisation
-from tracegrad.insight.explaining.rectifiers import bounds_of, may_be_rectifier
 from tracegrad.insight.explaining.statistics import (
-    divided,
+    amplified,
     edge,
     exact,
     index,
-    multiplied,
     norms,
     shown_by_edge,
     units,
@@ -65,7 +63,7 @@ from tracegrad.ir import (
     operations,
 )
 from tracegrad.ir.authors import may_change
-from tracegrad.ir.occurrence import Origin, Path
+from tracegrad.ir.occurrence import Path
 from tracegrad.ir.running import read, run_node, run_nodes
 from tracegrad.ir.wording import first_line
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -82,7 +80,7 @@ class MeasuredPass(Collector):
       graph: a traced function.
       detail: how much is measured, `Detail.FEW` or `Detail.ALL`.
 
-    For `refused` and `lines` see `Observed`.
+    For `refused` see `Observed`.
     """
 
     def __init__(self, graph: Graph, detail: Detail = Detail.FEW):
@@ -91,13 +89,6 @@ class MeasuredPass(Collector):
         self.detail = detail
         self.walk = Walk()
         self.refused: dict[Occurrence, str] = {}
-        self.lines: dict[Occurrence, Origin] = {}
-
-    def _note_each(self, kind: str, of: Occurrence | None, arrays: Sequence[Any]) -> None:
-        """Measures those arrays of a list that are not None and may have a gradient."""
-        for k, array in enumerate(arrays):
-            if array is not None and _jax.is_inexact(jax.typeof(array).dtype):
-                self.note(kind, of, k, exact, array)
 
     # ---------------------------------------------------------------------------------- forward
 
@@ -124,8 +115,9 @@ class MeasuredPass(Collector):
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
         """Runs and measures a node that is not entered; returns its results."""
         node, results = here.node, run_node(here.node, operands)
-        if self.detail is Detail.ALL:
-            self._note_each("value", here, results)
+        for k, array in enumerate(results if self.detail is Detail.ALL else ()):
+            if _jax.is_inexact(jax.typeof(array).dtype):
+                self.note("value", here, k, exact, array)
         if may_be_rectifier(node):
             maximum = [] if isinstance(node, CustomGradient) else operands
             bounds = bounds_of(self.graph.region_of(here), node, maximum)
@@ -229,8 +221,9 @@ class MeasuredPass(Collector):
         def through(node: Node, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
             visit = Visit(Occurrence(path, node), kept, given, active)
             same = [rearranged.get(id(ct), (ct, ct))[1] for ct in given]
-            if node in told:
-                self._note_cotangents(visit.here, same)
+            for k, ct in enumerate(same if node in told else ()):
+                if ct is not None:
+                    self.note("ct", visit.here, k, measure_of_cotangents(self.detail), ct)
             if node not in kept.inner:
                 results = self._pull_back(visit)
                 if is_looped and node.op in _REARRANGES and results[0] is not None:
@@ -247,12 +240,6 @@ class MeasuredPass(Collector):
         results = pull_back(graph, seeds, inputs, reached, through)
         found = dict(zip(inputs, results, strict=True))
         return [found.get(value) for value in graph.inputs]
-
-    def _note_cotangents(self, here: Occurrence, given: Sequence[Any]) -> None:
-        """Measures the cotangents of the results of a node."""
-        for k, ct in enumerate(given):
-            if ct is not None:
-                self.note("ct", here, k, of_cotangent(self.detail), ct)
 
     def _pull_back(self, visit: Visit) -> list[Any]:
         """Applies and measures the VJP of a node that is one operation; None for a cotangent that
@@ -273,11 +260,12 @@ class MeasuredPass(Collector):
             compare_with_primal(self, visit, results)
             if self.detail is Detail.ALL:
                 look_into_rule(self, visit)
-        scale = None if self.is_muted else scale_of_normalisation(self._region(visit), node)
+        region = self.graph.region_of(visit.here)
+        scale = None if self.is_muted else scale_of_normalisation(region, node)
         for i, ct in zip(visit.active, results, strict=True):
             if scale is not None and i != scale and ct is not None:
-                measure = divided if node.op == "div" else multiplied
-                self.note("amplified", visit.here, i, measure, ct, visit.operands[scale])
+                factor = visit.operands[scale] if node.op == "mul" else 1 / visit.operands[scale]
+                self.note("amplified", visit.here, i, amplified, ct, factor)
         self._note_edges(visit, results)
         return results
 
@@ -291,10 +279,6 @@ class MeasuredPass(Collector):
                 given = first_of(visit.given)
                 shown = shown_by_edge(ct, given, operands)
                 self.note("edge", visit.here, i, edge, ct, given, shown)
-
-    def _region(self, visit: Visit) -> Graph:
-        path = visit.here.path
-        return path[-1][0].region(path[-1][1]) if path else self.graph
 
     def _backward_region(self, visit: Visit) -> list[Any]:
         node, given, inside = visit.here.node, visit.given, visit.inner
@@ -375,9 +359,5 @@ class MeasuredPass(Collector):
         return self._switch(args[0], branches, (args[1:], list(visit.given)))
 
 
-# -------------------------------------------------------------------------------------- details
-
-
-def of_cotangent(detail: Detail) -> Callable[[Any], Any]:
-    """Returns the statistic of a cotangent."""
+def measure_of_cotangents(detail: Detail) -> Callable[[Any], Any]:
     return norms if detail is Detail.FEW else exact

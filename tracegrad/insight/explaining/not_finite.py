@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from tracegrad.insight.explaining.culprits import (
     Culprit,
     FromOutside,
     backward_culprit,
+    first_culprit,
     forward_culprit,
     has_inf,
     is_all_of_its_rule,
@@ -21,10 +21,10 @@ from tracegrad.insight.explaining.culprits import (
     users,
 )
 from tracegrad.insight.explaining.cures import backward_cure, forward_cure
-from tracegrad.insight.explaining.observed import Observed, Place
+from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import INF, NAN, NORM
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import Atom, CustomGradient, Node, Occurrence, operations
+from tracegrad.ir import CustomGradient, Node, Occurrence, operations
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -127,7 +127,7 @@ def _forward_finding(
     words += f" of {ranges}" if ranges else ""
     made_inf = None
     if culprit.kind == "NaN":
-        made_inf = _maker_of(observed, culprit.place, found.node.inputs, [INF])
+        made_inf = first_culprit(observed, culprit.place, found.node.inputs, [INF])
     if made_inf is not None:  # the operation that made the Inf is the one to mend
         first = made_inf.place.occurrence
         origin = found.origin or first.origin
@@ -138,7 +138,7 @@ def _forward_finding(
         culprit, found = made_inf, first
     place = culprit.place
     operation = _operation(found.node)
-    cure, rule = forward_cure(_cured_as(found.node), users(observed, place)), by_rule.NOTHING
+    cure, rule = forward_cure(_cured_as(found.node), users(observed, place)), by_rule.Cure()
     if factor_of is not None:
         product = factor_of.place.occurrence
         where = at(product.origin and product.origin.place)
@@ -146,31 +146,26 @@ def _forward_finding(
         # The result is finite, so the cotangent is zero where a contraction makes NaN of the NaN.
         given = 0.0 if product.node.op in operations.CONTRACTIONS else factor_of.given
         rule = by_rule.not_finite(product, given, False)
+    words, cure = _with_float16(found.node, words, cure)
     return Finding.of(
         found,
         f"{culprit.kind} in the forward pass",
-        words + _in_float16(found.node),
+        words,
         touched,
-        cure=_for_float16(found.node, cure),
+        cure=cure,
         operation=operation,
         step=place.step,
-        by_rule=rule,
+        **rule,
     )
 
 
-def _is_float16(node: Node) -> bool:
-    return any(getattr(v.aval, "dtype", None) == np.float16 for v in node.outputs)
-
-
-def _in_float16(node: Node) -> str:
-    return "; it computes in float16, which ends at 65504" if _is_float16(node) else ""
-
-
-def _for_float16(node: Node, cure: str) -> str:
-    if not _is_float16(node):
-        return cure
+def _with_float16(node: Node, words: str, cure: str) -> tuple[str, str]:
+    """Adds to the words and the cure of a finding what concerns float16, if the node returns it."""
+    if all(getattr(v.aval, "dtype", None) != np.float16 for v in node.outputs):
+        return words, cure
     more = "compute this in bfloat16 or float32, or lower the loss scale if there is one"
-    return f"{cure}; or {more}" if cure else more
+    cure = f"{cure}; or {more}" if cure else more
+    return f"{words}; it computes in float16, which ends at 65504", cure
 
 
 def _operation(node: Node) -> str:
@@ -189,20 +184,7 @@ def _maker_of_factor(observed: Observed, culprit: Culprit) -> Culprit | None:
     matrices, whose culprit has no operands to show, also what made an Inf."""
     node = culprit.place.node
     kinds = (NAN, INF) if node.op in operations.CONTRACTIONS else (NAN,) if node.op == "mul" else ()
-    return _maker_of(observed, culprit.place, node.inputs, kinds)
-
-
-def _maker_of(
-    observed: Observed, place: Place, operands: Iterable[Atom], kinds: Sequence[int]
-) -> Culprit | None:
-    """Returns what made a NaN or Inf in one of some operands of a node; None if no operand has one.
-
-    `kinds`: `NAN` and `INF`, in the order in which they are looked for."""
-    for which, value in itertools.product(kinds, operands):
-        made = forward_culprit(observed, place.path, place.steps, value, which)
-        if isinstance(made, Culprit):
-            return made
-    return None
+    return first_culprit(observed, culprit.place, node.inputs, kinds)
 
 
 def _backward_finding(
@@ -243,28 +225,28 @@ def _backward_finding(
     is_inf = node.op == "log" and has_inf(observed, place)
     ends = users(observed, place, of_inf=True) if is_inf else []
     is_limit = culprit.given == 0 and not operations.BOUNDED.issuperset(ends)
-    of_rule = by_rule.NOTHING if is_limit else by_rule.not_finite(found, culprit.given, is_all)
+    of_rule = {} if is_limit else by_rule.not_finite(found, culprit.given, is_all)
+    words += f"{places} is not finite{through}{_made_before(observed, culprit)}"
+    words, cure = _with_float16(node, words, cure)
     return Finding.of(
         found,
         f"{culprit.kind} in the reverse pass",
-        f"{words}{places} is not finite{through}{_made_before(observed, culprit)}"
-        + _in_float16(node),
+        words,
         touched,
         origin=origin,
-        cure=_for_float16(node, cure),
+        cure=cure,
         operation=operation,
         operands=culprit.operands,
         step=place.step,
-        by_rule=of_rule,
+        **of_rule,
     )
 
 
 def _norm_before(observed: Observed, culprit: Culprit) -> float:
     """Returns the largest norm of a cotangent that comes into a product; 0 for other operations."""
-    node = culprit.place.node
-    if node.op not in operations.PRODUCTS:
+    if culprit.place.node.op not in operations.PRODUCTS:
         return 0.0
-    given = [observed.get("ct", culprit.place, k) for k in range(len(node.outputs))]
+    given = observed.of_results("ct", culprit.place)
     norms = (float(ct.reshape(-1, ct.shape[-1])[0, NORM]) for ct in given if ct is not None)
     return max(norms, default=0.0)
 
@@ -273,7 +255,7 @@ def _made_before(observed: Observed, culprit: Culprit) -> str:
     """Returns words on the operation of the forward pass that made an infinite operand, or ""."""
     pairs = zip(culprit.place.node.inputs, culprit.operands, strict=False)
     infinite = [value for value, x in pairs if math.isinf(x)]  # (NaN: not known)
-    made = _maker_of(observed, culprit.place, infinite, [INF])
+    made = first_culprit(observed, culprit.place, infinite, [INF])
     if made is None:
         return ""
     origin = made.place.occurrence.origin

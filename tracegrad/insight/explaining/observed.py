@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad.insight.explaining.detail import Detail
+from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.ir import Graph, Node, Occurrence, Origin
 from tracegrad.ir.occurrence import Path
 
@@ -50,6 +51,16 @@ class Observed:
         place has none)."""
         stat = self.stats.get((kind, place.occurrence, k))
         return None if stat is None else stat[place.steps]
+
+    def of_results(self, kind: str, place: Place) -> list[np.ndarray[Any, Any] | None]:
+        """Returns the statistics of the results of a node, "value" or "ct"."""
+        return [self.get(kind, place, k) for k in range(len(place.node.outputs))]
+
+    def arrives(self, place: Place, k: int | None = None) -> bool:
+        """Whether a nonzero cotangent arrives at a result of a node, or at any of its results."""
+        given = self.of_results("ct", place)
+        chosen = given if k is None else given[k : k + 1]
+        return any(ct is not None and bool(np.any(ct[..., NORM] > 0)) for ct in chosen)
 
     def of(self, kind: str) -> list[tuple[Occurrence, int, np.ndarray[Any, Any]]]:
         """Returns the statistics of a kind, in the order of measuring."""

@@ -19,25 +19,19 @@ from tracegrad.insight.explaining.cutting import key_of
 from tracegrad.insight.explaining.detail import Detail, telling_inside
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.explaining.observed import Key
-from tracegrad.ir import Graph, Occurrence, Origin
+from tracegrad.ir import Graph, Occurrence
 from tracegrad.ir.program_keys import PROGRAMS
 
-# The result of a program, and its statistics, refused nodes and lines, as in `Observed`.
-Answer = tuple[
-    Any,
-    Mapping[Key, np.ndarray[Any, Any]],
-    Mapping[Occurrence, str],
-    Mapping[Occurrence, Origin],
-]
+# The result of a program, its statistics, and the refused nodes, as in `Observed`.
+Answer = tuple[Any, Mapping[Key, np.ndarray[Any, Any]], Mapping[Occurrence, str]]
 
 
 class Programs:
     """The programs that equal runs share."""
 
-    def __init__(self, graph: Graph, detail: Detail, is_eager: bool):
+    def __init__(self, graph: Graph, detail: Detail):
         self.graph = graph
         self._pass = MeasuredPass(graph, detail)
-        self._is_eager = is_eager
         self._jitted: dict[Any, Callable[..., Any]] = {}
         # For each program: what makes the tree of its results, the refused nodes.
         self._layouts: dict[Any, Any] = {}
@@ -84,45 +78,34 @@ class Programs:
         return "forward" in self._jitted
 
     def _run(self, key: Any, run: Callable[..., Any], *args: Any) -> Answer:
-        """Runs a pass, compiled unless the run is eager, and computes its statistics."""
+        """Runs a compiled pass, and computes its statistics."""
         measured = self._pass
 
-        def observed(*args: Any) -> Any:
-            measured.refused.clear()
-            measured.lines.clear()
-            with measured.collecting(None if self._is_eager else ()) as found:
-                return run(*args), found
-
         def packed(*args: Any) -> list[Any]:
-            leaves, expand = distinct(observed(*args))
+            measured.refused.clear()
+            with measured.collecting(steps=()) as found:
+                leaves, expand = distinct((run(*args), found))
             self._layouts[key] = expand, dict(measured.refused)
             return leaves
 
         with self._one_at_a_time:
-            if self._is_eager:
-                result, found = observed(*args)
-                refused, lines = dict(measured.refused), dict(measured.lines)
-            else:
-                if key not in self._jitted:
-                    options = _jax.quick_options(jax.default_backend())
-                    self._jitted[key] = jax.jit(packed, compiler_options=options)
-                leaves = self._jitted[key](*args)
-                expand, refused = self._layouts[key]
-                result, found = expand(leaves)
-                lines = {}
+            if key not in self._jitted:
+                options = _jax.quick_options(jax.default_backend())
+                self._jitted[key] = jax.jit(packed, compiler_options=options)
+            leaves = self._jitted[key](*args)
+            expand, refused = self._layouts[key]
             keys = measured.keys
+        result, found = expand(leaves)
         stats = {keys[number]: _statistic(found[number]) for number in sorted(found)}
-        return result, stats, refused, lines
+        return result, stats, refused
 
 
 def _statistic(found: Any) -> np.ndarray[Any, Any]:
     return np.asarray(found.measure(*found.args) if isinstance(found, Deferred) else found)
 
 
-def programs_of(graph: Graph, detail: Detail, is_eager: bool) -> Programs:
-    if is_eager:
-        return Programs(graph, detail, is_eager)
+def programs_of(graph: Graph, detail: Detail) -> Programs:
     measured = telling_inside(graph) if detail is Detail.FEW else detail
     key = "explained", measured, key_of(graph)
     known: Programs | None = PROGRAMS.get(key)
-    return PROGRAMS.put(key, Programs(graph, detail, is_eager)) if known is None else known
+    return PROGRAMS.put(key, Programs(graph, detail)) if known is None else known

@@ -22,11 +22,11 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
-from tracegrad.differentiation.pull_back import reached_from
+from tracegrad.differentiation.pull_back import active_inputs, node_vjp, reached_from
 from tracegrad.insight.explaining.custom_rules import refuse_closed_over
 from tracegrad.insight.explaining.cutting import is_large_call, runs_of
 from tracegrad.insight.explaining.detail import Detail
-from tracegrad.insight.explaining.measuring import of_cotangent
+from tracegrad.insight.explaining.measuring import measure_of_cotangents
 from tracegrad.insight.explaining.observed import Key, Observed, Places
 from tracegrad.insight.explaining.programs import Answer, Programs, programs_of
 from tracegrad.insight.explaining.statistics import INF, NAN, exact
@@ -41,7 +41,7 @@ from tracegrad.ir import (
     dtype_of,
     has_gradient,
 )
-from tracegrad.ir.occurrence import Path
+from tracegrad.ir.occurrence import line_of_error
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 
@@ -64,16 +64,16 @@ def measure(
     found = _Measured(detail)
     # JAX's own checks would raise at the NaN that is to be explained.
     with jax.debug_nans(False), jax.debug_infs(False):
-        level = _Level(found, graph, ())
+        level = _Level(found, graph)
         level.seed(seeds, sources)
         outs = level.forward(inputs)
         found.note_each("output", outs)
         if detail is not Detail.FEW:
             found.note_each("input", inputs)
         if detail is not Detail.BAD:
-            found.note_each("source", level.backward())
+            found.note_each("source", level.pull())
         elif _are_finite(outs):  # else the gradient says nothing of where the NaN began
-            level.backward()
+            level.pull()
     return Observed(graph, detail, found.stats, found.refused, found.lines)
 
 
@@ -98,38 +98,41 @@ class _Measured:
 
 
 class _Level:
-    """A graph at a path, measured item by item. An item is a run, or a large call with a level of
-    its own.
+    """A graph, measured item by item: the program, or the region of a call with many operations
+    (`is_large_call`). An item is a run, or such a call, which is a level of its own.
 
     `values` holds the values that cross between items, until the reverse pass has used them.
     """
 
-    def __init__(self, measured: _Measured, graph: Graph, path: Path):
+    def __init__(self, measured: _Measured, graph: Graph, call: Occurrence | None = None):
         self.measured = measured
         self.graph = graph
-        self.path = path
-        self.items: list[_Call | _Run] = []
+        self.call = call
+        self.path = call.into(*call.node.regions) if call else ()
+        self.inputs: Sequence[Atom] = call.node.inputs if call else ()
+        self.outputs: Sequence[Value] = call.node.outputs if call else ()
+        self.items: list[_Level | _Run] = []
         self.values: dict[Value, Any] = {}
         self.cotangents: dict[Value, Any] = {}
         self.wanted: Sequence[Value] = ()
         self.reached: Collection[Value] = ()
         self.last_pulled: list[Any] | None = None
-        for is_large, group in itertools.groupby(graph.nodes, is_large_call):
+        for kind, group in itertools.groupby(graph.nodes, self._kind_of):
             nodes = tuple(group)
-            if is_large:
-                self.items += [_Call(self, node) for node in nodes]
-                continue
-            for is_eager, part in itertools.groupby(nodes, self._is_eager):
-                few = tuple(part)
-                runs = [few] if is_eager else runs_of(few, measured.detail)
-                self.items += [_Run(self, tuple(run), is_eager) for run in runs]
+            if kind == "call":
+                for node in nodes:
+                    (region,) = node.regions.values()
+                    self.items.append(_Level(measured, region, Occurrence(self.path, node)))
+            elif kind == "rule":
+                self.items += [_Run(self, (node,)) for node in nodes]
+            else:
+                self.items += [_Run(self, tuple(run)) for run in runs_of(nodes, measured.detail)]
 
-    def _is_eager(self, node: Node) -> bool:
-        """Whether a node runs by itself, uncompiled: only then the line of a NaN in a custom rule
-        can be found."""
-        if self.measured.detail is Detail.FEW or not isinstance(node, CustomGradient):
-            return False
-        return node.kind == "vjp" and not keeps_zeros(node)
+    def _kind_of(self, node: Node) -> str:
+        """Returns "call" for a large call, "rule" for a node that is a run by itself, so that the
+        line of a NaN in its rule can be found, else ""."""
+        is_rule = self.measured.detail is not Detail.FEW and _may_have_line(node)
+        return "call" if is_large_call(node) else "rule" if is_rule else ""
 
     def forward(self, args: Sequence[Any]) -> list[Any]:
         """Returns the outputs of the graph. If it has got `seed`, the last item also computes its
@@ -144,14 +147,18 @@ class _Level:
             self.values.update(zip(item.outputs, results, strict=True))
         return _read(self.graph.outputs, self.values)
 
-    def seed(self, cotangents: Sequence[Any], wanted: Sequence[bool]) -> None:
-        """Takes the cotangents of the outputs, and for which inputs `backward` is asked."""
+    def seed(self, given: Sequence[Any], wanted: Sequence[bool]) -> None:
+        """Takes the cotangents of the outputs, and for which inputs `pull` is asked."""
+        for k, ct in enumerate(given):
+            if ct is not None and self.call is not None:
+                statistic = measure_of_cotangents(self.measured.detail)(ct)
+                self.measured.stats["ct", self.call, k] = np.asarray(statistic)
         self.wanted = [v for v, chosen in zip(self.graph.inputs, wanted, strict=True) if chosen]
         self.reached = reached_from(self.graph, self.wanted, self.measured.walk)
         refuse_closed_over(self.measured.refused, self.graph, self.reached, self.path)
-        self._add(self.graph.outputs, cotangents)
+        self._add(self.graph.outputs, given)
 
-    def backward(self) -> list[Any]:
+    def pull(self) -> list[Any]:
         """Returns the cotangents of the wanted inputs of the graph; None for inputs without one."""
         for item in reversed(self.items):
             if self.measured.is_over:
@@ -168,13 +175,29 @@ class _Level:
                 self.cotangents.pop(value, None)
         return [self.cotangents.get(v) if v in self.wanted else None for v in self.graph.inputs]
 
+    def backward(
+        self, args: Sequence[Any], given: Sequence[Any], wanted: Sequence[bool]
+    ) -> list[Any]:
+        self.seed(given, wanted)
+        return self.pull()
+
+    def forward_and_backward(
+        self, args: Sequence[Any], given: Sequence[Any], wanted: Sequence[bool]
+    ) -> tuple[list[Any], list[Any]]:
+        self.seed(given, wanted)
+        return self.forward(args), self.pull()
+
+    def note_values(self, args: Sequence[Any]) -> None:
+        for item in self.items:
+            item.note_values(_read(item.inputs, self.values))
+
     def _add(self, values: Sequence[Atom], terms: Sequence[Any]) -> None:
         known = self.cotangents
         for value, term in zip(values, terms, strict=True):
             if term is not None and isinstance(value, Value) and has_gradient(value):
                 known[value] = _sum(known[value], term) if value in known else term
 
-    def _given_and_asked(self, item: _Call | _Run) -> tuple[list[Any], tuple[bool, ...]] | None:
+    def _given_and_asked(self, item: _Level | _Run) -> tuple[list[Any], tuple[bool, ...]] | None:
         """Returns the cotangents of an item's outputs, and for each input whether a cotangent is
         wanted; None if there is no such cotangent, or no such input."""
         given = [self.cotangents.get(v) for v in item.outputs]
@@ -183,48 +206,10 @@ class _Level:
         return (given, asked) if flows else None
 
 
-class _Call:
-    """A node that calls one region with many operations (`is_large_call`)."""
-
-    def __init__(self, level: _Level, node: Node):
-        self.here = Occurrence(level.path, node)
-        self.inputs: Sequence[Atom] = node.inputs
-        self.outputs: Sequence[Value] = node.outputs
-        self.measured = level.measured
-        ((name, region),) = node.regions.items()
-        self.level = _Level(level.measured, region, self.here.into(name))
-
-    def forward(self, args: Sequence[Any]) -> list[Any]:
-        return self.level.forward(args)
-
-    def backward(
-        self, args: Sequence[Any], given: Sequence[Any], wanted: Sequence[bool]
-    ) -> list[Any]:
-        self._seed(given, wanted)
-        return self.level.backward()
-
-    def forward_and_backward(
-        self, args: Sequence[Any], given: Sequence[Any], wanted: Sequence[bool]
-    ) -> tuple[list[Any], list[Any]]:
-        self._seed(given, wanted)
-        return self.level.forward(args), self.level.backward()
-
-    def note_values(self, args: Sequence[Any]) -> None:
-        for item in self.level.items:
-            item.note_values(_read(item.inputs, self.level.values))
-
-    def _seed(self, given: Sequence[Any], wanted: Sequence[bool]) -> None:
-        for k, ct in enumerate(given):
-            if ct is not None:
-                statistic = of_cotangent(self.measured.detail)(ct)
-                self.measured.stats["ct", self.here, k] = np.asarray(statistic)
-        self.level.seed(given, wanted)
-
-
 class _Run:
     """Neighbouring operations that are compiled together."""
 
-    def __init__(self, level: _Level, nodes: Sequence[Node], is_eager: bool):
+    def __init__(self, level: _Level, nodes: Sequence[Node]):
         made = {v for node in nodes for v in node.outputs}
         users, members = level.graph.users, set(nodes)
         self.nodes, self.path, self.measured = nodes, level.path, level.measured
@@ -244,19 +229,19 @@ class _Run:
             outputs=self.outputs,
             equations=[node.equation for node in nodes],
         )
-        graph = Graph(program=program, make_nodes=lambda: tuple(nodes), name=level.graph.name)
-        self._graph, self._is_eager = graph, is_eager
+        name = level.graph.name
+        self._graph = Graph(program=program, make_nodes=lambda: tuple(nodes), name=name)
         # Effects must happen once, so that the values of such a run are not recomputed.
         self._is_kept = any(node.effects for node in nodes)
         self._kept: Any = None
 
     @cached_property
     def _few(self) -> Programs:
-        return programs_of(self._graph, Detail.FEW, False)
+        return programs_of(self._graph, Detail.FEW)
 
     @cached_property
     def _all(self) -> Programs:
-        return programs_of(self._graph, Detail.ALL, self._is_eager)
+        return programs_of(self._graph, Detail.ALL)
 
     @property
     def _backward(self) -> Programs:
@@ -318,28 +303,55 @@ class _Run:
         wanted: tuple[bool, ...],
         terms: Sequence[Any],
     ) -> None:
-        """With `Detail.BAD`, measures everything if the run turns finite cotangents into others."""
-        is_bad = self.measured.detail is Detail.BAD and not _are_finite(terms)
-        if not is_bad or not _are_finite(given):
+        """If the run turns finite cotangents into others, finds the line in a rule that does so;
+        with `Detail.BAD` also measures everything."""
+        if self.measured.detail is Detail.FEW or _are_finite(terms) or not _are_finite(given):
+            return
+        if len(self.nodes) == 1 and _may_have_line(self.nodes[0]) and _are_finite(args):
+            self._find_line(args, given, wanted)
+        if self.measured.detail is Detail.ALL:
             return
         self.measured.is_over = True
         if not self._is_kept:
             self._take(self._all.backward(args, None, given, wanted, has_run=False), self._all)
 
+    def _find_line(
+        self, args: Sequence[Any], given: Sequence[Any], wanted: tuple[bool, ...]
+    ) -> None:
+        """Notes the line of a rule's backward that makes a NaN or Inf.
+
+        In a trace all operations of a backward have the line of the forward call. So the Python
+        function is run once more without jit; JAX's own check after every operation raises at the
+        line."""
+        (node,), values = self.nodes, dict(zip(self.inputs, args, strict=True))
+        active = active_inputs(node, set(itertools.compress(self.inputs, wanted)))
+        try:
+            with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
+                node_vjp(self.measured.walk, node, values, given, active)
+        except FloatingPointError as error:
+            if (line := line_of_error(error.__traceback__)) is not None:
+                self.measured.lines[Occurrence(self.path, node)] = line
+        except Exception:  # the rule runs only compiled, so that there is no line to find
+            return
+
     def _take(self, answer: Answer, programs: Programs) -> Any:
         """Returns the result of a program, and notes what it has measured, under the nodes of this
         run (the program may have been traced from an equal run)."""
-        result, stats, refused, lines = answer
+        result, stats, refused = answer
         place = Places(programs.graph.nodes, self.nodes, self.path)
         for (kind, here, k), stat in stats.items():
             self.measured.stats[kind, here and place.of(here), k] = stat
         for here, words in refused.items():
             self.measured.refused.setdefault(place.of(here), words)
-        self.measured.lines.update((place.of(here), line) for here, line in lines.items())
         return result
 
 
 # --------------------------------------------------------------------------------------- operations
+
+
+def _may_have_line(node: Node) -> bool:
+    """Whether a node has a backward function of the user's, which a NaN may begin in."""
+    return isinstance(node, CustomGradient) and node.kind == "vjp" and not keeps_zeros(node)
 
 
 def _read(atoms: Sequence[Atom], values: Mapping[Value, Any]) -> list[Any]:

@@ -20,7 +20,6 @@ from tracegrad.insight.explaining.culprits import operand_ranges
 from tracegrad.insight.explaining.detail import PREPARING, Detail
 from tracegrad.insight.explaining.layers import are_layers
 from tracegrad.insight.explaining.observed import Observed, Place
-from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.statistics import NORM
 from tracegrad.insight.explaining.streams import Link, Streams, total
 from tracegrad.insight.explanation import Finding, number_text, scope_of, shared_scope
@@ -38,8 +37,6 @@ _SATURATING = frozenset({"tanh", "logistic", "erf", "exp", "exp2", "log1p"})
 CURES = {
     "saturated": "where it is flat, normalise what goes in; a residual connection past it, or "
     "another activation",
-    "normalisation": "what goes in hardly varies: look at what makes it so, mask such rows, or a "
-    "larger epsilon",
     "vanishing": "residual connections, normalisation, another activation or initialisation",
     "exploding": "normalisation, a smaller initialisation, clipping by the global norm",
 }
@@ -246,13 +243,11 @@ def _finding_of_layers(
             concerned.append((norm, path))
     concerned.sort(reverse=cause == "exploding")
     scope = shared_scope(scope_of(link.occurrence) for link in links)
-    kind = cause
-    if cause == "vanishing" and found.node.op in _SATURATING:
-        kind = "saturated"
-    elif scale_of_normalisation(streams.observed.region(found.path), found.node) is not None:
-        kind = "normalisation"
+    is_flat = cause == "vanishing" and found.node.op in _SATURATING
     paths = tuple(path for _, path in concerned)
-    return Finding.of(found, cause, words, paths, cure=CURES[kind], scope=scope)
+    return Finding.of(
+        found, cause, words, paths, cure=CURES["saturated" if is_flat else cause], scope=scope
+    )
 
 
 # ----------------------------------------------------------------------------------------- scopes

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tracegrad.rewriting.norms import near_one, over_largest
+from tracegrad.rewriting.norms import over_largest
 
 # The positions of the numbers in `exact` (`norms` has its first two), in `edge` and in `units`.
 NORM, ZEROS, NAN, INF, LEAST, GREATEST = range(6)
@@ -77,56 +77,26 @@ def _real(xp: Any, x: Any) -> Any:
     return x.astype(xp.float32) if x.dtype.itemsize < 4 else x
 
 
-def _norm_and_share_of_zeros(xp: Any, x: Any, axes: int = 0) -> tuple[Any, Any]:
-    """Returns the Euclidean norm, also of entries whose squares overflow or underflow; and the
-    share of zeros, which is below 1 even after rounding unless all elements are zero. Both are
-    arrays over the first `axes` axes."""
-    size = math.prod(x.shape[axes:])
-    if xp is np:
-        norm, zeros = _norm(xp, x, axes), size - np.count_nonzero(x, tuple(range(axes, x.ndim)))
-    else:
-        norm, zeros = _in_one_pass(x, axes)
-    below = xp.minimum(zeros / max(1, size), 1 - 2.0**-20)
-    return norm, xp.where(zeros == size, 1.0, below) if size else xp.zeros(x.shape[:axes])
-
-
-def _in_one_pass(x: Any, axes: int = 0) -> tuple[Any, Any]:
-    """Returns the Euclidean norm and the number of zeros, over the axes after the first ones. XLA
-    makes one kernel of both.
-
-    Each part of the array has its largest absolute value, and the sum of the squares of its
-    entries divided by that value, as in LAPACK's ``nrm2``."""
-
-    def share(squares: Any, of: Any, largest: Any) -> Any:
-        near = near_one(largest)
-        ratio = jnp.where(of == largest, 1, (of * near) / (largest * near))
-        return squares * jnp.square(ratio)
-
-    def joined(one: Any, other: Any) -> Any:
-        (s, squares, count), (t, more, others) = one, other
-        largest = jnp.maximum(s, t)
-        squares = share(squares, s, largest) + share(more, t, largest)
-        return largest, squares, count + others
-
-    size, zero = jnp.abs(x), jnp.zeros((), x.dtype)
-    operands = size, (size != 0).astype(x.dtype), (size == 0).astype(int)
-    start = zero, zero, jnp.zeros((), int)
-    largest, squares, zeros = jax.lax.reduce(operands, start, joined, tuple(range(axes, x.ndim)))
-    return largest * jnp.sqrt(squares), zeros
-
-
 def _norm(xp: Any, x: Any, axes: int = 0) -> Any:
     """Returns the Euclidean norm over the axes after the first ones, also of entries whose squares
     overflow or underflow."""
-    if xp is jnp:
-        return _in_one_pass(x, axes)[0]
     rows = x.reshape(*x.shape[:axes], math.prod(x.shape[axes:]))
-    # einsum, not dot: threads of BLAS would wait for those of XLA
-    squares = np.einsum("...i,...i->...", rows, rows)
-    if np.all((squares > 1e-280) & (squares < 1e280)):
-        return np.sqrt(squares)
-    rows, largest = over_largest(rows, -1, np)
-    return largest[..., 0] * np.sqrt(np.sum(np.square(rows), -1))
+    if xp is np:
+        # einsum, not dot: threads of BLAS would wait for those of XLA
+        squares = np.einsum("...i,...i->...", rows, rows)
+        if np.all((squares > 1e-280) & (squares < 1e280)):
+            return np.sqrt(squares)
+    rows, largest = over_largest(rows, -1, xp)
+    return largest[..., 0] * xp.sqrt(xp.sum(xp.square(rows), -1))
+
+
+def _share_of_zeros(xp: Any, x: Any, axes: int = 0) -> Any:
+    """Returns the share of zeros over the axes after the first ones: below 1, even after rounding,
+    unless all elements are zero."""
+    size = math.prod(x.shape[axes:])
+    zeros = xp.sum(x == 0, tuple(range(axes, x.ndim)))
+    below = xp.minimum(zeros / max(1, size), 1 - 2.0**-20)
+    return xp.where(zeros == size, 1.0, below) if size else xp.zeros(x.shape[:axes])
 
 
 def _vector(xp: Any, *values: Any) -> Any:
@@ -144,7 +114,7 @@ def index(xp: Any, x: Any) -> Any:
 def norms(xp: Any, x: Any, *, axes: int = 0) -> Any:
     """Returns the norm and the share of zeros: of each part along the first `axes` axes, if any."""
     x = _real(xp, x)
-    return _vector(xp, *_norm_and_share_of_zeros(xp, x, axes))
+    return _vector(xp, _norm(xp, x, axes), _share_of_zeros(xp, x, axes))
 
 
 @_by_place
@@ -162,7 +132,9 @@ def exact(xp: Any, x: Any, *, axes: int = 0) -> Any:
         nans, infs = xp.sum(nan, within), xp.sum(xp.isinf(x), within)
         least = xp.min(xp.where(nan, xp.inf, x), within)
         greatest = xp.max(xp.where(nan, -xp.inf, x), within)
-    return _vector(xp, *_norm_and_share_of_zeros(xp, x, axes), nans, infs, least, greatest)
+    return _vector(
+        xp, _norm(xp, x, axes), _share_of_zeros(xp, x, axes), nans, infs, least, greatest
+    )
 
 
 @_by_place
@@ -251,20 +223,10 @@ def norms_of_rule(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
 
 
 @_by_place
-def multiplied(xp: Any, result: Any, factor: Any) -> Any:
+def amplified(xp: Any, result: Any, factor: Any) -> Any:
     """Measures a cotangent that was multiplied by a factor: the largest factor divided by the
     least, the norm of the cotangent where the factor is over a tenth of the largest, and its norm
     elsewhere."""
-    return _amplified(xp, result, factor)
-
-
-@_by_place
-def divided(xp: Any, result: Any, divisor: Any) -> Any:
-    """Measures a cotangent that was divided by a divisor, as `multiplied` does."""
-    return _amplified(xp, result, 1 / _real(xp, divisor))
-
-
-def _amplified(xp: Any, result: Any, factor: Any) -> Any:
     result, factor = _real(xp, result), xp.abs(_real(xp, factor))
     if result.size == 0 or factor.size == 0:
         return xp.zeros(3)

@@ -24,7 +24,7 @@ from tracegrad.insight.explaining.visits import is_called
 from tracegrad.insight.explanation import Finding
 from tracegrad.ir import Atom, Graph, Node, Occurrence, Value, has_gradient
 from tracegrad.ir.dependence import dependence
-from tracegrad.ir.inlined import outside
+from tracegrad.ir.inlined import Inlined
 from tracegrad.ir.occurrence import Path
 
 _FEWEST_STEPS = 8
@@ -101,7 +101,7 @@ def _start(
     first, _ = _jax.scan_split(scan.node.params)
     carry = scan.node.regions["jaxpr"].inputs[first + j]
     uses = Streams(observed).uses(scan.into("jaxpr"), carry)
-    used = [here for _, here in uses if _arrives_in(observed, here, step)]
+    used = [here for _, here in uses if observed.arrives(Place(here, (step,)))]
     is_masked = used and all(here.node.op in ("select_n", "mul") for here in used)
     return int(given[0]) if is_masked else 0
 
@@ -110,16 +110,9 @@ def _is_read_at_one_step(observed: Observed, scan: Occurrence) -> bool:
     """Whether a scan gets its cotangent at one step of its stacked results (`hs[-1]`). If it gets
     some at many steps, their sizes differ for other reasons than the recurrence."""
     _, count = _jax.scan_split(scan.node.params)
-    given = [observed.get("ct", Place(scan), k) for k in range(len(scan.node.outputs))]
+    given = observed.of_results("ct", Place(scan))
     steps = [(1 - ct[ZEROS]) * scan.node.params["length"] for ct in given[count:] if ct is not None]
     return all(many < 1.5 for many in steps)
-
-
-def _arrives_in(observed: Observed, here: Occurrence, step: int) -> bool:
-    """Whether a nonzero cotangent arrives at a result of an operation in a step of a scan."""
-    place = Place(here, (step,))
-    given = [observed.get("ct", place, k) for k in range(len(here.node.outputs))]
-    return any(ct is not None and np.any(ct[..., NORM] > 0) for ct in given)
 
 
 def _starts_alike(observed: Observed, scan: Occurrence, j: int) -> bool:
@@ -142,20 +135,13 @@ def _is_constant(region: Graph, value: Atom) -> bool:
 
 def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
     """Returns the input of the graph of which a value is a view or a cast; None if it is none."""
-    while isinstance(value, Value):
-        region = observed.region(path)
-        node = region.producers.get(value)
-        if node is not None and node.op in PREPARING:
-            value = node.inputs[0]
-        elif value not in region.inputs:
-            return None
-        elif not path:
-            return region.inputs.index(value)
-        elif is_called(path[-1][0]):
-            path, value = outside(path, value)[0]
-        else:
-            return None
-    return None
+    program = Inlined(observed.graph, opens=lambda _, node: is_called(node))
+    path, value = program.origin(path, value)
+    node = program.made_by(path, value)
+    if node is not None and node.op in PREPARING:
+        return _input_of(observed, path, node.inputs[0])
+    inputs = observed.graph.inputs
+    return inputs.index(value) if value in inputs else None
 
 
 def _finding(carry: tuple[Occurrence, int], slope: Slope, streams: Streams) -> Finding:

@@ -19,7 +19,7 @@ from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import EDGE_NORM, NORM
 from tracegrad.insight.explaining.visits import is_called, is_entered
-from tracegrad.ir import Node, Occurrence, Origin, Value
+from tracegrad.ir import Occurrence, Origin, Value
 from tracegrad.ir.inlined import inside, onward, outside
 from tracegrad.ir.occurrence import Path
 
@@ -83,7 +83,7 @@ class Streams:
         region = self.observed.region(path)
         for node in region.users.get(value, ()):
             here = Occurrence(path, node)
-            if _is_looked_into(node):
+            if is_called(node) and is_entered(node):
                 for each in inside(here, value):
                     yield from self.uses(*each)
                 continue
@@ -135,7 +135,3 @@ def total(norms: np.ndarray[Any, Any]) -> float:
     if not 0 < largest < math.inf:
         return float(largest)
     return float(largest * np.sqrt(np.sum(np.square(found / largest))))
-
-
-def _is_looked_into(node: Node) -> bool:
-    return is_called(node) and is_entered(node)

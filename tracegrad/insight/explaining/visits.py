@@ -80,7 +80,6 @@ def is_called(node: Node) -> bool:
 
 
 def is_in_scan(path: Path) -> bool:
-    """Whether a path leads into the body of a scan."""
     return any(around.primitive is _jax.SCAN for around, _ in path)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
-from tracegrad.insight.explaining.culprits import largest_in, largest_of, made_by
+from tracegrad.insight.explaining.culprits import largest_in, made_by, operand_statistic
 from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.slopes import CURES
@@ -19,7 +19,6 @@ from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.ir import (
     CustomGradient,
-    Graph,
     Occurrence,
     Value,
     dtype_of,
@@ -68,8 +67,6 @@ _ZERO_CURES = {
     "bfloat16, or float32",
     "clipped": "a soft bound (`jnp.tanh`, `jax.nn.softplus`), or a straight-through gradient",
 }
-
-
 # Causes that are no mistake: the derivative may be zero at an extremum.
 _HEALTHY = ("zero derivative", "cancelled")
 
@@ -102,35 +99,31 @@ def zero_gradients(
     given_some = {r.path for r in reports if r.connected and r.zeros < 1}
     starting = {v: path for v, path in zeros.items() if path in given_some}
     for path, index in indices:
-        for found, (cause, value) in _killers(observed, index).items():
-            dead = None
-            if cause == "multiplied by zero":
-                dead = _dead_factor(observed, found, value)
-            if dead is not None:
+        for found, (cause, value) in _nodes_that_give_zeros(observed, index).items():
+            is_factor = cause == "multiplied by zero"
+            if is_factor and (dead := _dead_factor(observed, found, value)) is not None:
                 found, cause = dead, "dead units"
             words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
             words = words.format(dtype=getattr(value.aval, "dtype", ""))
             if cause == "underflow" and _is_wide(value):
                 cure = CURES["vanishing"]
-            factor = ""
-            if starting and cause == "multiplied by zero":
-                factor = some(_starting_factors(observed, found, value, starting), 3)
-            if factor:
-                words = f"it is multiplied by {factor}, all zeros, which gets a gradient itself"
+            factors = list[str]()
+            if cause == "multiplied by zero":
+                factors = _starting_factors(observed, found, value, starting) if starting else []
+                name = some(factors, 3) or _zero_input(observed, found, value, zeros)
+                words = f"it is multiplied by {name}, all zeros" if name else words
+                cure = f"values of {name} that are not all zeros" if name else cure
+            if factors:
+                words += ", which gets a gradient itself"
                 cure = "none is needed: the first step changes that"
-            elif cause == "multiplied by zero":
-                given = _zero_input(observed, found, value, zeros)
-                if given:
-                    words = f"it is multiplied by {given}, all zeros"
-                    cure = f"values of {given} that are not all zeros"
             yield Finding.of(
                 found,
                 cause,
                 f"{found.node.name}{_which(observed, found)}: {words}",
                 (path,),
                 cure=cure,
-                problem=cause not in _HEALTHY and not factor,
-                by_rule=by_rule.no_gradient(cause, found),
+                problem=cause not in _HEALTHY and not factors,
+                **by_rule.no_gradient(cause, found),
             )
 
 
@@ -165,7 +158,7 @@ def _starting_factors(
         if node is None:
             first, *fed_back = outside(path, value) if path else [(path, value)]
             before = [first, *(each for each in fed_back if not _is_never_zero(observed, *each))]
-        elif _arrives(observed, Place(here := Occurrence(path, node)), node.outputs.index(value)):
+        elif observed.arrives(Place(here := Occurrence(path, node)), node.outputs.index(value)):
             if is_entered(node):
                 before = [inside_result(here, value, name) for name in node.regions]
             else:
@@ -198,12 +191,6 @@ def _zero_input(
     return next(filter(None, names), "")
 
 
-def _arrives(observed: Observed, place: Place, k: int) -> bool:
-    """Whether a nonzero cotangent arrives at a result of a node."""
-    ct = observed.get("ct", place, k)
-    return ct is not None and not _is_zero(ct)
-
-
 def _dead_factor(observed: Observed, found: Occurrence, value: Value) -> Occurrence | None:
     """Returns the rectifier without active units that made the factor by which a node multiplies
     the cotangent of `value`; None if no such rectifier made it."""
@@ -225,7 +212,7 @@ def _is_all_zeros(array: Any) -> bool:
     return not np.any(np.asarray(array) if is_here else array)
 
 
-def _killers(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Value]]:
+def _nodes_that_give_zeros(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Value]]:
     """Returns the nodes at which the gradient of a connected source becomes zero, each with the
     cause and the operand whose cotangent is zero."""
     found: dict[Occurrence, tuple[str, Value]] = {}
@@ -245,10 +232,10 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Val
         for node in region.users.get(value, ()):
             here = Occurrence(path, node)
             place = Place(here, steps)
-            given = [observed.get("ct", place, k) for k in range(len(node.outputs))]
+            given = observed.of_results("ct", place)
             if all(ct is None for ct in given) or here in observed.refused:
                 continue
-            if not any(_arrives(observed, place, k) for k in range(len(node.outputs))):
+            if not observed.arrives(place):
                 pending += [(path, out, steps, False) for out in node.outputs]
             elif not is_entered(node):
                 if is_sum and _gives_some(observed, place, value):
@@ -268,21 +255,18 @@ def _killers(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Val
                         into = _with_last_step(observed, place, inner)
                         is_summed = node.primitive is _jax.SCAN and into == steps
                         pending.append((path_inside, inner, into, is_sum or is_summed))
-                    elif path_inside[-1][1] not in ran and _is_used(
-                        observed.region(path_inside), inner
-                    ):
-                        found[here] = "untaken branch", value
+                    elif path_inside[-1][1] not in ran:
+                        branch = observed.region(path_inside)
+                        if inner in branch.users or inner in branch.results:
+                            found[here] = "untaken branch", value
         for outer, each in onward(path, value) if path else ():
-            call = Place(Occurrence(path[:-1], path[-1][0]), steps[: _scans(path[:-1])])
+            scans = sum(node.primitive is _jax.SCAN for node, _ in path[:-1])
+            call = Place(Occurrence(path[:-1], path[-1][0]), steps[:scans])
             if len(outer) == len(path):  # the next step
                 pending.append((outer, each, _with_last_step(observed, call, each), False))
-            elif not _arrives(observed, call, call.node.outputs.index(each)):
+            elif not observed.arrives(call, call.node.outputs.index(each)):
                 pending.append((outer, each, call.steps, False))
     return found
-
-
-def _scans(path: Path) -> int:
-    return sum(node.primitive is _jax.SCAN for node, _ in path)
 
 
 def _with_last_step(observed: Observed, call: Place, inner: Value) -> tuple[int, ...]:
@@ -304,16 +288,6 @@ def _gives_some(observed: Observed, place: Place, value: Value) -> bool:
     places = [i for i, v in enumerate(place.node.inputs) if v is value]
     edges = [observed.get("edge", place, i) for i in places]
     return any(edge is not None and np.any(edge[..., EDGE_NORM] > 0) for edge in edges)
-
-
-def _is_used(region: Graph, value: Value) -> bool:
-    return value in region.users or value in region.results
-
-
-def _is_zero(stat: np.ndarray[Any, Any]) -> bool:
-    """Whether a cotangent was zero wherever it was computed."""
-    norms = stat[..., NORM]
-    return bool(np.all((norms == 0) | np.isnan(norms)))
 
 
 def _why_zero(observed: Observed, place: Place, value: Value) -> str:
@@ -343,7 +317,8 @@ def _underflows(observed: Observed, place: Place, value: Value) -> bool:
         return False
     is_product = node.op in operations.FACTORS and node.op != "div"
     others = [v for v in node.inputs if v is not value] if is_product else []
-    factors = [largest_of(observed, place, v) for v in others] or [1.0]
+    stats = [operand_statistic(observed, place, v) for v in others]
+    factors = list(map(largest_in, stats)) or [1.0]
     info = _finfo(value)
     # XLA takes float32 below `tiny` for zero, and small elements may meet factors as small as eps.
     wide = float(info.tiny) / float(info.eps)
@@ -376,7 +351,7 @@ def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Find
                 "for no example",
                 problem=dead == total,
                 cure=_ZERO_CURES["dead units"],
-                by_rule=by_rule.straight_through(found),
+                **by_rule.straight_through(found),
             )
 
 
