@@ -103,8 +103,8 @@ class Computation:
 
     @functools.cached_property
     def inlined(self) -> Callable[..., Any]:
-        """`fun`, to be called while JAX traces another program. JAX traces a pull-back once for each
-        types of operands, and then copies its operations into the program."""
+        """`fun`, to be called while JAX traces another program. JAX traces a pull-back once for
+        operands of the same types, and then copies its operations into the program."""
         is_pull_back = self.primitive is None and self.is_kept
         if not is_pull_back or self.has_rules or self.has_references or self.is_run_once:
             return self.fun
