@@ -471,6 +471,32 @@ def test_what_does_not_fit_raises(use, error, words):
         use()
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        IndexedSlices.to_dense,
+        IndexedSlices.deduplicated,
+        lambda slices: TABLE - slices,
+        lambda slices: apply_rows(TABLE, slices, lambda rows, gradients: rows - gradients),
+        lambda slices: tg.sparse_adam(0.1).update(slices, tg.sparse_adam(0.1).init(TABLE)),
+    ],
+)
+def test_slices_of_all_steps_of_a_scan_name_their_cures_which_work(use):
+    def square(table, ids):
+        return jnp.sum(table[ids] ** 2)
+
+    ids = jnp.array([[0, 2], [2, 9], [1, 1]])
+    gradient = tg.grad(square, sparse=True)
+    _, slices = jax.lax.scan(lambda carry, row: (carry, gradient(TABLE, row)), None, ids)
+    with pytest.raises(ValueError, match=r"row ids \[3, 2\] .* jax.vmap.*for their sum"):
+        use(slices)
+    dense = jax.vmap(lambda s: s.to_dense())(slices)
+    np.testing.assert_array_equal(dense, jax.vmap(jax.grad(square), (None, 0))(TABLE, ids))
+    shape = TABLE.shape
+    total = IndexedSlices(slices.values.reshape(-1, *shape[1:]), slices.indices.ravel(), shape)
+    np.testing.assert_array_equal(total.to_dense(), jnp.sum(dense, axis=0))
+
+
 def test_turning_a_large_one_dense_warns_with_its_size():
     large = IndexedSlices(jnp.ones((1, 128)), jnp.array([0]), (1_000_000, 128))
     with pytest.warns(UserWarning, match=r"float32\[1000000, 128\] dense takes 488 MiB"):

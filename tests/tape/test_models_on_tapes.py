@@ -65,6 +65,27 @@ def test_numbers_that_are_no_settings_of_a_model_are_refused():
     assert tape.gradient(y, {"x": x, "f": jnp.sin}) == {"x": 2.0, "f": None}
 
 
+def test_an_object_with_variables_is_refused_with_a_cure_that_works():
+    class Model:  # a `tf.Module`
+        def __init__(self):
+            self.w = tg.Variable(2.0, name="w")
+
+        def __call__(self, x):
+            return self.w * x
+
+    model, cure = Model(), r"tracegrad\.variables_of\(model\)"
+    with tg.GradientTape() as tape:
+        with pytest.raises(ValueError, match=cure):
+            tape.watch(model)
+        tape.watch(tg.variables_of(model))
+        y = model(3.0)
+    with pytest.raises(TypeError, match=cure):
+        tape.gradient(y, model)
+    with pytest.raises(ValueError, match=cure):
+        tg.ForwardAccumulator(model, 1.0)
+    assert tape.gradient(y, tg.variables_of(model)) == {"w": 3.0}
+
+
 class Noisy(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(3, 4, rngs=rngs)

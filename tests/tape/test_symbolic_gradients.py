@@ -134,6 +134,28 @@ def test_outside_of_a_traced_function_and_of_a_tape_it_says_what_to_use():
         gradients(x * x, x)
 
 
+@pytest.mark.parametrize("compiled", [tg.trace, lambda f: f], ids=["traced", "on a tape"])
+def test_in_the_block_of_an_accumulator_it_sees_what_is_around_the_block(compiled):
+    @compiled
+    def cubed(x):
+        with GradientTape() as tape, tg.ForwardAccumulator(x, jnp.float32(1.0)) as accumulator:
+            tape.watch(x)
+            y = x**3
+            (slope,) = gradients(y, x)
+            (curvature,) = hessians(y, x)
+        return slope, curvature, accumulator.jvp(slope)
+
+    assert floats(cubed(jnp.float32(3.0))) == [27.0, 18.0, 18.0]
+    assert float(tg.trace(_slope_in_accumulator)(jnp.float32(3.0))) == 27.0
+    with pytest.raises(RuntimeError, match="inside a GradientTape"):
+        _slope_in_accumulator(jnp.float32(3.0))
+
+
+def _slope_in_accumulator(x):
+    with tg.ForwardAccumulator(x, jnp.float32(1.0)):
+        return gradients(x**3, x)[0]
+
+
 def test_in_the_body_of_a_loop_it_says_so():
     def f(x):
         return jax.lax.scan(lambda c, _: (gradients(c * c, c)[0], None), x, None, length=2)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.gradient_types import as_inexact
-from tracegrad.tape.leaves import Unconnected, UnconnectedGradients, require_arrays
+from tracegrad.tape.leaves import Unconnected, UnconnectedGradients, cure_of, require_arrays
 from tracegrad.tape.recorders import Recording
 from tracegrad.tape.tangents import Tangents
 from tracegrad.variables.statics import is_none, is_variable
@@ -172,7 +172,7 @@ def _check_tangent(primal: Any, tangent: Any) -> Any:
     if not isinstance(primal, jax.Array | Variable):
         raise ValueError(
             f"a primal is a JAX array or a Variable; this one is {primal!r} of type "
-            f"{type(primal).__name__}. Convert it with jnp.asarray, and use the result"
+            f"{type(primal).__name__}. {cure_of(primal)}"
         )
     if not _jax.has_gradient(primal):
         raise ValueError(f"a primal has a float or complex dtype; this one is {primal.dtype}")

@@ -26,6 +26,7 @@ from tracegrad.tape.leaves import (
     UnconnectedGradients,
     are_known_arrays,
     arrays_of,
+    cure_of,
     must_be_arrays,
     one_array,
     require_arrays,
@@ -164,7 +165,7 @@ class GradientTape(Recording):
             if not isinstance(leaf, jax.Array):
                 raise ValueError(
                     f"a tape watches JAX arrays; it was given {brief(leaf)} "
-                    f"({type(leaf).__name__}). Convert it with jnp.asarray, and use the result"
+                    f"({type(leaf).__name__}). {cure_of(leaf)}"
                 )
             if _jax.has_gradient(leaf):
                 self._record.watch(leaf)

@@ -293,9 +293,10 @@ def _record_here(sources: Sequence[Any]) -> Record:
     """Returns the innermost record that follows a source. A traced function without a record is
     traced again with a record; elsewhere raises RuntimeError."""
     recorder = recorder_around()
-    if recorder is not None and recorder.records:
-        following = [r for r in recorder.records if r.tracks(sources)]
-        record = (following or recorder.records)[-1]
+    records = [] if recorder is None else [r for r in recorder.records if r.keeps_operations]
+    if records:
+        following = [r for r in records if r.tracks(sources)]
+        record = (following or records)[-1]
         record.hand_out()
         return record
     depth = tracing_depth()

@@ -97,6 +97,13 @@ def _is_variable_or_none(leaf: Any) -> bool:
     return leaf is None or is_variable(leaf)
 
 
+def cure_of(leaf: Any) -> str:
+    """How to give the arrays of a leaf that is no array and no Variable, for a message."""
+    if hasattr(leaf, "__dict__"):
+        return "Of a model with Variables, give tracegrad.variables_of(model)"
+    return "Convert it with jnp.asarray, and use the result"
+
+
 def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: bool = False) -> None:
     """Raises TypeError, with the path in the tree, for a leaf that is no array and no Variable.
 
@@ -110,6 +117,7 @@ def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: boo
                 f"{with_article(role)} is an array or a Variable"
                 + (f"; {path_name(path, role)}" if path else ", or a tree of them; it")
                 + f" is {brief(leaf)}"
+                + (f". {cure_of(leaf)}" if hasattr(leaf, "__dict__") else "")
             )
     for leaf in leaves:
         if not settings and not isinstance(leaf, _ARRAYS):
