@@ -119,8 +119,8 @@ def _check_rule(
     limits: Limits,
     random: Any,
 ) -> Iterator[Checked]:
-    """Checks a rule by those operands, and for those results, that the program differentiates. A
-    rule may refuse other operands, and may ignore cotangents of other results."""
+    """Checks a rule by the operands and for the results that the program differentiates. A rule may
+    refuse other operands, and may ignore cotangents of other results."""
     node = rule.node
     assert isinstance(node, CustomGradient)
     around = flow.along(rule.path)
@@ -193,7 +193,7 @@ def _function_of(
     which to check the rule."""
     if code_of_rule(node) not in OF_HOST_CALL:
         return functools.partial(arithmetic.run_graph, node.primal), active
-    # The operands are those of the host call, its results, and what the gradient closes over.
+    # The operands: the host call's operands, its results, and what the gradient closes over.
     for count in range(1, len(node.inputs)):
         results = node.inputs[count : count + len(node.outputs)]
         call = region.producers.get(results[0]) if isinstance(results[0], Value) else None

@@ -1,7 +1,7 @@
 """Compares the derivatives of a function with finite differences, by random directions.
 
-A comparison is of two functions of the same leaves: the differences are those of one, and JAX
-differentiates the other. For a whole program the two are the same; for a custom rule, they are the
+A comparison takes two functions of the same leaves: differences of one function, and JAX's
+derivative of the other. For a whole program the two are the same; for a custom rule, they are the
 rule's function and the rule. Each check takes a random direction in the leaves, and weights the
 results by random numbers.
 """

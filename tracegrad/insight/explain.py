@@ -243,7 +243,7 @@ def _refuse_references(program: Graph) -> None:
 
 
 def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) -> list[Any]:
-    """Returns a cotangent for each output of the program, None for those without one."""
+    """Returns a cotangent for each output of the program, or None."""
     assigned: list[Any] = [None] * (len(program.outputs) - count)
     outs = program.outputs[:count]
     if cotangent is None:

@@ -289,7 +289,7 @@ def _without_statics(
 
 
 def _lines(buffers: Sequence[Buffer]) -> list[Line]:
-    """Groups buffers by line, scope and kind: the largest first, those without a line last."""
+    """Groups buffers by line, scope and kind: the largest first, lines without a place last."""
     groups: dict[tuple[str, str, Kind], list[Buffer]] = {}
     for each in buffers:
         if each.size:

@@ -81,7 +81,7 @@ class ValueFlow:
                     self._users[operand].append(Read(each, k))
                 if each.op in _RUNS_AS_ONE or each.op in _RUNS:
                     self._caller.update(dict.fromkeys(each.called, each))
-        # A computation comes before those that run it: so its own parameters are not connected yet.
+        # A computation comes before its callers: so its own parameters are not connected yet.
         for computation in module.computations.values():
             for each in computation.instructions.values():
                 self._connect(each)

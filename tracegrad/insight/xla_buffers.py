@@ -58,7 +58,7 @@ class Buffer:
 
     @property
     def scope(self) -> str:
-        """The scopes as text, without those that rules add and those that JAX repeats around a
+        """The scopes as text, without scopes that rules add, and scopes that JAX repeats around a
         recomputed part."""
         own = [name for name in self.scopes if name not in _AROUND]
         if len(own) < len(self.scopes):

@@ -67,7 +67,7 @@ def refuse_closed_over(
 
 def of_right_dtypes(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> list[Any]:
     """Returns a rule's cotangents; inside a scan, where JAX requires the dtype of the input, casts
-    those of another dtype and notes that JAX refuses them."""
+    cotangents of another dtype and notes that JAX refuses the rule."""
     node, found = visit.here.node, list(results)
     if is_in_scan(visit.here.path):
         for k, (i, ct) in enumerate(zip(visit.active, results, strict=True)):

@@ -1,4 +1,4 @@
-"""How much of a graph the passes measure, and of which operations they always measure something.
+"""How much of a graph the passes measure, and which operations they always measure.
 
 Most gradients are healthy, and a few numbers show that. XLA fuses all operations that are not
 measured, so that measuring few of them halves the time of the first call of `explain`. Where a NaN
@@ -69,8 +69,8 @@ def may_be_rectifier(node: Node) -> bool:
 
 
 def bounds_of(graph: Graph, node: Node, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns the operands of a maximum that may be its lower bound: those that the program writes
-    as a number; if there are none, all operands."""
+    """Returns the operands of a maximum that may be its lower bound: the operands that the program
+    writes as a number; if there are none, all operands."""
     pairs = zip(node.inputs, operands, strict=False)
     return [x for value, x in pairs if _is_written(graph, value)] or operands
 

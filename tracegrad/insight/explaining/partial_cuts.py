@@ -68,7 +68,7 @@ class _Cuts:
     places: list[Occurrence] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     is_alone: list[bool] = field(default_factory=list)
-    # For each cut: its sources on which a value at the first join depends, and those on which not.
+    # For each cut: the sources that a value at the first join depends on, and the other sources.
     covered: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     bare: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     scaled: set[int] = field(default_factory=set)  # multiplied by a value of its sources
@@ -104,7 +104,7 @@ class _Cuts:
         return spread(graph, inputs, rule)
 
     def _onward(self, node: Node, k: int, flowing: Masks, cuts: int) -> int:
-        """Returns those cuts before an operand that have not joined another value yet."""
+        """Returns the cuts before an operand that have not joined another value yet."""
         others = joined(mask for i, mask in enumerate(flowing) if i != k)
         on = 0
         while cuts:

@@ -150,7 +150,7 @@ class _Fall:
     """How one line changes the norm along a slope."""
 
     slope: Slope
-    links: tuple[Link, ...]  # those with most of the change, from the input's side to the output's
+    links: tuple[Link, ...]  # the links with most of the change, from the input to the output
     size: float  # the logarithm of the change
 
     @property
@@ -166,7 +166,7 @@ def _falls(slope: Slope, links: Sequence[Link]) -> Iterator[_Fall]:
     """
     changes = changes_by_line(links, slope.sign)
     sizes = {line: sum(change for change, _ in of_line) for line, of_line in changes.items()}
-    # If only several lines together reach the limit, those with the largest change are blamed.
+    # If only several lines together reach the limit, the lines with the largest change are blamed.
     least = min(_BLAMED, max(sizes.values())) if sum(sizes.values()) >= _BLAMED else _BLAMED
     for line, of_line in changes.items():
         if (size := sizes[line]) < least:

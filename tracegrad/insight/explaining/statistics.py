@@ -174,7 +174,7 @@ def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any], *, axes: int
 
 
 def shown_by_edge(result: Any, given: Any, operands: Sequence[Any]) -> list[Any]:
-    """Returns the operands of which `edge` may show an element; None in the place of others."""
+    """Returns the operands that `edge` may show an element of; None in place of other operands."""
     shapes = (), jnp.shape(result), jnp.shape(given)
     # A literal of a weak type is a Python number.
     arrays = [x if hasattr(x, "nbytes") else np.asarray(x) for x in operands[:OPERANDS]]
@@ -241,7 +241,7 @@ def units(xp: Any, result: Any, operands: Sequence[Any], bounds: Sequence[Any]) 
     """Returns how many units along the last axis are never active, and how many units there are
     (none for a maximum with something else than zero).
 
-    `operands`: the operands of a maximum; `bounds`: those of them that may be the zero. Both are
+    `operands`: the operands of a maximum; `bounds`: the operands that may be the zero. Both are
     empty for `relu`.
     """
     is_active = result != 0

@@ -134,7 +134,7 @@ def _is_constant(region: Graph, value: Atom) -> bool:
 
 
 def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
-    """Returns the input of the graph of which a value is a view or a cast; None if it is none."""
+    """Returns the input of the graph that a value is a view or a cast of; None if there is none."""
     program = Inlined(observed.graph, opens=lambda _, node: is_called(node))
     path, value = program.origin(path, value)
     node = program.made_by(path, value)

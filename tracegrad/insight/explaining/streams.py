@@ -128,7 +128,7 @@ class Streams:
 
 
 def total(norms: np.ndarray[Any, Any]) -> float:
-    """Returns a norm over all runs, without those that did not happen (NaN)."""
+    """Returns a norm over all runs. A run that did not happen has the norm NaN, and is left out."""
     found = np.asarray(norms, np.float64)
     found = found[~np.isnan(found)]
     largest = np.max(found, initial=0.0)

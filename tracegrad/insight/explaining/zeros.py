@@ -170,8 +170,8 @@ def _starting_factors(
 
 
 def _is_never_zero(observed: Observed, path: Path, carried: Any) -> bool:
-    """Whether what a step of a loop hands to the next one is all zeros at no step. Then the zeros
-    of the first step are those that the loop was given."""
+    """Whether a carry of a loop is all zeros after no step. Then the zeros of the first step come
+    from the operand of the loop."""
     node = observed.region(path).producers.get(carried)
     if node is None:
         return False
@@ -244,7 +244,7 @@ def _nodes_that_give_zeros(observed: Observed, source: int) -> dict[Occurrence, 
                 found[here] = _why_zero(observed, place, value), value
             else:
                 is_cond = node.primitive is _jax.COND
-                # Branches that ran, and those that ran in this step.
+                # The branches that ran at any step, and the branches that ran at this step.
                 places = Place(here), place
                 ran, now = (observed.branches(p) if is_cond else node.regions for p in places)
                 if node.primitive is _jax.SCAN and node.params["length"] == 0:
@@ -337,8 +337,8 @@ def _finfo(value: Value) -> Any:
 
 
 def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Returns findings on rectifiers most of whose units are active for no example, without those
-    that are already in `findings`."""
+    """Returns findings on rectifiers most of whose units are active for no example; a rectifier
+    that `findings` already name is left out."""
     known = {f.origin for f in findings if f.cause == "dead units"}
     for found, dead, total in _counted_units(observed):
         # If no gradient arrives at the rectifier, its units do not matter.
