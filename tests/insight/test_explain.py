@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import linecache
 import re
@@ -831,3 +832,21 @@ def test_operations_that_differ_in_a_parameter_alone_have_their_own_derivatives(
     found = explain(loss, [x, 2 * x, 3 * x])
     expected = [jnp.linalg.norm(g) for g in jax.grad(loss)([x, 2 * x, 3 * x])]
     np.testing.assert_allclose([source.norm for source in found.sources], expected, rtol=1e-5)
+
+
+def test_an_array_in_nondiff_argnums_of_a_rule_is_named():
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+    def take(x, index):
+        return 3.0 * x[index]
+
+    @take.defjvp
+    def _(index, primals, tangents):
+        return take(primals[0], index), 3.0 * tangents[0][index]
+
+    def loss(x, index):
+        return jnp.sum(jnp.sin(take(x, index)))
+
+    explanation = tg.explain(loss, jnp.arange(10.0), jnp.array([1, 3, 5]))
+    (problem,) = explanation.problems
+    assert "nondiff_argnums" in str(problem)
+    assert problem.origin.line == loss.__code__.co_firstlineno + 1

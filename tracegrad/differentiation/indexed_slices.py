@@ -292,9 +292,6 @@ def _to_integer_rows(values: Any, rows: Any) -> tuple[Any, Any]:
     (see `row_ids`), the ids are not valid: zeros count for nothing, and any other value becomes NaN
     in the first row."""
     indices = integers(rows)
-<<<<<<< HEAD
-    is_filled = are_filled(indices)
-=======
     if indices.ndim != 1:
         raise ValueError(
             f"IndexedSlices with row ids {list(indices.shape)} are of all steps of a jax.vmap or a "
@@ -302,8 +299,7 @@ def _to_integer_rows(values: Any, rows: Any) -> tuple[Any, Any]:
             "for their sum, IndexedSlices(slices.values.reshape(-1, *shape[1:]), "
             "slices.indices.ravel(), shape) with the shape of the table"
         )
-    is_none = are_filled(indices)
->>>>>>> tfuser
+    is_filled = are_filled(indices)
     if jnp.issubdtype(values.dtype, jnp.inexact):
         values = jnp.where(_align_with_values(is_filled, values) & (values != 0), jnp.nan, values)
     return values, jnp.where(is_filled, 0, indices)

@@ -18,7 +18,8 @@ from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import norms_of_rule
 from tracegrad.insight.explaining.visits import Visit, is_in_scan, or_zeros, zeros_of
 from tracegrad.insight.explanation import Finding, number_text
-from tracegrad.ir import CustomGradient, Graph, Occurrence, Value, has_gradient
+from tracegrad.insight.raising import can_trace_faces
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Value, has_gradient
 from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.frames import OF_HOST_CALL
 from tracegrad.ir.occurrence import Path
@@ -63,6 +64,18 @@ def refuse_closed_over(
             continue
         if not reached.isdisjoint(node.inputs[: node.closed_over]):
             refused[Occurrence(path, node)] = f"{node.name} {CLOSES_OVER}"
+
+
+def leaking_rules(graph: Graph) -> dict[Occurrence, str]:
+    """Returns the refusal of each rule that has an array of an ended trace (`nondiff_argnums`)."""
+
+    def leaks(node: Node) -> bool:
+        if not isinstance(node, CustomGradient):
+            return False
+        arrays = (x for name in node.face_names for x in node.face(name).constants.values())
+        return not can_trace_faces(node) or any(map(_jax.is_tracer, arrays))
+
+    return {each: f"{each.node.name} {CLOSES_OVER}" for each in graph.walk() if leaks(each.node)}
 
 
 def of_right_dtypes(measured: MeasuredPass, visit: Visit, results: Sequence[Any]) -> list[Any]:

@@ -89,6 +89,7 @@ class MeasuredPass(Collector):
         self.detail = detail
         self.walk = Walk()
         self.refused: dict[Occurrence, str] = {}
+        self.leaking: dict[Occurrence, str] = {}  # refused rules, found when their program failed
 
     # ---------------------------------------------------------------------------------- forward
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining.collecting import Deferred, distinct
+from tracegrad.insight.explaining.custom_rules import leaking_rules
 from tracegrad.insight.explaining.cutting import key_of
 from tracegrad.insight.explaining.detail import Detail, telling_inside
 from tracegrad.insight.explaining.measuring import MeasuredPass
@@ -83,6 +84,7 @@ class Programs:
 
         def packed(*args: Any) -> list[Any]:
             measured.refused.clear()
+            measured.refused.update(measured.leaking)
             with measured.collecting(steps=()) as found:
                 leaves, expand = distinct((run(*args), found))
             self._layouts[key] = expand, dict(measured.refused)
@@ -90,14 +92,28 @@ class Programs:
 
         with self._one_at_a_time:
             if key not in self._jitted:
-                options = _jax.quick_options(jax.default_backend())
-                self._jitted[key] = jax.jit(packed, compiler_options=options)
-            leaves = self._jitted[key](*args)
+                self._jitted[key] = _compiled(packed)
+            try:
+                leaves = self._jitted[key](*args)
+            except jax.errors.UnexpectedTracerError:
+                # A rule has an array of an ended trace in nondiff_argnums. JAX says so only now.
+                if measured.leaking or not (leaking := leaking_rules(self.graph)):
+                    raise
+                measured.leaking.update(leaking)
+                self._jitted[key] = _compiled(packed)
+                leaves = self._jitted[key](*args)
             expand, refused = self._layouts[key]
             keys = measured.keys
         result, found = expand(leaves)
         stats = {keys[number]: _statistic(found[number]) for number in sorted(found)}
         return result, stats, refused
+
+
+def _compiled(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    options = _jax.quick_options(jax.default_backend())
+    # A new function: JAX caches traces by the identity of the function.
+    compiled: Callable[..., list[Any]] = jax.jit(lambda *args: run(*args), compiler_options=options)
+    return compiled
 
 
 def _statistic(found: Any) -> np.ndarray[Any, Any]:
