@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,3 +106,20 @@ def test_a_rule_of_a_function_with_a_while_loop_is_compared_by_finite_difference
     if name == "doubled":
         by_rule, right = re.search(r"norm (\S+); .* has (\S+),", finding.what).groups()
         assert float(right) == pytest.approx(8 * float(by_rule), rel=1e-2)
+
+
+def test_a_rule_of_equinox_is_compared_too():
+    @eqx.filter_custom_vjp
+    def square(x):
+        return x**2
+
+    square.def_fwd(lambda perturbed, x: (x**2, None))
+    square.def_bwd(lambda residuals, ct, perturbed, x: ct * x)  # twice that would be right
+
+    def loss(x):
+        return jnp.sum(square(x))
+
+    (finding,) = explain(loss, X).findings
+    assert (finding.cause, finding.problem) == ("changed by a rule", False)
+    np.testing.assert_allclose(jax.grad(loss)(X), X, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(tg.rewrite(loss, finding.rule))(X), 2 * X, rtol=1e-6)
