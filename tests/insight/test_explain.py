@@ -850,3 +850,20 @@ def test_an_array_in_nondiff_argnums_of_a_rule_is_named():
     (problem,) = explanation.problems
     assert "nondiff_argnums" in str(problem)
     assert problem.origin.line == loss.__code__.co_firstlineno + 1
+
+
+def test_a_rule_of_equinox_is_compared_too():
+    @eqx.filter_custom_vjp
+    def square(x):
+        return x**2
+
+    square.def_fwd(lambda perturbed, x: (x**2, None))
+    square.def_bwd(lambda residuals, ct, perturbed, x: ct * x)  # twice that would be right
+
+    def loss(x):
+        return jnp.sum(square(x))
+
+    (finding,) = explain(loss, X).findings
+    assert (finding.cause, finding.problem) == ("changed by a rule", False)
+    np.testing.assert_allclose(jax.grad(loss)(X), X, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(tg.rewrite(loss, finding.rule))(X), 2 * X, rtol=1e-6)

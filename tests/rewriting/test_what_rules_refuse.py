@@ -146,6 +146,23 @@ def test_a_callback_under_vmap_is_called_for_each_example():
     np.testing.assert_allclose(sorted(float(a) for _, a in met), sorted(2 * np.sin(X)), rtol=1e-6)
 
 
+def linear(w, x):
+    with jax.named_scope("linear"):
+        return jnp.tanh(x @ w)
+
+
+def test_an_error_in_the_code_of_an_edit_names_the_place_and_its_operands():
+    forgetful = tg.edit(match.scope("linear"), lambda op, x: op(x))  # not the weights
+    with pytest.raises(TypeError, match="positional") as raised:
+        tg.rewrite(linear, forgetful)(jnp.ones((3, 2)), jnp.ones((4, 3)))
+    (note,) = [note for note in raised.value.__notes__ if "replaces <linear" in note]
+    assert "test_what_rules_refuse.py" in note
+    assert note.endswith("f32[4,3], f32[3,2]")
+    nothing = tg.edit(match.op("tanh"), lambda op, x: None)
+    with pytest.raises(tg.GraphError, match=r"tanh.*expected f32\[4,2\]; the edit gave None"):
+        tg.rewrite(linear, nothing)(jnp.ones((3, 2)), jnp.ones((4, 3)))
+
+
 def guided(op, dy):
     return dy
 

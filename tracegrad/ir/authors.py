@@ -80,6 +80,8 @@ def code_of_rule(node: CustomGradient) -> CodeType | None:
     function."""
     rule = node.params["bwd" if node.kind == "vjp" else "jvp_jaxpr_fun"]
     function = _jax.users_function(rule)
+    if getattr(function, "__qualname__", "").startswith("filter_custom_vjp."):  # equinox's
+        function = inspect.getclosurevars(function).nonlocals["self"].fn_bwd
     code = getattr(function, "__code__", None)
     if code is not None and is_own_file(code.co_filename):  # a wrapper around the user's rule
         code = getattr(inspect.unwrap(function), "__code__", None)

@@ -32,7 +32,7 @@ VIEWS = REARRANGES | _name_set(
 
 # -------------------------------------------------------------------------- element by element
 
-COMPARISONS = _name_set("eq ne lt le gt ge is_finite")
+COMPARISONS = _name_set("eq ne lt le gt ge eq_to lt_to le_to is_finite")
 # Each element of a result equals some element of an operand, by order.
 EXTREMES = _name_set(
     "max min reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min "

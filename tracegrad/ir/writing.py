@@ -14,6 +14,7 @@ from tracegrad import _jax
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.importer import node_of
 from tracegrad.ir.nodes import Atom, Node, Value, is_reference, renamed
+from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import Occurrence
 
 Place = tuple[Any, ...]
@@ -103,7 +104,12 @@ def write(
     def run_checked(*args: Any) -> list[Any]:
         shown.clear()
         with _jax.standing_for(_jax.below_scope(info.name_stack, info)):
-            new = list(run(*args))
+            try:
+                new = list(run(*args))
+            except Exception as error:
+                of = f"{match}, whose operands are {_types_text(operands)}"
+                add_note(error, f"This was raised by the code that replaces {of}")
+                raise
             if len(new) != len(results):
                 raise GraphError(
                     f"{match}: expected {len(results)} results ({_types_text(results)}), one for "
@@ -242,6 +248,8 @@ def _convert_to_type(new: Any, aval: Any, place: object) -> Any:
     and the mesh axes over which it varies. Raises GraphError for another shape or dtype."""
     if not isinstance(aval, jax.core.ShapedArray):
         return new
+    if new is None:
+        raise GraphError(f"{place}: expected {_jax.type_text(aval)}; the edit gave None")
     new = new if isinstance(new, jax.core.Tracer) else jnp.asarray(new)
     have = jax.typeof(new)
     if have == aval:
@@ -257,5 +265,5 @@ def _convert_to_type(new: Any, aval: Any, place: object) -> Any:
     return _jax.weak_as(_jax.varying_as(new, aval), aval)
 
 
-def _types_text(values: Sequence[Value]) -> str:
+def _types_text(values: Sequence[Atom]) -> str:
     return ", ".join(_jax.type_text(value.aval) for value in values) or "none"

@@ -130,6 +130,17 @@ def hard_threshold():
 
 
 @bug
+def bins_of_a_feature():
+    """A feature is looked up by its bin, so nothing before the binning is trained."""
+
+    def loss(w, x, values):
+        bins = jnp.digitize(x @ w, jnp.array([0.0, 1.0]))  # cause: comparison
+        return jnp.mean(values[bins])
+
+    return Bug(loss, (jnp.ones(2), jnp.eye(2), jnp.arange(3.0)))
+
+
+@bug
 def indices_by_an_integer_cast():
     """A position is cast to an integer to look a table up: the position gets no gradient."""
 

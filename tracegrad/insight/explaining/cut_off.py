@@ -118,7 +118,7 @@ def _cause_of_cut(cut: Cut) -> str:
         return "cast"
     if node.op in operations.CHOICES:
         return "argmax"
-    if node.op in operations.COMPARISONS:
+    if node.op in operations.COMPARISONS or _called(node, "searchsorted"):
         return "comparison"
     if node.op in operations.ROUNDINGS:
         return "rounding"

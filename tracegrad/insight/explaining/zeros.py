@@ -53,7 +53,8 @@ _CAUSES = {
     **dict.fromkeys(("tanh", "logistic", "exp", "exp2", "erf"), "saturated"),
 }
 _ZERO_CURES = {
-    "dead units": "smaller steps or biases, `jax.nn.leaky_relu`, `jax.nn.gelu`",
+    "dead units": "smaller steps or biases, weights that do not start at zero, "
+    "`jax.nn.leaky_relu`, `jax.nn.gelu`",
     "multiplied by zero": "a factor that is not all zeros: see what makes it (a mask, the state "
     "that a loop starts with, a normalisation of one example, an initialisation with zeros)",
     "saturated": "normalise what goes in, or compute with the logarithm",
