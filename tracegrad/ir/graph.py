@@ -53,9 +53,8 @@ class Graph:
         result, which `out_tree` does not count.
       updates: the places in flax.nnx modules among the arguments to which the function assigns new
         arrays. These arrays are the last outputs, behind the new values; `out_tree` does not count
-        them.
-      changes_structure: whether the function changes the structure of these modules; if so, the
-        result contains their whole new state.
+        them. If the function changes the structure of these modules, there are no updates, and the
+        result contains the whole new state of the modules.
       differentiated: for each input, whether the program is differentiated with respect to it; ()
         if unknown.
       loses: paths of the lost changes, which the function makes to a copy of a state.
@@ -81,7 +80,6 @@ class Graph:
     variables: tuple[Any, ...] = ()
     assigned: tuple[Any, ...] = ()
     updates: tuple[Any, ...] = ()
-    changes_structure: bool = False
     differentiated: tuple[bool, ...] = ()
     loses: tuple[str, ...] = ()
 
