@@ -136,27 +136,36 @@ class CallPacker:
         self.looks_for_modules = looks_for_modules
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
-        static, found = self._static, list[VariableNode]()
+        static, pack = self._static, self._pack
+        found: list[VariableNode] = []
         finder = NnxObjectFinder() if self.looks_for_modules and nnx() is not None else None
         objects: Sequence[Any] = () if finder is None else finder.objects
-        arguments: dict[str | int, Any] = {**dict(enumerate(args)), **dict(sorted(kwargs.items()))}
-        own: Sequence[str | int] = ()
-        if static.positions or static.names:
-            own = (*static.within(args), *static.named(kwargs))
-        try:
-            packed = {
-                key: _pack_static(arg, found) if key in own else self._pack(arg, key, found, finder)
-                for key, arg in arguments.items()
-            }
+        fixed = static.within(args) if static.positions else ()
+        by_name: dict[str, Any] = {}
+        try:  # warm calls run this
+            by_position = tuple(
+                [
+                    _pack_static(arg, found) if i in fixed else pack(arg, i, found, finder)
+                    for i, arg in enumerate(args)
+                ]
+            )
+            for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
+                arg, is_static = kwargs[name], name in static.names
+                by_name[name] = (
+                    _pack_static(arg, found) if is_static else pack(arg, name, found, finder)
+                )
         except NotAPytree:
             found.clear()
-            others = {key: arg for key, arg in arguments.items() if key not in own}
+            others: dict[str | int, Any] = dict(enumerate(args))
+            others.update(sorted(kwargs.items()))
+            own_keys: list[str | int] = [*fixed, *static.named(kwargs)]
+            own = {key: others.pop(key) for key in own_keys}
             packed, objects = pack_by_flax(others, found, static.argument_name)
-            packed.update((key, _pack_static(arguments[key], found)) for key in own)
+            packed.update((key, _pack_static(arg, found)) for key, arg in own.items())
+            by_position = tuple([packed[i] for i in range(len(args))])
+            by_name = {name: packed[name] for name in sorted(kwargs)}
         if objects:
             ignore_cached_partial()
-        by_position = tuple([packed[i] for i in range(len(args))])
-        by_name = {name: packed[name] for name in sorted(kwargs)}
         return PackedCall(by_position, by_name, static, tuple(found), objects)
 
     def _pack(
