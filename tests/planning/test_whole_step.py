@@ -167,7 +167,8 @@ def test_a_step_of_two_gradients_has_two_plans_and_says_what_it_holds_as_a_whole
     assert "as a whole" in step.plan.line
 
 
-def test_a_step_that_failed_leaves_no_plan_to_the_next():
+@pytest.mark.parametrize("name", ["__call__", "graph"])
+def test_a_step_that_failed_leaves_no_plan_to_the_next(name):
     fails = [True]
 
     def step(weights, x):
@@ -177,10 +178,11 @@ def test_a_step_that_failed_leaves_no_plan_to_the_next():
         return gradients
 
     traced = tg.trace(step, memory_budget="60%")
+    run = getattr(traced, name)
     with pytest.raises(RuntimeError, match="the user's"):
-        traced(WEIGHTS, X)
+        run(WEIGHTS, X)
     fails.clear()
-    traced(WEIGHTS, X)
+    run(WEIGHTS, X)
     assert len(traced.plan.gradients) == 1
 
 

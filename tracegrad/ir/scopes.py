@@ -46,12 +46,12 @@ def transformations(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
 
 
 def is_backward(node: Node) -> bool:
-    return ("transpose", True) in around(node)
+    return ("transpose", True) in _jax.scopes_around(node.equation.source_info)
 
 
 def is_differentiated(node: Node) -> bool:
     """Whether JAX has differentiated the node."""
-    return ("jvp", True) in around(node)
+    return ("jvp", True) in _jax.scopes_around(node.equation.source_info)
 
 
 def is_under_rules(stack: Sequence[_jax.Around]) -> bool:

@@ -20,9 +20,9 @@ from tracegrad.saving.modules import ModuleVariables
 from tracegrad.saving.trees import check_leaves, of_types, tree_text, written_form
 from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.graphs import function_name, graph_of_call
+from tracegrad.tracing.packed import unpack_arguments
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.variables.nnx_objects import is_module
-from tracegrad.variables.packed import unpack_arguments
 from tracegrad.variables.statics import is_array
 from tracegrad.variables.variable import Variable
 

@@ -1,26 +1,29 @@
 """The arguments of a call: which arguments are static, and how a program takes the others.
 
 To pack an argument is to flatten it into its arrays and a structure, which also holds everything
-that is not an array; see `variables.packed`.
+that is not an array; see `packed`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tracegrad.tracing.signatures import parameters_of, positional
-from tracegrad.variables.modules import NnxObjectFinder
-from tracegrad.variables.nnx_objects import ignore_cached_partial, nnx
-from tracegrad.variables.packed import (
-    ArgumentPacker,
+from tracegrad.tracing.packed import (
+    Layout,
     NotAPytree,
     Packed,
     PackedStatic,
     pack_by_flax,
 )
-from tracegrad.variables.statics import VariableNode, has_equinox_modules
+from tracegrad.tracing.signatures import parameters_of, positional
+from tracegrad.variables.modules import NnxObjectFinder
+from tracegrad.variables.nnx_objects import ignore_cached_partial, nnx
+from tracegrad.variables.statics import VariableNode, has_equinox_modules, is_kind_of_array
 from tracegrad.variables.trees import flatten_finding_variables
+
+_KEPT = 256  # the most layouts of a function in the cache
 
 ArgumentIndices = int | Iterable[int] | None
 ArgumentNames = str | Iterable[str] | None
@@ -121,7 +124,7 @@ class PackedCall(NamedTuple):
 
 
 class CallPacker:
-    """Packs the calls of one function.
+    """Packs the calls of one function, and caches the layouts of its arguments.
 
     Attributes:
       looks_for_modules: whether to look for nnx objects, at the cost of a check per node.
@@ -129,32 +132,90 @@ class CallPacker:
 
     def __init__(self, static: StaticArguments = NONE_STATIC, *, looks_for_modules: bool = True):
         self._static = static
-        self._pack = ArgumentPacker(static.argument_name)
+        self._layouts: dict[Any, Layout] = {}
         self.looks_for_modules = looks_for_modules
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
-        static, found = self._static, list[VariableNode]()
+        static, pack = self._static, self._pack
+        found: list[VariableNode] = []
         finder = NnxObjectFinder() if self.looks_for_modules and nnx() is not None else None
         objects: Sequence[Any] = () if finder is None else finder.objects
-        arguments: dict[str | int, Any] = {**dict(enumerate(args)), **dict(sorted(kwargs.items()))}
-        own: Sequence[str | int] = ()
-        if static.positions or static.names:
-            own = (*static.within(args), *static.named(kwargs))
-        try:
-            packed = {
-                key: _pack_static(arg, found) if key in own else self._pack(arg, key, found, finder)
-                for key, arg in arguments.items()
-            }
+        fixed = static.within(args) if static.positions else ()
+        by_name: dict[str, Any] = {}
+        try:  # warm calls run this
+            by_position = tuple(
+                [
+                    _pack_static(arg, found) if i in fixed else pack(arg, i, found, finder)
+                    for i, arg in enumerate(args)
+                ]
+            )
+            for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
+                arg, is_static = kwargs[name], name in static.names
+                by_name[name] = (
+                    _pack_static(arg, found) if is_static else pack(arg, name, found, finder)
+                )
         except NotAPytree:
             found.clear()
-            others = {key: arg for key, arg in arguments.items() if key not in own}
+            others: dict[str | int, Any] = dict(enumerate(args))
+            others.update(sorted(kwargs.items()))
+            own_keys: list[str | int] = [*fixed, *static.named(kwargs)]
+            own = {key: others.pop(key) for key in own_keys}
             packed, objects = pack_by_flax(others, found, static.argument_name)
-            packed.update((key, _pack_static(arguments[key], found)) for key in own)
+            packed.update((key, _pack_static(arg, found)) for key, arg in own.items())
+            by_position = tuple([packed[i] for i in range(len(args))])
+            by_name = {name: packed[name] for name in sorted(kwargs)}
         if objects:
             ignore_cached_partial()
-        by_position = tuple([packed[i] for i in range(len(args))])
-        by_name = {name: packed[name] for name in sorted(kwargs)}
         return PackedCall(by_position, by_name, static, tuple(found), objects)
+
+    def _pack(
+        self,
+        argument: Any,
+        where: str | int,
+        found: list[VariableNode],
+        finder: NnxObjectFinder | None,
+    ) -> Any:
+        """Returns the argument packed, or the argument itself if it is an array.
+
+        Args:
+          where: the name or the index of the argument, for messages.
+          found: the Variables in the argument are added to this list.
+          finder: the finder of the call; None if nobody needs the nnx objects.
+
+        Raises NotAPytree if a module is not a pytree.
+        """
+        kind = type(argument)
+        if is_kind_of_array(kind) or kind is Packed:
+            return argument
+        if finder is None:
+            before, (leaves, tree) = 0, flatten_finding_variables(argument, found)
+        else:
+            before, (leaves, tree) = len(finder.objects), finder.flatten(argument, found)
+        kinds = tuple(map(type, leaves))
+        try:
+            layout = self._layouts.get((tree, kinds))
+        except Exception:  # a part of the tree has no equality: jit will name it
+            layout = Layout(kinds, tree)
+        if layout is None:
+            if len(self._layouts) >= _KEPT:
+                self._layouts.clear()
+            layout = self._layouts[tree, kinds] = Layout(kinds, tree)
+            if finder is not None:
+                layout.note_changeable(finder.objects[before:])
+        if not layout.others and not layout.changeable:
+            return Packed(leaves, layout.tree)
+        if layout.is_opaque and finder is not None:
+            raise NotAPytree
+        key = tuple([id(leaves[i]) for i in layout.others])
+        known = layout.known.get(key)
+        if known is None:
+            known = layout.find(key, leaves, tree, self._static.argument_name(where))
+        structure, is_array = known
+        if layout.is_leaf and all(is_array):
+            return argument
+        if layout.changeable and finder is not None:
+            structure = layout.version_of(structure, finder.objects[before:])
+        return Packed(list(itertools.compress(leaves, is_array)), structure)
 
 
 def _pack_static(value: Any, found: list[VariableNode]) -> Any:

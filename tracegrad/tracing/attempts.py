@@ -15,25 +15,21 @@ from typing import Any, NoReturn
 class AttemptLeft(BaseException):
     """Not an `Exception`, to pass through ``except Exception`` in the user's functions."""
 
-    def __init__(self) -> None:
-        super().__init__("nothing catches this but tracegrad")
-
 
 class Attempt:
-    """A block in which a function is traced. `leave` ends the block without an error.
+    """A block in which a function is traced; `trace_again` ends the block without an error.
 
     A context manager adds no frame to the user's tracebacks, and the errors of the next attempt are
     not chained to the exception that ended this attempt.
 
     Attributes:
-      is_left: whether `leave` was called. If the function has caught the exception (``except:``)
-        and returned, its trace is discarded.
-      context: the argument of `leave`.
+      is_left: whether `trace_again` was called. If the function has caught the exception
+        (``except:``) and returned, its trace is discarded.
+      within: makes the context for the next attempt.
     """
 
-    def __init__(self) -> None:
-        self.context: Any = None
-        self.is_left = False
+    within: Any = None
+    is_left = False
 
     def __enter__(self) -> Attempt:
         self._before = _open_attempts.attempts
@@ -43,10 +39,6 @@ class Attempt:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         _open_attempts.attempts, self._before = self._before, ()
         return self.is_left and error is not None
-
-    def leave(self, context: Any) -> NoReturn:
-        self.context, self.is_left = context, True
-        raise AttemptLeft
 
 
 class _OpenAttempts(threading.local):
@@ -66,4 +58,6 @@ def trace_again(within: Any, depth: int) -> NoReturn:
 
     `depth`: 1 for the outermost function that is being traced, `tracing_depth()` for the innermost.
     """
-    _open_attempts.attempts[-depth].leave(within)
+    attempt = _open_attempts.attempts[-depth]
+    attempt.within, attempt.is_left = within, True
+    raise AttemptLeft("nothing catches this but tracegrad")

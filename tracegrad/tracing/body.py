@@ -15,11 +15,10 @@ from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
 from tracegrad.tracing.arguments import PackedCall
 from tracegrad.tracing.jit_options import signature_behind
+from tracegrad.tracing.packed import Packed, has_nnx_objects, unpack_arguments
 from tracegrad.tracing.uses import Use
 from tracegrad.variables.modules import Snapshot, Update
 from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.packed import Packed, unpack_arguments
-from tracegrad.variables.results import has_nnx_objects
 from tracegrad.variables.statics import with_statics
 from tracegrad.variables.trees import were_variables
 
@@ -93,15 +92,17 @@ class Body:
     pipeline weakly: JAX's caches keep the body, which must not keep the pipeline alive.
 
     Args:
-      packs: whether to return a result of several arrays as `Packed`.
-      is_staged: whether the body serves `lower` and the like, which return the result alone if
-        there are no new values.
+      is_staged: whether the body serves `lower` and the like, which return the result in its own
+        tree, and alone if there are no new values.
+
+    Attributes:
+      pipeline: returns the pipeline; None after the pipeline is gone.
     """
 
-    def __init__(self, pipeline: Pipeline, use: Use, *, packs: bool, is_staged: bool = False):
-        self._pipeline = weakref.ref(pipeline)
+    def __init__(self, pipeline: Pipeline, use: Use, *, is_staged: bool = False):
+        self.pipeline = weakref.ref(pipeline)
         self.use = use
-        self._packs = packs
+        self._packs = pipeline.packs_results != "never" and not is_staged
         self._is_staged = is_staged
         self.__name__ = self.__qualname__ = pipeline.__name__
         self.__doc__ = pipeline.__doc__
@@ -112,18 +113,13 @@ class Body:
             self.__signature__ = signature
 
     @property
-    def pipeline(self) -> Pipeline | None:
-        """None after the pipeline is gone."""
-        return self._pipeline()
-
-    @property
     def __wrapped__(self) -> Callable[..., Any] | None:
         """The user's function, for JAX: its signature, name and source line."""
-        pipeline = self._pipeline()
+        pipeline = self.pipeline()
         return None if pipeline is None else pipeline.ref()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        pipeline, use = self._pipeline(), self.use
+        pipeline, use = self.pipeline(), self.use
         assert pipeline is not None, "the traced function that is called holds it"
         if _jax.config.jax_disable_jit:  # then `jax.jit` calls this; warm calls of jit do not
             raise Outgrown(self, None)
@@ -171,7 +167,7 @@ class Body:
         return graph
 
     def warn_of_merging(self) -> None:
-        pipeline = self._pipeline()
+        pipeline = self.pipeline()
         if pipeline is not None:
             pipeline.warn_of_merging()
 

@@ -18,9 +18,10 @@ from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.tracing.argument_paths import known_by_path
 from tracegrad.tracing.arguments import PackedCall, StaticArguments
 from tracegrad.tracing.call_scopes import call_scopes
+from tracegrad.tracing.packed import unpack_arguments
 from tracegrad.tracing.shardings import has_mapping, lay_out, refuse_other_shardings
-from tracegrad.tracing.signatures import argument_names
-from tracegrad.variables.capture import Capture
+from tracegrad.tracing.states import StateChanges, States
+from tracegrad.variables.capture import Capture, capturing
 from tracegrad.variables.modules import (
     NnxObjectFinder,
     ResultWithModules,
@@ -31,8 +32,6 @@ from tracegrad.variables.modules import (
     is_opaque,
 )
 from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.packed import unpack_arguments
-from tracegrad.variables.states import StateChanges, States
 from tracegrad.variables.statics import are_arrays, is_variable, replace_by_statics, structure_with
 from tracegrad.variables.variable import Variable
 
@@ -43,7 +42,7 @@ class CallInTrace:
     """The call of one function inside its trace; records facts that the program does not hold.
 
     Args:
-      call: the packed call; its arguments come after the arguments of a `functools.partial`.
+      call: the packed call.
       donated, shardings: the arguments that the call donates, and the shardings of the arguments
         that are not static.
       paths: the paths of the traced arrays.
@@ -52,11 +51,12 @@ class CallInTrace:
     Attributes:
       variables: the Variables that the function has read and assigned.
       out_tree: the structure of its result.
-      updates: the places of the last outputs in the modules of the call.
-      changes_structure: whether the function has changed the structure of these modules: then its
-        result is `ResultWithModules`.
+      updates: the places of the last outputs in the modules of the call. If the function has
+        changed the structure of these modules, the result is `ResultWithModules`, with all arrays.
       lost: the function's changes in an nnx.State that it does not return.
     """
+
+    variables: Capture
 
     def __init__(
         self,
@@ -68,59 +68,53 @@ class CallInTrace:
     ) -> None:
         self._call, self._donated, self._shardings = call, donated, shardings
         self._paths, self._within = paths, within
-        self.variables = Capture()
         self.out_tree: Any = None
         self.updates: tuple[Update, ...] = ()
-        self.changes_structure = False
         self.lost = StateChanges()
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the function with packed arguments, inside the trace of its program.
+        """Calls the function with packed arguments that are not static, inside the trace of its
+        program.
 
         Returns the result in a form in which JAX finds only arrays. If the function has assigned
         anything, returns a pair: the result, and the new values (the last value of each Variable,
         then the new arrays of modules).
         """
-        kwargs = {**kwargs, **self._call.static.named(self._call.kwargs)}
-        traced = jax.tree.leaves(self._own(args, kwargs).dynamic)
-        with known_by_path(traced, self._paths), self.variables.captured():
+        fixed = self._call.static.named(self._call.kwargs)
+        call = self._call._replace(args=args, kwargs={**kwargs, **fixed})
+        traced = jax.tree.leaves(call.dynamic)
+        with known_by_path(traced, self._paths), capturing() as self.variables:
             run = self._run if nnx() is None else self._run_with_modules
-            result, updates = run(fun, args, kwargs)
+            result, updates = run(fun, call)
             values = [*self.variables.last_values(), *updates]
             return (result, values) if values else result  # JAX's messages give the path in this
 
-    def _run(
-        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[Any]]:
-        args, kwargs = unpack_arguments(args, kwargs)
+    def _run(self, fun: Callable[..., Any], call: PackedCall) -> tuple[Any, list[Any]]:
+        args, kwargs = unpack_arguments(call.args, call.kwargs)
         result = _call_user(fun, self._within, *args, **kwargs)
         return self._fixed(result, *jax.tree.flatten(result, is_leaf=is_variable)), []
 
-    def _run_with_modules(
-        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[Any]]:
+    def _run_with_modules(self, fun: Callable[..., Any], call: PackedCall) -> tuple[Any, list[Any]]:
         """Calls the function; also returns the new arrays of modules."""
-        gone = self._gone(self._own(args, kwargs))
-        args, kwargs = unpack_arguments(args, kwargs)
-        names = argument_names(fun, len(args))
-        states = States({**dict(zip(names, args, strict=True)), **kwargs})
-        dynamic = self._own(args, kwargs).dynamic
+        gone = self._gone(call)
+        args, kwargs = unpack_arguments(call.args, call.kwargs)
+        unpacked = call._replace(args=args, kwargs=kwargs)
+        arguments, _ = unpacked.by_name()
+        states, dynamic = States(dict(arguments)), unpacked.dynamic
         before = Snapshot(dynamic)
         refuse_other_shardings(self._shardings, dynamic[0])
         result = _call_user(fun, self._within, *args, **kwargs)
         lay_out(self._shardings, dynamic[0])
-        updates = self._updates(before, dynamic, gone)
         self.lost = states.changes(result)
-        result = self._packed(result, before.objects)
-        if self.changes_structure:  # the `ResultWithModules` has all new arrays
-            self.updates, updates = (), []
-        return result, updates
-
-    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
-        """Returns the call with these arguments, without the arguments of a `functools.partial`."""
-        own = args[len(args) - len(self._call.args) :]
-        named = {name: kwargs[name] for name in self._call.kwargs}
-        return self._call._replace(args=own, kwargs=named)
+        changed = before.changed(dynamic, gone) if before.objects else []
+        leaves, tree = NnxObjectFinder(before.objects).flatten(result, None)
+        if changed is None or any(map(is_opaque, leaves)):  # flax must flatten the modules
+            if before.objects:
+                result, changed = ResultWithModules(list(before.objects), result), []
+            leaves, tree = jax.tree.flatten(result, is_leaf=is_module_or_variable)
+            flatten_modules_by_flax([leaves], [])
+        self.updates = tuple([update for update, _ in changed or ()])
+        return self._fixed(result, leaves, tree), [value for _, value in changed or ()]
 
     def _gone(self, call: PackedCall) -> list[Any]:
         """Returns the packed arrays that the caller cannot keep, changed or not."""
@@ -128,35 +122,6 @@ class CallInTrace:
         parts = zip(self._shardings, call.dynamic[0], strict=False)
         laid_out = [arg for part, arg in parts if has_mapping(part)]
         return jax.tree.leaves((given_away, self._donated.named(call.kwargs), laid_out))
-
-    def _updates(self, before: Snapshot, arguments: Any, gone: Sequence[Any]) -> list[Any]:
-        if not before.objects:
-            return []
-        changed = before.changed(arguments, gone)
-        if changed is None:
-            self.changes_structure = True
-            return []
-        self.updates = tuple([update for update, _ in changed])
-        return [value for _, value in changed]
-
-    def _packed(self, result: Any, objects: Sequence[Any], *, by_flax: bool = False) -> Any:
-        """Returns a result in a form in which JAX finds only arrays; sets `out_tree`.
-
-        Args:
-          objects: the nnx objects of the call. In the result they stand for the caller's objects.
-          by_flax: whether flax must flatten the result, since some module is not a pytree.
-        """
-        by_flax = by_flax or self.changes_structure
-        whole = ResultWithModules(list(objects), result) if self.changes_structure else result
-        if by_flax:
-            leaves, tree = jax.tree.flatten(whole, is_leaf=is_module_or_variable)
-        else:
-            leaves, tree = NnxObjectFinder(objects).flatten(whole, None)
-            if any(map(is_opaque, leaves)):
-                self.changes_structure = bool(objects)
-                return self._packed(result, objects, by_flax=True)
-        flatten_modules_by_flax([leaves], [])
-        return self._fixed(whole, leaves, tree)
 
     def _fixed(self, whole: Any, leaves: list[Any], tree: Any) -> Any:
         """Returns `whole` if its leaves are arrays; else a list of its arrays. Sets `out_tree`."""

@@ -15,7 +15,7 @@ from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
 from tracegrad.ir.wording import changes_lost
 from tracegrad.tracing.arguments import CallPacker, PackedCall
-from tracegrad.variables.results import finish_result, has_nnx_objects
+from tracegrad.tracing.packed import finish_result, has_nnx_objects
 
 
 def to_callable(graph: Graph) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import jax
 
 from tracegrad.tracing.arguments import PackedCall, StaticArguments
 from tracegrad.tracing.graphs import function_name
-from tracegrad.variables.packed import Packed
+from tracegrad.tracing.packed import Packed
 from tracegrad.variables.paths import path_name
 
 

@@ -26,10 +26,10 @@ from tracegrad.tracing.arguments import (
 )
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_in_trace import CallInTrace, Within
+from tracegrad.tracing.states import StateChanges, States, is_passed_on
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explain_error
 from tracegrad.variables.paths import path_name
-from tracegrad.variables.states import StateChanges, States, is_passed_on
 
 Rule = Callable[[Graph], Graph]
 
@@ -147,7 +147,8 @@ def trace_to_graph(
         for name, tree in arguments
         for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]
-    known = known_paths(jax.tree.leaves(dynamic), paths)
+    leaves, in_tree = jax.tree.flatten(dynamic)
+    known = known_paths(leaves, paths)
     program = None
     within: Within = nullcontext
     while program is None:
@@ -156,22 +157,20 @@ def trace_to_graph(
             fresh = _make_new_function(fun, traced_call, frozenset(static_kwargs))
             program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])
         if attempt.is_left:
-            program, within = None, attempt.context
+            program, within = None, attempt.within
+    name, signature = function_name(fun), _dynamic_signature(fun, set(positions), static.names)
     explicit, variables = traced_call.variables.with_explicit_inputs(program)
-    traced = _jax.traced_from(program)
     names = (*paths, *(variable.name for variable in variables))
-    signature = _dynamic_signature(fun, set(positions), static.names)
-    function = _jax.TracedFrom(function_name(fun), traced.source, names)
+    function = _jax.TracedFrom(name, _jax.traced_from(program).source, names)
     is_lost = traced_call.lost.paths or traced_call.lost.structures
     return dataclasses.replace(
         import_program(explicit, function),
-        in_tree=jax.tree.structure(dynamic),
+        in_tree=in_tree,
         out_tree=traced_call.out_tree,
         signature=signature,
         variables=tuple(variables),
         assigned=traced_call.variables.assigned,
         updates=traced_call.updates,
-        changes_structure=traced_call.changes_structure,
         loses=_paths_of_lost_changes(traced_call.lost, fun, call) if is_lost else (),
     )
 
@@ -190,8 +189,8 @@ def _paths_of_lost_changes(
 
     @functools.wraps(fun, updated=())
     def before_and_after(*args: Any, **kwargs: Any) -> Any:
-        names = call.static.argument_names(len(args))
-        states = States({**dict(zip(names, args, strict=True)), **kwargs})
+        arguments, _ = call._replace(args=args, kwargs=kwargs).by_name()
+        states = States(dict(arguments))
         return states.changes(fun(*args, **kwargs)).values
 
     outputs = trace_to_graph(before_and_after, call).outputs
@@ -205,17 +204,19 @@ def _make_new_function(
 ) -> Callable[..., Any]:
     """JAX caches the trace of a function by its identity, with the values that the function closed
     over then. A new function that calls `fun` is traced with the values of now."""
-    if isinstance(fun, functools.partial):  # JAX looks into partials for names and source lines
-        own = _make_new_function(fun.func, traced_call, static_names)
-        return functools.partial(own, *fun.args, **fun.keywords)
+    inner = fun
+    while isinstance(inner, functools.partial):  # JAX takes the name and the line from inside
+        inner = inner.func
 
-    @functools.wraps(fun, updated=())
+    @functools.wraps(inner, updated=())
     def fresh(*args: Any, **kwargs: Any) -> Any:
         return traced_call.run(fun, args, kwargs)
 
     fresh.__name__ = function_name(fun)
-    fresh.__qualname__ = getattr(fun, "__qualname__", fresh.__name__)
-    if static_names and (signature := _dynamic_signature(fun, set(), static_names)):
+    fresh.__qualname__ = getattr(inner, "__qualname__", fresh.__name__)
+    if (static_names or inner is not fun) and (
+        signature := _dynamic_signature(fun, set(), static_names)
+    ):
         fresh.__signature__ = signature  # type: ignore[attr-defined]
     return fresh
 

@@ -230,12 +230,7 @@ def trace_under_rules(
     graph = rule_set.finish(traced)
     if not graph.variables and not graph.assigned:  # a rule may make a new graph
         graph = replace(graph, variables=traced.variables, assigned=traced.assigned)
-    return replace(
-        graph,
-        updates=traced.updates,
-        changes_structure=traced.changes_structure,
-        loses=traced.loses,
-    )
+    return replace(graph, updates=traced.updates, loses=traced.loses)
 
 
 def without_rules() -> AbstractContextManager[None]:

@@ -61,7 +61,9 @@ def find_misdirected(program: Graph, rule: Any) -> Iterator[str]:
     from a selected parameter. The rule changes the wrong gradient if it selects an input by its
     name in an inner jitted function alone, and the input is computed from other parameters.
     """
-    selected = rule.parameters_in(program) if _selects_parameters(rule) else {}
+    if not _selects_parameters(rule):
+        return
+    selected = rule.parameters_in(program)
     others = [value for value in program.inputs if value not in selected]
     for match in _walk_once(program) if selected else ():
         name = str(match.node.params.get("name", ""))

@@ -3,8 +3,8 @@
 All wrappers of a function with the same rules and options share one `Pipeline`. If the function
 uses no Variables and its arguments are arrays, a call is a call of an ordinary jit (`plain`).
 Otherwise the pipeline packs the arguments (`arguments`) and calls the program of their key
-(`programs`). If a trace shows that the program is too small, a larger program replaces it, and
-uses the same trace.
+(`programs`). A program is made of the trace of its first call. If a later trace shows that the
+program is too small, a larger program replaces it, and uses the same trace.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.donation import refuse_sharing
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
 from tracegrad.tracing.in_force import trace_under_rules
+from tracegrad.tracing.packed import Packed
 from tracegrad.tracing.programs import JittedProgram
 from tracegrad.tracing.retracing import CallTypes, TraceHistory
 from tracegrad.tracing.shardings import (
@@ -38,7 +39,6 @@ from tracegrad.tracing.shardings import (
     is_for_all,
     options_for_jit,
     shardings_of_arguments,
-    structure_of,
 )
 from tracegrad.tracing.signatures import varies_in_count
 from tracegrad.tracing.user_errors import explain_error, explain_rule
@@ -72,14 +72,13 @@ class Pipeline:
         rules: tuple[Rule, ...],
         static: StaticArguments,
         options: dict[str, Any],
-        history: TraceHistory | None = None,
     ):
         self.ref = _weak_reference(fun)
         self.rules = rules
         self.static = static
         self.options = options_for_jit(options)
         self.out_shardings = options.get("out_shardings")
-        self.history = history or TraceHistory(function_name(fun))
+        self.history = TraceHistory(function_name(fun))
         self.__name__ = function_name(fun)
         self.__doc__ = fun.__doc__
         self.__module__ = getattr(fun, "__module__", __name__)
@@ -173,8 +172,8 @@ class Pipeline:
                 assert program is not None
                 return action(program, call, graph)
             except Outgrown as outgrown:
-                if program is None or not program.is_outgrown_by(outgrown):
-                    raise
+                if program is None or outgrown.of.use is not program.use:
+                    raise  # of another function
                 graph = outgrown.graph
             except Exception as error:
                 if isinstance(error, TypeError) and self.refuses_plain(args, kwargs):
@@ -195,7 +194,8 @@ class Pipeline:
             return len(call.args), *call.variables
         if self._shardings is None or not self.packs_arguments:
             return call.variables
-        return call.variables, *map(structure_of, call.args)
+        structures = [arg.structure if type(arg) is Packed else None for arg in call.args]
+        return call.variables, *structures
 
     def _program_for(self, graph: Graph, call: PackedCall, key: Any) -> JittedProgram:
         """Returns a program of the call's key that serves the graph; makes the program if there is
@@ -211,14 +211,11 @@ class Pipeline:
             if self._shardings is not None and self.packs_arguments:
                 shardings = shardings_of_arguments(self._shardings, call.dynamic[0])
             program = self._programs[key] = JittedProgram(self, use, graph, shardings)
-            self._keep_some()
+            while len(self._programs) > _KEPT:
+                self._programs.popitem(last=False)
+            if key == () and not self.packs_arguments:
+                self.plain = program.plain_call()
         return program
-
-    def _keep_some(self) -> None:
-        while len(self._programs) > _KEPT:
-            self._programs.popitem(last=False)
-        plain = self._programs.get(())
-        self.plain = None if self.packs_arguments or plain is None else plain.plain_call()
 
     def start_packing(self, *, looks_for_modules: bool) -> None:
         """From now on, each call is packed, since a call had non-arrays."""

@@ -18,7 +18,6 @@ start, and assigns the new values only after success.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from tracegrad.ir import Graph
 from tracegrad.tracing.arguments import PackedCall
 from tracegrad.tracing.body import Body, Outgrown, changes_of, traced
 from tracegrad.tracing.jit_options import options_behind
+from tracegrad.tracing.packed import Packed, finish_result
 from tracegrad.tracing.shardings import shardings_of_result
 from tracegrad.tracing.uses import Use
 from tracegrad.variables import kept_programs
@@ -41,8 +41,6 @@ from tracegrad.variables.lending import (
 )
 from tracegrad.variables.listening import listeners
 from tracegrad.variables.overriding import ForwardingTrace
-from tracegrad.variables.packed import Packed
-from tracegrad.variables.results import finish_result
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
@@ -71,8 +69,7 @@ class JittedProgram:
         shardings: the shardings of the arguments, if the user gave them as trees; else None.
         """
         self.use = use
-        self._pipeline = weakref.ref(pipeline)
-        self._body = body = Body(pipeline, use, packs=pipeline.packs_results != "never")
+        self._body = body = Body(pipeline, use)
         options = pipeline.options
         self._shardings = shardings
         if shardings is not None:
@@ -105,10 +102,6 @@ class JittedProgram:
     @functools.cached_property
     def nested(self) -> Any:
         return self._make_nested()
-
-    def is_outgrown_by(self, outgrown: Outgrown) -> bool:
-        """Whether this program has raised `outgrown`."""
-        return outgrown.of.use is self.use
 
     def _make_direct(self) -> Callable[..., Any]:
         """Makes `direct` for a program that recomputes: the current trace decides on the jit."""
@@ -236,14 +229,12 @@ class JittedProgram:
 
     def _jit_for_stage(self, stage: str) -> Any:
         """The jit whose result is not packed, but has its own tree."""
-        pipeline = self._pipeline()
+        pipeline = self._body.pipeline()
         assert pipeline is not None, "the traced function holds it"
         if self.use.is_plain or pipeline.packs_results != "if it has non-arrays":
             return self.nested if stage == "eval_shape" else self.outermost
         if self._staged is None:
-            self._staged = jax.jit(
-                Body(pipeline, self.use, packs=False, is_staged=True), **self.options
-            )
+            self._staged = jax.jit(Body(pipeline, self.use, is_staged=True), **self.options)
         return self._staged
 
     _staged: Any = None

@@ -12,15 +12,10 @@ from typing import Any
 import jax
 
 from tracegrad.ir import Graph
+from tracegrad.tracing.packed import Packed
 from tracegrad.variables.modules import nnx_nodes_in
 from tracegrad.variables.nnx_objects import is_variable_of_nnx, nnx
-from tracegrad.variables.packed import Packed
 from tracegrad.variables.statics import is_variable
-
-
-def structure_of(argument: Any) -> Any:
-    """None for an array."""
-    return argument.structure if type(argument) is Packed else None
 
 
 def with_mappings(options: dict[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,7 @@ def shared_pipeline(
     static: StaticArguments,
     options: dict[str, Any],
 ) -> Pipeline:
-    """All wrappers of a function with the same rules and options share a pipeline. Pipelines with
-    the same rules share the history of traces."""
+    """All wrappers of a function with the same rules and options share a pipeline."""
     if isinstance(fun, types.MethodType):  # each access makes a new, short-lived method object
         return Pipeline(fun, rules, static, options)
     key = tuple(map(id, rules)), static, tuple(sorted(options.items()))
@@ -38,6 +37,5 @@ def shared_pipeline(
         if key not in known:
             if len(known) >= _MOST_PIPELINES:
                 known.clear()
-            history = next((p.history for k, p in known.items() if k[:2] == key[:2]), None)
-            known[key] = Pipeline(fun, rules, static, options, history)
+            known[key] = Pipeline(fun, rules, static, options)
         return known[key]

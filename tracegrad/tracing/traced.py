@@ -98,7 +98,7 @@ class TracedFunction(Generic[P, R]):
                     result = pipeline.plain(*args, **kwargs)
                     return result
                 except Outgrown as error:
-                    if error.of.pipeline is not pipeline:
+                    if error.of.pipeline() is not pipeline:
                         raise
                     graph = error.graph  # not the error, which has this frame
                 except TypeError:

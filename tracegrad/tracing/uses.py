@@ -10,8 +10,7 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.variables.packed import has_non_arrays
-from tracegrad.variables.results import has_nnx_objects
+from tracegrad.tracing.packed import has_nnx_objects, has_non_arrays
 
 Packs = Literal["never", "if it has non-arrays", "always"]
 Refs = Sequence[weakref.ref[Any]]

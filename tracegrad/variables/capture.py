@@ -48,7 +48,7 @@ ASSIGNED = _jax.identity_primitive("assigned")
 class _Running:
     """Whether the function of a capture is running; the placeholders keep this object alive."""
 
-    runs = False
+    runs = True
 
     def check(self) -> None:
         if not self.runs:
@@ -67,29 +67,23 @@ class Capture(Listener):
       assigned: the assigned Variables, in the order of their first assignment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Any) -> None:
+        """`trace`: of the function's program."""
         self.assigned: tuple[Variable, ...] = ()
         self._entry: dict[Variable, list[_jax.Placeholder]] = {}
         self._current: dict[Variable, Any] = {}  # the value assigned last
         self._assigned_at: dict[Variable, Origin | None] = {}  # the line of that assignment
         self._readable: dict[Variable, Any] = {}  # the object that readers get
-        self._trace: Any = None
+        self._trace = trace
         self._running = _Running()
 
-    @contextmanager
-    def captured(self) -> Iterator[None]:
-        """A block for the call of the function, inside the trace of its program."""
-        self._trace = _jax.current_trace(None)
-        self._running.runs = True
-        try:
-            with listening(self), kept_programs.while_tracing():
-                yield
-        finally:
-            self._running.runs = False
-            # These references lead to the function, and back to this capture: the cycle would keep
-            # all of them alive.
-            self._trace = None
-            self._current, self._readable = {}, {}
+    def end(self) -> None:
+        """Called after the function."""
+        self._running.runs = False
+        # These references lead to the function, and back to this capture: the cycle would keep all
+        # of them alive.
+        self._trace = None
+        self._current, self._readable = {}, {}
 
     def last_values(self) -> list[Any]:
         """Returns the last value of each assigned Variable; sets `assigned`."""
@@ -177,7 +171,19 @@ class Capture(Listener):
             return program, []
         places = {id(value): i for i, of in enumerate(self._entry.values()) for value in of}
         slots = [places.get(id(constant)) for constant in _jax.constants_of(program)]
-        return _jax.with_inputs(program, [v.aval for v in variables], slots), variables
+        avals = [values[0].aval for values in self._entry.values()]
+        return _jax.with_inputs(program, avals, slots), variables
+
+
+@contextmanager
+def capturing() -> Iterator[Capture]:
+    """A block for the call of a function, inside the trace of its program."""
+    capture = Capture(_jax.current_trace(None))
+    try:
+        with listening(capture), kept_programs.while_tracing():
+            yield capture
+    finally:
+        capture.end()
 
 
 def _transformation_name(trace: Any) -> str:

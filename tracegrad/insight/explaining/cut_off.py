@@ -125,6 +125,16 @@ def _cause_of_cut(cut: Cut) -> str:
     return "zero derivative"
 
 
+def _called(node: Node, function: str) -> bool:
+    """Whether a function of JAX or of this package with some name made a node."""
+    for frame in _jax.frames(node.source.info):
+        if not is_own_file(frame.file_name):
+            return False
+        if frame.function_name.rsplit(".", 1)[-1] in (function, f"_{function}"):
+            return True
+    return False
+
+
 def cut_off(
     program: Graph,
     inputs: Sequence[Any],

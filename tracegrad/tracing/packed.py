@@ -1,4 +1,5 @@
-"""Packs arguments: the arrays of each argument, and a structure that holds everything else.
+"""Packs arguments: the arrays of each argument, and a structure that holds everything else; unpacks
+arguments and results.
 
 `jax.jit` flattens its arguments at every call. Flattening is slow for models, whose classes flatten
 themselves in Python, and JAX refuses leaves that are not arrays. So each argument is flattened
@@ -11,7 +12,6 @@ the kinds of leaves that the user has put into them.
 from __future__ import annotations
 
 import copy
-import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,9 +24,9 @@ import numpy as np
 from tracegrad.variables.leaves import leaves_with_paths
 from tracegrad.variables.modules import (
     FlattenedModule,
-    NnxObjectFinder,
     RepeatedObject,
     ResultWithModules,
+    Update,
     flatten_modules_by_flax,
     nnx_objects_in,
     restore_repeated_objects,
@@ -49,7 +49,7 @@ from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
 
-_KEPT = 256  # the most layouts of a function, and the most structures of a layout, in the caches
+_KEPT = 256  # the most structures of a layout in the cache
 _IMMUTABLE = frozenset({str, bytes, type, np.dtype, RepeatedObject})
 
 
@@ -87,6 +87,13 @@ class Packed:
 def has_non_arrays(structure: Any) -> bool:
     return has_nodes(
         structure, (Static, Variable, RepeatedObject, FlattenedModule, ResultWithModules)
+    )
+
+
+def has_nnx_objects(structure: Any) -> bool:
+    """Whether a result contains nodes that stand for nnx objects."""
+    return nnx() is not None and has_nodes(
+        structure, (RepeatedObject, FlattenedModule, ResultWithModules)
     )
 
 
@@ -134,66 +141,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-class ArgumentPacker:
-    """Packs the arguments of one function, and caches their layouts.
-
-    Args:
-      name_of: returns the name of an argument by its name or index, for messages.
-    """
-
-    def __init__(self, name_of: Callable[[str | int], str]) -> None:
-        self._name_of = name_of
-        self._layouts: dict[Any, _Layout] = {}
-
-    def __call__(
-        self,
-        argument: Any,
-        where: str | int,
-        found: list[VariableNode],
-        finder: NnxObjectFinder | None = None,
-    ) -> Any:
-        """Returns the argument packed, or the argument itself if it is an array.
-
-        Args:
-          where: the name or the index of the argument, for messages.
-          found: the Variables in the argument are added to this list.
-          finder: the finder of the call; None if nobody needs the nnx objects.
-
-        Raises NotAPytree if a module is not a pytree.
-        """
-        kind = type(argument)
-        if is_kind_of_array(kind) or kind is Packed:
-            return argument
-        if finder is None:
-            before, (leaves, tree) = 0, flatten_finding_variables(argument, found)
-        else:
-            before, (leaves, tree) = len(finder.objects), finder.flatten(argument, found)
-        kinds = tuple(map(type, leaves))
-        try:
-            layout = self._layouts.get((tree, kinds))
-        except Exception:  # a part of the tree has no equality: jit will name it
-            layout = _Layout(kinds, tree)
-        if layout is None:
-            if len(self._layouts) >= _KEPT:
-                self._layouts.clear()
-            layout = self._layouts[tree, kinds] = _Layout(kinds, tree)
-            if finder is not None:
-                layout.note_changeable(finder.objects[before:])
-        if not layout.others and not layout.changeable:
-            return Packed(leaves, layout.tree)
-        if layout.is_opaque and finder is not None:
-            raise NotAPytree
-        key = tuple([id(leaves[i]) for i in layout.others])
-        known = layout.known.get(key)
-        structure, is_array = known or layout.find(key, leaves, tree, self._name_of(where))
-        if layout.is_leaf and all(is_array):
-            return argument
-        if layout.changeable and finder is not None:
-            structure = layout.version_of(structure, finder.objects[before:])
-        return Packed(list(itertools.compress(leaves, is_array)), structure)
-
-
-class _Layout:
+class Layout:
     """Cached facts about all arguments with one structure of JAX and leaves of the same types.
 
     Attributes:
@@ -299,3 +247,28 @@ def unpack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
         if any(has_nodes(each.structure, (RepeatedObject,)) for each in packed):
             arguments = restore_repeated_objects(arguments)
     return arguments
+
+
+def finish_result(
+    result: Any,
+    objects: Sequence[Any],
+    updates: Sequence[Update],
+    values: Sequence[Any],
+    *,
+    has_objects: bool,
+) -> Any:
+    """Returns the caller's result of a call, and assigns the new arrays in the caller's modules.
+
+    Args:
+      objects: the nnx objects of the call.
+      updates, values: the places of the new arrays, and the arrays.
+      has_objects: `has_nnx_objects` of the result's structure.
+    """
+    for update, value in zip(updates, values, strict=True):
+        update.assign(objects, value)
+    if not has_objects:
+        return result
+    result = unflatten_modules(result)
+    if isinstance(result, ResultWithModules):
+        return result.write_back(objects)
+    return restore_repeated_objects(result, objects)
