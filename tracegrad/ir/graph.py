@@ -35,36 +35,36 @@ _MAX_TYPES = 8  # in a graph's `repr`
 class Graph:
     """A program over JAX's primitives.
 
-        Attributes:
-          program: JAX's program (a closed or open jaxpr).
-          make_nodes: returns `nodes`.
-          name: the traced function's name.
-          function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
-          hints: for each input the path from which its name is made, ``params.w``; "" if unknown.
-          aliases: for each input a second path by which `match.param` finds it, or ""; () if no input
-            has a second path.
-          first: the unedited graph from which edits made this graph; None if this graph is unedited. A
-            value keeps the name that it has in `first`.
-          in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result; None for regions.
-          signature: the traced function's signature without static parameters; None if it has none.
-          variables: the Variables that the function reads. Their values are the last inputs, which
-            `in_tree` does not count.
-          assigned: the Variables that the function assigns. Their new values are outputs after the
-            result, which `out_tree` does not count.
-          updates: the places in flax.nnx modules among the arguments to which the function assigns new
-            arrays. These arrays are the last outputs, after the Variables' new values; `out_tree` does
+    Attributes:
+      program: JAX's program (a closed or open jaxpr).
+      make_nodes: returns `nodes`.
+      name: the traced function's name.
+      function_source: the traced function and its line, ``loss at /home/ada/train.py:12``.
+      hints: for each input the path from which its name is made, ``params.w``; "" if unknown.
+      aliases: for each input a second path by which `match.param` finds it, or ""; () if no input
+        has a second path.
+      first: the unedited graph from which edits made this graph; None if this graph is unedited. A
+        value keeps the name that it has in `first`.
+      in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result; None for regions.
+      signature: the traced function's signature without static parameters; None if it has none.
+      variables: the Variables that the function reads. Their values are the last inputs, which
+        `in_tree` does not count.
+      assigned: the Variables that the function assigns. Their new values are outputs after the
+        result, which `out_tree` does not count.
+      updates: the places in flax.nnx modules among the arguments to which the function assigns new
+        arrays. These arrays are the last outputs, after the Variables' new values; `out_tree` does
         not count them. If the function changes the structure of these modules, there are no
         updates, and the result contains the whole new state of the modules.
-          differentiated: for each input, whether the program is differentiated with respect to it; ()
-            if unknown.
-          loses: the paths of changes that are lost, since the function makes them to a copy of a state.
+      differentiated: for each input, whether the program is differentiated with respect to it; ()
+        if unknown.
+      loses: the paths of changes that are lost, since the function makes them to a copy of a state.
 
-        `print(graph)` is meant to be read.
+    `print(graph)` is meant to be read.
 
-        >>> import jax.numpy as jnp, tracegrad as tg
-        >>> graph = tg.graph(lambda x: jnp.sin(x) * 2, 1.0)
-        >>> [node.op for node in graph.nodes], [graph.names[value] for value in graph.inputs]
-        (['sin', 'mul'], ['x'])
+    >>> import jax.numpy as jnp, tracegrad as tg
+    >>> graph = tg.graph(lambda x: jnp.sin(x) * 2, 1.0)
+    >>> [node.op for node in graph.nodes], [graph.names[value] for value in graph.inputs]
+    (['sin', 'mul'], ['x'])
     """
 
     program: Any

@@ -24,7 +24,7 @@ from tracegrad.ir import (
     operations,
 )
 from tracegrad.ir.authors import A_RULE, whose
-from tracegrad.ir.occurrence import at
+from tracegrad.ir.occurrence import at, is_own_file
 from tracegrad.ir.wording import listed
 from tracegrad.tracing.rule_errors import is_about_closing_over
 from tracegrad.variables import cut_gradients
