@@ -64,33 +64,33 @@ def explain_tape(
         jnp.ones_like(array) if seed is None else seed  # the tape's default
         for array, seed in zip(targets, seeds_for(target, targets, output_gradients), strict=True)
     ]
-    made = {slot for entry in record.entries for slot in entry.results}
-    # Arrays that the tape did not compute are explained together; an array that it computed is
-    # explained alone, since the gradient of another source may flow through it.
+    computed = {slot for entry in record.entries for slot in entry.results}
+    # Sources that the tape did not compute are explained together; a source that the tape computed
+    # is explained alone, since the gradient of another source may flow through it.
     together: dict[str, Any] = {}
-    single: list[dict[str, Any]] = []
+    separate: list[dict[str, Any]] = []
     findings: list[Finding] = []
     reports: dict[str, SourceReport] = {}
     before, untrained = before_calls(record, sources), set[str]()
-    for named, leaf in _named(sources):
-        path, leaf = named.name, before.get(id(leaf), leaf)
-        reason = _not_followed(tape, path, leaf)
-        if not named.is_trained:
+    for leaf, array in _named_sources(sources):
+        path, array = leaf.name, before.get(id(array), array)
+        reason = _why_not_followed(tape, path, array)
+        if not leaf.is_trained:
             untrained.add(path)
             reason = reason and state_of_model(path)
         if reason is not None:
             findings.append(reason)
-            reports[path] = _report_on_unfollowed(path, leaf, reason)
+            reports[path] = _report_on_unfollowed(path, array, reason)
             continue
-        for i, array in enumerate(record.reads_of(leaf)):
+        for i, read in enumerate(record.reads_of(array)):
             name = path if i == 0 else f"{path} (read {i + 1})"
-            if record.slot(array) in made:
-                single.append({name: array})
+            if record.slot(read) in computed:
+                separate.append({name: read})
             else:
-                together[name] = array
+                together[name] = read
     scopes: tuple[tuple[str, float], ...] = ()
     value = ""
-    for group in [together, *single]:
+    for group in [together, *separate]:
         if group:
             found = _explain(record, group, targets, seeds, untrained)
             findings += found.findings
@@ -100,9 +100,8 @@ def explain_tape(
     return Explanation("the tape", tuple(reports.values()), ordered, scopes, value)
 
 
-def _named(sources: Any) -> list[tuple[Leaf, Any]]:
-    """Returns the sources with their names, without what a model has besides (functions,
-    strings)."""
+def _named_sources(sources: Any) -> list[tuple[Leaf, Any]]:
+    """Returns the sources with their names; drops the other leaves of a model (functions, strings)."""
     named = []
     arrays = jax.tree.leaves(sources, is_leaf=is_variable)
     for leaf, array in zip(leaves_of(sources), arrays, strict=True):
@@ -130,11 +129,11 @@ def _report_on_unfollowed(path: str, leaf: Any, reason: Finding) -> SourceReport
 # --------------------------------------------------------------------------------- what is followed
 
 
-def _not_followed(tape: GradientTape, path: str, leaf: Any) -> Finding | None:
+def _why_not_followed(tape: GradientTape, path: str, leaf: Any) -> Finding | None:
     """Returns the reason why a tape does not follow a source; None if it does."""
     record = tape._record
     if isinstance(leaf, Variable):
-        return _not_read(tape, path, leaf)
+        return _why_not_read(tape, path, leaf)
     if not isinstance(leaf, jax.Array) or not _jax.has_gradient(leaf):
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         return Finding("no gradient", f"it is {dtype}, which has no gradient", (path,))
@@ -157,7 +156,7 @@ def _not_followed(tape: GradientTape, path: str, leaf: Any) -> Finding | None:
     )
 
 
-def _not_read(tape: GradientTape, path: str, variable: Variable) -> Finding | None:
+def _why_not_read(tape: GradientTape, path: str, variable: Variable) -> Finding | None:
     """Returns the reason why a tape did not follow a Variable; None if it did."""
     reads = tape._record.reads
     if reads.get(variable):

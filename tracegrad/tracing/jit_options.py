@@ -43,16 +43,16 @@ def options_behind(
     refs: Sequence[weakref.ref[Variable]],
     argument_count: int,
 ) -> dict[str, Any]:
-    """Returns the options for a program that takes the values of `refs` before the arguments. If
-    the user gave shardings, the values get shardings too.
+    """Returns the options for a program that takes the values of `refs` before the arguments. Adds
+    shardings for the values if the user gave some.
 
-    `argument_count`: how many positional arguments of the calls are not static."""
-    options = _moved(options, pipeline.static, pipeline.donated, len(refs), argument_count)
-    given = options.get("in_shardings")
-    if given is not None:
+    `argument_count`: the number of positional arguments that are not static."""
+    options = _shift(options, pipeline.static, pipeline.donated, len(refs), argument_count)
+    of_arguments = options.get("in_shardings")
+    if of_arguments is not None:
         variables: list[Any] = [ref() for ref in refs]
-        own = [value.sharding if value.committed else None for value in peek(variables)]
-        options = {**options, "in_shardings": (*own, *given)}
+        of_values = [value.sharding if value.committed else None for value in peek(variables)]
+        options = {**options, "in_shardings": (*of_values, *of_arguments)}
     if options.get("out_shardings") is not None:
         options = {**options, "out_shardings": (None, options["out_shardings"])}
     return options
@@ -66,30 +66,30 @@ def options_behind_module(
 ) -> tuple[dict[str, Any], StaticArguments]:
     """Returns the options and the static arguments for `called`, which takes the module before the
     module's arguments."""
-    own = tuple([parameter.name for parameter in positional(parameters_of(called))])
-    static = static._replace(parameters=own)
+    names = tuple([parameter.name for parameter in positional(parameters_of(called))])
+    static = static._replace(parameters=names)
     if not options:
         return options, static
     argument_count = len(inspect.signature(module).parameters) - len(static.names)
-    options = _moved(options, static, donated_by(module, options), 1, argument_count)
+    options = _shift(options, static, donated_by(module, options), 1, argument_count)
     if options.get("in_shardings") is not None:
         options["in_shardings"] = (None, *options["in_shardings"])
     return options, static._replace(positions=frozenset(options["static_argnums"]))
 
 
-def _moved(
+def _shift(
     options: dict[str, Any],
     static: StaticArguments,
     donated: StaticArguments,
-    values: int,
+    count: int,
     argument_count: int,
 ) -> dict[str, Any]:
-    """For a function with `values` more arguments before its own."""
+    """Shifts the positions in the options for a function with `count` more arguments in front."""
 
     def positions(arguments: StaticArguments) -> tuple[int, ...]:
-        return tuple(p + values if p >= 0 else p for p in sorted(arguments.positions))
+        return tuple(p + count if p >= 0 else p for p in sorted(arguments.positions))
 
-    moved = {
+    shifted = {
         **options,
         "static_argnums": positions(static),
         "static_argnames": tuple(sorted(static.names)),
@@ -98,15 +98,15 @@ def _moved(
     }
     shardings = options.get("in_shardings")
     if shardings is not None and not isinstance(shardings, tuple):
-        moved["in_shardings"] = (shardings,) * argument_count
-    return moved
+        shifted["in_shardings"] = (shardings,) * argument_count
+    return shifted
 
 
 def signature_behind(
     fun: Callable[..., Any], variables: Sequence[weakref.ref[Variable]]
 ) -> inspect.Signature | None:
-    """Puts a parameter for each Variable, with the Variable's name, before the function's own; None
-    if the function has no signature."""
+    """Returns the function's signature after one parameter for each Variable, with the Variable's
+    name; None if the function has no signature."""
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):
@@ -121,5 +121,4 @@ def signature_behind(
             name = f"{base}_{number}" if base.isidentifier() else f"_{base}_{number}"
         taken.add(name)
         front.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
-    own = list(signature.parameters.values())
-    return signature.replace(parameters=[*front, *own])
+    return signature.replace(parameters=[*front, *signature.parameters.values()])

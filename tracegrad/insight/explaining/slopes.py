@@ -1,8 +1,8 @@
 """Finds where the norm of the gradient vanishes or explodes along layers.
 
-A *slope* (a change of the norm) shows in the gradients of the parameters, layer by layer. Its
-cause is sought along the *stream* of the gradient (`streams`) to the first layer: the lines that
-change the norm for good are blamed.
+A *slope* (a change of the norm) shows in the gradients of the parameters, layer by layer. The lines
+along the *stream* of the gradient (`streams`) to the first layer are blamed for it, if no later
+line undoes their change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tracegrad.ir.occurrence import Path
 FEWEST_LAYERS = 4
 LAYER_LIMIT = 1e-4
 # A line is blamed if it changes the norm by a factor of 100. The finding counts the fewest layers
-# that together make the share `_MOST` of the change.
+# that make up the share `_MOST` of the change.
 _BLAMED = math.log(100.0)
 _MOST = 0.8
 
@@ -47,10 +47,10 @@ def slopes(
     norms: Mapping[str, float],
     sources: Mapping[str, int | None],
 ) -> Iterator[Finding]:
-    """Returns findings on gradients that vanish or explode along layers.
+    """Yields findings on gradients that vanish or explode along layers.
 
     Args:
-      look: returns what is observed with some detail.
+      look: observes the program at a given detail.
       norms: the norms of the gradients of the sources, by their paths.
       sources: maps the path of a source to the index of its input.
     """

@@ -1,8 +1,8 @@
 """The statistics that `explain` computes of arrays; each is a vector of a few floats.
 
 NumPy computes a statistic, in double precision, since XLA would compile a program for each shape. A
-loop stacks the arrays to be measured, if the stacks are small and the measure takes `axes`: the
-number of leading axes that count steps. Every other statistic inside of a loop is part of the
+loop stacks the arrays to measure, if they are small and the measure takes `axes`, the number of
+leading axes that count steps. Every other statistic inside of a loop is part of the
 compiled program. XLA also computes statistics of arrays that are partly on other processes, and of
 large arrays on an accelerator.
 """
@@ -26,19 +26,19 @@ EDGE_NAN, EDGE_INF, EDGE_NORM, EDGE_GIVEN, EDGE_OPERANDS = range(5)
 IDLE_UNITS, ALL_UNITS = range(2)
 
 OPERANDS = 4  # `edge` has the values of at most so many operands
-_BY_NUMPY = 1 << 20  # elements; XLA measures larger arrays on an accelerator
+_MOST_BY_NUMPY = 1 << 20  # elements; XLA measures larger arrays on an accelerator
 
 Measure = Callable[..., Any]
 
 
-def _by_place(measure: Measure) -> Measure:
+def _by_numpy_or_xla(measure: Measure) -> Measure:
     """Turns a `measure` that takes ``(xp, *arrays)`` into a function of arrays that chooses ``xp``:
     NumPy or `jax.numpy`."""
     # Traced once for each shape.
     options_of: tuple[str, ...] = tuple(getattr(measure, "__kwdefaults__", None) or ())
     compiled = jax.jit(functools.partial(measure, jnp), static_argnames=options_of)
-    # Without the barrier XLA fuses into each statistic all operations that lead to its array: the
-    # time to compile grew with the square of a program's length.
+    # Without the barrier, XLA fuses each statistic with all operations before it: the time to
+    # compile grew with the square of a program's length.
     barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
 
     @functools.wraps(measure)
@@ -50,8 +50,8 @@ def _by_place(measure: Measure) -> Measure:
             return compiled(*arrays, **options)
         with np.errstate(all="ignore"):
             if len(arrays) == 1:
-                return measure(np, _on_host(arrays[0]), **options)
-            return measure(np, *jax.tree.map(_on_host, arrays), **options)
+                return measure(np, _copy_to_host(arrays[0]), **options)
+            return measure(np, *jax.tree.map(_copy_to_host, arrays), **options)
 
     return run
 
@@ -61,15 +61,15 @@ def _is_for_numpy(x: Any) -> bool:
         return True
     if not x.is_fully_addressable:
         return False
-    return x.size <= _BY_NUMPY or all(d.platform == "cpu" for d in x.devices())
+    return x.size <= _MOST_BY_NUMPY or all(d.platform == "cpu" for d in x.devices())
 
 
-def _on_host(x: Any) -> Any:
+def _copy_to_host(x: Any) -> Any:
     is_key = jnp.issubdtype(getattr(x, "dtype", np.dtype(float)), jax.dtypes.extended)
     return np.zeros((), bool) if is_key else np.asarray(x)
 
 
-def _real(xp: Any, x: Any) -> Any:
+def _magnitudes(xp: Any, x: Any) -> Any:
     if xp is np:
         x = np.asarray(x)
         x = x.astype(complex) if np.iscomplexobj(x) else x.astype(float)
@@ -104,24 +104,24 @@ def _vector(xp: Any, *values: Any) -> Any:
     return xp.stack([xp.asarray(v).astype(dtype) for v in values], axis=-1)
 
 
-@_by_place
+@_by_numpy_or_xla
 def index(xp: Any, x: Any) -> Any:
     """Returns the index of a branch as a statistic."""
     return _vector(xp, x)
 
 
-@_by_place
+@_by_numpy_or_xla
 def norms(xp: Any, x: Any, *, axes: int = 0) -> Any:
-    """Returns the norm and the share of zeros: of each part along the first `axes` axes, if any."""
-    x = _real(xp, x)
+    """Returns the norm and the share of zeros, for each index of the first `axes` axes."""
+    x = _magnitudes(xp, x)
     return _vector(xp, _norm(xp, x, axes), _share_of_zeros(xp, x, axes))
 
 
-@_by_place
+@_by_numpy_or_xla
 def exact(xp: Any, x: Any, *, axes: int = 0) -> Any:
     """Returns the norm, the share of zeros, the numbers of NaNs and of Infs, the least and the
-    greatest element; along the first `axes` axes as `norms`."""
-    x = _real(xp, x)
+    greatest element; for each index of the first `axes` axes."""
+    x = _magnitudes(xp, x)
     lead, within = x.shape[:axes], tuple(range(axes, x.ndim))
     if x.size == 0:
         return xp.zeros((*lead, 6), xp.float32)
@@ -137,17 +137,18 @@ def exact(xp: Any, x: Any, *, axes: int = 0) -> Any:
     )
 
 
-@_by_place
-def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any], *, axes: int = 0) -> Any:
-    """Measures the cotangent that a VJP gives to an operand: the numbers of NaNs and Infs, and the
-    norm. Then, at the first NaN or Inf: the cotangent that came in, and the values of the operands
-    (NaN for None, and for operands of other shapes). Along the first `axes` axes as `norms`."""
+@_by_numpy_or_xla
+def edge(xp: Any, result: Any, incoming: Any, operands: Sequence[Any], *, axes: int = 0) -> Any:
+    """Measures the cotangent `result` that a VJP returns for an operand: the numbers of NaNs and
+    Infs, and the norm. Then, at the first NaN or Inf: the `incoming` cotangent, and the values of
+    the operands (NaN for None, and for operands of other shapes). For each index of the first
+    `axes` axes."""
     lead = xp.shape(result)[:axes]
 
-    def rows(x: Any) -> Any:
-        return _real(xp, x).reshape(*lead, math.prod(xp.shape(x)[axes:]))
+    def as_rows(x: Any) -> Any:
+        return _magnitudes(xp, x).reshape(*lead, math.prod(xp.shape(x)[axes:]))
 
-    flat = rows(result)
+    flat = as_rows(result)
     if flat.size == 0:
         return xp.zeros((*lead, EDGE_OPERANDS + OPERANDS), xp.float32)
     norm, unknown = _norm(xp, flat, axes), xp.full(lead, xp.nan)
@@ -155,27 +156,27 @@ def edge(xp: Any, result: Any, given: Any, operands: Sequence[Any], *, axes: int
     shape: Any = None
     if xp is jnp or not np.isfinite(norm).all():
         nans, infs = xp.sum(xp.isnan(flat), -1), xp.sum(xp.isinf(flat), -1)
-        if xp.ndim(result) == axes < xp.ndim(given):  # a scalar factor: a sum of terms
-            shape, score = xp.shape(given), _bad_terms(xp, rows, given, operands)
+        if xp.ndim(result) == axes < xp.ndim(incoming):  # a scalar factor: a sum of terms
+            shape, score = xp.shape(incoming), _bad_terms(xp, as_rows, incoming, operands)
         else:
             shape, score = xp.shape(result), ~xp.isfinite(flat)
         place, is_known = xp.argmax(score, -1)[..., None], xp.any(score, -1)
 
-    def there(x: Any) -> Any:
+    def value_at_place(x: Any) -> Any:
         if x is not None and xp.ndim(x) == axes:
-            return _real(xp, x)
+            return _magnitudes(xp, x)
         if x is None or xp.shape(x) != shape:
             return unknown
-        return xp.where(is_known, xp.take_along_axis(rows(x), place, -1)[..., 0], unknown)
+        return xp.where(is_known, xp.take_along_axis(as_rows(x), place, -1)[..., 0], unknown)
 
-    values = [there(x) for x in operands[:OPERANDS]]
+    values = [value_at_place(x) for x in operands[:OPERANDS]]
     values += [unknown] * (OPERANDS - len(values))
-    return _vector(xp, nans, infs, norm, there(given), *values)
+    return _vector(xp, nans, infs, norm, value_at_place(incoming), *values)
 
 
-def shown_by_edge(result: Any, given: Any, operands: Sequence[Any]) -> list[Any]:
+def shown_by_edge(result: Any, incoming: Any, operands: Sequence[Any]) -> list[Any]:
     """Returns the operands that `edge` may show an element of; None in place of other operands."""
-    shapes = (), jnp.shape(result), jnp.shape(given)
+    shapes = (), jnp.shape(result), jnp.shape(incoming)
     # A literal of a weak type is a Python number.
     arrays = [x if hasattr(x, "nbytes") else np.asarray(x) for x in operands[:OPERANDS]]
     return [
@@ -184,20 +185,20 @@ def shown_by_edge(result: Any, given: Any, operands: Sequence[Any]) -> list[Any]
     ]
 
 
-def _bad_terms(xp: Any, rows: Any, given: Any, operands: Sequence[Any]) -> Any:
+def _bad_terms(xp: Any, as_rows: Any, incoming: Any, operands: Sequence[Any]) -> Any:
     """Returns 1 where a zero cotangent meets a NaN or Inf, 2 where a nonzero one does, else 0."""
-    terms = rows(given)
+    terms = as_rows(incoming)
     score = xp.zeros(terms.shape, xp.int32)
     for x in operands:
-        if x is not None and xp.shape(x) == xp.shape(given):
-            score = xp.maximum(score, ~xp.isfinite(rows(x)) * (1 + (terms != 0)))
+        if x is not None and xp.shape(x) == xp.shape(incoming):
+            score = xp.maximum(score, ~xp.isfinite(as_rows(x)) * (1 + (terms != 0)))
     return score
 
 
 def of_parts(
     measure: Measure, form: Any, parts: Sequence[tuple[int, tuple[int, ...]]], *stacks: Any
 ) -> Any:
-    """Measures parts of each row of stacks of vectors.
+    """Measures the arrays that are packed in stacks of vectors.
 
     Args:
       measure: takes `axes`.
@@ -207,27 +208,29 @@ def of_parts(
     """
     arrays = []
     for (start, shape), stack in zip(parts, stacks, strict=True):
-        here = _on_host(stack) if _is_for_numpy(stack) else stack
-        part = here[..., start : start + math.prod(shape)]
+        array = _copy_to_host(stack) if _is_for_numpy(stack) else stack
+        part = array[..., start : start + math.prod(shape)]
         arrays.append(part.reshape(*part.shape[:-1], *shape))
     return measure(*jax.tree.unflatten(form, arrays), axes=stacks[0].ndim - 1)
 
 
-@_by_place
-def norms_of_rule(xp: Any, given: Any, own: Any, cotangent: Any) -> Any:
-    """Returns four norms: of a rule's cotangent, of the derivative's, of their difference, and of
-    the cotangent that came in."""
-    given, own, cotangent = (_real(xp, x) for x in (given, own, cotangent))
-    terms = given, own, given - own, cotangent
+@_by_numpy_or_xla
+def norms_of_rule(xp: Any, by_rule: Any, by_derivative: Any, incoming: Any) -> Any:
+    """Returns four norms: of the cotangent by a rule, of the cotangent by the derivative, of their
+    difference, and of the incoming cotangent."""
+    by_rule, by_derivative, incoming = (
+        _magnitudes(xp, x) for x in (by_rule, by_derivative, incoming)
+    )
+    terms = by_rule, by_derivative, by_rule - by_derivative, incoming
     return _vector(xp, *(_norm(xp, x) for x in terms))
 
 
-@_by_place
+@_by_numpy_or_xla
 def amplified(xp: Any, result: Any, factor: Any) -> Any:
     """Measures a cotangent that was multiplied by a factor: the largest factor divided by the
     least, the norm of the cotangent where the factor is over a tenth of the largest, and its norm
     elsewhere."""
-    result, factor = _real(xp, result), xp.abs(_real(xp, factor))
+    result, factor = _magnitudes(xp, result), xp.abs(_magnitudes(xp, factor))
     if result.size == 0 or factor.size == 0:
         return xp.zeros(3)
     factor = xp.broadcast_to(factor, result.shape)
@@ -236,16 +239,16 @@ def amplified(xp: Any, result: Any, factor: Any) -> Any:
     return _vector(xp, xp.max(factor) / xp.min(factor), *(_norm(xp, x) for x in parts))
 
 
-@_by_place
+@_by_numpy_or_xla
 def units(xp: Any, result: Any, operands: Sequence[Any], bounds: Sequence[Any]) -> Any:
-    """Returns how many units along the last axis are never active, and how many units there are
-    (none for a maximum with something else than zero).
+    """Returns the number of units along the last axis that are never active, and of all units; two
+    zeros if the maximum is not one with zero.
 
-    `operands`: the operands of a maximum; `bounds`: the operands that may be the zero. Both are
-    empty for `relu`.
+    `operands`: the operands of a maximum; `bounds`: the operands that may be zero. Both are empty
+    for `relu`.
     """
     is_active = result != 0
-    if operands:  # at a tie each operand of a maximum gets half the gradient: active
+    if operands:  # at a tie both operands get half the gradient: active
         is_active = is_active | functools.reduce(xp.logical_and, [x == 0 for x in operands])
     active = xp.any(is_active, axis=tuple(range(result.ndim - 1)))
     rectifies = xp.asarray(not bounds)
