@@ -101,7 +101,7 @@ def explain_tape(
 
 
 def _named_sources(sources: Any) -> list[tuple[Leaf, Any]]:
-    """Returns the sources with their names; drops the other leaves of a model (functions, strings)."""
+    """Returns the sources with their names, without a model's other leaves (functions, strings)."""
     named = []
     arrays = jax.tree.leaves(sources, is_leaf=is_variable)
     for leaf, array in zip(leaves_of(sources), arrays, strict=True):
