@@ -29,7 +29,7 @@ from tracegrad.ir import (
     dtype_of,
     is_reference,
 )
-from tracegrad.ir.authors import whose
+from tracegrad.ir.authors import author_of
 from tracegrad.ir.dependence import Masks, back_around, enter, mask_of, node_dependence, spread
 from tracegrad.ir.inlined import RegionCall, is_loop, may_take_no_step, region_calls
 from tracegrad.ir.occurrence import at
@@ -50,7 +50,7 @@ class Cut:
         mask."""
         node = self.occurrence.node
         is_mask = not is_connectable(self.result) and node.op != "convert_element_type"
-        return 100 * (whose(Occurrence((), node)) != "yours") + is_mask
+        return 100 * (author_of(Occurrence((), node)) != "yours") + is_mask
 
     def within(self, call: Node, name: str) -> Cut:
         """Returns the cut as seen from the graph that contains the call of the cut's region."""

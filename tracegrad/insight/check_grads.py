@@ -17,10 +17,10 @@ from tracegrad.insight.check_rules import check_rules, functions_of_rules, opera
 from tracegrad.insight.comparing import Comparison
 from tracegrad.insight.comparisons import Checked, GradCheck
 from tracegrad.insight.finite_differences import Limits
-from tracegrad.insight.held import STOP, hint_of, is_sample, with_stops_held, without_verdict
+from tracegrad.insight.held_stops import STOP, hint_of, is_sample, with_stops_held, without_verdict
 from tracegrad.insight.raising import Arithmetic, can_trace_faces, in_double, is_in_double
 from tracegrad.ir import CustomGradient, Graph, StopGradient
-from tracegrad.ir.authors import is_jaxs_rule, whose
+from tracegrad.ir.authors import author_of, is_jaxs_rule
 from tracegrad.ir.wording import first_line
 from tracegrad.tracing.graphs import function_name, graph, require_function
 
@@ -193,7 +193,7 @@ def _check(
         stops = {
             found: given[0]
             for found, given in operands.items()
-            if isinstance(found.node, StopGradient) and whose(found) != "jax"
+            if isinstance(found.node, StopGradient) and author_of(found) != "jax"
         }
         samples = {found: given[0] for found, given in operands.items() if is_sample(found)}
 

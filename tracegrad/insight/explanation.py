@@ -13,7 +13,7 @@ from typing import Any
 from tracegrad._jax.packages import require
 from tracegrad.insight.colours import has_colours, painted
 from tracegrad.ir import Occurrence, Origin, folding
-from tracegrad.ir.authors import whose
+from tracegrad.ir.authors import author_of
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted, notebook_cell, some, table
 from tracegrad.tracing.graphs import Rule
@@ -70,7 +70,7 @@ class Finding:
         cls, found: Occurrence, cause: str, what: str, sources: tuple[str, ...] = (), **more: Any
     ) -> Finding:
         """Returns a finding about an operation, with the operation's line, author, scope, name."""
-        known = {"origin": found.origin, "whose": whose(found), "operation": found.node.name}
+        known = {"origin": found.origin, "whose": author_of(found), "operation": found.node.name}
         return cls(cause, what, sources, **{**known, "scope": scope_of(found), **more})
 
     @property

@@ -24,7 +24,7 @@ A_RULE = "a rule"  # the author of each `stop_gradient` that a rule of this pack
 _EDITORS = dirname(__file__)  # the folder of the code that edits graphs
 
 
-def whose(occurrence: Occurrence) -> str:
+def author_of(occurrence: Occurrence) -> str:
     """Returns who made a custom gradient or a `stop_gradient`: ``"yours"``, also if no frame is
     known; ``"jax"``; `A_RULE`; or the name of the library whose code calls it (``"a library"`` if
     the file of that code is in no known folder)."""

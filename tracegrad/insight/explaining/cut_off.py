@@ -23,7 +23,7 @@ from tracegrad.ir import (
     has_gradient,
     operations,
 )
-from tracegrad.ir.authors import A_RULE, whose
+from tracegrad.ir.authors import A_RULE, author_of
 from tracegrad.ir.occurrence import at, is_own_file
 from tracegrad.ir.wording import listed
 from tracegrad.tracing.rule_errors import is_about_closing_over
@@ -56,7 +56,7 @@ _LOOP_CURE = (
 def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
     """Returns a finding for each cut of an input; `path`: its name, `cuts`: its `smallest_cuts`."""
     for cut in cuts:
-        cause, owner = _cause_of_cut(cut), whose(cut.occurrence)
+        cause, owner = _cause_of_cut(cut), author_of(cut.occurrence)
         text = _words(cut)
         cure = CUT_CURES.get(cause, "").format(op=cut.occurrence.node.op)
         rule = by_rule.no_gradient(cause, cut.occurrence)

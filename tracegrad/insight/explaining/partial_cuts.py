@@ -20,7 +20,7 @@ from tracegrad.insight.explaining.cut_off import CUT_CURES
 from tracegrad.insight.explaining.visits import is_called
 from tracegrad.insight.explanation import Finding
 from tracegrad.ir import Graph, Node, Occurrence, StopGradient, Value, has_gradient, operations
-from tracegrad.ir.authors import whose
+from tracegrad.ir.authors import author_of
 from tracegrad.ir.dependence import Masks, joined, leading_to, spread
 from tracegrad.ir.occurrence import Path
 
@@ -130,7 +130,7 @@ class _Cuts:
 def _is_cut(found: Occurrence) -> bool:
     """Whether a node is a cut in the user's code that may be a mistake."""
     is_cut = isinstance(found.node, StopGradient) or found.node.op in _ROUNDINGS
-    return is_cut and whose(found) == "yours"
+    return is_cut and author_of(found) == "yours"
 
 
 def _is_alone(graph: Graph, value: Any, *, is_input: bool) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tracegrad.insight.comparisons import Checked
 from tracegrad.ir import Graph, Occurrence, operations
-from tracegrad.ir.authors import whose
+from tracegrad.ir.authors import author_of
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import listed
@@ -62,7 +62,7 @@ def without_verdict(check: Checked, sample: Occurrence) -> Checked:
 def _name(found: Occurrence) -> str:
     if is_sample(found):
         return found.name
-    author = whose(found)
+    author = author_of(found)
     return STOP if author == "yours" else f"{STOP} of {author}"
 
 
