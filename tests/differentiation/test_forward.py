@@ -403,9 +403,9 @@ def test_a_backward_that_calls_its_own_function_with_the_cotangent_is_refused():
 
     solve.defvjp(forward, backward)
     a = jnp.array([[2.0, 1.0], [0.5, 3.0]])
-    with pytest.raises(ValueError, match=r"solve at test_forward.*calls the rule again, so that transposing"):
+    with pytest.raises(ValueError, match=r"solve at test_forward.*calls the rule again, so that"):
         jvp(lambda a: solve(a, jnp.ones(2)), (a,), (a,))
-    with pytest.raises(ValueError, match=r"_odeint .*calls the rule again, so that transposing"):
+    with pytest.raises(ValueError, match=r"_odeint .*calls the rule again, so that"):
         jvp(lambda a: odeint(lambda y, t: -a * y, 1.0, jnp.arange(2.0)), (1.3,), (1.0,))
 
 
