@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 import tracegrad as tg
-from tracegrad.planning import BudgetTooSmall, BudgetWarning, plan_recompute
+from tracegrad.planning import (
+    BudgetTooSmall,
+    BudgetWarning,
+    plan_recompute,
+    recompute_to_fit,
+)
 
 pytestmark = pytest.mark.both_jax
 
@@ -184,6 +189,18 @@ def test_a_step_that_failed_leaves_no_plan_to_the_next(name):
     fails.clear()
     run(WEIGHTS, X)
     assert len(traced.plan.gradients) == 1
+
+
+def test_a_function_traced_inside_by_the_same_rule_takes_no_plan_of_the_step():
+    rule = recompute_to_fit("60%")
+    inner = tg.trace(loss, rules=rule)
+
+    def step(weights, x):
+        first = jax.grad(loss)(weights, x)
+        return first, inner(weights, x), jax.grad(loss)(weights, x * 2)
+
+    tg.trace(step, rules=rule)(WEIGHTS, X)
+    assert len(rule.latest.gradients) == 2
 
 
 def test_a_budget_that_is_kept_anyway_computes_nothing_again():

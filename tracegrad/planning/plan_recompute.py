@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -167,8 +168,15 @@ class FitToBudget:
     def __reduce__(self) -> tuple[Any, ...]:
         return FitToBudget, (self.memory_budget, self.plans)
 
-    def begin_trace(self) -> None:
-        self._planned.plans = ()
+    @contextmanager
+    def scope_of_trace(self) -> Iterator[None]:
+        """A block in which a function is traced, and the rule is applied to it. Of nested blocks
+        each has its own plans."""
+        before, self._planned.plans = self._planned.plans, ()
+        try:
+            yield
+        finally:
+            self._planned.plans = before
 
     def __call__(self, graph: Graph) -> Graph:
         # A graph that contains the gradient of a loss is a train step, unless it is differentiated.
