@@ -17,8 +17,8 @@ import numpy as np
 
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, code_of, name_of
+from tracegrad.tracing.parted import Parted
 from tracegrad.tracing.signatures import leaves_of_call, name_in_module
-from tracegrad.variables.parted import Parted
 
 P = ParamSpec("P")
 R = TypeVar("R")

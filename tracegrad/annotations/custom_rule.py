@@ -17,11 +17,11 @@ from tracegrad.annotations.module_changes import ModuleChanges
 from tracegrad.annotations.pullback import Pullback, RunResiduals, trace_pullback
 from tracegrad.annotations.variables import list_variables
 from tracegrad.ir.notes import add_note
+from tracegrad.ir.paths import path_name
 from tracegrad.ir.wording import brief, described
 from tracegrad.rewriting.traced_gradients import OpenedProgram
 from tracegrad.tape.recorded_rules import RuleParts, attach_parts
-from tracegrad.variables.parted import Parted
-from tracegrad.variables.paths import path_name
+from tracegrad.tracing.parted import Parted
 from tracegrad.variables.reading import Operands
 from tracegrad.variables.trees import without_variables
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tracegrad.ir.wording import described
+from tracegrad.tracing.modules import Snapshot, Update
+from tracegrad.tracing.nnx_objects import nnx
 from tracegrad.tracing.packed import finish_result
-from tracegrad.variables.modules import Snapshot, Update
-from tracegrad.variables.nnx_objects import nnx
 
 
 class ModuleChanges:

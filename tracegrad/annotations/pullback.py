@@ -23,12 +23,12 @@ from tracegrad.annotations.calls import add_note_on_error, input_names, is_trace
 from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import graph_of
+from tracegrad.ir.paths import is_named_alike, path_name
 from tracegrad.ir.wording import counted, described, listed
 from tracegrad.rewriting.operation import check_cotangent
 from tracegrad.rewriting.traced_gradients import OpenedProgram
-from tracegrad.variables.leaves import leaves_with_paths
-from tracegrad.variables.paths import is_named_alike, path_name
-from tracegrad.variables.statics import is_none
+from tracegrad.tracing.leaves import leaves_with_paths
+from tracegrad.tracing.statics import is_none
 
 
 @functools.partial(

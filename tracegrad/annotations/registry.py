@@ -30,7 +30,7 @@ from tracegrad.ir.wording import code_of, described
 from tracegrad.rewriting.match_rule import MatchRule, edit_around, refusing_refs
 from tracegrad.rewriting.overriding import overriding, require_gradient_function, with_gradient
 from tracegrad.tracing.in_force import RuleSet, in_force
-from tracegrad.variables.overriding import OverridingTrace
+from tracegrad.tracing.overriding import OverridingTrace
 
 _forget_compiled: Callable[[], None] = jax.clear_caches
 G = TypeVar("G", bound=Callable[..., Any])

@@ -8,8 +8,8 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import is_array_like
+from tracegrad.ir.paths import path_name
 from tracegrad.ir.wording import brief
-from tracegrad.variables.paths import path_name
 
 T = TypeVar("T")
 

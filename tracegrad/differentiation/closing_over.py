@@ -20,7 +20,7 @@ from tracegrad.ir.closed_over import refuse_derivatives
 from tracegrad.ir.closures import may_hold_tracers
 from tracegrad.ir.importer import graph_of, node_of
 from tracegrad.ir.running import run_graph
-from tracegrad.variables.overriding import ForwardingTrace
+from tracegrad.tracing.overriding import ForwardingTrace
 
 
 def refuse_lost_derivatives(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,8 +12,8 @@ from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import to_callable
 from tracegrad.tracing.graphs import function_name, graph
 from tracegrad.tracing.in_force import under_rules, without_editing
-from tracegrad.variables.parted import Parted
-from tracegrad.variables.statics import are_traced, is_none, name_of_leaf, with_statics
+from tracegrad.tracing.parted import Parted
+from tracegrad.tracing.statics import are_traced, is_none, name_of_leaf, with_statics
 from tracegrad.variables.trees import without_variables
 
 

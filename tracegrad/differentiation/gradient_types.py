@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.variables.nnx_objects import refuse_hijax
+from tracegrad.tracing.nnx_objects import refuse_hijax
 
 
 def zeros_for(leaf: Any) -> Any:

@@ -24,10 +24,9 @@ from tracegrad.differentiation.gradient_types import Kind, kind_of, type_of, zer
 from tracegrad.ir.wording import with_article
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.in_force import under_rules
-from tracegrad.tracing.signatures import leaves_of_call
-from tracegrad.variables.leaves import Leaf, leaves_of
-from tracegrad.variables.modules import is_whole_or_variable
-from tracegrad.variables.nnx_objects import (
+from tracegrad.tracing.leaves import Leaf, leaves_of
+from tracegrad.tracing.modules import is_whole_or_variable
+from tracegrad.tracing.nnx_objects import (
     is_kind_of_state,
     is_module,
     is_variable_of_nnx,
@@ -35,8 +34,9 @@ from tracegrad.variables.nnx_objects import (
     nnx,
     set_leaf,
 )
-from tracegrad.variables.parted import Parted
-from tracegrad.variables.statics import are_traced, equinox_settings
+from tracegrad.tracing.parted import Parted
+from tracegrad.tracing.signatures import leaves_of_call
+from tracegrad.tracing.statics import are_traced, equinox_settings
 
 # Maps the position of a leaf to the value that the function assigned: see `Partition.call`.
 Assigned = dict[int, Any]

@@ -21,8 +21,8 @@ import numpy as np
 
 from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.differentiation.row_updates import read_rows, write_rows
-from tracegrad.variables.leaves import leaves_with_paths
-from tracegrad.variables.paths import path_name
+from tracegrad.ir.paths import path_name
+from tracegrad.tracing.leaves import leaves_with_paths
 
 LearningRate = float | Callable[[Any], Any]
 # Takes the number of the step (from 1), a gradient, and the moments of the same rows. Returns the

@@ -16,15 +16,15 @@ from tracegrad.differentiation.partition import Argument, Partition
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.wording import counted, nearest, some
 from tracegrad.tracing.graphs import function_name
+from tracegrad.tracing.leaves import Leaf, leaves_of
+from tracegrad.tracing.nnx_objects import nnx
 from tracegrad.tracing.signatures import (
     argument_names,
     parameters_of,
     positional,
     require_takes,
 )
-from tracegrad.variables.leaves import Leaf, leaves_of
-from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.statics import is_variable
+from tracegrad.variables.trees import is_variable
 
 Predicate = Callable[[str, Any], Any]
 Wrt = int | str | Sequence[int | str] | Parameters | Predicate | Any

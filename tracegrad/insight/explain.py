@@ -25,8 +25,8 @@ from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import some
 from tracegrad.tracing.graphs import function_name, graph, require_function
+from tracegrad.tracing.statics import Static, is_none
 from tracegrad.tracing.tools import tool
-from tracegrad.variables.statics import Static, is_none
 
 _OF_FIRST = "with respect to the first argument alone (wrt= selects others)"
 _TYPES = 4  # a message lists at most so many types

@@ -20,9 +20,8 @@ from tracegrad.tape.leaves import seeds_for
 from tracegrad.tape.record import Record, dependent_entries, results_without_residuals
 from tracegrad.tape.sources import before_calls
 from tracegrad.tape.under_rules import graph_of_entries
-from tracegrad.variables.leaves import Leaf, leaves_of
-from tracegrad.variables.statics import is_variable
-from tracegrad.variables.trees import values_of
+from tracegrad.tracing.leaves import Leaf, leaves_of
+from tracegrad.variables.trees import is_variable, values_of
 from tracegrad.variables.variable import Variable
 
 

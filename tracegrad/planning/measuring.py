@@ -22,7 +22,7 @@ from tracegrad.planning.activity import active_values, traced_constants
 from tracegrad.planning.compiled import account_of, saying_why_not
 from tracegrad.planning.fusion import Fusion, evaluate_in_scopes, read_fates
 from tracegrad.planning.hlo import module_of
-from tracegrad.variables.statics import are_traced
+from tracegrad.tracing.statics import are_traced
 
 # Caches the bytes that XLA holds, by the program's text and the compiler's target and options. This
 # saves seconds: a function that is traced again, or planned for another budget, has the same

@@ -48,7 +48,7 @@ from tracegrad.rewriting.repairs import own_derivative as own_derivative
 from tracegrad.rewriting.repairs import straight_through as straight_through
 from tracegrad.rewriting.repairs import strong_zero as strong_zero
 from tracegrad.tracing.signatures import require_takes
-from tracegrad.variables.statics import is_array
+from tracegrad.tracing.statics import is_array
 
 __all__ = [
     "MatchRule",

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.saving.manifest import FunctionRecord, Gradient, Program
-from tracegrad.variables.statics import Static
+from tracegrad.tracing.statics import Static
 
 Flat = Callable[..., list[Any]]
 

@@ -20,10 +20,10 @@ from tracegrad.saving.modules import ModuleVariables
 from tracegrad.saving.trees import check_leaves, of_types, tree_text, written_form
 from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.graphs import function_name, graph_of_call
+from tracegrad.tracing.nnx_objects import is_module
 from tracegrad.tracing.packed import unpack_arguments
+from tracegrad.tracing.statics import is_array
 from tracegrad.tracing.traced import BoundTracedFunction
-from tracegrad.variables.nnx_objects import is_module
-from tracegrad.variables.statics import is_array
 from tracegrad.variables.variable import Variable
 
 Function = Callable[..., Any]

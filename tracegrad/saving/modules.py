@@ -12,17 +12,17 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, Value
+from tracegrad.ir.paths import path_name
 from tracegrad.rewriting.rewrite import RewrittenFunction
 from tracegrad.saving.variables import is_key
-from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
-from tracegrad.variables.lending import peek
-from tracegrad.variables.nnx_objects import (
+from tracegrad.tracing.nnx_objects import (
     is_module,
     is_variable_of_nnx,
     keys_of_path,
     nnx,
 )
-from tracegrad.variables.paths import path_name
+from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
+from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
 

@@ -16,7 +16,7 @@ import jax.export
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.variables.paths import path_name
+from tracegrad.ir.paths import path_name
 
 
 class Text(str):

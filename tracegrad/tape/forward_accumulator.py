@@ -13,7 +13,8 @@ from tracegrad.differentiation.gradient_types import as_inexact
 from tracegrad.tape.leaves import Unconnected, UnconnectedGradients, cure_of, require_arrays
 from tracegrad.tape.recorders import Recording
 from tracegrad.tape.tangents import Tangents
-from tracegrad.variables.statics import is_none, is_variable
+from tracegrad.tracing.statics import is_none
+from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
 
 

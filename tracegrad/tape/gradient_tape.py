@@ -38,10 +38,11 @@ from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import Recording
 from tracegrad.tape.sources import before_calls, differentiate, warn_of_unseen, warn_of_unwatched
 from tracegrad.tape.under_rules import graph_of_entries
+from tracegrad.tracing.leaves import leaves_of
+from tracegrad.tracing.statics import is_none
 from tracegrad.variables.kept_programs import note_reads_change
-from tracegrad.variables.leaves import leaves_of
 from tracegrad.variables.lending import is_only_shown
-from tracegrad.variables.statics import is_none, is_variable
+from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
 
 

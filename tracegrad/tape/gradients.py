@@ -25,9 +25,10 @@ from tracegrad.tape.record import Record, entries_between
 from tracegrad.tape.recorders import recorder_around, recorder_here
 from tracegrad.tape.sources import differentiate_arrays, warn_of_unwatched
 from tracegrad.tracing.attempts import trace_again, tracing_depth
-from tracegrad.variables.leaves import leaves_of
+from tracegrad.tracing.leaves import leaves_of
+from tracegrad.tracing.statics import is_none
 from tracegrad.variables.listening import Listener, listening
-from tracegrad.variables.statics import is_none, is_variable
+from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
 
 

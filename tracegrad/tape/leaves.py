@@ -13,11 +13,11 @@ import numpy as np
 
 from tracegrad.differentiation.gradient_types import as_inexact
 from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
+from tracegrad.ir.paths import is_named_alike, path_name
 from tracegrad.ir.wording import brief, listed, with_article
-from tracegrad.variables.leaves import leaves_with_paths
-from tracegrad.variables.nnx_objects import refuse_hijax
-from tracegrad.variables.paths import is_named_alike, path_name
-from tracegrad.variables.statics import is_variable
+from tracegrad.tracing.leaves import leaves_with_paths
+from tracegrad.tracing.nnx_objects import refuse_hijax
+from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
 
 

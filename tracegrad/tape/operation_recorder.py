@@ -30,7 +30,7 @@ from tracegrad.tape.lost_gradients import add_lost_in_programs
 from tracegrad.tape.programs import closes_over_watched
 from tracegrad.tape.record import Record
 from tracegrad.tracing.in_force import rules_in_force
-from tracegrad.variables.overriding import ForwardingTrace, Instead, OverridingTrace
+from tracegrad.tracing.overriding import ForwardingTrace, Instead, OverridingTrace
 
 _JIT = _jax.JIT
 set_current_trace = _jax.set_current_trace

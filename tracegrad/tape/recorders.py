@@ -9,9 +9,9 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad.tape.recorder import Recorder
+from tracegrad.tracing.overriding import OverridingTrace
 from tracegrad.variables.lending import renew_array
 from tracegrad.variables.listening import Listener, start_listening, stop_listening
-from tracegrad.variables.overriding import OverridingTrace
 from tracegrad.variables.variable import Variable
 
 set_current_trace = _jax.set_current_trace

@@ -20,9 +20,9 @@ from tracegrad.tape.record import Record
 from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tracing.argument_paths import argument_path, known_by_path
 from tracegrad.tracing.in_force import rules_in_force
-from tracegrad.variables.leaves import Leaf, leaves_of
-from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.statics import is_variable
+from tracegrad.tracing.leaves import Leaf, leaves_of
+from tracegrad.tracing.nnx_objects import nnx
+from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
 
 

@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tracegrad.tracing.modules import NnxObjectFinder
+from tracegrad.tracing.nnx_objects import ignore_cached_partial, nnx
 from tracegrad.tracing.packed import (
     Layout,
     NotAPytree,
@@ -18,10 +20,8 @@ from tracegrad.tracing.packed import (
     pack_by_flax,
 )
 from tracegrad.tracing.signatures import parameters_of, positional
-from tracegrad.variables.modules import NnxObjectFinder
-from tracegrad.variables.nnx_objects import ignore_cached_partial, nnx
-from tracegrad.variables.statics import VariableNode, has_equinox_modules, is_kind_of_array
-from tracegrad.variables.trees import flatten_finding_variables
+from tracegrad.tracing.statics import has_equinox_modules, is_kind_of_array
+from tracegrad.variables.trees import VariableNode, flatten_finding_variables
 
 _KEPT = 256  # the most layouts of a function in the cache
 

@@ -15,11 +15,11 @@ from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
 from tracegrad.tracing.arguments import PackedCall
 from tracegrad.tracing.jit_options import signature_behind
+from tracegrad.tracing.modules import Snapshot, Update
+from tracegrad.tracing.nnx_objects import nnx
 from tracegrad.tracing.packed import Packed, has_nnx_objects, unpack_arguments
+from tracegrad.tracing.statics import with_statics
 from tracegrad.tracing.uses import Use
-from tracegrad.variables.modules import Snapshot, Update
-from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.statics import with_statics
 from tracegrad.variables.trees import were_variables
 
 if TYPE_CHECKING:

@@ -18,11 +18,7 @@ from tracegrad.ir.frames import CALLS_TRACED
 from tracegrad.tracing.argument_paths import known_by_path
 from tracegrad.tracing.arguments import PackedCall, StaticArguments
 from tracegrad.tracing.call_scopes import call_scopes
-from tracegrad.tracing.packed import unpack_arguments
-from tracegrad.tracing.shardings import has_mapping, lay_out, refuse_other_shardings
-from tracegrad.tracing.states import StateChanges, States
-from tracegrad.variables.capture import Capture, capturing
-from tracegrad.variables.modules import (
+from tracegrad.tracing.modules import (
     NnxObjectFinder,
     ResultWithModules,
     Snapshot,
@@ -31,8 +27,13 @@ from tracegrad.variables.modules import (
     is_module_or_variable,
     is_opaque,
 )
-from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.statics import are_arrays, is_variable, replace_by_statics, structure_with
+from tracegrad.tracing.nnx_objects import nnx
+from tracegrad.tracing.packed import unpack_arguments
+from tracegrad.tracing.shardings import has_mapping, lay_out, refuse_other_shardings
+from tracegrad.tracing.states import StateChanges, States
+from tracegrad.tracing.statics import are_arrays, replace_by_statics, structure_with
+from tracegrad.variables.capture import Capture, capturing
+from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
 
 Within = Callable[[], AbstractContextManager[Any]]  # makes the context for the call of the function

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad import _jax
-from tracegrad.variables.paths import path_name
+from tracegrad.ir.paths import path_name
 
 # Part of JAX's cache key, so that inner functions traced with scopes are not reused without.
 _key = _jax.user_context()

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from tracegrad.ir.paths import path_name
 from tracegrad.tracing.arguments import PackedCall, StaticArguments
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.packed import Packed
-from tracegrad.variables.paths import path_name
 
 
 def refuse_sharing(fun: Callable[..., Any], call: PackedCall, donated: StaticArguments) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 
 from tracegrad.ir.occurrence import is_own_file
-from tracegrad.variables.modules import is_module_or_variable
-from tracegrad.variables.nnx_objects import find_path, is_module
-from tracegrad.variables.paths import PathKey, path_name
+from tracegrad.ir.paths import PathKey, path_name
+from tracegrad.tracing.modules import is_module_or_variable
+from tracegrad.tracing.nnx_objects import find_path, is_module
 
 CURE = (
     "belongs to a module that was made outside of the function that changes it here. "

@@ -14,6 +14,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.importer import import_program
+from tracegrad.ir.paths import path_name
 from tracegrad.tracing.argument_paths import known_paths
 from tracegrad.tracing.arguments import (
     NONE_STATIC,
@@ -29,7 +30,6 @@ from tracegrad.tracing.call_in_trace import CallInTrace, Within
 from tracegrad.tracing.states import StateChanges, States, is_passed_on
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explain_error
-from tracegrad.variables.paths import path_name
 
 Rule = Callable[[Graph], Graph]
 

@@ -37,9 +37,9 @@ from tracegrad.tracing.argument_paths import (
 from tracegrad.tracing.earlier_derivatives import warn_of_earlier_derivatives
 from tracegrad.tracing.graphs import Rule, function_name, graph
 from tracegrad.tracing.misdirected_rules import find_misdirected, mark_inputs
+from tracegrad.tracing.overriding import ForwardingTrace
+from tracegrad.tracing.parted import Parted
 from tracegrad.tracing.signatures import leaves_of_call
-from tracegrad.variables.overriding import ForwardingTrace
-from tracegrad.variables.parted import Parted
 
 _key = _jax.user_context()
 _numbers = itertools.count()

@@ -20,8 +20,8 @@ import jax
 
 from tracegrad._jax.caches import Cache
 from tracegrad.tracing.arguments import CallPacker
-from tracegrad.variables.nnx_objects import is_module as is_module_of_nnx
-from tracegrad.variables.statics import is_equinox_module, is_known_by_identity
+from tracegrad.tracing.nnx_objects import is_module as is_module_of_nnx
+from tracegrad.tracing.statics import is_equinox_module, is_known_by_identity
 
 
 class ModuleFunction:

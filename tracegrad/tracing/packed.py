@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from tracegrad.variables.leaves import leaves_with_paths
-from tracegrad.variables.modules import (
+from tracegrad.ir.paths import PathKey, path_name
+from tracegrad.tracing.leaves import leaves_with_paths
+from tracegrad.tracing.modules import (
     FlattenedModule,
     RepeatedObject,
     ResultWithModules,
@@ -32,19 +33,17 @@ from tracegrad.variables.modules import (
     restore_repeated_objects,
     unflatten_modules,
 )
-from tracegrad.variables.nnx_objects import is_kind_of_module, is_module, nnx, static_attributes
-from tracegrad.variables.paths import PathKey, path_name
-from tracegrad.variables.statics import (
+from tracegrad.tracing.nnx_objects import is_kind_of_module, is_module, nnx, static_attributes
+from tracegrad.tracing.statics import (
     NonArrayNode,
     Static,
-    VariableNode,
     equinox_settings,
     has_nodes,
     is_kind_of_array,
     replace_by_statics,
     structure_with,
 )
-from tracegrad.variables.trees import flatten_finding_variables
+from tracegrad.variables.trees import VariableNode, flatten_finding_variables
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")

@@ -28,6 +28,7 @@ from tracegrad.ir import Graph
 from tracegrad.tracing.arguments import PackedCall
 from tracegrad.tracing.body import Body, Outgrown, changes_of, traced
 from tracegrad.tracing.jit_options import options_behind
+from tracegrad.tracing.overriding import ForwardingTrace
 from tracegrad.tracing.packed import Packed, finish_result
 from tracegrad.tracing.shardings import shardings_of_result
 from tracegrad.tracing.uses import Use
@@ -40,7 +41,6 @@ from tracegrad.variables.lending import (
     take_back,
 )
 from tracegrad.variables.listening import listeners
-from tracegrad.variables.overriding import ForwardingTrace
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline

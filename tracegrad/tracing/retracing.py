@@ -16,15 +16,15 @@ import jax
 
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
+from tracegrad.ir.paths import path_name
 from tracegrad.ir.wording import shortened
 from tracegrad.tracing.arguments import PackedCall
+from tracegrad.tracing.leaves import leaves_with_paths
+from tracegrad.tracing.modules import is_module_or_variable, unflatten_modules
+from tracegrad.tracing.nnx_objects import attribute_texts, differences, is_module
 from tracegrad.tracing.packed import Packed
-from tracegrad.variables.leaves import leaves_with_paths
-from tracegrad.variables.modules import is_module_or_variable, unflatten_modules
-from tracegrad.variables.nnx_objects import attribute_texts, differences, is_module
-from tracegrad.variables.paths import path_name
-from tracegrad.variables.statics import Static, VariableNode, is_variable, node_of_variable
-from tracegrad.variables.trees import finding_variables
+from tracegrad.tracing.statics import Static
+from tracegrad.variables.trees import VariableNode, finding_variables, is_variable, node_of_variable
 from tracegrad.variables.variable import Variable
 
 # Warn at this many retraces with one cause, then at each doubling.

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 from tracegrad.ir import Graph
+from tracegrad.tracing.modules import nnx_nodes_in
+from tracegrad.tracing.nnx_objects import is_variable_of_nnx, nnx
 from tracegrad.tracing.packed import Packed
-from tracegrad.variables.modules import nnx_nodes_in
-from tracegrad.variables.nnx_objects import is_variable_of_nnx, nnx
-from tracegrad.variables.statics import is_variable
+from tracegrad.variables.trees import is_variable
 
 
 def with_mappings(options: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tracegrad.ir.wording import described
-from tracegrad.variables.leaves import Leaf, leaves_of
+from tracegrad.tracing.leaves import Leaf, leaves_of
 
 
 def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -4,7 +4,7 @@ An nnx.State is a tree of arrays like any other: the function gets a copy, and r
 state. If the function changes the copy (a module made by `nnx.merge` may share its variables) and
 does not return it, the changes are lost after the call: the user would train a model that never
 changes. So the call warns (`ir.wording.changes_lost`). Changes in modules are not lost: see
-`variables.modules`.
+`modules`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import jax
 
 from tracegrad.ir import Call
-from tracegrad.variables.leaves import leaves_of
-from tracegrad.variables.modules import NnxObjectFinder, is_state, is_whole_or_variable
-from tracegrad.variables.paths import path_name
+from tracegrad.ir.paths import path_name
+from tracegrad.tracing.leaves import leaves_of
+from tracegrad.tracing.modules import NnxObjectFinder, is_state, is_whole_or_variable
 
 
 class States:

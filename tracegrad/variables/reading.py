@@ -20,7 +20,7 @@ from tracegrad import _jax
 from tracegrad.ir.wording import described
 from tracegrad.variables import kept_programs
 from tracegrad.variables.listening import Listener, listening
-from tracegrad.variables.statics import is_variable
+from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
 
 

@@ -21,11 +21,41 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.variables.paths import path_name
-from tracegrad.variables.statics import VariableNode, is_variable, node_of_variable
+from tracegrad.ir.paths import path_name
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
+
+# For ``is_leaf=``, to get the Variables themselves and not their values. (In C, since JAX calls it
+# for every node of a tree.)
+is_variable = Variable.__instancecheck__
+
+
+class VariableNode:
+    """A Variable among arguments, as node data of their structure; one for each Variable."""
+
+    __slots__ = ("__weakref__", "_ref", "_text")
+
+    def __init__(self, variable: Variable):
+        # JAX's caches keep this `VariableNode`, and must not keep the Variable alive.
+        self._ref = weakref.ref(variable)
+        self._text = f"<Variable {variable.name}>"
+
+    @property
+    def variable(self) -> Variable:
+        variable = self._ref()
+        assert variable is not None, "the caller of the function holds it"
+        return variable
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def node_of_variable(variable: Variable) -> VariableNode:
+    if variable._node is None:
+        variable._node = VariableNode(variable)
+    node: VariableNode = variable._node
+    return node
 
 
 class _Finding(threading.local):

@@ -128,7 +128,7 @@ class Variable:
         self._is_handed = False  # whether a reader has got this array object
         self._keepers = 0  # how many listeners may still keep the array
         self._borrower: int | None = None  # the id of a thread, ~id, or None
-        self._node: Any = None  # see `statics.node_of_variable`
+        self._node: Any = None  # see `trees.node_of_variable`
 
     # ---------------------------------------------------------------------- reading and assigning
 

@@ -27,9 +27,9 @@ from tracegrad.ir.authors import A_RULE, author_of
 from tracegrad.ir.occurrence import at, is_own_file
 from tracegrad.ir.wording import listed
 from tracegrad.tracing.rule_errors import is_about_closing_over
+from tracegrad.tracing.statics import Static
 from tracegrad.variables import cut_gradients
 from tracegrad.variables.capture import READ
-from tracegrad.variables.statics import Static
 
 CUT_CURES = {
     "cast": "keep the float; for a straight-through gradient use `tracegrad.grad_pass_through`",

@@ -12,7 +12,7 @@ import jax
 import jax.extend
 
 from tracegrad import _jax
-from tracegrad.variables.nnx_objects import nnx
+from tracegrad.tracing.nnx_objects import nnx
 
 Instead = Callable[..., list[Any]]
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tracegrad.variables.nnx_objects import nnx
-from tracegrad.variables.paths import key_name, path_name
+from tracegrad.ir.paths import key_name, path_name
+from tracegrad.tracing.nnx_objects import nnx
 from tracegrad.variables.variable import Variable
 
 

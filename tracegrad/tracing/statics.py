@@ -5,7 +5,7 @@ node of the argument's structure (`Static`): each such leaf has a program of its
 function gets the leaf itself. Results are treated alike. A number in an `equinox.Module` is a
 setting (a rate, a size, a flag), and becomes `Static` too, as in `equinox.filter_jit` and
 `filter_grad`: Python cannot branch on a traced array, and optimisers would train it. A Variable
-among arguments also becomes a node of the structure (`VariableNode`).
+among arguments also becomes a node of the structure (`variables.trees`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ import jax
 import numpy as np
 
 from tracegrad._jax.caches import cached, facts_of
-from tracegrad.variables.nnx_objects import refuse_hijax
-from tracegrad.variables.paths import path_name
+from tracegrad.ir.paths import path_name
+from tracegrad.tracing.nnx_objects import refuse_hijax
+from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
 
-# For ``is_leaf=``, to get the Variables themselves and not their values. (In C, since JAX calls it
-# for every node of a tree.)
-is_variable = Variable.__instancecheck__
 # For ``is_leaf=``, if None may stand for an array.
 is_none = NoneType.__instancecheck__
 
@@ -38,33 +36,6 @@ class NonArrayNode:
     """The base of nodes that take the place of leaves that are not arrays."""
 
     __slots__ = ()
-
-
-class VariableNode(NonArrayNode):
-    """A Variable among arguments, as node data of their structure; one for each Variable."""
-
-    __slots__ = ("__weakref__", "_ref", "_text")
-
-    def __init__(self, variable: Variable):
-        # JAX's caches keep this `VariableNode`, and must not keep the Variable alive.
-        self._ref = weakref.ref(variable)
-        self._text = f"<Variable {variable.name}>"
-
-    @property
-    def variable(self) -> Variable:
-        variable = self._ref()
-        assert variable is not None, "the caller of the function holds it"
-        return variable
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-def node_of_variable(variable: Variable) -> VariableNode:
-    if variable._node is None:
-        variable._node = VariableNode(variable)
-    node: VariableNode = variable._node
-    return node
 
 
 class Static(NonArrayNode):

@@ -23,16 +23,21 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad._jax.caches import cached
-from tracegrad.variables.nnx_objects import (
+from tracegrad.ir.paths import PathKey, path_name
+from tracegrad.tracing.nnx_objects import (
     is_kind_of_module,
     is_kind_of_state,
     is_module,
     nnx,
     set_leaf,
 )
-from tracegrad.variables.paths import PathKey, path_name
-from tracegrad.variables.statics import NonArrayNode, VariableNode, is_variable, structure_with
-from tracegrad.variables.trees import finding_variables, flatten_finding_variables
+from tracegrad.tracing.statics import NonArrayNode, structure_with
+from tracegrad.variables.trees import (
+    VariableNode,
+    finding_variables,
+    flatten_finding_variables,
+    is_variable,
+)
 
 # -------------------------------------------------------------------- objects that occur twice
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from tracegrad._jax.caches import cached
+from tracegrad.ir.paths import path_name
 from tracegrad.ir.wording import shortened
-from tracegrad.variables.paths import path_name
 
 # The prefix of attributes that nnx writes into every module.
 _OF_NNX = "_pytree__"
