@@ -24,7 +24,6 @@ import jax
 import jax.export
 
 from tracegrad import _jax
-from tracegrad._jax.progress import progress
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.dependence import leading_to
@@ -52,7 +51,6 @@ class Programs:
     Attributes:
       trees: the pytrees of the function's arguments and its result.
       order: how many times the function can be differentiated.
-      begin: reports to the progress bar which program is written next.
       contents: the programs as bytes, by the names of their arrays.
       calls: the targets of the custom calls of each program, by the same names.
       tree: the record of the function's program and of all programs below it.
@@ -62,11 +60,9 @@ class Programs:
     trees: Trees
     order: int
     platforms: Sequence[str] | None
-    begin: Callable[[str], None]
     contents: dict[str, bytes] = field(default_factory=dict)
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tree: Program = field(default_factory=lambda: Program(""))
-    _highest_begun: int = -1  # the highest order of which a program was begun
     _names: dict[Any, str] = field(default_factory=dict)  # by `_identify_program`
     _finds_duplicates: bool = False
 
@@ -121,9 +117,6 @@ class Programs:
     def _export(self, source: ExportedFunction, order: int) -> tuple[str, int]:
         """Returns the name of the program's array, and the program's size in bytes."""
         what = f"the derivative of order {order} of {self.name}" if order else self.name
-        if order > self._highest_begun:
-            self._highest_begun = order
-            self.begin(f"writing {what}")
         try:
             exported = refusals.exported(*self._function_to_export(source, order), self.platforms)
             contents, calls = bytes(exported.serialize(vjp_order=0)), _jax.outside_calls(exported)
@@ -182,13 +175,12 @@ def export(
     (the message names the node and its line), and TypeError if a container in the trees cannot be
     written.
     """
-    with progress("save", order + 1) as begin:
-        programs = Programs(source.name, trees, order, platforms, begin)
-        try:
-            programs.tree = programs.write(source)
-        except Exception:
-            trees.check(check_containers, source.name)  # a container may be the cause
-            raise
+    programs = Programs(source.name, trees, order, platforms)
+    try:
+        programs.tree = programs.write(source)
+    except Exception:
+        trees.check(check_containers, source.name)  # a container may be the cause
+        raise
     # Drops programs that were exported before a gradient failed and was exported again.
     programs.contents = {name: programs.contents[name] for name in programs.tree.arrays()}
     _warn_of_constants(source.graph, len(programs.contents))
