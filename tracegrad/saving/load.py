@@ -18,35 +18,26 @@ from tracegrad.saving.file import Contents, array_of, naming, read_file
 from tracegrad.saving.libraries import needed
 from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
 from tracegrad.saving.manifest import FunctionRecord, VariableRecord
-from tracegrad.saving.placement import (
-    check_names,
-    put_on_devices,
-    recorded_sharding,
-    requested_sharding,
-)
 from tracegrad.saving.variables import check_width
 from tracegrad.variables.variable import Variable
 
 
-def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
+def load(path: str | os.PathLike[str]) -> Any:
     """Reads a file that `save` wrote. No program of the file runs before its function is called.
 
     Arguments:
       path: the file.
-      sharding: the shardings of the Variables, as in `load_variables`. Default: if a mesh is set,
-        the shardings that the Variables had when they were saved.
 
     Returns:
-      A `LoadedFunction`; a `LoadedFunctions` if several functions were saved.
+      A `LoadedFunction`; a `LoadedFunctions` if several functions were saved. The Variables are on
+      the default device; ``variable.assign(jax.device_put(variable.value, sharding))`` shards one.
 
     Raises:
       ArtefactError: the file is damaged, `save` did not write it, or this version of JAX cannot
         read a program in it; then the message names the versions of JAX that wrote and that read
         the file. The checksums show damage, not malice: load only files that you trust.
       OSError: the file does not exist or cannot be read.
-      ValueError: the functions compute with 64 bits, but JAX is set to 32 bits; the current
-        mesh lacks an axis along which a Variable was, or is to be, sharded; or `sharding` names a
-        Variable that is not in the file.
+      ValueError: the functions compute with 64 bits, but JAX is set to 32 bits.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
     >>> import os, tempfile
@@ -68,8 +59,7 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
             for name, calls in record.calls.items()
         }
         _check_width(contents, exported)
-        check_names(sharding, [v.key for v in manifest.variables])
-        variables = {v.key: _read_variable(v, contents, sharding) for v in manifest.variables}
+        variables = {v.key: _read_variable(v, contents) for v in manifest.variables}
         functions = {
             f.name: _make_function(f, contents, exported, variables) for f in manifest.functions
         }
@@ -85,22 +75,21 @@ def _check_width(contents: Contents, exported: Mapping[str, Any]) -> None:
     check_width(dtypes, "the saved functions compute with")
 
 
-def _read_variable(record: VariableRecord, contents: Contents, sharding: Any) -> Variable:
-    what, of_keys = f"the Variable {record.key!r}", record.key_type is not None
-    requested = requested_sharding(sharding, record.key, what, of_keys=of_keys)
-    array = record.array
+def _read_variable(record: VariableRecord, contents: Contents) -> Variable:
+    array, of_keys = record.array, record.key_type is not None
     try:
         dtype, shape = ("uint32", (*array.shape, -1)) if of_keys else (array.dtype, array.shape)
         stored = array_of(contents.arrays[record.key], dtype, shape)
     except Exception as error:
         reason = f"it is not an array {array.dtype}{list(array.shape)}: {error}"
         raise ArtefactError(record.key, reason) from error
-    value = put_on_devices(stored, requested or recorded_sharding(array.placement, what), what)
+    value = jax.device_put(stored)  # which may share the memory
     if of_keys:
         try:
             value = jax.random.wrap_key_data(value, impl=record.key_type)
         except Exception as error:
-            reason = f"{what} cannot have random keys of {record.key_type!r}: {error}"
+            kind = record.key_type
+            reason = f"the Variable {record.key!r} cannot have random keys of {kind!r}: {error}"
             raise ArtefactError("manifest", reason) from error
     return Variable(value, trainable=record.trainable, name=record.name)
 

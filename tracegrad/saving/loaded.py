@@ -33,7 +33,7 @@ _NO_FORWARD_MODE = (
 _OTHER_DEVICES = (
     "A function can be saved for several platforms, save(..., platforms=[...]). A function that "
     "was traced for a mesh (jax.shard_map) needs arguments and Variables on as many devices: "
-    "jax.device_put(x, sharding), load(path, sharding=...)."
+    "jax.device_put(x, sharding)."
 )
 
 

@@ -36,20 +36,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a manifest."""
 
 
-class Placement(Record, frozen=True):
-    """`mesh` has the axes with their sizes; `spec`, for each axis of the array, the mesh axes or
-    None."""
-
-    mesh: tuple[tuple[str, Natural], ...]
-    spec: tuple[tuple[str, ...] | None, ...]
-
-
 class ArrayRecord(Record, frozen=True):
     """`dtype` is a name such as ``float32`` or ``key<fry>``."""
 
     dtype: str
     shape: tuple[Natural, ...]
-    placement: Placement | None = None
 
 
 class VariableRecord(Record, frozen=True):

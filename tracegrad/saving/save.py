@@ -24,9 +24,15 @@ from tracegrad.saving.interface import (
 )
 from tracegrad.saving.libraries import msgspec, needed
 from tracegrad.saving.loaded import LoadedFunction
-from tracegrad.saving.manifest import HIGHEST_ORDER, OWN, FunctionRecord, Manifest, VariableRecord
+from tracegrad.saving.manifest import (
+    HIGHEST_ORDER,
+    OWN,
+    ArrayRecord,
+    FunctionRecord,
+    Manifest,
+    VariableRecord,
+)
 from tracegrad.saving.modules import ModuleVariables
-from tracegrad.saving.placement import array_record
 from tracegrad.saving.program import export
 from tracegrad.saving.source import source_of
 from tracegrad.saving.variables import is_key, not_while_tracing, stored_form
@@ -261,7 +267,7 @@ class _Contents:
             record = VariableRecord(
                 key=_choose_key(variable.name, values),
                 name=variable.name,
-                array=array_record(variable, value),
+                array=ArrayRecord(str(variable.dtype), tuple(variable.shape)),
                 trainable=variable.trainable or variable in self.modules.trained,
                 key_type=_key_type(variable.name, value) if is_key(value) else None,
             )
