@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections import OrderedDict, namedtuple
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -277,7 +276,7 @@ def test_a_function_that_draws_from_a_key_of_its_own_is_differentiated(path):
 def test_trees_of_containers_come_back(path):
     def f(state, pair, *, scale):
         mean, rest = state
-        return State(mean * scale, [rest["b"][0], (), {3: pair[1], 1: None}]), None
+        return State(mean * scale, [rest["b"][0], (), {"c": pair[1], "a": None}]), None
 
     arguments = (State(X, {"a": None, "b": (X + 1,)}), [X, 2.0])
     loaded = saved(path, lambda state, pair: f(state, pair, scale=2.0), arguments)
@@ -285,7 +284,7 @@ def test_trees_of_containers_come_back(path):
     np.testing.assert_array_equal(found[0].mean, expected[0].mean)
     assert type(found[0]).__name__ == "State"
     assert found[0]._fields == ("mean", "rest")
-    assert list(found[0].rest[2]) == [1, 3]
+    assert list(found[0].rest[2]) == ["a", "c"]
     assert [*found[0].rest[1:2], found[1]] == [(), None]
     # By name, with Variables for arrays, and a named tuple of another class.
     other = jax.tree.map(tg.Variable, arguments[0])
@@ -294,29 +293,12 @@ def test_trees_of_containers_come_back(path):
     assert str(loaded.signature).replace("<lambda>", "s").startswith(text)
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Backwards(dict):
-    """A mapping that JAX takes apart in another order than it was made in."""
-
-    def tree_flatten_with_keys(self):
-        keys = sorted(self, reverse=True)
-        return [(jax.tree_util.DictKey(key), self[key]) for key in keys], (tuple(keys), [1])
-
-    @classmethod
-    def tree_unflatten(cls, static, children):
-        return cls(zip(static[0], children, strict=True))
-
-
 def test_arguments_go_where_their_names_say_whatever_was_called_before(path):
     loaded = saved(path, lambda d, *, k: d["a"] - 10 * d["b"] + 100 * k, {"d": AB, "k": AB["a"]})
     same = jnp.float32(3)
     ways = [
         dict,
         lambda **d: dict(reversed(d.items())),
-        lambda **d: OrderedDict(d),
-        lambda **d: OrderedDict(reversed(d.items())),
-        lambda **d: MappingProxyType(d),
-        lambda **d: Backwards(d),  # with static fields that cannot be hashed
         lambda **d: {key: tg.Variable(value) for key, value in d.items()},
     ]
     for _ in range(2):
@@ -327,15 +309,12 @@ def test_arguments_go_where_their_names_say_whatever_was_called_before(path):
 
 
 def test_a_mapping_that_was_saved_as_itself_is_called_as_itself(path):
-    d, number = OrderedDict(b=X, a=2 * X), {1: X}
-    loaded = saved(path, lambda d, n, how: d["b"] - 3 * d["a"] + n[1], [d, number, "text"])
-    np.testing.assert_allclose(loaded(d, number, "text"), -4 * X, rtol=1e-6)
-    found = loaded(OrderedDict(b=X, a=X), MappingProxyType(number), "text")
-    np.testing.assert_allclose(found, -X, rtol=1e-6)
+    loaded = saved(path, lambda d: d["b"] - 3 * d["a"], [d := OrderedDict(b=X, a=2 * X)])
+    np.testing.assert_allclose(loaded(d), -5 * X, rtol=1e-6)
     with pytest.raises(TypeError, match=r"Rank mismatch for d\['a'\]: expected \(2, 3\)"):
-        loaded(OrderedDict(b=X, a=X[0]), number, "text")
+        loaded(OrderedDict(b=X, a=X[0]))
     with pytest.raises(TypeError, match=r"d is a .*dict.* and a .*OrderedDict.* types differ"):
-        loaded(dict(d), number, "text")
+        loaded(dict(d))
 
 
 def in_another_process(script, path):
@@ -429,7 +408,6 @@ def test_arguments_that_do_not_fit_are_named(path):
         (({"k": X},), "missing a required argument: 'b'"),
         (({"j": X}, 1.0), r"a is a .*dict.* metadata \('j',\) in the invocation and .* \('k',\)"),
         (({"k": [X]}, 1.0), r"a\['k'\] is a .*list.* in the invocation and an array when"),
-        (({"k": "x"}, 1.0), r"a\['k'\] is a string .* and an array when exported"),
         (({"k": X[0]}, 1.0), r"Rank mismatch for a\['k'\]: expected \(rows, 3\) and .* \(3,\)"),
         (({"k": X.T}, 1.0), r"mismatch for a\['k'\].shape\[1\] .* and called with \(3, 2\)"),
         (({"k": X.astype(int)}, 1.0), r"for a\['k'\]: expected float32 and called with int32"),
@@ -623,46 +601,13 @@ def test_the_same_program_is_written_once(path):
     np.testing.assert_array_equal(pullback(jnp.ones((2, 3)))[0], 5 * np.ones((2, 3)))
 
 
-# ------------------------------------------------------------------------------ what is no array
-
-
-def scaled(options, x):
-    y = options["w"] * x if options["how"] == "scaled" else x
-    return {"y": jnp.sum(y), "how": options["how"], "pair": ("a", y)}
-
-
-def test_strings_are_what_it_was_saved_for_and_come_back(path):
-    options = {"w": X, "how": "scaled"}
-    loaded = saved(path, scaled, [options, 2.0 * X])
-    assert "'how': 'scaled'" in repr(loaded)
-    for function in (loaded, saved(path, loaded, None), tg.trace(loaded)):
-        got = function(options, 2.0 * X)
-        np.testing.assert_allclose(got["y"], np.sum(2.0 * X * X), rtol=1e-6)
-        assert (got["how"], got["pair"][0]) == ("scaled", "a")
-    gradient = jax.grad(lambda w: loaded({"w": w, "how": "scaled"}, X)["y"])(X)
-    np.testing.assert_array_equal(gradient, X)
-    for other in ("another", 1.0, None):
-        with pytest.raises(TypeError, match=r"options\['how'\] is .* when exported"):
-            loaded({"w": X, "how": other}, X)
-
-
-def test_a_string_argument_is_the_one_it_was_saved_for(path):
-    def reduced(x, how):
-        return jnp.sum(x) if how == "sum" else x
-
-    loaded = saved(path, reduced, [X, "sum"])
-    for result in (loaded(X, "sum"), loaded(X, how="sum"), saved(path, loaded, None)(X, "sum")):
-        np.testing.assert_allclose(result, np.sum(X))
-    np.testing.assert_array_equal(jax.grad(lambda x: loaded(x, "sum"))(X), np.ones((2, 3)))
-    with pytest.raises(TypeError, match=r"how: 'sum'\)(?s:.*)how is .* mean .* sum when exported"):
-        loaded(X, "mean")
-    compiled = jax.jit(reduced, static_argnames="how")
-    np.testing.assert_allclose(saved(path, compiled, [X, "sum"])(X, "sum"), np.sum(X))
-
-
 def test_other_objects_and_models_of_classes_are_refused_by_their_place(path):
     with pytest.raises(TypeError, match=r"m\.f is .*, which no file can hold.*close over it"):
         save(lambda m: m["f"](m["x"]), path, [{"f": jnp.sin, "x": X}])
+    with pytest.raises(TypeError, match=r"d\.how is 'fast' of type str, which no file can hold"):
+        save(lambda d: d["x"], path, [{"x": X, "how": "fast"}])
+    with pytest.raises(TypeError, match="the spec of how should be an array"):
+        save(lambda x, how: x, path, [X, "fast"])
     with pytest.raises(TypeError, match=r"the result of <lambda>\.1 is .* no file can hold"):
         save(lambda x: (x, jnp.sin), path, [X])
     with pytest.raises(

@@ -234,7 +234,7 @@ NOT_SPECS = [
     (jnp.add, [ROWS, OTHER_ROWS], r"specs of add .* several calls of jax\.export\.symbolic_shape"),
     (lambda m: m.w, [Model(X)], "argument m has a container .*Model.* Its Python"),
     (lambda x: {"a": Model(x)}, [X], r"the result of <lambda> has a container .*Model"),
-    (lambda d: d[1.5], [{1.5: X}], "argument d has a container .* string keys. Found key 1.5"),
+    (lambda d: d[1], [{1: X}], "argument d has a container .* string keys. Found key 1"),
     (lambda x: Folded(x), [X], r"the result of <lambda> has a container .*Folded"),
     (lambda x: {"\ud800": x}, [X], r"result of <lambda> has a container .* surrogates not all"),
     (3, [X], "expected a function to save, or a dictionary"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +18,7 @@ from tracegrad import _jax
 from tracegrad.ir.notes import add_note
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import KINDS, FunctionRecord
-from tracegrad.saving.trees import is_original, node_types, of_types, original_form, written_form
+from tracegrad.saving.trees import of_types
 from tracegrad.saving.variables import HasVariables
 from tracegrad.variables.variable import Variable
 
@@ -130,17 +129,14 @@ class LoadedFunction(HasVariables):
         self._avals = program.in_avals[: self._structure.num_leaves]
         self._out_tree = program.out_tree
         self.signature = self._make_signature(program)
-        self._is_plain = is_original(self._structure)
-        self._types = node_types(self._structure) - {dict}
-        self._returns_plain = is_original(self._out_tree)
         self._flat = differentiable(record.program, exported, record, self._error_for_order)
         self._compiled: Compiled = jax.jit(_name_function(self._check_and_run, record.name))
 
     def _make_signature(self, program: Any) -> Signature:
         names = tuple(self.__signature__.parameters)
-        arguments = zip(names, original_form(of_types(self._structure, self._avals)))
+        arguments = zip(names, of_types(self._structure, self._avals))
         bound = inspect.BoundArguments(self.__signature__, dict(arguments))
-        result, _ = original_form(of_types(self._out_tree, program.out_avals))
+        result, _ = of_types(self._out_tree, program.out_avals)
         kwargs = MappingProxyType(bound.kwargs)
         return Signature(self.__name__, names, bound.args, kwargs, result, self._record.signature)
 
@@ -154,7 +150,7 @@ class LoadedFunction(HasVariables):
         result, assigned = jax.tree.unflatten(self._out_tree, results)
         for variable, value in zip(self.assigns, assigned, strict=True):
             variable.assign(value)
-        return result if self._returns_plain else original_form(result)
+        return result
 
     def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if not kwargs and self._is_positional and len(args) == len(self.signature.parameters):
@@ -168,14 +164,8 @@ class LoadedFunction(HasVariables):
 
     def _run(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
         """Returns the flat results, then the new values of the Variables in `assigns`."""
-        with contextlib.suppress(TypeError, ValueError):
-            converted = arguments if self._is_plain else written_form(arguments)
-            return self._compiled(converted, values)
-        # JAX takes some containers for other types: convert them to dictionaries, and explain any
-        # other error.
         try:
-            converted = written_form(_mappings_to_dictionaries(arguments, self._types))
-            return self._compiled(converted, values)
+            return self._compiled(arguments, values)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -188,7 +178,6 @@ class LoadedFunction(HasVariables):
 
     def _check_and_run(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
         """Checks and runs the call; JAX traces this once for each type of arguments."""
-        arguments = written_form(arguments)
         leaves, structure = jax.tree.flatten(arguments)
         fits = structure == self._structure
         if fits:
@@ -228,7 +217,6 @@ class LoadedFunction(HasVariables):
             manual = r"(?s)( Obtained dimension variables:)?[.,:\s]*(Please see https?://.*)?$"
             text = re.sub(manual, "", text)
             text = text.replace("a <class 'int'>", "an array")  # JAX's word for a leaf
-            text = text.replace("a <class 'tracegrad.saving.trees.Text'>", "a string")
             raise TypeError(f"{self.signature}: {text}") from None
 
     def _error_for_order(self, order: int) -> Exception:
@@ -262,20 +250,6 @@ def _convert_weak_type(leaf: Any, aval: Any) -> Any:
     if is_weak and jnp.result_type(leaf, aval.dtype) == aval.dtype:
         return jax.lax.convert_element_type(leaf, aval.dtype)
     return leaf
-
-
-def _mappings_to_dictionaries(tree: Any, kept: Collection[type]) -> Any:
-    """Converts mappings in a tree to dictionaries, except mappings of the types `kept`."""
-
-    def is_mapping(node: Any) -> bool:
-        return isinstance(node, Mapping) and type(node) not in kept
-
-    def convert(node: Any) -> Any:
-        if not is_mapping(node):
-            return node
-        return {key: _mappings_to_dictionaries(part, kept) for key, part in node.items()}
-
-    return jax.tree.map(convert, tree, is_leaf=is_mapping)
 
 
 class LoadedFunctions(Mapping[str, LoadedFunction]):

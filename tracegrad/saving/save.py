@@ -67,13 +67,12 @@ def save(
     Arguments:
       fun: a plain, jitted, traced or loaded function of pytrees of arrays. The pytrees consist of
         dictionaries, lists, tuples and None, and of classes that are registered with `jax.export`
-        (named tuples: ``jax.export.register_namedtuple_serialization``); a string in them is
-        static: the function is saved for that string only. If the function is a flax.nnx module, a
-        method of one (also jitted or traced), or a `functools.partial` with one as first argument,
-        the arrays of the module that it uses become Variables, named by their path. For other
-        models, pass the arrays as arguments. Arrays of a model that the function closes over are
-        constants. To save several functions that share Variables, pass ``{name: (fun, specs)}`` as
-        `fun`, and leave out the argument `specs`.
+        (named tuples: ``jax.export.register_namedtuple_serialization``). If the function is a
+        flax.nnx module, a method of one (also jitted or traced), or a `functools.partial` with one
+        as first argument, the arrays of the module that it uses become Variables, named by their
+        path. For other models, pass the arrays as arguments. Arrays of a model that the function
+        closes over are constants. To save several functions that share Variables, pass
+        ``{name: (fun, specs)}`` as `fun`, and leave out the argument `specs`.
       path: the file to write, or to replace.
       specs: a list with one entry for each argument: an array, a `jax.ShapeDtypeStruct`, or a
         pytree of these. The entry of a static argument of a traced function is its value. For
