@@ -83,37 +83,32 @@ def model(tmp_path_factory):
 def test_several_functions_share_their_variables(model, path):
     loaded, _ = model
     assert list(loaded) == ["predict", "update"]
-    assert loaded.predict is loaded["predict"]
-    assert set(loaded.variables) == {"w", "steps"}
-    assert loaded.predict.variables["w"] is loaded.update.variables["w"]
-    assert "steps" not in loaded.predict.variables
-    w = loaded.variables["w"]
+    variables = loaded["update"].variables
+    assert set(variables) == {"w", "steps"}
+    assert set(loaded["predict"].variables) == {"w"}
+    w = variables["w"]
+    assert loaded["predict"].variables["w"] is w
     assert isinstance(w, tg.Variable)
-    assert (w.name, w.trainable, loaded.variables["steps"].trainable) == ("w", True, False)
+    assert (w.name, w.trainable, variables["steps"].trainable) == ("w", True, False)
     w.assign([0.5, -2.0, 1.5])
-    result = loaded.update(X, rate=0.5)
+    result = loaded["update"](X, rate=0.5)
     expected = np.array([0.5, -2.0, 1.5]) - 0.5 * X.mean(axis=0)
     np.testing.assert_allclose(result["w"], expected, rtol=1e-6)
     np.testing.assert_array_equal(w.numpy(), result["w"])
-    np.testing.assert_allclose(loaded.predict(X), ((X * expected) ** 2).sum(-1), rtol=1e-6)
-    score = lambda: jnp.sum(loaded.predict(X))  # noqa: E731
-    assert by_tape(score, sources=loaded.predict.variables)["w"].shape == w.shape
-    with pytest.raises(KeyError, match="no function 'nothing' was saved; there are predict"):
-        loaded["nothing"]
-    with pytest.raises(AttributeError, match="no function 'nothing' was saved; there are predict"):
-        loaded.nothing
-    # Saved again, they are the same programs with the present values.
-    save(loaded, path)
-    again = load(path)
-    np.testing.assert_array_equal(again.variables["w"].numpy(), w.numpy())
-    assert again.predict.gradient_order == 2
-    np.testing.assert_array_equal(again.predict(X), loaded.predict(X))
-    save(loaded.predict, path)
-    alone = load(path)
-    assert isinstance(alone, LoadedFunction)
-    assert set(alone.variables) == {"w"}
-    with pytest.raises(ValueError, match=r"saved with gradient_order=2, .* gradient_order=3"):
-        save(loaded.predict, path, gradient_order=3)
+    np.testing.assert_allclose(loaded["predict"](X), ((X * expected) ** 2).sum(-1), rtol=1e-6)
+    score = lambda: jnp.sum(loaded["predict"](X))  # noqa: E731
+    assert by_tape(score, sources=loaded["predict"].variables)["w"].shape == w.shape
+
+
+def test_a_loaded_function_is_saved_again_with_its_present_values(model, path):
+    predict = model[0]["predict"]
+    predict.variables["w"].assign([1.0, 2.0, 3.0])
+    again = saved(path, predict, predict.signature.args)
+    assert isinstance(again, LoadedFunction)
+    np.testing.assert_array_equal(again.variables["w"].numpy(), [1.0, 2.0, 3.0])
+    np.testing.assert_allclose(again(X), predict(X), rtol=1e-6)
+    found, wanted = (jax.grad(lambda x, f=f: jnp.sum(f(x)))(X) for f in (again, predict))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_it_is_loaded_and_saved_inside_of_a_tape_and_of_a_derivative(path):
@@ -126,20 +121,19 @@ def test_it_is_loaded_and_saved_inside_of_a_tape_and_of_a_derivative(path):
         tape.watch(x)
         loaded = load(path)
         y = loaded(x)
-        save(loaded, path)
+        save(loaded, path, [x])
     assert tape.gradient(y, [x, loaded.variables["v"]]) == [12, 9]
     assert load(path)(x) == 18
 
 
 def test_what_a_loaded_function_says_of_itself(model):
     loaded, _ = model
-    assert str(loaded.predict.signature) == "predict(x: f32[rows,3]) -> f32[rows]"
-    assert str(loaded.update.signature).startswith("update(x: f32[rows,3], rate: f32[]) -> {'st")
-    assert str(inspect.signature(loaded.predict)) == "(x)"
-    assert str(inspect.signature(loaded.update)) == "(x, *, rate)"
-    assert "wrong = ◆ custom_gradient[vjp] wrong(mul)" in loaded.predict.graph_text
-    assert repr(loaded).splitlines()[1] == "  predict(x: f32[rows,3]) -> f32[rows]"
-    assert loaded.predict.platforms == ("cpu",)
+    assert str(loaded["predict"].signature) == "predict(x: f32[rows,3]) -> f32[rows]"
+    assert str(loaded["update"].signature).startswith("update(x: f32[rows,3], rate: f32[]) -> {'st")
+    assert str(inspect.signature(loaded["predict"])) == "(x)"
+    assert str(inspect.signature(loaded["update"])) == "(x, *, rate)"
+    assert repr(loaded["predict"]) == "<loaded predict(x: f32[rows,3]) -> f32[rows]>"
+    assert loaded["predict"].platforms == ("cpu",)
 
 
 def test_a_tape_finds_what_was_read_after_an_assignment(path):
@@ -159,7 +153,7 @@ def test_a_tape_finds_what_was_read_after_an_assignment(path):
 @pytest.mark.filterwarnings("error")
 def test_it_runs_under_every_transformation(model):
     loaded, _ = model
-    w = loaded.variables["w"]
+    w = loaded["predict"].variables["w"]
     w.assign([0.5, -2.0, 1.5])
     expected = ((X * w.numpy()) ** 2).sum(-1)
 
@@ -167,20 +161,20 @@ def test_it_runs_under_every_transformation(model):
         return lambda x: jax.grad(lambda x: jnp.sum(fun(x)))(x)
 
     rule = (3 * X * w.numpy() + 1) * w.numpy()
-    traced = tg.trace(loaded.predict)
+    traced = tg.trace(loaded["predict"])
     stacked = jnp.stack([X, X + 1, X])
     np.testing.assert_allclose(traced(X), expected, rtol=1e-6)
-    np.testing.assert_allclose(tg.trace(slope(loaded.predict))(X), rule, rtol=1e-6)
+    np.testing.assert_allclose(tg.trace(slope(loaded["predict"]))(X), rule, rtol=1e-6)
     np.testing.assert_allclose(tg.grad(lambda x: jnp.sum(traced(x)))(jnp.asarray(X)), rule, 1e-6)
-    for batched in (jax.vmap(loaded.predict), tg.trace(jax.vmap(traced))):
+    for batched in (jax.vmap(loaded["predict"]), tg.trace(jax.vmap(traced))):
         np.testing.assert_allclose(batched(stacked)[2], expected, rtol=1e-6)
-    np.testing.assert_allclose(jax.vmap(slope(loaded.predict))(stacked)[0], rule, rtol=1e-6)
-    of_batch = slope(jax.vmap(jax.vmap(loaded.predict)))(stacked[None])
+    np.testing.assert_allclose(jax.vmap(slope(loaded["predict"]))(stacked)[0], rule, rtol=1e-6)
+    of_batch = slope(jax.vmap(jax.vmap(loaded["predict"])))(stacked[None])
     np.testing.assert_allclose(of_batch[0, 2], rule, rtol=1e-6)
     w.assign(w * 2)  # what was traced reads the present value
     np.testing.assert_allclose(traced(X), 4 * expected, rtol=1e-6)
     with pytest.raises(RuntimeError, match=r"Compile the function with `tracegrad.trace`"):
-        jax.jit(loaded.predict)(X)
+        jax.jit(loaded["predict"])(X)
 
 
 @pytest.mark.parametrize("of", [jax.jvp, tg.jvp], ids=["jax", "tracegrad"])
@@ -209,16 +203,16 @@ def test_check_grads_judges_a_loaded_function_and_names_its_rules(path):
 
 def test_a_function_of_a_loaded_one_is_saved_with_open_sizes(model, path):
     loaded, _ = model
-    loaded.variables["w"].assign([0.5, -2.0, 1.5])
+    loaded["predict"].variables["w"].assign([0.5, -2.0, 1.5])
     cubes = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, rows, 3"), "float32")
-    outer = saved(path, lambda xs: jnp.sum(jax.vmap(loaded.predict)(xs)), [cubes])
+    outer = saved(path, lambda xs: jnp.sum(jax.vmap(loaded["predict"])(xs)), [cubes])
     stacked = jnp.stack([X, X + 1])
     w = np.array([0.5, -2.0, 1.5], np.float32)
     np.testing.assert_allclose(outer(stacked), ((stacked * w) ** 2).sum(), rtol=1e-6)
     np.testing.assert_allclose(jax.grad(outer)(stacked)[0], (3 * X * w + 1) * w, rtol=1e-5)
     assert set(outer.variables) == {"w"}
     with pytest.raises(ValueError, match=r"saved with gradient_order=2, .* order 3"):
-        save(lambda x: loaded.predict(x), path, [ROWS], gradient_order=3)
+        save(lambda x: loaded["predict"](x), path, [ROWS], gradient_order=3)
 
 
 def test_variables_of_one_name_are_told_apart(path):
@@ -330,8 +324,7 @@ def test_a_class_that_is_not_registered_where_the_file_is_loaded_is_named(path):
     jax.export.register_namedtuple_serialization(Moments, serialized_name="test_save.Moments")
     save(lambda s: s.mean, path, [Moments(X)])
     done = in_another_process("import sys, tracegrad as tg; tg.load(sys.argv[1])", path)
-    assert "container test_save.Moments, whose class was registered" in done.stderr
-    assert "register_pytree_node_serialization, with serialized_name='test_save." in done.stderr
+    assert "unregistered type `test_save.Moments`" in done.stderr
 
 
 def test_a_named_tuple_is_saved_where_its_class_is_registered_and_is_of_that_class(path):
@@ -424,7 +417,7 @@ def test_sizes_and_constraints_between_them_are_kept(path):
     ones = jnp.ones
     results = loaded(ones((4, 5)), ones(5), ones(8))
     assert [r.shape for r in results] == [(4,), (3, 5), (8,)]
-    save(loaded, path)
+    save(loaded, path, loaded.signature.args)
     for shapes, message in [
         ([(4, 5), (6,), (8,)], r"size y.shape\[0\] \(= 6\) and the specification 'c' \(= 5\)"),
         ([(4, 5), (5,), (9,)], r"size z.shape\[0\] \(= 9\) and the specification '2\*b' \(= 8\)"),
@@ -512,9 +505,8 @@ def test_a_function_of_several_devices_is_saved_for_as_many(path):
     np.testing.assert_array_equal(loaded(spread), x * x.sum())
     slope = jax.grad(lambda x: jnp.sum(loaded(x)))(spread)
     np.testing.assert_array_equal(slope, np.full(8, 2 * x.sum()))
-    with pytest.raises(ValueError, match="exported for 4 devices") as refused:
+    with pytest.raises(ValueError, match="exported for 4 devices"):
         loaded(x)
-    assert "jax.device_put" in refused.value.__notes__[-1]
 
 
 def test_a_loaded_function_is_differentiated_in_a_shard_map(path):
@@ -557,9 +549,7 @@ def test_what_a_rule_closes_over_is_refused_and_the_rest_differentiated(path):
         return jax.grad(lambda x: jnp.sum(jax.grad(fun)(x) ** 2))
 
     x = jnp.array([0.3, 1.2])
-    save(f, path, [x], gradient_order=2)
-    save(load(path), path)
-    loaded = load(path)
+    loaded = saved(path, f, [x], gradient_order=2)
     np.testing.assert_array_equal(loaded(x), f(x))
     np.testing.assert_array_equal(jax.grad(loaded)(x), [0.5, 2.5])
     np.testing.assert_array_equal(jax.grad(loaded)(x), jax.grad(f)(x))
@@ -627,13 +617,13 @@ def test_a_model_is_saved_by_its_arrays_or_closed_over_and_runs_without_its_clas
 
     functions = {"given": (of_arrays, [leaves, X[0]]), "closed": (lambda x: model(x), [X[0]])}
     loaded = saved(path, functions, None)
-    np.testing.assert_allclose(loaded.given(leaves, X[0]), model(X[0]), rtol=1e-6)
+    np.testing.assert_allclose(loaded["given"](leaves, X[0]), model(X[0]), rtol=1e-6)
     script = (
         "import sys, numpy as np, tracegrad as s\n"
         "f = s.load(sys.argv[1])\n"
-        "leaves = [np.full(l.shape, 0.5, 'float32') for l in f.given.signature.args[0]]\n"
+        "leaves = [np.full(l.shape, 0.5, 'float32') for l in f['given'].signature.args[0]]\n"
         "x = np.ones(3, 'float32')\n"
-        "print(*f.closed(x), *f.given(leaves, x), 'equinox' in sys.modules)\n"
+        "print(*f['closed'](x), *f['given'](leaves, x), 'equinox' in sys.modules)\n"
     )
     done = in_another_process(script, path)
     assert done.returncode == 0, done.stderr

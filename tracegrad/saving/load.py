@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from tracegrad.saving import outside_calls
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.file import Contents, array_of, naming, read_file
 from tracegrad.saving.libraries import needed
-from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
+from tracegrad.saving.loaded import LoadedFunction
 from tracegrad.saving.manifest import FunctionRecord, VariableRecord
 from tracegrad.saving.variables import check_width
 from tracegrad.variables.variable import Variable
@@ -29,7 +28,7 @@ def load(path: str | os.PathLike[str]) -> Any:
       path: the file.
 
     Returns:
-      A `LoadedFunction`; a `LoadedFunctions` if several functions were saved. The Variables are on
+      A `LoadedFunction`; a dictionary of them if several functions were saved. The Variables are on
       the default device; ``variable.assign(jax.device_put(variable.value, sharding))`` shards one.
 
     Raises:
@@ -60,12 +59,10 @@ def load(path: str | os.PathLike[str]) -> Any:
         }
         _check_width(contents, exported)
         variables = {v.key: _read_variable(v, contents) for v in manifest.variables}
-        functions = {
-            f.name: _make_function(f, contents, exported, variables) for f in manifest.functions
-        }
+        functions = {f.name: _make_function(f, exported, variables) for f in manifest.functions}
     if manifest.single:
         return functions[manifest.functions[0].name]
-    return LoadedFunctions(functions, variables)
+    return functions
 
 
 def _check_width(contents: Contents, exported: Mapping[str, Any]) -> None:
@@ -105,15 +102,6 @@ def _read_program(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
         found = _jax.outside_calls(exported)
     except Exception as error:
         reason = first_line(error)[:200].rstrip(" .:")
-        unregistered = re.search("unregistered type `(.*?)`", str(error))
-        if unregistered is not None:
-            raise ArtefactError(
-                name,
-                f"it takes or returns a container {unregistered[1]}, whose class was registered in "
-                "the process that saved it: register the class here too before the file is loaded, "
-                "by jax.export.register_namedtuple_serialization or "
-                f"register_pytree_node_serialization, with serialized_name={unregistered[1]!r}",
-            ) from error
         versions = contents.manifest.versions
         raise ArtefactError(
             name,
@@ -136,14 +124,11 @@ def _read_program(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
 
 def _make_function(
     record: FunctionRecord,
-    contents: Contents,
     exported: Mapping[str, Any],
     variables: Mapping[str, Variable],
 ) -> LoadedFunction:
     try:
-        programs = {name: contents.arrays[name] for name in record.calls}
-        text = bytes(contents.arrays[record.graph]).decode()
-        return LoadedFunction(record, programs, exported, text, list(variables.items()))
+        return LoadedFunction(record, exported, list(variables.items()))
     except Exception as error:
         reason = f"the record of the function {record.name!r} is inconsistent: {error!r}"
         raise ArtefactError("manifest", reason) from error

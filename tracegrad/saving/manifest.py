@@ -15,7 +15,7 @@ from tracegrad.saving.libraries import msgspec
 FORMAT = 2
 """The number of the format that this version writes and reads. (Format 1 was never released.)"""
 OWN = "tracegrad/"
-"""The prefix of the names of arrays that are not Variables: the programs, and texts of graphs."""
+"""The prefix of the names of arrays that are not Variables, but programs."""
 HIGHEST_ORDER = 32
 """The maximum of `gradient_order`."""
 
@@ -103,11 +103,6 @@ class FunctionRecord(Record, frozen=True):
     gradient_order: Natural
     calls: dict[str, tuple[str, ...]]
     program: Program
-
-    @property
-    def graph(self) -> str:
-        """The name of the array that has the function's Graph as text."""
-        return f"{OWN}{self.name}/graph"
 
 
 class Manifest(Record, frozen=True):
