@@ -7,7 +7,6 @@ reading raises an error that names the field.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from tracegrad.saving.libraries import msgspec
@@ -61,7 +60,6 @@ class Program(Record, frozen=True):
       array: the name of the array that holds the program.
       gradients: its gradient programs, if the gradient is saved.
       value: the program that runs instead under differentiation; None: the program itself.
-      refused: the operands with respect to which it has no gradient, each with the reason.
       may_add: whether the gradient of several results is the sum of their single gradients. With a
         custom gradient this is false: clip(3 + 4) is not clip(3) + clip(4).
     """
@@ -69,15 +67,7 @@ class Program(Record, frozen=True):
     array: str
     gradients: tuple[Gradient, ...] = ()
     value: Program | None = None
-    refused: tuple[tuple[Natural, str], ...] = ()
     may_add: bool = True
-
-    def arrays(self) -> Iterator[str]:
-        """Yields the names of the arrays of this program and of all programs below it."""
-        yield self.array
-        for below in (self.value, *(gradient.program for gradient in self.gradients)):
-            if below is not None:
-                yield from below.arrays()
 
 
 class Gradient(Record, frozen=True):

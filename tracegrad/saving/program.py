@@ -73,23 +73,14 @@ class Programs:
         array, size = self._export(source, order)
         if order == self.order:
             return Program(array)
-        refused: tuple[tuple[int, str], ...] = ()
         active = _differentiable_positions(source.avals)
-        try:
-            gradients = self._export_gradients(source, active, size, order, width)
-        except Exception:
-            refused = _operands_without_gradient(source, active)
-            active = [i for i in active if i not in dict(refused)]
-            if not refused or not active:
-                raise
-            source = source.fresh()
-            gradients = self._export_gradients(source, active, size, order, width)
+        gradients = self._export_gradients(source, active, size, order, width)
         value = None
         if _has_rules(source.graph) and active:
             value = self.write(source.value(active), order + 1, width)
         nodes = (found.node for found in source.graph.walk())
         may_add = not any(isinstance(node, CustomGradient) and node.kind == "vjp" for node in nodes)
-        return Program(array, gradients, value, refused, may_add)
+        return Program(array, gradients, value, may_add)
 
     def _export_gradients(
         self, source: ExportedFunction, active: Sequence[int], size: int, order: int, width: int
@@ -181,8 +172,6 @@ def export(
     except Exception:
         trees.check(check_containers, source.name)  # a container may be the cause
         raise
-    # Drops programs that were exported before a gradient failed and was exported again.
-    programs.contents = {name: programs.contents[name] for name in programs.tree.arrays()}
     _warn_of_constants(source.graph, len(programs.contents))
     return programs
 
@@ -205,35 +194,6 @@ def _has_rules(graph: Graph) -> bool:
     rules = [found for found in graph.walk() if isinstance(found.node, CustomGradient)]
     live = leading_to(graph, [True] * len(graph.outputs)) if rules else set()
     return any(not live.isdisjoint(rule.steps[0].outputs) for rule in rules)
-
-
-def _operands_without_gradient(
-    source: ExportedFunction, active: Sequence[int]
-) -> tuple[tuple[int, str], ...]:
-    """Returns the active operands without a gradient, each with the reason. A custom gradient has
-    none for values that its function closes over, for example a Variable that is not trainable:
-    differentiating with respect to such a value raises an error."""
-
-    def why_not(operands: Sequence[int]) -> str | None:
-        try:
-            fresh = source.fresh()
-            gradient = fresh.gradient(
-                operands, _differentiable_positions(fresh.graph.out_avals[: source.count])
-            )
-            jax.eval_shape(gradient.fun, *gradient.avals)
-        except Exception as error:
-            return _remove_folders(str(error))
-        return None
-
-    if why_not(active) is None:  # the error of `_export_gradients` had another cause
-        return ()
-    reasons = {i: why_not([i]) for i in active}
-    return tuple((i, why) for i, why in reasons.items() if why is not None)
-
-
-def _remove_folders(text: str) -> str:
-    """Removes the names of folders from a text, which is written to the file."""
-    return re.sub(r"(?<![\w.])([A-Za-z]:)?[/\\]([^\s/\\:()]+[/\\])+", "", text)
 
 
 def _warn_of_constants(graph: Graph, programs: int) -> None:

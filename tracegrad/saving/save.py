@@ -201,11 +201,6 @@ class _Contents:
         traced = source.graph
         trees = trees_of(traced, bound, name)
         programs = export(source, trees, self.order, self.platforms)
-        # A Variable that a custom gradient closes over has no gradient: it becomes untrainable, so
-        # that no tape asks for its gradient. (Variables are the last inputs.)
-        variables = range(-len(traced.variables), 0)
-        refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
-        self.modules.trained -= {traced.variables[i] for i in refused.intersection(variables)}
         record = FunctionRecord(
             name=name,
             signature=signature_text(name, bound, trees),
