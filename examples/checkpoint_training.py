@@ -152,7 +152,7 @@ def main() -> None:
     path = folder / "network.tracegrad"
     rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 1"), "float32")
     tg.save({"network": (resumed.network, [rows])}, path)
-    network = tg.load(path).network
+    network = tg.load(path)["network"]
     size = path.stat().st_size
     print(f"{path.name}: {network.signature}, {len(network.variables)} Variables, {size} bytes.")
     x = jnp.linspace(-1, 1, 5)[:, None]

@@ -60,7 +60,6 @@ if _TYPE_CHECKING:  # some names are also names of files, so import each from it
     from tracegrad.saving.errors import ArtefactError as ArtefactError
     from tracegrad.saving.load import load as load
     from tracegrad.saving.loaded import LoadedFunction as LoadedFunction
-    from tracegrad.saving.loaded import LoadedFunctions as LoadedFunctions
     from tracegrad.saving.save import save as save
     from tracegrad.saving.variables import variables_of as variables_of
     from tracegrad.tape.forward_accumulator import ForwardAccumulator as ForwardAccumulator
@@ -99,7 +98,7 @@ _LATER = {
     "rewriting.rewrite": "edit rewrite",
     "saving.errors": "ArtefactError",
     "saving.load": "load",
-    "saving.loaded": "LoadedFunction LoadedFunctions",
+    "saving.loaded": "LoadedFunction",
     "saving.save": "save",
     "saving.checkpoints": "load_variables save_variables",
     "saving.variables": "variables_of",

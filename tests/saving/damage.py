@@ -214,7 +214,7 @@ def places(manifest: dict[str, Any]) -> list[tuple[Any, Any]]:
     return found
 
 
-OPTIONAL = {"placement", "key_type", "gradients", "value", "refused", "may_add"}
+OPTIONAL = {"key_type", "gradients", "value", "may_add"}
 
 
 def keys_wrong(random: random.Random, artefact: Artefact) -> Damaged:

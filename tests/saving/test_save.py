@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections import OrderedDict, namedtuple
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -84,37 +83,32 @@ def model(tmp_path_factory):
 def test_several_functions_share_their_variables(model, path):
     loaded, _ = model
     assert list(loaded) == ["predict", "update"]
-    assert loaded.predict is loaded["predict"]
-    assert set(loaded.variables) == {"w", "steps"}
-    assert loaded.predict.variables["w"] is loaded.update.variables["w"]
-    assert "steps" not in loaded.predict.variables
-    w = loaded.variables["w"]
+    variables = loaded["update"].variables
+    assert set(variables) == {"w", "steps"}
+    assert set(loaded["predict"].variables) == {"w"}
+    w = variables["w"]
+    assert loaded["predict"].variables["w"] is w
     assert isinstance(w, tg.Variable)
-    assert (w.name, w.trainable, loaded.variables["steps"].trainable) == ("w", True, False)
+    assert (w.name, w.trainable, variables["steps"].trainable) == ("w", True, False)
     w.assign([0.5, -2.0, 1.5])
-    result = loaded.update(X, rate=0.5)
+    result = loaded["update"](X, rate=0.5)
     expected = np.array([0.5, -2.0, 1.5]) - 0.5 * X.mean(axis=0)
     np.testing.assert_allclose(result["w"], expected, rtol=1e-6)
     np.testing.assert_array_equal(w.numpy(), result["w"])
-    np.testing.assert_allclose(loaded.predict(X), ((X * expected) ** 2).sum(-1), rtol=1e-6)
-    score = lambda: jnp.sum(loaded.predict(X))  # noqa: E731
-    assert by_tape(score, sources=loaded.predict.variables)["w"].shape == w.shape
-    with pytest.raises(KeyError, match="no function 'nothing' was saved; there are predict"):
-        loaded["nothing"]
-    with pytest.raises(AttributeError, match="no function 'nothing' was saved; there are predict"):
-        loaded.nothing
-    # Saved again, they are the same programs with the present values.
-    save(loaded, path)
-    again = load(path)
-    np.testing.assert_array_equal(again.variables["w"].numpy(), w.numpy())
-    assert again.predict.gradient_order == 2
-    np.testing.assert_array_equal(again.predict(X), loaded.predict(X))
-    save(loaded.predict, path)
-    alone = load(path)
-    assert isinstance(alone, LoadedFunction)
-    assert set(alone.variables) == {"w"}
-    with pytest.raises(ValueError, match=r"saved with gradient_order=2, .* gradient_order=3"):
-        save(loaded.predict, path, gradient_order=3)
+    np.testing.assert_allclose(loaded["predict"](X), ((X * expected) ** 2).sum(-1), rtol=1e-6)
+    score = lambda: jnp.sum(loaded["predict"](X))  # noqa: E731
+    assert by_tape(score, sources=loaded["predict"].variables)["w"].shape == w.shape
+
+
+def test_a_loaded_function_is_saved_again_with_its_present_values(model, path):
+    predict = model[0]["predict"]
+    predict.variables["w"].assign([1.0, 2.0, 3.0])
+    again = saved(path, predict, predict.signature.args)
+    assert isinstance(again, LoadedFunction)
+    np.testing.assert_array_equal(again.variables["w"].numpy(), [1.0, 2.0, 3.0])
+    np.testing.assert_allclose(again(X), predict(X), rtol=1e-6)
+    found, wanted = (jax.grad(lambda x, f=f: jnp.sum(f(x)))(X) for f in (again, predict))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_it_is_loaded_and_saved_inside_of_a_tape_and_of_a_derivative(path):
@@ -127,20 +121,19 @@ def test_it_is_loaded_and_saved_inside_of_a_tape_and_of_a_derivative(path):
         tape.watch(x)
         loaded = load(path)
         y = loaded(x)
-        save(loaded, path)
+        save(loaded, path, [x])
     assert tape.gradient(y, [x, loaded.variables["v"]]) == [12, 9]
     assert load(path)(x) == 18
 
 
 def test_what_a_loaded_function_says_of_itself(model):
     loaded, _ = model
-    assert str(loaded.predict.signature) == "predict(x: f32[rows,3]) -> f32[rows]"
-    assert str(loaded.update.signature).startswith("update(x: f32[rows,3], rate: f32[]) -> {'st")
-    assert str(inspect.signature(loaded.predict)) == "(x)"
-    assert str(inspect.signature(loaded.update)) == "(x, *, rate)"
-    assert "wrong = ◆ custom_gradient[vjp] wrong(mul)" in loaded.predict.graph_text
-    assert repr(loaded).splitlines()[1] == "  predict(x: f32[rows,3]) -> f32[rows]"
-    assert loaded.predict.platforms == ("cpu",)
+    assert str(loaded["predict"].signature) == "predict(x: f32[rows,3]) -> f32[rows]"
+    assert str(loaded["update"].signature).startswith("update(x: f32[rows,3], rate: f32[]) -> {'st")
+    assert str(inspect.signature(loaded["predict"])) == "(x)"
+    assert str(inspect.signature(loaded["update"])) == "(x, *, rate)"
+    assert repr(loaded["predict"]) == "<loaded predict(x: f32[rows,3]) -> f32[rows]>"
+    assert loaded["predict"].platforms == ("cpu",)
 
 
 def test_a_tape_finds_what_was_read_after_an_assignment(path):
@@ -160,7 +153,7 @@ def test_a_tape_finds_what_was_read_after_an_assignment(path):
 @pytest.mark.filterwarnings("error")
 def test_it_runs_under_every_transformation(model):
     loaded, _ = model
-    w = loaded.variables["w"]
+    w = loaded["predict"].variables["w"]
     w.assign([0.5, -2.0, 1.5])
     expected = ((X * w.numpy()) ** 2).sum(-1)
 
@@ -168,20 +161,20 @@ def test_it_runs_under_every_transformation(model):
         return lambda x: jax.grad(lambda x: jnp.sum(fun(x)))(x)
 
     rule = (3 * X * w.numpy() + 1) * w.numpy()
-    traced = tg.trace(loaded.predict)
+    traced = tg.trace(loaded["predict"])
     stacked = jnp.stack([X, X + 1, X])
     np.testing.assert_allclose(traced(X), expected, rtol=1e-6)
-    np.testing.assert_allclose(tg.trace(slope(loaded.predict))(X), rule, rtol=1e-6)
+    np.testing.assert_allclose(tg.trace(slope(loaded["predict"]))(X), rule, rtol=1e-6)
     np.testing.assert_allclose(tg.grad(lambda x: jnp.sum(traced(x)))(jnp.asarray(X)), rule, 1e-6)
-    for batched in (jax.vmap(loaded.predict), tg.trace(jax.vmap(traced))):
+    for batched in (jax.vmap(loaded["predict"]), tg.trace(jax.vmap(traced))):
         np.testing.assert_allclose(batched(stacked)[2], expected, rtol=1e-6)
-    np.testing.assert_allclose(jax.vmap(slope(loaded.predict))(stacked)[0], rule, rtol=1e-6)
-    of_batch = slope(jax.vmap(jax.vmap(loaded.predict)))(stacked[None])
+    np.testing.assert_allclose(jax.vmap(slope(loaded["predict"]))(stacked)[0], rule, rtol=1e-6)
+    of_batch = slope(jax.vmap(jax.vmap(loaded["predict"])))(stacked[None])
     np.testing.assert_allclose(of_batch[0, 2], rule, rtol=1e-6)
     w.assign(w * 2)  # what was traced reads the present value
     np.testing.assert_allclose(traced(X), 4 * expected, rtol=1e-6)
     with pytest.raises(RuntimeError, match=r"Compile the function with `tracegrad.trace`"):
-        jax.jit(loaded.predict)(X)
+        jax.jit(loaded["predict"])(X)
 
 
 @pytest.mark.parametrize("of", [jax.jvp, tg.jvp], ids=["jax", "tracegrad"])
@@ -210,16 +203,16 @@ def test_check_grads_judges_a_loaded_function_and_names_its_rules(path):
 
 def test_a_function_of_a_loaded_one_is_saved_with_open_sizes(model, path):
     loaded, _ = model
-    loaded.variables["w"].assign([0.5, -2.0, 1.5])
+    loaded["predict"].variables["w"].assign([0.5, -2.0, 1.5])
     cubes = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, rows, 3"), "float32")
-    outer = saved(path, lambda xs: jnp.sum(jax.vmap(loaded.predict)(xs)), [cubes])
+    outer = saved(path, lambda xs: jnp.sum(jax.vmap(loaded["predict"])(xs)), [cubes])
     stacked = jnp.stack([X, X + 1])
     w = np.array([0.5, -2.0, 1.5], np.float32)
     np.testing.assert_allclose(outer(stacked), ((stacked * w) ** 2).sum(), rtol=1e-6)
     np.testing.assert_allclose(jax.grad(outer)(stacked)[0], (3 * X * w + 1) * w, rtol=1e-5)
     assert set(outer.variables) == {"w"}
     with pytest.raises(ValueError, match=r"saved with gradient_order=2, .* order 3"):
-        save(lambda x: loaded.predict(x), path, [ROWS], gradient_order=3)
+        save(lambda x: loaded["predict"](x), path, [ROWS], gradient_order=3)
 
 
 def test_variables_of_one_name_are_told_apart(path):
@@ -277,7 +270,7 @@ def test_a_function_that_draws_from_a_key_of_its_own_is_differentiated(path):
 def test_trees_of_containers_come_back(path):
     def f(state, pair, *, scale):
         mean, rest = state
-        return State(mean * scale, [rest["b"][0], (), {3: pair[1], 1: None}]), None
+        return State(mean * scale, [rest["b"][0], (), {"c": pair[1], "a": None}]), None
 
     arguments = (State(X, {"a": None, "b": (X + 1,)}), [X, 2.0])
     loaded = saved(path, lambda state, pair: f(state, pair, scale=2.0), arguments)
@@ -285,7 +278,7 @@ def test_trees_of_containers_come_back(path):
     np.testing.assert_array_equal(found[0].mean, expected[0].mean)
     assert type(found[0]).__name__ == "State"
     assert found[0]._fields == ("mean", "rest")
-    assert list(found[0].rest[2]) == [1, 3]
+    assert list(found[0].rest[2]) == ["a", "c"]
     assert [*found[0].rest[1:2], found[1]] == [(), None]
     # By name, with Variables for arrays, and a named tuple of another class.
     other = jax.tree.map(tg.Variable, arguments[0])
@@ -294,29 +287,12 @@ def test_trees_of_containers_come_back(path):
     assert str(loaded.signature).replace("<lambda>", "s").startswith(text)
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Backwards(dict):
-    """A mapping that JAX takes apart in another order than it was made in."""
-
-    def tree_flatten_with_keys(self):
-        keys = sorted(self, reverse=True)
-        return [(jax.tree_util.DictKey(key), self[key]) for key in keys], (tuple(keys), [1])
-
-    @classmethod
-    def tree_unflatten(cls, static, children):
-        return cls(zip(static[0], children, strict=True))
-
-
 def test_arguments_go_where_their_names_say_whatever_was_called_before(path):
     loaded = saved(path, lambda d, *, k: d["a"] - 10 * d["b"] + 100 * k, {"d": AB, "k": AB["a"]})
     same = jnp.float32(3)
     ways = [
         dict,
         lambda **d: dict(reversed(d.items())),
-        lambda **d: OrderedDict(d),
-        lambda **d: OrderedDict(reversed(d.items())),
-        lambda **d: MappingProxyType(d),
-        lambda **d: Backwards(d),  # with static fields that cannot be hashed
         lambda **d: {key: tg.Variable(value) for key, value in d.items()},
     ]
     for _ in range(2):
@@ -327,15 +303,12 @@ def test_arguments_go_where_their_names_say_whatever_was_called_before(path):
 
 
 def test_a_mapping_that_was_saved_as_itself_is_called_as_itself(path):
-    d, number = OrderedDict(b=X, a=2 * X), {1: X}
-    loaded = saved(path, lambda d, n, how: d["b"] - 3 * d["a"] + n[1], [d, number, "text"])
-    np.testing.assert_allclose(loaded(d, number, "text"), -4 * X, rtol=1e-6)
-    found = loaded(OrderedDict(b=X, a=X), MappingProxyType(number), "text")
-    np.testing.assert_allclose(found, -X, rtol=1e-6)
+    loaded = saved(path, lambda d: d["b"] - 3 * d["a"], [d := OrderedDict(b=X, a=2 * X)])
+    np.testing.assert_allclose(loaded(d), -5 * X, rtol=1e-6)
     with pytest.raises(TypeError, match=r"Rank mismatch for d\['a'\]: expected \(2, 3\)"):
-        loaded(OrderedDict(b=X, a=X[0]), number, "text")
+        loaded(OrderedDict(b=X, a=X[0]))
     with pytest.raises(TypeError, match=r"d is a .*dict.* and a .*OrderedDict.* types differ"):
-        loaded(dict(d), number, "text")
+        loaded(dict(d))
 
 
 def in_another_process(script, path):
@@ -351,8 +324,7 @@ def test_a_class_that_is_not_registered_where_the_file_is_loaded_is_named(path):
     jax.export.register_namedtuple_serialization(Moments, serialized_name="test_save.Moments")
     save(lambda s: s.mean, path, [Moments(X)])
     done = in_another_process("import sys, tracegrad as tg; tg.load(sys.argv[1])", path)
-    assert "container test_save.Moments, whose class was registered" in done.stderr
-    assert "register_pytree_node_serialization, with serialized_name='test_save." in done.stderr
+    assert "unregistered type `test_save.Moments`" in done.stderr
 
 
 def test_a_named_tuple_is_saved_where_its_class_is_registered_and_is_of_that_class(path):
@@ -429,7 +401,6 @@ def test_arguments_that_do_not_fit_are_named(path):
         (({"k": X},), "missing a required argument: 'b'"),
         (({"j": X}, 1.0), r"a is a .*dict.* metadata \('j',\) in the invocation and .* \('k',\)"),
         (({"k": [X]}, 1.0), r"a\['k'\] is a .*list.* in the invocation and an array when"),
-        (({"k": "x"}, 1.0), r"a\['k'\] is a string .* and an array when exported"),
         (({"k": X[0]}, 1.0), r"Rank mismatch for a\['k'\]: expected \(rows, 3\) and .* \(3,\)"),
         (({"k": X.T}, 1.0), r"mismatch for a\['k'\].shape\[1\] .* and called with \(3, 2\)"),
         (({"k": X.astype(int)}, 1.0), r"for a\['k'\]: expected float32 and called with int32"),
@@ -446,7 +417,7 @@ def test_sizes_and_constraints_between_them_are_kept(path):
     ones = jnp.ones
     results = loaded(ones((4, 5)), ones(5), ones(8))
     assert [r.shape for r in results] == [(4,), (3, 5), (8,)]
-    save(loaded, path)
+    save(loaded, path, loaded.signature.args)
     for shapes, message in [
         ([(4, 5), (6,), (8,)], r"size y.shape\[0\] \(= 6\) and the specification 'c' \(= 5\)"),
         ([(4, 5), (5,), (9,)], r"size z.shape\[0\] \(= 9\) and the specification '2\*b' \(= 8\)"),
@@ -534,9 +505,8 @@ def test_a_function_of_several_devices_is_saved_for_as_many(path):
     np.testing.assert_array_equal(loaded(spread), x * x.sum())
     slope = jax.grad(lambda x: jnp.sum(loaded(x)))(spread)
     np.testing.assert_array_equal(slope, np.full(8, 2 * x.sum()))
-    with pytest.raises(ValueError, match="exported for 4 devices") as refused:
+    with pytest.raises(ValueError, match="exported for 4 devices"):
         loaded(x)
-    assert "jax.device_put" in refused.value.__notes__[-1]
 
 
 def test_a_loaded_function_is_differentiated_in_a_shard_map(path):
@@ -565,34 +535,24 @@ def test_what_writes_to_a_place_of_its_own_is_no_effect(path):
 # ------------------------------------------------------------------------------ what is connected
 
 
-def test_what_a_rule_closes_over_is_refused_and_the_rest_differentiated(path):
+def test_a_variable_that_a_rule_closes_over_needs_a_stopped_gradient(path):
     scale = tg.Variable(4.0, trainable=False, name="scale")
 
-    @tg.custom_gradient
-    def rounded(x):  # a gradient straight through; none for the scale
-        return jnp.round(x * scale.value) / scale.value, lambda dy: dy
+    def with_scale(read):
+        @tg.custom_gradient
+        def rounded(x):  # a gradient straight through; none for the scale
+            return jnp.round(x * read()) / read(), lambda dy: dy
 
-    def f(x):
-        return jnp.sum(rounded(x) ** 2)
-
-    def curvature(fun):
-        return jax.grad(lambda x: jnp.sum(jax.grad(fun)(x) ** 2))
+        return lambda x: jnp.sum(rounded(x) ** 2)
 
     x = jnp.array([0.3, 1.2])
-    save(f, path, [x], gradient_order=2)
-    save(load(path), path)
-    loaded = load(path)
-    np.testing.assert_array_equal(loaded(x), f(x))
+    with pytest.raises(ValueError, match=r"'rounded' \(test_save.py:\d+\)"):
+        save(with_scale(lambda: scale.value), path, [x])
+    loaded = saved(path, with_scale(lambda: tg.stop_gradient(scale.value)), [x], gradient_order=2)
     np.testing.assert_array_equal(jax.grad(loaded)(x), [0.5, 2.5])
-    np.testing.assert_array_equal(jax.grad(loaded)(x), jax.grad(f)(x))
-    np.testing.assert_array_equal(curvature(loaded)(x), curvature(f)(x))
-    np.testing.assert_array_equal(jax.vmap(jax.grad(loaded))(x[None]), [[0.5, 2.5]])
+    curvature = jax.grad(lambda x: jnp.sum(jax.grad(loaded)(x) ** 2))(x)
+    np.testing.assert_array_equal(curvature, [2.0, 10.0])  # twice straight through: 2 * 2 * 2 x
     np.testing.assert_array_equal(by_tape(loaded, x), [0.5, 2.5])
-    with tg.GradientTape() as tape:
-        tape.watch(loaded.variables["scale"])
-        y = loaded(x)
-    with pytest.raises(ValueError, match=r"'rounded' \(test_save.py:\d+\).* is being diff"):
-        tape.gradient(y, loaded.variables["scale"])
 
 
 def test_many_results_that_depend_on_different_arguments_have_right_gradients(path):
@@ -623,46 +583,13 @@ def test_the_same_program_is_written_once(path):
     np.testing.assert_array_equal(pullback(jnp.ones((2, 3)))[0], 5 * np.ones((2, 3)))
 
 
-# ------------------------------------------------------------------------------ what is no array
-
-
-def scaled(options, x):
-    y = options["w"] * x if options["how"] == "scaled" else x
-    return {"y": jnp.sum(y), "how": options["how"], "pair": ("a", y)}
-
-
-def test_strings_are_what_it_was_saved_for_and_come_back(path):
-    options = {"w": X, "how": "scaled"}
-    loaded = saved(path, scaled, [options, 2.0 * X])
-    assert "'how': 'scaled'" in repr(loaded)
-    for function in (loaded, saved(path, loaded, None), tg.trace(loaded)):
-        got = function(options, 2.0 * X)
-        np.testing.assert_allclose(got["y"], np.sum(2.0 * X * X), rtol=1e-6)
-        assert (got["how"], got["pair"][0]) == ("scaled", "a")
-    gradient = jax.grad(lambda w: loaded({"w": w, "how": "scaled"}, X)["y"])(X)
-    np.testing.assert_array_equal(gradient, X)
-    for other in ("another", 1.0, None):
-        with pytest.raises(TypeError, match=r"options\['how'\] is .* when exported"):
-            loaded({"w": X, "how": other}, X)
-
-
-def test_a_string_argument_is_the_one_it_was_saved_for(path):
-    def reduced(x, how):
-        return jnp.sum(x) if how == "sum" else x
-
-    loaded = saved(path, reduced, [X, "sum"])
-    for result in (loaded(X, "sum"), loaded(X, how="sum"), saved(path, loaded, None)(X, "sum")):
-        np.testing.assert_allclose(result, np.sum(X))
-    np.testing.assert_array_equal(jax.grad(lambda x: loaded(x, "sum"))(X), np.ones((2, 3)))
-    with pytest.raises(TypeError, match=r"how: 'sum'\)(?s:.*)how is .* mean .* sum when exported"):
-        loaded(X, "mean")
-    compiled = jax.jit(reduced, static_argnames="how")
-    np.testing.assert_allclose(saved(path, compiled, [X, "sum"])(X, "sum"), np.sum(X))
-
-
 def test_other_objects_and_models_of_classes_are_refused_by_their_place(path):
     with pytest.raises(TypeError, match=r"m\.f is .*, which no file can hold.*close over it"):
         save(lambda m: m["f"](m["x"]), path, [{"f": jnp.sin, "x": X}])
+    with pytest.raises(TypeError, match=r"d\.how is 'fast' of type str, which no file can hold"):
+        save(lambda d: d["x"], path, [{"x": X, "how": "fast"}])
+    with pytest.raises(TypeError, match="the spec of how should be an array"):
+        save(lambda x, how: x, path, [X, "fast"])
     with pytest.raises(TypeError, match=r"the result of <lambda>\.1 is .* no file can hold"):
         save(lambda x: (x, jnp.sin), path, [X])
     with pytest.raises(
@@ -682,13 +609,13 @@ def test_a_model_is_saved_by_its_arrays_or_closed_over_and_runs_without_its_clas
 
     functions = {"given": (of_arrays, [leaves, X[0]]), "closed": (lambda x: model(x), [X[0]])}
     loaded = saved(path, functions, None)
-    np.testing.assert_allclose(loaded.given(leaves, X[0]), model(X[0]), rtol=1e-6)
+    np.testing.assert_allclose(loaded["given"](leaves, X[0]), model(X[0]), rtol=1e-6)
     script = (
         "import sys, numpy as np, tracegrad as s\n"
         "f = s.load(sys.argv[1])\n"
-        "leaves = [np.full(l.shape, 0.5, 'float32') for l in f.given.signature.args[0]]\n"
+        "leaves = [np.full(l.shape, 0.5, 'float32') for l in f['given'].signature.args[0]]\n"
         "x = np.ones(3, 'float32')\n"
-        "print(*f.closed(x), *f.given(leaves, x), 'equinox' in sys.modules)\n"
+        "print(*f['closed'](x), *f['given'](leaves, x), 'equinox' in sys.modules)\n"
     )
     done = in_another_process(script, path)
     assert done.returncode == 0, done.stderr

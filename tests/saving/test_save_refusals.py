@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
 import sys
 from collections import namedtuple
 from dataclasses import dataclass
@@ -164,10 +162,18 @@ def test_the_cure_for_a_loop_gives_it_a_gradient(tmp_path):
     np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(loaded(x)))(X), 2**steps, rtol=1e-6)
 
 
-def test_a_rule_that_refuses_an_operand_is_saved_for_the_others_and_stays_as_it_was(tmp_path):
-    fun = jax.jit(lambda x, y: jnp.sum(refuses_second(x, y) ** 2))
+def test_a_rule_that_refuses_an_operand_is_saved_where_its_gradient_is_stopped(tmp_path):
     x, y = jnp.arange(3.0), jnp.full(3, 2.0)
-    save(fun, tmp_path / "f", [x, y])
+
+    @jax.jit
+    def fun(x, y):
+        return jnp.sum(refuses_second(x, y) ** 2)
+
+    with pytest.raises(
+        ValueError, match=r"refuses_second(?s:.*)the second operand has"
+    ):
+        save(fun, tmp_path / "f", [x, y])
+    save(lambda x, y: fun(x, jax.lax.stop_gradient(y)), tmp_path / "f", [x, y])
     np.testing.assert_allclose(jax.grad(load(tmp_path / "f"))(x, y), 8 * x)
     np.testing.assert_allclose(jax.grad(fun)(x, y), 8 * x)
 
@@ -185,11 +191,6 @@ def test_a_callback_in_a_rule_does_not_matter_where_no_gradient_is_saved(tmp_pat
     np.testing.assert_array_equal(loaded(X), 2 * X)
     with pytest.raises(ValueError, match=r"saved with gradient_order=0, .* gradient_order=1"):
         jax.grad(lambda x: jnp.sum(loaded(x)))(X)
-    # It is saved again with the derivatives that it has.
-    with pytest.raises(ValueError, match="or the loaded function with gradient_order=0"):
-        save(loaded, tmp_path / "f")
-    save(loaded, tmp_path / "f", gradient_order=0)
-    np.testing.assert_array_equal(load(tmp_path / "f")(X), 2 * X)
 
 
 @jax.tree_util.register_dataclass
@@ -234,7 +235,7 @@ NOT_SPECS = [
     (jnp.add, [ROWS, OTHER_ROWS], r"specs of add .* several calls of jax\.export\.symbolic_shape"),
     (lambda m: m.w, [Model(X)], "argument m has a container .*Model.* Its Python"),
     (lambda x: {"a": Model(x)}, [X], r"the result of <lambda> has a container .*Model"),
-    (lambda d: d[1.5], [{1.5: X}], "argument d has a container .* string keys. Found key 1.5"),
+    (lambda d: d[1], [{1: X}], "argument d has a container .* string keys. Found key 1"),
     (lambda x: Folded(x), [X], r"the result of <lambda> has a container .*Folded"),
     (lambda x: {"\ud800": x}, [X], r"result of <lambda> has a container .* surrogates not all"),
     (3, [X], "expected a function to save, or a dictionary"),
@@ -330,10 +331,3 @@ def test_modules_as_arguments_are_refused_before_anything_is_traced(path):
         save(functools.partial(train, model), path, [optimizer, X])
     with pytest.raises(TypeError, match=r"argument state has .* \(Param\)"):
         save(lambda state: state, path, [nnx.state(model)])
-
-
-def test_a_loaded_function_says_that_it_is_not_copied(tmp_path):
-    save(jnp.sin, tmp_path / "f", [X])
-    for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"<loaded sin\(.*> cannot be copied .* load its file"):
-            copied(load(tmp_path / "f"))

@@ -94,13 +94,13 @@ def test_methods_of_one_module_share_its_arrays_and_the_file_has_those_that_they
     functions = {"encode": (model.encode, (X,)), "layer": (model.linear, (X,))}
     tg.save(functions | {"both": (model.loss, (X,))}, tmp_path / "all")
     loaded = tg.load(tmp_path / "all")
-    assert set(loaded.encode.variables) == {"linear.kernel", "linear.bias"}
-    assert {"linear.kernel", "norm.scale"} < set(loaded.both.variables)
-    assert "drop.rngs.key" not in loaded.variables
-    bias = loaded.encode.variables["linear.bias"]
+    assert set(loaded["encode"].variables) == {"linear.kernel", "linear.bias"}
+    assert {"linear.kernel", "norm.scale"} < set(loaded["both"].variables)
+    assert not any("drop.rngs.key" in function.variables for function in loaded.values())
+    bias = loaded["encode"].variables["linear.bias"]
     assert all(loaded[name].variables["linear.bias"] is bias for name in loaded)
     bias.assign_add(jnp.ones(2))
-    np.testing.assert_allclose(loaded.layer(X), model.linear(X) + 1, rtol=1e-5)
+    np.testing.assert_allclose(loaded["layer"](X), model.linear(X) + 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -6,5 +6,5 @@ To write a function, `save` gets its specs and its graph from `interface` (for f
 has `file` verify every byte, and `outside_calls` check which custom calls a program makes; `calls`
 makes a differentiable function of the programs, and `loaded` calls it for the user. `trees` has the
 written form of arguments and results. Variables without functions are written by `checkpoints` with
-Orbax, and verified by `seal`; `variables` finds Variables, `placement` records their shardings.
+Orbax, and verified by `seal`; `variables` finds Variables.
 """

@@ -17,7 +17,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
 from tracegrad.saving.manifest import FunctionRecord, Gradient, Program
-from tracegrad.tracing.statics import Static
 
 Flat = Callable[..., list[Any]]
 
@@ -57,18 +56,13 @@ def differentiable(
     compute.__name__ = record.name  # the name of the rule in messages about its gradient
     call = jax.custom_vjp(compute)
 
-    # With `symbolic_zeros`, JAX tells the rule which operands are differentiated, and which results
-    # have cotangents.
-    def forward(*marked: Any) -> tuple[list[Any], Any]:
-        reason = next((why for i, why in program.refused if marked[i].perturbed), None)
+    # With `symbolic_zeros`, JAX tells the rule which results have cotangents.
+    def forward(*marked: Any) -> tuple[list[Any], list[Any]]:
         inputs = [each.value for each in marked]
-        return (call if value is None else value)(*inputs), (inputs, Static(reason))
+        return (call if value is None else value)(*inputs), inputs
 
-    def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        inputs, reason = residuals  # JAX unwraps the `Static` leaf
+    def backward(inputs: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
         chosen = [j for j, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)]
-        if chosen and reason:
-            raise ValueError(reason)
         if chosen and order == record.gradient_order:
             raise not_saved(order + 1)
         found: list[Any] = [None] * len(inputs)

@@ -21,13 +21,6 @@ from tracegrad.ir.wording import brief, some
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.libraries import needed, safetensors_numpy
 from tracegrad.saving.manifest import OWN, ArrayRecord
-from tracegrad.saving.placement import (
-    array_record,
-    check_names,
-    put_on_devices,
-    recorded_sharding,
-    requested_sharding,
-)
 from tracegrad.saving.seal import (
     digests_of_files,
     files_of,
@@ -107,7 +100,7 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
         return digests_of_files(new, files_of(new)[jax.process_index() :: jax.process_count()])
 
     def finish(digests: Sequence[dict[str, str]]) -> None:
-        arrays = {name: array_record(v, values[name]) for name, v in variables.items()}
+        arrays = {n: ArrayRecord(str(v.dtype), tuple(v.shape)) for n, v in variables.items()}
         seal(new, arrays, {name: digest for each in digests for name, digest in each.items()})
 
     try:
@@ -118,27 +111,22 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
         raise
 
 
-def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
+def load_variables(tree: Any, path: PathLike) -> None:
     """Assigns the values that `save_variables` wrote to the Variables in a tree of objects.
 
-    Either all Variables are assigned or none. The number of processes and the mesh may differ from
-    those that saved. Each process reads the shards of its own devices, and compares every file with
-    its SHA-256.
+    Either all Variables are assigned or none. Each Variable keeps its present sharding; the number
+    of processes and the mesh may differ from those that saved. Each process reads the shards of its
+    own devices, and compares every file with its SHA-256.
 
     Arguments:
       tree: a tree as for `variables_of`.
       path: the folder; or a safetensors file of another program (without checksums), in which the
         array for each Variable has the Variable's path as its name.
-      sharding: the shardings of the Variables: a `jax.sharding.Sharding`, a `PartitionSpec` on the
-        current mesh, or a dictionary that maps paths of Variables to these. A Variable without an
-        entry keeps its present sharding; if it was never put on a device, it gets the sharding that
-        was saved, on the current mesh if one is set.
 
     Raises:
       ArtefactError: a file of the checkpoint is damaged or missing, or there is an extra file.
-      ValueError: an array is missing, superfluous or of another shape; the current mesh lacks an
-        axis along which an array was, or is to be, sharded; a key of `sharding` is no path of a
-        Variable; a Variable has 64 bits, but JAX is set to 32 bits.
+      ValueError: an array is missing, superfluous or of another shape; a Variable has 64 bits, but
+        JAX is set to 32 bits.
       TypeError: an array has another dtype than the Variable.
       OSError: there is no complete checkpoint, or it cannot be read.
       RuntimeError: another process failed.
@@ -160,21 +148,21 @@ def load_variables(tree: Any, path: PathLike, *, sharding: Any = None) -> None:
     if folder.is_file():
         arrays = _read_file(folder)
         records = {name: ArrayRecord(str(a.dtype), a.shape) for name, a in arrays.items()}
-        shardings = _choose_shardings(path, variables, forms, records, sharding)
+        _check_records(path, variables, records)
     else:
         topic = f"load_variables({folder.name!r})"
         number = agree(topic, "", _TIMEOUT, lambda _: str(last_sealed(folder)))
         step = step_folder(folder, number)
 
-        def check() -> dict[str, Any]:
-            return _choose_shardings(path, variables, forms, read_seal(path, step).arrays, sharding)
+        def check() -> None:
+            _check_records(path, variables, read_seal(path, step).arrays)
 
-        shardings = _run_on_all_processes(f"{topic} {number}", check, _TIMEOUT)
-        arrays = _read_checkpoint(path, step, forms, shardings)
+        _run_on_all_processes(f"{topic} {number}", check, _TIMEOUT)
+        arrays = _read_checkpoint(path, step, forms)
     new = {
         name: array
         if isinstance(array, jax.Array)
-        else put_on_devices(array, shardings[name], name)
+        else jax.device_put(array, _present_sharding(forms[name]))
         for name, array in arrays.items()
     }
     for name, array in new.items():
@@ -285,15 +273,16 @@ def _read_file(path: Path) -> dict[str, Any]:
     return arrays
 
 
-def _choose_shardings(
-    path: PathLike,
-    variables: Mapping[str, Variable],
-    forms: Mapping[str, Any],
-    records: Mapping[str, ArrayRecord],
-    sharding: Any,
-) -> dict[str, Any]:
-    """Returns the sharding of each Variable, or None: JAX chooses. Raises ValueError or TypeError
-    if the records do not fit the Variables."""
+def _present_sharding(form: Any) -> Any:
+    """None for a value that was never put on a device."""
+    is_placed = form.committed or len(form.sharding.device_set) > 1
+    return form.sharding if is_placed else None
+
+
+def _check_records(
+    path: PathLike, variables: Mapping[str, Variable], records: Mapping[str, ArrayRecord]
+) -> None:
+    """Raises ValueError or TypeError if the records do not fit the Variables."""
     shown = os.fspath(path)
     missing = [repr(name) for name in variables if name not in records]
     more = [repr(name) for name in records if name not in variables]
@@ -306,8 +295,6 @@ def _choose_shardings(
                 if names
             )
         )
-    check_names(sharding, variables)
-    chosen = {}
     for name, variable in variables.items():
         record, what = records[name], f"the array {name!r} of {shown}"
         if record.shape != variable.shape:
@@ -316,27 +303,18 @@ def _choose_shardings(
         if record.dtype != str(variable.dtype):
             dtype = variable.dtype
             raise TypeError(f"{what} has the dtype {record.dtype}, but {variable!r} {dtype}")
-        present, is_random_key = forms[name], is_key(variable)
-        new = requested_sharding(sharding, name, f"the Variable {name!r}", of_keys=is_random_key)
-        if new is None:
-            is_placed = present.committed or len(present.sharding.device_set) > 1
-            new = present.sharding if is_placed else recorded_sharding(record.placement, what)
-        chosen[name] = new
-    return chosen
 
 
-def _read_checkpoint(
-    path: PathLike, step: Path, forms: Mapping[str, Any], shardings: Mapping[str, Any]
-) -> dict[str, Any]:
+def _read_checkpoint(path: PathLike, step: Path, forms: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arrays of a checkpoint; as a NumPy array if this process holds it alone."""
 
-    def template_of(name: str, form: Any) -> Any:
-        sharding = shardings[name]
+    def template_of(form: Any) -> Any:
+        sharding = _present_sharding(form)
         if sharding is None or (jax.process_count() > 1 and sharding.is_fully_addressable):
             return np.empty(form.shape, form.dtype)
         return jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
-    template = {name: template_of(name, form) for name, form in forms.items() if form.size}
+    template = {name: template_of(form) for name, form in forms.items() if form.size}
     try:
         with needed("orbax.checkpoint").StandardCheckpointer() as checkpointer:
             arrays: dict[str, Any] = checkpointer.restore(step, template)

@@ -17,7 +17,7 @@ from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import line_of_error
 from tracegrad.saving.manifest import KINDS, Kind
 from tracegrad.saving.modules import ModuleVariables
-from tracegrad.saving.trees import check_leaves, of_types, tree_text, written_form
+from tracegrad.saving.trees import check_leaves, of_types, tree_text
 from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.nnx_objects import is_module
@@ -146,7 +146,7 @@ def _convert_spec(spec: Any, parameter: str) -> Any:
     _check_no_module(spec, f"the argument {parameter}")
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, (bool, int, float, complex, str)):
+        if isinstance(leaf, (bool, int, float, complex)):
             return leaf
         if leaf is not spec and not is_array(leaf):
             return leaf  # static, as in a call of the function
@@ -197,7 +197,7 @@ def trace_for_specs(name: str, fun: Function, given: BoundSpecs, modules: Module
 @dataclass(frozen=True)
 class Trees:
     """The pytrees of types of a function's arguments, by the name of the parameter, and of its
-    result, in their written form."""
+    result."""
 
     arguments: dict[str, Any]
     result: Any
@@ -215,7 +215,7 @@ def trees_of(traced: Graph, given: BoundSpecs, name: str) -> Trees:
     arguments, _ = unpack_arguments(*of_types(traced.in_tree, inputs))
     result = of_types(traced.out_tree, traced.out_avals[: traced.result_count])
     _check_no_module(result, f"the result of {name}")
-    found = Trees(dict(zip(given.specs, written_form(arguments))), written_form(result))
+    found = Trees(dict(zip(given.specs, arguments)), result)
     found.check(check_leaves, name)
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,37 +15,28 @@ from tracegrad.saving import outside_calls
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.file import Contents, array_of, naming, read_file
 from tracegrad.saving.libraries import needed
-from tracegrad.saving.loaded import LoadedFunction, LoadedFunctions
+from tracegrad.saving.loaded import LoadedFunction
 from tracegrad.saving.manifest import FunctionRecord, VariableRecord
-from tracegrad.saving.placement import (
-    check_names,
-    put_on_devices,
-    recorded_sharding,
-    requested_sharding,
-)
 from tracegrad.saving.variables import check_width
 from tracegrad.variables.variable import Variable
 
 
-def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
+def load(path: str | os.PathLike[str]) -> Any:
     """Reads a file that `save` wrote. No program of the file runs before its function is called.
 
     Arguments:
       path: the file.
-      sharding: the shardings of the Variables, as in `load_variables`. Default: if a mesh is set,
-        the shardings that the Variables had when they were saved.
 
     Returns:
-      A `LoadedFunction`; a `LoadedFunctions` if several functions were saved.
+      A `LoadedFunction`; a dictionary of them if several functions were saved. The Variables are on
+      the default device; ``variable.assign(jax.device_put(variable.value, sharding))`` shards one.
 
     Raises:
       ArtefactError: the file is damaged, `save` did not write it, or this version of JAX cannot
         read a program in it; then the message names the versions of JAX that wrote and that read
         the file. The checksums show damage, not malice: load only files that you trust.
       OSError: the file does not exist or cannot be read.
-      ValueError: the functions compute with 64 bits, but JAX is set to 32 bits; the current
-        mesh lacks an axis along which a Variable was, or is to be, sharded; or `sharding` names a
-        Variable that is not in the file.
+      ValueError: the functions compute with 64 bits, but JAX is set to 32 bits.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
     >>> import os, tempfile
@@ -68,14 +58,11 @@ def load(path: str | os.PathLike[str], *, sharding: Any = None) -> Any:
             for name, calls in record.calls.items()
         }
         _check_width(contents, exported)
-        check_names(sharding, [v.key for v in manifest.variables])
-        variables = {v.key: _read_variable(v, contents, sharding) for v in manifest.variables}
-        functions = {
-            f.name: _make_function(f, contents, exported, variables) for f in manifest.functions
-        }
+        variables = {v.key: _read_variable(v, contents) for v in manifest.variables}
+        functions = {f.name: _make_function(f, exported, variables) for f in manifest.functions}
     if manifest.single:
         return functions[manifest.functions[0].name]
-    return LoadedFunctions(functions, variables)
+    return functions
 
 
 def _check_width(contents: Contents, exported: Mapping[str, Any]) -> None:
@@ -85,22 +72,21 @@ def _check_width(contents: Contents, exported: Mapping[str, Any]) -> None:
     check_width(dtypes, "the saved functions compute with")
 
 
-def _read_variable(record: VariableRecord, contents: Contents, sharding: Any) -> Variable:
-    what, of_keys = f"the Variable {record.key!r}", record.key_type is not None
-    requested = requested_sharding(sharding, record.key, what, of_keys=of_keys)
-    array = record.array
+def _read_variable(record: VariableRecord, contents: Contents) -> Variable:
+    array, of_keys = record.array, record.key_type is not None
     try:
         dtype, shape = ("uint32", (*array.shape, -1)) if of_keys else (array.dtype, array.shape)
         stored = array_of(contents.arrays[record.key], dtype, shape)
     except Exception as error:
         reason = f"it is not an array {array.dtype}{list(array.shape)}: {error}"
         raise ArtefactError(record.key, reason) from error
-    value = put_on_devices(stored, requested or recorded_sharding(array.placement, what), what)
+    value = jax.device_put(stored)  # which may share the memory
     if of_keys:
         try:
             value = jax.random.wrap_key_data(value, impl=record.key_type)
         except Exception as error:
-            reason = f"{what} cannot have random keys of {record.key_type!r}: {error}"
+            kind = record.key_type
+            reason = f"the Variable {record.key!r} cannot have random keys of {kind!r}: {error}"
             raise ArtefactError("manifest", reason) from error
     return Variable(value, trainable=record.trainable, name=record.name)
 
@@ -116,15 +102,6 @@ def _read_program(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
         found = _jax.outside_calls(exported)
     except Exception as error:
         reason = first_line(error)[:200].rstrip(" .:")
-        unregistered = re.search("unregistered type `(.*?)`", str(error))
-        if unregistered is not None:
-            raise ArtefactError(
-                name,
-                f"it takes or returns a container {unregistered[1]}, whose class was registered in "
-                "the process that saved it: register the class here too before the file is loaded, "
-                "by jax.export.register_namedtuple_serialization or "
-                f"register_pytree_node_serialization, with serialized_name={unregistered[1]!r}",
-            ) from error
         versions = contents.manifest.versions
         raise ArtefactError(
             name,
@@ -147,14 +124,11 @@ def _read_program(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
 
 def _make_function(
     record: FunctionRecord,
-    contents: Contents,
     exported: Mapping[str, Any],
     variables: Mapping[str, Variable],
 ) -> LoadedFunction:
     try:
-        programs = {name: contents.arrays[name] for name in record.calls}
-        text = bytes(contents.arrays[record.graph]).decode()
-        return LoadedFunction(record, programs, exported, text, list(variables.items()))
+        return LoadedFunction(record, exported, list(variables.items()))
     except Exception as error:
         reason = f"the record of the function {record.name!r} is inconsistent: {error!r}"
         raise ArtefactError("manifest", reason) from error

@@ -1,12 +1,11 @@
-"""The functions that `load` returns: they run saved programs, also for their derivatives."""
+"""The function that `load` returns: it runs saved programs, also for its derivatives."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,10 +15,9 @@ import jax.export
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir.notes import add_note
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import KINDS, FunctionRecord
-from tracegrad.saving.trees import is_original, node_types, of_types, original_form, written_form
+from tracegrad.saving.trees import of_types
 from tracegrad.saving.variables import HasVariables
 from tracegrad.variables.variable import Variable
 
@@ -29,11 +27,6 @@ Compiled = Callable[[tuple[Any, ...], list[Any]], list[Any]]
 _NO_FORWARD_MODE = (
     "A file has no forward-mode derivative, which jax.jvp, tracegrad.jvp, hvp and hessian ask for; "
     "jax.jacrev(jax.grad(...)) uses reverse mode only."
-)
-_OTHER_DEVICES = (
-    "A function can be saved for several platforms, save(..., platforms=[...]). A function that "
-    "was traced for a mesh (jax.shard_map) needs arguments and Variables on as many devices: "
-    "jax.device_put(x, sharding), load(path, sharding=...)."
 )
 
 
@@ -82,9 +75,8 @@ class LoadedFunction(HasVariables):
 
     Attributes:
       signature: a `Signature`.
-      variables: the Variables that it reads or assigns, by name. They can be assigned, and saved
-        again: ``save(loaded, path)``.
-      graph_text: the graph of the saved function, as `print` shows a `Graph`.
+      variables: the Variables that it reads or assigns, by name. They can be assigned. To save the
+        function with new values: ``save(loaded, path, loaded.signature.args)``.
       gradient_order: how many times it can be differentiated.
       platforms: the platforms on which it can run.
 
@@ -99,25 +91,20 @@ class LoadedFunction(HasVariables):
 
     signature: Signature
     variables: Mapping[str, Variable]
-    graph_text: str
     gradient_order: int
     platforms: tuple[str, ...]
 
     def __init__(
         self,
         record: FunctionRecord,
-        contents: Mapping[str, Any],
         exported: Mapping[str, Any],
-        text: str,
         shared: Sequence[tuple[str, Variable]],
     ):
         self._record = record
-        self._contents = contents
         self.reads = tuple(shared[i][1] for i in record.reads)
         self.assigns = tuple(shared[i][1] for i in record.assigns)
         used = sorted({*record.reads, *record.assigns})
         self.variables = dict(shared[i] for i in used)
-        self.graph_text = text
         self.gradient_order = record.gradient_order
         self.platforms = record.platforms
         self.__name__ = self.__qualname__ = record.name
@@ -128,25 +115,21 @@ class LoadedFunction(HasVariables):
         program = exported[record.program.array]
         (self._structure, _), _ = (each.children() for each in program.in_tree.children())
         self._avals = program.in_avals[: self._structure.num_leaves]
+        # The constraints between symbolic sizes, which `jax.export` does not write.
+        scope = jax.export.SymbolicScope(record.constraints)
+        self._specs = [_jax.struct(_in_scope(a.shape, scope), a.dtype) for a in self._avals]
         self._out_tree = program.out_tree
         self.signature = self._make_signature(program)
-        self._is_plain = is_original(self._structure)
-        self._types = node_types(self._structure) - {dict}
-        self._returns_plain = is_original(self._out_tree)
         self._flat = differentiable(record.program, exported, record, self._error_for_order)
         self._compiled: Compiled = jax.jit(_name_function(self._check_and_run, record.name))
 
     def _make_signature(self, program: Any) -> Signature:
         names = tuple(self.__signature__.parameters)
-        arguments = zip(names, original_form(of_types(self._structure, self._avals)))
+        arguments = zip(names, jax.tree.unflatten(self._structure, self._specs))
         bound = inspect.BoundArguments(self.__signature__, dict(arguments))
-        result, _ = original_form(of_types(self._out_tree, program.out_avals))
+        result, _ = of_types(self._out_tree, program.out_avals)
         kwargs = MappingProxyType(bound.kwargs)
         return Signature(self.__name__, names, bound.args, kwargs, result, self._record.signature)
-
-    def written(self) -> tuple[FunctionRecord, Mapping[str, Any]]:
-        """Returns the function's record in the manifest, and its programs as bytes."""
-        return self._record, self._contents
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         arguments = self._bind_arguments(args, kwargs)
@@ -154,7 +137,7 @@ class LoadedFunction(HasVariables):
         result, assigned = jax.tree.unflatten(self._out_tree, results)
         for variable, value in zip(self.assigns, assigned, strict=True):
             variable.assign(value)
-        return result if self._returns_plain else original_form(result)
+        return result
 
     def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if not kwargs and self._is_positional and len(args) == len(self.signature.parameters):
@@ -168,27 +151,16 @@ class LoadedFunction(HasVariables):
 
     def _run(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
         """Returns the flat results, then the new values of the Variables in `assigns`."""
-        with contextlib.suppress(TypeError, ValueError):
-            converted = arguments if self._is_plain else written_form(arguments)
-            return self._compiled(converted, values)
-        # JAX takes some containers for other types: convert them to dictionaries, and explain any
-        # other error.
         try:
-            converted = written_form(_mappings_to_dictionaries(arguments, self._types))
-            return self._compiled(converted, values)
+            return self._compiled(arguments, values)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
             text = f"{self.__name__} was loaded from a file. {_NO_FORWARD_MODE}"
             raise TypeError(text) from error
-        except ValueError as error:
-            if "was exported for" in str(error):
-                add_note(error, _OTHER_DEVICES)
-            raise
 
     def _check_and_run(self, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
         """Checks and runs the call; JAX traces this once for each type of arguments."""
-        arguments = written_form(arguments)
         leaves, structure = jax.tree.flatten(arguments)
         fits = structure == self._structure
         if fits:
@@ -204,16 +176,8 @@ class LoadedFunction(HasVariables):
     def _type_checker(self) -> Any:
         """An exported program with the types of the arguments and no results. Calling this program
         checks trees, dtypes, shapes and the constraints between symbolic sizes, with errors that
-        name the argument. The constraints come from the manifest, because `jax.export` does not
-        write them."""
-        scope = jax.export.SymbolicScope(self._record.constraints)
-        structs = [
-            _jax.struct(
-                jax.export.symbolic_shape(",".join(map(str, aval.shape)), scope=scope), aval.dtype
-            )
-            for aval in self._avals
-        ]
-        specs = jax.tree.unflatten(self._structure, structs)
+        name the argument."""
+        specs = jax.tree.unflatten(self._structure, self._specs)
         names = self.signature.parameters
         return jax.export.export(jax.jit(lambda **arguments: ()))(**dict(zip(names, specs)))
 
@@ -228,7 +192,6 @@ class LoadedFunction(HasVariables):
             manual = r"(?s)( Obtained dimension variables:)?[.,:\s]*(Please see https?://.*)?$"
             text = re.sub(manual, "", text)
             text = text.replace("a <class 'int'>", "an array")  # JAX's word for a leaf
-            text = text.replace("a <class 'tracegrad.saving.trees.Text'>", "a string")
             raise TypeError(f"{self.signature}: {text}") from None
 
     def _error_for_order(self, order: int) -> Exception:
@@ -238,14 +201,13 @@ class LoadedFunction(HasVariables):
             f"({_NO_FORWARD_MODE})"
         )
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            f"{self!r} cannot be copied or pickled: load its file again, which makes a function "
-            "with Variables of its own"
-        )
-
     def __repr__(self) -> str:
         return f"<loaded {self.signature}>"
+
+
+def _in_scope(shape: Sequence[Any], scope: Any) -> Sequence[Any]:
+    is_fixed = all(isinstance(size, int) for size in shape)
+    return shape if is_fixed else jax.export.symbolic_shape(",".join(map(str, shape)), scope=scope)
 
 
 def _name_function(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -262,66 +224,3 @@ def _convert_weak_type(leaf: Any, aval: Any) -> Any:
     if is_weak and jnp.result_type(leaf, aval.dtype) == aval.dtype:
         return jax.lax.convert_element_type(leaf, aval.dtype)
     return leaf
-
-
-def _mappings_to_dictionaries(tree: Any, kept: Collection[type]) -> Any:
-    """Converts mappings in a tree to dictionaries, except mappings of the types `kept`."""
-
-    def is_mapping(node: Any) -> bool:
-        return isinstance(node, Mapping) and type(node) not in kept
-
-    def convert(node: Any) -> Any:
-        if not is_mapping(node):
-            return node
-        return {key: _mappings_to_dictionaries(part, kept) for key, part in node.items()}
-
-    return jax.tree.map(convert, tree, is_leaf=is_mapping)
-
-
-class LoadedFunctions(Mapping[str, LoadedFunction]):
-    """Several functions from one file, which share their Variables; made by `load`.
-
-    It maps names to functions; a function is also an attribute if its name is an identifier that is
-    no attribute of mappings, such as ``values``.
-
-    Attributes:
-      variables: the Variables of all the functions, by name.
-
-    >>> import os, tempfile
-    >>> import jax.numpy as jnp, tracegrad as tg
-    >>> path = os.path.join(tempfile.mkdtemp(), "both.tracegrad")
-    >>> specs = [jnp.float32(0)]
-    >>> functions = {"twice": (lambda x: 2 * x, specs), "half": (lambda x: x / 2, specs)}
-    >>> tg.save(functions, path, gradient_order=0)
-    >>> both = tg.load(path)
-    >>> print(sorted(both), both.twice(3.0), both["half"](3.0))
-    ['half', 'twice'] 6.0 1.5
-    """
-
-    def __init__(self, functions: Mapping[str, LoadedFunction], variables: Mapping[str, Variable]):
-        self._functions = dict(functions)
-        self.variables: Mapping[str, Variable] = dict(variables)
-
-    def __getitem__(self, name: str) -> LoadedFunction:
-        if name not in self._functions:
-            raise KeyError(f"no function {name!r} was saved; there are {', '.join(self)}")
-        return self._functions[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._functions)
-
-    def __len__(self) -> int:
-        return len(self._functions)
-
-    def __getattr__(self, name: str) -> LoadedFunction:
-        functions = self.__dict__.get("_functions", {})
-        if name in functions:
-            function: LoadedFunction = functions[name]
-            return function
-        raise AttributeError(f"no function {name!r} was saved; there are {', '.join(functions)}")
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._functions]
-
-    def __repr__(self) -> str:
-        return "\n".join(["<loaded functions", *(f"  {f.signature}" for f in self.values())]) + ">"

@@ -7,7 +7,6 @@ reading raises an error that names the field.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from tracegrad.saving.libraries import msgspec
@@ -15,7 +14,7 @@ from tracegrad.saving.libraries import msgspec
 FORMAT = 2
 """The number of the format that this version writes and reads. (Format 1 was never released.)"""
 OWN = "tracegrad/"
-"""The prefix of the names of arrays that are not Variables: the programs, and texts of graphs."""
+"""The prefix of the names of arrays that are not Variables, but programs."""
 HIGHEST_ORDER = 32
 """The maximum of `gradient_order`."""
 
@@ -36,20 +35,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a manifest."""
 
 
-class Placement(Record, frozen=True):
-    """`mesh` has the axes with their sizes; `spec`, for each axis of the array, the mesh axes or
-    None."""
-
-    mesh: tuple[tuple[str, Natural], ...]
-    spec: tuple[tuple[str, ...] | None, ...]
-
-
 class ArrayRecord(Record, frozen=True):
     """`dtype` is a name such as ``float32`` or ``key<fry>``."""
 
     dtype: str
     shape: tuple[Natural, ...]
-    placement: Placement | None = None
 
 
 class VariableRecord(Record, frozen=True):
@@ -70,7 +60,6 @@ class Program(Record, frozen=True):
       array: the name of the array that holds the program.
       gradients: its gradient programs, if the gradient is saved.
       value: the program that runs instead under differentiation; None: the program itself.
-      refused: the operands with respect to which it has no gradient, each with the reason.
       may_add: whether the gradient of several results is the sum of their single gradients. With a
         custom gradient this is false: clip(3 + 4) is not clip(3) + clip(4).
     """
@@ -78,15 +67,7 @@ class Program(Record, frozen=True):
     array: str
     gradients: tuple[Gradient, ...] = ()
     value: Program | None = None
-    refused: tuple[tuple[Natural, str], ...] = ()
     may_add: bool = True
-
-    def arrays(self) -> Iterator[str]:
-        """Yields the names of the arrays of this program and of all programs below it."""
-        yield self.array
-        for below in (self.value, *(gradient.program for gradient in self.gradients)):
-            if below is not None:
-                yield from below.arrays()
 
 
 class Gradient(Record, frozen=True):
@@ -112,11 +93,6 @@ class FunctionRecord(Record, frozen=True):
     gradient_order: Natural
     calls: dict[str, tuple[str, ...]]
     program: Program
-
-    @property
-    def graph(self) -> str:
-        """The name of the array that has the function's Graph as text."""
-        return f"{OWN}{self.name}/graph"
 
 
 class Manifest(Record, frozen=True):

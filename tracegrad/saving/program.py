@@ -24,7 +24,6 @@ import jax
 import jax.export
 
 from tracegrad import _jax
-from tracegrad._jax.progress import progress
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.dependence import leading_to
@@ -52,7 +51,6 @@ class Programs:
     Attributes:
       trees: the pytrees of the function's arguments and its result.
       order: how many times the function can be differentiated.
-      begin: reports to the progress bar which program is written next.
       contents: the programs as bytes, by the names of their arrays.
       calls: the targets of the custom calls of each program, by the same names.
       tree: the record of the function's program and of all programs below it.
@@ -62,11 +60,9 @@ class Programs:
     trees: Trees
     order: int
     platforms: Sequence[str] | None
-    begin: Callable[[str], None]
     contents: dict[str, bytes] = field(default_factory=dict)
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tree: Program = field(default_factory=lambda: Program(""))
-    _highest_begun: int = -1  # the highest order of which a program was begun
     _names: dict[Any, str] = field(default_factory=dict)  # by `_identify_program`
     _finds_duplicates: bool = False
 
@@ -77,23 +73,14 @@ class Programs:
         array, size = self._export(source, order)
         if order == self.order:
             return Program(array)
-        refused: tuple[tuple[int, str], ...] = ()
         active = _differentiable_positions(source.avals)
-        try:
-            gradients = self._export_gradients(source, active, size, order, width)
-        except Exception:
-            refused = _operands_without_gradient(source, active)
-            active = [i for i in active if i not in dict(refused)]
-            if not refused or not active:
-                raise
-            source = source.fresh()
-            gradients = self._export_gradients(source, active, size, order, width)
+        gradients = self._export_gradients(source, active, size, order, width)
         value = None
         if _has_rules(source.graph) and active:
             value = self.write(source.value(active), order + 1, width)
         nodes = (found.node for found in source.graph.walk())
         may_add = not any(isinstance(node, CustomGradient) and node.kind == "vjp" for node in nodes)
-        return Program(array, gradients, value, refused, may_add)
+        return Program(array, gradients, value, may_add)
 
     def _export_gradients(
         self, source: ExportedFunction, active: Sequence[int], size: int, order: int, width: int
@@ -121,9 +108,6 @@ class Programs:
     def _export(self, source: ExportedFunction, order: int) -> tuple[str, int]:
         """Returns the name of the program's array, and the program's size in bytes."""
         what = f"the derivative of order {order} of {self.name}" if order else self.name
-        if order > self._highest_begun:
-            self._highest_begun = order
-            self.begin(f"writing {what}")
         try:
             exported = refusals.exported(*self._function_to_export(source, order), self.platforms)
             contents, calls = bytes(exported.serialize(vjp_order=0)), _jax.outside_calls(exported)
@@ -182,15 +166,12 @@ def export(
     (the message names the node and its line), and TypeError if a container in the trees cannot be
     written.
     """
-    with progress("save", order + 1) as begin:
-        programs = Programs(source.name, trees, order, platforms, begin)
-        try:
-            programs.tree = programs.write(source)
-        except Exception:
-            trees.check(check_containers, source.name)  # a container may be the cause
-            raise
-    # Drops programs that were exported before a gradient failed and was exported again.
-    programs.contents = {name: programs.contents[name] for name in programs.tree.arrays()}
+    programs = Programs(source.name, trees, order, platforms)
+    try:
+        programs.tree = programs.write(source)
+    except Exception:
+        trees.check(check_containers, source.name)  # a container may be the cause
+        raise
     _warn_of_constants(source.graph, len(programs.contents))
     return programs
 
@@ -213,35 +194,6 @@ def _has_rules(graph: Graph) -> bool:
     rules = [found for found in graph.walk() if isinstance(found.node, CustomGradient)]
     live = leading_to(graph, [True] * len(graph.outputs)) if rules else set()
     return any(not live.isdisjoint(rule.steps[0].outputs) for rule in rules)
-
-
-def _operands_without_gradient(
-    source: ExportedFunction, active: Sequence[int]
-) -> tuple[tuple[int, str], ...]:
-    """Returns the active operands without a gradient, each with the reason. A custom gradient has
-    none for values that its function closes over, for example a Variable that is not trainable:
-    differentiating with respect to such a value raises an error."""
-
-    def why_not(operands: Sequence[int]) -> str | None:
-        try:
-            fresh = source.fresh()
-            gradient = fresh.gradient(
-                operands, _differentiable_positions(fresh.graph.out_avals[: source.count])
-            )
-            jax.eval_shape(gradient.fun, *gradient.avals)
-        except Exception as error:
-            return _remove_folders(str(error))
-        return None
-
-    if why_not(active) is None:  # the error of `_export_gradients` had another cause
-        return ()
-    reasons = {i: why_not([i]) for i in active}
-    return tuple((i, why) for i, why in reasons.items() if why is not None)
-
-
-def _remove_folders(text: str) -> str:
-    """Removes the names of folders from a text, which is written to the file."""
-    return re.sub(r"(?<![\w.])([A-Za-z]:)?[/\\]([^\s/\\:()]+[/\\])+", "", text)
 
 
 def _warn_of_constants(graph: Graph, programs: int) -> None:

@@ -22,11 +22,16 @@ from tracegrad.saving.interface import (
     trace_for_specs,
     trees_of,
 )
-from tracegrad.saving.libraries import msgspec, needed
-from tracegrad.saving.loaded import LoadedFunction
-from tracegrad.saving.manifest import HIGHEST_ORDER, OWN, FunctionRecord, Manifest, VariableRecord
+from tracegrad.saving.libraries import needed
+from tracegrad.saving.manifest import (
+    HIGHEST_ORDER,
+    OWN,
+    ArrayRecord,
+    FunctionRecord,
+    Manifest,
+    VariableRecord,
+)
 from tracegrad.saving.modules import ModuleVariables
-from tracegrad.saving.placement import array_record
 from tracegrad.saving.program import export
 from tracegrad.saving.source import source_of
 from tracegrad.saving.variables import is_key, not_while_tracing, stored_form
@@ -53,28 +58,25 @@ def save(
     the values of the `Variable`s that the function reads or assigns. The derivatives include the
     function's custom gradients, stopped gradients and recomputation. The file contains no Python
     code and no pickle, and `load` does not need the function's code. The file has the safetensors
-    format; its arrays are the Variables, the programs and the texts of the graphs.
-    `docs/artefact.md` describes the format.
+    format; its arrays are the Variables and the programs. `docs/artefact.md` describes the format.
 
     The file is replaced atomically: `path` always has either the complete old or the new file.
 
     Arguments:
       fun: a plain, jitted, traced or loaded function of pytrees of arrays. The pytrees consist of
         dictionaries, lists, tuples and None, and of classes that are registered with `jax.export`
-        (named tuples: ``jax.export.register_namedtuple_serialization``); a string in them is
-        static: the function is saved for that string only. If the function is a flax.nnx module, a
-        method of one (also jitted or traced), or a `functools.partial` with one as first argument,
-        the arrays of the module that it uses become Variables, named by their path. For other
-        models, pass the arrays as arguments. Arrays of a model that the function closes over are
-        constants. To save several functions that share Variables, pass ``{name: (fun, specs)}`` as
-        `fun`, and leave out the argument `specs`.
+        (named tuples: ``jax.export.register_namedtuple_serialization``). If the function is a
+        flax.nnx module, a method of one (also jitted or traced), or a `functools.partial` with one
+        as first argument, the arrays of the module that it uses become Variables, named by their
+        path. For other models, pass the arrays as arguments. Arrays of a model that the function
+        closes over are constants. To save several functions that share Variables, pass
+        ``{name: (fun, specs)}`` as `fun`, and leave out the argument `specs`.
       path: the file to write, or to replace.
       specs: a list with one entry for each argument: an array, a `jax.ShapeDtypeStruct`, or a
         pytree of these. The entry of a static argument of a traced function is its value. For
         arguments passed by keyword, give a dictionary from their names to such entries in place of
         the list. For a dimension of any size, use ``jax.export.symbolic_shape("batch, 3")`` as the
-        shape. A loaded function needs no specs: without them its programs are written unchanged,
-        with the current values of its Variables.
+        shape. The specs of a loaded function are ``loaded.signature.args``.
       gradient_order: how many times the loaded function can be differentiated in reverse mode; 0:
         never. Each order adds a program about as large as that of the order before. Above 1: if a
         custom gradient is not the true derivative, or clips its cotangent, its second derivatives
@@ -120,10 +122,7 @@ def save(
     contents = _Contents(gradient_order, platforms)
     for name, function, its_specs in _list_functions(fun, specs):
         _check_unicode(name, "a function")  # XLA assumes that names are valid Unicode
-        if isinstance(function, LoadedFunction) and its_specs is None:
-            contents.add_loaded(name, function)
-        else:
-            contents.add_traced(name, function, its_specs)
+        contents.add(name, function, its_specs)
     contents.write(path, single=not isinstance(fun, Mapping))
 
 
@@ -166,8 +165,6 @@ def _list_functions(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
     for name, entry in fun.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f"the name of a function should be a string, but is {name!r}")
-        if isinstance(entry, LoadedFunction):
-            entry = (entry, None)
         if not isinstance(entry, tuple) or len(entry) != 2:
             raise TypeError(
                 "the dictionary should map each name to a pair (fun, specs), as in "
@@ -187,7 +184,7 @@ class _Contents:
       platforms: the platforms on which the functions can run; None: the default.
       places: maps each Variable of the functions to its position in the manifest.
       modules: the Variables that are arrays of modules.
-      arrays: the programs and the texts of the graphs, as arrays of bytes, by name.
+      arrays: the programs, as arrays of bytes, by name.
     """
 
     order: int
@@ -197,18 +194,13 @@ class _Contents:
     functions: list[FunctionRecord] = field(default_factory=list)
     arrays: dict[str, Array] = field(default_factory=dict)
 
-    def add_traced(self, name: str, fun: Function, specs: Any) -> None:
+    def add(self, name: str, fun: Function, specs: Any) -> None:
         bound = bind_specs(name, fun, specs)
         trace = functools.partial(trace_for_specs, name, fun, bound, self.modules)
         source = source_of(name, trace)
         traced = source.graph
         trees = trees_of(traced, bound, name)
         programs = export(source, trees, self.order, self.platforms)
-        # A Variable that a custom gradient closes over has no gradient: it becomes untrainable, so
-        # that no tape asks for its gradient. (Variables are the last inputs.)
-        variables = range(-len(traced.variables), 0)
-        refused = {i - len(traced.inputs) for i, _ in programs.tree.refused}
-        self.modules.trained -= {traced.variables[i] for i in refused.intersection(variables)}
         record = FunctionRecord(
             name=name,
             signature=signature_text(name, bound, trees),
@@ -221,38 +213,11 @@ class _Contents:
             calls={array: programs.calls[array] for array in programs.contents},
             program=programs.tree,
         )
-        self._add(record, programs.contents, str(traced))
-
-    def add_loaded(self, name: str, fun: LoadedFunction) -> None:
-        if self.order > fun.gradient_order:
-            raise ValueError(
-                f"{name} was saved with gradient_order={fun.gradient_order}, so has no derivative "
-                f"of order {self.order}: save the original with gradient_order={self.order}, or "
-                f"the loaded function with gradient_order={fun.gradient_order}"
-            )
-        if self.platforms is not None and set(self.platforms) != set(fun.platforms):
-            raise ValueError(
-                f"{name} was saved for {', '.join(fun.platforms)}: leave out `platforms`, or give "
-                "specs, so that the function is traced again for the new platforms"
-            )
-        record, contents = fun.written()
-        record = msgspec.structs.replace(
-            record,
-            name=name,
-            signature=name + record.signature.removeprefix(record.name),
-            reads=self._places(fun.reads),
-            assigns=self._places(fun.assigns),
-        )
-        self._add(record, contents, fun.graph_text)
+        self.arrays |= {n: np.frombuffer(x, np.uint8) for n, x in programs.contents.items()}
+        self.functions.append(record)
 
     def _places(self, variables: Sequence[Variable]) -> tuple[int, ...]:
         return tuple(self.places.setdefault(each, len(self.places)) for each in variables)
-
-    def _add(self, record: FunctionRecord, programs: Mapping[str, Any], text: str) -> None:
-        # Names in the text may have characters that UTF-8 cannot encode.
-        contents = {**programs, record.graph: text.encode("utf-8", "backslashreplace")}
-        self.arrays |= {name: np.frombuffer(each, np.uint8) for name, each in contents.items()}
-        self.functions.append(record)
 
     def write(self, path: Path, *, single: bool) -> None:
         variables: list[VariableRecord] = []
@@ -261,7 +226,7 @@ class _Contents:
             record = VariableRecord(
                 key=_choose_key(variable.name, values),
                 name=variable.name,
-                array=array_record(variable, value),
+                array=ArrayRecord(str(variable.dtype), tuple(variable.shape)),
                 trainable=variable.trainable or variable in self.modules.trained,
                 key_type=_key_type(variable.name, value) if is_key(value) else None,
             )

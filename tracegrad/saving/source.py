@@ -23,8 +23,6 @@ class ExportedFunction:
       name: the name of the program for XLA.
       avals: the types of the operands.
       count: the number of results that may have cotangents; new values of Variables follow them.
-      fresh: traces again, and returns an equal function. After JAX failed to differentiate a rule,
-        JAX cannot differentiate that rule again in the same program.
       above: the function whose gradient or value this function computes; None for the saved
         function.
     """
@@ -33,7 +31,6 @@ class ExportedFunction:
     avals: Sequence[Any]
     fun: Flat
     count: int
-    fresh: Callable[[], ExportedFunction]
     above: ExportedFunction | None = None
 
     @functools.cached_property
@@ -52,11 +49,10 @@ class ExportedFunction:
             arguments, cotangents = given[:count], given[count:]
             return _jax.pull_back_of_some(self.run, arguments, operands, results, cotangents)
 
-        fresh = lambda: self.fresh().gradient(operands, results)  # noqa: E731
         flowing = [self.graph.out_avals[j] for j in results]
         avals = [*self.avals, *(_jax.struct(aval.shape, aval.dtype) for aval in flowing)]
         gradient.__name__ = name = f"{self.name}_gradient"
-        return ExportedFunction(name, avals, gradient, len(operands), fresh, self)
+        return ExportedFunction(name, avals, gradient, len(operands), self)
 
     def value(self, operands: Sequence[int]) -> ExportedFunction:
         """Its results are the results that JAX computes when it differentiates this function: for a
@@ -65,19 +61,14 @@ class ExportedFunction:
         def value(*given: Any) -> list[Any]:
             return list(_jax.vjp_of_some(self.run, given, operands)[0])
 
-        fresh = lambda: self.fresh().value(operands)  # noqa: E731
         value.__name__ = self.name
-        return ExportedFunction(self.name, self.avals, value, self.count, fresh, self)
+        return ExportedFunction(self.name, self.avals, value, self.count, self)
 
 
-def source_of(
-    name: str, trace: Callable[[], Graph], key: object = "to be saved"
-) -> ExportedFunction:
-    """`key`: see `_jax.tracing_apart`."""
-    with _jax.tracing_apart(key):
+def source_of(name: str, trace: Callable[[], Graph]) -> ExportedFunction:
+    with _jax.tracing_apart("to be saved"):
         graph = trace()
-    fresh = lambda: source_of(name, trace, object())  # noqa: E731
     run = lambda *operands: run_graph(graph, operands)  # noqa: E731
-    source = ExportedFunction(name, graph.in_avals, run, graph.result_count, fresh)
+    source = ExportedFunction(name, graph.in_avals, run, graph.result_count)
     vars(source)["graph"] = graph
     return source

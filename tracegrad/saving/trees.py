@@ -1,13 +1,10 @@
-"""Converts pytrees to the form that `jax.export` writes, and to text for people.
+"""Checks that `jax.export` can write the pytrees of a function, and shows them as text.
 
-`jax.export` writes dictionaries with string keys, lists, tuples, None, and registered types. Two
-more types are registered here. `Text` is a string: it is static, so a call must have the string for
-which the function was saved. `Numbered` is a dictionary with integer keys.
+`jax.export` writes dictionaries with string keys, lists, tuples, None, and registered types.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,80 +14,6 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir.paths import path_name
-
-
-class Text(str):
-    """A string in a tree, as a node without leaves."""
-
-    __slots__ = ()
-
-
-class Numbered(dict[int, Any]):
-    """A dictionary with integers for keys."""
-
-
-jax.tree_util.register_pytree_node(Text, lambda text: ((), str(text)), lambda text, _: Text(text))
-jax.export.register_pytree_node_serialization(
-    Text,
-    serialized_name="tracegrad.Text",
-    serialize_auxdata=str.encode,
-    deserialize_auxdata=lambda text: bytes(text).decode(),
-)
-jax.tree_util.register_pytree_node(
-    Numbered,
-    lambda d: ([d[key] for key in sorted(d)], tuple(sorted(d))),
-    lambda keys, parts: Numbered(zip(keys, parts)),
-)
-jax.export.register_pytree_node_serialization(
-    Numbered,
-    serialized_name="tracegrad.Numbered",
-    serialize_auxdata=lambda keys: json.dumps(keys).encode(),
-    deserialize_auxdata=lambda text: tuple(json.loads(text)),
-)
-
-
-def written_form(tree: Any) -> Any:
-    """Converts a tree to the form that `jax.export` writes, with `Text` and `Numbered`."""
-
-    def has_numbers(node: Any) -> bool:
-        return type(node) is dict and any(type(key) is int for key in node)
-
-    def convert(node: Any) -> Any:
-        if has_numbers(node):
-            return Numbered({key: written_form(part) for key, part in node.items()})
-        return Text(node) if isinstance(node, str) else node
-
-    return jax.tree.map(convert, tree, is_leaf=has_numbers)
-
-
-def original_form(tree: Any) -> Any:
-    """The inverse of `written_form`."""
-
-    def is_ours(node: Any) -> bool:
-        return isinstance(node, (Text, Numbered))
-
-    def convert(node: Any) -> Any:
-        if isinstance(node, Numbered):
-            return {key: original_form(part) for key, part in node.items()}
-        return str(node) if isinstance(node, Text) else node
-
-    return jax.tree.map(convert, tree, is_leaf=is_ours)
-
-
-def node_types(structure: Any) -> set[type]:
-    """Returns the types of the containers and of the leaves."""
-    found: set[type] = set()
-
-    def add(node: Any) -> bool:
-        found.add(type(node))
-        return False
-
-    jax.tree.leaves(jax.tree.unflatten(structure, range(structure.num_leaves)), is_leaf=add)
-    return found
-
-
-def is_original(structure: Any) -> bool:
-    return node_types(structure).isdisjoint((Text, Numbered))
 
 
 def of_types(structure: Any, avals: Sequence[Any]) -> Any:
@@ -103,8 +26,7 @@ def check_leaves(tree: Any, where: str) -> None:
         if not hasattr(leaf, "shape"):
             raise TypeError(
                 f"{path_name(path, where)} is {leaf!r} of type {type(leaf).__name__}, "
-                "which no file can hold (only arrays and strings are saved): let the function "
-                "close over it"
+                "which no file can hold (only arrays are saved): let the function close over it"
             )
 
 
@@ -142,4 +64,4 @@ def tree_text(tree: Any) -> str:
         sizes = (str(size).replace(" ", "") for size in leaf.shape)
         return _Shown(f"{kind}[{','.join(sizes)}]")
 
-    return repr(original_form(jax.tree.map(text, tree)))
+    return repr(jax.tree.map(text, tree))
