@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad._jax.progress import progress
 from tracegrad.differentiation.wrt import partition
 from tracegrad.insight.check_rules import check_rules, functions_of_rules, operands_in
 from tracegrad.insight.comparing import Comparison
@@ -212,11 +213,15 @@ def _check(
         def run(given: Sequence[Any]) -> list[Any]:
             return own.arithmetic.run_graph(whole, [*given, *values])
 
-        comparison = Comparison(run, run, leaves, paths, own, random, whole="all leaves")
-        checks = tuple(
-            check if free is None else without_verdict(check, free)
-            for check in comparison.checks(modes, order)
-        )
+        steps = sum(len(modes) ** k for k in range(order)) * (len(leaves) + len(modes))
+        with progress("check_grads", steps) as begin:
+            comparison = Comparison(
+                run, run, leaves, paths, own, random, whole="all leaves", begin=begin
+            )
+            checks = tuple(
+                check if free is None else without_verdict(check, free)
+                for check in comparison.checks(modes, order)
+            )
     is_whole = any(check.status == "wrong" for check in checks)
     report = GradCheck(function_name(fun), (*rules, *held), checks)
     return report, hint_of(stops) if is_whole else ""

@@ -49,6 +49,7 @@ class Comparison:
       whole: if it is not empty, forward mode takes all leaves at once, under this name. Reverse
         mode takes them one by one, and so names the one that is wrong.
       before: the modes that gave the functions, if these are derivatives themselves.
+      begin: reports each step as progress.
     """
 
     exact: Function
@@ -59,6 +60,7 @@ class Comparison:
     random: Any
     whole: str = ""
     before: tuple[str, ...] = ()
+    begin: Callable[[str], None] = lambda step: None
 
     def __post_init__(self) -> None:
         weights = random_like(self.random, jax.eval_shape(self.exact, self.leaves))
@@ -81,12 +83,14 @@ class Comparison:
             return
         expected = []
         for i, direction in enumerate(random_like(self.random, self.leaves)):
+            self.begin(" of ".join((f"differences along {self.names[i]}", *self.before)))
             expected.append(self._differences.along_smooth(self.leaves, i, direction, self.random))
         self._directions = [estimate.direction for estimate in expected]
         level = len(self.before) + 1
         for mode in modes:
             modes_so_far = (mode, *self.before)
             name = " of ".join(modes_so_far)
+            self.begin(name)
             function = self._backward if mode == "rev" else self._forward
             derivative = jax.jit(function)
             try:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad import _jax
+from tracegrad._jax.progress import progress
 from tracegrad.insight.xla_buffers import Buffer
 from tracegrad.ir import Graph, Value, match
 from tracegrad.ir.selector import Selector
@@ -92,11 +93,13 @@ def advice_for(
         candidates.append((f'trace(..., memory_budget="{budget}")', {"memory_budget": budget}))
     candidates += [] if now.is_donated else _donations(program, args)
     found = []
-    for what, options in candidates:
-        cost = compiled_with(options)
-        if cost is not None and now.total - cost.total > _LEAST * now.total:
-            freed, more = now.total - cost.total, max(0, cost.flops - now.flops)
-            found.append(Advice(what, freed, more, options))
+    with progress("memory", len(candidates)) as begin:
+        for what, options in candidates:
+            begin(f"compiling with {', '.join(options)}=")
+            cost = compiled_with(options)
+            if cost is not None and now.total - cost.total > _LEAST * now.total:
+                freed, more = now.total - cost.total, max(0, cost.flops - now.flops)
+                found.append(Advice(what, freed, more, options))
     # Of candidates with the same option and the same bytes, only the first.
     known = {(each.frees, *each.options): each for each in reversed(found)}
     return sorted(known.values(), key=lambda a: (a.flops / a.frees, -a.frees))[:_MOST]

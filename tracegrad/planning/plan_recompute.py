@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +12,14 @@ from typing import Any
 
 from tracegrad import _jax
 from tracegrad._jax.caches import cached, facts_of
+from tracegrad._jax.progress import progress
 from tracegrad.differentiation.checks import wrt_or_argnums
 from tracegrad.differentiation.wrt import Wrt, partition
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_under_rules
+from tracegrad.ir.wording import in_units
 from tracegrad.planning.compiled import NotMeasuredError
 from tracegrad.planning.fitting import fitted
 from tracegrad.planning.flatten import flatten
@@ -219,28 +222,40 @@ class FitToBudget:
     ) -> RecomputePlan:
         """Plans a graph, as `plan_recompute` plans a function. The enclosing `jax.vmap`s compute
         `examples` examples together, and the budget is for all of them."""
-        program, why_not = flatten(graph), "measure=False"
-        if self.plans:
+        with progress("plan_recompute", 1 + self.plans) as begin:
+            program, why_not = flatten(graph), "measure=False"
+            if self.plans:
+                try:
+                    begin("compiling with nothing recomputed")
+                    gradient = MeasuredGradient(program, shardings, examples)
+                    return self._measure_plans(program, gradient, examples, begin)
+                except NotMeasuredError as error:
+                    why_not = str(error)
+            search = Search(model(program), examples)
+            budget = budget_bytes(self.memory_budget, search.kept.peak * examples) // examples
             try:
-                return self._measure_plans(program, shardings, examples)
-            except NotMeasuredError as error:
-                why_not = str(error)
-        search = Search(model(program), examples)
-        budget = budget_bytes(self.memory_budget, search.kept.peak * examples) // examples
-        try:
-            return replace(search.best(budget), measured_on=why_not)
-        except BudgetTooSmall as error:
-            add_note(error, f"Bytes are the model's (symbolic sizes count as 1): {why_not}")
-            raise
+                return replace(search.best(budget), measured_on=why_not)
+            except BudgetTooSmall as error:
+                add_note(error, f"Bytes are the model's (symbolic sizes count as 1): {why_not}")
+                raise
 
     def _measure_plans(
-        self, program: Graph, shardings: Sequence[Any] | None, examples: int
+        self,
+        program: Graph,
+        gradient: MeasuredGradient,
+        examples: int,
+        begin: Callable[[str], None],
     ) -> RecomputePlan:
-        gradient = MeasuredGradient(program, shardings, examples)
         without, fusion = gradient.held_and_fusion(program)
-        budget = budget_bytes(self.memory_budget, without)
+        budget, numbers = budget_bytes(self.memory_budget, without), itertools.count(1)
+
+        def held_by(planned: Graph) -> int:
+            which = f"plan {next(numbers)} of at most {self.plans}"
+            begin(f"compiling {which}, budget {in_units(budget)}")
+            return gradient.held(planned)
+
         search = Search(model(program, fusion), examples)
-        return fitted(search, budget, gradient.held, without, self.plans, gradient.measured_on)
+        return fitted(search, budget, held_by, without, self.plans, gradient.measured_on)
 
 
 # Cached, since functions that are traced with the same rule share their programs. The cache tells
