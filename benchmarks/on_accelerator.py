@@ -273,7 +273,7 @@ def recompute(sizes: Sizes, how: str) -> Iterator[Line]:
     told, numbers = run_and_weigh(compiled, shapes)
     yield how, told, {**numbers, "compiled_seconds": took}
     if is_budget:
-        plan = tg.plan_recompute(loss, *shapes, memory_budget=how, argnums=0)
+        plan = tg.plan_recompute(loss, *shapes, memory_budget=how, wrt=0)
         assert plan.held is not None
         temporary = numbers["xla_temporary_bytes"]
         yield (
@@ -357,8 +357,8 @@ def sparse_rows(sizes: Sizes) -> Iterator[Line]:
     state = (jnp.zeros((rows, width)),)
     found = {}
     steps = {
-        "dense, jax.jit": (jax.jit(dense, donate_argnums=0), 1),
-        "sparse, traced": (tg.trace(sparse, donate_argnums=0), 4),
+        "dense, jax.jit": (jax.jit(dense, donate_wrt=0), 1),
+        "sparse, traced": (tg.trace(sparse, donate_wrt=0), 4),
     }
     for name, (step, times) in steps.items():
         ms, mib, _ = measure(step, state, batches, times * sizes.rounds)

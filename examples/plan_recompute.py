@@ -29,7 +29,7 @@ def main() -> int:
 
     loss, params, batch, has_aux = MODELS[options.model]()
     try:
-        plan = tg.plan_recompute(loss, params, *batch, memory_budget=options.budget, argnums=0)
+        plan = tg.plan_recompute(loss, params, *batch, memory_budget=options.budget, wrt=0)
     except ValueError as error:
         print(error)
         return 1

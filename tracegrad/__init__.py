@@ -39,10 +39,6 @@ if _TYPE_CHECKING:  # some names are also names of files, so import each from it
     from tracegrad.differentiation.row_updates import apply_rows as apply_rows
     from tracegrad.differentiation.second_order import hessian as hessian
     from tracegrad.differentiation.second_order import hvp as hvp
-    from tracegrad.differentiation.sparse_optimizers import global_norm as global_norm
-    from tracegrad.differentiation.sparse_optimizers import sparse_adagrad as sparse_adagrad
-    from tracegrad.differentiation.sparse_optimizers import sparse_adam as sparse_adam
-    from tracegrad.differentiation.sparse_optimizers import sparse_sgd as sparse_sgd
     from tracegrad.differentiation.wrt import select as select
     from tracegrad.insight.check_grads import check_grads as check_grads
     from tracegrad.insight.check_processes import check_processes as check_processes
@@ -87,7 +83,6 @@ _LATER = {
     "differentiation.row_updates": "apply_rows",
     "differentiation.second_order": "hessian hvp",
     "differentiation.wrt": "select",
-    "differentiation.sparse_optimizers": "global_norm sparse_adagrad sparse_adam sparse_sgd",
     "insight.check_grads": "check_grads",
     "insight.check_processes": "check_processes",
     "insight.explain": "explain",

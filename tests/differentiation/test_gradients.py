@@ -56,26 +56,6 @@ def test_positions_give_what_jax_grad_gives(wrap, wrt):
     assert_trees_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("argnums", [1, (1,), (-1, 0)])
-@pytest.mark.parametrize("name", ["grad", "value_and_grad", "jacobian", "hessian"])
-def test_argnums_are_jax_s(name, argnums):
-    jaxs = getattr(jax, {"jacobian": "jacrev"}.get(name, name))
-
-    def fun(x, y):
-        return x**2 * y**3, {"aux": x}
-
-    got = getattr(tg, name)(fun, argnums=argnums, has_aux=True)(2.0, 3.0)
-    assert_trees_close(got, jaxs(fun, argnums=argnums, has_aux=True)(2.0, 3.0), rtol=1e-6)
-
-
-def test_argnums_beside_wrt_and_argnums_that_are_names_are_refused():
-    for derivative in (tg.grad, tg.value_and_grad, tg.jacobian, tg.hessian):
-        with pytest.raises(TypeError, match="wrt=0 and argnums=1 say the same: give one"):
-            derivative(loss, wrt=0, argnums=1)
-        with pytest.raises(TypeError, match=r"argnums is a position .*; got 'x'. Pass names"):
-            derivative(loss, argnums="x")
-
-
 @pytest.mark.parametrize("unconnected", ["zero", "none", "raise"])
 def test_a_connected_gradient_is_the_same_for_every_way_to_treat_others(unconnected):
     params, x = params_and_x()
@@ -367,7 +347,7 @@ def test_wrong_positions_and_names_are_told_the_parameters():
     with pytest.raises(ValueError, match=f"wrt='parms' is no parameter of {signature}; did you"):
         grad(loss, wrt="parms")(params, x)
     for name in ("rest", "more"):
-        with pytest.raises(ValueError, match=rf"wrt='{name}'.*any number of arguments.*argnums="):
+        with pytest.raises(ValueError, match=rf"wrt='{name}'.*any number of arguments"):
             grad(loss, wrt=name)(params, x)
     with pytest.raises(ValueError, match="same argument twice: 'x'"):
         grad(loss, wrt=(1, "x"))(params, x)

@@ -478,7 +478,6 @@ def test_what_does_not_fit_raises(use, error, words):
         IndexedSlices.deduplicated,
         lambda slices: TABLE - slices,
         lambda slices: apply_rows(TABLE, slices, lambda rows, gradients: rows - gradients),
-        lambda slices: tg.sparse_adam(0.1).update(slices, tg.sparse_adam(0.1).init(TABLE)),
     ],
 )
 def test_slices_of_all_steps_of_a_scan_name_their_cures_which_work(use):

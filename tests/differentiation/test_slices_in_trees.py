@@ -257,11 +257,6 @@ def test_no_norm_counts_the_slices_of_a_row_apart_and_no_moment(use, error, word
             run(SLICES)
 
 
-def test_a_compiled_clip_names_the_norm_of_slices():
-    with pytest.raises(TypeError, match=r"row ids of IndexedSlices: .*global_norm"):
-        jax.jit(updated(optax.clip_by_global_norm(1.0)))(SLICES)
-
-
 def test_the_recipes_of_the_docstring_are_the_dense_ones():
     gradients = {"table": SLICES, "bias": jnp.ones(2)}
     dense = jax.tree.map(

@@ -307,7 +307,7 @@ def test_a_result_without_a_gradient_that_a_batch_shares_can_be_planned():
         return jnp.sum(x**2)
 
     x, scale = jnp.ones((32, 16)), jnp.float32(0.7)
-    plan = tg.plan_recompute(loss, scale, x, memory_budget="80%", argnums=0, measure=False)
+    plan = tg.plan_recompute(loss, scale, x, memory_budget="80%", wrt=0, measure=False)
     assert plan.is_needed
     expected = jax.grad(loss)(scale, x)
     np.testing.assert_allclose(jax.grad(plan.apply())(scale, x), expected, rtol=1e-5)

@@ -366,7 +366,7 @@ def test_complex_values_are_saved(fun: Any, dtype: str):
     expected = jax.jit(jax.grad(fun))(weights, x)
     saved = 0
     for share in (0.8, 0.6):
-        plan = plan_recompute(fun, weights, x, memory_budget=share, argnums=0, measure=False)
+        plan = plan_recompute(fun, weights, x, memory_budget=share, wrt=0, measure=False)
         saved += sum(len(segment.saved) for segment in plan.segments)
         found = tracegrad.trace(jax.grad(plan.apply()))(weights, x)
         assert all(jax.tree.leaves(jax.tree.map(close, found, expected)))

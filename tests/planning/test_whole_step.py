@@ -133,7 +133,7 @@ def test_a_traced_step_shows_the_plan_of_its_latest_trace():
     assert "budget" not in repr(step)
     step(WEIGHTS, X)
     (gradient,) = step.plan.gradients
-    planned = plan_recompute(loss, WEIGHTS, X, memory_budget="60%", argnums=0)
+    planned = plan_recompute(loss, WEIGHTS, X, memory_budget="60%", wrt=0)
     assert gradient == planned.summary
     assert gradient.held <= gradient.budget < gradient.held_without
     assert gradient.text == str(step.plan)

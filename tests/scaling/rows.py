@@ -103,7 +103,7 @@ def plain_derivatives(w, x):
 @row(plain_derivatives)
 def derivatives(mesh):
     def all_of_them(w, x):
-        value, (dw, dx) = tg.value_and_grad(loss, argnums=(0, 1))(w, x)
+        value, (dw, dx) = tg.value_and_grad(loss, wrt=(0, 1))(w, x)
         return value, dw, dx, tg.hvp(loss, (w, x), w)
 
     return tg.trace(all_of_them)(*inputs(mesh))

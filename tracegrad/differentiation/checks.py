@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -23,21 +23,6 @@ def check(fun: Callable[..., Any], wrt: Any, unconnected: Unconnected = "zero") 
     check_wrt(wrt)
     if unconnected not in (known := get_args(Unconnected)):
         raise ValueError(f"unconnected must be one of {', '.join(known)}; got {unconnected!r}")
-
-
-def wrt_or_argnums(wrt: Any, argnums: Any) -> Any:
-    """`argnums` is JAX's name for `wrt`, and takes positions only."""
-    if argnums is None:
-        return 0 if wrt is None else wrt
-    if wrt is not None:
-        raise TypeError(f"wrt={wrt!r} and argnums={argnums!r} say the same: give one of them")
-    positions = argnums if isinstance(argnums, Sequence) else [argnums]
-    if isinstance(argnums, str) or not all(hasattr(i, "__index__") for i in positions):
-        raise TypeError(
-            f"argnums is a position or several positions, as in jax.grad; got {argnums!r}. Pass "
-            "names and predicates as wrt="
-        )
-    return argnums
 
 
 def take_name_of(

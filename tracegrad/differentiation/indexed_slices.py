@@ -16,18 +16,7 @@ from tracegrad.differentiation.row_ids import are_filled, are_opaque, integers, 
 LARGE = 100_000_000  # elements from which on `to_dense` warns, as in TensorFlow
 
 
-class _SlicesType(type):
-    """JAX's errors print the class of `IndexedSlices`, and nothing else, if a tree has slices where
-    another tree has arrays (an optimiser's moments). So the text of the class says what to use."""
-
-    def __str__(cls) -> str:
-        return (
-            "tracegrad.IndexedSlices (optimisers of slices: tracegrad.sparse_adam, sparse_adagrad, "
-            "sparse_sgd; the array: to_dense())"
-        )
-
-
-class IndexedSlices(metaclass=_SlicesType):
+class IndexedSlices:
     """Some rows of an array whose other rows are zero: one slice for each lookup.
 
     The slices stand for a dense array: zeros, plus ``values[i]`` at row ``indices[i]``. If an index

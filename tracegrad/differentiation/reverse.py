@@ -20,7 +20,6 @@ from tracegrad.differentiation.checks import (
     flat_outputs,
     scalar_result,
     take_name_of,
-    wrt_or_argnums,
 )
 from tracegrad.differentiation.connectivity import UnconnectedError, connections
 from tracegrad.differentiation.gradient_types import Kind, none_for, zero_block, zeros_for
@@ -36,12 +35,11 @@ from tracegrad.tracing.user_errors import explaining
 
 def grad(
     fun: Callable[..., Any],
-    wrt: Wrt | None = None,
+    wrt: Wrt = 0,
     has_aux: bool = False,
     unconnected: Unconnected = "zero",
     sparse: bool = False,
     *,
-    argnums: int | Sequence[int] | None = None,
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
@@ -77,7 +75,6 @@ def grad(
         `fun` is traced, so it must take arguments that `jax.jit` takes. A leaf gets an array if it
         is also used in another way, was computed, lies on a mesh with explicit axes, or is looked
         up in the body of a loop, a branch or a recomputed function.
-      argnums: JAX's name for a `wrt` of positions; pass one of the two.
       holomorphic: whether `fun` is complex-differentiable, as in `jax.grad`.
       allow_int: whether integer leaves and random keys may be selected; their gradients have
         dtype ``float0``.
@@ -89,9 +86,8 @@ def grad(
       of a real ``f(x + iy)`` is ``∂f/∂x - i ∂f/∂y``, the conjugate of TensorFlow's.
 
     Raises:
-      TypeError: `wrt` is of another kind, or `argnums` is passed as well; a selected leaf is not a
-        float or complex array (with ``unconnected="none"`` the leaf gets None instead); the result
-        is not a scalar.
+      TypeError: `wrt` is of another kind; a selected leaf is not a float or complex array (with
+        ``unconnected="none"`` the leaf gets None instead); the result is not a scalar.
       ValueError: `unconnected` has another value; `wrt` selects nothing, or an argument that the
         call does not have.
       UnconnectedError: see `unconnected`.
@@ -131,7 +127,6 @@ def grad(
         has_aux,
         unconnected,
         sparse,
-        argnums=argnums,
         holomorphic=holomorphic,
         allow_int=allow_int,
     )
@@ -146,12 +141,11 @@ def grad(
 
 def value_and_grad(
     fun: Callable[..., Any],
-    wrt: Wrt | None = None,
+    wrt: Wrt = 0,
     has_aux: bool = False,
     unconnected: Unconnected = "zero",
     sparse: bool = False,
     *,
-    argnums: int | Sequence[int] | None = None,
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
@@ -170,7 +164,6 @@ def value_and_grad(
     >>> print(value, dx, dy)
     0.0 3.0 0.0
     """
-    wrt = wrt_or_argnums(wrt, argnums)
     check(fun, wrt, unconnected)
 
     @take_name_of(fun, "Value and gradient")
@@ -196,11 +189,10 @@ def value_and_grad(
 
 def jacobian(
     fun: Callable[..., Any],
-    wrt: Wrt | None = None,
+    wrt: Wrt = 0,
     has_aux: bool = False,
     unconnected: Unconnected = "zero",
     *,
-    argnums: int | Sequence[int] | None = None,
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
@@ -211,7 +203,7 @@ def jacobian(
     Args:
       fun: a traced or plain function that returns a pytree of float arrays, or of complex arrays
         if the selected leaves are real.
-      wrt, argnums, holomorphic, allow_int: as in `grad`; random keys cannot be selected.
+      wrt, holomorphic, allow_int: as in `grad`; random keys cannot be selected.
       has_aux: whether `fun` returns ``(outputs, aux)``.
       unconnected: as in `grad`, for each pair of an output leaf and a selected leaf.
 
@@ -237,7 +229,6 @@ def jacobian(
     [[1. 0.]
      [0. 1.]]
     """
-    wrt = wrt_or_argnums(wrt, argnums)
     check(fun, wrt, unconnected)
 
     @take_name_of(fun, "Jacobian")

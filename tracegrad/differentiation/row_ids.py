@@ -28,10 +28,7 @@ def _refuse(*args: Any) -> NoReturn:
 
 
 # The name of the type in JAX's errors: "multiply does not accept dtypes float32, key<row ids ...>".
-_TAG = (
-    "row ids of IndexedSlices: use to_dense(), deduplicated() or apply_rows, or sparse_adam, and "
-    "global_norm to clip"
-)
+_TAG = "row ids of IndexedSlices: use to_dense(), deduplicated() or apply_rows"
 # Maps the number of 32-bit words of an id to its type.
 _KINDS = {
     words: define_prng_impl(

@@ -61,22 +61,16 @@ def apply_rows(table: Any, slices: IndexedSlices, fn: Callable[[Any, Any], Any])
                 f"the shape {list(jnp.shape(leaf))}"
             )
     unique = slices.deduplicated()
-    rows = read_rows(table, unique)
-    return write_rows(table, unique, fn(rows, unique.values))
+    indices = unique.indices
 
-
-def read_rows(table: Any, unique: IndexedSlices) -> Any:
-    return jax.tree.map(lambda leaf: leaf.at[unique.indices].get(mode="clip"), table)
-
-
-def write_rows(table: Any, unique: IndexedSlices, rows: Any) -> Any:
-    def written(leaf: Any, new: Any) -> Any:
-        old = (*unique.indices.shape, *jnp.shape(leaf)[1:])
+    def write(leaf: Any, new: Any) -> Any:
+        old = (*indices.shape, *jnp.shape(leaf)[1:])
         if jnp.shape(new) != old:
             raise ValueError(
                 f"the function given to apply_rows returned {list(jnp.shape(new))} for rows "
                 f"of shape {list(old)}"
             )
-        return leaf.at[unique.indices].set(new, mode="drop")
+        return leaf.at[indices].set(new, mode="drop")
 
-    return jax.tree.map(written, table, rows)
+    rows = jax.tree.map(lambda leaf: leaf.at[indices].get(mode="clip"), table)
+    return jax.tree.map(write, table, fn(rows, unique.values))

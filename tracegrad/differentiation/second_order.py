@@ -15,7 +15,6 @@ from tracegrad.differentiation.checks import (
     flat_outputs,
     scalar_result,
     take_name_of,
-    wrt_or_argnums,
 )
 from tracegrad.differentiation.forward import jvp
 from tracegrad.differentiation.gradient_types import as_inexact, zero_block
@@ -30,10 +29,9 @@ from tracegrad.tracing.in_force import under_rules, without_editing
 
 def hessian(
     fun: Callable[..., Any],
-    wrt: Wrt | None = None,
+    wrt: Wrt = 0,
     has_aux: bool = False,
     *,
-    argnums: int | Sequence[int] | None = None,
     holomorphic: bool = False,
 ) -> Callable[..., Any]:
     """Returns a function that computes the matrix of second derivatives of `fun`.
@@ -43,7 +41,7 @@ def hessian(
     Args:
       fun: a traced or plain function, of any arguments that `jax.jit` takes, that returns a float
         scalar (or a pytree of float arrays: then each element of each array has a Hessian).
-      wrt, argnums: as in `grad`.
+      wrt: as in `grad`.
       has_aux: whether `fun` returns ``(outputs, aux)``.
       holomorphic: as in `grad`.
 
@@ -63,7 +61,6 @@ def hessian(
     [[10.  6.]
      [ 6.  0.]]
     """
-    wrt = wrt_or_argnums(wrt, argnums)
     check(fun, wrt)
 
     @take_name_of(fun, "Hessian")

@@ -230,9 +230,7 @@ def _no_argument_message(fun: Callable[..., Any], name: str, names: Sequence[str
         if parameter.name == name:
             why = _not_passed_message(parameter, "it")
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                why = (
-                    "stands for any number of arguments; select one by position (argnums=) or name"
-                )
+                why = "stands for any number of arguments; select one by position or name"
             return f"wrt={name!r}: {_describe_function(fun)} {why}"
     parameters = [p.name for p in positional(parameters_of(fun))]
     near = difflib.get_close_matches(name, [*parameters, *names], 1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.differentiation.checks import pair, wrt_or_argnums
+from tracegrad.differentiation.checks import pair
 from tracegrad.differentiation.gradient_types import is_numeric, type_of
 from tracegrad.differentiation.partition import Partition
 from tracegrad.differentiation.wrt import Wrt, check_wrt, partition
@@ -38,7 +38,6 @@ def explain(
     /,
     *args: Any,
     wrt: Wrt | None = None,
-    argnums: int | Sequence[int] | None = None,
     cotangent: Any = None,
     has_aux: bool = False,
     **kwargs: Any,
@@ -58,7 +57,7 @@ def explain(
       fun: a function, traced or plain. It returns one float scalar, or anything if `cotangent` is
         given.
       *args, **kwargs: the arguments of the call.
-      wrt, argnums: what to differentiate with respect to, as for `tracegrad.grad`: without them the
+      wrt: what to differentiate with respect to, as for `tracegrad.grad`: without them the
         first argument alone. For two models, give both: ``wrt=("encoder", "decoder")``.
       cotangent: a tree like the result, with a cotangent of the same shape for each leaf; needed
         unless the result is one scalar.
@@ -97,8 +96,8 @@ def explain(
     After PyTorch's anomaly mode and TensorFlow's ``check_numerics``.
     """
     require_function(fun, "explain the gradients of")
-    is_default = wrt is argnums is None
-    wrt = wrt_or_argnums(wrt, argnums)
+    is_default = wrt is None
+    wrt = 0 if wrt is None else wrt
     _check_sources(fun, wrt)
     selection = partition(fun, wrt, args, kwargs)
     _require_alive(selection)

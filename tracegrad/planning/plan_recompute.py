@@ -13,7 +13,6 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad._jax.caches import cached, facts_of
 from tracegrad._jax.progress import progress
-from tracegrad.differentiation.checks import wrt_or_argnums
 from tracegrad.differentiation.wrt import Wrt, partition
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
@@ -41,7 +40,6 @@ def plan_recompute(
     *args: Any,
     memory_budget: MemoryBudget,
     wrt: Wrt | None = None,
-    argnums: int | Sequence[int] | None = None,
     measure: Measure = True,
     **kwargs: Any,
 ) -> RecomputePlan:
@@ -59,8 +57,8 @@ def plan_recompute(
       *args, **kwargs: the arguments of `fun`: arrays, or `jax.ShapeDtypeStruct`s.
       memory_budget: bytes as an int or a string (``"2GiB"``), or a share of the memory without
         recomputation as a float (``0.3``) or a string (``"30%"``).
-      wrt, argnums: the arguments to differentiate with respect to, as in `tracegrad.grad` and
-        `jax.grad`; the default is all float arguments. The gradient with respect to other arguments
+      wrt: the arguments to differentiate with respect to, as in `tracegrad.grad`; the default is
+        all float arguments. The gradient with respect to other arguments
         may hold more or less than the plan says.
       measure: the maximum number of plans to compile, besides the program with nothing recomputed;
         True means two. The bytes of similar plans differ by some per cent in XLA. So a further
@@ -103,11 +101,10 @@ def plan_recompute(
     to Chen et al. 2016 (arXiv:1604.06174).
     """
     require_function(fun, "plan for")
-    chosen = None if wrt is None and argnums is None else wrt_or_argnums(wrt, argnums)
     asked = recompute_to_fit(memory_budget, measure=measure)
     graph = graph_of_call(fun, args, kwargs)
-    if chosen is not None:
-        counted_inputs = partition(fun, chosen, args, kwargs).counted_inputs
+    if wrt is not None:
+        counted_inputs = partition(fun, wrt, args, kwargs).counted_inputs
         graph = replace(graph, differentiated=counted_inputs)
     return asked.plan(graph, shardings_of(graph, args, kwargs))
 
