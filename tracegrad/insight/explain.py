@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ from tracegrad.tracing.graphs import function_name, graph, require_function
 from tracegrad.tracing.tools import tool
 from tracegrad.variables.statics import Static, is_none
 
-_OF_FIRST = "with respect to the first argument alone (wrt= selects others)"
 _TYPES = 4  # a message lists at most so many types
 
 
@@ -96,7 +94,6 @@ def explain(
     After PyTorch's anomaly mode and TensorFlow's ``check_numerics``.
     """
     require_function(fun, "explain the gradients of")
-    is_default = wrt is argnums is None
     wrt = wrt_or_argnums(wrt, argnums)
     _check_sources(fun, wrt)
     selection = partition(fun, wrt, args, kwargs)
@@ -111,7 +108,7 @@ def explain(
         for name, i in call.sources.items()
         if i is not None or type_of(leaves[name]) is not None
     } or call.sources
-    explanation = explain_graph(
+    return explain_graph(
         call.program,
         call.inputs,
         sources,
@@ -122,10 +119,6 @@ def explain(
         untrained={leaf.name for leaf in selection.named if not leaf.is_trained},
         updated=_updated(call),
     )
-    others = [argument for argument in selection.arguments if not any(argument.selected)]
-    if is_default and any("inexact" in argument.kinds for argument in others):
-        return dataclasses.replace(explanation, wrt=_OF_FIRST)
-    return explanation
 
 
 def _updated(call: _Call) -> frozenset[str]:

@@ -25,7 +25,7 @@ from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.padding import normalised_padding
 from tracegrad.insight.explaining.runs import measure
-from tracegrad.insight.explaining.slopes import CURES, scope_norms, slopes
+from tracegrad.insight.explaining.slopes import CURES, slopes
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, NORM, ZEROS
 from tracegrad.insight.explaining.steps import slopes_of_steps
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
@@ -134,7 +134,6 @@ def explain_graph(
         name,
         tuple(reports),
         tuple(sorted(merged(findings), key=lambda f: f.rank)),
-        tuple(scope_norms(observed)),
         "" if value is None else _output_text(value),
     )
 
