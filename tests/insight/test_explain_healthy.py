@@ -201,7 +201,7 @@ def test_the_table_starts_with_what_is_trained_and_ends_with_the_random_state():
             return self.dropout(self.linear(x))
 
     found = explain(nnx_block, Dropping(nnx.Rngs(0)), X)
-    rows = [line.split()[0] for line in found.text().splitlines()[-4:]]
+    rows = [line.split()[0] for line in str(found).splitlines()[-4:]]
     assert sorted(rows[:2]) == ["model.linear.bias", "model.linear.kernel"]
     assert all("rngs" in row for row in rows[2:])
 

@@ -69,7 +69,7 @@ def test_one_block_that_vanishes_among_others_is_blamed_once_with_its_scope_and_
         f"of {float(jnp.min(2 * x + 20)):.4g} to {float(jnp.max(2 * x + 20)):.4g}" in finding.what
     )
     assert "normalise what goes in" in finding.cure
-    assert f"vanishing at {finding.origin.place}, in block4" in found.text()
+    assert f"vanishing at {finding.origin.place}, in block4" in str(found)
 
 
 def test_two_blocks_that_vanish_are_two_findings_and_the_one_with_more_behind_it_comes_first():
@@ -325,47 +325,11 @@ def test_what_is_measured_at_one_line_in_each_of_many_layers_is_one_finding():
     assert finding.what.endswith("; the same in 5 more operations there, with other numbers")
 
 
-def test_a_long_table_has_both_ends_and_folds_what_differs_in_numbers_alone():
-    def loss(p, x):
-        for layer in p["layers"]:
-            x = x + 0.01 * jnp.tanh(x @ layer["w"] + layer["b"])
-        return jnp.mean(x * p["scale"]) + sum(jnp.sum(v) * 10.0**-k for k, v in p["others"].items())
-
-    layers = [{"w": w, "b": jnp.zeros(8)} for w in weights(30, 0.3)]
-    others = {k: jnp.ones(1) for k in range(3)}
-    others |= {ord(letter): jnp.float32(1) for letter in "xyz"}
-    p = {"layers": layers, "others": others, "scale": jnp.ones(8), "unused": jnp.ones(3)}
-    found = explain(loss, p, X)
-    head, first, *rows = found.text().split("\n\n")[1].splitlines()
-    assert "gradient's norm" in head
-    assert first.startswith("p.unused")
-    norms = sorted(r.norm for r in found.sources if ".layers." in r.path and r.path.endswith(".w"))
-    (row,) = [row for row in rows if row.startswith("p.layers.*.w (30)")]
-    assert f"{norms[0]:.3g} to {norms[-1]:.3g}" in row
-    assert len(rows) <= 20
-
+def test_a_long_table_has_both_ends():
     many = {f"leaf_{chr(97 + k // 26)}{chr(97 + k % 26)}": jnp.ones(2) for k in range(100)}
     found = explain(lambda p: sum(jnp.sum(v) * 1.1**k for k, v in enumerate(p.values())), many)
-    lines = found.text().splitlines()
+    lines = str(found).splitlines()
     assert "... 80 sources with norms between these ..." in lines
-    assert {"p.leaf_aa", "p.leaf_dv"} <= set(found.text().split())
+    assert {"p.leaf_aa", "p.leaf_dv"} <= set(str(found).split())
     by_norm = [report.norm for report in sorted(found.sources, key=lambda report: report.rank)]
     np.testing.assert_array_equal(by_norm, sorted(by_norm))
-
-
-def test_rows_that_fold_keep_the_numbers_that_all_share_and_a_wide_range_names_its_ends():
-    def loss(blocks, x):
-        for block in blocks:
-            x = 0.1 * jnp.tanh(x @ block["w"] + block["ln2"]) + jax.lax.stop_gradient(block["ln1"])
-        return jnp.mean(x)
-
-    zeros = jnp.zeros(8)
-    blocks = [{"w": w, "ln1": zeros, "ln2": zeros} for w in weights(8, 0.4)]
-    rows = explain(loss, blocks, X).text().split("\n\n")[1].splitlines()
-    cut, row = (row for row in rows if ".ln" in row)
-    assert cut.startswith("blocks.*.ln1 (8)")
-    assert " None " in cut
-    norms = [jnp.linalg.norm(block["ln2"]) for block in jax.grad(loss)(blocks, X)]
-    assert norms[7] > 1e3 * norms[0]
-    assert row.startswith("blocks.*.ln2 (8)")
-    assert f" {norms[0]:.3g} (* = 0) to {norms[7]:.3g} (* = 7) " in row

@@ -45,7 +45,7 @@ def test_all_are_in_one_style_and_fold(kind):
     assert "<script" not in page
 
 
-@pytest.mark.parametrize("kind", ["graph", "plan", "plan of a step", "check"])
+@pytest.mark.parametrize("kind", SHOWN)
 def test_no_word_of_the_text_is_lost(kind):
     shown = SHOWN[kind]()
     page = shown._repr_html_()

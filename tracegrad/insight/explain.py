@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ from tracegrad.tracing.graphs import function_name, graph, require_function
 from tracegrad.tracing.statics import Static, is_none
 from tracegrad.tracing.tools import tool
 
-_OF_FIRST = "with respect to the first argument alone (wrt= selects others)"
 _TYPES = 4  # a message lists at most so many types
 
 
@@ -37,7 +35,7 @@ def explain(
     fun: Callable[..., Any],
     /,
     *args: Any,
-    wrt: Wrt | None = None,
+    wrt: Wrt = 0,
     cotangent: Any = None,
     has_aux: bool = False,
     **kwargs: Any,
@@ -49,15 +47,14 @@ def explain(
     a gradient of zeros, it names the operation where the gradient became zero. For a NaN or Inf, it
     names the operation that made the first one, in the forward or reverse pass, the values of the
     operands, and the known cure. It also lists rectifiers that no example activates, norms that
-    vanish or explode along layers or along the steps of a scan, cuts that end one of several paths
-    of a gradient, and rules (`jax.custom_vjp`, `tracegrad.custom_gradient`) whose gradient is not
-    the derivative of their function.
+    vanish or explode along layers or along the steps of a scan, and rules (`jax.custom_vjp`,
+    `tracegrad.custom_gradient`) whose gradient is not the derivative of their function.
 
     Args:
       fun: a function, traced or plain. It returns one float scalar, or anything if `cotangent` is
         given.
       *args, **kwargs: the arguments of the call.
-      wrt: what to differentiate with respect to, as for `tracegrad.grad`: without them the
+      wrt: what to differentiate with respect to, as for `tracegrad.grad`: without it the
         first argument alone. For two models, give both: ``wrt=("encoder", "decoder")``.
       cotangent: a tree like the result, with a cotangent of the same shape for each leaf; needed
         unless the result is one scalar.
@@ -96,8 +93,6 @@ def explain(
     After PyTorch's anomaly mode and TensorFlow's ``check_numerics``.
     """
     require_function(fun, "explain the gradients of")
-    is_default = wrt is None
-    wrt = 0 if wrt is None else wrt
     _check_sources(fun, wrt)
     selection = partition(fun, wrt, args, kwargs)
     _require_alive(selection)
@@ -111,7 +106,7 @@ def explain(
         for name, i in call.sources.items()
         if i is not None or type_of(leaves[name]) is not None
     } or call.sources
-    explanation = explain_graph(
+    return explain_graph(
         call.program,
         call.inputs,
         sources,
@@ -122,10 +117,6 @@ def explain(
         untrained={leaf.name for leaf in selection.named if not leaf.is_trained},
         updated=_updated(call),
     )
-    others = [argument for argument in selection.arguments if not any(argument.selected)]
-    if is_default and any("inexact" in argument.kinds for argument in others):
-        return dataclasses.replace(explanation, wrt=_OF_FIRST)
-    return explanation
 
 
 def _updated(call: _Call) -> frozenset[str]:

@@ -87,16 +87,15 @@ def explain_tape(
                 separate.append({name: read})
             else:
                 together[name] = read
-    scopes: tuple[tuple[str, float], ...] = ()
     value = ""
     for group in [together, *separate]:
         if group:
             found = _explain(record, group, targets, seeds, untrained)
             findings += found.findings
             reports.update((report.path, report) for report in found.sources)
-            scopes, value = scopes or found.scopes, value or found.value
+            value = value or found.value
     ordered = tuple(sorted(merged(findings), key=lambda f: f.rank))
-    return Explanation("the tape", tuple(reports.values()), ordered, scopes, value)
+    return Explanation("the tape", tuple(reports.values()), ordered, value)
 
 
 def _named_sources(sources: Any) -> list[tuple[Leaf, Any]]:

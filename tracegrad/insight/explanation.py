@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracegrad._jax.packages import require
-from tracegrad.insight.colours import has_colours, painted
 from tracegrad.ir import Occurrence, Origin, folding
 from tracegrad.ir.authors import author_of
 from tracegrad.ir.occurrence import at
-from tracegrad.ir.wording import counted, notebook_cell, some, table
+from tracegrad.ir.wording import counted, some, table
 from tracegrad.tracing.graphs import Rule
 
 # Causes from the worst on; all others come after these.
@@ -30,7 +26,6 @@ _ORDER = (
     "not differentiable",
 )
 _ROWS = 20
-_NUMBER = re.compile(r"\d+")
 _NAMES = 4
 _COLUMNS = ("source", "type", "gradient's norm", "zeros", "")
 
@@ -141,21 +136,17 @@ class SourceReport:
 @dataclass(frozen=True)
 class Explanation:
     """Why gradients are what they are. `print` it, or leave it as the last line of a notebook's
-    cell; `plot` draws the norms.
+    cell.
 
     `function` is the function's name and `value` its result as text (if known and a single number).
     `findings` start with the worst. `sources` are the reports on the leaves, in the order of the
-    arguments. `scopes` are the named scopes in the order of execution, each with the norm of the
-    cotangent of its last result. `wrt` is in words with respect to what the gradients were taken,
-    if that was not said and may not be all that was meant.
+    arguments.
     """
 
     function: str
     sources: tuple[SourceReport, ...]
     findings: tuple[Finding, ...]
-    scopes: tuple[tuple[str, float], ...] = ()
     value: str = ""
-    wrt: str = ""
 
     @property
     def problems(self) -> tuple[Finding, ...]:
@@ -203,140 +194,38 @@ class Explanation:
         paths = [r.path for r in self.sources]
         raise KeyError(f"{path!r} is no source; the sources are {paths}")
 
-    # ----------------------------------------------------------------------------------- text
-
     def __str__(self) -> str:
-        return self.text(colour=has_colours())
-
-    def __repr__(self) -> str:
-        return self.text(colour=False)
-
-    def text(self, colour: bool = False) -> str:
-        """Returns the findings and a table of the sources, the worst first, then by the norm. If
-        there are many sources, those whose paths differ only in numbers share a row."""
-        bold, red, yellow, green = ("1", "31", "33", "32") if colour else ("",) * 4
-        lines = [painted(bold, self._headline())]
+        """Returns the findings and a table of the sources, the worst first, then by the norm."""
+        lines = [self._headline()]
         for finding in self.findings:
-            mark, hue = ("✗", red) if finding.problem else ("·", yellow)
-            lines.append(f"{painted(hue, mark)} {painted(hue, finding.heading)}")
+            lines.append(f"{'✗' if finding.problem else '·'} {finding.heading}")
             for label, words in _parts(finding):
-                shown = f"{painted(green, f'{label}:')} " if label else ""
-                lines.append(f"    {shown}{words}")
-        return "\n".join([*lines, "", *self._table(red)])
+                lines.append(f"    {label}: {words}" if label else f"    {words}")
+        return "\n".join([*lines, "", *self._table()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return folding.of_text(str(self))
 
     def _headline(self) -> str:
         value = f" (value {self.value})" if self.value else ""
-        nothing = f"nothing found {self.wrt}".rstrip()
-        state = counted(len(self.problems), "problem") if self.problems else nothing
+        state = counted(len(self.problems), "problem") if self.problems else "nothing found"
         return f"gradients of {self.function}{value}: {state}"
 
-    def _table(self, style_of_bad: str) -> list[str]:
-        ordered = sorted(self.sources, key=lambda r: r.rank)
-        groups = [[report] for report in ordered]
-        if len(groups) > _ROWS + 1:
-            groups = _alike(ordered)
-        head, *rows = table([_COLUMNS, *map(_cells_of, groups)])
-        lines = [
-            line if group[0].is_finite and group[0].connected else painted(style_of_bad, line)
-            for group, line in zip(groups, rows, strict=True)
-        ]
+    def _table(self) -> list[str]:
+        head, *lines = table([_COLUMNS, *map(_cells, sorted(self.sources, key=lambda r: r.rank))])
         if len(lines) > _ROWS + 1:  # show the smallest and the largest norms
             half = _ROWS // 2
-            left_out = sum(map(len, groups[half:-half]))
-            lines[half:-half] = [f"... {counted(left_out, 'source')} with norms between these ..."]
+            left_out = counted(len(lines) - _ROWS, "source")
+            lines[half:-half] = [f"... {left_out} with norms between these ..."]
         return [head, *lines]
-
-    # -------------------------------------------------------------------------------- notebook
-
-    def _repr_html_(self) -> str:
-        """Returns HTML: a foldable section for each finding, and one with the table."""
-        sections = [_section(f, is_open=f is self.findings[0]) for f in self.findings]
-        ordered = sorted(self.sources, key=lambda r: r.rank)
-        rows = folding.table([_COLUMNS, *map(_cells, ordered)])
-        sections.append(folding.section(counted(len(self.sources), "source"), rows))
-        return folding.report(self._headline(), *sections)
-
-    # ------------------------------------------------------------------------------------ plot
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draws the norms of the gradient along the named scopes, on a logarithmic axis; if there
-        are no scopes, the norms of the sources.
-
-        Args:
-          ax: a matplotlib ``Axes``; default: a new one.
-
-        Returns the ``Axes``. Raises ImportError if matplotlib is not installed.
-        """
-        missing = "plotting needs matplotlib: pip install matplotlib"
-        require("matplotlib", missing)
-        points = list(self.scopes) or [(r.path, r.norm) for r in self.sources if r.connected]
-        if ax is None:
-            pyplot = require("matplotlib.pyplot", missing)
-            size = 8, max(2.0, 0.25 * len(points) + 1)
-            _, ax = pyplot.subplots(figsize=size, layout="constrained")  # shows long names whole
-        norms = [norm if norm > 0 and math.isfinite(norm) else math.nan for _, norm in points]
-        ax.plot(norms, range(len(points)), "o-")
-        ax.set_yticks(range(len(points)), [name for name, _ in points])
-        ax.invert_yaxis()
-        if any(not math.isnan(norm) for norm in norms):
-            ax.set_xscale("log")
-        ax.set_xlabel("norm of the gradient")
-        ax.set_title(f"gradients of {self.function}")
-        return ax
 
 
 def _cells(report: SourceReport) -> tuple[str, ...]:
     """Returns one source's row of the table."""
     zeros = f"{report.zeros:.0%}" if report.connected else ""
     return report.path, report.type, report.gradient, zeros, report.reason
-
-
-def _alike(ordered: Sequence[SourceReport]) -> list[list[SourceReport]]:
-    """Groups sources that have the same state and paths that differ only in numbers."""
-    groups: dict[Any, list[SourceReport]] = {}
-    for report in ordered:
-        has_norm = report.connected and report.is_finite and report.zeros < 1
-        state = has_norm or (report.gradient, report.reason)
-        groups.setdefault((_NUMBER.sub("*", report.path), report.type, state), []).append(report)
-    return list(groups.values())
-
-
-def _cells_of(group: Sequence[SourceReport]) -> tuple[str, ...]:
-    """Returns a group's row of the table; for several sources it shows the range of numbers, and at
-    a wide range the sources at both ends."""
-    first, last = _cells(group[0]), _cells(group[-1])
-    if len(group) == 1:
-        return first
-    numbers = list(zip(*(_NUMBER.findall(r.path) for r in group), strict=False))
-    shown = iter("*" if len(set(each)) > 1 else each[0] for each in numbers)
-    ends = [first[2], last[2]]
-    if group[-1].norm > 1e3 * group[0].norm > 0:
-        for k in (0, -1):
-            of = ", ".join(each[k] for each in numbers if len(set(each)) > 1)
-            ends[k] += f" (* = {of})"
-    zeros = [f"{share:.0%}" for share in (f(r.zeros for r in group) for f in (min, max))]
-    return (
-        f"{_NUMBER.sub(lambda _: next(shown), group[0].path)} ({len(group)})",
-        group[0].type,
-        " to ".join(dict.fromkeys(ends)),
-        " to ".join(dict.fromkeys(zeros)) if first[3] else "",
-        first[4],
-    )
-
-
-def _section(finding: Finding, is_open: bool) -> str:
-    """Returns a finding as a foldable section of HTML."""
-    hue, sign = ("#d1493e", "✗") if finding.problem else ("#b7791f", "·")
-    body = []
-    for label, words in _parts(finding):
-        shown = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(words))
-        shown = f"<code>{shown}</code>" if label == "rule" else shown
-        body.append(f"<b>{label}:</b> {shown}" if label else shown)
-    if finding.origin and not notebook_cell(finding.origin.file):  # a cell's file name is no help
-        place = f"{finding.origin.file}:{finding.origin.line}"
-        body.insert(1, f"<code>{html.escape(place)}</code>")
-    title = f'<b style="color:{hue}">{sign}</b> {html.escape(finding.heading)}'
-    return folding.section(title, "<br>".join(body), is_open=is_open)
 
 
 def _parts(finding: Finding) -> Iterator[tuple[str, str]]:

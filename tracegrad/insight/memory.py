@@ -1,22 +1,19 @@
-"""`memory`: reports what a program holds at its peak, by line and scope, and what frees memory."""
+"""`memory`: reports what a program holds at its peak, by line and scope."""
 
 from __future__ import annotations
 
-import html
-import itertools
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
-from tracegrad.insight.memory_advice import Advice, Cost, advice_for, cost_of
 from tracegrad.insight.program_lines import ProgramLines
 from tracegrad.insight.xla_buffers import Buffer, Kind, account_of_buffers
 from tracegrad.ir import folding
+from tracegrad.ir.importer import graph_of
 from tracegrad.ir.wording import in_units, name_of, some, table
 from tracegrad.planning.compiled import NotMeasuredError, account_of, saying_why_not
 from tracegrad.planning.hlo import lines_kept, module_of
@@ -27,8 +24,6 @@ from tracegrad.tracing.tools import tool
 _FEW = 0.01  # constants below this share of the total are not reported
 _ROWS = 12  # rows of the table in a terminal
 _COLUMNS = ("bytes", "share", "line", "scope", "what", "values", "kept for")
-_BARS = " ▁▂▃▄▅▆▇█"
-_WIDTH = 60
 
 
 @dataclass(frozen=True)
@@ -72,8 +67,6 @@ class MemoryReport:
       constants: bytes of arrays that are part of the program (arrays that a function closes over),
         if XLA reports them. They are not in `total`.
       at: the operation that runs at the peak.
-      advice: the cheapest ways to free memory, by FLOPs per freed byte; empty without
-        ``measure_advice=True``.
       timeline: bytes alive at each operation.
     """
 
@@ -85,7 +78,6 @@ class MemoryReport:
     listed: int
     constants: int
     at: str
-    advice: tuple[Advice, ...]
     timeline: tuple[int, ...] = field(repr=False)
 
     @property
@@ -102,13 +94,10 @@ class MemoryReport:
         return "\n".join(
             [
                 self._headline(),
-                *(f"over the program: {_sparkline(self.timeline)}" for _ in self.timeline[:1]),
-                f"{self._where()}:",
+                f"{', '.join(filter(None, ('at the peak', self.at)))}:",
                 *(f"  {line}" for line in table(rows)),
                 *([f"  ... and {more} more"] if more > 0 else []),
                 *(f"  {text}" for text in self._remarks()),
-                *(["the cheapest things to do:"] if self.advice else []),
-                *(f"  {k}. {advice}" for k, advice in enumerate(self.advice, 1)),
             ]
         )
 
@@ -119,9 +108,6 @@ class MemoryReport:
             f"memory of {self.function}: {in_units(self.total)} at once, "
             f"{in_units(self.temporary)} beside arguments and results (XLA: {self.measured_on})"
         )
-
-    def _where(self) -> str:
-        return ", ".join(filter(None, ("at the peak", self.at)))
 
     def _remarks(self) -> list[str]:
         """Returns sentences on the bytes that the lines do not list."""
@@ -141,30 +127,11 @@ class MemoryReport:
         return size, share, line.line, line.scope, line.kind, line.values, line.kept_for
 
     def _repr_html_(self) -> str:
-        """Returns HTML with a bar for each scope, which unfolds to the lines of the scope."""
-        sections = []
-        for scope, size in self.scopes.items():
-            rows = [_COLUMNS, *(self._cells(line) for line in self.lines if line.scope == scope)]
-            share = size / max(1, self.listed)
-            title = html.escape(f"{scope or 'outside of scopes'}: {in_units(size)}, {share:.0%}")
-            bar = f'<span style="background:#4c78a8;width:{share * 20:.2f}em;{_BAR}"></span>'
-            sections.append(folding.section(f"{bar} {title}", folding.table(rows)))
-        below = [*self._remarks(), *map(str, self.advice)]
-        return folding.report(
-            self._headline(),
-            f"<pre>{_sparkline(self.timeline)}</pre>{html.escape(self._where())}:",
-            *sections,
-            f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in below)}</ul>",
-        )
-
-
-_BAR = "display:inline-block;height:.7em"
+        return folding.of_text(str(self))
 
 
 @tool
-def memory(
-    fun: Callable[..., Any], /, *args: Any, measure_advice: bool = False, **kwargs: Any
-) -> MemoryReport:
+def memory(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> MemoryReport:
     """Reports which lines and scopes hold the memory of a program at its peak.
 
     `memory` compiles the program, as XLA itself counts the bytes, but does not run it. The program
@@ -176,9 +143,6 @@ def memory(
         function of `tracegrad.trace`, its rules are applied. A function of `tracegrad.trace` or
         `jax.jit` may have static arguments.
       *args, **kwargs: the arguments of `fun`: arrays, or `jax.ShapeDtypeStruct`s instead of them.
-      measure_advice: whether to look for ways to free memory. The program is compiled once for
-        each candidate: donated arguments, budgets, and parts to recompute, seven at most. The
-        advice lists the cheapest candidates that free memory, with the bytes that XLA counts.
 
     Returns:
       A `MemoryReport`: print it.
@@ -202,37 +166,21 @@ def memory(
     True
     """
     require_function(fun)
-    of_arrays, arrays, named = _without_statics(fun, args, kwargs)
     if isinstance(fun, TracedFunction):
         program = fun.graph(*args, **kwargs)
+    elif isinstance(fun, jax.stages.Wrapped):  # `jax.jit` knows the static arguments
+        program = graph_of(fun.trace(*args, **kwargs).jaxpr)
     else:
-        program = graph_of_call(of_arrays, arrays, named)
+        program = graph_of_call(fun, args, kwargs)
     shardings = list(map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
     device, devices = _jax.device_of(shardings), _jax.device_count(shardings)
-
-    def compiled_by_xla(lower: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with saying_why_not():
-            compiled = lower(*args, **kwargs).compile()
-            return getattr(compiled, "compiled", compiled)  # equinox.filter_jit wraps it
-
-    def compiled_with(options: Mapping[str, Any]) -> Cost | None:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # warnings on arguments that cannot be donated
-                other = trace(of_arrays, **options)
-                compiled = compiled_by_xla(other.lower, *arrays, **named)
-                return cost_of(compiled, device, other.graph(*arrays, **named))
-        except NotMeasuredError:
-            return None
-
+    lowering: Any = fun if hasattr(fun, "lower") else trace(fun)
     try:
-        with lines_kept():
-            lowering: Any = fun if hasattr(fun, "lower") else trace(fun)
-            compiled = compiled_by_xla(lowering.lower, *args, **kwargs)
-            with saying_why_not():
-                module = module_of(compiled)
-                now = cost_of(compiled, device, program)
-                stats = account_of(compiled, device)
+        with lines_kept(), saying_why_not():
+            compiled = lowering.lower(*args, **kwargs).compile()
+            compiled = getattr(compiled, "compiled", compiled)  # equinox.filter_jit wraps it
+            module = module_of(compiled)
+            stats = account_of(compiled, device)
     except NotMeasuredError as error:
         raise ValueError(
             f"memory reports what XLA holds, but XLA does not compile {name_of(fun)} on its own: "
@@ -243,46 +191,18 @@ def memory(
     given = [each for each in given if hasattr(each, "device_set")]
     account = account_of_buffers(module, stats, ProgramLines(program))
     lines = _lines(account.buffers)
-    advice = []
-    if measure_advice:
-        advice = advice_for(account.buffers, program, arrays, now, compiled_with)
+    ends = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return MemoryReport(
         function=name_of(fun),
-        total=now.total,
+        total=int(stats.temp_size_in_bytes + ends),
         temporary=stats.temp_size_in_bytes,
         measured_on=_jax.compiled_by(device, max(devices, _jax.device_count(given))),
         listed=sum(line.size for line in lines),
         constants=account.constants,
         at=account.at,
         lines=tuple(lines),
-        advice=tuple(advice),
         timeline=account.timeline,
     )
-
-
-def _without_statics(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Returns a function of arrays alone, and its arguments. For a function of `jax.jit` or
-    `trace`, all leaves that are not arrays become part of the function, with None in their place in
-    the arguments, as they may be static."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [leaf if hasattr(leaf, "dtype") else None for leaf in leaves]
-    is_jit = isinstance(fun, TracedFunction | type(jax.jit(lambda: None)))
-    if not is_jit or all(array is not None for array in arrays):
-        return fun, args, kwargs
-
-    def of_arrays(*args: Any, **kwargs: Any) -> Any:
-        given = iter(jax.tree.leaves((args, kwargs)))
-        filled = [
-            leaf if array is None else next(given)
-            for leaf, array in zip(leaves, arrays, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(tree, filled)
-        return fun(*args, **kwargs)
-
-    args, kwargs = jax.tree.unflatten(tree, arrays)
-    return of_arrays, args, kwargs
 
 
 # ------------------------------------------------------------------------------------------ lines
@@ -312,15 +232,3 @@ def _types(held: Sequence[Buffer]) -> str:
     counts = Counter(each.type for each in held)
     texts = [f"{n} × {text}" if n > 1 else text for text, n in counts.most_common()]
     return some(texts, 3)
-
-
-# --------------------------------------------------------------------------------------- pictures
-
-
-def _sparkline(sizes: Sequence[int]) -> str:
-    """Draws the bytes over the program as a row of bars."""
-    highest = max(sizes, default=0)
-    count = min(_WIDTH, len(sizes))
-    edges = [k * len(sizes) // max(1, count) for k in range(count + 1)]
-    peaks = [max(sizes[a:b]) for a, b in itertools.pairwise(edges)]
-    return "".join(_BARS[-(-8 * peak // max(1, highest))] for peak in peaks)

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 from tracegrad.insight.program_lines import ProgramLines
 from tracegrad.insight.value_flow import Operation, Part, ValueFlow
-from tracegrad.ir.occurrence import Origin
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.planning.hlo import Message, Module, decoded, first, numbers
 from tracegrad.planning.spans import alive
@@ -36,7 +35,6 @@ class Buffer:
         backward pass), ``gradient`` (computed in the backward pass) or ``activation``.
       type: the type of the value in the buffer, ``f32[64,512]``.
       line: the line that computes the value, ``model.py:12 (Block.__call__)``; "" for an argument.
-      origin: the same line as an `Origin`, if it is known.
       scopes: the names of the scopes around the operation that computes the value.
       kept_for: the operation that reads the value next, at the peak or after it (in a loop, maybe
         in the next iteration); for a value of the forward pass, the next operation of the backward
@@ -47,14 +45,8 @@ class Buffer:
     kind: Kind
     type: str
     line: str
-    origin: Origin | None
     scopes: tuple[str, ...]
     kept_for: str
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the value belongs to a part that the program already recomputes."""
-        return not {"checkpoint", "rematted_computation"}.isdisjoint(self.scopes)
 
     @property
     def scope(self) -> str:
@@ -196,19 +188,17 @@ def _buffer(
     reader = next(iter(later if made.is_backward else back or later), None)
     kind = lasting or ("gradient" if made.is_backward else "residual" if back else "activation")
     line = ""
-    origin: Origin | None = None
     scopes: tuple[str, ...] = ()
     if kind != "argument" and not made.name:
         line = f"copy of {made.path}"
     elif kind != "argument":
-        origin, scopes = lines.origin(made), lines.scopes(made)
-        line = str(origin or f"XLA's {made.name}")
+        scopes = lines.scopes(made)
+        line = str(lines.origin(made) or f"XLA's {made.name}")
     return Buffer(
         size=size,
         kind=kind,
         type=value.type,
         line=line,
-        origin=origin,
         scopes=scopes,
         kept_for="the result" if kind == "result" else lines.describe(reader),
     )

@@ -31,7 +31,7 @@ from tracegrad.tracing.statics import Static
 from tracegrad.variables import cut_gradients
 from tracegrad.variables.capture import READ
 
-CUT_CURES = {
+_CURES = {
     "cast": "keep the float; for a straight-through gradient use `tracegrad.grad_pass_through`",
     "rounding": "a straight-through gradient: `tracegrad.grad_pass_through(jnp.{op})(x)`",
     "comparison": "a smooth gate (`jax.nn.sigmoid`), or a straight-through gradient",
@@ -58,7 +58,7 @@ def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
     for cut in cuts:
         cause, owner = _cause_of_cut(cut), author_of(cut.occurrence)
         text = _words(cut)
-        cure = CUT_CURES.get(cause, "").format(op=cut.occurrence.node.op)
+        cure = _CURES.get(cause, "").format(op=cut.occurrence.node.op)
         rule = by_rule.no_gradient(cause, cut.occurrence)
         if cause == "custom rule" and (integers := _integer_results(cut.occurrence.node)):
             text = (
@@ -208,7 +208,7 @@ def refusals(observed: Observed) -> Iterator[Finding]:
             found,
             cause,
             f"JAX cannot differentiate {found.node.name}: {words}",
-            cure=_LOOP_CURE if op == "while" else CUT_CURES.get(cause, ""),
+            cure=_LOOP_CURE if op == "while" else _CURES.get(cause, ""),
             operation=op,
             **by_rule.refused(found),
         )

@@ -16,7 +16,6 @@ from tracegrad import _jax
 from tracegrad._jax.caches import of_program
 from tracegrad.ir import Atom, CustomGradient, Graph, Literal, Node, Value, operations
 from tracegrad.ir.program_keys import Structure
-from tracegrad.ir.scopes import around, scopes
 
 # Operations that may prepare a parameter for its use.
 PREPARING = operations.VIEWS | {"convert_element_type"}
@@ -35,20 +34,17 @@ def telling(graph: Graph) -> tuple[bool, ...]:
     """Returns for each node of a graph whether its cotangents are always measured.
 
     The cotangents of operations on inputs of the graph (on parameters) tell whether the gradient
-    vanishes or explodes along layers, those of the last operation of a scope belong to the answer,
-    and those of scans, rectifiers and operations with effects tell whether and where the gradient
-    gets there.
+    vanishes or explodes along layers, and those of scans, rectifiers and operations with effects
+    tell whether and where the gradient gets there.
     """
     inputs: set[object] = {*graph.inputs, *graph.constants}
-    last = {scopes(around(node)): node for node in graph.nodes}
     found = []
     for node in graph.nodes:
         of_input = any(isinstance(v, Value) and v in inputs for v in node.inputs)
         if of_input and node.op in PREPARING:
             inputs.update(node.outputs)
-        is_last = last[scopes(around(node))] is node
         is_scan = node.primitive is _jax.SCAN
-        found.append(of_input or is_last or is_scan or may_be_rectifier(node) or bool(node.effects))
+        found.append(of_input or is_scan or may_be_rectifier(node) or bool(node.effects))
     return tuple(found)
 
 

@@ -24,9 +24,8 @@ from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.padding import normalised_padding
-from tracegrad.insight.explaining.partial_cuts import partial_cuts
 from tracegrad.insight.explaining.runs import measure
-from tracegrad.insight.explaining.slopes import CURES, scope_norms, slopes
+from tracegrad.insight.explaining.slopes import CURES, slopes
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, NORM, ZEROS
 from tracegrad.insight.explaining.steps import slopes_of_steps
 from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
@@ -129,15 +128,12 @@ def explain_graph(
                 findings[k] = dataclasses.replace(f, problem=False)
     findings += changed_rules(observed)
     findings += dead_units(observed, findings)
-    connected = {i: path for path, i in sources.items() if i is not None and i in reached}
-    findings += partial_cuts(program, targets, connected)
     findings += _run_again(observed)
     value = observed.stats.get(("output", None, targets[0])) if targets else None
     return Explanation(
         name,
         tuple(reports),
         tuple(sorted(merged(findings), key=lambda f: f.rank)),
-        tuple(scope_norms(observed)),
         "" if value is None else _output_text(value),
     )
 

@@ -20,8 +20,7 @@ from tracegrad.insight.explaining.culprits import operand_ranges
 from tracegrad.insight.explaining.detail import PREPARING, Detail
 from tracegrad.insight.explaining.layers import are_layers
 from tracegrad.insight.explaining.observed import Observed, Place
-from tracegrad.insight.explaining.statistics import NORM
-from tracegrad.insight.explaining.streams import Link, Streams, total
+from tracegrad.insight.explaining.streams import Link, Streams
 from tracegrad.insight.explanation import Finding, number_text, scope_of, shared_scope
 from tracegrad.ir import Value
 from tracegrad.ir.occurrence import Path
@@ -248,17 +247,3 @@ def _finding_of_layers(
     return Finding.of(
         found, cause, words, paths, cure=CURES["saturated" if is_flat else cause], scope=scope
     )
-
-
-# ----------------------------------------------------------------------------------------- scopes
-
-
-def scope_norms(observed: Observed) -> list[tuple[str, float]]:
-    """Returns for every named scope, in the order of execution, the norm of the cotangent of its
-    last result; inside a scan, over all steps."""
-    found: dict[str, float] = {}
-    for last, _, stat in observed.of("ct"):
-        scope = scope_of(last)
-        if scope and scope not in found:  # the reverse pass measures the last result first
-            found[scope] = total(stat[..., NORM])
-    return list(reversed(found.items()))
