@@ -23,9 +23,6 @@ from tracegrad.tracing.modules import (
     ResultWithModules,
     Snapshot,
     Update,
-    flatten_modules_by_flax,
-    is_module_or_variable,
-    is_opaque,
 )
 from tracegrad.tracing.nnx_objects import nnx
 from tracegrad.tracing.packed import unpack_arguments
@@ -108,12 +105,11 @@ class CallInTrace:
         lay_out(self._shardings, dynamic[0])
         self.lost = states.changes(result)
         changed = before.changed(dynamic, gone) if before.objects else []
-        leaves, tree = NnxObjectFinder(before.objects).flatten(result, None)
-        if changed is None or any(map(is_opaque, leaves)):  # flax must flatten the modules
-            if before.objects:
-                result, changed = ResultWithModules(list(before.objects), result), []
-            leaves, tree = jax.tree.flatten(result, is_leaf=is_module_or_variable)
-            flatten_modules_by_flax([leaves], [])
+        if changed is None:
+            result = ResultWithModules(before.objects, result)
+            leaves, tree = result.flatten()
+        else:
+            leaves, tree = NnxObjectFinder(before.objects).flatten(result, None)
         self.updates = tuple([update for update, _ in changed or ()])
         return self._fixed(result, leaves, tree), [value for _, value in changed or ()]
 

@@ -20,7 +20,7 @@ from tracegrad.ir.paths import path_name
 from tracegrad.ir.wording import shortened
 from tracegrad.tracing.arguments import PackedCall
 from tracegrad.tracing.leaves import leaves_with_paths
-from tracegrad.tracing.modules import is_module_or_variable, unflatten_modules
+from tracegrad.tracing.modules import is_module_or_variable
 from tracegrad.tracing.nnx_objects import attribute_texts, differences, is_module
 from tracegrad.tracing.packed import Packed
 from tracegrad.tracing.statics import Static
@@ -205,7 +205,7 @@ def _describe_modules(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
     """Describes, by path, the classes and static attributes of the modules in arguments."""
     modules, names = [], []
     for argument, structure in arguments:
-        tree = unflatten_modules(jax.tree.unflatten(structure, [...] * structure.num_leaves))
+        tree = jax.tree.unflatten(structure, [...] * structure.num_leaves)
         nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module)
         for path, node in nodes:
             if is_module(node):
