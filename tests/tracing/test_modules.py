@@ -258,23 +258,6 @@ def test_what_changes_outside_is_seen_and_named():
     assert len(runs) == 4
 
 
-def test_an_attribute_that_changes_in_place_is_seen():
-    class Listed(nnx.Module):
-        def __init__(self):
-            self.powers = [1, 2]
-            self.scale = nnx.Param(jnp.float32(2.0))
-
-        def __call__(self, x):
-            return sum(self.scale[...] ** power for power in self.powers) * x
-
-    model = Listed()
-    traced = tg.trace(lambda model, x: model(x))
-    assert float(traced(model, 1.0)) == 6.0
-    model.powers.append(3)
-    assert float(traced(model, 1.0)) == 14.0
-    assert float(traced(model, 1.0)) == 14.0
-
-
 def test_after_an_error_inside_a_module_is_as_it_was():
     def fail(model, x):
         model(x)

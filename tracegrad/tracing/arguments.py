@@ -174,9 +174,9 @@ class CallPacker:
         if is_kind_of_array(kind) or kind is Packed:
             return argument
         if finder is None:
-            before, (leaves, tree) = 0, flatten_finding_variables(argument, found)
+            leaves, tree = flatten_finding_variables(argument, found)
         else:
-            before, (leaves, tree) = len(finder.objects), finder.flatten(argument, found)
+            leaves, tree = finder.flatten(argument, found)
         kinds = tuple(map(type, leaves))
         try:
             layout = self._layouts.get((tree, kinds))
@@ -186,9 +186,7 @@ class CallPacker:
             if len(self._layouts) >= _KEPT:
                 self._layouts.clear()
             layout = self._layouts[tree, kinds] = Layout(kinds, tree)
-            if finder is not None:
-                layout.note_changeable(finder.objects[before:])
-        if not layout.others and not layout.changeable:
+        if not layout.others:
             return Packed(leaves, layout.tree)
         key = tuple([id(leaves[i]) for i in layout.others])
         known = layout.known.get(key)
@@ -197,8 +195,6 @@ class CallPacker:
         structure, is_array = known
         if layout.is_leaf and all(is_array):
             return argument
-        if layout.changeable and finder is not None:
-            structure = layout.version_of(structure, finder.objects[before:])
         return Packed(list(itertools.compress(leaves, is_array)), structure)
 
 

@@ -11,7 +11,6 @@ the kinds of leaves that the user has put into them.
 
 from __future__ import annotations
 
-import copy
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
@@ -29,7 +28,7 @@ from tracegrad.tracing.modules import (
     Update,
     restore_repeated_objects,
 )
-from tracegrad.tracing.nnx_objects import nnx, static_attributes
+from tracegrad.tracing.nnx_objects import nnx
 from tracegrad.tracing.statics import (
     NonArrayNode,
     Static,
@@ -118,15 +117,6 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-class AttributesVersion:
-    """A node in a structure, numbered anew if static attributes were changed in place."""
-
-
-jax.tree_util.register_pytree_node(
-    AttributesVersion, lambda _: ((), None), lambda _, children: next(iter(children))
-)
-
-
 class Layout:
     """Cached facts about all arguments with one structure of JAX and leaves of the same types.
 
@@ -135,8 +125,6 @@ class Layout:
       is_leaf: whether the argument itself is the leaf.
       others: the indices of the leaves that may not be arrays.
       known: by the ids of the `others`: the packed structure, and which leaves are arrays.
-      changeable: the attributes of nnx objects that can change in place: (index of the object,
-        name). A changed attribute compares equal to itself, so `version_of` compares copies.
     """
 
     def __init__(self, kinds: Sequence[type], tree: Any):
@@ -153,26 +141,6 @@ class Layout:
             kind.__eq__ is object.__eq__ or kind in _IMMUTABLE for kind in others
         )
         self._refs: list[weakref.ref[Any]] = []
-        self.changeable: list[tuple[int, str]] = []
-        self._versions: list[list[Any]] = []
-
-    def note_changeable(self, objects: Sequence[Any]) -> None:
-        self.changeable = [
-            (place, name)
-            for place, node in enumerate(objects)
-            for name, value in static_attributes(node).items()
-            if isinstance(value, (list, dict, set, bytearray))
-        ]
-
-    def version_of(self, structure: Any, objects: Sequence[Any]) -> Any:
-        """Adds an `AttributesVersion` to the structure."""
-        values = [vars(objects[place]).get(name) for place, name in self.changeable]
-        if values not in self._versions:
-            self._versions.append(copy.deepcopy(values))
-        about = AttributesVersion, self._versions.index(values)
-        return jax.tree_util.PyTreeDef.from_node_data_and_children(
-            jax.tree_util.default_registry, about, [structure]
-        )
 
     def find(
         self, key: tuple[int, ...], leaves: list[Any], tree: Any, name: str
