@@ -114,9 +114,9 @@ class TracedFunction(Generic[P, R]):
     @overload
     def __get__(
         self: TracedFunction[Concatenate[Any, Q], R], instance: object, owner: type | None = None
-    ) -> BoundTracedFunction[Q, R]: ...
+    ) -> Callable[Q, R]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else BoundTracedFunction(self, instance)
+        return self if instance is None else types.MethodType(self, instance)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """Returns the graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the
@@ -198,11 +198,8 @@ class TracedFunction(Generic[P, R]):
         return self._to_budget.latest
 
     def __repr__(self) -> str:
-        return self._repr_with_plan(self.__wrapped__)
-
-    def _repr_with_plan(self, fun: Callable[..., Any]) -> str:
         plan = getattr(self._to_budget, "latest", None)
-        return f"<traced {repr_of(fun)}{f', {plan.line}' if plan else ''}>"
+        return f"<traced {repr_of(self.__wrapped__)}{f', {plan.line}' if plan else ''}>"
 
     def __getattr__(self, name: str) -> Any:
         """Returns the function's attribute of that name."""
@@ -213,54 +210,12 @@ class TracedFunction(Generic[P, R]):
         return getattr(self.__wrapped__, name)
 
 
-class BoundTracedFunction(Generic[P, R]):
-    """A traced method bound to an instance: a `TracedFunction` with ``self`` filled in."""
-
-    __wrapped__: Callable[P, R]
-
-    def __init__(self, function: TracedFunction[..., R], instance: object):
-        self.__func__ = function
-        self.__self__ = instance
-        self.__wrapped__ = types.MethodType(function.__wrapped__, instance)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The signature of the method, without ``self``."""
-        return inspect.signature(self.__wrapped__)
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def graph(self, *args: Any, **kwargs: Any) -> Graph:
-        return self.__func__.graph(self.__self__, *args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self.__func__.lower(self.__self__, *args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        return self.__func__.trace(self.__self__, *args, **kwargs)
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:  # as Python pickles methods
-        return getattr, (self.__self__, self.__func__.__name__)
-
-    def __eq__(self, other: object) -> bool:  # as for methods: each access makes a new object
-        return (
-            isinstance(other, BoundTracedFunction)
-            and self.__func__ is other.__func__
-            and self.__self__ is other.__self__
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.__func__, id(self.__self__)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__func__, name)
-
-    def __repr__(self) -> str:
-        return self.__func__._repr_with_plan(self.__wrapped__)
+def find_traced(fun: Any) -> tuple[TracedFunction[..., Any] | None, tuple[Any, ...]]:
+    """Returns (traced function, (object,)) for a traced method of an object, (traced function, ())
+    for another traced function, and (None, ()) otherwise."""
+    if isinstance(fun, types.MethodType) and isinstance(fun.__func__, TracedFunction):
+        return fun.__func__, (fun.__self__,)
+    return (fun if isinstance(fun, TracedFunction) else None), ()
 
 
 @overload
