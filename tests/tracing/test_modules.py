@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -545,14 +544,13 @@ def test_threads_train_their_own_modules():
         assert_same(arrays_of(model), arrays_of(models[0]))
 
 
-def test_a_step_that_trains_what_it_closes_over_by_nnx_says_which_module_to_give_it():
+def test_a_step_that_trains_what_it_closes_over_by_nnx_says_to_give_it_as_an_argument():
     model = Plain(nnx.Rngs(0))
     optimizer = adam(model)
     closed = tg.trace(lambda x: train_step(model, optimizer, x))
     with pytest.raises(ValueError, match="different trace level") as caught:
         closed(X)
     note = "\n".join(caught.value.__notes__)
-    assert "`model" in note
     assert "as an argument" in note
 
 
@@ -587,46 +585,27 @@ def test_a_change_of_a_state_that_is_not_returned_is_dropped_with_a_warning(run)
 # -------------------------------------------------------------------------- what is not an argument
 
 
-OUTSIDE = {"models": [Noisy(nnx.Rngs(0))]}
-
-
-class Trainer:
-    def __init__(self):
-        self.model = Noisy(nnx.Rngs(0))
-
-    def predict(self, x):
-        return self.model(x)
-
-
 def closing_over():
     model = Noisy(nnx.Rngs(0))
     return lambda x: model(x)
 
 
 def within_a_loop(x):
+    model = Noisy(nnx.Rngs(0))
+
     def body(carry, _):
-        OUTSIDE["models"][0].linear.bias[...] += 1.0
+        model.linear.bias[...] += 1.0
         return carry, ()
 
     return jax.lax.scan(body, x, length=2)
 
 
-@pytest.mark.parametrize(
-    ("fun", "path"),
-    [
-        (closing_over(), r"`model\.norm\.mean` belongs"),
-        (lambda x: OUTSIDE["models"][0](x), r"`OUTSIDE\.models\.0\.norm\.mean` belongs"),
-        (Trainer().predict, r"`self\.model\.norm\.mean` belongs"),
-        (within_a_loop, r"`OUTSIDE\.models\.0\.linear\.bias` belongs"),
-    ],
-    ids=["closed over", "a global", "an attribute of an object", "in a loop"],
-)
+@pytest.mark.parametrize("fun", [closing_over(), within_a_loop], ids=["closed over", "in a loop"])
 @pytest.mark.parametrize("run", [tg.trace, seen_as_graph, rewritten, tg.grad])
-def test_a_module_that_is_changed_and_no_argument_is_named(run, fun, path):
+def test_a_module_that_is_changed_and_no_argument_is_to_be_one(run, fun):
     with pytest.raises(flax.errors.TraceContextError) as raised:
         run(fun)(X)
-    (note,) = (note for note in raised.value.__notes__ if "belongs" in note)
-    assert re.search(path, note)
+    (note,) = (note for note in raised.value.__notes__ if "changes a module" in note)
     assert "as an argument" in note
     assert "in test_modules" in note or "test_modules.py" in note
 

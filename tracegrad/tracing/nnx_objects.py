@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from tracegrad._jax.caches import cached
-from tracegrad.ir.paths import path_name
 
 # The prefix of attributes that nnx writes into every module.
 _OF_NNX = "_pytree__"
@@ -81,14 +80,6 @@ def refuse_hijax(leaf: object) -> None:
             "a variable of this model was made with nnx.var_defaults(hijax=True), which is not "
             "supported: pass nnx.with_vars(model, hijax=False) instead of the model"
         )
-
-
-def find_path(wanted: object, module: Any) -> str | None:
-    """``linear.kernel``; None if the object is not in the module."""
-    for path, node in nnx().iter_graph(module, graph=True):
-        if node is wanted:
-            return path_name(path)
-    return None
 
 
 def keys_of_path(path: Sequence[Any]) -> tuple[Any, ...]:

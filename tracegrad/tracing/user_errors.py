@@ -15,7 +15,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Origin, match
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_own_file, line_of_error
-from tracegrad.tracing import foreign_modules, rule_errors
+from tracegrad.tracing import rule_errors
 
 _STATIC = "bind it (`functools.partial`, `static_argnames`)"
 
@@ -92,6 +92,12 @@ _NO_REVERSE = (
 )
 
 
+_FOREIGN_MODULE = (
+    "This line changes a module that was made outside of the function. Give it as an argument, or "
+    "use nnx.scan, nnx.cond; where nothing is to change: nnx.clone(model)(x)"
+)
+
+
 def explain_loop(error: Exception, called: Origin | None = None) -> None:
     """Adds the line and the cure to JAX's error about reverse mode through a while loop.
 
@@ -127,9 +133,10 @@ def _notes(error: Exception) -> Sequence[str]:
 
 
 def _explain_module(error: Exception) -> None:
-    """Adds the path of the module and the cure to flax's error about a change in another trace."""
-    if not any(foreign_modules.CURE in note for note in _notes(error)):
-        _advise(error, foreign_modules.module_advice(error), error.__traceback__)
+    """Adds the line and the cure to flax's error about a change in a module of another trace, such
+    as a module that a traced function closes over: the change could not leave the trace."""
+    if "different trace level" in str(error):
+        _advise(error, _FOREIGN_MODULE, error.__traceback__)
 
 
 def _advise(error: Exception, advice: str | None, stack: TracebackType | None) -> None:
