@@ -13,7 +13,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 import jax
 
@@ -30,7 +30,6 @@ from tracegrad.tracing.shardings import options_for_jit, with_mappings
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.stages import call_by
-from tracegrad.tracing.tools import refuse_positional
 from tracegrad.tracing.user_errors import explain_error
 
 _JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
@@ -236,7 +235,7 @@ def trace(
 ) -> Callable[[Callable[P, R]], TracedFunction[P, R]]: ...
 def trace(
     fun: Callable[..., Any] | None = None,
-    *more: Never,
+    *,
     rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
     **jit_options: Any,
@@ -303,7 +302,6 @@ def trace(
         near = difflib.get_close_matches(name, ["rules", "memory_budget", *_JIT_OPTIONS], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"trace() and jax.jit have no keyword {name!r}{hint}")
-    refuse_positional("trace", fun, "rules", more)
     if fun is None:
         return functools.partial(trace, rules=rules, memory_budget=memory_budget, **jit_options)
     applied = as_rules(rules)

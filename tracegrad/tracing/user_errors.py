@@ -63,21 +63,6 @@ _ADVICE: tuple[tuple[type[Exception], str, str], ...] = (
 )
 
 
-_NO_ARRAY = (
-    "JAX has no arrays of Python objects or of strings. Give it a dtype of numbers, as in "
-    "`np.asarray(x, dtype=float)`; or pass a list or an object of your own, which is static."
-)
-
-
-# Attributes of a `Variable` that arrays lack.
-_OF_VARIABLES = frozenset({"assign", "assign_add", "assign_sub", "read_value", "trainable"})
-_NO_VARIABLE = (
-    "This line takes an array for a `Variable`: JAX replaces a Variable among the arguments by its "
-    "value. Let the function close over the Variable, or return the new value and assign it "
-    "outside."
-)
-
-
 _STATIC_INSIDE = (
     "A static argument of an inner jax.jit is a traced array here. Fill it in, "
     "`functools.partial(f, n=2)`, or make it static here too, as `tracegrad.trace(f, "
@@ -168,10 +153,6 @@ def explain_error(error: Exception) -> Exception:
         (text for kind, words, text in _ADVICE if isinstance(error, kind) and words in str(error)),
         None,
     )
-    if isinstance(error, AttributeError) and error.name in _OF_VARIABLES:
-        advice = _NO_VARIABLE if isinstance(error.obj, jax.Array) else None
-    if isinstance(error, TypeError) and "numpy.ndarray" in str(error):
-        advice = _NO_ARRAY if "as an abstract array" in str(error) else advice
     if isinstance(error, ValueError) and "Non-hashable static" in str(error):
         advice = _STATIC_INSIDE if "Tracer" in str(error) else advice
     _advise(error, advice, error.__traceback__)
