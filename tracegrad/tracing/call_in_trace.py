@@ -27,7 +27,7 @@ from tracegrad.tracing.modules import (
 from tracegrad.tracing.nnx_objects import nnx
 from tracegrad.tracing.packed import unpack_arguments
 from tracegrad.tracing.shardings import has_mapping, lay_out, refuse_other_shardings
-from tracegrad.tracing.states import StateChanges, States
+from tracegrad.tracing.states import States
 from tracegrad.tracing.statics import are_arrays, replace_by_statics, structure_with
 from tracegrad.variables.capture import Capture, capturing
 from tracegrad.variables.trees import is_variable
@@ -51,7 +51,7 @@ class CallInTrace:
       out_tree: the structure of its result.
       updates: the places of the last outputs in the modules of the call. If the function has
         changed the structure of these modules, the result is `ResultWithModules`, with all arrays.
-      lost: the function's changes in an nnx.State that it does not return.
+      lost: the paths of the function's changes in an nnx.State that it does not return.
     """
 
     variables: Capture
@@ -68,7 +68,7 @@ class CallInTrace:
         self._paths, self._within = paths, within
         self.out_tree: Any = None
         self.updates: tuple[Update, ...] = ()
-        self.lost = StateChanges()
+        self.lost: tuple[str, ...] = ()
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function with packed arguments that are not static, inside the trace of its
@@ -103,7 +103,7 @@ class CallInTrace:
         refuse_other_shardings(self._shardings, dynamic[0])
         result = _call_user(fun, self._within, *args, **kwargs)
         lay_out(self._shardings, dynamic[0])
-        self.lost = states.changes(result)
+        self.lost = states.lost_changes(result)
         changed = before.changed(dynamic, gone) if before.objects else []
         if changed is None:
             result = ResultWithModules(before.objects, result)

@@ -27,7 +27,6 @@ from tracegrad.tracing.arguments import (
 )
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_in_trace import CallInTrace, Within
-from tracegrad.tracing.states import StateChanges, States, is_passed_on
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explain_error
 
@@ -162,7 +161,6 @@ def trace_to_graph(
     explicit, variables = traced_call.variables.with_explicit_inputs(program)
     names = (*paths, *(variable.name for variable in variables))
     function = _jax.TracedFrom(name, _jax.traced_from(program).source, names)
-    is_lost = traced_call.lost.paths or traced_call.lost.structures
     return dataclasses.replace(
         import_program(explicit, function),
         in_tree=in_tree,
@@ -171,32 +169,8 @@ def trace_to_graph(
         variables=tuple(variables),
         assigned=traced_call.variables.assigned,
         updates=traced_call.updates,
-        loses=_paths_of_lost_changes(traced_call.lost, fun, call) if is_lost else (),
+        loses=traced_call.lost,
     )
-
-
-def _paths_of_lost_changes(
-    changes: StateChanges,
-    fun: Callable[..., Any],
-    call: PackedCall,
-) -> tuple[str, ...]:
-    """Returns the paths of the changes in an nnx.State that change a value, not only its tracer.
-
-    A jitted function (`nnx.jit`) returns new tracers for all values of an nnx.State argument, also
-    for unchanged values. To tell changed values, this traces a program that returns the values
-    before and after.
-    """
-
-    @functools.wraps(fun, updated=())
-    def before_and_after(*args: Any, **kwargs: Any) -> Any:
-        arguments, _ = call._replace(args=args, kwargs=kwargs).by_name()
-        states = States(dict(arguments))
-        return states.changes(fun(*args, **kwargs)).values
-
-    outputs = trace_to_graph(before_and_after, call).outputs
-    pairs = zip(changes.paths, outputs[::2], outputs[1::2], strict=False)
-    lost = [path for path, before, after in pairs if not is_passed_on(before, after)]
-    return (*changes.structures, *lost)
 
 
 def _make_new_function(
