@@ -87,12 +87,6 @@ class Static(NonArrayNode):
         return self._text if leaf is None else repr(leaf)
 
 
-def is_known_by_identity(leaf: Any) -> bool:
-    """Whether a leaf is not an array, and equals only itself."""
-    kind: Any = type(leaf)
-    return not is_array(leaf) and kind.__eq__ is object.__eq__
-
-
 jax.tree_util.register_pytree_node(
     Static, lambda static: ((), static), lambda static, _: static.leaf
 )
