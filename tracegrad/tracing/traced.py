@@ -8,12 +8,11 @@ function turns out to be plain (arrays in, arrays out, no Variables), its calls 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 
@@ -22,7 +21,7 @@ from tracegrad.ir.engine import engine
 from tracegrad.tracing.arguments import PackedCall, resolve_static
 from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.graphs import Rule, as_rules, require_function
-from tracegrad.tracing.jit_options import JitOptions, options_behind_module
+from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import function_taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
 from tracegrad.tracing.programs import JittedProgram
@@ -32,7 +31,6 @@ from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.stages import call_by
 from tracegrad.tracing.user_errors import explain_error
 
-_JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
 P = ParamSpec("P")
 Q = ParamSpec("Q")  # the parameters of a method, without ``self``
 R = TypeVar("R")
@@ -223,7 +221,7 @@ def trace(
     *,
     rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
-    **jit_options: Unpack[JitOptions],
+    **jit_options: Any,
 ) -> TracedFunction[P, R]: ...
 @overload
 def trace(
@@ -231,7 +229,7 @@ def trace(
     *,
     rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
-    **jit_options: Unpack[JitOptions],
+    **jit_options: Any,
 ) -> Callable[[Callable[P, R]], TracedFunction[P, R]]: ...
 def trace(
     fun: Callable[..., Any] | None = None,
@@ -298,10 +296,6 @@ def trace(
       mul           = mul(x, stop_gradient)   f32[2]  ...
       return mul
     """
-    for name in jit_options.keys() - _JIT_OPTIONS:
-        near = difflib.get_close_matches(name, ["rules", "memory_budget", *_JIT_OPTIONS], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"trace() and jax.jit have no keyword {name!r}{hint}")
     if fun is None:
         return functools.partial(trace, rules=rules, memory_budget=memory_budget, **jit_options)
     applied = as_rules(rules)
