@@ -18,8 +18,6 @@ from tracegrad.ir.paths import path_name
 from tracegrad.tracing.argument_paths import known_paths
 from tracegrad.tracing.arguments import (
     NONE_STATIC,
-    ArgumentIndices,
-    ArgumentNames,
     CallPacker,
     PackedCall,
     StaticArguments,
@@ -38,8 +36,6 @@ def graph(
     fun: Callable[..., Any],
     /,
     *args: Any,
-    static_argnums: ArgumentIndices = None,
-    static_argnames: ArgumentNames = None,
     **kwargs: Any,
 ) -> Graph:
     """Traces a function to a `Graph` that can be read, searched, edited and run.
@@ -47,7 +43,6 @@ def graph(
     Args:
       fun: any function that `jax.jit` takes; for a traced function, its own rules do not apply.
       *args, **kwargs: its arguments: arrays or `jax.ShapeDtypeStruct`s.
-      static_argnums, static_argnames: which arguments are static, as in `jax.jit`.
 
     Returns:
       The graph. Nothing is computed. The `Variable`s that `fun` reads are inputs after its
@@ -69,17 +64,12 @@ def graph(
     0.0
     """
     require_function(fun)
-    return graph_of_call(fun, args, kwargs, resolve_static(fun, static_argnums, static_argnames))
+    return graph_of_call(fun, args, kwargs)
 
 
-def graph_of_call(
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    static: StaticArguments | None = None,
-) -> Graph:
+def graph_of_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     """Like `graph`; all keywords belong to the function."""
-    static = static or resolve_static(fun, None, None)
+    static = resolve_static(fun, None, None)
     try:
         return trace_to_graph(fun, CallPacker(static)(args, kwargs))
     except Exception as error:
