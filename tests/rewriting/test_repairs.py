@@ -504,13 +504,6 @@ def test_zeros_are_kept_in_a_shard_map_also_where_an_axis_is_automatic(axes):
     np.testing.assert_allclose(jax.jit(jax.grad(kept))(x), [0.0, 0.5, 0.25, 0.125])
 
 
-def test_what_keeps_zeros_in_a_shard_map_is_to_be_compiled():
-    kept = tg.rewrite(lambda x: root_in_a_shard_map(x, {"a", "b"}), rules.strong_zero())
-    with pytest.raises(NotImplementedError) as error:
-        jax.grad(kept)(jnp.ones(4))
-    assert any("`jax.jit(jax.grad(...))`" in note for note in error.value.__notes__)
-
-
 def test_a_function_gets_its_own_derivative_back():
     @jax.custom_jvp
     def product(x, y):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -41,14 +40,9 @@ class Noisy(Plain):
         return self.dropout(self.norm(super().__call__(x)))
 
 
-class Opaque(nnx.Module, pytree=False):
-    """No tree to JAX."""
-
+class Scaled(nnx.Module):
     def __init__(self):
         self.scale = nnx.Param(jnp.ones(3))
-
-    def __call__(self, x):
-        return x * self.scale[...]
 
 
 def loss(model, x):
@@ -213,7 +207,7 @@ def test_other_references_are_another_program():
         b.scale[...] *= 3.0
 
     def scaled(value):
-        module = Opaque()
+        module = Scaled()
         module.scale[...] = value * jnp.ones(3)
         return module
 
@@ -261,23 +255,6 @@ def test_what_changes_outside_is_seen_and_named():
     check()
     check()
     assert len(runs) == 4
-
-
-def test_an_attribute_that_changes_in_place_is_seen():
-    class Listed(nnx.Module):
-        def __init__(self):
-            self.powers = [1, 2]
-            self.scale = nnx.Param(jnp.float32(2.0))
-
-        def __call__(self, x):
-            return sum(self.scale[...] ** power for power in self.powers) * x
-
-    model = Listed()
-    traced = tg.trace(lambda model, x: model(x))
-    assert float(traced(model, 1.0)) == 6.0
-    model.powers.append(3)
-    assert float(traced(model, 1.0)) == 14.0
-    assert float(traced(model, 1.0)) == 14.0
 
 
 def test_after_an_error_inside_a_module_is_as_it_was():
@@ -567,14 +544,13 @@ def test_threads_train_their_own_modules():
         assert_same(arrays_of(model), arrays_of(models[0]))
 
 
-def test_a_step_that_trains_what_it_closes_over_by_nnx_says_which_module_to_give_it():
+def test_a_step_that_trains_what_it_closes_over_by_nnx_says_to_give_it_as_an_argument():
     model = Plain(nnx.Rngs(0))
     optimizer = adam(model)
     closed = tg.trace(lambda x: train_step(model, optimizer, x))
     with pytest.raises(ValueError, match="different trace level") as caught:
         closed(X)
     note = "\n".join(caught.value.__notes__)
-    assert "`model" in note
     assert "as an argument" in note
 
 
@@ -609,48 +585,43 @@ def test_a_change_of_a_state_that_is_not_returned_is_dropped_with_a_warning(run)
 # -------------------------------------------------------------------------- what is not an argument
 
 
-OUTSIDE = {"models": [Noisy(nnx.Rngs(0))]}
-
-
-class Trainer:
-    def __init__(self):
-        self.model = Noisy(nnx.Rngs(0))
-
-    def predict(self, x):
-        return self.model(x)
-
-
 def closing_over():
     model = Noisy(nnx.Rngs(0))
     return lambda x: model(x)
 
 
 def within_a_loop(x):
+    model = Noisy(nnx.Rngs(0))
+
     def body(carry, _):
-        OUTSIDE["models"][0].linear.bias[...] += 1.0
+        model.linear.bias[...] += 1.0
         return carry, ()
 
     return jax.lax.scan(body, x, length=2)
 
 
-@pytest.mark.parametrize(
-    ("fun", "path"),
-    [
-        (closing_over(), r"`model\.norm\.mean` belongs"),
-        (lambda x: OUTSIDE["models"][0](x), r"`OUTSIDE\.models\.0\.norm\.mean` belongs"),
-        (Trainer().predict, r"`self\.model\.norm\.mean` belongs"),
-        (within_a_loop, r"`OUTSIDE\.models\.0\.linear\.bias` belongs"),
-    ],
-    ids=["closed over", "a global", "an attribute of an object", "in a loop"],
-)
+@pytest.mark.parametrize("fun", [closing_over(), within_a_loop], ids=["closed over", "in a loop"])
 @pytest.mark.parametrize("run", [tg.trace, seen_as_graph, rewritten, tg.grad])
-def test_a_module_that_is_changed_and_no_argument_is_named(run, fun, path):
+def test_a_module_that_is_changed_and_no_argument_is_to_be_one(run, fun):
     with pytest.raises(flax.errors.TraceContextError) as raised:
         run(fun)(X)
-    (note,) = (note for note in raised.value.__notes__ if "belongs" in note)
-    assert re.search(path, note)
+    (note,) = (note for note in raised.value.__notes__ if "changes a module" in note)
     assert "as an argument" in note
     assert "in test_modules" in note or "test_modules.py" in note
+
+
+class NoTree(nnx.Module, pytree=False):
+    pass
+
+
+def test_a_module_whose_class_is_no_pytree_is_refused_by_its_path():
+    add, make = tg.trace(lambda x, models: x), tg.trace(lambda x: {"made": NoTree()})
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"argument models\.0: it is a NoTree.*pytree=False"):
+            add(X, [NoTree(), NoTree()])
+        with pytest.raises(TypeError, match=r"result\.made: it is a NoTree"):
+            make(X)
+        add(X, [X])
 
 
 def hijax_watched(model):
@@ -820,11 +791,6 @@ class Round(Plain):
         self.total = nnx.data(tg.Variable(1.0))
 
 
-class OpaqueLinear(nnx.Module, pytree=False):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(3, 4, rngs=rngs)
-
-
 def replaced(model, layout):
     model.linear.kernel = nnx.Param(jax.lax.with_sharding_constraint(2 * X.T[:, :4], layout))
 
@@ -838,7 +804,7 @@ def nothing(model, layout):
 
 
 @pytest.mark.parametrize("change", [replaced, assigned, nothing])
-@pytest.mark.parametrize("kind", [Plain, Round, OpaqueLinear])
+@pytest.mark.parametrize("kind", [Plain, Round])
 def test_a_module_comes_back_in_the_layout_that_is_said_whatever_is_changed(kind, change):
     across, along, _ = layouts()
     layout = [(nnx.PathContains("kernel"), across), (nnx.PathContains("bias"), along), (..., None)]
@@ -906,21 +872,14 @@ class Holder(nnx.Module):
         self.total = nnx.data(tg.Variable(3.0))
 
 
-class OpaqueHolder(Opaque, pytree=False):
-    def __init__(self):
-        super().__init__()
-        self.total = tg.Variable(3.0)
-
-
-@pytest.mark.parametrize("kind", [Holder, OpaqueHolder])
-def test_a_variable_that_a_module_holds_is_that_variable_before_inside_and_after(kind):
+def test_a_variable_that_a_module_holds_is_that_variable_before_inside_and_after():
     @tg.trace
     def step(module, x):
         if not hasattr(module, "extra"):
             module.extra = nnx.Param(x)
         return module.total.assign_add(jnp.sum(module.extra[...]))
 
-    module = kind()
+    module = Holder()
     total = module.total
     for count in (1, 2, 3):
         assert float(step(module, jnp.ones(2))) == 3.0 + 2 * count

@@ -39,11 +39,11 @@ CHANGES = {
     ),
     "a new optimiser": (
         lambda i: {"x": nnx.Optimizer(MODEL, optax.sgd(0.1), wrt=nnx.Param)},
-        r"the structure of `x\.tx` changed.*once",
+        r"the tree of `x` changed.*to Optimizer with GradientTransformation.*once",
     ),
     "tree": (
         lambda i: {"x": {f"k{j}": 1.0 for j in range(i)}},
-        r"tree of the arguments changed",
+        r"tree of `x` changed.*to dict with 'k7'",
     ),
 }
 

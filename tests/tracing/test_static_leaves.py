@@ -291,9 +291,8 @@ def test_an_array_of_objects_is_refused_by_its_path(values, beside):
     call({"w": jnp.ones(2), "x": 1.0, "beside": beside})
     model = {"w": np.array(values, dtype=object), "x": 1.0, "beside": beside}
     for way in (call, functools.partial(tg.graph, call)):
-        with pytest.raises(TypeError, match=r"at path model(\.w|\['w'\])") as found:
+        with pytest.raises(TypeError, match=r"at path model(\.w|\['w'\])"):
             way(model)
-        assert any("Give it a dtype of numbers" in note for note in found.value.__notes__)
 
 
 class Model:

@@ -649,16 +649,6 @@ def test_assigning_inside_a_vmap_is_refused():
         tg.trace(lambda x: jax.vmap(lambda y: v.assign(y).value)(x))(jnp.ones(3))
 
 
-@pytest.mark.parametrize("around", [jax.jit, lambda f: jax.vmap(f, (None, 0))])
-def test_assigning_the_value_that_jax_makes_of_an_argument_says_what_to_do(around):
-    w = Variable(np.float32(1.0))
-    step = tg.trace(lambda v, x: (v.assign(v * 2), v * x)[1])
-    with pytest.raises(AttributeError, match="assign") as caught:
-        around(step)(w, jnp.ones(3))
-    (note,) = [note for note in caught.value.__notes__ if "close over the Variable" in note]
-    assert "test_variable_capture.py" in note
-
-
 def test_an_exception_assigns_nothing():
     @tg.trace
     def f(x):

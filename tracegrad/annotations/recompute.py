@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Never, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -20,7 +20,6 @@ from tracegrad.annotations.variables import Assignments
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
 from tracegrad.tracing import graph
-from tracegrad.tracing.tools import refuse_positional
 from tracegrad.tracing.user_errors import explain_rule
 from tracegrad.variables.reading import ReadsOutside
 from tracegrad.variables.trees import without_variables
@@ -37,7 +36,7 @@ def recompute_grad(
 def recompute_grad(
     f: None = None, *, policy: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], AnnotatedFunction[P, R]]: ...
-def recompute_grad(f: Any = None, *more: Never, policy: Callable[..., Any] | None = None) -> Any:
+def recompute_grad(f: Any = None, *, policy: Callable[..., Any] | None = None) -> Any:
     """Keeps only the arguments of ``f`` for the backward pass, which then runs ``f`` again.
 
     Recomputation costs one more run of ``f`` per gradient. Between the forward and the backward
@@ -77,7 +76,6 @@ def recompute_grad(f: Any = None, *more: Never, policy: Callable[..., Any] | Non
     0.11.2, XLA for CPUs undoes the recomputation in programs compiled by ``jax.jit``; programs
     compiled by tracegrad's ``trace`` do recompute.
     """
-    refuse_positional("recompute_grad", f, "policy", more)
     if f is None:
         return functools.partial(recompute_grad, policy=policy)
     require_callable(f, "recompute_grad")

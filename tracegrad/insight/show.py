@@ -14,7 +14,7 @@ from tracegrad.ir.occurrence import Path
 from tracegrad.ir.text import format_graph, label
 from tracegrad.tracing.graphs import graph_of_call
 from tracegrad.tracing.tools import tool
-from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
+from tracegrad.tracing.traced import find_traced
 
 
 @tool
@@ -68,8 +68,9 @@ def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> Graph
                 "so call show(graph), or show(fun, *args) to trace the function for them"
             )
         return GraphView(fun)
-    if isinstance(fun, (TracedFunction, BoundTracedFunction)):
-        return GraphView(fun.graph(*args, **kwargs))
+    traced, first = find_traced(fun)
+    if traced is not None:
+        return GraphView(traced.graph(*first, *args, **kwargs))
     if not callable(fun):
         raise TypeError(f"expected a function or a Graph to show, got {type(fun).__name__}")
     return GraphView(graph_of_call(fun, args, kwargs))

@@ -18,12 +18,11 @@ from tracegrad.ir.occurrence import line_of_error
 from tracegrad.saving.manifest import KINDS, Kind
 from tracegrad.saving.modules import ModuleVariables
 from tracegrad.saving.trees import check_leaves, of_types, tree_text
-from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.nnx_objects import is_module
 from tracegrad.tracing.packed import unpack_arguments
 from tracegrad.tracing.statics import is_array
-from tracegrad.tracing.traced import BoundTracedFunction
+from tracegrad.tracing.traced import find_traced
 from tracegrad.variables.variable import Variable
 
 Function = Callable[..., Any]
@@ -131,11 +130,12 @@ def bind_specs(name: str, fun: Function, specs: Any) -> BoundSpecs:
 
 
 def _static_names(fun: Function, signature: inspect.Signature) -> set[str]:
-    if not isinstance(fun, (TracedFunction, BoundTracedFunction)):
+    traced, of_object = find_traced(fun)
+    if traced is None:
         return set()
-    static, names = fun._pipeline.static, list(signature.parameters)
+    static, names = traced._pipeline.static, list(signature.parameters)
     # The positions count the object of a method, or the module, which `signature` does not.
-    first = int(isinstance(fun, BoundTracedFunction) or bool(fun._first))
+    first = len(of_object or traced._first)
     found = {names[p - first] for p in static.positions if first <= p < first + len(names)}
     return found | static.names
 

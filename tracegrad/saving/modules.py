@@ -21,7 +21,7 @@ from tracegrad.tracing.nnx_objects import (
     keys_of_path,
     nnx,
 )
-from tracegrad.tracing.traced import BoundTracedFunction, TracedFunction
+from tracegrad.tracing.traced import TracedFunction
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
@@ -146,8 +146,6 @@ def _split_module_from_function(fun: Any) -> tuple[Any, Callable[[Any], Callable
     if isinstance(fun, (TracedFunction, RewrittenFunction)):
         found, of = _split_module_from_function(fun.__wrapped__)
         return found, lambda other: type(fun)(of(other), *fun._made_with)
-    if isinstance(fun, BoundTracedFunction):
-        return fun.__self__, lambda other: BoundTracedFunction(fun.__func__, other)
     if isinstance(fun, functools.partial) and fun.args:
         _, *more = fun.args
         return fun.args[0], lambda other: functools.partial(fun.func, other, *more, **fun.keywords)

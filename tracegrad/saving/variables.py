@@ -13,11 +13,10 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.tracing import TracedFunction
-from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.variables.variable import Variable
 
 # Objects of these types and packages are not searched for Variables.
-_CLOSED = (type, ModuleType, str, bytes, np.ndarray, TracedFunction, BoundTracedFunction)
+_CLOSED = (type, ModuleType, str, bytes, np.ndarray, TracedFunction)
 _CLOSED_PACKAGES = frozenset({"builtins", "jax", "jaxlib", "numpy"})
 
 

@@ -14,10 +14,8 @@ from tracegrad.tracing.modules import NnxObjectFinder
 from tracegrad.tracing.nnx_objects import ignore_cached_partial, nnx
 from tracegrad.tracing.packed import (
     Layout,
-    NotAPytree,
     Packed,
     PackedStatic,
-    pack_by_flax,
 )
 from tracegrad.tracing.signatures import parameters_of, positional
 from tracegrad.tracing.statics import has_equinox_modules, is_kind_of_array
@@ -142,28 +140,18 @@ class CallPacker:
         objects: Sequence[Any] = () if finder is None else finder.objects
         fixed = static.within(args) if static.positions else ()
         by_name: dict[str, Any] = {}
-        try:  # warm calls run this
-            by_position = tuple(
-                [
-                    _pack_static(arg, found) if i in fixed else pack(arg, i, found, finder)
-                    for i, arg in enumerate(args)
-                ]
+        # Warm calls run this.
+        by_position = tuple(
+            [
+                _pack_static(arg, found) if i in fixed else pack(arg, i, found, finder)
+                for i, arg in enumerate(args)
+            ]
+        )
+        for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
+            arg, is_static = kwargs[name], name in static.names
+            by_name[name] = (
+                _pack_static(arg, found) if is_static else pack(arg, name, found, finder)
             )
-            for name in sorted(kwargs) if len(kwargs) > 1 else kwargs:
-                arg, is_static = kwargs[name], name in static.names
-                by_name[name] = (
-                    _pack_static(arg, found) if is_static else pack(arg, name, found, finder)
-                )
-        except NotAPytree:
-            found.clear()
-            others: dict[str | int, Any] = dict(enumerate(args))
-            others.update(sorted(kwargs.items()))
-            own_keys: list[str | int] = [*fixed, *static.named(kwargs)]
-            own = {key: others.pop(key) for key in own_keys}
-            packed, objects = pack_by_flax(others, found, static.argument_name)
-            packed.update((key, _pack_static(arg, found)) for key, arg in own.items())
-            by_position = tuple([packed[i] for i in range(len(args))])
-            by_name = {name: packed[name] for name in sorted(kwargs)}
         if objects:
             ignore_cached_partial()
         return PackedCall(by_position, by_name, static, tuple(found), objects)
@@ -181,16 +169,14 @@ class CallPacker:
           where: the name or the index of the argument, for messages.
           found: the Variables in the argument are added to this list.
           finder: the finder of the call; None if nobody needs the nnx objects.
-
-        Raises NotAPytree if a module is not a pytree.
         """
         kind = type(argument)
         if is_kind_of_array(kind) or kind is Packed:
             return argument
         if finder is None:
-            before, (leaves, tree) = 0, flatten_finding_variables(argument, found)
+            leaves, tree = flatten_finding_variables(argument, found)
         else:
-            before, (leaves, tree) = len(finder.objects), finder.flatten(argument, found)
+            leaves, tree = finder.flatten(argument, found)
         kinds = tuple(map(type, leaves))
         try:
             layout = self._layouts.get((tree, kinds))
@@ -200,12 +186,8 @@ class CallPacker:
             if len(self._layouts) >= _KEPT:
                 self._layouts.clear()
             layout = self._layouts[tree, kinds] = Layout(kinds, tree)
-            if finder is not None:
-                layout.note_changeable(finder.objects[before:])
-        if not layout.others and not layout.changeable:
+        if not layout.others:
             return Packed(leaves, layout.tree)
-        if layout.is_opaque and finder is not None:
-            raise NotAPytree
         key = tuple([id(leaves[i]) for i in layout.others])
         known = layout.known.get(key)
         if known is None:
@@ -213,8 +195,6 @@ class CallPacker:
         structure, is_array = known
         if layout.is_leaf and all(is_array):
             return argument
-        if layout.changeable and finder is not None:
-            structure = layout.version_of(structure, finder.objects[before:])
         return Packed(list(itertools.compress(leaves, is_array)), structure)
 
 

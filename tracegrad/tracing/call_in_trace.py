@@ -23,14 +23,11 @@ from tracegrad.tracing.modules import (
     ResultWithModules,
     Snapshot,
     Update,
-    flatten_modules_by_flax,
-    is_module_or_variable,
-    is_opaque,
 )
 from tracegrad.tracing.nnx_objects import nnx
 from tracegrad.tracing.packed import unpack_arguments
 from tracegrad.tracing.shardings import has_mapping, lay_out, refuse_other_shardings
-from tracegrad.tracing.states import StateChanges, States
+from tracegrad.tracing.states import States
 from tracegrad.tracing.statics import are_arrays, replace_by_statics, structure_with
 from tracegrad.variables.capture import Capture, capturing
 from tracegrad.variables.trees import is_variable
@@ -54,7 +51,7 @@ class CallInTrace:
       out_tree: the structure of its result.
       updates: the places of the last outputs in the modules of the call. If the function has
         changed the structure of these modules, the result is `ResultWithModules`, with all arrays.
-      lost: the function's changes in an nnx.State that it does not return.
+      lost: the paths of the function's changes in an nnx.State that it does not return.
     """
 
     variables: Capture
@@ -71,7 +68,7 @@ class CallInTrace:
         self._paths, self._within = paths, within
         self.out_tree: Any = None
         self.updates: tuple[Update, ...] = ()
-        self.lost = StateChanges()
+        self.lost: tuple[str, ...] = ()
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function with packed arguments that are not static, inside the trace of its
@@ -106,14 +103,13 @@ class CallInTrace:
         refuse_other_shardings(self._shardings, dynamic[0])
         result = _call_user(fun, self._within, *args, **kwargs)
         lay_out(self._shardings, dynamic[0])
-        self.lost = states.changes(result)
+        self.lost = states.lost_changes(result)
         changed = before.changed(dynamic, gone) if before.objects else []
-        leaves, tree = NnxObjectFinder(before.objects).flatten(result, None)
-        if changed is None or any(map(is_opaque, leaves)):  # flax must flatten the modules
-            if before.objects:
-                result, changed = ResultWithModules(list(before.objects), result), []
-            leaves, tree = jax.tree.flatten(result, is_leaf=is_module_or_variable)
-            flatten_modules_by_flax([leaves], [])
+        if changed is None:
+            result = ResultWithModules(before.objects, result)
+            leaves, tree = result.flatten()
+        else:
+            leaves, tree = NnxObjectFinder(before.objects).flatten(result, None)
         self.updates = tuple([update for update, _ in changed or ()])
         return self._fixed(result, leaves, tree), [value for _, value in changed or ()]
 

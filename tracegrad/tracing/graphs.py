@@ -18,8 +18,6 @@ from tracegrad.ir.paths import path_name
 from tracegrad.tracing.argument_paths import known_paths
 from tracegrad.tracing.arguments import (
     NONE_STATIC,
-    ArgumentIndices,
-    ArgumentNames,
     CallPacker,
     PackedCall,
     StaticArguments,
@@ -27,7 +25,6 @@ from tracegrad.tracing.arguments import (
 )
 from tracegrad.tracing.attempts import Attempt
 from tracegrad.tracing.call_in_trace import CallInTrace, Within
-from tracegrad.tracing.states import StateChanges, States, is_passed_on
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.user_errors import explain_error
 
@@ -39,8 +36,6 @@ def graph(
     fun: Callable[..., Any],
     /,
     *args: Any,
-    static_argnums: ArgumentIndices = None,
-    static_argnames: ArgumentNames = None,
     **kwargs: Any,
 ) -> Graph:
     """Traces a function to a `Graph` that can be read, searched, edited and run.
@@ -48,7 +43,6 @@ def graph(
     Args:
       fun: any function that `jax.jit` takes; for a traced function, its own rules do not apply.
       *args, **kwargs: its arguments: arrays or `jax.ShapeDtypeStruct`s.
-      static_argnums, static_argnames: which arguments are static, as in `jax.jit`.
 
     Returns:
       The graph. Nothing is computed. The `Variable`s that `fun` reads are inputs after its
@@ -70,17 +64,12 @@ def graph(
     0.0
     """
     require_function(fun)
-    return graph_of_call(fun, args, kwargs, resolve_static(fun, static_argnums, static_argnames))
+    return graph_of_call(fun, args, kwargs)
 
 
-def graph_of_call(
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    static: StaticArguments | None = None,
-) -> Graph:
+def graph_of_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     """Like `graph`; all keywords belong to the function."""
-    static = static or resolve_static(fun, None, None)
+    static = resolve_static(fun, None, None)
     try:
         return trace_to_graph(fun, CallPacker(static)(args, kwargs))
     except Exception as error:
@@ -162,7 +151,6 @@ def trace_to_graph(
     explicit, variables = traced_call.variables.with_explicit_inputs(program)
     names = (*paths, *(variable.name for variable in variables))
     function = _jax.TracedFrom(name, _jax.traced_from(program).source, names)
-    is_lost = traced_call.lost.paths or traced_call.lost.structures
     return dataclasses.replace(
         import_program(explicit, function),
         in_tree=in_tree,
@@ -171,32 +159,8 @@ def trace_to_graph(
         variables=tuple(variables),
         assigned=traced_call.variables.assigned,
         updates=traced_call.updates,
-        loses=_paths_of_lost_changes(traced_call.lost, fun, call) if is_lost else (),
+        loses=traced_call.lost,
     )
-
-
-def _paths_of_lost_changes(
-    changes: StateChanges,
-    fun: Callable[..., Any],
-    call: PackedCall,
-) -> tuple[str, ...]:
-    """Returns the paths of the changes in an nnx.State that change a value, not only its tracer.
-
-    A jitted function (`nnx.jit`) returns new tracers for all values of an nnx.State argument, also
-    for unchanged values. To tell changed values, this traces a program that returns the values
-    before and after.
-    """
-
-    @functools.wraps(fun, updated=())
-    def before_and_after(*args: Any, **kwargs: Any) -> Any:
-        arguments, _ = call._replace(args=args, kwargs=kwargs).by_name()
-        states = States(dict(arguments))
-        return states.changes(fun(*args, **kwargs)).values
-
-    outputs = trace_to_graph(before_and_after, call).outputs
-    pairs = zip(changes.paths, outputs[::2], outputs[1::2], strict=False)
-    lost = [path for path, before, after in pairs if not is_passed_on(before, after)]
-    return (*changes.structures, *lost)
 
 
 def _make_new_function(

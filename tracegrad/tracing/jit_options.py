@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import keyword
-import re
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
-
-import jax
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tracegrad.tracing.arguments import StaticArguments, donated_by
 from tracegrad.tracing.signatures import parameters_of, positional
@@ -19,22 +14,6 @@ from tracegrad.variables.variable import Variable
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
-
-
-class JitOptions(TypedDict, total=False):
-    """The keywords of `jax.jit`, for type checkers."""
-
-    in_shardings: Any
-    out_shardings: Any
-    static_argnums: int | Sequence[int] | None
-    static_argnames: str | Iterable[str] | None
-    donate_argnums: int | Sequence[int] | None
-    donate_argnames: str | Iterable[str] | None
-    keep_unused: bool
-    device: jax.Device | None
-    backend: str | None
-    inline: Any  # a bool, or from JAX 0.12 on an `Inline`
-    compiler_options: dict[str, Any] | None
 
 
 def options_behind(
@@ -105,20 +84,12 @@ def _shift(
 def signature_behind(
     fun: Callable[..., Any], variables: Sequence[weakref.ref[Variable]]
 ) -> inspect.Signature | None:
-    """Returns the function's signature after one parameter for each Variable, with the Variable's
-    name; None if the function has no signature."""
+    """Returns the function's signature after one parameter for each Variable; None if the function
+    has no signature."""
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):
         return None
-    taken = set(signature.parameters)
-    front = []
-    for ref in variables:
-        base = name = re.sub(r"\W", "_", getattr(ref(), "name", "")) or "_"
-        for number in itertools.count(1):
-            if name.isidentifier() and not keyword.iskeyword(name) and name not in taken:
-                break
-            name = f"{base}_{number}" if base.isidentifier() else f"_{base}_{number}"
-        taken.add(name)
-        front.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    front = [inspect.Parameter(f"tracegrad_variable_{i}", kind) for i in range(len(variables))]
     return signature.replace(parameters=[*front, *signature.parameters.values()])

@@ -16,12 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import jax
-
-from tracegrad._jax.caches import Cache
-from tracegrad.tracing.arguments import CallPacker
+from tracegrad._jax.caches import facts_of
 from tracegrad.tracing.nnx_objects import is_module as is_module_of_nnx
-from tracegrad.tracing.statics import is_equinox_module, is_known_by_identity
+from tracegrad.tracing.statics import is_equinox_module
 
 
 class ModuleFunction:
@@ -65,12 +62,6 @@ class ModuleFunction:
         return self.__qualname__
 
 
-# By the structure of a module: its function, and weak references that remove the entry as soon as
-# an object in the structure is gone. Without this cache, JAX would trace and compile again for each
-# model that a step returns.
-_functions: Cache[Any, tuple[ModuleFunction, list[weakref.ref[Any]]]] = Cache(256)
-
-
 def function_taking_module(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """If `fun` is a module or a method of an nnx module, returns a function that takes the module,
     and (module,); else `fun` and (). (A method of an equinox module is a module.)"""
@@ -82,24 +73,16 @@ def function_taking_module(fun: Callable[..., Any]) -> tuple[Callable[..., Any],
 
 
 def _function_of(module: Any) -> ModuleFunction:
-    """All modules of one structure share a function."""
-    call = CallPacker()((module,), {})
-    structure = jax.tree.structure(call.args)
-    known = _functions.get(structure)
-    if known is None:
-        # The objects that the structure compares by identity.
-        told = [given.variable for given in call.variables]
-        (packed,) = call.args
-        told += [leaf for leaf in jax.tree.leaves(packed.argument()) if is_known_by_identity(leaf)]
-        over = [ref for each in told if (ref := _reference(each, structure)) is not None]
-        known = _functions.put(structure, (ModuleFunction(module), over))
-    return known[0]
-
-
-def _reference(known: Any, structure: Any) -> weakref.ref[Any] | None:
-    """Returns a weak reference that removes the structure's entry when `known` is gone, and the
-    structure cannot occur again. None if `known` has no weak references."""
+    """The modules of one class share a function; so do the wrappers of one class around a function.
+    So JAX does not trace and compile again for each model that a step returns."""
+    inner = inspect.unwrap(module)
+    owner = type(module) if inner is module else getattr(inner, "__func__", inner)
     try:
-        return weakref.ref(known, lambda _: _functions.pop(structure, None) and None)
-    except TypeError:
-        return None
+        known = facts_of(owner)
+    except TypeError:  # no weak references
+        return ModuleFunction(module)
+    key = ModuleFunction, type(module)
+    if key not in known:
+        known[key] = ModuleFunction(module)
+    function: ModuleFunction = known[key]
+    return function

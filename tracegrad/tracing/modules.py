@@ -8,9 +8,6 @@ assignments in a module: the new arrays are outputs of the program (`Snapshot.ch
 caller's objects get them (`Update.assign`). If the function changes the structure of a module, the
 program returns whole modules (`ResultWithModules`), and the caller's objects get their attributes.
 
-Some classes of modules are not pytrees (``pytree=False``). If a call has such a module, flax
-flattens all modules of the call (`FlattenedModule`): this is slower, and finds shared objects too.
-
 This file does not import flax: if nobody else has imported it, there are no modules.
 """
 
@@ -23,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 
 from tracegrad._jax.caches import cached
-from tracegrad.ir.paths import PathKey, path_name
 from tracegrad.tracing.nnx_objects import (
     is_kind_of_module,
     is_kind_of_state,
@@ -102,7 +98,7 @@ class NnxObjectFinder:
             leaves, structure = flatten_finding_variables(tree, found, self)
         if self._has_repeated:
             for i, leaf in enumerate(leaves):
-                if is_kind_of_module(type(leaf)) and not is_opaque(leaf):
+                if is_kind_of_module(type(leaf)) and not jax.tree_util.all_leaves([leaf]):
                     leaves[i] = _repeated_object(self._places[id(leaf)])
         if states:
             structure = structure_with(structure, [x if is_state(x) else None for x in leaves])
@@ -110,11 +106,6 @@ class NnxObjectFinder:
                 x for leaf in leaves for x in (jax.tree.leaves(leaf) if is_state(leaf) else [leaf])
             ]
         return leaves, structure
-
-
-def is_opaque(leaf: Any) -> bool:
-    """Whether a leaf is a module whose class is not a pytree, so that JAX cannot flatten it."""
-    return is_kind_of_module(type(leaf)) and jax.tree_util.all_leaves([leaf])
 
 
 def restore_repeated_objects(tree: Any, objects: Iterable[Any] = ()) -> Any:
@@ -160,96 +151,6 @@ def _attributes(node: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(node, nnx().Variable):
         return (("_raw_value", node.get_raw_value()),)
     return list(vars(node).items())
-
-
-# ----------------------------------------------------------------- classes that are no pytrees
-
-
-class FlattenedModule(NonArrayNode):
-    """A node in the place of a module that flax has flattened. Its children are the arrays of the
-    module that occur in no earlier module.
-
-    Attributes:
-      index: the index of the module among the flattened modules of the call.
-      definition: flax's graph definition of all these modules, and the structures of flax's leaves.
-      places: the paths of the arrays, for messages.
-    """
-
-    __slots__ = ("arrays", "definition", "index", "places")
-
-    def __init__(self, arrays: Sequence[Any], index: int, definition: Any, places: Sequence[str]):
-        self.arrays = arrays
-        self.index = index
-        self.definition = definition
-        self.places = places
-
-
-def _flatten_flattened_module(module: FlattenedModule) -> tuple[Sequence[Any], Any]:
-    return module.arrays, (module.index, module.definition, module.places)
-
-
-def _flatten_flattened_module_with_keys(
-    module: FlattenedModule,
-) -> tuple[list[tuple[PathKey, Any]], Any]:
-    arrays, about = _flatten_flattened_module(module)
-    return list(zip(map(PathKey, module.places), arrays, strict=True)), about
-
-
-jax.tree_util.register_pytree_with_keys(
-    FlattenedModule,
-    _flatten_flattened_module_with_keys,
-    lambda about, arrays: FlattenedModule(tuple(arrays), *about),
-    _flatten_flattened_module,
-)
-
-_is_flattened_module = FlattenedModule.__instancecheck__
-
-
-def flatten_modules_by_flax(leaves: Sequence[list[Any]], found: list[VariableNode]) -> None:
-    """Replaces the modules in lists of leaves by `FlattenedModule`s, and adds the Variables in the
-    modules to `found`."""
-    flax = nnx()
-    places = [
-        (of, i) for of in leaves for i, leaf in enumerate(of) if is_kind_of_module(type(leaf))
-    ]
-    if not places:
-        return
-    roots = [of[i] for of, i in places]
-    with finding_variables(found):
-        definition, state = flax.flatten(roots, graph=True)
-    arrays: list[list[Any]] = [[] for _ in roots]
-    names: list[list[str]] = [[] for _ in roots]
-    trees = []
-    for path, leaf in zip(state.paths, state.leaves, strict=True):
-        value = leaf.get_raw_value() if isinstance(leaf, flax.Variable) else leaf
-        inner, tree = jax.tree_util.tree_flatten_with_path(value)
-        trees.append(tree)
-        for key, array in inner:
-            arrays[path[0]].append(array)
-            names[path[0]].append(path_name((*path[1:], *key)))
-    about = definition, tuple(trees)
-    for index, (of, i) in enumerate(places):
-        of[i] = FlattenedModule(tuple(arrays[index]), index, about, tuple(names[index]))
-
-
-def unflatten_modules(tree: Any) -> Any:
-    """Replaces each `FlattenedModule` in a tree by the module made of its arrays."""
-    leaves, structure = jax.tree.flatten(
-        tree, is_leaf=lambda n: _is_flattened_module(n) or is_variable(n)
-    )
-    flattened = [leaf for leaf in leaves if _is_flattened_module(leaf)]
-    if not flattened:
-        return tree
-    definition, trees = flattened[0].definition
-    arrays = [array for module in flattened for array in module.arrays]
-    values, start = [], 0
-    for inner in trees:
-        values.append(jax.tree.unflatten(inner, arrays[start : start + inner.num_leaves]))
-        start += inner.num_leaves
-    modules = nnx().unflatten(definition, values)
-    return jax.tree.unflatten(
-        structure, [modules[leaf.index] if _is_flattened_module(leaf) else leaf for leaf in leaves]
-    )
 
 
 def nnx_objects_in(tree: Any) -> list[Any]:
@@ -302,10 +203,7 @@ class Snapshot:
         finder = NnxObjectFinder()
         self.leaves, self._tree = finder.flatten(tree, [])
         self.objects: list[Any] = finder.objects
-        self._is_opaque = any(map(is_opaque, self.leaves))
-        if self._is_opaque:
-            self.objects = nnx_objects_in(tree)
-        self._arrays = [] if self._is_opaque else [list(_arrays_of(node)) for node in self.objects]
+        self._arrays = [list(_arrays_of(node)) for node in self.objects]
 
     def changed(self, tree: Any, gone: Iterable[Any]) -> list[tuple[Update, Any]] | None:
         """Returns the new arrays in the modules; None if the modules have other objects now, or
@@ -317,7 +215,7 @@ class Snapshot:
         """
         now = Snapshot(tree)
         is_same = self._tree == now._tree and len(self.objects) == len(now.objects)
-        if self._is_opaque or not is_same:
+        if not is_same:
             return None
         if any(a is not b for a, b in zip(self.objects, now.objects, strict=True)):
             return None
@@ -356,6 +254,18 @@ class ResultWithModules(NamedTuple):
 
     objects: list[Any]
     result: Any
+
+    def flatten(self) -> tuple[list[Any], Any]:
+        """Returns the leaves, and a structure in which the Variables in modules are nodes; other
+        Variables are leaves."""
+        finder = NnxObjectFinder()
+        pairs = finder.flatten(self.objects, []), finder.flatten(self.result, None)
+        (objects, of_objects), (others, of_result) = pairs
+        whole: Any = jax.tree.structure(ResultWithModules([], None))
+        tree = jax.tree_util.PyTreeDef.from_node_data_and_children(
+            jax.tree_util.default_registry, whole.node_data(), [of_objects, of_result]
+        )
+        return [*objects, *others], tree
 
     def write_back(self, objects: Sequence[Any]) -> Any:
         """Gives the contents of the function's copies to the caller's objects. Returns the result

@@ -6,14 +6,12 @@ If flax is not imported, there are no modules of flax. Only public names of flax
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from tracegrad._jax.caches import cached
-from tracegrad.ir.paths import path_name
-from tracegrad.ir.wording import shortened
 
 # The prefix of attributes that nnx writes into every module.
 _OF_NNX = "_pytree__"
@@ -82,65 +80,6 @@ def refuse_hijax(leaf: object) -> None:
             "a variable of this model was made with nnx.var_defaults(hijax=True), which is not "
             "supported: pass nnx.with_vars(model, hijax=False) instead of the model"
         )
-
-
-def find_path(wanted: object, module: Any) -> str | None:
-    """``linear.kernel``; None if the object is not in the module."""
-    for path, node in nnx().iter_graph(module, graph=True):
-        if node is wanted:
-            return path_name(path)
-    return None
-
-
-def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Compares two descriptions: ``("`model.dropout.deterministic`", "False", "True")``. Leaves out
-    differences below a path that differs itself."""
-    paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
-    within = tuple(f"{path}." for path in paths)
-    return [
-        (f"`{path}`", shortened(old.get(path, "absent")), shortened(new.get(path, "absent")))
-        for path in paths
-        if not path.startswith(within)
-    ]
-
-
-def attribute_texts(modules: Sequence[Any], names: Sequence[str]) -> dict[str, str]:
-    """Describes, by path, the classes and the static attributes of modules and their parts."""
-    flax = nnx()
-    texts: dict[str, str] = {}
-    for path, node in flax.iter_graph(list(modules), graph=True):
-        if not is_module(node):
-            continue
-        where = path_name(path[1:], names[path[0]])
-        texts[where] = f"a {type(node).__name__}"
-        attributes = static_attributes(node)
-        if isinstance(node, flax.Variable):
-            attributes = node.get_metadata()
-            inner = jax.tree.structure(node.get_raw_value())
-            tree = repr(inner).removeprefix("PyTreeDef(").removesuffix(")")
-            texts[f"{where}.value"] = "an array" if tree == "*" else tree
-        texts.update({f"{where}.{name}": repr(value) for name, value in attributes.items()})
-    return texts
-
-
-def static_attributes(module: Any) -> dict[str, Any]:
-    """The attributes without data, by name."""
-    if isinstance(module, nnx().Variable):
-        return {}
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith(_OF_NNX) and not _has_data(value)
-    }
-
-
-def _has_data(value: Any) -> bool:
-    return any(map(_is_data, jax.tree.leaves(value, is_leaf=_is_data)))
-
-
-def _is_data(value: Any) -> bool:
-    # A module that is being traced holds tracers, which flax's `is_data` does not count as data.
-    return isinstance(value, jax.Array) or nnx().is_data(value)
 
 
 def keys_of_path(path: Sequence[Any]) -> tuple[Any, ...]:

@@ -11,10 +11,9 @@ the kinds of leaves that the user has put into them.
 
 from __future__ import annotations
 
-import copy
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -24,16 +23,12 @@ import numpy as np
 from tracegrad.ir.paths import PathKey, path_name
 from tracegrad.tracing.leaves import leaves_with_paths
 from tracegrad.tracing.modules import (
-    FlattenedModule,
     RepeatedObject,
     ResultWithModules,
     Update,
-    flatten_modules_by_flax,
-    nnx_objects_in,
     restore_repeated_objects,
-    unflatten_modules,
 )
-from tracegrad.tracing.nnx_objects import is_kind_of_module, is_module, nnx, static_attributes
+from tracegrad.tracing.nnx_objects import nnx
 from tracegrad.tracing.statics import (
     NonArrayNode,
     Static,
@@ -43,7 +38,6 @@ from tracegrad.tracing.statics import (
     replace_by_statics,
     structure_with,
 )
-from tracegrad.variables.trees import VariableNode, flatten_finding_variables
 from tracegrad.variables.variable import Variable
 
 T = TypeVar("T")
@@ -63,8 +57,8 @@ class Packed:
         self._paths: list[PathKey] | None = None  # to the arrays; a trace needs them several times
 
     def argument(self) -> Any:
-        """Returns the argument; `RepeatedObject` and `FlattenedModule` still stand for nnx objects
-        (see `unpack_arguments`)."""
+        """Returns the argument; `RepeatedObject`s still stand for nnx objects (see
+        `unpack_arguments`)."""
         return jax.tree.unflatten(self.structure, self.arrays)
 
     def select_of_arrays(self, each: Iterable[tuple[T, Any]]) -> list[T]:
@@ -84,16 +78,12 @@ class Packed:
 
 
 def has_non_arrays(structure: Any) -> bool:
-    return has_nodes(
-        structure, (Static, Variable, RepeatedObject, FlattenedModule, ResultWithModules)
-    )
+    return has_nodes(structure, (Static, Variable, RepeatedObject, ResultWithModules))
 
 
 def has_nnx_objects(structure: Any) -> bool:
     """Whether a result contains nodes that stand for nnx objects."""
-    return nnx() is not None and has_nodes(
-        structure, (RepeatedObject, FlattenedModule, ResultWithModules)
-    )
+    return nnx() is not None and has_nodes(structure, (RepeatedObject, ResultWithModules))
 
 
 class PackedStatic(Packed):
@@ -127,19 +117,6 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-class NotAPytree(Exception):
-    """Raised for a module of flax.nnx whose class is not a pytree: see `pack_by_flax`."""
-
-
-class AttributesVersion:
-    """A node in a structure, numbered anew if static attributes were changed in place."""
-
-
-jax.tree_util.register_pytree_node(
-    AttributesVersion, lambda _: ((), None), lambda _, children: next(iter(children))
-)
-
-
 class Layout:
     """Cached facts about all arguments with one structure of JAX and leaves of the same types.
 
@@ -147,10 +124,7 @@ class Layout:
       tree: the structure; one object for all arguments, so that JAX compares it by identity.
       is_leaf: whether the argument itself is the leaf.
       others: the indices of the leaves that may not be arrays.
-      is_opaque: whether one of the `others` is a module whose class is not a pytree.
       known: by the ids of the `others`: the packed structure, and which leaves are arrays.
-      changeable: the attributes of nnx objects that can change in place: (index of the object,
-        name). A changed attribute compares equal to itself, so `version_of` compares copies.
     """
 
     def __init__(self, kinds: Sequence[type], tree: Any):
@@ -160,7 +134,6 @@ class Layout:
         self.others = [
             i for i, kind in enumerate(kinds) if not is_kind_of_array(kind) or i in numbers
         ]
-        self.is_opaque = any(is_kind_of_module(kinds[i]) for i in self.others)
         self.known: dict[tuple[int, ...], tuple[Any, list[bool]]] = {}
         # If no leaf can change, the same objects always make the same structure.
         others: list[Any] = [kinds[i] for i in self.others if i not in numbers]
@@ -168,26 +141,6 @@ class Layout:
             kind.__eq__ is object.__eq__ or kind in _IMMUTABLE for kind in others
         )
         self._refs: list[weakref.ref[Any]] = []
-        self.changeable: list[tuple[int, str]] = []
-        self._versions: list[list[Any]] = []
-
-    def note_changeable(self, objects: Sequence[Any]) -> None:
-        self.changeable = [
-            (place, name)
-            for place, node in enumerate(objects)
-            for name, value in static_attributes(node).items()
-            if isinstance(value, (list, dict, set, bytearray))
-        ]
-
-    def version_of(self, structure: Any, objects: Sequence[Any]) -> Any:
-        """Adds an `AttributesVersion` to the structure."""
-        values = [vars(objects[place]).get(name) for place, name in self.changeable]
-        if values not in self._versions:
-            self._versions.append(copy.deepcopy(values))
-        about = AttributesVersion, self._versions.index(values)
-        return jax.tree_util.PyTreeDef.from_node_data_and_children(
-            jax.tree_util.default_registry, about, [structure]
-        )
 
     def find(
         self, key: tuple[int, ...], leaves: list[Any], tree: Any, name: str
@@ -213,38 +166,15 @@ class Layout:
         return structure, is_array
 
 
-def pack_by_flax(
-    arguments: Mapping[str | int, Any],
-    found: list[VariableNode],
-    name_of: Callable[[str | int], str],
-) -> tuple[dict[Any, Any], list[Any]]:
-    """Packs arguments that contain a module whose class is not a pytree. Returns the packed
-    arguments and their nnx objects."""
-    trees = {
-        where: flatten_finding_variables(tree, found, is_module)
-        for where, tree in arguments.items()
-    }
-    objects = nnx_objects_in([leaves for leaves, _ in trees.values()])
-    flatten_modules_by_flax([leaves for leaves, _ in trees.values()], found)
-    packed = {}
-    for where, (leaves, tree) in trees.items():
-        replace_by_statics(leaves, tree, name_of(where))
-        packed[where] = Packed(jax.tree.leaves(leaves), structure_with(tree, leaves))
-    return packed, objects
-
-
 def unpack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     """Returns the arguments as the caller passed them, with JAX's tracers instead of the arrays."""
-    arguments = (
+    arguments: tuple[tuple[Any, ...], Any] = (
         tuple([arg.argument() if isinstance(arg, Packed) else arg for arg in args]),
         {k: arg.argument() if isinstance(arg, Packed) else arg for k, arg in kwargs.items()},
     )
     packed = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Packed)]
-    if packed and nnx() is not None:
-        if any(has_nodes(each.structure, (FlattenedModule,)) for each in packed):
-            arguments = unflatten_modules(arguments)
-        if any(has_nodes(each.structure, (RepeatedObject,)) for each in packed):
-            arguments = restore_repeated_objects(arguments)
+    if nnx() is not None and any(has_nodes(x.structure, (RepeatedObject,)) for x in packed):
+        arguments = restore_repeated_objects(arguments)
     return arguments
 
 
@@ -267,7 +197,6 @@ def finish_result(
         update.assign(objects, value)
     if not has_objects:
         return result
-    result = unflatten_modules(result)
     if isinstance(result, ResultWithModules):
-        return result.write_back(objects)
+        return restore_repeated_objects(result).write_back(objects)
     return restore_repeated_objects(result, objects)

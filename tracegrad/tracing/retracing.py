@@ -6,9 +6,9 @@ compilation. If the types keep changing, the function is slow without a visible 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,11 +20,9 @@ from tracegrad.ir.paths import path_name
 from tracegrad.ir.wording import shortened
 from tracegrad.tracing.arguments import PackedCall
 from tracegrad.tracing.leaves import leaves_with_paths
-from tracegrad.tracing.modules import is_module_or_variable, unflatten_modules
-from tracegrad.tracing.nnx_objects import attribute_texts, differences, is_module
 from tracegrad.tracing.packed import Packed
 from tracegrad.tracing.statics import Static
-from tracegrad.variables.trees import VariableNode, finding_variables, is_variable, node_of_variable
+from tracegrad.variables.trees import VariableNode, is_variable, node_of_variable
 from tracegrad.variables.variable import Variable
 
 # Warn at this many retraces with one cause, then at each doubling.
@@ -39,8 +37,7 @@ _CURES = {
     "static object": "make it once and pass the same object, or give its class an __eq__ and a "
     "__hash__, or, if it holds arrays, register it with jax.tree_util.register_dataclass",
     "Variable": "pass its `.value`, unless the function is to watch or to assign it",
-    "tree": "pass the same structure every time",
-    "structure": "make the module once, before the calls, and pass the same module every time",
+    "tree": "pass the same structure every time, with modules and optimisers that were made once",
 }
 
 
@@ -72,14 +69,12 @@ class CallTypes(NamedTuple):
     """The types and the static values of the arguments for which a function was compiled.
 
     Attributes:
-      tree: the structure of the arguments that are not static.
+      trees: by argument that is not static, its structure.
       leaves: by path, an `ArrayType`, a `VariableNode` or a static value.
-      modules: the structures of the arguments with modules of flax.nnx.
     """
 
-    tree: Any
+    trees: dict[str, Any]
     leaves: dict[str, Any]
-    modules: list[tuple[str, Any]]
 
     @classmethod
     def of(cls, call: PackedCall, graph: Graph) -> CallTypes:
@@ -87,22 +82,19 @@ class CallTypes(NamedTuple):
         arguments, static = call.by_name()
         leaves = dict(static)
         leaves.update(zip(graph.hints, map(_type_of, graph.in_avals[: graph.in_tree.num_leaves])))
-        trees: dict[str, Any] = {}
-        modules = []
+        trees = {}
         for name, argument in arguments:
-            if not isinstance(argument, Packed):
-                trees[name] = argument
-                continue
-            trees[name] = tree = argument.argument()
-            own = set(map(id, argument.arrays))
-            for path, leaf in leaves_with_paths(tree) if argument.has_non_arrays else ():
+            is_packed = isinstance(argument, Packed)
+            tree = argument.argument() if is_packed else argument
+            trees[name] = jax.tree.structure(tree, is_leaf=is_variable)
+            own = set(map(id, argument.arrays)) if is_packed else set()
+            is_mixed = is_packed and argument.has_non_arrays
+            for path, leaf in leaves_with_paths(tree) if is_mixed else ():
                 if isinstance(leaf, Variable):
                     leaves[path_name(path, name)] = node_of_variable(leaf)
                 elif id(leaf) not in own:
                     leaves[path_name(path, name)] = Static(leaf)
-            if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module_or_variable))):
-                modules.append((name, argument.structure))
-        return cls(jax.tree.structure(trees, is_leaf=is_variable), leaves, modules)
+        return cls(trees, leaves)
 
 
 def _type_of(aval: Any) -> ArrayType:
@@ -149,19 +141,20 @@ def changes_between(old: CallTypes, new: CallTypes) -> list[tuple[str, str, str,
     """Returns the changes as (argument, kind, before, after): ``("x", "shape", "[8]", "[9]")``.
 
     The kinds: ``"shape"``, ``"dtype"``, ``"weak type"``, ``"static value"``, ``"static object"``,
-    ``"Variable"``, ``"tree"``, and ``"structure"`` for the attributes of a module besides arrays.
+    ``"Variable"``, ``"tree"``.
     """
     changes: list[tuple[str, str, str, str]] = []
     for path in {**old.leaves, **new.leaves}:
         before, after = old.leaves.get(path), new.leaves.get(path)
         is_static = not all(each is None or _is_type(each) for each in (before, after))
-        if before != after and (is_static or old.tree == new.tree):
+        if before != after and (is_static or old.trees == new.trees):
             found = _static_change(before, after) if is_static else _type_changes(before, after)
             changes += [(f"`{path}`", *change) for change in found]
-    if old.tree != new.tree:
-        trees = shortened(repr(old.tree)), shortened(repr(new.tree))
-        in_modules = _changes_in_modules(old.modules, new.modules)
-        changes += in_modules or [("the arguments", "tree", *trees)]
+    absent = jax.tree.structure(None)
+    for name in {**old.trees, **new.trees}:
+        trees = old.trees.get(name, absent), new.trees.get(name, absent)
+        if trees[0] != trees[1]:
+            changes.append((f"`{name}`", "tree", *_first_difference(*trees)))
     return changes
 
 
@@ -191,25 +184,25 @@ def _type_changes(before: Any, after: Any) -> list[tuple[str, str, str]]:
     return changes
 
 
-def _changes_in_modules(
-    old: Sequence[tuple[str, Any]], new: Sequence[tuple[str, Any]]
-) -> list[tuple[str, str, str, str]]:
-    """The changes in the structures of nnx modules."""
-    if old == new or not old or not new:
-        return []
-    found = differences(_describe_modules(old), _describe_modules(new))
-    return [(where, "structure", before, now) for where, before, now in found]
+def _first_difference(old: Any, new: Any) -> tuple[str, str]:
+    """Describes the first nodes in which two structures differ."""
+    (kind, data), (other_kind, other_data) = map(_kind_and_data, (old, new))
+    if (kind, data) == (other_kind, other_data):
+        pairs = zip(old.children(), new.children(), strict=True)
+        return next(_first_difference(*pair) for pair in pairs if pair[0] != pair[1])
+    if kind != other_kind:
+        return kind, other_kind
+    while type(data) is type(other_data) and type(data) in (tuple, list):
+        parts = itertools.zip_longest(data, other_data)
+        data, other_data = next(pair for pair in parts if pair[0] != pair[1])
+    texts = ("nothing" if each is None else repr(each) for each in (data, other_data))
+    before, after = (shortened(f"{kind} with {text}") for text in texts)
+    return before, after
 
 
-def _describe_modules(arguments: Sequence[tuple[str, Any]]) -> dict[str, str]:
-    """Describes, by path, the classes and static attributes of the modules in arguments."""
-    modules, names = [], []
-    for argument, structure in arguments:
-        tree = unflatten_modules(jax.tree.unflatten(structure, [...] * structure.num_leaves))
-        nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module)
-        for path, node in nodes:
-            if is_module(node):
-                modules.append(node)
-                names.append(path_name(path, argument))
-    with finding_variables([]):  # so that flattening does not read the Variables in them
-        return attribute_texts(modules, names)
+def _kind_and_data(structure: Any) -> tuple[str, Any]:
+    """The class of the root of a structure, and what the root holds besides its children."""
+    if structure.node_data() is None:
+        return "an array", None
+    kind, data = structure.node_data()
+    return kind.__name__, (data, len(structure.children()))

@@ -47,12 +47,6 @@ def rule_advice(
         ), None
     if (dtypes := _dtypes(error)) is not None:
         return dtype_advice("A custom rule here", *dtypes), None
-    if "symbolic_zeros support with shard_map" in words:
-        return (
-            "In a shard_map outside of jit, JAX runs no rule with symbolic zeros, as the rules "
-            "strong_zero and finite_derivative need. Compile the derivative: "
-            "`jax.jit(jax.grad(...))`."
-        ), None
     is_unexpected = isinstance(error, jax.errors.UnexpectedTracerError)
     if not is_unexpected and not any(text in words for text in _CLOSING_OVER):
         return None

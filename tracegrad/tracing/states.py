@@ -10,12 +10,10 @@ changes. So the call warns (`ir.wording.changes_lost`). Changes in modules are n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from tracegrad.ir import Call
 from tracegrad.ir.paths import path_name
 from tracegrad.tracing.leaves import leaves_of
 from tracegrad.tracing.modules import NnxObjectFinder, is_state, is_whole_or_variable
@@ -31,52 +29,20 @@ class States:
             jax.tree.flatten(state) for _, state in self._states
         ]
 
-    def changes(self, result: Any) -> StateChanges:
-        """The changes that are not in the function's result."""
-        changes = StateChanges()
+    def lost_changes(self, result: Any) -> tuple[str, ...]:
+        """The paths of the changes that are not in the function's result."""
         if not self._states:
-            return changes
+            return ()
+        lost: list[str] = []
         returned = set(map(id, NnxObjectFinder().flatten(result, [])[0]))
         for (name, state), (leaves, structure) in zip(self._states, self._before, strict=True):
             now, new_structure = jax.tree.flatten(state)
             if structure != new_structure:
-                changes.structures.append(f"{name} (its structure)")
+                lost.append(f"{name} (its structure)")
                 continue
-            pairs = list(zip(leaves, now, strict=True))
-            lost = [
-                i
-                for i, (old, new) in enumerate(pairs)
+            lost += [
+                leaf.within(name).name
+                for leaf, old, new in zip(leaves_of(state), leaves, now, strict=True)
                 if old is not new and id(new) not in returned
             ]
-            names = leaves_of(state) if lost else []
-            changes.paths += [names[i].within(name).name for i in lost]
-            changes.values += [pairs[i] for i in lost]
-        return changes
-
-
-@dataclass
-class StateChanges:
-    """Changes in states.
-
-    Attributes:
-      structures: the paths of the states whose structure has changed.
-      paths, values: the paths of the changed arrays, and the pairs (array before, array after).
-    """
-
-    structures: list[str] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)
-    values: list[tuple[Any, Any]] = field(default_factory=list)
-
-
-def is_passed_on(before: Any, after: Any) -> bool:
-    """Whether `after` is `before`, passed through calls of jitted functions in a graph."""
-    while after is not before:
-        node = getattr(after, "producer", None)
-        if not isinstance(node, Call) or len(node.regions) != 1 or node.op != "jit":
-            return False
-        (region,) = node.regions.values()
-        out = region.outputs[node.outputs.index(after)]
-        if out not in region.inputs:
-            return False
-        after = node.inputs[region.inputs.index(out)]
-    return True
+        return tuple(lost)

@@ -22,7 +22,7 @@ import numpy as np
 
 from tracegrad._jax.caches import cached, facts_of
 from tracegrad.ir.paths import path_name
-from tracegrad.tracing.nnx_objects import refuse_hijax
+from tracegrad.tracing.nnx_objects import is_module, refuse_hijax
 from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
 
@@ -87,12 +87,6 @@ class Static(NonArrayNode):
         return self._text if leaf is None else repr(leaf)
 
 
-def is_known_by_identity(leaf: Any) -> bool:
-    """Whether a leaf is not an array, and equals only itself."""
-    kind: Any = type(leaf)
-    return not is_array(leaf) and kind.__eq__ is object.__eq__
-
-
 jax.tree_util.register_pytree_node(
     Static, lambda static: ((), static), lambda static, _: static.leaf
 )
@@ -132,6 +126,11 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _static(leaf: Any, index: int, structure: Any, *, is_result: bool, where: str) -> Static:
     try:
+        if is_module(leaf):
+            raise TypeError(
+                f"it is a {type(leaf).__name__} of flax.nnx whose class is not a pytree, so that "
+                "its changes could not leave the function. Define the class without `pytree=False`"
+            )
         if is_result and isinstance(leaf, Iterator):
             raise TypeError(
                 f"it is {leaf!r}, an iterator, which would compute after the function is over. "

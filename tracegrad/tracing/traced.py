@@ -8,12 +8,11 @@ function turns out to be plain (arrays in, arrays out, no Variables), its calls 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 
@@ -22,7 +21,7 @@ from tracegrad.ir.engine import engine
 from tracegrad.tracing.arguments import PackedCall, resolve_static
 from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.graphs import Rule, as_rules, require_function
-from tracegrad.tracing.jit_options import JitOptions, options_behind_module
+from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import function_taking_module
 from tracegrad.tracing.pipeline import repr_of, with_jit
 from tracegrad.tracing.programs import JittedProgram
@@ -30,10 +29,8 @@ from tracegrad.tracing.shardings import options_for_jit, with_mappings
 from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.stages import call_by
-from tracegrad.tracing.tools import refuse_positional
 from tracegrad.tracing.user_errors import explain_error
 
-_JIT_OPTIONS = inspect.signature(jax.jit).parameters.keys() - {"fun"}
 P = ParamSpec("P")
 Q = ParamSpec("Q")  # the parameters of a method, without ``self``
 R = TypeVar("R")
@@ -114,9 +111,9 @@ class TracedFunction(Generic[P, R]):
     @overload
     def __get__(
         self: TracedFunction[Concatenate[Any, Q], R], instance: object, owner: type | None = None
-    ) -> BoundTracedFunction[Q, R]: ...
+    ) -> Callable[Q, R]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else BoundTracedFunction(self, instance)
+        return self if instance is None else types.MethodType(self, instance)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """Returns the graph for these arguments (arrays or `jax.ShapeDtypeStruct`s), after the
@@ -198,11 +195,8 @@ class TracedFunction(Generic[P, R]):
         return self._to_budget.latest
 
     def __repr__(self) -> str:
-        return self._repr_with_plan(self.__wrapped__)
-
-    def _repr_with_plan(self, fun: Callable[..., Any]) -> str:
         plan = getattr(self._to_budget, "latest", None)
-        return f"<traced {repr_of(fun)}{f', {plan.line}' if plan else ''}>"
+        return f"<traced {repr_of(self.__wrapped__)}{f', {plan.line}' if plan else ''}>"
 
     def __getattr__(self, name: str) -> Any:
         """Returns the function's attribute of that name."""
@@ -213,54 +207,12 @@ class TracedFunction(Generic[P, R]):
         return getattr(self.__wrapped__, name)
 
 
-class BoundTracedFunction(Generic[P, R]):
-    """A traced method bound to an instance: a `TracedFunction` with ``self`` filled in."""
-
-    __wrapped__: Callable[P, R]
-
-    def __init__(self, function: TracedFunction[..., R], instance: object):
-        self.__func__ = function
-        self.__self__ = instance
-        self.__wrapped__ = types.MethodType(function.__wrapped__, instance)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The signature of the method, without ``self``."""
-        return inspect.signature(self.__wrapped__)
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def graph(self, *args: Any, **kwargs: Any) -> Graph:
-        return self.__func__.graph(self.__self__, *args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self.__func__.lower(self.__self__, *args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        return self.__func__.trace(self.__self__, *args, **kwargs)
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:  # as Python pickles methods
-        return getattr, (self.__self__, self.__func__.__name__)
-
-    def __eq__(self, other: object) -> bool:  # as for methods: each access makes a new object
-        return (
-            isinstance(other, BoundTracedFunction)
-            and self.__func__ is other.__func__
-            and self.__self__ is other.__self__
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.__func__, id(self.__self__)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__func__, name)
-
-    def __repr__(self) -> str:
-        return self.__func__._repr_with_plan(self.__wrapped__)
+def find_traced(fun: Any) -> tuple[TracedFunction[..., Any] | None, tuple[Any, ...]]:
+    """Returns (traced function, (object,)) for a traced method of an object, (traced function, ())
+    for another traced function, and (None, ()) otherwise."""
+    if isinstance(fun, types.MethodType) and isinstance(fun.__func__, TracedFunction):
+        return fun.__func__, (fun.__self__,)
+    return (fun if isinstance(fun, TracedFunction) else None), ()
 
 
 @overload
@@ -269,7 +221,7 @@ def trace(
     *,
     rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
-    **jit_options: Unpack[JitOptions],
+    **jit_options: Any,
 ) -> TracedFunction[P, R]: ...
 @overload
 def trace(
@@ -277,11 +229,11 @@ def trace(
     *,
     rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
-    **jit_options: Unpack[JitOptions],
+    **jit_options: Any,
 ) -> Callable[[Callable[P, R]], TracedFunction[P, R]]: ...
 def trace(
     fun: Callable[..., Any] | None = None,
-    *more: Never,
+    *,
     rules: Rule | Sequence[Rule] = (),
     memory_budget: int | float | str | None = None,
     **jit_options: Any,
@@ -344,11 +296,6 @@ def trace(
       mul           = mul(x, stop_gradient)   f32[2]  ...
       return mul
     """
-    for name in jit_options.keys() - _JIT_OPTIONS:
-        near = difflib.get_close_matches(name, ["rules", "memory_budget", *_JIT_OPTIONS], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"trace() and jax.jit have no keyword {name!r}{hint}")
-    refuse_positional("trace", fun, "rules", more)
     if fun is None:
         return functools.partial(trace, rules=rules, memory_budget=memory_budget, **jit_options)
     applied = as_rules(rules)

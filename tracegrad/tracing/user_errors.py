@@ -15,7 +15,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Origin, match
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_own_file, line_of_error
-from tracegrad.tracing import foreign_modules, rule_errors
+from tracegrad.tracing import rule_errors
 
 _STATIC = "bind it (`functools.partial`, `static_argnames`)"
 
@@ -63,21 +63,6 @@ _ADVICE: tuple[tuple[type[Exception], str, str], ...] = (
 )
 
 
-_NO_ARRAY = (
-    "JAX has no arrays of Python objects or of strings. Give it a dtype of numbers, as in "
-    "`np.asarray(x, dtype=float)`; or pass a list or an object of your own, which is static."
-)
-
-
-# Attributes of a `Variable` that arrays lack.
-_OF_VARIABLES = frozenset({"assign", "assign_add", "assign_sub", "read_value", "trainable"})
-_NO_VARIABLE = (
-    "This line takes an array for a `Variable`: JAX replaces a Variable among the arguments by its "
-    "value. Let the function close over the Variable, or return the new value and assign it "
-    "outside."
-)
-
-
 _STATIC_INSIDE = (
     "A static argument of an inner jax.jit is a traced array here. Fill it in, "
     "`functools.partial(f, n=2)`, or make it static here too, as `tracegrad.trace(f, "
@@ -89,6 +74,12 @@ _NO_REVERSE = (
     "How often this loop runs is known only when it has run, and reverse mode needs its states. "
     "For `jax.grad(tracegrad.rewrite(loss, tracegrad.rules.checkpointed_loop(where)))` "
     "`where={where}`."
+)
+
+
+_FOREIGN_MODULE = (
+    "This line changes a module that was made outside of the function. Give it as an argument, or "
+    "use nnx.scan, nnx.cond; where nothing is to change: nnx.clone(model)(x)"
 )
 
 
@@ -127,9 +118,10 @@ def _notes(error: Exception) -> Sequence[str]:
 
 
 def _explain_module(error: Exception) -> None:
-    """Adds the path of the module and the cure to flax's error about a change in another trace."""
-    if not any(foreign_modules.CURE in note for note in _notes(error)):
-        _advise(error, foreign_modules.module_advice(error), error.__traceback__)
+    """Adds the line and the cure to flax's error about a change in a module of another trace, such
+    as a module that a traced function closes over: the change could not leave the trace."""
+    if "different trace level" in str(error):
+        _advise(error, _FOREIGN_MODULE, error.__traceback__)
 
 
 def _advise(error: Exception, advice: str | None, stack: TracebackType | None) -> None:
@@ -161,10 +153,6 @@ def explain_error(error: Exception) -> Exception:
         (text for kind, words, text in _ADVICE if isinstance(error, kind) and words in str(error)),
         None,
     )
-    if isinstance(error, AttributeError) and error.name in _OF_VARIABLES:
-        advice = _NO_VARIABLE if isinstance(error.obj, jax.Array) else None
-    if isinstance(error, TypeError) and "numpy.ndarray" in str(error):
-        advice = _NO_ARRAY if "as an abstract array" in str(error) else advice
     if isinstance(error, ValueError) and "Non-hashable static" in str(error):
         advice = _STATIC_INSIDE if "Tracer" in str(error) else advice
     _advise(error, advice, error.__traceback__)

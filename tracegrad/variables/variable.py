@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -166,23 +166,8 @@ class Variable:
         return self._assign_sum(operator.sub, delta)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Returns the current value as a NumPy array.
-
-        Raises RuntimeError if a part of the value is on devices of other processes.
-        """
-        value = self.value
-        try:
-            return np.asarray(value)
-        except RuntimeError as error:
-            if _jax.is_tracer(value) or value.is_fully_addressable:
-                raise
-            here = "a part of it" if value.addressable_shards else "nothing of it"
-            raise RuntimeError(
-                f"the Variable {self._name!r} ({self._type_text()}) is spread over several "
-                f"processes, of which this one, process {jax.process_index()}, has {here}. "
-                "`jax.experimental.multihost_utils.process_allgather(v.value, tiled=True)`, called "
-                "on all processes, gives the whole to each; `v.addressable_shards` is what is here"
-            ) from error
+        """Returns the current value as a NumPy array."""
+        return np.asarray(self.value)
 
     def _checked(self, value: Any) -> Any:
         """Returns `value` as an array of this Variable's type; raises for another type."""
@@ -311,12 +296,6 @@ class Variable:
 
     def __getitem__(self, index: Any) -> Any:
         return self.value[index]
-
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        raise TypeError(
-            f"the Variable {self._name!r} is assigned as a whole: "
-            "`v.assign(v.value.at[index].set(value))`, or `.add(value)`"
-        )
 
     def __format__(self, spec: str) -> str:
         return format(self.value, spec) if spec else str(self)
