@@ -169,9 +169,7 @@ def test_a_rule_that_refuses_an_operand_is_saved_where_its_gradient_is_stopped(t
     def fun(x, y):
         return jnp.sum(refuses_second(x, y) ** 2)
 
-    with pytest.raises(
-        ValueError, match=r"refuses_second(?s:.*)the second operand has"
-    ):
+    with pytest.raises(ValueError, match=r"refuses_second(?s:.*)the second operand has"):
         save(fun, tmp_path / "f", [x, y])
     save(lambda x, y: fun(x, jax.lax.stop_gradient(y)), tmp_path / "f", [x, y])
     np.testing.assert_allclose(jax.grad(load(tmp_path / "f"))(x, y), 8 * x)

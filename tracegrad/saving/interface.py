@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from tracegrad.tracing.packed import unpack_arguments
 from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.variables.nnx_objects import is_module
 from tracegrad.variables.statics import is_array
-from tracegrad.variables.variable import Variable
 
 Function = Callable[..., Any]
 
@@ -179,14 +178,9 @@ def _convert_spec(spec: Any, parameter: str) -> Any:
 def trace_for_specs(name: str, fun: Function, given: BoundSpecs, modules: ModuleVariables) -> Graph:
     """If the function has a flax.nnx module, `modules` makes Variables of the module's arrays."""
 
-    def trace(unused: Collection[Variable] = ()) -> Graph:
-        called = modules.without_module(fun, unused)
-        return graph_of_call(given.of_arguments(called), tuple(given.specs.values()), {})
-
     try:
-        traced = trace()
-        unused = modules.unused_in(traced)
-        return trace(unused) if unused else traced
+        called = given.of_arguments(modules.without_module(fun))
+        return graph_of_call(called, tuple(given.specs.values()), {})
     except Exception as error:
         specs = ", ".join(f"{key}: {tree_text(spec)}" for key, spec in given.specs.items())
         text = f"while {name} was traced to be saved, for ({specs})"

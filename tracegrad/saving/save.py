@@ -67,10 +67,10 @@ def save(
         dictionaries, lists, tuples and None, and of classes that are registered with `jax.export`
         (named tuples: ``jax.export.register_namedtuple_serialization``). If the function is a
         flax.nnx module, a method of one (also jitted or traced), or a `functools.partial` with one
-        as first argument, the arrays of the module that it uses become Variables, named by their
-        path. For other models, pass the arrays as arguments. Arrays of a model that the function
-        closes over are constants. To save several functions that share Variables, pass
-        ``{name: (fun, specs)}`` as `fun`, and leave out the argument `specs`.
+        as first argument, the arrays of the module become Variables, named by their path. For other
+        models, pass the arrays as arguments. Arrays of a model that the function closes over are
+        constants. To save several functions that share Variables, pass ``{name: (fun, specs)}`` as
+        `fun`, and leave out the argument `specs`.
       path: the file to write, or to replace.
       specs: a list with one entry for each argument: an array, a `jax.ShapeDtypeStruct`, or a
         pytree of these. The entry of a static argument of a traced function is its value. For
@@ -227,7 +227,7 @@ class _Contents:
                 key=_choose_key(variable.name, values),
                 name=variable.name,
                 array=ArrayRecord(str(variable.dtype), tuple(variable.shape)),
-                trainable=variable.trainable or variable in self.modules.trained,
+                trainable=variable.trainable,
                 key_type=_key_type(variable.name, value) if is_key(value) else None,
             )
             values[record.key] = stored(_to_numpy(variable.name, value))
