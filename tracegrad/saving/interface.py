@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
@@ -18,12 +17,9 @@ from tracegrad.ir.occurrence import line_of_error
 from tracegrad.saving.manifest import KINDS, Kind
 from tracegrad.saving.modules import ModuleVariables
 from tracegrad.saving.trees import check_leaves, of_types, tree_text
-from tracegrad.tracing import TracedFunction
 from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.packed import unpack_arguments
-from tracegrad.tracing.traced import BoundTracedFunction
 from tracegrad.variables.nnx_objects import is_module
-from tracegrad.variables.statics import is_array
 
 Function = Callable[..., Any]
 
@@ -53,17 +49,15 @@ class BoundSpecs:
     """Specs, bound to the parameters of a function.
 
     Attributes:
-      static: the values of static parameters, by name.
-      specs: the specs of the other parameters, by name; these are the parameters of the saved
-        function. The spec of ``*args`` is a tuple, the spec of ``**kwargs`` a dictionary.
+      specs: the specs by the names of the parameters. The spec of ``*args`` is a tuple, the spec of
+        ``**kwargs`` a dictionary.
     """
 
     signature: inspect.Signature
-    static: Mapping[str, Any]
     specs: Mapping[str, Any]
 
     def bound(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
-        return inspect.BoundArguments(self.signature, {**self.static, **arguments})
+        return inspect.BoundArguments(self.signature, dict(arguments))
 
     @property
     def parameters(self) -> tuple[tuple[str, Kind], ...]:
@@ -121,58 +115,9 @@ def bind_specs(name: str, fun: Function, specs: Any) -> BoundSpecs:
             'same name: make all sizes in one call, b, n = jax.export.symbolic_shape("b, n"), or '
             "give all calls one scope=jax.export.SymbolicScope()"
         )
-    static = _static_names(fun, signature)
-    return BoundSpecs(
-        signature,
-        {key: value for key, value in given.items() if key in static},
-        {key: _convert_spec(value, key) for key, value in given.items() if key not in static},
-    )
-
-
-def _static_names(fun: Function, signature: inspect.Signature) -> set[str]:
-    if not isinstance(fun, (TracedFunction, BoundTracedFunction)):
-        return set()
-    static, names = fun._pipeline.static, list(signature.parameters)
-    # The positions count the object of a method, or the module, which `signature` does not.
-    first = int(isinstance(fun, BoundTracedFunction) or bool(fun._first))
-    found = {names[p - first] for p in static.positions if first <= p < first + len(names)}
-    return found | static.names
-
-
-def _convert_spec(spec: Any, parameter: str) -> Any:
-    """Converts leaves with a shape and a dtype, such as specs of other libraries, to
-    `jax.ShapeDtypeStruct`s. Raises TypeError for a leaf that is not a spec."""
-    _check_no_module(spec, f"the argument {parameter}")
-
-    def convert(leaf: Any) -> Any:
-        if isinstance(leaf, (bool, int, float, complex)):
-            return leaf
-        if leaf is not spec and not is_array(leaf):
-            return leaf  # static, as in a call of the function
-        if isinstance(leaf, type) or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise TypeError(
-                f"the spec of {parameter} should be an array, a jax.ShapeDtypeStruct or a tree of "
-                f"these, but has {leaf!r} of type {type(leaf).__name__}"
-            )
-        shape = getattr(leaf.shape, "dims", leaf.shape)  # TensorFlow has None for no rank
-        if shape is None:
-            raise TypeError(
-                f"the spec of {parameter} has no fixed rank: a program of XLA is made for one "
-                "rank. Save one function for each rank, save({name: (fun, specs), ...}, path). For "
-                'sizes that are not fixed, use jax.export.symbolic_shape("b, 3")'
-            )
-        unknown = [s is None or isinstance(s, str) or (isinstance(s, int) and s < 0) for s in shape]
-        if any(unknown):
-            raise TypeError(
-                f"the spec of {parameter} has the shape {tuple(shape)}: name the sizes that are "
-                "not fixed, so that equal sizes have the same name, by "
-                'jax.export.symbolic_shape("b, 3")'
-            )
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
-            return leaf
-        return _jax.struct(shape, getattr(leaf.dtype, "as_numpy_dtype", leaf.dtype))
-
-    return jax.tree.map(convert, spec)
+    for parameter, spec in given.items():
+        _check_no_module(spec, f"the argument {parameter}")
+    return BoundSpecs(signature, given)
 
 
 def trace_for_specs(name: str, fun: Function, given: BoundSpecs, modules: ModuleVariables) -> Graph:
