@@ -13,7 +13,7 @@ from typing import Any
 from tracegrad._jax.compat import versions
 from tracegrad._version import __version__
 from tracegrad.ir.wording import table
-from tracegrad.saving.errors import ArtefactError, printable
+from tracegrad.saving.errors import ArtefactError
 
 SOUND, REFUSED, NOT_READ = 0, 1, 2
 
@@ -72,7 +72,7 @@ def _report(path: str, show: Callable[[Found], str]) -> int:
         sys.stderr.write(f"{error}\n")
         return NOT_READ
     except OSError as error:
-        sys.stderr.write(f"{printable(path)}: {error.strerror or error}\n")
+        sys.stderr.write(f"{path}: {error.strerror or error}\n")
         return NOT_READ
     return SOUND
 
@@ -87,7 +87,7 @@ def _as_tables(found: Found) -> str:
     for rows in (_functions(found), _variables(found)):
         if len(rows) > 1:
             lines += ["", *table(rows, right=[len(rows[0]) - 1])]
-    return printable("\n".join(lines))
+    return "\n".join(lines)
 
 
 def _functions(found: Found) -> list[Row]:

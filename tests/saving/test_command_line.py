@@ -69,18 +69,6 @@ def test_inspect_never_fails_otherwise(example: Path, tmp_path: Path, capsys):
         assert (status, errors.count("\n")) in {(0, 0), (1, 1)}, (seed, errors)
 
 
-def test_names_send_no_commands_to_the_terminal(example: Path, tmp_path: Path, capsys):
-    artefact = take_apart(example)
-    manifest = json.loads(json.dumps(artefact.manifest))
-    manifest["variables"][0]["name"] = "\x1b[2Jx"
-    path = tmp_path / "bad"
-    path.write_bytes(forge(artefact.arrays, manifest))
-    assert main(["inspect", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert r"\x1b[2Jx" in shown
-
-
 def test_it_goes_on_after_a_file_that_is_refused(example: Path, tmp_path: Path):
     bad, missing = tmp_path / "bad", tmp_path / "missing"
     bad.write_bytes(b"not ours" * 100)

@@ -19,8 +19,8 @@ import numpy as np
 from tracegrad._jax.processes import agree
 from tracegrad.ir.wording import brief, some
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.libraries import needed, safetensors_numpy
-from tracegrad.saving.manifest import OWN, ArrayRecord
+from tracegrad.saving.libraries import needed
+from tracegrad.saving.manifest import ArrayRecord
 from tracegrad.saving.seal import (
     digests_of_files,
     files_of,
@@ -120,8 +120,7 @@ def load_variables(tree: Any, path: PathLike) -> None:
 
     Arguments:
       tree: a tree as for `variables_of`.
-      path: the folder; or a safetensors file of another program (without checksums), in which the
-        array for each Variable has the Variable's path as its name.
+      path: the folder.
 
     Raises:
       ArtefactError: a file of the checkpoint is damaged or missing, or there is an extra file.
@@ -132,11 +131,13 @@ def load_variables(tree: Any, path: PathLike) -> None:
       RuntimeError: another process failed.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
+    An array of a safetensors file of another program can be assigned:
+    ``variables_of(tree)[name].assign(safetensors.numpy.load_file(path)[name])``.
+
     >>> import os, tempfile
-    >>> from safetensors.numpy import save_file
-    >>> from tracegrad import Variable, load_variables
-    >>> path = os.path.join(tempfile.mkdtemp(), "weights.safetensors")
-    >>> save_file({"w": np.ones(2, np.float32)}, path)
+    >>> from tracegrad import Variable, load_variables, save_variables
+    >>> path = os.path.join(tempfile.mkdtemp(), "state")
+    >>> save_variables({"w": Variable([1.0, 1.0])}, path)
     >>> weights = {"w": Variable([0.0, 0.0])}
     >>> load_variables(weights, path)
     >>> print(weights["w"].value)
@@ -145,20 +146,15 @@ def load_variables(tree: Any, path: PathLike) -> None:
     variables, folder = _require_variables(tree), Path(os.path.abspath(path))
     check_width({str(variable.dtype) for variable in variables.values()}, "the Variables are of")
     forms = _arrays_to_write(variables)
-    if folder.is_file():
-        arrays = _read_file(folder)
-        records = {name: ArrayRecord(str(a.dtype), a.shape) for name, a in arrays.items()}
-        _check_records(path, variables, records)
-    else:
-        topic = f"load_variables({folder.name!r})"
-        number = agree(topic, "", _TIMEOUT, lambda _: str(last_sealed(folder)))
-        step = step_folder(folder, number)
+    topic = f"load_variables({folder.name!r})"
+    number = agree(topic, "", _TIMEOUT, lambda _: str(last_sealed(folder)))
+    step = step_folder(folder, number)
 
-        def check() -> None:
-            _check_records(path, variables, read_seal(path, step).arrays)
+    def check() -> None:
+        _check_records(path, variables, read_seal(path, step).arrays)
 
-        _run_on_all_processes(f"{topic} {number}", check, _TIMEOUT)
-        arrays = _read_checkpoint(path, step, forms)
+    _run_on_all_processes(f"{topic} {number}", check, _TIMEOUT)
+    arrays = _read_checkpoint(path, step, forms)
     new = {
         name: array
         if isinstance(array, jax.Array)
@@ -258,19 +254,6 @@ def _run_on_all_processes(
 
 
 # --------------------------------------------------------------------------------------- reading
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        arrays: dict[str, Any] = safetensors_numpy.load_file(path)
-    except OSError:
-        raise
-    except Exception as error:
-        raise ArtefactError("file", f"it is not a safetensors file: {error}", path) from error
-    if any(name.startswith(OWN) for name in arrays):
-        reason = "tracegrad.save wrote it: its Variables are tracegrad.load(path).variables"
-        raise ArtefactError("file", reason, path)
-    return arrays
 
 
 def _present_sharding(form: Any) -> Any:
