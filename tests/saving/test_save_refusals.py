@@ -249,9 +249,9 @@ def test_requests_and_options_are_checked(fun, specs, options, error, message, p
 
 
 def test_the_path_is_checked(tmp_path):
-    with pytest.raises(IsADirectoryError, match="A folder is in the way"):
+    with pytest.raises(IsADirectoryError):
         save(jnp.sin, tmp_path, [X])
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError):
         save(jnp.sin, tmp_path / "missing" / "file", [X])
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "missing")
