@@ -544,7 +544,7 @@ def test_a_variable_that_a_rule_closes_over_needs_a_stopped_gradient(path):
         return lambda x: jnp.sum(rounded(x) ** 2)
 
     x = jnp.array([0.3, 1.2])
-    with pytest.raises(ValueError, match=r"'rounded' \(test_save.py:\d+\)"):
+    with pytest.raises(ValueError, match=r"'rounded' \(.*test_save.py:\d+\).* apply stop_gr"):
         save(with_scale(lambda: scale.value), path, [x])
     loaded = saved(path, with_scale(lambda: tg.stop_gradient(scale.value)), [x], gradient_order=2)
     np.testing.assert_array_equal(jax.grad(loaded)(x), [0.5, 2.5])
