@@ -437,13 +437,6 @@ def test_a_budget_is_for_all_examples_of_a_vmap(step: Any):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_the_lines_that_hold_most_are_told_for_all_examples_of_a_vmap():
-    args = jnp.eye(32) / 8, jnp.ones((64, 64, 32))
-    with pytest.raises(BudgetTooSmall) as error:
-        tracegrad.trace(of_each, memory_budget=1000)(*args)
-    assert max(size for _, size in error.value.held_most) >= 4 * args[1].size
-
-
 def scanned(w: jax.Array, x: jax.Array) -> jax.Array:
     def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         return x + jnp.sin(jnp.tanh(x @ w)), None
@@ -558,7 +551,5 @@ def test_an_error_says_what_no_plan_can_split():
         return jax.lax.cond(is_on, fun, lambda weights, x: jnp.mean(x), weights, x)
 
     shapes = (*shapes, jax.ShapeDtypeStruct((), "bool"))
-    with pytest.raises(
-        BudgetTooSmall, match=r"gradient of either: .* lines hold the most: .* \(cond as a whole\)"
-    ):
+    with pytest.raises(BudgetTooSmall, match=r"gradient of either: .* inside the cond of .* split"):
         plan_recompute(either, *shapes, memory_budget="50%", measure=False)
