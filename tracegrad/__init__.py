@@ -41,7 +41,6 @@ if _TYPE_CHECKING:  # some names are also names of files, so import each from it
     from tracegrad.differentiation.second_order import hvp as hvp
     from tracegrad.differentiation.wrt import select as select
     from tracegrad.insight.check_grads import check_grads as check_grads
-    from tracegrad.insight.check_processes import check_processes as check_processes
     from tracegrad.insight.explain import explain as explain
     from tracegrad.insight.memory import memory as memory
     from tracegrad.insight.show import show as show
@@ -84,7 +83,6 @@ _LATER = {
     "differentiation.second_order": "hessian hvp",
     "differentiation.wrt": "select",
     "insight.check_grads": "check_grads",
-    "insight.check_processes": "check_processes",
     "insight.explain": "explain",
     "insight.memory": "memory",
     "insight.show": "show",

@@ -7,18 +7,13 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tracegrad._jax.compat import versions
 from tracegrad._version import __version__
-from tracegrad.ir.wording import table
-from tracegrad.saving.errors import ArtefactError, printable
+from tracegrad.saving.errors import ArtefactError
 
 SOUND, REFUSED, NOT_READ = 0, 1, 2
-
-Row = Sequence[str]
-Found = Mapping[str, Any]  # the result of `inspect`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,22 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser(
         "inspect",
         help="show the contents of a file",
-        description="Shows the functions, Variables, custom calls and sizes of files, without "
-        "reading programs and values.",
+        description="Shows the functions, Variables, custom calls and sizes of files as JSON, "
+        "without reading programs and values.",
     )
-    command.add_argument("--json", action="store_true", help="print one JSON document per file")
     command.add_argument("files", metavar="FILE", nargs="+")
     given = parser.parse_args(arguments)
-    show = _as_json if given.json else _as_tables
-    return max(_report(path, show) for path in given.files)
+    return max(map(_report, given.files))
 
 
-def _report(path: str, show: Callable[[Found], str]) -> int:
+def _report(path: str) -> int:
     """Prints what is in a file, or why it cannot be read; returns the exit status."""
     try:
         # Imported here, as it needs the packages of tracegrad[save], and --version does not.
         inspection = importlib.import_module("tracegrad.saving.inspection")
-        sys.stdout.write(f"{show(inspection.inspect(path))}\n")
+        sys.stdout.write(f"{json.dumps(inspection.inspect(path), indent=2)}\n")
         sys.stdout.flush()
     except ArtefactError as error:
         sys.stderr.write(f"{error}\n")
@@ -72,49 +65,9 @@ def _report(path: str, show: Callable[[Found], str]) -> int:
         sys.stderr.write(f"{error}\n")
         return NOT_READ
     except OSError as error:
-        sys.stderr.write(f"{printable(path)}: {error.strerror or error}\n")
+        sys.stderr.write(f"{path}: {error.strerror or error}\n")
         return NOT_READ
     return SOUND
-
-
-def _as_json(found: Found) -> str:
-    return json.dumps(found, indent=2)
-
-
-def _as_tables(found: Found) -> str:
-    packages = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    lines = [f"{found['path']}: {found['size']:,} bytes, format {found['format']}, by {packages}"]
-    for rows in (_functions(found), _variables(found)):
-        if len(rows) > 1:
-            lines += ["", *table(rows, right=[len(rows[0]) - 1])]
-    return printable("\n".join(lines))
-
-
-def _functions(found: Found) -> list[Row]:
-    keys = [each["key"] for each in found["variables"]]
-    rows: list[Row] = [
-        ("function", "gradients", "platforms", "reads", "assigns", "programs", "calls", "bytes")
-    ]
-    for each in found["functions"]:
-        where = f" where {', '.join(each['constraints'])}" if each["constraints"] else ""
-        names = [each["platforms"], *([keys[i] for i in each[k]] for k in ("reads", "assigns"))]
-        calls = sorted({call for calls in each["calls"].values() for call in calls})
-        lists = [", ".join(names) or "-" for names in (*names, [str(len(each["calls"]))], calls)]
-        order = f"to order {each['gradient_order']}"
-        rows.append((each["signature"] + where, order, *lists, f"{each['size']:,}"))
-    return rows
-
-
-def _variables(found: Found) -> list[Row]:
-    rows: list[Row] = [("Variable", "type", "trainable", "bytes")]
-    for each in found["variables"]:
-        key, name, array = each["key"], each["name"], each["array"]
-        kind = f"{array['dtype']}[{','.join(map(str, array['shape']))}]"
-        trainable = "yes" if each["trainable"] else "no"
-        rows.append(
-            (key if name == key else f"{key} ({name})", kind, trainable, f"{each['size']:,}")
-        )
-    return rows
 
 
 if __name__ == "__main__":

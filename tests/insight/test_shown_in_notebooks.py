@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -19,16 +18,9 @@ def loss(w):
 W = jnp.ones((8, 8))
 
 
-def plan_of_step():
-    step = tg.trace(lambda w: jax.grad(loss)(w), memory_budget="100%")
-    step(W)
-    return step.plan
-
-
 SHOWN = {
     "graph": lambda: tg.graph(loss, W),
     "plan": lambda: tg.plan_recompute(loss, W, memory_budget="100%", measure=False),
-    "plan of a step": plan_of_step,
     "check": lambda: tg.check_grads(loss, (jnp.full(3, 0.3),), order=1, modes=["rev"]),
     "explanation": lambda: tg.explain(loss, W),
     "memory": lambda: tg.memory(loss, W),

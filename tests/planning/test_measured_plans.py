@@ -437,13 +437,6 @@ def test_a_budget_is_for_all_examples_of_a_vmap(step: Any):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_the_lines_that_hold_most_are_told_for_all_examples_of_a_vmap():
-    args = jnp.eye(32) / 8, jnp.ones((64, 64, 32))
-    with pytest.raises(BudgetTooSmall) as error:
-        tracegrad.trace(of_each, memory_budget=1000)(*args)
-    assert max(size for _, size in error.value.held_most) >= 4 * args[1].size
-
-
 def scanned(w: jax.Array, x: jax.Array) -> jax.Array:
     def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         return x + jnp.sin(jnp.tanh(x @ w)), None
@@ -491,8 +484,6 @@ def test_on_a_mesh_with_automatic_axes_a_step_is_given_a_share():
     without = temporary_bytes(jax.jit(step), weights, x)
     fitted = tracegrad.trace(step, memory_budget="60%")
     assert temporary_bytes(fitted, weights, x) <= 0.7 * without
-    with pytest.raises(ValueError, match=r"memory_budget=20000 is bytes of one device.*a share"):
-        tracegrad.trace(step, memory_budget=20_000)(weights, x)
     ample = tracegrad.trace(step, memory_budget="1GiB")
     assert temporary_bytes(ample, weights, x) == without
 
@@ -557,7 +548,5 @@ def test_an_error_says_what_no_plan_can_split():
         return jax.lax.cond(is_on, fun, lambda weights, x: jnp.mean(x), weights, x)
 
     shapes = (*shapes, jax.ShapeDtypeStruct((), "bool"))
-    with pytest.raises(
-        BudgetTooSmall, match=r"gradient of either: .* lines hold the most: .* \(cond as a whole\)"
-    ):
+    with pytest.raises(BudgetTooSmall, match=r"gradient of either: .* inside the cond of .* split"):
         plan_recompute(either, *shapes, memory_budget="50%", measure=False)

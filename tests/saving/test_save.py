@@ -438,22 +438,20 @@ def test_a_constraint_that_divides_is_kept(path):
         loaded(jnp.ones((3, 4)))
 
 
-def test_static_arguments_and_what_a_method_is_bound_to_are_parts_of_the_program(path):
+def test_what_a_method_is_bound_to_is_part_of_the_program(path):
     class Model:
         def __init__(self):
             self.w = tg.Variable(3.0, name="w")
 
-        @tg.trace(static_argnums=(0, 2))
-        def call(self, x, power):
-            return self.w.value * x**power
+        @tg.trace(static_argnums=0)
+        def call(self, x):
+            return self.w.value * x**2
 
     model = Model()
-    loaded = saved(path, model.call, [np.float32(1), 2])
+    loaded = saved(path, model.call, [np.float32(1)])
     assert str(loaded.signature) == "call(x: f32[]) -> f32[]"
     model.w.assign(5.0)
     assert float(loaded(2.0)) == 12.0
-    power = tg.trace(lambda x, n: x**n, static_argnames="n")
-    assert float(saved(path, power, {"x": np.float32(1), "n": 3})(x=2.0)) == 8.0
 
 
 def test_whatever_can_be_called_is_saved_under_a_name(path):
@@ -546,7 +544,7 @@ def test_a_variable_that_a_rule_closes_over_needs_a_stopped_gradient(path):
         return lambda x: jnp.sum(rounded(x) ** 2)
 
     x = jnp.array([0.3, 1.2])
-    with pytest.raises(ValueError, match=r"'rounded' \(test_save.py:\d+\)"):
+    with pytest.raises(ValueError, match=r"'rounded' \(.*test_save.py:\d+\).* apply stop_gr"):
         save(with_scale(lambda: scale.value), path, [x])
     loaded = saved(path, with_scale(lambda: tg.stop_gradient(scale.value)), [x], gradient_order=2)
     np.testing.assert_array_equal(jax.grad(loaded)(x), [0.5, 2.5])
@@ -588,7 +586,7 @@ def test_other_objects_and_models_of_classes_are_refused_by_their_place(path):
         save(lambda m: m["f"](m["x"]), path, [{"f": jnp.sin, "x": X}])
     with pytest.raises(TypeError, match=r"d\.how is 'fast' of type str, which no file can hold"):
         save(lambda d: d["x"], path, [{"x": X, "how": "fast"}])
-    with pytest.raises(TypeError, match="the spec of how should be an array"):
+    with pytest.raises(TypeError, match="the argument how is 'fast' of type str"):
         save(lambda x, how: x, path, [X, "fast"])
     with pytest.raises(TypeError, match=r"the result of <lambda>\.1 is .* no file can hold"):
         save(lambda x: (x, jnp.sin), path, [X])

@@ -200,22 +200,11 @@ class Model:
 Folded = namedtuple("Folded", ["x"])
 
 
-class Spec:
-    """As that of another library."""
-
-    def __init__(self, *shape):
-        self.shape, self.dtype = shape or None, np.float32
-
-
 def same(x):
     return x
 
 
-def named(*shape):
-    return jax.ShapeDtypeStruct(shape, "float32")
-
-
-OTHER_ROWS = named(*jax.export.symbolic_shape("b, 3"))
+OTHER_ROWS = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 3"), "float32")
 SIN = (jnp.sin, [X])
 NOT_SPECS = [
     (lambda x, y: x, [X], r"do not fit <lambda>\(x, y\): missing a required argument: 'y'"),
@@ -224,12 +213,7 @@ NOT_SPECS = [
     (lambda x, y: x @ y, [X, X], "contracting dimensions"),
     (same, X, r"of type ndarray: write \[spec\] for one argument"),
     (same, None, "specs are missing"),
-    (same, [print], "the spec of x should be an array"),
-    (same, [Spec()], "the spec of x has no fixed rank: a program of XLA is made for"),
-    (same, [Spec(None, 3)], r"the spec of x has the shape \(None, 3\): name the sizes"),
-    (same, [named("b", 3)], r"the spec of x has the shape \('b', 3\): name the sizes"),
-    (same, {"x": named(-1, 3)}, r"the spec of x has the shape \(-1, 3\): name the sizes"),
-    (same, [jax.Array], "the spec of x should be an array.* but has <class 'jax"),
+    (same, [print], "the argument x is <built-in function print> .* which no file can hold"),
     (jnp.add, [ROWS, OTHER_ROWS], r"specs of add .* several calls of jax\.export\.symbolic_shape"),
     (lambda m: m.w, [Model(X)], "argument m has a container .*Model.* Its Python"),
     (lambda x: {"a": Model(x)}, [X], r"the result of <lambda> has a container .*Model"),
@@ -243,15 +227,12 @@ NOT_SPECS = [
 ]
 NOT_VALUES = [
     ({}, None, {}, "the dictionary is empty"),
-    ({"\udc00": SIN}, None, {}, r"should be valid Unicode, but is '\\udc00'"),
     # Nothing is written where a later one cannot be saved.
     ({"f": SIN, "g": (prints, [X])}, None, {}, "prints cannot be|g cannot"),
     (*SIN, {"gradient_order": -1}, "gradient_order should be an integer, 0 or greater"),
     (*SIN, {"gradient_order": 1.0}, "gradient_order should be an integer"),
-    (*SIN, {"gradient_order": 33}, "gradient_order should be at most 32, but is 33"),
-    (*SIN, {"platforms": ["gpu"]}, r"unknown platform 'gpu': .*: write \"cuda\" or \"rocm\""),
-    (*SIN, {"platforms": "cpu"}, "platforms should be a non-empty list of names, but is 'cpu'"),
-    (*SIN, {"platforms": []}, r"platforms should be a non-empty list of names, but is \[\]"),
+    (*SIN, {"platforms": ["gpu"]}, r"platforms should be a list of names in .*, but is \['gpu'\]"),
+    (*SIN, {"platforms": "cpu"}, "platforms should be a list of names in .*, but is 'cpu'"),
 ]
 
 
@@ -268,12 +249,10 @@ def test_requests_and_options_are_checked(fun, specs, options, error, message, p
 
 
 def test_the_path_is_checked(tmp_path):
-    with pytest.raises(IsADirectoryError, match="is a folder"):
+    with pytest.raises(IsADirectoryError):
         save(jnp.sin, tmp_path, [X])
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError):
         save(jnp.sin, tmp_path / "missing" / "file", [X])
-    with pytest.raises(TypeError, match="path should be a string or a path"):
-        save("file", jnp.sin, [X])
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "missing")
     with pytest.raises(ArtefactError, match="it is a folder"):
@@ -290,18 +269,12 @@ def test_it_is_not_saved_while_it_is_traced(path):
         tg.trace(f)(X)
 
 
-def test_large_arrays_that_are_closed_over_are_warned_of(tmp_path):
-    weights = jnp.zeros((5, 1 << 20))
-    with pytest.warns(UserWarning, match=r"<lambda> closes over arrays of 20 MiB, .* 2 times"):
-        save(lambda x: x @ weights, tmp_path / "f", [np.ones(5, np.float32)])
-
-
 def test_64_bits_are_asked_for_where_they_are_needed(tmp_path):
     path = tmp_path / "wide"
     with jax.enable_x64(True):
         v = tg.Variable(np.array([1 / 3, 1e300]), name="v")
         c = tg.Variable(np.array([1e300 + 2j]), name="c")
-        save(lambda x: (x * v.value, c.value), path, [v], gradient_order=0)
+        save(lambda x: (x * v.value, c.value), path, [v.value], gradient_order=0)
         loaded = load(path)
         assert loaded.variables["v"].numpy().tobytes() == v.numpy().tobytes()
         assert loaded(v)[1] == c.numpy()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import time
 from pathlib import Path
@@ -53,7 +52,7 @@ def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
         "all_of_it",
         ["Auto", "Explicit"],
         str(tmp_path),
-        ends=[0, -signal.SIGKILL],
+        ends=[-signal.SIGKILL, -signal.SIGKILL],
         timeout=240,
     )
     for kind in told[0]["rows"]:
@@ -65,15 +64,10 @@ def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
         assert each["files"] == ["tracegrad-1"]  # the first time is gone
         assert each["afterwards"] == each["files"]
         assert "process_allgather" in each["numpy"]
-        assert "want to save different things: 'step'" in each["different"]
-        assert each["same program"] == "nothing"
-        assert re.search(
-            r"is not the same program(?s:.*)on process 0: .*2.0(?s:.*)on process 1: .*3.0",
-            each["other program"],
-        )
-    assert "process 1 of 2 did not come within 0.2 seconds" in told[0]["alone"]
-    assert told[0]["died"] != "nothing"
-    # What the second process was writing when it died was given up.
+        assert "the processes want to save different Variables" in each["different"]
+    assert "does not exist" in told[1]["damaged"]
+    assert "process 1 failed" in told[0]["damaged"]
+    # What they were writing when they died was given up.
     found = whole()
     tg.load_variables(found, tmp_path / "two")
     assert here(found, 1.0)

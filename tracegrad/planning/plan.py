@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,73 +18,6 @@ from tracegrad.tracing import to_callable
 
 if TYPE_CHECKING:
     from tracegrad.planning.search import Search
-
-
-@dataclass(frozen=True)
-class PlanSummary:
-    """The numbers and the text of a `RecomputePlan`, without the program."""
-
-    name: str
-    budget: int
-    held: int | None
-    held_without: int | None
-    measured_on: str
-    peak: int
-    peak_without: int
-    flops: int
-    forward_flops: int
-    text: str = field(repr=False)
-
-    def __str__(self) -> str:
-        return self.text
-
-    @property
-    def line(self) -> str:
-        """The plan in one line of text."""
-        held, without, whose = self.held, self.held_without, "XLA holds"
-        if held is None:
-            held, without, whose = self.peak, self.peak_without, "the model has"
-        of = f" of {in_units(without)}" if without else ""
-        again = _percent(self.flops, self.forward_flops)
-        return (
-            f"{self.name}: {whose} {in_units(held)}{of}, budget {in_units(self.budget)}, "
-            f"{again} of the forward pass computed again"
-        )
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The recomputation in a traced function with a memory budget; see `TracedFunction.plan`.
-
-    Attributes:
-      name: the name of the function.
-      gradients: the plans of the gradients that the function computes, in the order of the trace. A
-        function that computes no gradient has the plan of its own gradient, for callers that
-        differentiate it.
-      held: bytes that XLA holds for the whole function, without arguments and results, if several
-        gradients may be alive at once and the budget is in bytes; otherwise None.
-    """
-
-    name: str
-    gradients: tuple[PlanSummary, ...]
-    held: int | None = None
-
-    @property
-    def line(self) -> str:
-        """The plan in one line of text."""
-        whole = [] if self.held is None else [f"{in_units(self.held)} as a whole"]
-        return "; ".join([each.line for each in self.gradients] + whole)
-
-    def __str__(self) -> str:
-        texts = [each.text for each in self.gradients] or [f"{self.name}: no gradient to plan for"]
-        if self.held is not None:
-            texts.append(f"{self.name} as a whole: XLA holds {in_units(self.held)}")
-        return "\n".join(texts)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return folding.of_text(str(self))
 
 
 @dataclass(frozen=True)
@@ -147,13 +80,6 @@ class RecomputePlan:
     def is_needed(self) -> bool:
         """Whether the plan recomputes anything."""
         return any(segment.recompute or segment.step for segment in self.segments)
-
-    @property
-    def summary(self) -> PlanSummary:
-        """The numbers and the text of the plan, without the program."""
-        own = (each.name for each in fields(PlanSummary) if each.name not in ("name", "text"))
-        known = {name: getattr(self, name) for name in own}
-        return PlanSummary(name=self.graph.name, text=str(self), **known)
 
     def rewritten(self) -> Graph:
         """Returns the program with a `Recompute` node for every recomputed segment. Plans with

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tracegrad import _jax
-from tracegrad._jax.caches import cached, facts_of
+from tracegrad._jax.caches import cached
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.wrt import Wrt, partition
 from tracegrad.ir import Graph
@@ -25,7 +23,7 @@ from tracegrad.planning.flatten import flatten
 from tracegrad.planning.measuring import MeasuredGradient, shardings_of
 from tracegrad.planning.modelling import model
 from tracegrad.planning.options import Measure, MemoryBudget, budget_bytes, plans_to_compile
-from tracegrad.planning.plan import PlanSummary, RecomputePlan, StepPlan
+from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.search import BudgetTooSmall, Search
 from tracegrad.planning.whole_step import warn_if_step_exceeds_budget
 from tracegrad.rewriting.edits import refuse_differentiated
@@ -123,8 +121,6 @@ def recompute_to_fit(memory_budget: MemoryBudget, *, measure: Measure = True) ->
 
     Raises:
       TypeError, ValueError: `memory_budget` or `measure` is not valid, as in `plan_recompute`.
-      ValueError: the budget is in bytes, the mesh has automatic axes, so that XLA decides what a
-        device holds, and all devices together hold more than the budget.
       GraphError: the rule is applied to a program that contains a gradient made by JAX. There,
         recomputation would save nothing.
     """
@@ -132,87 +128,32 @@ def recompute_to_fit(memory_budget: MemoryBudget, *, measure: Measure = True) ->
     return _rule(memory_budget, plans_to_compile(measure))
 
 
-def fit_function_to_budget(memory_budget: MemoryBudget, fun: object = None) -> FitToBudget:
-    """Returns the rule of `recompute_to_fit` for a traced function. All traces of `fun` with the
-    same budget share one rule, and the rule's plans."""
-    shared = recompute_to_fit(memory_budget)
-    try:
-        known: dict[FitToBudget, FitToBudget] = facts_of(fun).setdefault(FitToBudget, {})
-    except TypeError:  # no cache for None, and for objects without weak references
-        return shared
-    return known.setdefault(shared, FitToBudget(memory_budget, shared.plans))
-
-
-class _Planned(threading.local):
-    plans: tuple[PlanSummary, ...] = ()  # of the gradients inside the function that is being traced
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class FitToBudget:
-    """The rule of `recompute_to_fit`, which compiles at most `plans` plans. `latest` is the plan of
-    the function that was traced last."""
+    """The rule of `recompute_to_fit`, which compiles at most `plans` plans."""
 
     memory_budget: MemoryBudget
     plans: int
-    latest: StepPlan | None = None
-    _planned: _Planned = field(default_factory=_Planned)
 
     for_the_outermost = True
 
     def __repr__(self) -> str:
         return f"memory_budget={self.memory_budget!r}"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FitToBudget, (self.memory_budget, self.plans)
-
-    @contextmanager
-    def scope_of_trace(self) -> Iterator[None]:
-        """A block in which a function is traced, and the rule is applied to it. Of nested blocks
-        each has its own plans."""
-        before, self._planned.plans = self._planned.plans, ()
-        try:
-            yield
-        finally:
-            self._planned.plans = before
-
     def __call__(self, graph: Graph) -> Graph:
         # A graph that contains the gradient of a loss is a train step, unless it is differentiated.
         places = [] if graph.differentiated else list(graph.walk())
         if any(map(is_under_rules, places)):
-            held = None
-            if not self._is_share:
-                held = warn_if_step_exceeds_budget(
+            # A share applies to each gradient alone.
+            if budget_bytes(self.memory_budget, 1 << 40) == budget_bytes(self.memory_budget, 1):
+                warn_if_step_exceeds_budget(
                     graph, places, budget_bytes(self.memory_budget, 0), self
                 )
-            self.latest = StepPlan(graph.name, self._planned.plans, held)
             return graph
         for place in places:
             refuse_differentiated(place, self, f"tracegrad.trace(loss, {self!r})")
-        is_of_all = not self._is_share and any(_jax.is_split_by_xla(v.aval) for v in graph.inputs)
-        plan = None
-        try:
-            plan = self.plan(graph, examples=_jax.examples_at_once())
-        except BudgetTooSmall:
-            if not is_of_all:
-                raise
-        if is_of_all and (plan is None or plan.is_needed):
-            raise ValueError(
-                f"{self!r} is bytes of one device, but all devices together hold more for the "
-                f"gradient of {graph.name}, and on a mesh with automatic axes XLA decides only "
-                "after planning what each device holds. Give a share, as '50%'; use a mesh with "
-                "explicit axes; or call plan_recompute(loss, *args, memory_budget=...) with "
-                "sharded arguments"
-            )
-        assert plan is not None
-        if graph.differentiated:  # the loss of a step, which the rule is applied to later
-            self._planned.plans += (plan.summary,)
-        else:
-            self.latest = StepPlan(graph.name, (plan.summary,))
+        plan = self.plan(graph, examples=_jax.examples_at_once())
         return plan.rewritten() if plan.is_needed else graph
-
-    @property
-    def _is_share(self) -> bool:
-        return budget_bytes(self.memory_budget, 1 << 40) != budget_bytes(self.memory_budget, 1)
 
     def plan(
         self, graph: Graph, shardings: Sequence[Any] | None = None, examples: int = 1
@@ -259,4 +200,4 @@ class FitToBudget:
 # the budget 1 (a byte) from 1.0 (the whole peak).
 _rule = cached(512)(FitToBudget)
 
-engine.fit_to_budget = fit_function_to_budget
+engine.fit_to_budget = recompute_to_fit

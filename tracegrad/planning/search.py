@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Recompute
-from tracegrad.ir.wording import in_units
 from tracegrad.planning.costs import nbytes
 from tracegrad.planning.model import MemoryModel
 from tracegrad.planning.plan import RecomputePlan
@@ -25,8 +23,6 @@ class BudgetTooSmall(ValueError):
     Attributes:
       lowest: the lowest peak of the tried plans, in bytes: measured in XLA, or by the model.
       measured_on: the backend and the JAX version that measured `lowest`; "" if the model did.
-      held_most: the user's lines that hold the most bytes at that peak, and these bytes, by the
-        model.
       in_the_way: describes an operation that computes more than half of the program's bytes and
         that no plan can split, with its line; "" without such an operation.
     """
@@ -36,18 +32,14 @@ class BudgetTooSmall(ValueError):
         budget: int,
         lowest: int,
         measured_on: str = "",
-        held_most: Sequence[tuple[str, int]] = (),
         of: str = "",
         in_the_way: str = "",
     ):
-        self._arguments = budget, lowest, measured_on, held_most, of, in_the_way
+        self._arguments = budget, lowest, measured_on, of, in_the_way
         gradient = f" for the gradient of {of}" if of else ""
         text = f"a memory budget of {budget:,} bytes is too small{gradient}: the lowest peak "
         text += f"found is {lowest:,} bytes"
         text += f", measured in XLA ({measured_on})" if measured_on else ""
-        if held_most:
-            lines = (f"{line} ({in_units(size)})" for line, size in held_most)
-            text += f". At that peak, these lines hold the most: {', '.join(lines)}"
         if in_the_way:
             text += f". Most of the program is {in_the_way}"
         elif measured_on:
@@ -56,8 +48,7 @@ class BudgetTooSmall(ValueError):
                 "tracegrad.planning.recompute_to_fit in trace(..., rules=[...])"
             )
         super().__init__(text)
-        self.lowest, self.measured_on = lowest, measured_on
-        self.held_most, self.in_the_way = tuple(held_most), in_the_way
+        self.lowest, self.measured_on, self.in_the_way = lowest, measured_on, in_the_way
 
     def __reduce__(self) -> tuple[Any, ...]:  # for pickle: the arguments, not the message
         return type(self), self._arguments, self.__dict__
@@ -113,7 +104,6 @@ class Search:
             budget,
             self.examples * self.lowest_peak if lowest.held is None else lowest.held,
             measured_on,
-            _lines_holding_most(self.whole, lowest.segments, self.examples),
             self.graph.name,
             _describe_unsplittable(self.graph),
         )
@@ -128,12 +118,6 @@ def _is_unsplittable(node: Node) -> bool:
     """Whether a node has regions and is not a scan: it is a branch, a custom gradient, a
     `jax.checkpoint`."""
     return bool(node.regions) and node.primitive is not _jax.SCAN
-
-
-def _describe_line(node: Node) -> str:
-    """Returns the user's line, or the operation; says if no plan can split the node."""
-    line = str(Occurrence((), node).origin or node.op)
-    return f"{line} ({node.op} as a whole)" if _is_unsplittable(node) else line
 
 
 def _describe_unsplittable(graph: Graph) -> str:
@@ -163,27 +147,3 @@ def _bytes_computed(node: Node, known: dict[Graph, int]) -> int:
             known[region] = sum(_bytes_computed(inner, known) for inner in region.nodes)
     inside = sum(known[region] for region in node.regions.values())
     return inside + sum(nbytes(value.aval) for value in node.outputs)
-
-
-def _lines_holding_most(
-    whole: MemoryModel, segments: Sequence[Segment], examples: int
-) -> list[tuple[str, int]]:
-    """Returns the lines, at most three, that hold the most bytes at the peak, and these bytes, for
-    all examples.
-
-    The model counts the values that are alive when the backward pass of the segment with the peak
-    begins: the values that this segment and earlier segments keep, and the values that this segment
-    recomputes at that moment.
-    """
-    simulation, sizes = simulate(whole, segments), Counter[str]()
-    for segment, local, peak in zip(segments, simulation.locals, simulation.peaks, strict=True):
-        model, is_peak = whole.steps[segment.step], peak == simulation.peak
-        for i in range(segment.start, segment.stop):
-            if is_peak or not segment.recompute:
-                sizes[_describe_line(model.nodes[i])] += model.extra[i]
-        recomputed = set(local.recomputed).difference(local.late) if is_peak else ()
-        for i in local.stored.union(recomputed):
-            sizes[_describe_line(model.nodes[segment.start + i])] += model.sizes[segment.start + i]
-        if is_peak:
-            break
-    return [(line, examples * size) for line, size in sizes.most_common(3) if size]

@@ -23,29 +23,27 @@ class BudgetWarning(UserWarning):
 
 def warn_if_step_exceeds_budget(
     step: Graph, occurrences: Iterable[Occurrence], budget: int, request: object
-) -> int | None:
-    """Compiles a step, and returns the bytes that XLA holds for it. Returns None if one plan covers
-    the step, which is then not compiled, or if XLA cannot measure the step. Warns, at the user's
-    line, if the bytes are more than the budget, or unknown.
+) -> None:
+    """Compiles a step, unless one plan covers it. Warns, at the user's line, if XLA holds more
+    bytes for the step than the budget, or if the bytes are unknown.
 
     `occurrences` are all nodes of the step; `request` is the user's request, for the message.
     """
     reason = _why_one_plan_is_not_enough(occurrences)
     if not reason:
-        return None
+        return
     text = f"{request!r} limits each gradient alone, and {step.name} {reason}"
     try:
         held = held_by_program(step)
     except NotMeasuredError as error:
         warn_where_called(f"{text}: the whole step's bytes are unknown ({error})", BudgetWarning)
-        return None
+        return
     if held > budget:
         text += f": the whole step holds {held:,} bytes ({in_units(held)}) beside arguments and "
         text += (
             f"results. Give a smaller budget, until the whole step holds at most {budget:,} bytes"
         )
         warn_where_called(text, BudgetWarning)
-    return held
 
 
 def _why_one_plan_is_not_enough(occurrences: Iterable[Occurrence]) -> str:

@@ -5,22 +5,20 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
-from tracegrad._jax.processes import agree
 from tracegrad.ir.wording import brief, some
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.libraries import needed, safetensors_numpy
-from tracegrad.saving.manifest import OWN, ArrayRecord
+from tracegrad.saving.libraries import needed
+from tracegrad.saving.manifest import ArrayRecord
 from tracegrad.saving.seal import (
     digests_of_files,
     files_of,
@@ -41,29 +39,26 @@ from tracegrad.saving.variables import (
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
-T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 
 # Maps dtypes that Orbax does not support to supported dtypes with as many bits.
 _SUPPORTED = {"uint2": "int2", "uint4": "int4", "float8_e4m3": "uint8"}
-_TIMEOUT = 600.0  # seconds to wait for the other processes
 
 
-def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> None:
+def save_variables(tree: Any, path: PathLike) -> None:
     """Writes the values of the Variables in a tree of objects to a folder, by Orbax.
 
     The state is replaced atomically: if a process is killed at any time, the folder has either the
     complete old or the complete new state. Each process writes its shards of Variables that are
     sharded over several processes: call this on all processes, with a folder that all can access.
+    A process waits for the others.
 
     Arguments:
       tree: a tree as for `variables_of`, whose paths name the arrays.
       path: the folder; a state that was saved there before is replaced.
-      timeout: how long to wait for another process, in seconds.
 
     Raises:
       ValueError: there is no Variable in the tree, or the processes save different Variables.
-      TimeoutError: some processes did not call this; the message names them.
       RuntimeError: another process failed; or this is called in a function that is being traced.
       OSError: the folder cannot be written.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
@@ -81,30 +76,32 @@ def save_variables(tree: Any, path: PathLike, *, timeout: float = _TIMEOUT) -> N
     """
     not_while_tracing("save_variables")
     variables, folder = _require_variables(tree), Path(os.path.abspath(path))
+    if folder.is_file():
+        raise FileExistsError(f"{str(folder)!r} is a file: save_variables writes a folder")
     values = _arrays_to_write(variables)
-    topic = f"save_variables({folder.name!r})"
-    checksums = json.dumps({name: _checksum(value) for name, value in values.items()})
-    number = agree(topic, checksums, timeout, functools.partial(_next_number, topic, folder))
-    new = step_folder(folder, number)
-    checkpoints = needed("orbax.checkpoint")  # importing it takes a second
+    if len({*_gather(lambda: _checksum(values))}) > 1:
+        raise ValueError(
+            "the processes want to save different Variables. All processes have to have the same "
+            "Variables; a Variable that each process holds on its own devices has to have the same "
+            "value on all processes"
+        )
+    folder.mkdir(exist_ok=True)
+    new = step_folder(folder, _gather(lambda: next_step(folder))[0])
 
-    def write() -> dict[str, str]:
-        options = checkpoints.AsyncOptions(timeout_secs=max(1, int(timeout)))
-        with checkpoints.StandardCheckpointer(async_options=options) as checkpointer:
+    def write() -> int:
+        with needed("orbax.checkpoint").StandardCheckpointer() as checkpointer:
             # Orbax refuses arrays without elements.
             checkpointer.save(
                 new, {name: _array_for_orbax(v) for name, v in values.items() if v.size}
             )
             checkpointer.wait_until_finished()
-        # Each process computes the digests of its share of the files.
-        return digests_of_files(new, files_of(new)[jax.process_index() :: jax.process_count()])
-
-    def finish(digests: Sequence[dict[str, str]]) -> None:
-        arrays = {n: ArrayRecord(str(v.dtype), tuple(v.shape)) for n, v in variables.items()}
-        seal(new, arrays, {name: digest for each in digests for name, digest in each.items()})
+        if jax.process_index() == 0:
+            arrays = {n: ArrayRecord(str(v.dtype), tuple(v.shape)) for n, v in variables.items()}
+            seal(new, arrays, digests_of_files(new, files_of(new)))
+        return 0
 
     try:
-        _run_on_all_processes(f"{topic} {number}", write, timeout, finish)
+        _gather(write)
     except BaseException:
         if jax.process_index() == 0:
             remove(folder.glob(f"{new.name}*"))
@@ -120,8 +117,7 @@ def load_variables(tree: Any, path: PathLike) -> None:
 
     Arguments:
       tree: a tree as for `variables_of`.
-      path: the folder; or a safetensors file of another program (without checksums), in which the
-        array for each Variable has the Variable's path as its name.
+      path: the folder.
 
     Raises:
       ArtefactError: a file of the checkpoint is damaged or missing, or there is an extra file.
@@ -132,11 +128,13 @@ def load_variables(tree: Any, path: PathLike) -> None:
       RuntimeError: another process failed.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
+    An array of a safetensors file of another program can be assigned:
+    ``variables_of(tree)[name].assign(safetensors.numpy.load_file(path)[name])``.
+
     >>> import os, tempfile
-    >>> from safetensors.numpy import save_file
-    >>> from tracegrad import Variable, load_variables
-    >>> path = os.path.join(tempfile.mkdtemp(), "weights.safetensors")
-    >>> save_file({"w": np.ones(2, np.float32)}, path)
+    >>> from tracegrad import Variable, load_variables, save_variables
+    >>> path = os.path.join(tempfile.mkdtemp(), "state")
+    >>> save_variables({"w": Variable([1.0, 1.0])}, path)
     >>> weights = {"w": Variable([0.0, 0.0])}
     >>> load_variables(weights, path)
     >>> print(weights["w"].value)
@@ -145,20 +143,14 @@ def load_variables(tree: Any, path: PathLike) -> None:
     variables, folder = _require_variables(tree), Path(os.path.abspath(path))
     check_width({str(variable.dtype) for variable in variables.values()}, "the Variables are of")
     forms = _arrays_to_write(variables)
-    if folder.is_file():
-        arrays = _read_file(folder)
-        records = {name: ArrayRecord(str(a.dtype), a.shape) for name, a in arrays.items()}
-        _check_records(path, variables, records)
-    else:
-        topic = f"load_variables({folder.name!r})"
-        number = agree(topic, "", _TIMEOUT, lambda _: str(last_sealed(folder)))
-        step = step_folder(folder, number)
+    step = step_folder(folder, _gather(lambda: last_sealed(folder))[0])
 
-        def check() -> None:
-            _check_records(path, variables, read_seal(path, step).arrays)
+    def check() -> int:
+        _check_records(path, variables, read_seal(path, step).arrays)
+        return 0
 
-        _run_on_all_processes(f"{topic} {number}", check, _TIMEOUT)
-        arrays = _read_checkpoint(path, step, forms)
+    _gather(check)
+    arrays = _read_checkpoint(path, step, forms)
     new = {
         name: array
         if isinstance(array, jax.Array)
@@ -189,33 +181,17 @@ def _arrays_to_write(variables: Mapping[str, Variable]) -> dict[str, Any]:
     return dict(zip(variables, map(convert, peek(list(variables.values()))), strict=True))
 
 
-def _checksum(value: Any) -> int:
-    """Returns a checksum that differs if processes would save different values: of the dtype, the
-    shape and whether the array is sharded over processes; and of the bytes, if each of several
-    processes has the whole array."""
-    text = f"{value.dtype} {value.shape} {value.sharding.is_fully_addressable}".encode()
-    is_replicated = jax.process_count() > 1 and value.is_fully_addressable
-    return zlib.crc32(np.asarray(value).tobytes() if is_replicated else b"", zlib.crc32(text))
-
-
-def _next_number(topic: str, folder: Path, checksums: Sequence[str]) -> str:
-    """Returns the number of the next checkpoint. Raises ValueError if the processes want to save
-    different Variables."""
-    first, *others = map(json.loads, checksums)
-    for process, other in enumerate(others, 1):
-        if other == first:
-            continue
-        names = [repr(name) for name in {**first, **other} if first.get(name) != other.get(name)]
-        raise ValueError(
-            f"{topic}: processes 0 and {process} want to save different things: "
-            f"{some(names, 5) or 'another order'}. All processes have to have the same Variables; "
-            "a Variable that each process holds on its own devices has to have the same value on "
-            "all processes"
-        )
-    if folder.is_file():
-        raise FileExistsError(f"{str(folder)!r} is a file: save_variables writes a folder")
-    folder.mkdir(exist_ok=True)
-    return str(next_step(folder))
+def _checksum(values: Mapping[str, Any]) -> int:
+    """Returns a checksum that differs if processes would save different values: of the names,
+    dtypes and shapes, and whether the arrays are sharded over processes; and of the bytes, if each
+    of several processes has the whole array."""
+    found = 0
+    for name, value in values.items():
+        is_whole = value.sharding.is_fully_addressable
+        found = zlib.crc32(f"{name} {value.dtype} {value.shape} {is_whole}".encode(), found)
+        if jax.process_count() > 1 and is_whole:
+            found = zlib.crc32(np.asarray(value).tobytes(), found)
+    return found
 
 
 def _array_for_orbax(value: Any) -> Any:
@@ -223,54 +199,25 @@ def _array_for_orbax(value: Any) -> Any:
     return np.asarray(value) if jax.process_count() > 1 and value.is_fully_addressable else value
 
 
-def _run_on_all_processes(
-    topic: str,
-    work: Callable[[], T],
-    timeout: float,
-    finish: Callable[[Sequence[T]], None] | None = None,
-) -> T:
-    """Calls `work` on all processes, then `finish` with all results on process 0. Returns the
-    result of this process. If one process fails, all processes raise."""
-    fault: Exception | None = None
-    result: Any = None
+def _gather(work: Callable[[], int]) -> list[int]:
+    """Calls `work` on all processes, and returns the results of all. If one process fails, all
+    raise."""
+    result, fault = 0, None
     try:
         result = work()
     except Exception as error:
         fault = error
-
-    def decide(messages: Sequence[str]) -> str:
-        if fault is not None:
-            raise fault
-        faults, results = zip(*map(json.loads, messages), strict=True)
-        for process, each in enumerate(faults):
-            if each:
-                raise RuntimeError(f"process {process} failed: {each}")
-        if finish is not None:
-            finish(results)
-        return ""
-
-    words = "" if fault is None else f"{type(fault).__name__}: {fault}"
-    try:
-        agree(topic, json.dumps([words, result if finish else None]), timeout, decide)
-    except RuntimeError as error:
-        raise fault or error from None
-    return cast(T, result)
+    mine = np.array([fault is not None, result], np.uint32)
+    found = multihost_utils.process_allgather(mine).tolist()
+    if fault is not None:
+        raise fault
+    for process, (has_failed, _) in enumerate(found):
+        if has_failed:
+            raise RuntimeError(f"process {process} failed")
+    return [each for _, each in found]
 
 
 # --------------------------------------------------------------------------------------- reading
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        arrays: dict[str, Any] = safetensors_numpy.load_file(path)
-    except OSError:
-        raise
-    except Exception as error:
-        raise ArtefactError("file", f"it is not a safetensors file: {error}", path) from error
-    if any(name.startswith(OWN) for name in arrays):
-        reason = "tracegrad.save wrote it: its Variables are tracegrad.load(path).variables"
-        raise ArtefactError("file", reason, path)
-    return arrays
 
 
 def _present_sharding(form: Any) -> Any:

@@ -30,14 +30,4 @@ class ArtefactError(ValueError):
 
     def __str__(self) -> str:
         where = "" if self.path is None else f"{self.path}: "
-        return printable(f"{where}{self.member}: {self.reason}")
-
-
-def printable(text: str) -> str:
-    """Escapes the characters of a text that a terminal could execute as commands.
-
-    Example:
-        >>> print(printable("weights" + chr(27) + "[2J"))
-        weights\\x1b[2J
-    """
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+        return f"{where}{self.member}: {self.reason}"

@@ -95,9 +95,8 @@ def write_file(
 ) -> None:
     """Writes arrays, as `stored` returns them, and a manifest to a file.
 
-    The file is written completely or not at all. Raises OSError if the file cannot be written;
-    the error's ``filename`` is `path`, and no partial file is left. Raises RuntimeError if
-    safetensors writes an unexpected header.
+    The file is written completely or not at all. Raises OSError if the file cannot be written, and
+    RuntimeError if safetensors writes an unexpected header.
     """
     digests = digests_of({name: each.reshape(-1).view(np.uint8) for name, each in arrays.items()})
     text = msgspec.json.encode(msgspec.structs.replace(manifest, digests=digests))
@@ -109,7 +108,7 @@ def write_file(
             number = re.search(r"os error (\d+)", str(error))
             if number is None:
                 raise
-            raise OSError(int(number[1]), os.strerror(int(number[1])), partial) from error
+            raise OSError(int(number[1]), os.strerror(int(number[1])), path) from error
         with open(partial, "r+b") as file:
             length = file.read(8)
             header = file.read(int.from_bytes(length, "little"))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
@@ -21,9 +20,6 @@ from tracegrad.saving.trees import check_leaves, of_types, tree_text
 from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.nnx_objects import is_module
 from tracegrad.tracing.packed import unpack_arguments
-from tracegrad.tracing.statics import is_array
-from tracegrad.tracing.traced import find_traced
-from tracegrad.variables.variable import Variable
 
 Function = Callable[..., Any]
 
@@ -53,17 +49,15 @@ class BoundSpecs:
     """Specs, bound to the parameters of a function.
 
     Attributes:
-      static: the values of static parameters, by name.
-      specs: the specs of the other parameters, by name; these are the parameters of the saved
-        function. The spec of ``*args`` is a tuple, the spec of ``**kwargs`` a dictionary.
+      specs: the specs by the names of the parameters. The spec of ``*args`` is a tuple, the spec of
+        ``**kwargs`` a dictionary.
     """
 
     signature: inspect.Signature
-    static: Mapping[str, Any]
     specs: Mapping[str, Any]
 
     def bound(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
-        return inspect.BoundArguments(self.signature, {**self.static, **arguments})
+        return inspect.BoundArguments(self.signature, dict(arguments))
 
     @property
     def parameters(self) -> tuple[tuple[str, Kind], ...]:
@@ -121,72 +115,17 @@ def bind_specs(name: str, fun: Function, specs: Any) -> BoundSpecs:
             'same name: make all sizes in one call, b, n = jax.export.symbolic_shape("b, n"), or '
             "give all calls one scope=jax.export.SymbolicScope()"
         )
-    static = _static_names(fun, signature)
-    return BoundSpecs(
-        signature,
-        {key: value for key, value in given.items() if key in static},
-        {key: _convert_spec(value, key) for key, value in given.items() if key not in static},
-    )
-
-
-def _static_names(fun: Function, signature: inspect.Signature) -> set[str]:
-    traced, of_object = find_traced(fun)
-    if traced is None:
-        return set()
-    static, names = traced._pipeline.static, list(signature.parameters)
-    # The positions count the object of a method, or the module, which `signature` does not.
-    first = len(of_object or traced._first)
-    found = {names[p - first] for p in static.positions if first <= p < first + len(names)}
-    return found | static.names
-
-
-def _convert_spec(spec: Any, parameter: str) -> Any:
-    """Converts leaves with a shape and a dtype, such as specs of other libraries, to
-    `jax.ShapeDtypeStruct`s. Raises TypeError for a leaf that is not a spec."""
-    _check_no_module(spec, f"the argument {parameter}")
-
-    def convert(leaf: Any) -> Any:
-        if isinstance(leaf, (bool, int, float, complex)):
-            return leaf
-        if leaf is not spec and not is_array(leaf):
-            return leaf  # static, as in a call of the function
-        if isinstance(leaf, type) or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise TypeError(
-                f"the spec of {parameter} should be an array, a jax.ShapeDtypeStruct or a tree of "
-                f"these, but has {leaf!r} of type {type(leaf).__name__}"
-            )
-        shape = getattr(leaf.shape, "dims", leaf.shape)  # TensorFlow has None for no rank
-        if shape is None:
-            raise TypeError(
-                f"the spec of {parameter} has no fixed rank: a program of XLA is made for one "
-                "rank. Save one function for each rank, save({name: (fun, specs), ...}, path). For "
-                'sizes that are not fixed, use jax.export.symbolic_shape("b, 3")'
-            )
-        unknown = [s is None or isinstance(s, str) or (isinstance(s, int) and s < 0) for s in shape]
-        if any(unknown):
-            raise TypeError(
-                f"the spec of {parameter} has the shape {tuple(shape)}: name the sizes that are "
-                "not fixed, so that equal sizes have the same name, by "
-                'jax.export.symbolic_shape("b, 3")'
-            )
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
-            return leaf
-        return _jax.struct(shape, getattr(leaf.dtype, "as_numpy_dtype", leaf.dtype))
-
-    return jax.tree.map(convert, spec)
+    for parameter, spec in given.items():
+        _check_no_module(spec, f"the argument {parameter}")
+    return BoundSpecs(signature, given)
 
 
 def trace_for_specs(name: str, fun: Function, given: BoundSpecs, modules: ModuleVariables) -> Graph:
     """If the function has a flax.nnx module, `modules` makes Variables of the module's arrays."""
 
-    def trace(unused: Collection[Variable] = ()) -> Graph:
-        called = modules.without_module(fun, unused)
-        return graph_of_call(given.of_arguments(called), tuple(given.specs.values()), {})
-
     try:
-        traced = trace()
-        unused = modules.unused_in(traced)
-        return trace(unused) if unused else traced
+        called = given.of_arguments(modules.without_module(fun))
+        return graph_of_call(called, tuple(given.specs.values()), {})
     except Exception as error:
         specs = ", ".join(f"{key}: {tree_text(spec)}" for key, spec in given.specs.items())
         text = f"while {name} was traced to be saved, for ({specs})"

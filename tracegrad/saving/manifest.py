@@ -15,8 +15,6 @@ FORMAT = 2
 """The number of the format that this version writes and reads. (Format 1 was never released.)"""
 OWN = "tracegrad/"
 """The prefix of the names of arrays that are not Variables, but programs."""
-HIGHEST_ORDER = 32
-"""The maximum of `gradient_order`."""
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Kind = Literal["positional", "either", "keyword", "*", "**"]

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from tracegrad import _jax
-from tracegrad.ir import Graph, Value
-from tracegrad.ir.paths import path_name
 from tracegrad.rewriting.rewrite import RewrittenFunction
-from tracegrad.saving.variables import is_key
 from tracegrad.tracing.nnx_objects import (
     is_module,
     is_variable_of_nnx,
@@ -27,25 +22,16 @@ from tracegrad.variables.variable import Variable
 
 
 class ModuleVariables:
-    """Has one Variable for each array in an nnx.Variable, shared by all functions of a file.
-
-    Attributes:
-      trained: the Variables for arrays of `nnx.Param`s, which tapes watch after loading.
-    """
+    """Has one Variable for each array in an nnx.Variable, shared by all functions of a file. The
+    Variables for arrays of `nnx.Param`s are trainable: tapes watch them after loading."""
 
     def __init__(self) -> None:
-        self.trained: set[Variable] = set()
         self._known: dict[tuple[int, int], tuple[Any, Variable]] = {}
 
-    def without_module(
-        self, fun: Callable[..., Any], unused: Collection[Variable] = ()
-    ) -> Callable[..., Any]:
+    def without_module(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that takes only the arguments: it builds its module from Variables,
         and assigns to them the changes that a call makes to the module. Returns `fun` if `fun` has
-        no flax.nnx module.
-
-        The values of the Variables in `unused` are replaced by zeros.
-        """
+        no flax.nnx module."""
         module, of = _split_module_from_function(fun)
         if not is_module(module):
             return fun
@@ -54,7 +40,7 @@ class ModuleVariables:
         def function(*args: Any, **kwargs: Any) -> Any:
             graphdef, state = nnx().split(module)
             variables, structure = self._make_variables(module, state)
-            before = [_value_or_zeros(v, unused) for v in variables]
+            before = [v.value if isinstance(v, Variable) else v for v in variables]
             copy = nnx().merge(graphdef, jax.tree.unflatten(structure, before))
             result = of(copy)(*args, **kwargs)
             after, changed = jax.tree.flatten(nnx().split(copy)[1])
@@ -71,14 +57,6 @@ class ModuleVariables:
             return result
 
         return function
-
-    def unused_in(self, traced: Graph) -> set[Variable]:
-        """Returns the module Variables that the file can omit: a method may use only one of the
-        layers."""
-        own = {variable for _, variable in self._known.values()}
-        inputs = traced.inputs[len(traced.inputs) - len(traced.variables) :]
-        used = _find_used_values(traced, {}) if own else set()
-        return {v for v, value in zip(traced.variables, inputs) if v in own and value not in used}
 
     def _make_variables(self, module: Any, state: Any) -> tuple[list[Any], Any]:
         """Returns the leaves and the structure of a module's state, with Variables for the
@@ -105,38 +83,9 @@ class ModuleVariables:
     def _make_variable(self, original: Any, place: int, name: str, array: Any) -> Variable:
         key = id(original), place
         if key not in self._known:
-            variable = Variable(array, trainable=False, name=name)
+            variable = Variable(array, trainable=isinstance(original, nnx().Param), name=name)
             self._known[key] = original, variable
-            if isinstance(original, nnx().Param):
-                self.trained.add(variable)
         return self._known[key][1]
-
-
-def _find_used_values(graph: Graph, known: dict[Graph, set[Any]]) -> set[Any]:
-    """Returns the values that an operation uses or that the graph returns. A jitted call uses an
-    operand only if its region does. `known` caches the answers for regions, which many calls may
-    share."""
-    if graph in known:
-        return known[graph]
-    used = known[graph] = {value for value in graph.outputs if isinstance(value, Value)}
-    for node in graph.nodes:
-        if node.primitive is _jax.JIT:
-            region = node.region("jaxpr")
-            inside = _find_used_values(region, known)
-            pairs = zip(node.inputs, region.inputs, strict=True)
-            used.update(v for v, inner in pairs if inner in inside and isinstance(v, Value))
-        else:
-            used.update(node.operands)
-    return used
-
-
-def _value_or_zeros(leaf: Any, unused: Collection[Variable]) -> Any:
-    if not isinstance(leaf, Variable):
-        return leaf
-    if leaf not in unused:
-        return leaf.value
-    # Zeros, so that the program does not contain the value of an unused Variable as a constant.
-    return peek([leaf])[0] if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
 
 def _split_module_from_function(fun: Any) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:

@@ -27,7 +27,6 @@ from tracegrad import _jax
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.ir import CustomGradient, Graph
 from tracegrad.ir.dependence import leading_to
-from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.saving import outside_calls, refusals
 from tracegrad.saving.file import sha256
 from tracegrad.saving.interface import Trees
@@ -38,8 +37,6 @@ from tracegrad.saving.trees import check_containers
 MAX_SINGLE = 16
 """How many results, over all gradients of one order, may get a gradient program each."""
 _MAX_SINGLE_BYTES = 16 << 20  # the same for the bytes of these gradient programs together
-# Each program contains the arrays that the function closes over: from this size on, warn.
-_LARGE_CONSTANTS = 16 << 20  # bytes
 
 _LOCATION = re.compile(r' loc\((#loc\d*|unknown|"[^"]*")\)')
 
@@ -172,7 +169,6 @@ def export(
     except Exception:
         trees.check(check_containers, source.name)  # a container may be the cause
         raise
-    _warn_of_constants(source.graph, len(programs.contents))
     return programs
 
 
@@ -194,17 +190,3 @@ def _has_rules(graph: Graph) -> bool:
     rules = [found for found in graph.walk() if isinstance(found.node, CustomGradient)]
     live = leading_to(graph, [True] * len(graph.outputs)) if rules else set()
     return any(not live.isdisjoint(rule.steps[0].outputs) for rule in rules)
-
-
-def _warn_of_constants(graph: Graph, programs: int) -> None:
-    arrays: dict[int, Any] = {}
-    for region in graph.regions_below:
-        arrays.update((id(array), array) for array in region.constants.values())
-    size = sum(getattr(array, "nbytes", 0) for array in arrays.values())
-    if size >= _LARGE_CONSTANTS:
-        warn_where_called(
-            f"{graph.name} closes over arrays of {size >> 20} MiB, which are part of each of its "
-            f"programs, and so are written {programs} times. Pass the arrays as arguments, or make "
-            "them Variables, which are written once.",
-            UserWarning,
-        )

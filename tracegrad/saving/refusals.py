@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,40 +66,31 @@ def reason(
         # A custom gradient returned a value of a trace that has ended.
         names = [each.name for each in rule_errors.closing_over(source.above.graph)]
         return f"{what} cannot be saved: {rule_errors.closing_over_advice(names)}"
-    first: dict[Node, Occurrence] = {}
+    seen: set[Node] = set()
     for occurrence in graph.walk():
-        first.setdefault(occurrence.node, occurrence)
-    for fault in (
-        _explain_need_of_python,
-        functools.partial(_explain_unwritable, platforms=platforms),
-    ):
-        for occurrence in first.values():
-            if (why := fault(occurrence)) is not None:
+        if occurrence.node not in seen:
+            seen.add(occurrence.node)
+            if (why := _explain(occurrence, platforms)) is not None:
                 return f"{what} cannot be saved, because of {occurrence}: {why}"
     return None
 
 
-def _explain_need_of_python(occurrence: Occurrence) -> str | None:
-    """Explains why a node needs the Python process that saves."""
-    node = occurrence.node
-    # A call has only those effects of its operations that leave the call, and not, for example,
-    # those of collectives over the axes of its own mesh.
-    leaves = all(around.effects for around, _ in (*occurrence.path, (node, "")))
-    if "callback" not in node.op and (not leaves or node.regions or node.has_references):
-        return None
-    if any("error_if" in str(around) for around, _ in occurrence.path):
-        return _RUNTIME_CHECK
-    what = "calls back into Python" if "callback" in node.op else "has an effect"
-    return (
-        f"it {what}, and the process that loads the function has none of its Python code. Remove "
-        "it from the function, or return its operands as results."
-    )
-
-
-def _explain_unwritable(occurrence: Occurrence, platforms: Sequence[str] | None) -> str | None:
+def _explain(occurrence: Occurrence, platforms: Sequence[str] | None) -> str | None:
+    """Explains why a node cannot be written alone; None if it can."""
     node = occurrence.node
     if node.regions:
         return None
+    # A call has only those effects of its operations that leave the call, and not, for example,
+    # those of collectives over the axes of its own mesh.
+    leaves = all(around.effects for around, _ in (*occurrence.path, (node, "")))
+    if "callback" in node.op or (leaves and not node.has_references):
+        if any("error_if" in str(around) for around, _ in occurrence.path):
+            return _RUNTIME_CHECK
+        what = "calls back into Python" if "callback" in node.op else "has an effect"
+        return (
+            f"it {what}, and the process that loads the function has none of its Python code. "
+            "Remove it from the function, or return its operands as results."
+        )
     avals = [_jax.without_devices(value.aval) for value in node.inputs]
     try:
         exported(lambda *operands: run_node(node, operands), avals, platforms).serialize(0)

@@ -16,7 +16,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -219,17 +219,13 @@ def trace_under_rules(
     if earlier is not None and signature in earlier:
         rule_set.key, matches = earlier[signature]
         rule_set._matches += matches
-    with ExitStack() as blocks:
-        for rule in rules:
-            if block := getattr(rule, "scope_of_trace", None):
-                blocks.enter_context(block())
-        with in_force(rule_set):
-            traced = trace()
-        if earlier is not None and rule_set.key != _in_force.shared_key:
-            if len(earlier) >= _KEPT_SIGNATURES:
-                earlier.clear()
-            earlier[signature] = rule_set.key, rule_set.count_matches()
-        graph = rule_set.finish(traced)
+    with in_force(rule_set):
+        traced = trace()
+    if earlier is not None and rule_set.key != _in_force.shared_key:
+        if len(earlier) >= _KEPT_SIGNATURES:
+            earlier.clear()
+        earlier[signature] = rule_set.key, rule_set.count_matches()
+    graph = rule_set.finish(traced)
     if not graph.variables and not graph.assigned:  # a rule may make a new graph
         graph = replace(graph, variables=traced.variables, assigned=traced.assigned)
     return replace(graph, updates=traced.updates, loses=traced.loses)

@@ -46,7 +46,6 @@ class TracedFunction(Generic[P, R]):
         `jax.stages.Traced`, as a jitted function does; so `jax.export.export` accepts it.
       eval_shape(*args, **kwargs): the types of the results, without computing them.
       clear_cache(): drops the compiled programs.
-      plan: with ``memory_budget=``, what is recomputed, and the measured bytes.
       __wrapped__: the original function.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
@@ -76,9 +75,6 @@ class TracedFunction(Generic[P, R]):
         if self._first:
             options, static = options_behind_module(fun, called, options, static)
         self._made_with = tuple(rules), dict(jit_options or {})
-        self._to_budget: Any = next(
-            (rule for rule in rules if hasattr(rule, "memory_budget")), None
-        )
         self._called = called  # the pipeline holds it weakly
         self._pipeline = shared_pipeline(called, tuple(rules), static, options)
 
@@ -185,25 +181,13 @@ class TracedFunction(Generic[P, R]):
         except (TypeError, ValueError) as error:
             raise AttributeError("__signature__") from error
 
-    @property
-    def plan(self) -> Any:
-        """What is recomputed to fit ``memory_budget=``: the `tracegrad.planning.StepPlan` of the
-        latest trace; None before the first trace. Without a budget, `plan` is an attribute of the
-        original function."""
-        if self._to_budget is None:
-            raise AttributeError("plan")  # `__getattr__` looks at the function
-        return self._to_budget.latest
-
     def __repr__(self) -> str:
-        plan = getattr(self._to_budget, "latest", None)
-        return f"<traced {repr_of(self.__wrapped__)}{f', {plan.line}' if plan else ''}>"
+        return f"<traced {repr_of(self.__wrapped__)}>"
 
     def __getattr__(self, name: str) -> Any:
         """Returns the function's attribute of that name."""
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name == "plan" and not hasattr(self.__wrapped__, name):
-            raise AttributeError("nothing is planned without memory_budget=")
         return getattr(self.__wrapped__, name)
 
 
@@ -300,5 +284,5 @@ def trace(
         return functools.partial(trace, rules=rules, memory_budget=memory_budget, **jit_options)
     applied = as_rules(rules)
     if memory_budget is not None:
-        applied = (*applied, engine.fit_to_budget(memory_budget, fun))
+        applied = (*applied, engine.fit_to_budget(memory_budget))
     return TracedFunction(fun, applied, jit_options)
