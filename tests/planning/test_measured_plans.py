@@ -484,6 +484,8 @@ def test_on_a_mesh_with_automatic_axes_a_step_is_given_a_share():
     without = temporary_bytes(jax.jit(step), weights, x)
     fitted = tracegrad.trace(step, memory_budget="60%")
     assert temporary_bytes(fitted, weights, x) <= 0.7 * without
+    with pytest.raises(ValueError, match=r"memory_budget=20000 is bytes of one device.*a share"):
+        tracegrad.trace(step, memory_budget=20_000)(weights, x)
     ample = tracegrad.trace(step, memory_budget="1GiB")
     assert temporary_bytes(ample, weights, x) == without
 

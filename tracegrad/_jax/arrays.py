@@ -173,6 +173,16 @@ def struct(shape: Sequence[Any], dtype: Any, weak_type: bool = False) -> Any:
     return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak_type)  # type: ignore[no-untyped-call]
 
 
+def is_split_by_xla(aval: Any) -> bool:
+    """Whether XLA decides how values of a type are sharded: a mesh axis is automatic."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    auto = jax.sharding.AxisType.Auto
+    if mesh is None or mesh.empty:
+        return False
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(kind is auto and mesh.shape[name] > 1 for name, kind in kinds)
+
+
 def without_devices(aval: Any) -> Any:
     """Removes the sharding from a type, unless programs depend on explicit or manual axes.
 

@@ -121,6 +121,8 @@ def recompute_to_fit(memory_budget: MemoryBudget, *, measure: Measure = True) ->
 
     Raises:
       TypeError, ValueError: `memory_budget` or `measure` is not valid, as in `plan_recompute`.
+      ValueError: the budget is in bytes, the mesh has automatic axes, so that XLA decides what a
+        device holds, and all devices together hold more than the budget.
       GraphError: the rule is applied to a program that contains a gradient made by JAX. There,
         recomputation would save nothing.
     """
@@ -128,7 +130,7 @@ def recompute_to_fit(memory_budget: MemoryBudget, *, measure: Measure = True) ->
     return _rule(memory_budget, plans_to_compile(measure))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class FitToBudget:
     """The rule of `recompute_to_fit`, which compiles at most `plans` plans."""
 
@@ -144,16 +146,34 @@ class FitToBudget:
         # A graph that contains the gradient of a loss is a train step, unless it is differentiated.
         places = [] if graph.differentiated else list(graph.walk())
         if any(map(is_under_rules, places)):
-            # A share applies to each gradient alone.
-            if budget_bytes(self.memory_budget, 1 << 40) == budget_bytes(self.memory_budget, 1):
+            if not self._is_share:
                 warn_if_step_exceeds_budget(
                     graph, places, budget_bytes(self.memory_budget, 0), self
                 )
             return graph
         for place in places:
             refuse_differentiated(place, self, f"tracegrad.trace(loss, {self!r})")
-        plan = self.plan(graph, examples=_jax.examples_at_once())
+        is_of_all = not self._is_share and any(_jax.is_split_by_xla(v.aval) for v in graph.inputs)
+        plan = None
+        try:
+            plan = self.plan(graph, examples=_jax.examples_at_once())
+        except BudgetTooSmall:
+            if not is_of_all:
+                raise
+        if is_of_all and (plan is None or plan.is_needed):
+            raise ValueError(
+                f"{self!r} is bytes of one device, but all devices together hold more for the "
+                f"gradient of {graph.name}, and on a mesh with automatic axes XLA decides only "
+                "after planning what each device holds. Give a share, as '50%'; use a mesh with "
+                "explicit axes; or call plan_recompute(loss, *args, memory_budget=...) with "
+                "sharded arguments"
+            )
+        assert plan is not None
         return plan.rewritten() if plan.is_needed else graph
+
+    @property
+    def _is_share(self) -> bool:
+        return budget_bytes(self.memory_budget, 1 << 40) != budget_bytes(self.memory_budget, 1)
 
     def plan(
         self, graph: Graph, shardings: Sequence[Any] | None = None, examples: int = 1
