@@ -28,10 +28,8 @@ from tracegrad.tracing.signatures import leaves_of_call
 from tracegrad.variables.leaves import Leaf, leaves_of
 from tracegrad.variables.modules import is_whole_or_variable
 from tracegrad.variables.nnx_objects import (
-    is_kind_of_state,
     is_module,
     is_variable_of_nnx,
-    module_of_state,
     nnx,
     set_leaf,
 )
@@ -309,8 +307,6 @@ class Partition:
         for i, tree in sorted(zip(self.wanted, trees, strict=True), key=lambda pair: pair[0]):
             argument = self.arguments[i]
             try:
-                if is_module(argument.tree) and is_kind_of_state(type(tree)):  # as nnx.grad returns
-                    tree = module_of_state(argument.tree, tree)
                 flat = argument.structure.flatten_up_to(tree)
             except ValueError as error:
                 raise ValueError(
