@@ -371,20 +371,6 @@ def test_a_backward_that_is_not_linear_is_refused_by_name_and_line(backward):
             jvp(function, (jnp.array(X, "float32"),), (jnp.ones(3),))
 
 
-@pytest.mark.parametrize(
-    ("backward", "words"),
-    [
-        (lambda dy, x: jax.jit(jnp.add)(dy, x), r"add at test_forward.py:\d+ .*adds a constant"),
-        (lambda dy, x: jnp.concatenate([dy[:2], x[:1]]), "concatenate at .*adds a constant"),
-        (lambda dy, x: lax.cond(x[0] > 0, lambda: dy, lambda: x), "cond at .*adds a constant"),
-        (lambda dy, x: x, "result 0 does not depend"),
-    ],
-)
-def test_what_a_backward_adds_to_a_linear_function_is_named(backward, words):
-    with pytest.raises(ValueError, match=words):
-        jvp(rule_with(backward), (jnp.array(X, "float32"),), (jnp.ones(3),))
-
-
 def test_a_backward_that_calls_its_own_function_with_the_cotangent_is_refused():
     """Its transpose is that of the next one's backward, and so on; JAX's odeint is such, too."""
 

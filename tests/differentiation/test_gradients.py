@@ -342,12 +342,12 @@ def test_what_is_no_selection_is_refused():
 def test_wrong_positions_and_names_are_told_the_parameters():
     params, x = params_and_x()
     signature = r"loss\(params, x, scale, \*rest, offset, \*\*more\)"
-    with pytest.raises(ValueError, match=f"wrt=5: {signature} was called with 2 positional"):
+    with pytest.raises(ValueError, match=f"wrt=5: {signature} was called with params, x"):
         grad(loss, wrt=5)(params, x)
-    with pytest.raises(ValueError, match=f"wrt='parms' is no parameter of {signature}; did you"):
-        grad(loss, wrt="parms")(params, x)
-    for name in ("rest", "more"):
-        with pytest.raises(ValueError, match=rf"wrt='{name}'.*any number of arguments"):
+    for name in ("parms", "rest", "more"):
+        with pytest.raises(
+            ValueError, match=rf"wrt='{name}': {signature} was called with params, x"
+        ):
             grad(loss, wrt=name)(params, x)
     with pytest.raises(ValueError, match="same argument twice: 'x'"):
         grad(loss, wrt=(1, "x"))(params, x)

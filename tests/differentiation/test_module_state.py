@@ -91,20 +91,6 @@ def test_second_derivatives_keep_what_is_assigned(differentiate):
     np.testing.assert_array_equal(model.scale.get_value(), [1.0, 2.0])
 
 
-def test_the_vector_of_a_hessian_product_is_what_nnx_grad_returns():
-    model = Scaling()
-    v = nnx.grad(sum_of_scaled)(model)  # of the nnx.Params
-    product = tg.hvp(sum_of_scaled, (model,), v, wrt=nnx.Param)
-    scale = model.scale.get_value()
-    np.testing.assert_allclose(product.scale.get_value(), 6 * scale * 3 * scale**2)
-    with pytest.raises(ValueError, match=r"v has None for model\.calls, whose shape is \(\)"):
-        tg.hvp(sum_of_scaled, (model,), v)
-    whole = tg.hvp(sum_of_scaled, (model,), nnx.state(model))
-    np.testing.assert_allclose(whole.scale.get_value(), 6 * scale**2)
-    with pytest.raises(ValueError, match="expected a tree like argument 0, of type Scaling"):
-        tg.hvp(sum_of_scaled, (model,), nnx.state(nnx.Linear(1, 1, rngs=nnx.Rngs(0))))
-
-
 def test_modules_beside_those_that_are_differentiated_are_changed_too():
     def noisy(model, rngs, x, metric):
         noise = rngs.normal(x.shape)

@@ -1,4 +1,4 @@
-"""What ``wrt=`` takes beside positions and names: globs, masks, filters of nnx, match.param."""
+"""What ``wrt=`` takes beside positions and names: globs, filters of nnx, match.param."""
 
 from __future__ import annotations
 
@@ -59,10 +59,6 @@ KERNELS = {"encoder.kernel", "head.0"}
         ("head.0", {"head.0"}),
         ("params.*", {"encoder.kernel", "encoder.bias", "head.0", "head.1"}),
         (tg.match.param("*.kernel", "head.0"), KERNELS),
-        (tg.match.param("encoder.*") & ~tg.match.param("*.bias"), {"encoder.kernel"}),
-        (tg.match.param("*.bias") | tg.match.param("params.head.1"), {"encoder.bias", "head.1"}),
-        (tg.select(PARAMS, "*.kernel"), {"encoder.kernel"}),
-        (jax.tree.map(lambda leaf: leaf.ndim == 2, PARAMS), KERNELS),
         (lambda path, leaf: path in KERNELS, KERNELS),
     ],
 )
@@ -82,9 +78,8 @@ def test_a_name_in_the_first_argument_is_found_by_keyword_too():
     np.testing.assert_array_equal(found["bias"], [2.0, 3.0])
 
 
-@pytest.mark.parametrize("wrt", ["encoder.*", tg.select(PARAMS, "encoder")], ids=["glob", "mask"])
-def test_zeros_stand_for_leaves_that_are_not_selected(wrt):
-    found = tg.grad(loss, wrt=wrt)(PARAMS, X)
+def test_zeros_stand_for_leaves_that_are_not_selected():
+    found = tg.grad(loss, wrt="encoder.*")(PARAMS, X)
     np.testing.assert_array_equal(found["head"][0], jnp.zeros((2, 1)))
     np.testing.assert_allclose(found["encoder"]["bias"], by_jax(PARAMS, X)["encoder"]["bias"])
     assert found["steps"] == 0
@@ -164,16 +159,7 @@ KERNELS_OF_NORM = {"norm.scale", "norm.bias"}
 WEIGHTS = {"first.kernel", "last.kernel", "norm.scale"}
 
 
-def test_a_mask_of_a_module_of_flax_is_a_way_to_select():
-    model = Net(nnx.Rngs(0))
-    mask = tg.select(model, "last.*")
-    found = tg.grad(net_loss, wrt=mask, unconnected="none")(model, X)
-    np.testing.assert_allclose(found.last.kernel[...], net_by_flax()["last.kernel"], rtol=1e-5)
-    assert found.first.kernel.get_raw_value() is None
-    assert tg.select(model, nnx.Param).norm.mean.get_raw_value() is False
-
-
-def test_the_mask_of_equinox_selects_what_it_freezes_by():
+def test_a_selection_of_a_model_of_equinox_is_that_of_its_partition():
     model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
     spec = jax.tree.map(lambda _: False, model)
     last = lambda tree: (tree.layers[-1].weight, tree.layers[-1].bias)  # noqa: E731
@@ -187,7 +173,7 @@ def test_the_mask_of_equinox_selects_what_it_freezes_by():
         return eqx_loss(eqx.combine(trained, frozen), x)
 
     expected = by_equinox(*eqx.partition(model, spec), X)
-    for wrt in (spec, "layers.1.*", "model.layers.1"):
+    for wrt in ("layers.1.*", "model.layers.1"):
         found = tg.grad(eqx_loss, wrt=wrt, unconnected="none")(model, X)
         assert jax.tree.structure(found) == jax.tree.structure(expected)
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -212,8 +198,6 @@ def test_explain_takes_what_the_gradient_functions_take():
             r"match\.param\('encoder\.kernl'\) selects nothing.*'params\.encoder\.ke",
         ),
         ("x.left", r"match\.param\('x\.left'\) selects nothing; the nearest paths: 'x'"),
-        (jax.tree.map(lambda _: False, PARAMS), "the tree of bools is False everywhere"),
-        ([True, False], "tree of bools for wrt must have the structure of params"),
         (
             ("encoder.*", "head.*"),
             r"argument twice: 'head.*wrt=tracegrad\.match\.param\('encoder\.\*', 'head\.\*'",
@@ -222,7 +206,7 @@ def test_explain_takes_what_the_gradient_functions_take():
             tg.match.param("params.encoder.*", "x.left"),
             r"names leaves of params and x, but .* one argument: give wrt a list with one glob for",
         ),
-        ("parms", r"no parameter of loss\(params, x, weight\); did you mean 'params'"),
+        ("parms", r"loss\(params, x, weight\) was called with params, x\. "),
     ],
 )
 def test_what_selects_nothing_is_told_what_there_is(wrt, message):
@@ -257,21 +241,15 @@ def with_default(x, scale=2.0, *, shift=1.0):
 @pytest.mark.parametrize("wrt", ["scale", 1, "shift", ("x", "scale"), (0, 1)])
 @pytest.mark.parametrize("ask", [tg.grad, tg.value_and_grad, tg.jacobian])
 def test_an_argument_that_the_call_leaves_out_is_named(ask, wrt):
-    name = "shift" if wrt == "shift" else "scale" if wrt in (1, (0, 1)) else "it"
-    with pytest.raises(ValueError, match=r"was called without .*so pass it") as caught:
+    with pytest.raises(ValueError, match=r"was called with x\. .* default is not") as caught:
         ask(with_default, wrt=wrt)(1.0)
-    assert name in str(caught.value)
-    with pytest.raises(ValueError, match=r"was called without .*so pass it"):
+    name = wrt if isinstance(wrt, str | int) else wrt[1]
+    assert f"wrt={name!r}: with_default(x, scale, shift)" in str(caught.value)
+    with pytest.raises(ValueError, match=r"was called with x\. "):
         tg.explain(with_default, 1.0, wrt=wrt)
 
 
-def test_an_argument_without_a_default_has_none_that_is_spoken_of():
-    for wrt in (0, "x"):
-        with pytest.raises(ValueError, match=r"was called without (x|it); pass it"):
-            tg.grad(with_default, wrt=wrt)(scale=2.0)
-
-
 def test_a_position_behind_all_parameters_is_counted():
-    with pytest.raises(ValueError, match="was called with 1 positional argument"):
+    with pytest.raises(ValueError, match=r"wrt=7: .* was called with x\. "):
         tg.grad(with_default, wrt=7)(1.0)
     np.testing.assert_array_equal(tg.grad(with_default, wrt=1)(3.0, 2.0), 3.0)

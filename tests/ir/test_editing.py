@@ -218,15 +218,6 @@ def test_what_is_behind_a_value_is_for_all_but_the_match():
     np.testing.assert_allclose(new.to_callable()(*ARGUMENTS), by_hand(*ARGUMENTS), rtol=1e-6)
 
 
-def test_a_value_keeps_its_name_where_it_is_computed_as_before():
-    graph = tg.graph(lambda x: jnp.cos(jnp.sin(x)) + jnp.sin(x), 1.0)
-    first, second = sines(graph)
-    new = edited(graph, [first], lambda op, x: jnp.tanh(x))
-    (value,) = second.node.outputs
-    assert graph.names[value] == new.names[value] == "sin_1"
-    assert "tanh" in new.names.values()
-
-
 def test_values_are_shown_from_where_they_are():
     def f(x):
         def body(carry, y):

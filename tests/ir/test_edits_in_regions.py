@@ -252,20 +252,13 @@ def inside(rule, region, op):
     return Occurrence(rule.into(region), node)
 
 
-LOST = "face was not.*would be lost"
-
-
 @pytest.mark.parametrize(
-    ("rule", "face", "message"),
-    [
-        (sevenfold, "call_jaxpr", f"forward {LOST}"),
-        (ninefold, "call_jaxpr", f"jvp {LOST}"),
-        (sevenfold, "forward", "return one thing, and another"),
-    ],
+    ("rule", "face"),
+    [(sevenfold, "call_jaxpr"), (ninefold, "call_jaxpr"), (sevenfold, "forward")],
 )
-def test_an_edit_of_one_face_alone_is_refused(rule, face, message):
+def test_an_edit_of_one_face_alone_is_refused(rule, face):
     graph = tg.graph(lambda x: rule(x), 2.0)
-    with pytest.raises(tg.GraphError, match=message):
+    with pytest.raises(tg.GraphError, match="would return one thing, and another"):
         multiply(graph, inside(rule_of(graph), face, "sin"), 10.0)
 
 

@@ -24,22 +24,17 @@ def test_notes_are_added_in_one_place():
             assert not adds or file == PACKAGE / "ir" / "notes.py", file
 
 
-@pytest.mark.parametrize("length", [1, 150, 200, 250, 300, 5_000])
-@pytest.mark.parametrize("file", ["/a/model.py", f"/home/{LONG}/model.py", f"/home/{LONG}.py"])
-@pytest.mark.parametrize("function", ["loss", LONG])
-def test_a_note_has_its_line_and_ends_of_its_text_however_long_both_are(length, file, function):
+@pytest.mark.parametrize("length", [1, 300, 5_000])
+def test_a_note_has_its_line_and_the_ends_of_its_text_once(length):
     text = "<" + "x" * (length - 2) + ">" * (length > 1)
-    origin = Origin(file, 12, function)
     error = ValueError()
-    add_note(error, text, origin)
-    add_note(error, text, origin)  # which says nothing new
+    for _ in range(2):
+        add_note(error, text, Origin("/a/model.py", 12, "loss"))
     (note,) = error.__notes__
-    assert len(note) <= NOTE
-    assert length > 200 or text in note
-    assert note.endswith(text[-1])
-    assert "\n<" in note
-    folder, _, name = file.rpartition("/")
-    assert note.startswith((folder, name[:20]))
+    place, shown = note.split("\n")
+    assert place.startswith("/a/model.py:12 in loss")
+    assert len(shown) == min(length, NOTE)
+    assert (shown[0], shown[-1]) == (text[0], text[-1])
 
 
 def branching(x):
@@ -104,7 +99,7 @@ def test_what_is_refused_has_the_line_and_what_to_write(fun, way):
     with pytest.raises(Exception) as caught:
         WAYS[way](fun, x)
     notes = caught.value.__notes__
-    assert all(len(note) <= NOTE for note in notes), notes
+    assert all(len(note.split("\n")[-1]) <= NOTE for note in notes), notes
     (note,) = [note for note in notes if REFUSED[fun] in note]
     assert f"test_notes.py:{fun.__code__.co_firstlineno + 1} in {fun.__name__}" in note
 
@@ -117,6 +112,6 @@ def test_the_arguments_of_what_is_saved_are_not_all_written_out():
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         tg.save(of_params, "never written", [params])
     (note,) = [note for note in caught.value.__notes__ if "was traced to be saved" in note]
-    assert len(note) <= NOTE
+    assert len(note.split("\n")[-1]) <= NOTE
     assert f"test_notes.py:{branching.__code__.co_firstlineno + 1}" in note
     assert "for (params: {'layer 0': f32[]" in note

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tests.derivatives import refuses_second
 from tracegrad import match, rules
 
 A = jnp.arange(12.0).reshape(3, 4) / 7 + jnp.eye(3, 4)
@@ -104,29 +103,8 @@ def test_of_an_inner_and_an_outer_rule_the_outer_one_is_taken():
         np.testing.assert_array_equal(got, jnp.full(3, 3.0))
 
 
-def test_an_inner_rule_behind_an_outer_one_is_told_which_is_taken():
-    both = tg.rewrite(of_block, [override(OUTER, 3.0), override(INNER, 5.0)])
-    with pytest.raises(tg.GraphError, match=r"an earlier rule .* the outer rule decides"):
-        jax.grad(both)(X)
-
-
 def squared_sine(x):
     return jnp.sum(jnp.sin(x) ** 2)
-
-
-def test_a_match_with_respect_to_which_a_rule_refuses_a_gradient_is_named():
-    def loss(x):
-        kept = jax.lax.stop_gradient(jnp.cos(x))
-        return jnp.sum(refuses_second(jnp.sin(x), kept))
-
-    x = jnp.arange(3.0)
-    with pytest.raises(RuntimeError, match="second operand") as error:
-        tg.intermediate_gradients(loss, x, where=match.op("sin", "stop_gradient"))
-    assert (
-        "leave the match out of `where`: <StopGradient stop_gradient(" in error.value.__notes__[-1]
-    )
-    _, gradients = tg.intermediate_gradients(loss, x, where=match.op("sin", "cos"))
-    np.testing.assert_allclose(gradients["sin"], jnp.cos(x))
 
 
 def test_intermediates_and_their_gradients_under_vmap_are_those_of_each_example():

@@ -692,20 +692,6 @@ def test_tools_show_a_module_and_leave_it_as_it_is():
     assert_same(arrays_of(model), before)
 
 
-def test_the_static_arguments_of_a_rewritten_module_are_its_own():
-    class Power(nnx.Module):
-        def __init__(self):
-            self.base = nnx.Param(jnp.float32(2.0))
-
-        def __call__(self, x, n):
-            return jnp.sin(x) * self.base[...] ** int(n)
-
-    doubled = rules.scale_gradient(match.op("sin"), 2.0)
-    for static in ({"static_argnums": 1}, {"static_argnums": -1}, {"static_argnames": "n"}):
-        power = tg.rewrite(Power(), doubled, **static)
-        assert jax.grad(lambda x, power=power: power(x, 3))(0.0) == 16
-
-
 def test_a_module_that_is_closed_over_is_a_constant_as_under_jit():
     model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     compiled = [wrap(lambda x: model(x)) for wrap in (tg.trace, jax.jit, nnx.jit)]

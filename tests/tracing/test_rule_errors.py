@@ -96,7 +96,8 @@ WAYS = {
 
 
 def note_of(error):
-    assert all(len(note) <= NOTE for note in error.__notes__ if "JAX has removed" not in note)
+    texts = [note.split("\n")[-1] for note in error.__notes__ if "JAX has removed" not in note]
+    assert all(len(text) <= NOTE for text in texts)
     (note,) = [note for note in error.__notes__ if "nondiff_argnums" in note]
     return note
 

@@ -12,7 +12,7 @@ import numpy as np
 from tracegrad._jax.arrays import has_gradient, is_reference
 from tracegrad._jax.caches import of_program
 from tracegrad._jax.compat import parts_of
-from tracegrad._jax.programs import CUSTOM_JVP, CUSTOM_VJP, programs_in, sub_programs
+from tracegrad._jax.programs import CUSTOM_JVP, CUSTOM_VJP, sub_programs
 from tracegrad._jax.rules import count_closed_over
 
 
@@ -26,7 +26,7 @@ class ProgramFacts(NamedTuple):
       arrays, numpy_arrays: the constants that are `jax.Array`s, and the constants that are NumPy
         arrays, without duplicates.
       has_effects: whether there are side effects, such as printing or callbacks.
-      closes_over: whether a `jax.custom_jvp` closes over a value.
+      closes_over: whether a `jax.custom_jvp` closes over a value of a float or complex dtype.
       rules_see_active: whether a custom rule learns which operands are differentiated
         (``symbolic_zeros=True``): then its result for one operand may depend on whether another
         operand is differentiated.
@@ -59,8 +59,8 @@ def program_facts(program: Any) -> ProgramFacts:
         if inner is _NO_PROGRAM:
             count += 1
             continue
-        if equation.primitive is CUSTOM_JVP:  # closed-over values are operands of its program
-            inner = inner._replace(closes_over=equation.params.get("num_consts", 0) > 0)
+        if equation.primitive in (CUSTOM_JVP, CUSTOM_VJP):  # their bodies are not differentiated
+            inner = inner._replace(closes_over=rule_closes_over(equation))
         below.append(inner)
     at_top = ProgramFacts(
         frozenset(primitives),
@@ -96,37 +96,6 @@ def _combine(each: Sequence[ProgramFacts]) -> ProgramFacts:
 
 def _drop_repeated(arrays: Iterable[Any]) -> tuple[Any, ...]:
     return tuple({id(array): array for array in arrays}.values())
-
-
-# ---------------------------------------------------------------- facts for every traced program
-
-
-class Outline(NamedTuple):
-    """Facts about a program and its sub-programs, except sub-programs that only the lowering of
-    their operation uses (`OPAQUE_PRIMITIVES`).
-
-    Attributes:
-      operations: the names of the primitives.
-      closes_over: whether a `jax.custom_jvp` closes over a value of a float or complex dtype.
-    """
-
-    operations: frozenset[str]
-    closes_over: bool
-
-
-@of_program
-def outline(program: Any) -> Outline:
-    operations, closes_over = set[str](), False
-    for equation in program.eqns:
-        primitive = equation.primitive
-        operations.add(primitive.name)
-        below = [outline(inner) for _, inner in programs_in(primitive, equation.params)]
-        operations.update(*(inner.operations for inner in below))
-        if primitive is CUSTOM_JVP or primitive is CUSTOM_VJP:
-            closes_over = closes_over or rule_closes_over(equation)
-        elif below:
-            closes_over = closes_over or any(inner.closes_over for inner in below)
-    return Outline(frozenset(operations), closes_over)
 
 
 def rule_closes_over(equation: Any) -> bool:

@@ -51,7 +51,7 @@ def with_slices(program: Any, sparse: Sequence[bool]) -> Callable[..., list[Any]
     results = list(zip(graph.outputs, scatters, strict=True))
     dense = [main.origin((), value) for value, rows in results if not rows]
     for_slices = [
-        main.origin(each.path, v) for each in all_scatters for v in (each.updates, *each.indices)
+        main.origin(each.path, v) for each in all_scatters for v in (each.updates, each.indices)
     ]
     steps = _needed_operations(main, [*dense, *for_slices])
 
@@ -168,7 +168,7 @@ class _Scatter:
 
     path: Path
     updates: Atom
-    indices: tuple[Atom, ...]
+    indices: Atom
     rows: _Rows
 
 
@@ -190,16 +190,15 @@ def _find_scatters(program: Inlined, value: Atom) -> list[_Scatter] | None:
         if is_cast or node.op == "copy":
             pending.append((path, node.inputs[0]))
             continue
-        scatter = _SCATTERS[node.op](program, path, node) if node.op in _SCATTERS else None
+        scatter = _read_scatter_add(path, node) if node.op == "scatter-add" else None
         if scatter is None:
             return None
         found.append(scatter)
-        if node.op == "scatter-add":
-            pending.append((path, node.inputs[0]))
+        pending.append((path, node.inputs[0]))
     return found[::-1]  # the backward pass meets the last lookup first
 
 
-def _read_scatter_add(program: Inlined, path: Path, node: Node) -> _Scatter | None:
+def _read_scatter_add(path: Path, node: Node) -> _Scatter | None:
     """The transpose of a gather."""
     numbers, mode = node.params["dimension_numbers"], node.params["mode"]
     table = tuple(node.outputs[0].aval.shape)
@@ -213,53 +212,28 @@ def _read_scatter_add(program: Inlined, path: Path, node: Node) -> _Scatter | No
         numbers.operand_batching_dims
         or tuple(numbers.inserted_window_dims) not in ((), (0,))
         or 0 not in columns
-        or tuple(sizes[1:]) != table[1:]  # parts of rows
+        or tuple(sizes) != (1, *table[1:])  # parts of rows, or several rows
         or mode not in _MODES
     ):
         return None
     batch = [d for d in range(len(updates.aval.shape)) if d not in window]
 
     def rows(updates: Any, indices: Any) -> tuple[Any, Any]:
-        slices = jnp.transpose(updates, (*batch, *window)).reshape(-1, *sizes)
+        slices = jnp.transpose(updates, (*batch, *window)).reshape(-1, *table[1:])
         starts = indices.reshape(-1, len(columns))
+        ids = row_indices(starts[:, columns.index(0)], table[0])
+        if mode is GatherScatterMode.CLIP:
+            return slices, jnp.clip(ids, 0, table[0] - 1)
         others = np.array([i for i, d in enumerate(columns) if d != 0], int)
         # A window as wide as the table begins at the table's edge; otherwise it is out of range.
         inside = jnp.all(starts[:, others] == 0, axis=1) if others.size else True
-        return _split_windows(
-            slices, starts[:, columns.index(0)], inside, table[0], mode is GatherScatterMode.CLIP
-        )
+        is_row = inside & (ids >= 0) & (ids < table[0])
+        flags = is_row.reshape(is_row.shape + (1,) * (slices.ndim - 1))
+        return jnp.where(flags, slices, 0), jnp.where(is_row, ids, table[0])
 
-    return _Scatter(path, updates, (indices,), rows)
-
-
-def _read_update_slice(program: Inlined, path: Path, node: Node) -> _Scatter | None:
-    """The transpose of ``table[i]`` with a single traced index."""
-    table, updates, *starts = node.inputs
-    if updates.aval.shape[1:] != table.aval.shape[1:] or not _is_zeros(program, path, table):
-        return None
-    count = table.aval.shape[0]
-
-    def rows(updates: Any, start: Any) -> tuple[Any, Any]:
-        return _split_windows(updates[None], jnp.asarray(start)[None], True, count, clips=True)
-
-    return _Scatter(path, updates, (starts[0],), rows)
+    return _Scatter(path, updates, indices, rows)
 
 
-def _read_pad(program: Inlined, path: Path, node: Node) -> _Scatter | None:
-    """The transpose of ``table[3]`` with a constant index."""
-    updates, padding = node.inputs
-    (row, *first), *others = [tuple(map(int, config)) for config in node.params["padding_config"]]
-    is_row = updates.aval.shape[0] == 1 and row >= 0 and first[0] >= 0 and not any(map(any, others))
-    if not is_row or not _is_zeros(program, path, padding):
-        return None
-    return _Scatter(path, updates, (), lambda updates: (updates, jnp.array([row])))
-
-
-_SCATTERS: dict[str, Callable[[Inlined, Path, Node], _Scatter | None]] = {
-    "scatter-add": _read_scatter_add,
-    "dynamic_update_slice": _read_update_slice,
-    "pad": _read_pad,
-}
 _MODES = (
     GatherScatterMode.CLIP,
     GatherScatterMode.FILL_OR_DROP,
@@ -267,35 +241,12 @@ _MODES = (
 )
 
 
-def _split_windows(
-    windows: Any, starts: Any, inside: Any, count: int, clips: bool
-) -> tuple[Any, Any]:
-    """Splits windows ``[n, k, ...]`` of k rows each into single rows; `starts` has their first
-    rows.
-
-    If `clips`, a window out of range is moved into the table; otherwise its rows become zeros with
-    the index `count`, which is not a row.
-    """
-    size = windows.shape[1]
-    starts = row_indices(starts, count)
-    if clips:
-        starts = jnp.clip(starts, 0, count - size)
-    else:
-        inside = inside & (starts >= 0) & (starts <= count - size)
-    rows = starts[:, None] + jnp.arange(size, dtype=starts.dtype)[None]
-    if not clips:
-        rows = jnp.where(inside[:, None], rows, count)
-        flags = inside.reshape(inside.shape + (1,) * (windows.ndim - 1))
-        windows = jnp.where(flags, windows, 0)
-    return windows.reshape(-1, *windows.shape[2:]), rows.reshape(-1)
-
-
 def _make_slices(
     scatters: Sequence[_Scatter], aval: Any, main: Inlined, values: _Values
 ) -> IndexedSlices:
     pairs = []
     for each in scatters:
-        operands = [_read_value(values, main, each.path, v) for v in (each.updates, *each.indices)]
+        operands = [_read_value(values, main, each.path, v) for v in (each.updates, each.indices)]
         pairs.append(each.rows(*operands))
     slices, rows = (jnp.concatenate(parts) if len(pairs) > 1 else parts[0] for parts in zip(*pairs))
     return IndexedSlices(slices.astype(aval.dtype), rows, aval.shape)

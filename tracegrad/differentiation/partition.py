@@ -27,10 +27,8 @@ from tracegrad.tracing.in_force import under_rules
 from tracegrad.tracing.leaves import Leaf, leaves_of
 from tracegrad.tracing.modules import is_whole_or_variable
 from tracegrad.tracing.nnx_objects import (
-    is_kind_of_state,
     is_module,
     is_variable_of_nnx,
-    module_of_state,
     nnx,
     set_leaf,
 )
@@ -309,8 +307,6 @@ class Partition:
         for i, tree in sorted(zip(self.wanted, trees, strict=True), key=lambda pair: pair[0]):
             argument = self.arguments[i]
             try:
-                if is_module(argument.tree) and is_kind_of_state(type(tree)):  # as nnx.grad returns
-                    tree = module_of_state(argument.tree, tree)
                 flat = argument.structure.flatten_up_to(tree)
             except ValueError as error:
                 raise ValueError(

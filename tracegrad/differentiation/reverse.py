@@ -53,9 +53,9 @@ def grad(
           the argument. Leaves that are not float or complex arrays (functions, counters) get None;
         - a sequence of positions and names: the answer is a tuple;
         - a selection of leaves of the first argument: a glob for their paths
-          (``"layers.*.kernel"``; see `match.param`, which takes several globs), a tree of bools
-          (`select`), a filter of flax.nnx (``nnx.Param``), or a predicate ``(path, leaf) -> bool``,
-          with paths that begin below the argument's name.
+          (``"layers.*.kernel"``; see `match.param`, which takes several globs), a filter of
+          flax.nnx (``nnx.Param``), or a predicate ``(path, leaf) -> bool``, with paths that begin
+          below the argument's name.
           A glob that begins with the name of another argument selects leaves of that argument. The
           answer has the structure of the argument. Leaves that are not selected need not be
           differentiable. They get zeros: an array zeros of its shape and dtype, a Python number the

@@ -130,10 +130,8 @@ def hvp(
       fun: a traced or plain function, of any arguments that `jax.jit` takes, that returns a float
         scalar.
       primals: a tuple of the arguments of `fun`.
-      v: the vector, with the structure and shapes of the gradient that `grad` returns for `wrt`, or
-        for a module of flax.nnx an `nnx.State`, as `nnx.grad` returns (with ``wrt=nnx.Param``, if
-        the module has other float arrays, such as batch statistics); entries for leaves that are
-        not selected are ignored.
+      v: the vector, with the structure and shapes of the gradient that `grad` returns for `wrt`;
+        entries for leaves that are not selected are ignored.
       wrt: as in `grad`; selects the block of the Hessian.
 
     Returns:

@@ -1,8 +1,7 @@
-"""Finds the leaves that ``wrt=`` selects: by argument, path, mask, filter or predicate."""
+"""Finds the leaves that ``wrt=`` selects: by argument, path, filter or predicate."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import operator
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import numpy as np
 
 from tracegrad.differentiation.partition import Argument, Partition
 from tracegrad.ir.parameters import Parameters
-from tracegrad.ir.wording import counted, nearest, some
+from tracegrad.ir.wording import nearest, some
 from tracegrad.tracing.graphs import function_name
 from tracegrad.tracing.leaves import Leaf, leaves_of
 from tracegrad.tracing.nnx_objects import nnx
@@ -34,8 +33,7 @@ def select(tree: Any, wrt: Any) -> Any:
     """Returns a mask of a tree: True for each leaf that ``wrt`` selects in the gradient functions.
 
     A gradient of zero does not freeze a weight if the optimiser changes weights without a gradient,
-    as weight decay does. Pass the mask to the optimiser: then the other weights stay unchanged. The
-    gradient functions accept the mask as ``wrt``, too.
+    as weight decay does. Pass the mask to the optimiser: then the other weights stay unchanged.
 
     Args:
       tree: a pytree.
@@ -58,7 +56,7 @@ def select(tree: Any, wrt: Any) -> Any:
 
     >>> from tracegrad import grad, select
     >>> biases = select(params, "bias")
-    >>> gradient = grad(lambda p: jnp.sum(p["kernel"] * p["bias"]), wrt=biases)(params)
+    >>> gradient = grad(lambda p: jnp.sum(p["kernel"] * p["bias"]), wrt="bias")(params)
     >>> print(gradient["kernel"], gradient["bias"])
     [0. 0.] [1. 1.]
     >>> def step(optimiser):
@@ -89,24 +87,19 @@ def partition(
         place, selected = _select_leaves(fun, each, arguments)
         if place in wanted:
             raise ValueError(
-                f"wrt={wrt!r} selects the same argument twice: {each!r}{_hint_at_match_param(wrt)}"
+                f"wrt={wrt!r} selects the same argument twice: {each!r} (several globs for one "
+                "argument are one tracegrad.match.param)"
             )
         wanted.append(place)
-        is_by_predicate = callable(each) and not _is_filter(each) and not _is_mask(each)
+        is_by_predicate = callable(each) and not _is_filter(each)
         arguments[place] = replace(
             arguments[place], selected=selected, counted=selected, is_by_predicate=is_by_predicate
         )
     return Partition(fun, tuple(arguments), tuple(wanted), is_single)
 
 
-def _hint_at_match_param(several: Sequence[int | str]) -> str:
-    if not all(isinstance(each, str) for each in several):
-        return ""
-    return f". Several globs for one argument are wrt=tracegrad.match.param{tuple(several)!r}"
-
-
 def check_wrt(wrt: Any) -> None:
-    if _is_key(wrt) or isinstance(wrt, Parameters) or _is_mask(wrt) or _is_filter(wrt):
+    if _is_key(wrt) or isinstance(wrt, Parameters) or _is_filter(wrt):
         return
     if callable(wrt):
         return require_takes(wrt, 2, "predicate (path, leaf) -> bool")
@@ -118,8 +111,8 @@ def check_wrt(wrt: Any) -> None:
                 "tracegrad.GradientTape"
             )
         raise TypeError(
-            "wrt is a position, an argument name, a glob for paths, a sequence of these, a tree of "
-            "bools like the first argument (tracegrad.select), a filter of flax.nnx, or a "
+            "wrt is a position, an argument name, a glob for paths, a sequence of these, a filter "
+            "of flax.nnx, or a "
             f"predicate (path, leaf) -> bool over the first argument's leaves; got {wrt!r}"
         )
     if not wrt:
@@ -132,14 +125,6 @@ def _is_key(wrt: Any) -> bool:
 
 def _is_sequence_of_keys(wrt: Any) -> bool:
     return isinstance(wrt, Sequence) and not isinstance(wrt, str) and all(map(_is_key, wrt))
-
-
-def _is_mask(wrt: Any) -> bool:
-    """Whether `wrt` is a tree of bools; a single bool is no mask."""
-    if isinstance(wrt, bool):
-        return False
-    leaves = jax.tree.leaves(wrt)
-    return bool(leaves) and all(isinstance(leaf, bool) for leaf in leaves)
 
 
 # ------------------------------------------------------------------------------ which argument
@@ -162,8 +147,8 @@ def _select_leaves(
         if wrt in names:
             return _all_leaves(arguments, names.index(wrt))
         if not _is_path(wrt, fun, names, arguments):
-            raise ValueError(_no_argument_message(fun, wrt, names))
-        wrt = Parameters("", (wrt,))
+            raise ValueError(_not_called_with_message(fun, wrt, names))
+        wrt = Parameters((wrt,))
     first = {pattern.partition(".")[0] for pattern in getattr(wrt, "patterns", ())}
     named = [place for place, name in enumerate(names) if name in first]
     if len(named) > 1:
@@ -174,18 +159,7 @@ def _select_leaves(
         )
     place = named[0] if named else _first_argument(fun, names, arguments)
     argument = arguments[place]
-    if not _is_mask(wrt):
-        return place, _mask_of_leaves(wrt, argument.named, argument.leaves, names[place])
-    mask, structure = jax.tree.flatten(wrt)
-    if structure != argument.structure:
-        raise ValueError(
-            f"a tree of bools for wrt must have the structure of {names[place]}, the first "
-            "argument, as tracegrad.select makes it: "
-            f"expected {argument.structure}, got {structure}"
-        )
-    if not any(mask):
-        raise ValueError("wrt selects nothing: the tree of bools is False everywhere")
-    return place, mask
+    return place, _mask_of_leaves(wrt, argument.named, argument.leaves, names[place])
 
 
 def _all_leaves(arguments: Sequence[Argument], place: int) -> tuple[int, Sequence[bool]]:
@@ -219,29 +193,15 @@ def _argument_at(fun: Callable[..., Any], position: int, arguments: Sequence[Arg
     keys = [each.key for each in arguments]
     if 0 <= position < len(ordered) and ordered[position] in keys:
         return keys.index(ordered[position])
-    why = f"was called with {counted(count, 'positional argument')}"
-    if count <= position < len(ordered):
-        why = _not_passed_message(positional(parameters_of(fun))[position], ordered[position])
-    raise ValueError(f"wrt={position}: {_describe_function(fun)} {why}")
+    names = _parameter_names(fun, arguments)
+    raise ValueError(_not_called_with_message(fun, position, names))
 
 
-def _no_argument_message(fun: Callable[..., Any], name: str, names: Sequence[str]) -> str:
-    for parameter in parameters_of(fun):
-        if parameter.name == name:
-            why = _not_passed_message(parameter, "it")
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                why = "stands for any number of arguments; select one by position or name"
-            return f"wrt={name!r}: {_describe_function(fun)} {why}"
-    parameters = [p.name for p in positional(parameters_of(fun))]
-    near = difflib.get_close_matches(name, [*parameters, *names], 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"wrt={name!r} is no parameter of {_describe_function(fun)}{hint}"
-
-
-def _not_passed_message(parameter: inspect.Parameter, name: str) -> str:
-    has_default = parameter.default is not parameter.empty
-    what = "its default is not differentiated, so pass it" if has_default else "pass it"
-    return f"was called without {name}; {what}"
+def _not_called_with_message(fun: Callable[..., Any], wrt: int | str, names: Sequence[str]) -> str:
+    return (
+        f"wrt={wrt!r}: {_describe_function(fun)} was called with {', '.join(names) or 'nothing'}. "
+        "wrt selects what was passed, by position or name; a default is not differentiated"
+    )
 
 
 def _describe_function(fun: Callable[..., Any]) -> str:
@@ -263,7 +223,7 @@ def _is_path(
         return True
     if not arguments or wrt in [parameter.name for parameter in parameters_of(fun)]:
         return False
-    glob = Parameters("", (wrt,))
+    glob = Parameters((wrt,))
     first = arguments[_first_argument(fun, names, arguments)]
     return any(glob.fits(f".{leaf.name}") for leaf in first.named)
 
@@ -289,7 +249,7 @@ def _mask_of_leaves(
 ) -> list[bool]:
     """Says for each leaf whether `wrt` selects it. Raises ValueError if no leaf is selected."""
     if isinstance(wrt, str):
-        wrt = Parameters("", (wrt,))
+        wrt = Parameters((wrt,))
     paths = [leaf.name for leaf in named]
     if isinstance(wrt, Parameters):
         paths = [leaf.within(argument).name for leaf in named]

@@ -243,17 +243,14 @@ def _make_rule(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[..
     the jvp or forward face runs in place of the primal region: raises GraphError if only the primal
     region is edited, or only the forward face."""
     running = "jvp" if node.kind == "jvp" else "forward"
-    if "call_jaxpr" in edits and running not in edits:
+    primal_alone = "call_jaxpr" in edits and running not in edits
+    forward_alone = "call_jaxpr" not in edits and "forward" in edits
+    if primal_alone or forward_alone:
         raise GraphError(
-            f"the primal region of the custom gradient {node.name} was edited, its {running} face "
-            "was not: under differentiation the edit would be lost. Edit the matches in "
-            f"`node.face({running!r})` too, or edit outside the rule: {Occurrence((), node)}"
-        )
-    if running in edits and "call_jaxpr" not in edits and node.kind == "vjp":
-        raise GraphError(
-            f"the forward face of the custom gradient {node.name} was edited, its primal region "
-            "was not: the function would return one thing, and another under differentiation. "
-            f"Edit the matches in `node.primal` too: {Occurrence((), node)}"
+            f"of the custom gradient {node.name} only the primal region or only the {running} face "
+            "was edited: the function would return one thing, and another under differentiation. "
+            f"Edit the matches in `node.primal` and in `node.face({running!r})`, or edit outside "
+            f"the rule: {Occurrence((), node)}"
         )
 
     guard = functools.partial(not_differentiated, node)

@@ -1,4 +1,4 @@
-"""The unfinished edit of one region: the nodes that replace, precede and follow each node."""
+"""The unfinished edit of one region: the nodes that replace and follow each node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class Draft:
     Attributes:
       order: the nodes before the edit, in the order in which their replacements will stand.
       now: by the key of a node, the nodes that replace it; the node itself if it is not replaced.
-      operands: by the key of a node, new operands for the nodes that replace it.
       ins: ports of new inputs of the region.
       outs: ports of new outputs of the region.
     """
@@ -31,12 +30,10 @@ class Draft:
         self.order = list(graph.nodes)
         self._node_by_key = {node.key: node for node in graph.nodes}
         self.now: dict[Any, list[Node]] = {node.key: [node] for node in graph.nodes}
-        self.operands: dict[Any, list[Atom]] = {}
         self.ins: list[Port] = []
         self.outs: list[Port] = []
         self._renames: dict[Value, Atom] = {}
         self._constants: dict[Value, Any] = {}
-        self._before: dict[Any, list[Node]] = {}
         self._behind: dict[Any, list[Node]] = {}
         self._local_renames: dict[Any, dict[Any, Atom]] = {}
         self._replaced_by: dict[Any, Occurrence] = {}
@@ -88,14 +85,9 @@ class Draft:
             nodes = [replace(nodes[0], key=first.key)]  # later edits find the node by its key
         self.now[first.key] = nodes
 
-    def insert(
-        self, new: Written, *, before: Node | None = None, behind: Node | None = None
-    ) -> None:
+    def insert(self, new: Written, *, behind: Node) -> None:
         self._add_ports_and_names(new)
-        if before is not None:
-            self._before.setdefault(before.key, []).extend(new.nodes)
-        if behind is not None:
-            self._behind.setdefault(behind.key, []).extend(new.nodes)
+        self._behind.setdefault(behind.key, []).extend(new.nodes)
 
     def rename(self, members: Iterable[Node], names: Mapping[Any, Atom]) -> None:
         """Replaces values in the operands and results of `members`, and of no other nodes."""
@@ -123,10 +115,7 @@ class Draft:
             names[old] = new
         nodes = []
         for node in self.order:
-            nodes += self._before.get(node.key, [])
             own = self.now[node.key]
-            if node.key in self.operands:
-                own = [each.with_operands(self.operands[node.key]) for each in own]
             if node.key in self._local_renames:
                 own = [each.with_renamed_values(self._local_renames[node.key]) for each in own]
             nodes += own

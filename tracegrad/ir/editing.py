@@ -201,35 +201,6 @@ def behind_each(
     return _edit_matches(graph, matches, write_at, depends_on)
 
 
-def before_each(
-    graph: Graph,
-    matches: Sequence[Occurrence],
-    before: Callable[[Any], Any],
-    choose: Callable[[Graph, Occurrence, Sequence[Atom]], Sequence[int]],
-) -> Graph:
-    """Replaces operands of each match, at the positions ``choose(region, match, operands)``, with
-    ``before(operand)``."""
-
-    traced: dict[Any, Any] = {}
-
-    def write_at(draft: Draft, members: Sequence[Node], match: Occurrence) -> None:
-        single = None if isinstance(match, Fragment) else members[0]
-        operands: Sequence[Atom] = single.inputs if single else operands_of(members)
-        new: dict[int, Atom] = {}
-        for i in choose(draft.graph, match, operands):
-            result = Value(operands[i].aval)
-            place = members[0], match, draft.where
-            written = write_through(before, operands[i], result, *place, traced)
-            draft.insert(written, before=members[0])
-            new[i] = written.names.get(result, result)
-        if single:
-            draft.operands[single.key] = [new.get(i, atom) for i, atom in enumerate(operands)]
-        else:
-            draft.rename(members, {operands[i]: value for i, value in new.items()})
-
-    return _edit_matches(graph, matches, write_at, _depends_on_nothing).graph
-
-
 def behind_inputs(graph: Graph, behind: Mapping[Value, Callable[[Any], Any]]) -> Graph:
     """Replaces inputs with ``behind[value](value)``, for all their users."""
     new = {value: Value(value.aval) for value in behind}

@@ -43,8 +43,6 @@ class Graph:
       hints: for each input the path from which its name is made, ``params.w``; "" if unknown.
       aliases: for each input a second path by which `match.param` finds it, or ""; () if no input
         has a second path.
-      first: the unedited graph from which edits made this graph; None if this graph is unedited. A
-        value keeps the name that it has in `first`.
       in_tree, out_tree: the pytrees of ``(args, kwargs)`` and of the result; None for regions.
       signature: the traced function's signature without static parameters; None if it has none.
       variables: the Variables that the function reads. Their values are the last inputs, which
@@ -73,7 +71,6 @@ class Graph:
     function_source: str = ""
     hints: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    first: Graph | None = None
     in_tree: Any = None
     out_tree: Any = None
     signature: inspect.Signature | None = None
@@ -174,12 +171,12 @@ class Graph:
     def closes_over(self) -> bool:
         """Whether a `jax.custom_jvp` in the graph closes over a value of a float or complex dtype,
         which may be differentiated."""
-        return _jax.outline(self.program).closes_over
+        return _jax.program_facts(self.program).closes_over
 
-    @property
+    @cached_property
     def operations(self) -> frozenset[str]:
         """The names of the primitives of all nodes of the graph and of the regions below it."""
-        return _jax.outline(self.program).operations
+        return frozenset(p.name for p in _jax.program_facts(self.program).primitives)
 
     @property
     def regions_below(self) -> list[Graph]:
@@ -311,6 +308,5 @@ class Graph:
             "make_nodes": lambda: nodes,
             "hints": hints,
             "aliases": aliases,
-            "first": self.first or self,
         }
         return dataclasses.replace(self, **(parts | other))

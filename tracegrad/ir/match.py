@@ -25,7 +25,7 @@ of ``torch.fx``'s subgraph matching.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -50,10 +50,6 @@ __all__ = [
     "source",
     "where",
 ]
-
-
-def __dir__() -> list[str]:  # for completion after `match.`
-    return __all__
 
 
 def op(*names: str) -> Selector:
@@ -108,9 +104,8 @@ def scope(*globs: str) -> Selector:
 
     Args:
       *globs: patterns for successive components of the scope path: ``"block_*"``,
-        ``"block_*/attention"``. ``*`` stands for any letters in one component, ``**`` for any
-        number of components; a leading ``/`` means that the first component is the outermost
-        scope. Names of transformations around a scope (``vmap(block_0)``) are ignored.
+        ``"block_*/attention"``. ``*`` stands for any letters in one component. Names of
+        transformations around a scope (``vmap(block_0)``) are ignored.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def f(x):
@@ -139,12 +134,11 @@ def param(*globs: str) -> Parameters:
     A rule acts on every gradient with respect to the parameter, as code after each call of
     `jax.grad` would. If a function that computes such a gradient is differentiated again
     (meta-learning, a penalty on the gradient), the outer gradient is the derivative of the inner
-    gradient after the rule, and then the rule acts on the outer gradient as well. To select one of
-    the two gradients, give the argument another name in the inner function. Then
-    ``match.param("fast.*")`` selects the inner gradient, and
-    ``match.param("params.*") & ~match.param("fast.*")`` the outer gradient. Forward mode over a
-    gradient (a Hessian-vector product) has no outer gradient: `rules.clip_gradient` and
-    `rules.tap_gradient` act on the inner gradient, and the other two rules on the tangents too.
+    gradient after the rule, and then the rule acts on the outer gradient as well. To select only
+    the inner gradient, give the argument another name in the inner function, and select that name.
+    Forward mode over a gradient (a Hessian-vector product) has no outer gradient:
+    `rules.clip_gradient` and `rules.tap_gradient` act on the inner gradient, and the other two
+    rules on the tangents too.
 
     In a function under `jax.jit`, paths begin with the names of its own arguments. The paths of the
     sources of a tape begin with ``sources``, unless the sources are arguments of the step. A rule
@@ -156,9 +150,6 @@ def param(*globs: str) -> Parameters:
         argument's name (``"blocks.*"``), and may end before the leaf (``"blocks.0"``: all leaves
         below ``blocks.0``). The path of a Variable is its name.
 
-    Selections of parameters combine with ``&``, ``|`` and ``~``, but not with the selectors of
-    operations.
-
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(params, x):
     ...     return jnp.sum(x @ params["encoder"]["w"] @ params["head"]["w"])
@@ -168,7 +159,7 @@ def param(*globs: str) -> Parameters:
     >>> print(gradient["encoder"]["w"].ravel(), gradient["head"]["w"].ravel())
     [0. 0. 0. 0.] [2. 2.]
     """
-    return Parameters("", _require_names(globs, "match.param", "blocks.*.kernel"))
+    return Parameters(_require_names(globs, "match.param", "blocks.*.kernel"))
 
 
 def source(*places: str) -> Selector:
@@ -271,19 +262,8 @@ class _Scope(Grouping):
 
 def _shortest_match_length(pattern: str, parts: tuple[str, ...]) -> int | None:
     """Returns the number of components after which a pattern first matches; None if never."""
-    anchored = pattern.startswith("/")
-    globs = tuple(pattern.strip("/").split("/"))
-    starts = (0,) if anchored else range(len(parts))
-    ends = [end for start in starts for end in _match_ends(globs, parts, start)]
-    return min((end for end in ends if end > 0), default=None)
-
-
-def _match_ends(globs: tuple[str, ...], parts: tuple[str, ...], start: int) -> Iterator[int]:
-    """Yields where a match of all globs that begins at `start` can end."""
-    if not globs:
-        yield start
-    elif globs[0] == "**":
-        for skip in range(start, len(parts) + 1):
-            yield from _match_ends(globs[1:], parts, skip)
-    elif start < len(parts) and fnmatchcase(parts[start], globs[0]):
-        yield from _match_ends(globs[1:], parts, start + 1)
+    globs = pattern.split("/")
+    ends = range(len(globs), len(parts) + 1)
+    return next(
+        (end for end in ends if all(map(fnmatchcase, parts[end - len(globs) : end], globs))), None
+    )

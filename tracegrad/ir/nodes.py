@@ -137,13 +137,10 @@ class Node:
         regions = self.regions if regions is None else regions
         return replace(self, equation=equation, regions=regions)
 
-    def with_operands(self, operands: Sequence[Atom]) -> Self:
-        return self.having(self.equation.replace(invars=list(operands)))
-
     def with_renamed_operands(self, names: Mapping[Value, Atom]) -> Self:
         if names.keys().isdisjoint(self.operands):
             return self
-        return self.with_operands(renamed(self.inputs, names))
+        return self.having(self.equation.replace(invars=renamed(self.inputs, names)))
 
     def with_renamed_values(self, names: Mapping[Value, Any]) -> Self:
         """Returns a node with renamed operands and results."""

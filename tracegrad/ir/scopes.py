@@ -17,21 +17,12 @@ UNDER_RULES = "tracegrad.rules"
 
 def around(node: Node) -> tuple[_jax.Around, ...]:
     """Returns the scopes and transformations around a node in its region, from the outside in.
-    Omits the scope that JAX makes of the subscripts of `jnp.einsum` (``bi,ij->bj``), which is not
-    the user's name."""
+    Omits names with an arrow: JAX makes a scope of the subscripts of `jnp.einsum`
+    (``bi,ij->bj``)."""
     stack = _jax.scopes_around(node.equation.source_info)
     if not any("->" in name for name, _ in stack):
         return stack
-    return tuple(each for each in stack if "->" not in each[0] or not _is_sum(each[0]))
-
-
-def _is_sum(name: str) -> bool:
-    """Whether a name can be subscripts of `jnp.einsum`: each index of the result occurs once in the
-    result, and occurs in an operand."""
-    operands, _, result = (
-        side.replace(" ", "").replace("...", "") for side in name.partition("->")
-    )
-    return len(set(result)) == len(result) and set(result) <= set(operands)
+    return tuple(each for each in stack if "->" not in each[0])
 
 
 def scopes(stack: Sequence[_jax.Around]) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad.ir.nodes import Node
 from tracegrad.ir.occurrence import Fragment, Occurrence, Path
-from tracegrad.ir.parameters import NOT_COMBINED, Parameters
 
 if TYPE_CHECKING:
     from tracegrad.ir.graph import Graph
@@ -170,8 +169,6 @@ def _sort_by_walk(graph: Graph, matches: list[Occurrence]) -> list[Occurrence]:
 
 
 def _require_selector(other: Any) -> Selector:
-    if isinstance(other, Parameters):
-        raise TypeError(NOT_COMBINED)
     if not isinstance(other, Selector):
         raise TypeError(
             f"a selector (match.op, match.call, ...) can be combined only with another selector, "

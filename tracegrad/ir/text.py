@@ -171,26 +171,8 @@ def names_of(graph: Graph) -> dict[Value, str]:
     hints = [(value, hint or "arg") for value, hint in zip(graph.inputs, input_hints)]
     hints += [(value, "const") for value in graph.constants]
     hints += [(value, node.name) for node in graph.nodes for value in node.outputs]
-    names = _names_before_edits(graph, graph.first) if graph.first is not None else {}
-    taken = dict.fromkeys(names.values(), 0)
-    for value, hint in hints:
-        if value not in names:
-            names[value] = _make_unique(taken, *_readable_name(hint))
-    return names
-
-
-def _names_before_edits(graph: Graph, before: Graph) -> dict[Value, str]:
-    """Returns the names of the inputs, constants and results that existed before the edits, except
-    results that another node computes now."""
-
-    def keeps_name(value: Value) -> bool:
-        old, new = before.producers.get(value), graph.producers.get(value)
-        if old is None:
-            return value in unproduced
-        return new is not None and new.key is old.key
-
-    unproduced = {*graph.inputs, *graph.constants}
-    return {value: name for value, name in before.names.items() if keeps_name(value)}
+    taken: dict[str, int] = {}
+    return {value: _make_unique(taken, *_readable_name(hint)) for value, hint in hints}
 
 
 def _make_unique(taken: dict[str, int], base: str, name: str) -> str:

@@ -169,10 +169,9 @@ def _no_match_message(graph: Graph, where: Selector, rule: object) -> str:
     if users_selector is not where and (matches := users_selector.select_in(graph).matches):
         _refuse_inside_of_rules(matches[0], rule)
         return (
-            f"{rule!r} concerns nothing in {graph.name}: {matches[0]} matches, but is neither an "
-            "elementwise operation with a derivative that may be infinite, nor a custom gradient "
-            "that the rule can change. Use rules.override_gradient for it or, if the rule may "
-            "concern nothing, give it missing_ok=True"
+            f"{rule!r} concerns nothing in {graph.name}: {matches[0]} matches, but the rule cannot "
+            "change its derivative. Use rules.override_gradient for it or, if the rule may concern "
+            "nothing, give it missing_ok=True"
         )
     names = where.names(graph)
     near = nearest(where.patterns, names)
@@ -285,39 +284,20 @@ def _describe_grad_call(node: Node) -> str:
 
 def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
     node = match.rule_around
-    if isinstance(node, CustomGradient) and code_of_rule(node) in CHANGES_GRADIENT:
-        advice = (
-            f"Remove the outer rule, or exclude the matches in {node.name}: "
-            f"& ~match.call({node.name!r})"
-        )
-        if len(node.primal.nodes) == len(match.nodes):  # the earlier rule has the same match
-            advice = "Give this rule before the earlier rule: then it acts on the same cotangents"
-        raise GraphError(
-            f"{rule!r}: {match} lies inside of {node.name}, which an earlier rule matches and "
-            "gives a gradient of its own: the outer rule decides, and the edit would vanish. "
-            f"{advice}"
-        )
-    if isinstance(node, CustomGradient):
-        raise GraphError(
-            f"{rule!r}: {match} lies inside of the custom gradient {node.name}, whose rule "
-            "replaces the derivative of all operations in it: the edit would vanish. Match "
-            f"the call itself, match.call({node.name!r}), or exclude it: "
-            f"& ~match.call({node.name!r})"
-        )
     if node is None:
         return
-    whole = (
-        f"Match the whole, match.op({node.op!r}), or exclude the operations in it: "
-        "& ~match.where(lambda found: found.rule_around)"
-    )
-    if node.op == _jax.OBJECT_PRIMITIVE:
-        raise GraphError(
-            f"{rule!r}: {match} lies inside of {node.name}, whose derivative JAX has for the "
-            f"whole: the edit would vanish. {whole}"
-        )
+    what, advice = "custom gradient", ""
+    whole = f"match.call({node.name!r})"
+    if not isinstance(node, CustomGradient):
+        what, whole = "operation", f"match.op({node.op!r})"
+    elif code_of_rule(node) in CHANGES_GRADIENT:
+        what = "match of an earlier rule,"
+        advice = ", or give this rule before the earlier rule: then both act on the same cotangents"
     raise GraphError(
-        f"{rule!r}: {match} lies inside of a solve of {node.name}, whose derivative JAX takes by a "
-        f"further solve: the edit would vanish. {whole}"
+        f"{rule!r}: {match} lies inside of the {what} {node.name}, whose own derivative replaces "
+        "the derivatives of all operations in it: the edit would vanish. Match the whole, "
+        f"{whole}, or exclude the operations in it: "
+        f"& ~match.where(lambda found: found.rule_around){advice}"
     )
 
 

@@ -27,7 +27,7 @@ from tracegrad.ir.importer import graph_of
 from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.ir.running import run_graph, run_node
 from tracegrad.rewriting.kept_zeros import keeps_zeros
-from tracegrad.rewriting.linearity import TermKinds, constant_part, zero_outputs
+from tracegrad.rewriting.linearity import TermKinds, adds_constant, zero_outputs
 from tracegrad.rewriting.overriding import with_tangents
 
 
@@ -241,9 +241,8 @@ def _require_linear(passes: _Passes, rule: Occurrence) -> None:
             raise ValueError(_not_linear_message(rule, "its derivative by the cotangent is zero"))
     zeros = zero_outputs(passes.forward_graph)[passes.result_count :]
     residuals = [TermKinds.ZERO if zero else TermKinds.CONSTANT for zero in zeros]
-    added = constant_part(passes.backward_graph, residuals + [TermKinds.LINEAR] * count)
-    if added is not None:
-        raise ValueError(_not_linear_message(rule, added))
+    if adds_constant(passes.backward_graph, residuals + [TermKinds.LINEAR] * count):
+        raise ValueError(_not_linear_message(rule, "a constant is added to it"))
 
 
 def _require_unchecked_axes(rule: Occurrence) -> None:

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Atom, Graph, Occurrence, Value, has_gradient
-from tracegrad.ir.editing import before_each
+from tracegrad.ir import Fragment, Graph, Occurrence, Value, has_gradient
+from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.frames import CHANGES_GRADIENT
+from tracegrad.ir.node_groups import operands_of
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.text import value_text
@@ -72,37 +73,37 @@ def identity_edit(
         )
     positions = tuple(map(operator.index, sequence))
 
-    def find_places(region: Graph, match: Occurrence, operands: Sequence[Atom]) -> list[int]:
-        for position in positions:
-            if not -len(operands) <= position < len(operands):
-                have = ", ".join(value_text(region, atom) for atom in operands) or "none"
-                raise IndexError(f"{match} has {len(operands)} inputs ({have}), no {position}")
-        places = sorted({position % len(operands) for position in positions})
-        return [i for i in places if isinstance(operands[i], Value) and has_gradient(operands[i])]
-
     def edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
-        first_match, acts = "", False
-
-        def choose_places(region: Graph, match: Occurrence, operands: Sequence[Atom]) -> list[int]:
-            nonlocal acts, first_match
-            places = find_places(region, match, operands)
-            acts = acts or bool(places)
-            if not first_match:
-                have = ", ".join(value_text(region, atom) for atom in operands)
-                first_match = f"{match}, whose inputs are ({have})"
-            return places
-
-        edited = before_each(graph, matches, identity, choose_places)
-        if not (acts or missing_ok):
+        acts = missing_ok
+        for match in matches:
+            single = not isinstance(match, Fragment)
+            operands = match.node.inputs if single else operands_of(match.nodes)
+            region = graph.region_of(match)
+            have = ", ".join(value_text(region, atom) for atom in operands) or "none"
+            for position in positions:
+                if not -len(operands) <= position < len(operands):
+                    raise IndexError(f"{match} has {len(operands)} inputs ({have}), no {position}")
+            chosen = [operands[position] for position in positions]
+            acts |= any(isinstance(atom, Value) and has_gradient(atom) for atom in chosen)
+        if not acts:
             others = " and of the other matches" if len(matches) > 1 else ""
             raise NoMatchError(
                 lambda: (
-                    f"no gradient leaves through inputs={inputs!r} of {first_match}{others}: "
-                    "numbers that are written into the program, and integers, have none. Name "
-                    "another input"
+                    f"no gradient leaves through inputs={inputs!r} of {match}, whose inputs are "
+                    f"({have}){others}: numbers that are written into the program, and integers, "
+                    "have none. Name another input"
                 )
             )
-        return edited
+        return around_each(graph, matches, around).graph
+
+    def around(op: Op, *operands: Any) -> list[Any]:
+        places = {position % len(operands) for position in positions}
+        return op.results(
+            *(
+                identity(x) if i in places and _jax.has_gradient(x) else x
+                for i, x in enumerate(operands)
+            )
+        )
 
     return edit
 

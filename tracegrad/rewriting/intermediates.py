@@ -12,7 +12,6 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient
 from tracegrad.ir.editing import behind_each, place_of, show_each
 from tracegrad.ir.node_groups import refuse_references
-from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_call_without_operands, is_under_rules
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.selector import Selector
@@ -31,11 +30,6 @@ from tracegrad.tracing.callable import finish_call
 from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.in_force import apply_rules_in_force, under_rules_already, without_editing
 from tracegrad.tracing.tools import tool
-
-_REFUSED = (
-    "An operation that reads this match (a solver, a custom rule) refuses a gradient with respect "
-    "to it; leave the match out of `where`: "
-)
 
 
 @tool
@@ -184,36 +178,13 @@ def intermediate_gradients(
     marked = under_rules_already(tapped.graph, to_result)
     zeros = [jnp.zeros(port.value.aval.shape, port.value.aval.dtype) for port in tapped.ins]
     with without_editing():
-        try:
-            cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
-        except Exception as error:
-            places = [port.place for port in tapped.ins]
-            if (place := _find_refused_place(marked, zeros, places)) is not None:
-                add_note(error, _REFUSED + str({place_of(m): m for m in matches}[place]))
-            raise
+        cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
     output = finish_call(program, call, results)
     by_match = [
         [ct for port, ct in zip(tapped.ins, cotangents, strict=True) if port.place == place]
         for place in map(place_of, matches)
     ]
     return output, dict(zip(place_names(matches), map(_unwrap_single, by_match), strict=True))
-
-
-def _find_refused_place(
-    marked: Callable[..., Any], zeros: Sequence[Any], places: Sequence[Any]
-) -> Any:
-    """Returns the place of the first tap with respect to which JAX cannot differentiate, or
-    None."""
-    for i, place in enumerate(places):
-
-        def of_one_tap(tap: Any, i: int = i) -> Any:
-            return marked([*zeros[:i], tap, *zeros[i + 1 :]])
-
-        try:
-            jax.eval_shape(_jax.grad(of_one_tap, has_aux=True), zeros[i])
-        except Exception:
-            return place
-    return None
 
 
 def _check_arguments(fun: object, where: object) -> None:

@@ -7,7 +7,6 @@ program's text, or if the program computes it from such zeros in a way that must
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from enum import IntFlag
 from typing import Any
@@ -16,9 +15,8 @@ import jax
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Literal, Node, Occurrence, operations
+from tracegrad.ir import Graph, Literal, Node, operations
 from tracegrad.ir.dependence import Masks, Run, data_flow, enter, joined, spread
-from tracegrad.ir.occurrence import at
 
 
 class TermKinds(IntFlag):
@@ -32,16 +30,11 @@ class TermKinds(IntFlag):
     LINEAR = 2
 
 
-def constant_part(graph: Graph, inputs: Sequence[TermKinds]) -> str | None:
-    """Describes a constant that a graph adds to a linear function of its linear inputs: the
-    operation and its line, or the result that is a constant."""
-    added: list[Occurrence] = []
+def adds_constant(graph: Graph, inputs: Sequence[TermKinds]) -> bool:
+    """Whether a graph adds a constant to a linear function of its linear inputs, or returns one."""
+    added: list[Node] = []
     outs = _part_propagator(added)(graph, list(inputs))
-    if added:
-        return f"{added[0].node.op}{at(added[0].origin)} adds a constant to it"
-    if TermKinds.CONSTANT not in outs:
-        return None
-    return f"result {outs.index(TermKinds.CONSTANT)} does not depend on it"
+    return bool(added) or TermKinds.CONSTANT in outs
 
 
 def zero_outputs(graph: Graph) -> list[bool]:
@@ -52,12 +45,10 @@ def zero_outputs(graph: Graph) -> list[bool]:
     ]
 
 
-def _part_propagator(added: list[Occurrence]) -> Run:
+def _part_propagator(added: list[Node]) -> Run:
     """Returns a function that propagates `TermKinds` masks through a graph. The function appends to
-    `added` the nodes with a result that is both CONSTANT and LINEAR, inner nodes before outer
-    nodes."""
+    `added` the nodes with a result that is both CONSTANT and LINEAR."""
     known: dict[tuple[Graph, tuple[int, ...]], Masks] = {}
-    calls: list[Node] = []
 
     def run(graph: Graph, ins: Masks) -> Masks:
         key = graph, tuple(ins)
@@ -70,27 +61,15 @@ def _part_propagator(added: list[Occurrence]) -> Run:
     def rule(node: Node, ins: Masks) -> Masks:
         pairs = zip(node.inputs, ins, strict=True)
         ins = [_part_of_array(v.val) if isinstance(v, Literal) else mask for v, mask in pairs]
-        calls.append(node)
         # A cond's branch index and a while loop's condition are not terms of the result.
         given = [TermKinds.ZERO, *ins[1:]] if node.primitive is _jax.COND else ins
         entered = None if node.primitive in _jax.WHILES else enter(node, given, run)
         outs = _result_parts(node, ins) if entered is None else entered[0]
         if TermKinds.CONSTANT | TermKinds.LINEAR in outs:
-            added.append(_innermost_occurrence(calls))
-        calls.pop()
+            added.append(node)
         return outs
 
     return run
-
-
-def _innermost_occurrence(calls: Sequence[Node]) -> Occurrence:
-    """The occurrence of the last node in `calls`. Each node in `calls` is in a region of the node
-    before."""
-    path = [
-        (call, next(name for name, region in call.regions.items() if inner in region.nodes))
-        for call, inner in itertools.pairwise(calls)
-    ]
-    return Occurrence(tuple(path), calls[-1])
 
 
 def _result_parts(node: Node, ins: Masks) -> Masks:

@@ -101,9 +101,6 @@ class MatchRule:
         """Whether the rule also acts on tangents with respect to parameters."""
         return self.outer_identity is None
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return super().__reduce_ex__(protocol) if self.made_by is None else (self.made_by, ())
-
     def __repr__(self) -> str:
         module = "" if self.name == "edit" else "rules."
         if self.text is not None or self.made_by is None:

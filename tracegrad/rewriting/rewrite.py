@@ -13,17 +13,10 @@ from tracegrad.ir import Graph
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import code_name
 from tracegrad.rewriting.match_rule import MatchRule, edit_around, refusing_refs, shows_arguments
-from tracegrad.tracing.arguments import (
-    ArgumentIndices,
-    ArgumentNames,
-    CallPacker,
-    PackedCall,
-    resolve_static,
-)
+from tracegrad.tracing.arguments import CallPacker, PackedCall, resolve_static
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.graphs import Rule, as_rules, trace_to_graph
 from tracegrad.tracing.in_force import trace_under_rules
-from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import function_taking_module
 from tracegrad.tracing.signatures import require_takes
 from tracegrad.tracing.user_errors import explain_error, explain_rule
@@ -40,22 +33,12 @@ class RewrittenFunction:
 
     __wrapped__: Callable[..., Any]
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        rules: tuple[Rule, ...],
-        static_argnums: ArgumentIndices,
-        static_argnames: ArgumentNames,
-    ):
+    def __init__(self, fun: Callable[..., Any], rules: tuple[Rule, ...]):
         functools.update_wrapper(self, fun, updated=())
         self.rules = rules
-        self._made_with = rules, static_argnums, static_argnames
-        static = resolve_static(fun, static_argnums, static_argnames)
+        self._made_with = (rules,)
         self._called, self._module = function_taking_module(fun)
-        if self._module:
-            options = {"static_argnums": static_argnums} if static.positions else {}
-            _, static = options_behind_module(fun, self._called, options, static)
-        self._packer = CallPacker(static)
+        self._packer = CallPacker(resolve_static(self._called, None, None))
         self._earlier: dict[Any, Any] = {}  # see `trace_under_rules`
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
@@ -98,8 +81,6 @@ def rewrite(
     fun: Callable[..., Any],
     rules: Rule | Sequence[Rule],
     *more: Never,
-    static_argnums: ArgumentIndices = None,
-    static_argnames: ArgumentNames = None,
 ) -> RewrittenFunction:
     """Applies rules to the program of a function.
 
@@ -108,7 +89,6 @@ def rewrite(
       rules: one rule, or a list of rules that are applied in order. A rule is a function
         ``Graph -> Graph``: one of `tracegrad.rules`, or your own. Rules also apply to functions
         that `fun` differentiates by `jax.grad` and the like, as in `trace`.
-      static_argnums, static_argnames: arguments that are Python values, as in `jax.jit`.
 
     Returns:
       A function of the same arguments. Each call traces `fun`, applies the rules and runs the
@@ -134,7 +114,7 @@ def rewrite(
             "rewrite takes one rule or a list of them: write "
             f"tracegrad.rewrite({code_name(fun)}, {[rules, *more]!r})"
         )
-    return RewrittenFunction(fun, as_rules(rules), static_argnums, static_argnames)
+    return RewrittenFunction(fun, as_rules(rules))
 
 
 @shows_arguments

@@ -73,8 +73,7 @@ def find_misdirected(program: Graph, rule: Any) -> Iterator[str]:
         place = f"a gradient{at(match.origin)} with respect to {path}"
         is_of_selected = _is_computed_from(program, match, selected)
         if not rule.where.fits(*paths):
-            is_excluded = Parameters("", rule.where.patterns).fits(*paths)  # by ~
-            if is_of_selected and not is_excluded:
+            if is_of_selected:
                 yield (
                     f"does not reach {place}, which is computed from a parameter that the rule "
                     f"selects: if the rule is meant for it, select match.param({path!r}) as well"

@@ -56,13 +56,6 @@ def set_leaf(variable: Any, leaf: int, value: Any) -> None:
     variable.set_raw_value(jax.tree.unflatten(structure, leaves))
 
 
-def module_of_state(module: Any, state: Any) -> Any:
-    """Returns a module like `module` that holds the values of an nnx.State, and None otherwise."""
-    empty = jax.tree.map(lambda leaf: None, module)
-    nnx().update(empty, state)
-    return empty
-
-
 def ignore_cached_partial() -> None:
     """Enters a transformation of flax: `nnx.cached_partial` raises an error if the function that it
     calls enters none. (Programs of this package do not need its cache.)"""
