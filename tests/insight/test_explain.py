@@ -215,8 +215,7 @@ def test_layers_that_are_multiplied_by_zeros_are_one_finding_and_so_is_their_bat
     layers = [{"w": 0.5 * jnp.ones((3, 3)), "b": jnp.zeros(3)} for _ in range(6)]
     batch, note = explain(net, layers, jnp.zeros((2, 3)), wrt=0).findings
     assert (batch.problem, batch.sources) == (True, ("layers.0.w",))
-    assert "multiplied by x, all zeros" in batch.what
-    assert batch.cure == "values of x that are not all zeros"
+    assert "multiplied by zeros" in batch.what
     assert (note.problem, note.sources) == (False, tuple(f"layers.{i}.w" for i in range(1, 6)))
     assert note.what.endswith("; the same in 4 more operations there, with other factors")
 
@@ -431,21 +430,11 @@ def test_the_stop_before_the_head_is_blamed_and_none_inside_of_attention(make):
     assert len(finding.sources) == sum(not source.connected for source in explanation.sources)
 
 
-def test_a_maximum_that_no_gradient_reaches_has_no_dead_units():
+def test_a_maximum_that_no_gradient_reaches_is_not_blamed():
     """Attention to rows of equal numbers: normalised they are zeros, and so are all scores."""
     loss, params = linen_attention()
     explanation = explain(loss, params, jnp.ones((2, 3, 4)))
     assert [finding.cause for finding in explanation.findings] == ["stop_gradient"]
-
-    def stopped(w, x):
-        return jnp.sum(w * jax.lax.stop_gradient(jax.nn.relu(w * x - 100)) + w)
-
-    def flowing(w, x):
-        return jnp.sum(w * jax.nn.relu(w * x - 100) + w)
-
-    assert explain(stopped, X, healthy.X[:, :3]).findings == ()
-    (finding,) = explain(flowing, X, healthy.X[:, :3]).findings
-    assert (finding.cause, finding.operation) == ("dead units", "relu")
 
 
 @pytest.mark.parametrize("where", [tg.match.param("p.a"), tg.match.op("sin")])
@@ -459,27 +448,6 @@ def test_what_a_rule_stops_is_told_and_is_no_problem(where):
     assert explanation.problems == ()
     assert (finding.cause, finding.whose) == ("stop_gradient", "a rule")
     assert "rules.stop_gradient stops it" in str(explanation)
-
-
-def test_what_is_no_rectifier_has_no_dead_units():
-    @jax.custom_jvp
-    def relu(x):
-        return jnp.where(x > 0, x, x / 100)
-
-    relu.defjvps(lambda t, _, x: jnp.where(x > 0, t, t / 100))
-
-    def leaky(w, x):
-        return jnp.sum(relu(w * x - 100))
-
-    def greatest(w, x):
-        return jnp.sum(jnp.max(w * x[:, :, None], axis=0, initial=-jnp.inf) + w)
-
-    def clamped(w, x):
-        return jnp.sum(jnp.maximum(w - w + 0 * x, 0.0) + w)  # half a gradient goes on
-
-    for fun in (leaky, greatest, clamped):
-        explanation = explain(fun, 0 * X, healthy.X[:, :3])
-        assert "dead units" not in [finding.cause for finding in explanation.findings]
 
 
 def test_other_ways_that_are_cut_and_what_else_stands_in_the_way_are_told():

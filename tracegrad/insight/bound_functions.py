@@ -72,10 +72,10 @@ def _while(node: Node, args: Sequence[Any], function_of: Callable[[str], Functio
     split = node.params["cond_nconsts"]
     end = split + node.params["body_nconsts"]
 
-    def runs_on(carry: list[Any]) -> Any:
+    def runs_on(carry: Any) -> Any:
         return condition(*args[:split], *carry)[0]
 
-    def step(carry: list[Any]) -> list[Any]:
+    def step(carry: Any) -> Any:
         results = body(*args[split:end], *carry)
         if node.region("cond_jaxpr").out_avals[0].shape:  # under vmap, ended examples stay
             results = list(map(functools.partial(_where, runs_on(carry)), results, carry))

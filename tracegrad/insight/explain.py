@@ -47,9 +47,9 @@ def explain(
     the result; if not, which operation cut it off; and the gradient's norm and share of zeros. For
     a gradient of zeros, it names the operation where the gradient became zero. For a NaN or Inf, it
     names the operation that made the first one, in the forward or reverse pass, the values of the
-    operands, and the known cure. It also lists rectifiers that no example activates, norms that
-    vanish or explode along layers or along the steps of a scan, and rules (`jax.custom_vjp`,
-    `tracegrad.custom_gradient`) whose gradient is not the derivative of their function.
+    operands, and the known cure. It also lists norms that vanish or explode along layers or along
+    the steps of a scan, and rules (`jax.custom_vjp`, `tracegrad.custom_gradient`) whose gradient is
+    not the derivative of their function.
 
     Args:
       fun: a function, traced or plain. It returns one float scalar, or anything if `cotangent` is

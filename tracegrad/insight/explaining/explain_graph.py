@@ -28,7 +28,7 @@ from tracegrad.insight.explaining.runs import measure
 from tracegrad.insight.explaining.slopes import CURES, slopes
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, NORM, ZEROS
 from tracegrad.insight.explaining.steps import slopes_of_steps
-from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
+from tracegrad.insight.explaining.zeros import zero_gradients
 from tracegrad.insight.explanation import (
     Explanation,
     Finding,
@@ -111,7 +111,7 @@ def explain_graph(
         findings += not_finite(look(detail), sources, targets, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
-    findings += zero_gradients(look, reports, sources, inputs, others)
+    findings += zero_gradients(look, reports, sources, inputs)
     findings += normalised_padding(observed, norms)
     # These findings already explain a gradient that explodes at their line.
     known = {
@@ -127,7 +127,6 @@ def explain_graph(
             if f.cause == "underflow" and f.cure == CURES["vanishing"]:
                 findings[k] = dataclasses.replace(f, problem=False)
     findings += changed_rules(observed)
-    findings += dead_units(observed, findings)
     findings += _run_again(observed)
     value = observed.stats.get(("output", None, targets[0])) if targets else None
     return Explanation(
