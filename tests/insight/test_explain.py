@@ -329,7 +329,6 @@ def product(a, b):
     return jnp.sum(a * b)
 
 
-SHARED = {"head": WEIGHTS, "table": WEIGHTS}
 FINDINGS = {
     "a NaN in an argument that is no source": (
         lambda x, batch: jnp.sum(x * batch["scale"]),
@@ -351,11 +350,6 @@ FINDINGS = {
         lambda x: jnp.sum(jax.tree.map(jax.lax.stop_gradient, [x])[0]),
         (X,),
         ["stop_gradient of x: your own stop_gradient"],
-    ),
-    "used by another path": (
-        lambda p: jnp.sum(p["head"] ** 2),
-        (SHARED,),
-        ["unused of p.table: nothing uses it by this path; p.head is the same array"],
     ),
 }
 
@@ -450,19 +444,14 @@ def test_what_a_rule_stops_is_told_and_is_no_problem(where):
     assert "rules.stop_gradient stops it" in str(explanation)
 
 
-def test_other_ways_that_are_cut_and_what_else_stands_in_the_way_are_told():
+def test_all_cuts_of_the_likeliest_way_are_told():
     def loss(x):
         a = jnp.round(x)
         return jnp.sum(jax.lax.stop_gradient(jnp.sin(a)))
 
-    first, second = explain(loss, X).findings
+    found = [(f.cause, f.origin.line) for f in explain(loss, X).findings]
     line = loss.__code__.co_firstlineno
-    assert (first.cause, first.origin.line) == ("rounding", line + 1)
-    assert first.what == (
-        "round; on the same way cuts stop_gradient at "
-        f"test_explain.py:{line + 2}, too: a gradient needs all of them gone"
-    )
-    assert (second.cause, second.origin.line) == ("stop_gradient", line + 2)
+    assert found == [("rounding", line + 1), ("stop_gradient", line + 2)]
 
     def either(x):
         a = jnp.round(x)
@@ -643,21 +632,7 @@ def test_functions_of_a_model_are_no_sources_unless_they_are_asked_about():
     assert asked.sources == ("model.activation",)
 
 
-def test_what_is_updated_beside_the_result_is_no_problem_and_what_is_forgotten_is():
-    def with_statistics(params, statistics, x):
-        statistics = {"mean": 0.9 * statistics["mean"] + 0.1 * jnp.mean(x)}
-        return jnp.sum(params["w"] * x), (statistics, params["unused"] * x)
-
-    params = {"w": jnp.ones(3), "unused": jnp.ones(()), "unread": jnp.ones(3)}
-    args = params, {"mean": jnp.zeros(3)}, jnp.arange(3.0)
-    for loss in (with_statistics, jax.jit(with_statistics)):
-        found = explain(loss, *args, wrt=(0, 1), has_aux=True)
-        assert {f.sources: f.cause for f in found.findings} == {
-            ("params.unread", "params.unused"): "unused",
-            ("statistics.mean",): "state",
-        }
-        assert [f.problem for f in found.findings] == [True, False]
-
+def test_collections_of_flax_that_are_not_trained_are_no_problem():
     def with_collections(variables, x):
         return jnp.sum(variables["params"]["w"] * x)
 
