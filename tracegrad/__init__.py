@@ -45,7 +45,6 @@ if _TYPE_CHECKING:  # some names are also names of files, so import each from it
     from tracegrad.differentiation.sparse_optimizers import sparse_sgd as sparse_sgd
     from tracegrad.differentiation.wrt import select as select
     from tracegrad.insight.check_grads import check_grads as check_grads
-    from tracegrad.insight.check_processes import check_processes as check_processes
     from tracegrad.insight.explain import explain as explain
     from tracegrad.insight.memory import memory as memory
     from tracegrad.insight.show import show as show
@@ -90,7 +89,6 @@ _LATER = {
     "differentiation.wrt": "select",
     "differentiation.sparse_optimizers": "global_norm sparse_adagrad sparse_adam sparse_sgd",
     "insight.check_grads": "check_grads",
-    "insight.check_processes": "check_processes",
     "insight.explain": "explain",
     "insight.memory": "memory",
     "insight.show": "show",

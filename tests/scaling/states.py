@@ -72,12 +72,6 @@ def all_of_it(kinds: list[str], folder: str) -> Iterator[dict[str, Any]]:
         time.sleep(0.01)
     tree["step"].assign(me)
     told["different"] = refused(lambda: tg.save_variables(tree, path, timeout=20))
-    told["same program"] = refused(
-        lambda: tg.check_processes(tg.trace(lambda x: 2 * x), tree["both"].value)
-    )
-    told["other program"] = refused(
-        lambda: tg.check_processes(tg.trace(lambda x: x * (2 + me)), tree["both"].value)
-    )
     told["afterwards"] = sorted(os.listdir(path))
 
     yield told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import time
 from pathlib import Path
@@ -67,11 +66,6 @@ def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
         assert "the Variable 'both' (f32[8,4]) is spread over several processes" in each["numpy"]
         assert "process_allgather" in each["numpy"]
         assert "want to save different things: 'step'" in each["different"]
-        assert each["same program"] == "nothing"
-        assert re.search(
-            r"is not the same program(?s:.*)on process 0: .*2.0(?s:.*)on process 1: .*3.0",
-            each["other program"],
-        )
     assert "process 1 of 2 did not come within 0.2 seconds" in told[0]["alone"]
     assert told[0]["died"] != "nothing"
     # What the second process was writing when it died was given up.

@@ -2,7 +2,6 @@
 
 from tracegrad.insight.check_grads import GradientError as GradientError
 from tracegrad.insight.check_grads import check_grads as check_grads
-from tracegrad.insight.check_processes import check_processes as check_processes
 from tracegrad.insight.comparisons import Checked as Checked
 from tracegrad.insight.comparisons import GradCheck as GradCheck
 from tracegrad.insight.explain import explain as explain
