@@ -195,13 +195,10 @@ def test_a_rule_is_checked_by_what_the_program_perturbs_and_of_what_it_uses():
             return new, jax.lax.stop_gradient(squares)
 
         last, squares = jax.lax.scan(step, x, jnp.array([2.0, 3.0]))
-        held = jax.lax.stop_gradient(y)
-        return root(last, held)[0] * y + jnp.sum(jnp.round(squares))
+        return root(last, 2.5)[0] * y + jnp.sum(jnp.round(squares))
 
-    report = check_grads(loss, (4.0, 2.5), order=1, deliberate="stop_gradient")
-    assert {(c.what, c.status) for c in report.rules if c.what[0] == "r"} == {
-        ("root, input 0", "right")
-    }
+    report = check_grads(loss, (4.0, 2.5), order=1)
+    assert {(c.what, c.status) for c in report.rules} == {("root, input 0", "right")}
     assert statuses(report.leaves) == ["right"] * 3
     with pytest.raises(GradientError, match="root, input 0"):  # its second result is used
         check_grads(lambda x: sum(root(x, 2.0)), (4.0,), **REVERSE)
@@ -289,46 +286,18 @@ def test_a_deliberate_rule_that_another_one_calls_is_left_out_too():
         assert statuses(report.leaves) == ["right"]
 
 
-def test_what_is_stopped_on_purpose_is_held_as_it_is():
+def test_what_is_constant_in_derivatives_alone_is_named_with_its_line():
     def loss(x):
         target = jax.jit(lambda x: jax.lax.stop_gradient(jnp.tanh(x)))(x)
-        return jnp.sum((jnp.sin(x) - target) ** 2 * jax.nn.softmax(x))
+        drawn = jax.random.gamma(jax.random.key(0), 1 + x**2)
+        return jnp.sum((jnp.sin(x) - target) ** 2 * jax.nn.softmax(x) * drawn)
 
-    line = line_of(loss) + 1
-    with pytest.raises(GradientError, match=rf"stop_gradient at test_check_grads.py:{line} "):
+    file, line = "test_check_grads.py", line_of(loss)
+    with pytest.raises(GradientError) as error:
         check_grads(loss, (X,), order=1)
-    report = check_grads(loss, (X,), order=2, modes=["rev"], deliberate="stop_gradient")
-    assert statuses(report.leaves) == ["right", "right"]
-    (stopped,) = report.deliberate  # that of softmax, which changes nothing, is JAX's
-    assert str(stopped).startswith(f"stop_gradient at test_check_grads.py:{line} ")
-    assert str(stopped).endswith(": held constant")
-
-
-def test_in_a_loop_what_is_stopped_cannot_be_held():
-    def loss(x):
-        def step(h, _):
-            return h + jax.lax.stop_gradient(jnp.sin(h)) * x, None
-
-        return jnp.sum(jax.lax.scan(step, x, None, length=3)[0])
-
-    with pytest.raises(GradientError, match="holds them constant, except in loops"):
-        check_grads(loss, (X,), order=1, deliberate="stop_gradient")
-
-
-def test_what_the_function_of_a_rule_stops_is_no_fault_of_the_rule():
-    @jax.custom_vjp
-    def scaled(x):
-        return x * jax.lax.stop_gradient(inner(x))
-
-    @jax.custom_vjp
-    def inner(x):
-        return jnp.sin(x)
-
-    inner.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x),))
-    scaled.defvjp(lambda x: (scaled(x), x), lambda x, ct: (ct * jnp.sin(x),))
-    report = refused(lambda x: jnp.sum(scaled(x)), X, order=1)
-    assert set(statuses(report.rules)) == {"right"}
-    assert set(statuses(report.leaves)) == {"wrong"}  # what a function stops may be a mistake
+    for words in (f"stop_gradient at {file}:{line + 1} ", f"random_gamma at {file}:{line + 2} "):
+        assert words in str(error.value)
+    assert str(error.value).count("stop_gradient") == 1  # that of softmax is JAX's
 
 
 def test_a_rule_that_repeats_the_mistake_of_a_rule_in_its_function_is_wrong():
@@ -347,34 +316,6 @@ def test_a_gradient_of_zeros_for_a_host_function_is_wrong():
         return tg.numpy_function(np.sin, [x], "float32", grad=lambda op, dy: 0 * dy)
 
     assert refused(sine, X, **REVERSE).wrong[0].what == "<lambda>, input 0"
-
-
-def test_a_sample_with_an_implicit_derivative_is_held_and_the_rest_is_checked():
-    key = jax.random.key(0)
-
-    def f(a, scale, function=jnp.sin):
-        drawn = jax.random.gamma(key, a, (3,)) + jax.random.beta(key, a, 2.0, (3,))
-        return jnp.sum(function(scale) * drawn + jax.random.dirichlet(key, jnp.stack([a] * 3)))
-
-    report = check_grads(f, (1.5, X), order=2)
-    lines = [check.origin.line - line_of(f) for check in report.deliberate]
-    assert ({check.what for check in report.deliberate}, lines) == ({"random_gamma"}, [1, 2])
-    assert set(statuses(report.leaves)) == {"right"}
-    wrong = rule(keep, lambda r, ct: (ct * r[0] * r[1], ct * r[0] ** 2))
-    with pytest.raises(GradientError, match="product, input 0"):
-        check_grads(lambda a, s: f(a, s, lambda s: wrong(s, 2 * s)), (1.5, X), order=1)
-
-
-def test_with_a_sample_in_a_loop_there_is_no_verdict():
-    def f(a, x):
-        def step(total, key):
-            return total + jax.random.gamma(key, a) * x, None
-
-        return jax.lax.scan(step, 0 * x, jax.random.split(jax.random.key(0), 3))[0]
-
-    report = check_grads(f, (1.5, 2.0), **REVERSE)
-    assert [(c.what, c.status) for c in report.leaves] == [("a", "none"), ("x", "right")]
-    assert "random_gamma at test_check_grads.py" in report.leaves[0].note
 
 
 @pytest.mark.parametrize("name", ["rules", "pass_through", "custom_gradient"])
@@ -514,32 +455,6 @@ def test_forward_mode_goes_through_loops_that_reverse_mode_does_not():
         assert statuses(report.leaves) == ["right"] * order
 
 
-def test_a_loop_that_does_not_end_beside_the_arguments_gives_no_verdict():
-    """The condition and the body are given one array: where one of the two moves, it runs on."""
-
-    @jax.custom_vjp
-    def power(x, last, step):
-        def body(state):
-            i, y = state
-            return i + step, jax.lax.fori_loop(0, jnp.int32(i > -1), lambda _, y: x * y, y)
-
-        start = (0 * step, 0 * x + 1)
-        return jax.lax.while_loop(lambda state: state[0] != 3 * last, body, start)[1]
-
-    def backward(kept, ct):
-        x, last, step = kept
-        return 3 * ct * x**2, 0 * last, 0 * step
-
-    power.defvjp(lambda *args: (power(*args), args), backward)
-    report = check_grads(lambda x, n: power(x, n, n), (1.5, 2.0), **REVERSE)
-    assert {c.what: c.status for c in report.rules} == {
-        "power, input 0": "right",
-        "power, input 1": "not smooth",
-        "power, input 2": "not smooth",
-    }
-    assert statuses(report.leaves) == ["right", "right"]
-
-
 def test_loops_that_end_one_by_one_under_vmap_are_judged_in_branches_and_scans():
     def doubled(x, row):
         def body(y):
@@ -666,26 +581,3 @@ def test_the_first_line_counts_derivatives_that_do_not_exist():
     report = check_grads(f, (X[0],), order=1)
     assert sorted(statuses(report.leaves)) == ["none", "right"]
     assert str(report).startswith("derivatives of f: right, but 1 not judged\n")
-
-
-def test_a_result_that_is_no_more_precise_is_told_of_rtol():
-    def root(a):  # of y = cos(a y), to six digits; the derivative is that of the exact root
-        step = lambda y: jnp.cos(a * y)  # noqa: E731
-        moves = lambda y: jnp.abs(step(y) - y) > 1e-6  # noqa: E731
-        return jax.lax.while_loop(moves, step, jnp.ones_like(a))
-
-    @jax.custom_vjp
-    def solve(a):
-        return root(a)
-
-    def backward(kept, ct):
-        a, y = kept
-        return (-ct * y * jnp.sin(a * y) / (1 + a * jnp.sin(a * y)),)
-
-    solve.defvjp(lambda a: (root(a), (a, root(a))), backward)
-    with pytest.raises(GradientError, match=r"they differ by \de-0\d at most: pass rtol="):
-        check_grads(solve, (jnp.array(0.8),), **REVERSE)
-    assert not check_grads(solve, (jnp.array(0.8),), rtol=1e-2, **REVERSE).wrong
-    with pytest.raises(GradientError) as error:
-        check_grads(rule(keep, lambda kept, ct: (ct, ct)), (X, X), **REVERSE)
-    assert "rtol" not in str(error.value)

@@ -105,7 +105,7 @@ def test_a_host_function_that_rounds_small_steps_away_is_not_called_wrong(dtype,
             lambda x: x * x, [x], dtype, grad=lambda op, dy: factor * dy * 2 * op.inputs[0]
         )
 
-    report = report_on(square, jnp.array([1.0, 2.0, 0.3], dtype), seed=1)
+    report = report_on(square, jnp.array([1.0, 2.0, 0.3], dtype), seed=2)
     assert bool(report.wrong) == (factor == 3)
     if factor == 1:
         for check in report.leaves:

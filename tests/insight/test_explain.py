@@ -215,8 +215,7 @@ def test_layers_that_are_multiplied_by_zeros_are_one_finding_and_so_is_their_bat
     layers = [{"w": 0.5 * jnp.ones((3, 3)), "b": jnp.zeros(3)} for _ in range(6)]
     batch, note = explain(net, layers, jnp.zeros((2, 3)), wrt=0).findings
     assert (batch.problem, batch.sources) == (True, ("layers.0.w",))
-    assert "multiplied by x, all zeros" in batch.what
-    assert batch.cure == "values of x that are not all zeros"
+    assert "multiplied by zeros" in batch.what
     assert (note.problem, note.sources) == (False, tuple(f"layers.{i}.w" for i in range(1, 6)))
     assert note.what.endswith("; the same in 4 more operations there, with other factors")
 
@@ -330,7 +329,6 @@ def product(a, b):
     return jnp.sum(a * b)
 
 
-SHARED = {"head": WEIGHTS, "table": WEIGHTS}
 FINDINGS = {
     "a NaN in an argument that is no source": (
         lambda x, batch: jnp.sum(x * batch["scale"]),
@@ -352,11 +350,6 @@ FINDINGS = {
         lambda x: jnp.sum(jax.tree.map(jax.lax.stop_gradient, [x])[0]),
         (X,),
         ["stop_gradient of x: your own stop_gradient"],
-    ),
-    "used by another path": (
-        lambda p: jnp.sum(p["head"] ** 2),
-        (SHARED,),
-        ["unused of p.table: nothing uses it by this path; p.head is the same array"],
     ),
 }
 
@@ -431,21 +424,11 @@ def test_the_stop_before_the_head_is_blamed_and_none_inside_of_attention(make):
     assert len(finding.sources) == sum(not source.connected for source in explanation.sources)
 
 
-def test_a_maximum_that_no_gradient_reaches_has_no_dead_units():
+def test_a_maximum_that_no_gradient_reaches_is_not_blamed():
     """Attention to rows of equal numbers: normalised they are zeros, and so are all scores."""
     loss, params = linen_attention()
     explanation = explain(loss, params, jnp.ones((2, 3, 4)))
     assert [finding.cause for finding in explanation.findings] == ["stop_gradient"]
-
-    def stopped(w, x):
-        return jnp.sum(w * jax.lax.stop_gradient(jax.nn.relu(w * x - 100)) + w)
-
-    def flowing(w, x):
-        return jnp.sum(w * jax.nn.relu(w * x - 100) + w)
-
-    assert explain(stopped, X, healthy.X[:, :3]).findings == ()
-    (finding,) = explain(flowing, X, healthy.X[:, :3]).findings
-    assert (finding.cause, finding.operation) == ("dead units", "relu")
 
 
 @pytest.mark.parametrize("where", [tg.match.param("p.a"), tg.match.op("sin")])
@@ -461,40 +444,14 @@ def test_what_a_rule_stops_is_told_and_is_no_problem(where):
     assert "rules.stop_gradient stops it" in str(explanation)
 
 
-def test_what_is_no_rectifier_has_no_dead_units():
-    @jax.custom_jvp
-    def relu(x):
-        return jnp.where(x > 0, x, x / 100)
-
-    relu.defjvps(lambda t, _, x: jnp.where(x > 0, t, t / 100))
-
-    def leaky(w, x):
-        return jnp.sum(relu(w * x - 100))
-
-    def greatest(w, x):
-        return jnp.sum(jnp.max(w * x[:, :, None], axis=0, initial=-jnp.inf) + w)
-
-    def clamped(w, x):
-        return jnp.sum(jnp.maximum(w - w + 0 * x, 0.0) + w)  # half a gradient goes on
-
-    for fun in (leaky, greatest, clamped):
-        explanation = explain(fun, 0 * X, healthy.X[:, :3])
-        assert "dead units" not in [finding.cause for finding in explanation.findings]
-
-
-def test_other_ways_that_are_cut_and_what_else_stands_in_the_way_are_told():
+def test_all_cuts_of_the_likeliest_way_are_told():
     def loss(x):
         a = jnp.round(x)
         return jnp.sum(jax.lax.stop_gradient(jnp.sin(a)))
 
-    first, second = explain(loss, X).findings
+    found = [(f.cause, f.origin.line) for f in explain(loss, X).findings]
     line = loss.__code__.co_firstlineno
-    assert (first.cause, first.origin.line) == ("rounding", line + 1)
-    assert first.what == (
-        "round; on the same way cuts stop_gradient at "
-        f"test_explain.py:{line + 2}, too: a gradient needs all of them gone"
-    )
-    assert (second.cause, second.origin.line) == ("stop_gradient", line + 2)
+    assert found == [("rounding", line + 1), ("stop_gradient", line + 2)]
 
     def either(x):
         a = jnp.round(x)
@@ -675,21 +632,7 @@ def test_functions_of_a_model_are_no_sources_unless_they_are_asked_about():
     assert asked.sources == ("model.activation",)
 
 
-def test_what_is_updated_beside_the_result_is_no_problem_and_what_is_forgotten_is():
-    def with_statistics(params, statistics, x):
-        statistics = {"mean": 0.9 * statistics["mean"] + 0.1 * jnp.mean(x)}
-        return jnp.sum(params["w"] * x), (statistics, params["unused"] * x)
-
-    params = {"w": jnp.ones(3), "unused": jnp.ones(()), "unread": jnp.ones(3)}
-    args = params, {"mean": jnp.zeros(3)}, jnp.arange(3.0)
-    for loss in (with_statistics, jax.jit(with_statistics)):
-        found = explain(loss, *args, wrt=(0, 1), has_aux=True)
-        assert {f.sources: f.cause for f in found.findings} == {
-            ("params.unread", "params.unused"): "unused",
-            ("statistics.mean",): "state",
-        }
-        assert [f.problem for f in found.findings] == [True, False]
-
+def test_collections_of_flax_that_are_not_trained_are_no_problem():
     def with_collections(variables, x):
         return jnp.sum(variables["params"]["w"] * x)
 

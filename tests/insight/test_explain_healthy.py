@@ -249,24 +249,3 @@ def test_rows_of_padding_that_a_normalisation_makes_most_of_the_gradient_are_tol
     norms = {report.path: report.norm for report in explanation.sources}
     assert norms["p.first.bias"] > 100 * norms["p.first.scale"]
     assert padded(masks=True).problems == ()
-
-
-def dead_at_once(p, x):
-    hidden = jax.nn.relu(x @ p["w"] - 30.0)  # the line
-    return jnp.sum(hidden.reshape(8, 4) @ p["head"])
-
-
-def dead_in_the_step_before(p, x):
-    def step(carry, _):
-        hidden, total = carry
-        total = total + jnp.sum(hidden @ p["head"])
-        return (jax.nn.relu(x @ p["w"] - 30.0), total), None  # the line
-
-    return jax.lax.scan(step, (jnp.zeros((8, 4)), 0.0), length=3)[0][1]
-
-
-@pytest.mark.parametrize(("loss", "line"), [(dead_at_once, 1), (dead_in_the_step_before, 4)])
-def test_what_a_dead_rectifier_multiplies_is_of_the_same_cause(loss, line):
-    (finding,) = explain(loss, {"w": random(1, 6, 4), "head": jnp.ones(4)}, X).findings
-    assert (finding.cause, finding.sources) == ("dead units", ("p.head", "p.w"))
-    assert finding.origin.line == loss.__code__.co_firstlineno + line

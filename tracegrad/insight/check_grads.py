@@ -17,20 +17,16 @@ from tracegrad.insight.check_rules import check_rules, functions_of_rules, opera
 from tracegrad.insight.comparing import Comparison
 from tracegrad.insight.comparisons import Checked, GradCheck
 from tracegrad.insight.finite_differences import Limits
-from tracegrad.insight.held_stops import STOP, hint_of, is_sample, with_stops_held, without_verdict
 from tracegrad.insight.raising import Arithmetic, can_trace_faces, in_double, is_in_double
-from tracegrad.ir import CustomGradient, Graph, StopGradient
+from tracegrad.ir import CustomGradient, Graph, StopGradient, operations
 from tracegrad.ir.authors import author_of, is_jaxs_rule
-from tracegrad.ir.wording import first_line
+from tracegrad.ir.occurrence import at
+from tracegrad.ir.wording import first_line, some
 from tracegrad.tracing.graphs import function_name, graph, require_function
 
 Mode = Literal["fwd", "rev"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Declared = str | Collection[str] | Callable[[str], Any]
-
-
-_IMPRECISE = 1e-3  # relative to the numbers: an iteration may end that far from its limit
-_ITERATES = "pass rtol= if the function itself, an iteration for example, is no more precise"
 
 
 class GradientError(AssertionError):
@@ -40,10 +36,7 @@ class GradientError(AssertionError):
         self.report = report
         first = "\n".join(f"  {check}" for check in report.wrong[:8])
         more = f"\n  ... and {len(report.wrong) - 8} more" if len(report.wrong) > 8 else ""
-        apart = [c.difference for c in report.wrong]
-        is_near = all(each < _IMPRECISE for each in apart)  # (False for NaN)
-        near = f"\n(they differ by {max(apart):.0e} at most: {_ITERATES})" if is_near else ""
-        super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}{near}{hint}")
+        super().__init__(f"derivatives of {report.function} are wrong:\n{first}{more}{hint}")
         self._hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickle needs the arguments, not the message
@@ -87,12 +80,10 @@ def check_grads(
         name, several names, or a predicate on the name of the function that has the rule. The
         report lists these rules, but they do not fail; the check of the whole function uses the
         derivatives of their functions. The rules of `tracegrad.grad_pass_through`,
-        `rules.clip_gradient` and `rules.scale_gradient` are always deliberate, and so are samples
-        with an implicit derivative (`jax.random.gamma`, `beta`, `dirichlet`), which are constants
-        in the check. With ``"stop_gradient"``, stopped values outside of loops are constants, with
-        their values at `args`; otherwise they vary in differences, but not in derivatives.
+        `rules.clip_gradient` and `rules.scale_gradient` are always deliberate.
       rtol: the largest allowed difference, relative to the larger number. Default: 1e-5, or more if
         a part of the function cannot run in double precision (a callback that returns float32).
+        Pass more if the function itself, an iteration for example, is no more precise.
       atol: the largest allowed absolute difference, added to the relative one. Default: 0.
       seed: the seed of the random numbers.
 
@@ -103,6 +94,11 @@ def check_grads(
       GradientError: a derivative is wrong. It is an `AssertionError`.
       ValueError: an unknown mode, or an order below 1; no floating leaf in the arguments, or none
         in the results of `fun`.
+
+    Stopped values, and samples with an implicit derivative (`jax.random.gamma`, `beta`), vary in
+    differences, but not in derivatives: the error names their lines. If they are meant, check the
+    function with such values as further arguments, or without stops:
+    ``tg.rewrite(fun, tg.edit(tg.match.op("stop_gradient"), lambda op, x: x))``.
 
     If there is doubt, there is no verdict: a derivative is not judged if the function has a kink or
     a jump nearby, or if rounding leaves too few digits of a number; but a derivative of NaN is
@@ -190,22 +186,11 @@ def _check(
         operands = operands_in(program, leaves)
     with jax.enable_x64(True):
         leaves = in_double(leaves)
-        stops = {
-            found: given[0]
-            for found, given in operands.items()
-            if isinstance(found.node, StopGradient) and author_of(found) != "jax"
-        }
-        samples = {found: given[0] for found, given in operands.items() if is_sample(found)}
 
         def limits() -> Limits:  # for one run
             return Limits(Arithmetic(is_exact), rtol, atol or 0.0)
 
         rules = tuple(check_rules(program, operands, declared, limits, random))
-        program, held = with_stops_held(program, samples)
-        if declared(STOP):
-            program, more = with_stops_held(program, stops)
-            held += more
-        free = next(iter(program.find(is_sample)), None)
         whole = _without(program, rules, declared)
         values = [variable.value for variable in whole.variables]
         own = limits()
@@ -218,13 +203,24 @@ def _check(
             comparison = Comparison(
                 run, run, leaves, paths, own, random, whole="all leaves", begin=begin
             )
-            checks = tuple(
-                check if free is None else without_verdict(check, free)
-                for check in comparison.checks(modes, order)
-            )
+            checks = tuple(comparison.checks(modes, order))
     is_whole = any(check.status == "wrong" for check in checks)
-    report = GradCheck(function_name(fun), (*rules, *held), checks)
-    return report, hint_of(stops) if is_whole else ""
+    report = GradCheck(function_name(fun), rules, checks)
+    return report, _hint_of(program) if is_whole else ""
+
+
+def _hint_of(program: Graph) -> str:
+    """Returns words on the values of a program that vary in differences, but not in derivatives."""
+    places = (
+        f"{found.node.name}{at(found.origin)}"
+        for found in program.walk()
+        if (isinstance(found.node, StopGradient) and author_of(found) != "jax")
+        or found.node.op in operations.IMPLICIT
+    )
+    found = some(list(dict.fromkeys(places)), 4)
+    return (
+        f"\nVary in finite differences, but are constants in derivatives: {found}" if found else ""
+    )
 
 
 def _predicate(declared: Declared) -> Callable[[str], Any]:

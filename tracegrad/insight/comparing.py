@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.forward import jvp
-from tracegrad.insight.bound_functions import bounded
 from tracegrad.insight.comparisons import Checked
 from tracegrad.insight.finite_differences import (
     Differences,
@@ -64,7 +63,7 @@ class Comparison:
 
     def __post_init__(self) -> None:
         weights = random_like(self.random, jax.eval_shape(self.exact, self.leaves))
-        self._differences = Differences(bounded(self.exact, self.leaves), weights, self.limits)
+        self._differences = Differences(jax.jit(self.exact), weights, self.limits)
         self._flowing = [i for i, weight in enumerate(weights) if weight is not None]
         self._weights = [weights[i] for i in self._flowing]
         apart = {name: [i] for i, name in enumerate(self.names)}

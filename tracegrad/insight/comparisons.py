@@ -14,14 +14,13 @@ class Checked:
 
     Attributes:
       what: the leaf (``params.w``), or the rule and its input (``clip, input 0``).
-      order, mode: which derivative: ``"rev"``, ``"fwd"``, ``"fwd of rev"``. `mode` is empty for a
-        declared `stop_gradient`, of which nothing is compared.
+      order, mode: which derivative: ``"rev"``, ``"fwd"``, ``"fwd of rev"``.
       expected: the derivative of the randomly weighted results, by finite differences.
       got: the same derivative, as JAX or the rule computes it; NaN if there is none.
       status: ``"right"``, ``"wrong"``, ``"not smooth"`` (a kink or a jump is so near that
-        differences say nothing, or a `while` loop runs more than 100,000 times), ``"not judged"``
-        (rounding leaves too few digits of a number, for example after a cancellation), ``"none"``
-        (the derivative does not exist, or differences cannot give it) or ``"deliberate"``.
+        differences say nothing), ``"not judged"`` (rounding leaves too few digits of a number, for
+        example after a cancellation), ``"none"`` (the derivative does not exist) or
+        ``"deliberate"``.
       origin: the user's line that calls the rule.
       defined: the place where the rule is defined.
       note: why there is no derivative.
@@ -37,17 +36,11 @@ class Checked:
     defined: str = ""
     note: str = ""
 
-    @property
-    def difference(self) -> float:
-        """The difference of the two numbers, relative to the larger one."""
-        larger = max(abs(self.expected), abs(self.got))
-        return abs(self.expected - self.got) / larger if larger else 0.0
-
     def __str__(self) -> str:
         defined = f" (defined at {self.defined})" if self.defined else ""
         said = self.note or f"expected {self.expected:.6g}, got {self.got:.6g}"
-        which = f", order {self.order}, {self.mode}" if self.mode else ""
-        return f"{self.what}{at(self.origin)}{defined}{which}: {said}"
+        which = f"order {self.order}, {self.mode}"
+        return f"{self.what}{at(self.origin)}{defined}, {which}: {said}"
 
 
 @dataclass(frozen=True, repr=False)

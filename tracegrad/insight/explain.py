@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,6 @@ from tracegrad.differentiation.wrt import Wrt, check_wrt, partition
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation
 from tracegrad.ir import Graph, Occurrence, dtype_of, has_gradient, is_reference
-from tracegrad.ir.dependence import dependence
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import some
 from tracegrad.tracing.graphs import function_name, graph, require_function
@@ -46,9 +43,9 @@ def explain(
     the result; if not, which operation cut it off; and the gradient's norm and share of zeros. For
     a gradient of zeros, it names the operation where the gradient became zero. For a NaN or Inf, it
     names the operation that made the first one, in the forward or reverse pass, the values of the
-    operands, and the known cure. It also lists rectifiers that no example activates, norms that
-    vanish or explode along layers or along the steps of a scan, and rules (`jax.custom_vjp`,
-    `tracegrad.custom_gradient`) whose gradient is not the derivative of their function.
+    operands, and the known cure. It also lists norms that vanish or explode along layers or along
+    the steps of a scan, and rules (`jax.custom_vjp`, `tracegrad.custom_gradient`) whose gradient is
+    not the derivative of their function.
 
     Args:
       fun: a function, traced or plain. It returns one float scalar, or anything if `cotangent` is
@@ -115,24 +112,6 @@ def explain(
         unselectable={name: leaves[name] for name, i in sources.items() if i is None},
         others=call.others,
         untrained={leaf.name for leaf in selection.named if not leaf.is_trained},
-        updated=_updated(call),
-    )
-
-
-def _updated(call: _Call) -> frozenset[str]:
-    """Returns the sources that the function seems to update (statistics, averages of weights): it
-    computes something of their type from them, and returns it as aux or assigns it."""
-    program = call.program
-    if len(program.outputs) == call.count:
-        return frozenset()
-    of_type: dict[str, int] = defaultdict(int)  # by type: mask of inputs its outputs depend on
-    masks = zip(program.outputs, dependence(program), strict=True)
-    for out, mask in itertools.islice(masks, call.count, None):
-        of_type[_jax.type_text(out.aval)] |= mask
-    return frozenset(
-        name
-        for name, i in call.sources.items()
-        if i is not None and of_type[_jax.type_text(program.inputs[i].aval)] >> i & 1
     )
 
 

@@ -30,9 +30,9 @@ def explain_tape(
 ) -> Explanation:
     """Explains why the gradients that a tape would return are what they are.
 
-    It finds what `explain` finds, and the mistakes that only a tape allows: an array that is not
-    the object that was watched, a `Variable` that was not read inside the block, a target that was
-    computed outside of the block.
+    It finds what `explain` finds, and the mistakes that only a tape allows: a source that the tape
+    does not follow (an array that is not the object that was watched, a `Variable` that was not
+    read while the tape recorded), a target that was computed outside of the block.
 
     Args:
       tape: a tape after its block; if it is not persistent, before `GradientTape.gradient` has used
@@ -54,7 +54,7 @@ def explain_tape(
     ...     tape.watch(x)
     ...     y = jnp.sum(x**2)
     >>> explain_tape(tape, y, jnp.array([1.0, 2.0])).findings[0].cause
-    'another object'
+    'not watched'
     """
     tape._check_usable()
     record = tape._record
@@ -73,7 +73,7 @@ def explain_tape(
     before, untrained = before_calls(record, sources), set[str]()
     for leaf, array in _named_sources(sources):
         path, array = leaf.name, before.get(id(array), array)
-        reason = _why_not_followed(tape, path, array)
+        reason = _why_not_followed(record, path, array)
         if not leaf.is_trained:
             untrained.add(path)
             reason = reason and state_of_model(path)
@@ -127,66 +127,25 @@ def _report_on_unfollowed(path: str, leaf: Any, reason: Finding) -> SourceReport
 # --------------------------------------------------------------------------------- what is followed
 
 
-def _why_not_followed(tape: GradientTape, path: str, leaf: Any) -> Finding | None:
+def _why_not_followed(record: Record, path: str, leaf: Any) -> Finding | None:
     """Returns the reason why a tape does not follow a source; None if it does."""
-    record = tape._record
     if isinstance(leaf, Variable):
-        return _why_not_read(tape, path, leaf)
-    if not isinstance(leaf, jax.Array) or not _jax.has_gradient(leaf):
+        what, is_followed = "the value of this Variable", bool(record.reads.get(leaf))
+        cure = (
+            "read it (`v.value`, `v * x`) while the tape records; if it is not trainable, or the "
+            "tape has `watch_accessed_variables=False`, `tape.watch(v)` before that"
+        )
+    elif not isinstance(leaf, jax.Array) or not _jax.has_gradient(leaf):
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         return Finding("no gradient", f"it is {dtype}, which has no gradient", (path,))
-    if id(leaf) in record.tracked:
-        return None
-    if _has_twin(record, leaf):
-        return Finding(
-            "another object",
-            "a tape follows array objects, not values: an array of the same numbers was watched, "
-            "but it is another object than this",
-            (path,),
-            cure="ask for the gradient of the very array that was watched and used",
-        )
-    return Finding(
-        "not watched",
-        "the tape was not told to watch it, and did not see it computed from anything watched",
-        (path,),
-        cure="`tape.watch(x)` inside the block, before it is used; compute inside the block what "
-        "is to be differentiated",
+    else:
+        what, is_followed = "this object", id(leaf) in record.tracked
+        cure = "`tape.watch(x)` inside the block, and use and ask for that very array, not a copy"
+    words = (
+        f"the tape does not follow {what}: a tape follows the array objects that it was told to "
+        "watch or that it saw computed from them, and Variables that are read while it records"
     )
-
-
-def _why_not_read(tape: GradientTape, path: str, variable: Variable) -> Finding | None:
-    """Returns the reason why a tape did not follow a Variable; None if it did."""
-    reads = tape._record.reads
-    if reads.get(variable):
-        return None
-    if variable in reads or (variable.trainable and tape._watch_accessed):
-        return Finding(
-            "read outside",
-            "the Variable was not read while the tape recorded: in its block, outside of "
-            "`stop_recording`, after the last `reset`. The block used a value that was read "
-            "before, or did not use the Variable",
-            (path,),
-            cure="read it (`v.value`, `v * x`) while the tape records",
-        )
-    return Finding(
-        "not watched",
-        "the tape watches the Variable only if told to: "
-        + ("`watch_accessed_variables=False`" if variable.trainable else "it is not trainable"),
-        (path,),
-        cure="`tape.watch(v)` before it is read",
-    )
-
-
-def _has_twin(record: Record, leaf: jax.Array) -> bool:
-    """Whether a tape follows an array of the same numbers that is another object."""
-    return any(
-        id(array) in record.tracked
-        and array.shape == leaf.shape
-        and array.dtype == leaf.dtype
-        and not _jax.is_tracer(array)
-        and np.array_equal(np.asarray(array), np.asarray(leaf))
-        for array in record.arrays
-    )
+    return None if is_followed else Finding("not watched", words, (path,), cure=cure)
 
 
 # ------------------------------------------------------------------------------ what was recorded

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 from tracegrad.insight.colours import LOOKS, WORDS
 from tracegrad.insight.gradient_flow import Flow, RegionFlow
-from tracegrad.insight.parts import Part, parts_of_nodes
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, has_gradient
+from tracegrad.ir import Graph, Node, Occurrence, has_gradient, scopes
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.text import header, operands_text, statement, types_text
 from tracegrad.ir.walking import shared_regions
@@ -24,7 +23,6 @@ from tracegrad.ir.wording import counted, listed
 
 _OPEN = 40  # a graph with at most so many operations is unfolded
 _CHUNK = 200  # rows that a browser lays out at once
-_MOST_RULES = 200  # custom rules on a page, as each has to be traced
 _STYLE = """
 .tracegrad-graph { font: 12.5px/1.6 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto }
 .tracegrad-graph summary { cursor: pointer }
@@ -41,6 +39,7 @@ _STYLE = """
     if look.hue
 )
 
+Part = tuple[str, ...]  # the scopes around a node, the outermost first
 Counts = Counter[Flow | None]  # numbers of operations, by flow; None: all operations
 
 
@@ -61,7 +60,7 @@ def page(flow: RegionFlow) -> str:
 
 
 class _Writer:
-    """Writes the HTML of a graph: each body (the graph, a region or a face of a rule) once."""
+    """Writes the HTML of a graph: each body (the graph or a region) once."""
 
     def __init__(self, flow: RegionFlow):
         self._flow = flow
@@ -70,7 +69,6 @@ class _Writer:
         self._is_open = self._count(flow)[None] <= _OPEN
         self._links: dict[RegionFlow | str, str] = {}  # links to bodies, by flow and by HTML
         self._cuts: dict[str, None] = {}
-        self._rules: dict[CustomGradient, Graph | None] = {}
 
     def whole(self) -> str:
         """Returns a legend, which counts operations and lists those that cut the gradient, and the
@@ -98,10 +96,8 @@ class _Writer:
                 self._counts[flow].update(self._count_node(node, flow))
         return self._counts[flow]
 
-    def _count_node(self, node: Node, flow: RegionFlow | None) -> Counts:
+    def _count_node(self, node: Node, flow: RegionFlow) -> Counts:
         counts: Counts = Counter({None: 1})
-        if flow is None:  # an operation of a rule is no part of the program
-            return counts
         for region in flow.regions.get(node, {}).values():
             counts.update(self._count(region))
         if not self._ends_inside(node, flow):
@@ -113,46 +109,44 @@ class _Writer:
         regions = flow.regions.get(node, {}).values()
         return flow.flows[node] is Flow.CUT and any(self._count(r)[Flow.CUT] for r in regions)
 
-    def _body(self, graph: Graph, path: Path, flow: RegionFlow | None) -> tuple[str, bool]:
+    def _body(self, graph: Graph, path: Path, flow: RegionFlow) -> tuple[str, bool]:
         """Returns a body, or a link to it if it is on the page already; and whether it is a link.
 
         Args:
           graph: the graph of the body.
           path: the calls that lead to the body.
-          flow: the flow through the body; None for a body inside of a rule.
+          flow: the flow through the body.
         """
-        key = str(graph) if flow is None else flow  # a rule is traced anew for each call
-        if key in self._links:
-            return self._links[key], True
-        parts, are_scopes = parts_of_nodes(graph)
+        if flow in self._links:
+            return self._links[flow], True
         rows = [
             (part, self._row(graph, node, path, flow), self._count_node(node, flow))
-            for part, node in zip(parts, graph.nodes, strict=True)
+            for part, node in zip(_parts_of(graph), graph.nodes, strict=True)
         ]
         heading = "".join(f"<div>{html.escape(line)}</div>" for line in header(graph))
         ends = html.escape(f"return {operands_text(graph, graph.outputs)}".rstrip())
-        lines = self._grouped(rows, 0, are_scopes)
+        lines = self._grouped(rows, 0)
         text = f"{heading}{_in_chunks(lines)}<div>{ends}</div>"
         if text in self._links:  # a function that was traced anew for each call
             return self._links[text], True
         place = f"g{zlib.crc32(text.encode()):08x}"
         link = f' <a href="#{place}">{html.escape(graph.name)} (as above)</a>'
-        self._links[text] = self._links[key] = link
-        kind = "in again" if flow is not None and flow.recomputed else "in"
+        self._links[text] = self._links[flow] = link
+        kind = "in again" if flow.recomputed else "in"
         return f'<div class="{kind}" id="{place}">{text}</div>', False
 
-    def _row(self, graph: Graph, node: Node, path: Path, flow: RegionFlow | None) -> str:
+    def _row(self, graph: Graph, node: Node, path: Path, flow: RegionFlow) -> str:
         """Returns the line of a node, and below it the bodies of its regions."""
         origin = Occurrence(path, node).origin
         if path and origin is not None and graph in self._shared:
             call = Occurrence(path[:-1], path[-1][0])
             origin = None if call.origin == origin else origin  # other calls have other lines
-        kind = Flow.CHANGED if flow is None else flow.flows[node]
+        kind = flow.flows[node]
         columns = types_text(node.outputs), origin.place if origin else ""
         line = html.escape(statement(graph, node)) + "".join(
             f"<i>{html.escape(column)}</i>" for column in columns if column
         )
-        if flow is not None and kind is Flow.CUT and not self._ends_inside(node, flow):
+        if kind is Flow.CUT and not self._ends_inside(node, flow):
             self._cuts[f"<p>{line}</p>"] = None
         title = f' title="{html.escape(origin.code)}"' if origin and origin.code else ""
         inside = self._inside(node, path, flow)
@@ -162,34 +156,16 @@ class _Writer:
             return f'<p class="{kind.value}"{title}>{line}{"".join(text for text, _ in inside)}</p>'
         return _fold(kind, line, [text for text, _ in inside], self._is_open, title)
 
-    def _inside(self, node: Node, path: Path, flow: RegionFlow | None) -> list[tuple[str, bool]]:
-        """Returns the bodies of a node's regions, and of the backward or JVP face of its rule, each
-        with whether it is a link."""
+    def _inside(self, node: Node, path: Path, flow: RegionFlow) -> list[tuple[str, bool]]:
+        """Returns the bodies of a node's regions, each with whether it is a link."""
         found = []
         for name, region in node.regions.items():
-            inner = None if flow is None else flow.regions[node][name]
-            text, is_link = self._body(region, (*path, (node, name)), inner)
+            text, is_link = self._body(region, (*path, (node, name)), flow.regions[node][name])
             title = "" if name in ("jaxpr", "call_jaxpr") else f"<div>{html.escape(name)}:</div>"
             found.append((text if is_link else title + text, is_link))
-        if isinstance(node, CustomGradient) and flow is not None:
-            name = node.face_names[-1]  # the forward face adds little to the primal
-            rule = self._rule(node, name)
-            if rule is not None:
-                text, is_link = self._body(rule, (*path, (node, name)), None)
-                found.append((text if is_link else f"<div>{name}:</div>{text}", is_link))
         return found
 
-    def _rule(self, node: CustomGradient, name: str) -> Graph | None:
-        if node not in self._rules and len(self._rules) < _MOST_RULES:
-            try:
-                self._rules[node] = node.face(name)
-            except Exception:  # the rule does not fit its function; using it raises the error
-                self._rules[node] = None
-        return self._rules.get(node)
-
-    def _grouped(
-        self, rows: Sequence[tuple[Part, str, Counts]], depth: int, are_scopes: bool
-    ) -> list[str]:
+    def _grouped(self, rows: Sequence[tuple[Part, str, Counts]], depth: int) -> list[str]:
         """Folds neighbouring rows that lie in the same part; returns the lines."""
         found: list[str] = []
         for name, group in itertools.groupby(rows, lambda row: next(iter(row[0][depth:]), None)):
@@ -197,10 +173,7 @@ class _Writer:
             if name is None:
                 found += [line for _, line, _ in members]
                 continue
-            lines = self._grouped(members, depth + 1, are_scopes)
-            if len(lines) == 1 and not are_scopes:  # a call of one operation needs no line
-                found += lines
-                continue
+            lines = self._grouped(members, depth + 1)
             counts = sum((counts for *_, counts in members), Counter[Flow | None]())
             kind = next((kind for kind in WORDS if counts[kind]), Flow.NONE)
             words = counted(counts[None], "operation")
@@ -224,3 +197,20 @@ def _in_chunks(lines: Sequence[str]) -> str:
         return "".join(lines)
     chunks = (lines[k : k + _CHUNK] for k in range(0, len(lines), _CHUNK))
     return "".join(f'<div class="chunk">{"".join(chunk)}</div>' for chunk in chunks)
+
+
+def _parts_of(graph: Graph) -> list[Part]:
+    """Returns the named scopes around each node. If a graph holds several passes of a derivative,
+    the pass is the outermost scope."""
+    stacks = [scopes.around(node) for node in graph.nodes]
+    passes = [_pass(scopes.transformations(stack)) for stack in stacks]
+    if len(set(passes)) == 1:
+        passes = [()] * len(passes)
+    return [(*outer, *scopes.scopes(stack)) for outer, stack in zip(passes, stacks, strict=True)]
+
+
+def _pass(transformations: Part) -> Part:
+    """Returns the pass of a derivative that an operation belongs to, by its transformations."""
+    if "transpose" in transformations:
+        return ("transpose(jvp())",)
+    return ("jvp()",) if "jvp" in transformations else ()

@@ -21,10 +21,9 @@ from tracegrad.tracing.traced import find_traced
 def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> GraphView:
     """Shows the graph of a function, and what happens to the gradient at each operation.
 
-    A notebook shows the graph folded by region and by named scope (if few operations have a scope,
-    by the functions and layers that are called). It counts and lists the operations where the
-    gradient ends, and shows an operation's line of code when the mouse rests on the operation. A
-    terminal shows the text of the graph in colour, or plain if `NO_COLOR <https://no-color.org>`_
+    A notebook shows the graph folded by region and by named scope. It counts and lists the
+    operations where the gradient ends, and shows an operation's line of code when the mouse rests
+    on the operation. A terminal shows the text of the graph in colour, or plain if `NO_COLOR <https://no-color.org>`_
     is set in the environment. Nothing is computed.
 
     Five kinds of operations differ in colour: the gradient passes through the operation on its way

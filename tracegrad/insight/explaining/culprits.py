@@ -308,12 +308,6 @@ def largest_in(stat: np.ndarray[Any, Any] | None) -> float:
     return max(-float(np.min(stat[..., LEAST])), float(np.max(stat[..., GREATEST])))
 
 
-def made_by(observed: Observed, place: Place, operand: Atom) -> Place | None:
-    """Returns the operation that made an operand of a node; None for an input or a constant."""
-    maker = _maker(observed, place.path, place.steps, operand, NAN)
-    return maker.place if isinstance(maker, _Made) else None
-
-
 def has_inf(observed: Observed, place: Place) -> bool:
     """Whether a result of a node has an Inf."""
     values = observed.of_results("value", place)

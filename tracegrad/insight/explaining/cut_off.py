@@ -24,7 +24,7 @@ from tracegrad.ir import (
     operations,
 )
 from tracegrad.ir.authors import A_RULE, author_of
-from tracegrad.ir.occurrence import at, is_own_file
+from tracegrad.ir.occurrence import is_own_file
 from tracegrad.ir.wording import listed
 from tracegrad.tracing.rule_errors import is_about_closing_over
 from tracegrad.tracing.statics import Static
@@ -71,9 +71,8 @@ def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
         elif isinstance(cut.occurrence.node, StopGradient):
             by = "your own" if owner == "yours" else f"{owner}'s"
             text = f"{by} {text}"
-        what = text + _also_needed(cut, cuts)
         more = {"cure": cure, "problem": not is_asked_for, **rule}
-        yield Finding.of(cut.occurrence, cause, what, (path,), **more)
+        yield Finding.of(cut.occurrence, cause, text, (path,), **more)
 
 
 def _integer_results(node: Node) -> str:
@@ -86,21 +85,6 @@ def _integer_results(node: Node) -> str:
 def _words(cut: Cut) -> str:
     """Returns the description of a cut without its line."""
     return str(cut).split(" at ")[0] if cut.occurrence.origin is not None else str(cut)
-
-
-def _also_needed(cut: Cut, cuts: CutsOnWay) -> str:
-    """Returns words on the other cuts on the same path; cuts with the same line and words count
-    once."""
-
-    def place_of(cut: Cut) -> str:
-        origin = cut.occurrence.origin
-        return _words(cut).split(",")[0] + at(origin and origin.place)
-
-    others = list(dict.fromkeys(place for place in map(place_of, cuts) if place != place_of(cut)))
-    if not others:
-        return ""
-    verb = "cuts" if len(others) == 1 else "cut"
-    return f"; on the same way {verb} {listed(others, 3)}, too: a gradient needs all of them gone"
 
 
 def _cause_of_cut(cut: Cut) -> str:
@@ -246,8 +230,7 @@ def state_of_model(path: str) -> Finding:
     """Returns the finding on a source that is not updated by its gradient (statistics, counts)."""
     return Finding(
         "state",
-        "it is no parameter to the model, or is updated beside the result: statistics, counts and "
-        "the like need no gradient",
+        "it is no parameter to the model: statistics, counts and the like need no gradient",
         (path,),
         problem=False,
     )

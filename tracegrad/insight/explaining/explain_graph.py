@@ -28,7 +28,7 @@ from tracegrad.insight.explaining.runs import measure
 from tracegrad.insight.explaining.slopes import CURES, slopes
 from tracegrad.insight.explaining.statistics import GREATEST, INF, LEAST, NAN, NORM, ZEROS
 from tracegrad.insight.explaining.steps import slopes_of_steps
-from tracegrad.insight.explaining.zeros import dead_units, zero_gradients
+from tracegrad.insight.explaining.zeros import zero_gradients
 from tracegrad.insight.explanation import (
     Explanation,
     Finding,
@@ -54,7 +54,6 @@ def explain_graph(
     why_unused: str | None = None,
     others: Mapping[int, str] = MappingProxyType({}),
     untrained: Collection[str] = (),
-    updated: Collection[str] = (),
     ends: Sequence[int] = (),
 ) -> Explanation:
     """Explains the gradients of a graph.
@@ -70,7 +69,6 @@ def explain_graph(
       why_unused: the text for a source that does not lead to the result; default: a general one.
       others: the names of inputs that are not sources.
       untrained: the sources that are not expected to get a gradient.
-      updated: the sources whose new values the function returns beside its result.
       ends: outputs without a gradient: a source that leads only to such an output is cut off at
         the operation that makes the output.
     """
@@ -89,12 +87,7 @@ def explain_graph(
             findings.append(type_without_gradient(path, unselectable[path]))
         else:
             cuts = cuts or _cuts(program, targets, ends)
-            if path in updated and cuts[i] is None:
-                findings.append(state_of_model(path))
-            else:
-                tied = [p for p, j in sources.items() if j in reached and inputs[j] is inputs[i]]
-                why = f"nothing uses it by this path; {tied[0]} is the same array" if tied else None
-                findings += cut_off(program, inputs, path, i, cuts[i], why_unused or why)
+            findings += cut_off(program, inputs, path, i, cuts[i], why_unused)
     observed = measure(program, flowing, inputs, seeds, Detail.FEW)
     findings += refusals(observed)
 
@@ -111,7 +104,7 @@ def explain_graph(
         findings += not_finite(look(detail), sources, targets, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
-    findings += zero_gradients(look, reports, sources, inputs, others)
+    findings += zero_gradients(look, reports, sources, inputs)
     findings += normalised_padding(observed, norms)
     # These findings already explain a gradient that explodes at their line.
     known = {
@@ -120,14 +113,13 @@ def explain_graph(
         if f.cause == "rows without variance" or f.cause.endswith("in the reverse pass")
     }
     changing = list(slopes(look, norms, sources))
-    changing += slopes_of_steps(observed, norms, sources)
+    changing += slopes_of_steps(observed, norms)
     findings += (f for f in changing if (f.origin, f.scope) not in known)
     if any(f.cause == "vanishing" for f in findings):  # in the end that underflows: one problem
         for k, f in enumerate(findings):
             if f.cause == "underflow" and f.cure == CURES["vanishing"]:
                 findings[k] = dataclasses.replace(f, problem=False)
     findings += changed_rules(observed)
-    findings += dead_units(observed, findings)
     findings += _run_again(observed)
     value = observed.stats.get(("output", None, targets[0])) if targets else None
     return Explanation(

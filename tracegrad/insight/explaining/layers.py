@@ -63,28 +63,3 @@ def are_layers(graph: Graph, inputs: Sequence[int]) -> bool:
         given[i] |= 1 << number
     spread(graph, given, rule)
     return all((i, i + 1) in behind for i in range(count - 1))
-
-
-def scanned_layers(scan: Node) -> list[int]:
-    """Returns the operands of a scan that hold parameters of layers, one layer for each step: a
-    step contracts its slice of the operand with a value computed from the carry."""
-    body, (first, count) = scan.regions["jaxpr"], _jax.scan_split(scan.params)
-    last, found = first + count, set[int]()
-    carry = 1 << len(body.inputs)
-
-    def rule(node: Node, ins: Masks) -> Masks:
-        if is_called(node):
-            (region,) = node.regions.values()
-            return spread(region, ins, rule)
-        if node.op in operations.CONTRACTIONS and joined(ins) & carry:
-            found.update(mask.bit_length() - 1 for mask in ins if mask and not mask & carry)
-        mask = joined(ins)
-        is_view = node.op in operations.VIEWS or node.op == "convert_element_type"
-        return [mask if is_view else mask & carry] * len(node.outputs)
-
-    spread(
-        body,
-        [carry * (first <= i < last) or (i >= last) << i for i in range(len(body.inputs))],
-        rule,
-    )
-    return sorted(found)

@@ -31,7 +31,7 @@ from tracegrad.insight.explaining.custom_rules import (
     of_right_dtypes,
     refuse_closed_over,
 )
-from tracegrad.insight.explaining.detail import Detail, bounds_of, may_be_rectifier, telling
+from tracegrad.insight.explaining.detail import Detail, telling
 from tracegrad.insight.explaining.padding import scale_of_normalisation
 from tracegrad.insight.explaining.statistics import (
     amplified,
@@ -40,7 +40,6 @@ from tracegrad.insight.explaining.statistics import (
     index,
     norms,
     shown_by_edge,
-    units,
 )
 from tracegrad.insight.explaining.visits import (
     Kept,
@@ -111,18 +110,14 @@ class MeasuredPass(Collector):
 
     def is_measured(self, node: Node) -> bool:
         """Whether the forward pass measures a node that is not entered."""
-        return self.detail is Detail.ALL or may_be_rectifier(node)
+        return self.detail is Detail.ALL
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
         """Runs and measures a node that is not entered; returns its results."""
-        node, results = here.node, run_node(here.node, operands)
-        for k, array in enumerate(results if self.detail is Detail.ALL else ()):
+        results = run_node(here.node, operands)
+        for k, array in enumerate(results):
             if _jax.is_inexact(jax.typeof(array).dtype):
                 self.note("value", here, k, exact, array)
-        if may_be_rectifier(node):
-            maximum = [] if isinstance(node, CustomGradient) else operands
-            bounds = bounds_of(self.graph.region_of(here), node, maximum)
-            self.note("units", here, 0, units, results[0], maximum, bounds)
         return results
 
     def _enter(self, here: Occurrence, inner: dict[Node, Any], args: list[Any]) -> list[Any]:

@@ -18,7 +18,6 @@ from tracegrad.ir.occurrence import Path
 #   "edge": the cotangent that the node's VJP gives to an operand (before other uses are added)
 #   "carry": the cotangent of a carry of a scan, step by step
 #   "branch": which branch of a cond ran
-#   "units": the units of a rectifier, and how many are active for no example
 #   "rule": a custom rule's gradient and the derivative of its function
 #   "amplified": the cotangent of an operand that a normalisation scales
 #   "input", "output", "source": an input or output of the graph, the gradient of an input (no node)

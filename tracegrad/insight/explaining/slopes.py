@@ -7,7 +7,6 @@ line undoes their change.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -17,13 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracegrad.insight.explaining.culprits import operand_ranges
-from tracegrad.insight.explaining.detail import PREPARING, Detail
+from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.layers import are_layers
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.streams import Link, Streams
 from tracegrad.insight.explanation import Finding, number_text, scope_of, shared_scope
-from tracegrad.ir import Value
-from tracegrad.ir.occurrence import Path
 
 FEWEST_LAYERS = 4
 LAYER_LIMIT = 1e-4
@@ -56,11 +53,9 @@ def slopes(
     found: dict[Any, _Fall] = {}
     streams: Streams | None = None
     observed = look(Detail.FEW)
-    near = Streams(observed)
     for slope in _layer_slopes(norms):
         inputs = [i for path in slope.members if (i := sources[path]) is not None]
         values = [observed.graph.inputs[i] for i in inputs]
-        slope = slope if slope.cause else _slope_of_stream(slope, near, values)
         if slope.cause and are_layers(observed.graph, inputs):
             streams = streams or Streams(look(Detail.ALL))
             for fall in _falls(slope, _through_layers(slope, map(streams.to, values))):
@@ -122,23 +117,6 @@ def _layer_slopes(norms: Mapping[str, float]) -> list[Slope]:
             along = tuple(norms[path] for path in members)
             found.append(Slope(pattern, along, LAYER_LIMIT, members))
     return found
-
-
-def _slope_of_stream(slope: Slope, streams: Streams, values: Sequence[Value]) -> Slope:
-    """Returns the slope of the cotangents of the results computed with the layers' parameters if it
-    explodes, else `slope`.
-
-    The gradient of a parameter is a product of a value and a cotangent. If values grow with the
-    layers and cotangents grow the other way, the gradients may all have the same norm."""
-    along = []
-    for value in values:
-        path: Path = ()
-        while (link := streams.next(path, value)) and link.occurrence.node.op in PREPARING:
-            path, value = link.occurrence.path, link.result
-        along.append(link.before if link else 0.0)
-    name = f"what is computed with {slope.name}"
-    of_stream = dataclasses.replace(slope, name=name, norms=tuple(along))
-    return of_stream if of_stream.cause == "exploding" else slope
 
 
 # ----------------------------------------------------------------------------------- blaming lines

@@ -20,10 +20,9 @@ import numpy as np
 
 from tracegrad.rewriting.norms import over_largest
 
-# The positions of the numbers in `exact` (`norms` has its first two), in `edge` and in `units`.
+# The positions of the numbers in `exact` (`norms` has its first two), and in `edge`.
 NORM, ZEROS, NAN, INF, LEAST, GREATEST = range(6)
 EDGE_NAN, EDGE_INF, EDGE_NORM, EDGE_GIVEN, EDGE_OPERANDS = range(5)
-IDLE_UNITS, ALL_UNITS = range(2)
 
 OPERANDS = 4  # `edge` has the values of at most so many operands
 _MOST_BY_NUMPY = 1 << 20  # elements; XLA measures larger arrays on an accelerator
@@ -237,21 +236,3 @@ def amplified(xp: Any, result: Any, factor: Any) -> Any:
     is_large = factor > xp.max(factor) / 10
     parts = xp.where(is_large, result, 0), xp.where(is_large, 0, result)
     return _vector(xp, xp.max(factor) / xp.min(factor), *(_norm(xp, x) for x in parts))
-
-
-@_by_numpy_or_xla
-def units(xp: Any, result: Any, operands: Sequence[Any], bounds: Sequence[Any]) -> Any:
-    """Returns the number of units along the last axis that are never active, and of all units; two
-    zeros if the maximum is not one with zero.
-
-    `operands`: the operands of a maximum; `bounds`: the operands that may be zero. Both are empty
-    for `relu`.
-    """
-    is_active = result != 0
-    if operands:  # at a tie both operands get half the gradient: active
-        is_active = is_active | functools.reduce(xp.logical_and, [x == 0 for x in operands])
-    active = xp.any(is_active, axis=tuple(range(result.ndim - 1)))
-    rectifies = xp.asarray(not bounds)
-    for x in bounds:
-        rectifies = rectifies | xp.all(x == 0)
-    return _vector(xp, xp.sum(~active) * rectifies, active.size * rectifies)

@@ -3,76 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
 from tracegrad import _jax
-from tracegrad.insight.explaining.detail import PREPARING
-from tracegrad.insight.explaining.layers import scanned_layers
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.slopes import (
     CURES,
-    FEWEST_LAYERS,
-    LAYER_LIMIT,
     Slope,
     changes_by_line,
 )
 from tracegrad.insight.explaining.statistics import NORM, ZEROS
 from tracegrad.insight.explaining.streams import Streams
-from tracegrad.insight.explaining.visits import is_called
 from tracegrad.insight.explanation import Finding
 from tracegrad.ir import Atom, Graph, Node, Occurrence, Value, has_gradient
 from tracegrad.ir.dependence import dependence
-from tracegrad.ir.inlined import Inlined
-from tracegrad.ir.occurrence import Path
 
 _FEWEST_STEPS = 8
 _STEP_LIMIT = 1e-8
 
 
-def slopes_of_steps(
-    observed: Observed, norms: Mapping[str, float], sources: Mapping[str, int | None]
-) -> Iterator[Finding]:
-    """Returns findings on gradients that vanish or explode along the steps of scans; for `norms`
-    and `sources` see `slopes`. (To measure more is expensive in loops, where gradients often
-    vanish.)"""
-    names = {i: path for path in norms if (i := sources[path]) is not None}
-    for carry, slope in _slopes(observed, names, max(norms.values(), default=0.0)):
-        if slope.cause:
-            yield _finding(carry, slope, Streams(observed))
-
-
-def _slopes(
-    observed: Observed, names: Mapping[int, str], largest: float
-) -> Iterator[tuple[tuple[Occurrence, int], Slope]]:
-    """Returns the slopes of the cotangents of the carries of scans, step by step (of scans that are
-    not inside another scan).
-
-    Args:
-      names: the paths of the inputs that have gradients. If each step has parameters of its own,
-        the steps are layers.
-      largest: the largest norm of the gradient of a source.
-    """
+def slopes_of_steps(observed: Observed, norms: Mapping[str, float]) -> Iterator[Finding]:
+    """Returns findings on gradients that vanish or explode along the steps of scans (that are not
+    inside another scan); `norms`: the norms of the gradients of the sources. (To measure more is
+    expensive in loops, where gradients often vanish.)"""
+    largest = max(norms.values(), default=0.0)
     for scan, j, stat in observed.of("carry"):
         if stat.ndim != 2 or not _recurs(scan.node, j):
             continue
-        operands = [scan.node.inputs[k] for k in scanned_layers(scan.node)]
-        inputs = (_input_of(observed, scan.path, value) for value in operands)
-        members = tuple(names[i] for i in inputs if i is not None and i in names)
-        order = slice(None, None, -1 if scan.node.params["reverse"] else 1)
-        norms = stat[order, NORM][_start(observed, scan, j, stat[:, NORM], order) :]
-        if _is_read_at_one_step(observed, scan):
-            norms = np.trim_zeros(norms, "b")
-        if len(norms) < (FEWEST_LAYERS if members else _FEWEST_STEPS):
+        along = stat[:: -1 if scan.node.params["reverse"] else 1, NORM]
+        # A mask may cut off the first steps (an episode that starts anew).
+        along = np.trim_zeros(along, "fb" if _is_read_at_one_step(observed, scan) else "f")
+        if len(along) < _FEWEST_STEPS:
             continue
         name = f"carry {j} of the {scan.node.op}"
-        limit = LAYER_LIMIT if members else _STEP_LIMIT
-        slope = Slope(name, tuple(map(float, norms)), limit, members)
+        slope = Slope(name, tuple(map(float, along)), _STEP_LIMIT)
         # An iteration to a fixed point forgets where it started; its parameters are used last, too.
-        converges = slope.cause == "vanishing" and largest > limit * slope.norms[-1]
-        if not (converges and _starts_alike(observed, scan, j)):
-            yield (scan, j), slope
+        converges = slope.cause == "vanishing" and largest > _STEP_LIMIT * slope.norms[-1]
+        if slope.cause and not (converges and _starts_alike(observed, scan, j)):
+            yield _finding((scan, j), slope, Streams(observed))
 
 
 def _recurs(scan: Node, j: int) -> bool:
@@ -86,24 +55,6 @@ def _recurs(scan: Node, j: int) -> bool:
         known |= new
         after += new
     return j in known
-
-
-def _start(
-    observed: Observed, scan: Occurrence, j: int, norms: np.ndarray[Any, Any], order: slice
-) -> int:
-    """Returns the place, in some order of the steps, at which the norms of a carry's cotangents
-    start to tell something: past the step whose carry is masked (an episode that starts anew), and
-    before which they all are zero."""
-    given = np.flatnonzero(norms[order])
-    if not len(given) or not given[0]:
-        return 0
-    step = int(np.arange(len(norms))[order][given[0]])
-    first, _ = _jax.scan_split(scan.node.params)
-    carry = scan.node.regions["jaxpr"].inputs[first + j]
-    uses = Streams(observed).uses(scan.into("jaxpr"), carry)
-    used = [here for _, here in uses if observed.arrives(Place(here, (step,)))]
-    is_masked = used and all(here.node.op in ("select_n", "mul") for here in used)
-    return int(given[0]) if is_masked else 0
 
 
 def _is_read_at_one_step(observed: Observed, scan: Occurrence) -> bool:
@@ -133,17 +84,6 @@ def _is_constant(region: Graph, value: Atom) -> bool:
     return not node.regions and all(_is_constant(region, v) for v in node.inputs)
 
 
-def _input_of(observed: Observed, path: Path, value: Atom) -> int | None:
-    """Returns the input of the graph that a value is a view or a cast of; None if there is none."""
-    program = Inlined(observed.graph, opens=lambda _, node: is_called(node))
-    path, value = program.origin(path, value)
-    node = program.made_by(path, value)
-    if node is not None and node.op in PREPARING:
-        return _input_of(observed, path, node.inputs[0])
-    inputs = observed.graph.inputs
-    return inputs.index(value) if value in inputs else None
-
-
 def _finding(carry: tuple[Occurrence, int], slope: Slope, streams: Streams) -> Finding:
     """Returns the finding on a carry of a scan whose cotangent vanishes or explodes."""
     scan, j = carry
@@ -157,5 +97,4 @@ def _finding(carry: tuple[Occurrence, int], slope: Slope, streams: Streams) -> F
         found = max(worst, key=lambda each: each[0])[1].occurrence
         most = f", most of it in {found.node.name}"
     words = f"{slope.words} steps{most}"
-    concerned = slope.members or (slope.name,)
-    return Finding.of(found, slope.cause, words, concerned, cure=CURES[slope.cause])
+    return Finding.of(found, slope.cause, words, (slope.name,), cure=CURES[slope.cause])

@@ -1,4 +1,4 @@
-"""Finds where the gradient of a connected source becomes all zeros, and units never active."""
+"""Finds where the gradient of a connected source becomes all zeros."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
-from tracegrad.insight.explaining.culprits import largest_in, made_by, operand_statistic
+from tracegrad.insight.explaining.culprits import largest_in, operand_statistic
 from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.slopes import CURES
-from tracegrad.insight.explaining.statistics import ALL_UNITS, EDGE_NORM, IDLE_UNITS, NORM, ZEROS
+from tracegrad.insight.explaining.statistics import EDGE_NORM, GREATEST, LEAST, NORM
 from tracegrad.insight.explaining.visits import is_entered
 from tracegrad.insight.explanation import Finding, SourceReport
 from tracegrad.ir import (
@@ -22,10 +22,9 @@ from tracegrad.ir import (
     Occurrence,
     Value,
     dtype_of,
-    has_gradient,
     operations,
 )
-from tracegrad.ir.inlined import Inlined, inside, inside_result, onward, outside
+from tracegrad.ir.inlined import inside, inside_result, onward, outside
 from tracegrad.ir.occurrence import Path
 from tracegrad.ir.wording import some
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -77,14 +76,12 @@ def zero_gradients(
     reports: Sequence[SourceReport],
     sources: dict[str, int | None],
     inputs: Sequence[Any],
-    others: Mapping[int, str],
 ) -> Iterator[Finding]:
     """Returns findings on where the gradients of connected sources became all zeros.
 
     Args:
       look: returns what is observed with some detail.
       inputs: the arrays of the graph's inputs.
-      others: the names of inputs that are not sources.
     """
     indices = [
         (r.path, index)
@@ -93,34 +90,30 @@ def zero_gradients(
     ]
     if not indices:  # asking each input whether it is all zeros takes time
         return
-    named = {**others, **{i: path for path, i in sources.items() if i is not None}}
     observed = look(Detail.ALL)
-    floats = {i: v for i, v in enumerate(observed.graph.inputs) if has_gradient(v)}
-    zeros = {v: named[i] for i, v in floats.items() if i in named and _is_all_zeros(inputs[i])}
     given_some = {r.path for r in reports if r.connected and r.zeros < 1}
-    starting = {v: path for v, path in zeros.items() if path in given_some}
+    starting = {
+        observed.graph.inputs[i]: path
+        for path, i in sources.items()
+        if i is not None and path in given_some and _is_all_zeros(inputs[i])
+    }
     for path, index in indices:
         for found, (cause, value) in _nodes_that_give_zeros(observed, index).items():
-            is_factor = cause == "multiplied by zero"
-            if is_factor and (dead := _dead_factor(observed, found, value)) is not None:
-                found, cause = dead, "dead units"
             words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
             words = words.format(dtype=getattr(value.aval, "dtype", ""))
             if cause == "underflow" and _is_wide(value):
                 cure = CURES["vanishing"]
             factors = list[str]()
-            if cause == "multiplied by zero":
-                factors = _starting_factors(observed, found, value, starting) if starting else []
-                name = some(factors, 3) or _zero_input(observed, found, value, zeros)
-                words = f"it is multiplied by {name}, all zeros" if name else words
-                cure = f"values of {name} that are not all zeros" if name else cure
+            if cause == "multiplied by zero" and starting:
+                factors = _starting_factors(observed, found, value, starting)
             if factors:
-                words += ", which gets a gradient itself"
-                cure = "none is needed: the first step changes that"
+                words = f"it is multiplied by {some(factors, 3)}, all zeros, which gets a gradient"
+                words, cure = f"{words} itself", "none is needed: the first step changes that"
+            which = _which(observed, found) if cause == "dead units" else ""
             yield Finding.of(
                 found,
                 cause,
-                f"{found.node.name}{_which(observed, found)}: {words}",
+                f"{found.node.name}{which}: {words}",
                 (path,),
                 cure=cure,
                 problem=cause not in _HEALTHY and not factors,
@@ -157,8 +150,7 @@ def _starting_factors(
         node = observed.region(path).producers.get(value)
         before: list[tuple[Path, Any]] = []
         if node is None:
-            first, *fed_back = outside(path, value) if path else [(path, value)]
-            before = [first, *(each for each in fed_back if not _is_never_zero(observed, *each))]
+            before = outside(path, value)[:1] if path else [(path, value)]  # not of the last step
         elif observed.arrives(Place(here := Occurrence(path, node)), node.outputs.index(value)):
             if is_entered(node):
                 before = [inside_result(here, value, name) for name in node.regions]
@@ -168,44 +160,6 @@ def _starting_factors(
         seen |= new
         pending += new
     return [name for each, name in starting.items() if ((), each) in seen]
-
-
-def _is_never_zero(observed: Observed, path: Path, carried: Any) -> bool:
-    """Whether a carry of a loop is all zeros after no step. Then the zeros of the first step come
-    from the operand of the loop."""
-    node = observed.region(path).producers.get(carried)
-    if node is None:
-        return False
-    stat = observed.get("value", Place(Occurrence(path, node)), node.outputs.index(carried))
-    return stat is not None and not np.any(stat[..., ZEROS] >= 1)
-
-
-def _zero_input(
-    observed: Observed, found: Occurrence, value: Value, zeros: Mapping[Value, str]
-) -> str:
-    """Returns the name of an input, all zeros, by which a node multiplies the cotangent of `value`;
-    "" if there is none."""
-    program = Inlined(observed.graph)
-    factors = [v for v in found.node.inputs if v is not value]
-    origins = [program.origin(found.path, factor) for factor in factors]
-    names = (zeros.get(v) for _, v in origins if isinstance(v, Value))
-    return next(filter(None, names), "")
-
-
-def _dead_factor(observed: Observed, found: Occurrence, value: Value) -> Occurrence | None:
-    """Returns the rectifier without active units that made the factor by which a node multiplies
-    the cotangent of `value`; None if no such rectifier made it."""
-    dead = {each for each, count, total in _counted_units(observed) if count == total}
-    place = Place(found) if dead else None
-    for factor in found.node.inputs if place else ():
-        at, atom = place, factor
-        while at is not None and atom is not value:
-            made = made_by(observed, at, atom)
-            if made is None or made.occurrence in dead:
-                return None if made is None else made.occurrence
-            is_view = made.node.op in operations.VIEWS | {"convert_element_type"}
-            at, atom = (made, made.node.inputs[0]) if is_view else (None, atom)
-    return None
 
 
 def _is_all_zeros(array: Any) -> bool:
@@ -284,6 +238,10 @@ def _with_last_step(observed: Observed, call: Place, inner: Value) -> tuple[int,
     return (*call.steps, int(given[-1 if call.node.params["reverse"] else 0]))
 
 
+def _is_zero(stat: Any) -> bool:
+    return not np.any(stat[..., [LEAST, GREATEST]])
+
+
 def _gives_some(observed: Observed, place: Place, value: Value) -> bool:
     """Whether the VJP of a node gives an operand a cotangent that is not zero."""
     places = [i for i, v in enumerate(place.node.inputs) if v is value]
@@ -303,8 +261,9 @@ def _why_zero(observed: Observed, place: Place, value: Value) -> str:
     if node.op == "convert_element_type":  # the VJP is a cast, too
         return "underflow"
     if node.op in ("max", "min", "clamp"):
-        units = observed.get("units", place)
-        return "dead units" if units is not None and units[..., ALL_UNITS].max() > 0 else "clipped"
+        others = [operand_statistic(observed, place, v) for v in node.inputs if v is not value]
+        rectifies = node.op == "max" and any(s is not None and _is_zero(s) for s in others)
+        return "dead units" if rectifies else "clipped"
     cause = _CAUSES.get(node.op, "zero derivative")
     may_underflow = cause in ("multiplied by zero", "saturated", "zero derivative")
     return "underflow" if may_underflow and _underflows(observed, place, value) else cause
@@ -337,38 +296,15 @@ def _finfo(value: Value) -> Any:
     return finfo(dtype_of(value))
 
 
-def dead_units(observed: Observed, findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Returns findings on rectifiers most of whose units are active for no example; a rectifier
-    that `findings` already name is left out."""
-    known = {f.origin for f in findings if f.cause == "dead units"}
-    for found, dead, total in _counted_units(observed):
-        # If no gradient arrives at the rectifier, its units do not matter.
-        arrives = found.rule_around is None and observed.get("ct", Place(found)) is not None
-        if 2 * dead > total and arrives and found.origin not in known:
-            yield Finding.of(
-                found,
-                "dead units",
-                f"{dead} of {total} units of {found.node.name}{_which(observed, found)} are active "
-                "for no example",
-                problem=dead == total,
-                cure=_ZERO_CURES["dead units"],
-                **by_rule.straight_through(found),
-            )
-
-
 def _which(observed: Observed, found: Occurrence) -> str:
     """Returns words on which of several rectifiers on its line a node is, or ""."""
-    alike = [o for o, _, _ in observed.of("units") if o.origin == found.origin]
+    alike = [
+        other
+        for other in observed.graph.walk()
+        if other.node.name == found.node.name
+        and other.origin == found.origin
+        and other.rule_around is None
+    ]
     if len(alike) < 2 or found not in alike or found.origin is None:
         return ""
     return f" (number {alike.index(found) + 1} of {len(alike)} on that line)"
-
-
-def _counted_units(observed: Observed) -> Iterator[tuple[Occurrence, int, int]]:
-    """Returns all measured rectifiers, each with the number of units that are never active and the
-    number of its units."""
-    for found, _, stat in observed.of("units"):
-        runs = stat.reshape(-1, 2)
-        runs = runs[~np.isnan(runs).any(axis=1)]
-        if len(runs) and runs[0, ALL_UNITS] > 0:
-            yield found, int(runs[:, IDLE_UNITS].min()), int(runs[0, ALL_UNITS])
