@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from tracegrad import _jax
@@ -31,8 +30,6 @@ class RecordedRule:
       op: the name of its operation in a graph; default: `name`.
       describe: ``(array) -> (function, name)``: the user's names for the function, and for an
         array that the function closes over.
-      returned_operands: maps the position of each result that is an unchanged operand to the
-        operand's position.
     """
 
     number, constant_results = None, frozenset[int]()  # unlike a `Computation`
@@ -41,7 +38,6 @@ class RecordedRule:
     pull_back: Callable[[Sequence[Any], Sequence[bool]], Sequence[Any]]
     op: str | None = None
     describe: Callable[[Any], tuple[str, str]] | None = None
-    returned_operands: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def without_arrays(self) -> RecordedRule:
         """Drops the two functions, which may close over arrays."""

@@ -145,12 +145,10 @@ def _returned_slots(record: Record) -> Iterator[tuple[int, int]]:
     """Yields (slot of the result, slot of the operand) for each returned operand."""
     for entry in record.entries:
         computation = entry.computation
-        if isinstance(computation, RecordedRule):
-            places, shift = computation.returned_operands, 0
-        else:
-            places, shift = _returned_operands_of(computation), len(computation.captured)
-        for place, at in places.items():
-            yield entry.results[place], entry.args[shift + at]
+        if not isinstance(computation, RecordedRule):
+            shift = len(computation.captured)
+            for place, at in _returned_operands_of(computation).items():
+                yield entry.results[place], entry.args[shift + at]
 
 
 def _returned_operands_of(call: Any) -> Mapping[int, int]:
