@@ -118,8 +118,8 @@ def custom_gradient(f: Any = None) -> Any:
     Under a `GradientTape` both run on values: ``f`` once when it is called, ``grad_fn`` once for
     each gradient that reaches it. Their arrays can be printed, branched on and passed to NumPy.
     Tapes around the gradient record these operations, for derivatives of higher order. Values that
-    ``f`` closes over have no gradient on a tape: the gradient is None, and a ``UserWarning`` is
-    issued if a part of a requested gradient is missing because of that. In a Jacobian, ``grad_fn``
+    ``f`` closes over have no gradient on a tape: the gradient is None, and the call of ``f`` issues
+    a ``UserWarning`` if ``y`` depends on such a value that is watched. In a Jacobian, ``grad_fn``
     runs once, mapped over the rows by `jax.vmap`, and may not branch on its cotangents. Both
     functions are traced in compiled functions, in loops, under `jax.vmap`, and in the block of a
     `ForwardAccumulator`, which transposes ``grad_fn``.
@@ -196,8 +196,9 @@ def _call_on_values(
         y = _call_traced(None, function, inputs.combine(arrays), kwargs)
         return jax.tree.leaves(y)
 
-    rule = RecordedRule(name_of(fun), call_traced, pull_back, "custom_gradient", call.name_captured)
-    return jax.tree.unflatten(tree, recorder.record_rule(rule, arrays, results, begun))
+    rule = RecordedRule(name_of(fun), call_traced, pull_back, "custom_gradient")
+    results = recorder.record_rule(rule, arrays, results, begun, call.name_captured)
+    return jax.tree.unflatten(tree, results)
 
 
 def _call_traced(

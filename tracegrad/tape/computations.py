@@ -134,14 +134,6 @@ class Computation:
         self.derived[key] = forward
         return forward
 
-    def links(self, types: Sequence[Any]) -> Sequence[int]:
-        """Returns, for each result that is no residual, the mask of the connected operands."""
-        key = Walk, tuple(types)
-        known: Sequence[int] | None = self.derived.get(key)
-        if known is None:
-            known = self.derived[key] = links_of(self.called, types)
-        return known
-
     def closed_over(self, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays, besides operands, that a custom rule in its programs closes over."""
         key = "closed over", *map(_jax.type_key, operands)

@@ -28,8 +28,6 @@ class RecordedRule:
         gradient, or None, for each input; `sparse`: for each input, whether the gradient may be
         slices.
       op: the name of its operation in a graph; default: `name`.
-      describe: ``(array) -> (function, name)``: the user's names for the function, and for an
-        array that the function closes over.
     """
 
     number, constant_results = None, frozenset[int]()  # unlike a `Computation`
@@ -37,7 +35,6 @@ class RecordedRule:
     called: Callable[..., list[Any]]
     pull_back: Callable[[Sequence[Any], Sequence[bool]], Sequence[Any]]
     op: str | None = None
-    describe: Callable[[Any], tuple[str, str]] | None = None
 
     def without_arrays(self) -> RecordedRule:
         """Drops the two functions, which may close over arrays."""

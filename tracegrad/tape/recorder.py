@@ -7,16 +7,16 @@ gradient is computed. Under a transformation, or if an accumulator needs tangent
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tracegrad import _jax
 from tracegrad.tape.known_computations import computation_of_rule
-from tracegrad.tape.lost_gradients import find_lost_by_rule
+from tracegrad.tape.lost_gradients import find_closed_over, warn_of_lost
 from tracegrad.tape.operation_recorder import OperationRecorder
 from tracegrad.tape.programs import closes_over_watched
 from tracegrad.tape.record import Record
-from tracegrad.tape.recorded_rules import RecordedRule
+from tracegrad.tape.recorded_rules import RecordedRule, UserNames
 from tracegrad.tape.rules_of_jax import rule_of_jax, traced_rule
 from tracegrad.tracing.in_force import rules_in_force
 
@@ -33,34 +33,40 @@ class Recorder(OperationRecorder):
         """False with a `ForwardAccumulator`, whose tangents need a traced rule, to transpose it."""
         return self.is_top and all(record.keeps_operations for record in self.records)
 
-    def count_entries(self) -> dict[Record, tuple[int, int]]:
-        """Counts the (entries, lost gradients) of each record, for `record_rule`."""
-        return {record: (len(record.entries), len(record.lost)) for record in self.records}
+    def count_entries(self) -> dict[Record, int]:
+        """Counts the entries of each record, for `record_rule`."""
+        return {record: len(record.entries) for record in self.records}
 
     def record_rule(
         self,
         rule: RecordedRule,
         operands: Sequence[Any],
         computed: Sequence[Any],
-        begun: Mapping[Record, tuple[int, int]],
+        begun: Mapping[Record, int],
+        describe: Callable[[Any], UserNames],
     ) -> Sequence[Any]:
         """Records a call of a function with a rule as one entry, and returns the entry's results.
 
         The results are new array objects with the values of `computed`: only the rule connects the
-        results to `operands`. `begun`: from `count_entries`.
+        results to `operands`. Warns of followed arrays that the function closes over.
+
+        Args:
+          begun: from `count_entries`, before the call.
+          describe: returns the user's names for the function, and for such an array.
         """
         watching = self.watching(operands)
         if not computed or not (watching or self.watching(computed)):
             return computed
         results = [self.alias(result) for result in computed]
         info = current_source_info()
-        for record in self.records:
-            lost = []
-            if (counts := begun.get(record)) is not None:
-                lost = find_lost_by_rule(record, counts, rule, operands, computed, info)
-            if lost or record in watching:
-                record.add(rule, operands, results, info)
-                record.add_lost(lost)
+        lost = [
+            (array, describe(array))
+            for record, first in begun.items()
+            for array in find_closed_over(record, first, operands, computed)
+        ]
+        warn_of_lost(list(begun), lost, info)
+        for record in watching:
+            record.add(rule, operands, results, info)
         return results
 
     def run_rule(

@@ -13,14 +13,13 @@ from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
 from tracegrad.ir import Graph, GraphError
 from tracegrad.ir.dependence import joined
-from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.parameters import Parameters
 from tracegrad.rewriting.edits import find_matches
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.rewriting.match_rule import MatchRule
 from tracegrad.tape.computations import Computation, trace_for_types
 from tracegrad.tape.programs import RULES
-from tracegrad.tape.record import Record, lost_gradient_text
+from tracegrad.tape.record import Record
 from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tracing.in_force import rules_in_force, without_editing
@@ -73,12 +72,6 @@ class Tangents(Record):
 
         self._tangents[identity] = tangent
         self.tracked[identity] = weakref.ref(array, forget)
-
-    def add_lost_gradient(
-        self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any
-    ) -> None:
-        if self._tangents.get(id(array)) is not None:
-            warn_where_called(lost_gradient_text(what, info), UserWarning)
 
     def _forget(self, identity: int) -> None:
         self._tangents.pop(identity, None)
