@@ -14,7 +14,6 @@ error is raised, because the gradient function cannot return a gradient for them
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -24,8 +23,13 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import AnnotatedFunction, inputs_in, require_callable
-from tracegrad.annotations.custom_rule import AnnotatedCall, bind_traced, bind_with_values
-from tracegrad.annotations.pullback import RunResiduals, compute_input_gradients, zero_cotangent
+from tracegrad.annotations.custom_rule import AnnotatedCall, bind_traced
+from tracegrad.annotations.pullback import (
+    Pullback,
+    RunResiduals,
+    compute_input_gradients,
+    zero_cotangent,
+)
 from tracegrad.annotations.variables import (
     flatten_with_variables,
     require_variables_parameter,
@@ -113,7 +117,7 @@ def custom_gradient(f: Any = None) -> Any:
     The idea and the form come from TensorFlow's ``tf.custom_gradient``. To JAX each call is a
     ``jax.custom_vjp``: ``jax.jvp`` and ``jax.hessian`` raise an error for it; tracegrad's ``jvp``,
     ``hessian`` and ``hvp`` transpose ``grad_fn``. Under a transformation, ``f`` and ``grad_fn`` run
-    once per call, on tracers; or on values, if ``f`` branches on a value and no jit is active.
+    once per call, on tracers.
 
     Under a `GradientTape` both run on values: ``f`` once when it is called, ``grad_fn`` once for
     each gradient that reaches it. Their arrays can be printed, branched on and passed to NumPy.
@@ -197,8 +201,8 @@ def _call_on_values(
         return jax.tree.leaves(y)
 
     rule = RecordedRule(name_of(fun), call_traced, pull_back, "custom_gradient")
-    results = recorder.record_rule(rule, arrays, results, begun, call.name_captured)
-    return jax.tree.unflatten(tree, results)
+    recorded = recorder.record_rule(rule, arrays, results, begun, call.name_captured)
+    return jax.tree.unflatten(tree, recorded)
 
 
 def _call_traced(
@@ -211,22 +215,14 @@ def _call_traced(
     Variables the function reads; it is None if their values are arguments."""
     call = AnnotatedCall(fun, args, kwargs, inputs_in(args), reads)
     listener = reads or ReadsOutside()
+    pullbacks: list[Pullback | Exception] = []
 
-    def run_listening(*arrays: Any) -> tuple[Any, RunResiduals]:
+    def run(*arrays: Any) -> tuple[Any, RunResiduals]:
         with listener.around():
-            return call.forward_keeping_error(*arrays)
+            y, pullback, residuals = call.forward(*arrays)
+        pullbacks[:] = [pullback]
+        return y, residuals
 
-    program = None
-    with contextlib.suppress(*_jax.NEEDS_VALUES):
-        program, shapes = jax.make_jaxpr(run_listening, return_shape=True)(
-            *map(jax.typeof, call.arguments.chosen)
-        )
-    if program is None:
-        if reads is not None and reads.trainable:
-            values = [variable.value for variable in reads.trainable]
-            as_inputs = take_variables_as_inputs(fun, reads.trainable)
-            return _call_traced(None, as_inputs, (*args, values), kwargs)
-        # `fun` needs values. Outside jit, JAX's `custom_vjp` calls it with values; under jit, the
-        # call raises the same error again.
-        return bind_with_values(call)
-    return bind_traced(call, program, jax.tree.structure(shapes))
+    types = map(jax.typeof, call.arguments.chosen)
+    program, shapes = jax.make_jaxpr(run, return_shape=True)(*types)
+    return bind_traced(call, program, jax.tree.structure(shapes), *pullbacks)
