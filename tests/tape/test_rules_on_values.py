@@ -272,22 +272,6 @@ def test_a_step_of_a_loop_compiles_nothing_and_keeps_nothing(compilations):
         gc.enable()
 
 
-def test_a_tape_is_explained_by_tracing_what_has_run_on_values():
-    f = tg.custom_gradient(lambda x: (x * 3, lambda dy: None))
-    g = tg.custom_gradient(lambda x: (x * 3, lambda dy: 3 * dy))
-    with tg.GradientTape(persistent=True) as tape:
-        tape.watch(X)
-        cut, sound = jnp.sum(f(jnp.sin(X))), jnp.sum(g(jnp.sin(X)))
-    (finding,) = tape.explain(cut, X).findings
-    assert finding.cause == "custom rule"
-    explanation = tape.explain(sound, X)
-    assert explanation.findings == ()
-    np.testing.assert_allclose(
-        explanation["source"].norm, jnp.linalg.norm(tape.gradient(sound, X)), rtol=1e-6
-    )
-    assert "custom_gradient" in str(tape.graph())
-
-
 @pytest.mark.both_jax
 def test_a_result_without_a_gradient_that_a_batch_shares_is_no_hindrance():
     @jax.custom_vjp

@@ -200,7 +200,7 @@ def _call_on_values(
         y = _call_traced(None, function, inputs.combine(arrays), kwargs)
         return jax.tree.leaves(y)
 
-    rule = RecordedRule(name_of(fun), call_traced, pull_back, "custom_gradient")
+    rule = RecordedRule(name_of(fun), call_traced, pull_back)
     recorded = recorder.record_rule(rule, arrays, results, begun, call.name_captured)
     return jax.tree.unflatten(tree, recorded)
 

@@ -6,7 +6,6 @@ from tracegrad.insight.check_processes import check_processes as check_processes
 from tracegrad.insight.comparisons import Checked as Checked
 from tracegrad.insight.comparisons import GradCheck as GradCheck
 from tracegrad.insight.explain import explain as explain
-from tracegrad.insight.explain_tape import explain_tape as explain_tape
 from tracegrad.insight.explanation import Explanation as Explanation
 from tracegrad.insight.explanation import Finding as Finding
 from tracegrad.insight.explanation import SourceReport as SourceReport

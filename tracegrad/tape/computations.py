@@ -243,6 +243,18 @@ def trace_for_types(called: Fun, types: Sequence[Any]) -> Graph:
     return graph_of(jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types))
 
 
+def trace_operation(called: Fun, types: Sequence[Any], source_info: Any) -> Graph:
+    """Traces an operation as it was called; each of its operands is an input of the graph.
+    `source_info`: JAX's source info of the call."""
+    scope, settings = _jax.equation_context(source_info, None)
+
+    def run(*operands: Any) -> list[Any]:
+        with scope, settings:
+            return called(*operands)
+
+    return trace_for_types(run, types)
+
+
 def links_of(
     called: Fun, types: Sequence[Any], active: Collection[int] | None = None
 ) -> Sequence[int]:

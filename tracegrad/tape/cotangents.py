@@ -20,12 +20,12 @@ from tracegrad import _jax
 from tracegrad._jax.caches import Cache, cached
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_present
-from tracegrad.tape.computations import Computation, add_computation, compiled
+from tracegrad.tape.computations import Computation, add_computation, compiled, trace_operation
 from tracegrad.tape.record import Entry, Record, entries_between
 from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import not_overridden
-from tracegrad.tape.under_rules import graph_of_entries, vjp_under_rules
+from tracegrad.tape.under_rules import vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
 
 RecordedPath = Sequence[tuple[Entry, tuple[int, ...]]]
@@ -381,11 +381,10 @@ def _explain_error(
     error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]
 ) -> None:
     """Adds to an error the user's line of the operation that failed, and the cure."""
-    graph = whole = graph_of_entries([entry], arrays, ()).graph
+    computation, info = cast(Computation, entry.computation), entry.source_info
+    types = [_jax.array_type(arrays[slot]) for slot in entry.args]
+    graph = whole = trace_operation(computation.called, types, info)
     if len(graph.nodes) != 1:  # a pull-back, in which several operations run
-        computation = cast(Computation, entry.computation)
-        called = compiled(computation.called, computation.name)
-        called_once = entry._replace(computation=replace(computation, called=called))
-        whole = graph_of_entries([called_once], arrays, ()).graph
+        whole = trace_operation(compiled(computation.called, computation.name), types, info)
     (node,) = whole.nodes
     explain_node(error, node, lambda: graph)

@@ -183,36 +183,19 @@ class Record:
 
     # ------------------------------------------------------------------------------------- the end
 
-    def forget_arrays(self) -> None:
-        """Frees all arrays. Keeps the entries, the types of arrays, and the watched Variables."""
-        abstract, array_type = jax.core.AbstractValue, _jax.array_type
-        self.arrays[:] = [x if isinstance(x, abstract) else array_type(x) for x in self.arrays]
+    def forget(self) -> None:
+        """Forgets all operations and arrays. Keeps the watched Variables."""
+        self.arrays.clear()
+        self.entries.clear()
         self.tracked.clear()
         self.others.clear()
         self.unfollowed.clear()
-        self.entries[:] = [
-            entry._replace(computation=entry.computation.without_arrays())
-            if isinstance(entry.computation, RecordedRule)
-            else entry
-            for entry in self.entries
-        ]
+        self.without_gradient.clear()
         for reads in self.reads.values():
             reads.clear()
         if self.shown:
             give_back(self.shown)
             self.shown.clear()
-
-    def clear(self) -> None:
-        self.forget_arrays()
-        self.arrays.clear()
-        self.reads.clear()
-        self.entries.clear()
-        self.without_gradient.clear()
-
-
-def type_of_slot(array: Any) -> Any:
-    """Returns the type of an entry of `Record.arrays`; in a used-up tape the entry is the type."""
-    return array if isinstance(array, jax.core.AbstractValue) else _jax.array_type(array)
 
 
 def entries_between(
@@ -249,18 +232,3 @@ def entries_between(
             path.append((entry, active))
             wanted.update(entry.args if follows_data else [entry.args[i] for i in active])
     return path[::-1]
-
-
-def results_without_residuals(entry: Entry) -> tuple[int, ...]:
-    """Returns the slots of an operation's results, without residuals."""
-    return entry.results[: getattr(entry.computation, "count", None)]
-
-
-def dependent_entries(entries: Sequence[Entry], sources: Iterable[int]) -> list[Entry]:
-    """Returns the entries that depend on `sources` (slots of arrays), in order."""
-    reached, dependent = set(sources), []
-    for entry in entries:
-        if not reached.isdisjoint(entry.args):
-            dependent.append(entry)
-            reached.update(entry.results)
-    return dependent

@@ -17,7 +17,7 @@ from tracegrad.ir.parameters import Parameters
 from tracegrad.rewriting.edits import find_matches
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 from tracegrad.rewriting.match_rule import MatchRule
-from tracegrad.tape.computations import Computation, trace_for_types
+from tracegrad.tape.computations import Computation, trace_operation
 from tracegrad.tape.programs import RULES
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorded_rules import RecordedRule
@@ -211,11 +211,6 @@ def _push_forward(operation: _ExecutedOperation, active: Sequence[int]) -> PushF
 
 
 def _trace_operation(operation: _ExecutedOperation) -> Graph:
-    """Traces an operation; each of its operands is an input of the graph."""
-    scope, settings = _jax.equation_context(operation.source_info, None)
-
-    def run(*operands: Any) -> list[Any]:
-        with scope, settings:
-            return operation.computation.called(*operands)  # type: ignore[no-any-return]
-
-    return end_gradients_at_host(trace_for_types(run, list(map(jax.typeof, operation.args))))
+    types = list(map(jax.typeof, operation.args))
+    graph = trace_operation(operation.computation.called, types, operation.source_info)
+    return end_gradients_at_host(graph)

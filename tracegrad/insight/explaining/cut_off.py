@@ -149,7 +149,7 @@ def cut_off(
       program, inputs: the graph and the arrays of its inputs.
       path, i: the name of the source, and the index of its input.
       cuts: its `smallest_cuts` with respect to the outputs with cotangents.
-      why_unused: see `explain_graph`.
+      why_unused: the text for a source that nothing uses; default: a general one.
     """
     if cuts is not None:
         yield from _findings_of_cuts(path, cuts)
