@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache, cached
+from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_present
 from tracegrad.tape.computations import Computation, add_computation, compiled, trace_operation
@@ -101,14 +101,7 @@ def _basis(shape: Sequence[int], like: Any) -> Any:
 
 def _ones(target: Any) -> Any:
     aval = _jax.array_type(target)
-    if _jax.is_top_level():  # the common case; a compiled function takes a tenth of the time
-        return _compiled_ones(aval.shape, aval.dtype)()
     return _jax.varying_as(jnp.ones(aval.shape, aval.dtype), aval)
-
-
-@cached(256)
-def _compiled_ones(shape: tuple[int, ...], dtype: Any) -> Callable[[], Any]:
-    return jax.jit(lambda: jnp.ones(shape, dtype))
 
 
 def _zeros(leading: Sequence[int], leaf: Any, skipped: int = 0) -> Any:
