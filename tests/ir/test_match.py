@@ -340,17 +340,6 @@ def test_a_call_in_a_scope_is_still_the_call():
     assert len(found(f, match.call("softmax") & ~match.scope("head"))) == 1
 
 
-def test_a_selector_works_on_what_a_tape_recorded():
-    with tg.GradientTape(persistent=True) as tape:
-        tape.watch(X)
-        with jax.named_scope("head"):
-            jnp.sin(X)
-        jax.nn.relu(X)
-    graph = tape.graph()
-    assert len(graph.find(match.op("sin"))) == len(graph.find(match.scope("head"))) == 1
-    assert len(graph.find(match.call("relu"))) == 1
-
-
 # ---------------------------------------------------------------------------------- what it says
 
 

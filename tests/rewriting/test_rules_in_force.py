@@ -74,18 +74,14 @@ def test_second_derivatives_go_by_the_rule(way):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("where", [SIN, match.scope("sine")], ids=["op", "scope"])
-def test_a_rule_that_would_change_tangents_is_refused_in_an_accumulator(where):
+def test_a_rule_that_would_change_tangents_is_refused_in_an_accumulator():
     def tangent(x):
-        with tg.ForwardAccumulator(x, jnp.ones(3)) as accumulator:
-            with jax.named_scope("sine"):
-                y = jnp.sin(x)
-            z = jnp.cos(x)
-        assert accumulator.jvp(z) is not None
+        with tg.ForwardAccumulator(x, jnp.ones(3)) as accumulator, jax.named_scope("sine"):
+            y = jnp.sin(x)
         return accumulator.jvp(y)
 
     with pytest.raises(tg.GraphError, match="does not reach the tangents of a ForwardAcc"):
-        tg.trace(tangent, rules=[rules.scale_gradient(where, 3.0)])(X)
+        tg.trace(tangent, rules=[rules.scale_gradient(SIN, 3.0)])(X)
     harmless = tg.trace(tangent, rules=[rules.recompute(match.scope("sine"))])
     np.testing.assert_allclose(harmless(X), np.cos(X), rtol=1e-6)
 

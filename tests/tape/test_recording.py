@@ -906,19 +906,6 @@ def test_flax_linen():
 # ------------------------------------------------------------------------------------- the record
 
 
-def test_the_graph_shows_what_the_tape_saw_of_what_is_watched():
-    x, c = F32(2.0), F32(3.0)
-    with GradientTape() as tape:
-        tape.watch(x)
-        jnp.sin(c) * c
-        assert not tape.graph().nodes
-        jax.nn.relu(jnp.sin(x)) * x
-    text = str(tape.graph())
-    assert "sin" in text
-    assert "relu" in text
-    tape.graph().verify()
-
-
 def test_the_trace_of_the_backward_pass_grows_linearly():
     def equations(count):
         x = F32(1.0)

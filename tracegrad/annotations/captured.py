@@ -17,7 +17,7 @@ from tracegrad.ir.closed_over import depends_on
 from tracegrad.ir.closures import values_closed_over
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.paths import path_name
-from tracegrad.tape.record import CURE_OF_LOST_GRADIENT
+from tracegrad.tape.lost_gradients import CURE_OF_LOST_GRADIENT
 from tracegrad.variables.capture import variable_of
 from tracegrad.variables.trees import is_variable
 

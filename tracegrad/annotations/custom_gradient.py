@@ -14,7 +14,6 @@ error is raised, because the gradient function cannot return a gradient for them
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -24,8 +23,13 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.annotations.calls import AnnotatedFunction, inputs_in, require_callable
-from tracegrad.annotations.custom_rule import AnnotatedCall, bind_traced, bind_with_values
-from tracegrad.annotations.pullback import RunResiduals, compute_input_gradients, zero_cotangent
+from tracegrad.annotations.custom_rule import AnnotatedCall, bind_traced
+from tracegrad.annotations.pullback import (
+    Pullback,
+    RunResiduals,
+    compute_input_gradients,
+    zero_cotangent,
+)
 from tracegrad.annotations.variables import (
     flatten_with_variables,
     require_variables_parameter,
@@ -113,13 +117,13 @@ def custom_gradient(f: Any = None) -> Any:
     The idea and the form come from TensorFlow's ``tf.custom_gradient``. To JAX each call is a
     ``jax.custom_vjp``: ``jax.jvp`` and ``jax.hessian`` raise an error for it; tracegrad's ``jvp``,
     ``hessian`` and ``hvp`` transpose ``grad_fn``. Under a transformation, ``f`` and ``grad_fn`` run
-    once per call, on tracers; or on values, if ``f`` branches on a value and no jit is active.
+    once per call, on tracers.
 
     Under a `GradientTape` both run on values: ``f`` once when it is called, ``grad_fn`` once for
     each gradient that reaches it. Their arrays can be printed, branched on and passed to NumPy.
     Tapes around the gradient record these operations, for derivatives of higher order. Values that
-    ``f`` closes over have no gradient on a tape: the gradient is None, and a ``UserWarning`` is
-    issued if a part of a requested gradient is missing because of that. In a Jacobian, ``grad_fn``
+    ``f`` closes over have no gradient on a tape: the gradient is None, and the call of ``f`` issues
+    a ``UserWarning`` if ``y`` depends on such a value that is watched. In a Jacobian, ``grad_fn``
     runs once, mapped over the rows by `jax.vmap`, and may not branch on its cotangents. Both
     functions are traced in compiled functions, in loops, under `jax.vmap`, and in the block of a
     `ForwardAccumulator`, which transposes ``grad_fn``.
@@ -196,8 +200,9 @@ def _call_on_values(
         y = _call_traced(None, function, inputs.combine(arrays), kwargs)
         return jax.tree.leaves(y)
 
-    rule = RecordedRule(name_of(fun), call_traced, pull_back, "custom_gradient", call.name_captured)
-    return jax.tree.unflatten(tree, recorder.record_rule(rule, arrays, results, begun))
+    rule = RecordedRule(name_of(fun), call_traced, pull_back)
+    recorded = recorder.record_rule(rule, arrays, results, begun, call.name_captured)
+    return jax.tree.unflatten(tree, recorded)
 
 
 def _call_traced(
@@ -210,22 +215,14 @@ def _call_traced(
     Variables the function reads; it is None if their values are arguments."""
     call = AnnotatedCall(fun, args, kwargs, inputs_in(args), reads)
     listener = reads or ReadsOutside()
+    pullbacks: list[Pullback | Exception] = []
 
-    def run_listening(*arrays: Any) -> tuple[Any, RunResiduals]:
+    def run(*arrays: Any) -> tuple[Any, RunResiduals]:
         with listener.around():
-            return call.forward_keeping_error(*arrays)
+            y, pullback, residuals = call.forward(*arrays)
+        pullbacks[:] = [pullback]
+        return y, residuals
 
-    program = None
-    with contextlib.suppress(*_jax.NEEDS_VALUES):
-        program, shapes = jax.make_jaxpr(run_listening, return_shape=True)(
-            *map(jax.typeof, call.arguments.chosen)
-        )
-    if program is None:
-        if reads is not None and reads.trainable:
-            values = [variable.value for variable in reads.trainable]
-            as_inputs = take_variables_as_inputs(fun, reads.trainable)
-            return _call_traced(None, as_inputs, (*args, values), kwargs)
-        # `fun` needs values. Outside jit, JAX's `custom_vjp` calls it with values; under jit, the
-        # call raises the same error again.
-        return bind_with_values(call)
-    return bind_traced(call, program, jax.tree.structure(shapes))
+    types = map(jax.typeof, call.arguments.chosen)
+    program, shapes = jax.make_jaxpr(run, return_shape=True)(*types)
+    return bind_traced(call, program, jax.tree.structure(shapes), *pullbacks)

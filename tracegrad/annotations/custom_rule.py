@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from tracegrad.annotations.captured import Captured, captured_name, captured_tex
 from tracegrad.annotations.module_changes import ModuleChanges
 from tracegrad.annotations.pullback import Pullback, RunResiduals, trace_pullback
 from tracegrad.annotations.variables import list_variables
-from tracegrad.ir.notes import add_note
 from tracegrad.ir.paths import path_name
 from tracegrad.ir.wording import brief, described
 from tracegrad.rewriting.traced_gradients import OpenedProgram
@@ -46,8 +45,6 @@ class AnnotatedCall:
     kwargs: dict[str, Any]
     arguments: Parted  # args, split into the inputs and the rest
     reads: Operands | None = None  # the Variables that become inputs
-    # The pullback of each traced run of the forward pass, or the error of tracing it.
-    pullbacks: list[Pullback | Exception] = field(default_factory=list)
 
     def name_captured(self, value: Any) -> tuple[str, str]:
         """Returns texts for messages: the function, and a value that it captures."""
@@ -84,77 +81,47 @@ class AnnotatedCall:
                 )
         return y, grad_fn
 
-    def forward(self, *arrays: Any) -> tuple[Any, RunResiduals]:
-        y, grad_fn = self.run(*arrays)
-        pullback, values = trace_pullback(self.fun, self.args, grad_fn, arrays, y)
-        self.pullbacks.append(pullback)
-        return y, RunResiduals(values, len(self.pullbacks) - 1)
-
-    def forward_keeping_error(self, *arrays: Any) -> tuple[Any, RunResiduals]:
-        """Like `forward`, but keeps an error of the gradient function in `pullbacks`, to be raised
-        when the gradient is computed."""
+    def forward(self, *arrays: Any) -> tuple[Any, Pullback | Exception, RunResiduals]:
+        """Returns ``y``, its pullback and the residuals. The pullback is an exception if the
+        gradient function raises one, which is raised when the gradient is computed."""
         y, grad_fn = self.run(*arrays)
         args = self.args
         if self.reads is not None:
             grad_fn, operands = list_variables(self.reads, self.fun, grad_fn, len(args))
             if operands:
                 args, arrays = (*args, operands), (*arrays, *operands)
-        pullback: Pullback | Exception
-        values: list[Any] = []
         if _tracing.depth == _LEVELS:
-            pullback = RecursionError(
+            text = (
                 f"the gradient function of {described(self.fun)} is called by gradient functions "
                 f"that call one another, {_LEVELS} deep: derivatives are defined up to that order"
             )
-            self.pullbacks[:] = [pullback]
-            return y, RunResiduals(values, 0)
+            return y, RecursionError(text), RunResiduals([])
         _tracing.depth += 1
         try:
             pullback, values = trace_pullback(self.fun, args, grad_fn, arrays, y)
-        except _jax.NEEDS_VALUES:
-            raise
         except Exception as error:
-            pullback = error
+            return y, error, RunResiduals([])
         finally:
             _tracing.depth -= 1
-        self.pullbacks[:] = [pullback]
-        return y, RunResiduals(values, 0)
+        return y, pullback, RunResiduals(values)
 
 
 # ------------------------------------------------------------------------------------- the rule
 
 
-def bind_with_values(call: AnnotatedCall) -> Any:
-    """Calls a `jax.custom_vjp` of the function itself: outside of jit, the function gets values."""
-    output = _make_output_rule(call.fun, call.pullbacks)
-
-    def forward(*arrays: Any) -> tuple[Any, RunResiduals]:
-        y, residuals = call.forward(*arrays)
-        return output(arrays, y, residuals), residuals
-
-    def backward(residuals: RunResiduals, dy: Any) -> tuple[Any, ...]:
-        return _compute_gradients(call.pullbacks, residuals, dy)
-
-    rule = jax.custom_vjp(take_users_name(call.fun, lambda *arrays: call.run(*arrays)[0]))
-    rule.defvjp(forward, backward)
-    try:
-        return rule(*call.arguments.chosen)
-    except jax.errors.UnexpectedTracerError as error:
-        add_note(
-            error,
-            f"{described(call.fun)} asks for the value of an array, as `if` does. Then it may not "
-            "close over values that are differentiated or mapped: make them positional "
-            "arguments, or use jax.lax.cond.",
-        )
-        raise
-
-
-def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
+def bind_traced(
+    call: AnnotatedCall, program: Any, out_tree: Any, pullback: Pullback | Exception
+) -> Any:
     """Calls a `jax.custom_vjp` of the traced function. The values that the function closes over are
-    further arguments."""
+    further arguments.
+
+    Args:
+      program, out_tree: of ``(*inputs) -> (y, residuals)``.
+      pullback: of ``y``, or the error of tracing it.
+    """
     traced, values = OpenedProgram.of(program)
     # The rule must not reference `call`, whose arguments may belong to a trace that ends earlier.
-    pullbacks, count = call.pullbacks, len(call.arguments.chosen)
+    count = len(call.arguments.chosen)
     arguments = [*call.arguments.chosen]
     reads = call.reads
     # For each of `values`, the position of the argument (a Variable's value) in its place, if any.
@@ -190,11 +157,11 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
         if not _jax.is_tracer(value) and isinstance(value, jax.Array) and _jax.has_gradient(value)
     )
     closed_over = len(values)
-    output = _make_output_rule(call.fun, pullbacks, captured, closed_over)
+    output = _make_output_rule(call.fun, pullback, captured, closed_over)
 
     def forward(*inputs: Any) -> tuple[Any, RunResiduals]:
-        if isinstance(pullbacks[0], Exception):
-            raise pullbacks[0]
+        if isinstance(pullback, Exception):
+            raise pullback
         if captured:
             perturbed = [each.perturbed for each in inputs]
             inputs = tuple(each.value for each in inputs)
@@ -204,9 +171,8 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
         return output(inputs, y, residuals), residuals
 
     def backward(residuals: RunResiduals, dy: Any) -> tuple[Any, ...]:
-        return (*_compute_gradients(pullbacks, residuals, dy), *[None] * closed_over)
+        return (*_compute_gradients(pullback, residuals, dy), *[None] * closed_over)
 
-    pullback = pullbacks[0]
     programs = () if isinstance(pullback, Exception) else (pullback.program.program,)
     attach_parts(backward, RuleParts((traced.program, *programs), on_tapes))
     rule = jax.custom_vjp(take_users_name(call.fun, primal))
@@ -217,9 +183,9 @@ def bind_traced(call: AnnotatedCall, program: Any, out_tree: Any) -> Any:
 
 def _make_output_rule(
     fun: Callable[..., Any],
-    pullbacks: Sequence[Pullback | Exception],
-    captured: Sequence[Captured] = (),
-    closed_over: int = 0,
+    pullback: Pullback | Exception,
+    captured: Sequence[Captured],
+    closed_over: int,
 ) -> Callable[[Sequence[Any], Any, RunResiduals], Any]:
     """Returns a function that gives the custom gradient to an output of the forward pass, without
     computing the output again.
@@ -243,15 +209,14 @@ def _make_output_rule(
         used = any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dy))
         if residuals.problem is not None and used:
             raise ValueError(residuals.problem)
-        return (*_compute_gradients(pullbacks, residuals, dy), *[None] * closed_over), None, None
+        return (*_compute_gradients(pullback, residuals, dy), *[None] * closed_over), None, None
 
     run = take_users_name(fun, primal)
     return _jax.with_backward(run, backward, keep, symbolic_zeros=bool(captured))
 
 
 def _compute_gradients(
-    pullbacks: Sequence[Pullback | Exception], residuals: RunResiduals, dy: Any
+    pullback: Pullback | Exception, residuals: RunResiduals, dy: Any
 ) -> tuple[Any, ...]:
-    pullback = pullbacks[residuals.pullback]
     assert isinstance(pullback, Pullback)
     return tuple(pullback(residuals.values, jax.tree.leaves(dy)))

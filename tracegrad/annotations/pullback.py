@@ -34,16 +34,13 @@ from tracegrad.tracing.statics import is_none
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["values"],
-    meta_fields=["pullback", "problem"],
+    meta_fields=["problem"],
 )
 @dataclass(frozen=True)
 class RunResiduals:
     """The residuals of one run of the forward pass."""
 
     values: Sequence[Any]
-    # The index of the run's pullback in `AnnotatedCall.pullbacks`. Not the pullback itself: JAX
-    # caches the structures of trees, and would keep a new pullback of every call alive.
-    pullback: int
     problem: str | None = None  # why the output has no gradient after all
 
 

@@ -5,7 +5,6 @@ from tracegrad.insight.check_grads import check_grads as check_grads
 from tracegrad.insight.comparisons import Checked as Checked
 from tracegrad.insight.comparisons import GradCheck as GradCheck
 from tracegrad.insight.explain import explain as explain
-from tracegrad.insight.explain_tape import explain_tape as explain_tape
 from tracegrad.insight.explanation import Explanation as Explanation
 from tracegrad.insight.explanation import Finding as Finding
 from tracegrad.insight.explanation import SourceReport as SourceReport

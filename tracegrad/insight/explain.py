@@ -125,8 +125,7 @@ def _check_sources(fun: Callable[..., Any], wrt: Any) -> None:
         raise TypeError(
             "a source is an argument of the function, and wrt says which: by position, by name, by "
             "a glob for paths or by a predicate (path, leaf) -> bool. An array was given. If "
-            f"{function_name(fun)} closes over it, make it an argument; if a tape watched it, call "
-            "`tape.explain`"
+            f"{function_name(fun)} closes over it, make it an argument"
         )
     check_wrt(wrt)
 

@@ -33,18 +33,15 @@ class Engine:
     `to_callable`: returns the function that a graph computes.
     `fit_to_budget`: returns the rule that recomputes so much that a gradient fits into a budget.
     `derivatives_by_rules`: a context in which the rules in force apply to JAX's own derivatives.
-    `explain_tape`: explains the gradients of a tape.
     """
 
     to_callable: Callable[[Graph], Callable[..., Any]]
     fit_to_budget: Callable[..., Callable[[Graph], Graph]]
     derivatives_by_rules: Callable[[], AbstractContextManager[None]]
-    explain_tape: Callable[..., Any]
 
 
 engine = Engine(
     to_callable=_import_later("tracing.callable", "to_callable"),
     fit_to_budget=_import_later("planning.plan_recompute", "fit_to_budget"),
     derivatives_by_rules=_import_later("differentiation.jax_derivatives", "derivatives_by_rules"),
-    explain_tape=_import_later("insight.explain_tape", "explain_tape"),
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from tracegrad.ir.paths import path_name
 from tracegrad.rewriting.rewrite import RewrittenFunction
 from tracegrad.tracing.nnx_objects import (
     is_module,
@@ -17,7 +18,6 @@ from tracegrad.tracing.nnx_objects import (
     nnx,
 )
 from tracegrad.tracing.traced import TracedFunction
-from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
 

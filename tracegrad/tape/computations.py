@@ -134,14 +134,6 @@ class Computation:
         self.derived[key] = forward
         return forward
 
-    def links(self, types: Sequence[Any]) -> Sequence[int]:
-        """Returns, for each result that is no residual, the mask of the connected operands."""
-        key = Walk, tuple(types)
-        known: Sequence[int] | None = self.derived.get(key)
-        if known is None:
-            known = self.derived[key] = links_of(self.called, types)
-        return known
-
     def closed_over(self, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays, besides operands, that a custom rule in its programs closes over."""
         key = "closed over", *map(_jax.type_key, operands)
@@ -249,6 +241,18 @@ def _pull_function(
 
 def trace_for_types(called: Fun, types: Sequence[Any]) -> Graph:
     return graph_of(jax.make_jaxpr(lambda *args: jax.tree.leaves(called(*args)))(*types))
+
+
+def trace_operation(called: Fun, types: Sequence[Any], source_info: Any) -> Graph:
+    """Traces an operation as it was called; each of its operands is an input of the graph.
+    `source_info`: JAX's source info of the call."""
+    scope, settings = _jax.equation_context(source_info, None)
+
+    def run(*operands: Any) -> list[Any]:
+        with scope, settings:
+            return called(*operands)
+
+    return trace_for_types(run, types)
 
 
 def links_of(

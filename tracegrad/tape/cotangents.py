@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache, cached
+from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.differentiation.pull_back import Aggregation, explain_node, sum_present
-from tracegrad.tape.computations import Computation, add_computation, compiled
+from tracegrad.tape.computations import Computation, add_computation, compiled, trace_operation
 from tracegrad.tape.record import Entry, Record, entries_between
 from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tape.recorder import Recorder
 from tracegrad.tape.recorders import not_overridden
-from tracegrad.tape.under_rules import graph_of_entries, vjp_under_rules
+from tracegrad.tape.under_rules import vjp_under_rules
 from tracegrad.tracing.in_force import rules_for_recorded, rules_in_force
 
 RecordedPath = Sequence[tuple[Entry, tuple[int, ...]]]
@@ -101,14 +101,7 @@ def _basis(shape: Sequence[int], like: Any) -> Any:
 
 def _ones(target: Any) -> Any:
     aval = _jax.array_type(target)
-    if _jax.is_top_level():  # the common case; a compiled function takes a tenth of the time
-        return _compiled_ones(aval.shape, aval.dtype)()
     return _jax.varying_as(jnp.ones(aval.shape, aval.dtype), aval)
-
-
-@cached(256)
-def _compiled_ones(shape: tuple[int, ...], dtype: Any) -> Callable[[], Any]:
-    return jax.jit(lambda: jnp.ones(shape, dtype))
 
 
 def _zeros(leading: Sequence[int], leaf: Any, skipped: int = 0) -> Any:
@@ -381,11 +374,10 @@ def _explain_error(
     error: Exception, entry: Entry, arrays: Sequence[Any] | Mapping[int, Any]
 ) -> None:
     """Adds to an error the user's line of the operation that failed, and the cure."""
-    graph = whole = graph_of_entries([entry], arrays, ()).graph
+    computation, info = cast(Computation, entry.computation), entry.source_info
+    types = [_jax.array_type(arrays[slot]) for slot in entry.args]
+    graph = whole = trace_operation(computation.called, types, info)
     if len(graph.nodes) != 1:  # a pull-back, in which several operations run
-        computation = cast(Computation, entry.computation)
-        called = compiled(computation.called, computation.name)
-        called_once = entry._replace(computation=replace(computation, called=called))
-        whole = graph_of_entries([called_once], arrays, ()).graph
+        whole = trace_operation(compiled(computation.called, computation.name), types, info)
     (node,) = whole.nodes
     explain_node(error, node, lambda: graph)

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.gradient_types import as_inexact
+from tracegrad.ir import GraphError
 from tracegrad.tape.leaves import Unconnected, UnconnectedGradients, cure_of, require_arrays
 from tracegrad.tape.recorders import Recording
 from tracegrad.tape.tangents import Tangents
+from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.tracing.statics import is_none
 from tracegrad.variables.trees import is_variable
 from tracegrad.variables.variable import Variable
@@ -42,6 +44,11 @@ class ForwardAccumulator(Recording):
         structure of the tangents, or the shape of a tangent, differs from the primals'.
       TypeError: the dtype of a tangent differs from its primal's.
       RuntimeError: another thread uses the accumulator while its block runs.
+      GraphError: the block is in a traced function with rules, which do not reach the tangents.
+
+    An operation of the block raises JAX's error if it has no forward mode, or ValueError if its
+    custom gradient is not linear in the cotangent, and so has no transpose. Apply `stop_gradient`
+    to its operands.
 
     A Variable has its given tangent at every read: also after ``v.assign(2 * v.value)`` the tangent
     is not doubled. The tangent of a result is None if a tape would not see the operation: see
@@ -79,6 +86,7 @@ class ForwardAccumulator(Recording):
         return f"<ForwardAccumulator: {'recording' if self._recorder else 'not recording'}>"
 
     def __enter__(self) -> ForwardAccumulator:
+        _refuse_rules()
         self._tangents.enter(self._begin())
         if self._variables:
             self._start_listening()
@@ -111,9 +119,7 @@ class ForwardAccumulator(Recording):
 
         Raises:
           TypeError: a target that is no array and no Variable.
-          ValueError: an unknown `unconnected_gradients`, or a custom gradient between primal and
-            target that is not linear in its cotangent, and so has no transpose.
-          Exception: JAX's error for an operation between primal and target without forward mode.
+          ValueError: an unknown `unconnected_gradients`.
         """
         unconnected = UnconnectedGradients(unconnected_gradients)
         self._check_thread()
@@ -124,8 +130,6 @@ class ForwardAccumulator(Recording):
                 _, found = self._variables.get(id(leaf), (None, None))
             else:
                 found = self._tangents.get(leaf)
-            if isinstance(found, Exception):
-                raise found.with_traceback(None)
             if found is None and unconnected is UnconnectedGradients.ZERO:
                 return jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
             return found
@@ -142,6 +146,18 @@ class ForwardAccumulator(Recording):
         value = outside()
         self._tangents.set(value, self._variables[id(variable)][1])
         return value
+
+
+def _refuse_rules() -> None:
+    """Raises GraphError for a rule in force that may change tangents. Such a rule acts on a whole
+    program, but an accumulator computes tangents operation by operation."""
+    for rule in (r for each in rules_in_force() if not each.acts_everywhere for r in each.rules):
+        if getattr(rule, "name", "") not in ("recompute", "checkpointed_loop"):
+            raise GraphError(
+                f"{rule!r} does not reach the tangents of a ForwardAccumulator, which computes "
+                "them as each operation runs. Use tracegrad.jvp of the function, to which rules "
+                "apply, or apply the rule to the function itself: tracegrad.rewrite(fun, rule)"
+            )
 
 
 # --------------------------------------------------------------------------------------- arguments

@@ -10,8 +10,6 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph
-from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import brief
 from tracegrad.tape.cotangents import (
@@ -37,7 +35,6 @@ from tracegrad.tape.leaves import (
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorders import Recording
 from tracegrad.tape.sources import before_calls, differentiate, warn_of_unseen, warn_of_unwatched
-from tracegrad.tape.under_rules import graph_of_entries
 from tracegrad.tracing.leaves import leaves_of
 from tracegrad.tracing.statics import is_none
 from tracegrad.variables.kept_programs import note_reads_change
@@ -196,34 +193,11 @@ class GradientTape(Recording):
     def reset(self) -> None:
         """Forgets all operations and all watched arrays; inside the block, recording goes on."""
         self._check_thread()
-        self._record.clear()
+        self._record.forget()
+        self._record.reads.clear()
         self._has_read.clear()
         note_reads_change()
         self._used = False
-
-    def graph(self) -> Graph:
-        """Returns the recorded operations as a `Graph`; print the graph to see them."""
-        record = self._record
-        return graph_of_entries(record.entries, record.arrays, (), runs_rules=False).graph
-
-    def explain(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
-        """Explains why gradients of a target are None, zero, NaN, or far too large.
-
-        Takes the arguments of `gradient`, and does not use the tape up: call it before `gradient`,
-        or on a persistent tape. Prints the worst finding first, each with the line that caused it.
-
-        Returns:
-          A `tracegrad.insight.Explanation`; see `tracegrad.explain`.
-
-        >>> import jax.numpy as jnp, tracegrad as tg
-        >>> x = jnp.array(2.0)
-        >>> with tg.GradientTape() as tape:
-        ...     tape.watch(x)
-        ...     y = jnp.round(x) * 3
-        >>> [finding.cause for finding in tape.explain(y, x).findings]
-        ['rounding']
-        """
-        return engine.explain_tape(self, target, sources, output_gradients)
 
     # -------------------------------------------------------------------------------- gradients
 
@@ -384,7 +358,7 @@ class GradientTape(Recording):
                 warn_of_unseen()
             warn_of_unwatched(record, leaves, list(each_leaf), found)
         if not self._persistent:
-            record.forget_arrays()
+            record.forget()
         if unconnected is UnconnectedGradients.ZERO:
             with _jax.enable_x64_for(leaves):
                 found = [

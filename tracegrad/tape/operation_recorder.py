@@ -26,7 +26,7 @@ from tracegrad.tape.known_computations import (
     find_simple_call,
     without_donation,
 )
-from tracegrad.tape.lost_gradients import add_lost_in_programs
+from tracegrad.tape.lost_gradients import warn_of_lost_in_programs
 from tracegrad.tape.programs import closes_over_watched
 from tracegrad.tape.record import Record
 from tracegrad.tracing.in_force import rules_in_force
@@ -107,7 +107,7 @@ class OperationRecorder(ForwardingTrace):
             return jitted(*args, **kwargs)
         record.add(call.computation, operands, results, current_source_info())
         if call.computation.has_rules:
-            add_lost_in_programs(watching, call.computation, operands, results)
+            warn_of_lost_in_programs(watching, call.computation, operands)
         return jax.tree.unflatten(call.tree, results[: call.tree.num_leaves])
 
     # ------------------------------------------------------------------ methods that JAX calls
@@ -206,7 +206,7 @@ class OperationRecorder(ForwardingTrace):
         for record in watching:
             record.add(computation, operands, results, info)
         if computation.has_rules:
-            add_lost_in_programs(watching, computation, operands, results)
+            warn_of_lost_in_programs(watching, computation, operands)
         return out
 
     def _with_residuals(

@@ -7,15 +7,13 @@ is the number of an array in the record. Arrays are told apart by identity, not 
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir.occurrence import at, origin_in
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.variables.lending import give_back
@@ -44,43 +42,6 @@ class Entry(NamedTuple):
         return (*self.args, *self.results)
 
 
-class LostGradient(NamedTuple):
-    """A followed array that a function with a rule closes over: the rule has no gradient for it.
-
-    Attributes:
-      array: the slot of the array.
-      results: the slots of the results that depend on the array.
-      text: returns the warning for the user.
-      inside: for a rule on values, (first entry, end, slots): the range of the entries that the
-        function has recorded, and the slots of the function's results. None: the results are known
-        to depend on the array.
-    """
-
-    array: int
-    results: tuple[int, ...]
-    text: Callable[[], str]
-    inside: tuple[int, int, tuple[int, ...]] | None = None
-
-
-CURE_OF_LOST_GRADIENT = (
-    "If it is a constant, apply stop_gradient to it; otherwise make it a positional argument of a "
-    "custom_gradient, and return its gradient as well (grad_pass_through cannot)"
-)
-
-
-def lost_gradient_text(what: tuple[str, str], info: Any) -> str:
-    """Returns the warning. `what`: the user's names for the function, and for the array on which
-    the function depends; `info`: JAX's source info of the call."""
-    function, array = what
-    line, is_users = origin_in(_jax.frames(info))
-    return (
-        f"{function}, which has a custom gradient, depends on {array}, which it closes over or is "
-        "given by keyword, and which is watched or computed from what is watched. Its gradient "
-        "function returns no gradient for it, so the part of the gradient that goes through the "
-        f"call{at(line if is_users else None)} is missing. {CURE_OF_LOST_GRADIENT}"
-    )
-
-
 class Record:
     """The operations of one tape, and their arrays.
 
@@ -105,7 +66,6 @@ class Record:
         self.tracked: Any = {}
         self.others: dict[int, int] = {}
         self.without_gradient: list[int] = []
-        self.lost: list[LostGradient] = []
         # Weak references, by id, to the operands of operations that were not recorded.
         self.unfollowed: dict[int, weakref.ref[Any]] = {}
         # For each watched Variable, the arrays that were read from it, by id.
@@ -194,20 +154,6 @@ class Record:
             Entry(computation, tuple(slots), tuple(range(first, len(arrays))), info)
         )
 
-    def add_lost(self, lost: Sequence[LostGradient]) -> None:
-        """Adds lost gradients of the last entry; asking for such a gradient warns."""
-        results = self.entries[-1].results
-        self.lost += [each._replace(results=results) for each in lost]
-
-    def add_lost_gradient(
-        self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any
-    ) -> None:
-        """Adds a lost gradient: `results` depend on `array`, for which a rule returns none."""
-        if id(array) in self.tracked:
-            slots = tuple([self.slot(result) for result in results])
-            text = functools.partial(lost_gradient_text, what, info)
-            self.lost.append(LostGradient(self.slot(array), slots, text))
-
     # ---------------------------------------------------------------------------------- Variables
 
     def watch_variable(self, variable: Variable) -> None:
@@ -237,37 +183,19 @@ class Record:
 
     # ------------------------------------------------------------------------------------- the end
 
-    def forget_arrays(self) -> None:
-        """Frees all arrays. Keeps the entries, the types of arrays, and the watched Variables."""
-        abstract, array_type = jax.core.AbstractValue, _jax.array_type
-        self.arrays[:] = [x if isinstance(x, abstract) else array_type(x) for x in self.arrays]
+    def forget(self) -> None:
+        """Forgets all operations and arrays. Keeps the watched Variables."""
+        self.arrays.clear()
+        self.entries.clear()
         self.tracked.clear()
         self.others.clear()
         self.unfollowed.clear()
-        self.lost.clear()
-        self.entries[:] = [
-            entry._replace(computation=entry.computation.without_arrays())
-            if isinstance(entry.computation, RecordedRule)
-            else entry
-            for entry in self.entries
-        ]
+        self.without_gradient.clear()
         for reads in self.reads.values():
             reads.clear()
         if self.shown:
             give_back(self.shown)
             self.shown.clear()
-
-    def clear(self) -> None:
-        self.forget_arrays()
-        self.arrays.clear()
-        self.reads.clear()
-        self.entries.clear()
-        self.without_gradient.clear()
-
-
-def type_of_slot(array: Any) -> Any:
-    """Returns the type of an entry of `Record.arrays`; in a used-up tape the entry is the type."""
-    return array if isinstance(array, jax.core.AbstractValue) else _jax.array_type(array)
 
 
 def entries_between(
@@ -304,18 +232,3 @@ def entries_between(
             path.append((entry, active))
             wanted.update(entry.args if follows_data else [entry.args[i] for i in active])
     return path[::-1]
-
-
-def results_without_residuals(entry: Entry) -> tuple[int, ...]:
-    """Returns the slots of an operation's results, without residuals."""
-    return entry.results[: getattr(entry.computation, "count", None)]
-
-
-def dependent_entries(entries: Sequence[Entry], sources: Iterable[int]) -> list[Entry]:
-    """Returns the entries that depend on `sources` (slots of arrays), in order."""
-    reached, dependent = set(sources), []
-    for entry in entries:
-        if not reached.isdisjoint(entry.args):
-            dependent.append(entry)
-            reached.update(entry.results)
-    return dependent

@@ -7,10 +7,8 @@ this package has made the rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tracegrad import _jax
@@ -28,43 +26,12 @@ class RecordedRule:
       pull_back: ``(cotangents, sparse) -> gradients``: a cotangent, or None, for each result; a
         gradient, or None, for each input; `sparse`: for each input, whether the gradient may be
         slices.
-      op: the name of its operation in a graph; default: `name`.
-      describe: ``(array) -> (function, name)``: the user's names for the function, and for an
-        array that the function closes over.
-      returned_operands: maps the position of each result that is an unchanged operand to the
-        operand's position.
     """
 
     number, constant_results = None, frozenset[int]()  # unlike a `Computation`
     name: str
     called: Callable[..., list[Any]]
     pull_back: Callable[[Sequence[Any], Sequence[bool]], Sequence[Any]]
-    op: str | None = None
-    describe: Callable[[Any], tuple[str, str]] | None = None
-    returned_operands: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-
-    def without_arrays(self) -> RecordedRule:
-        """Drops the two functions, which may close over arrays."""
-        return replace(self, called=_raise_used_up, pull_back=_raise_used_up)
-
-
-def _raise_used_up(*_: Any) -> Any:
-    raise RuntimeError("the operations of a tape are needed after the tape was used up")
-
-
-@contextmanager
-def tracing_rule(name: str) -> Iterator[None]:
-    """A block that traces the function of this name. If the function needs values, the error says
-    why the function is traced."""
-    try:
-        yield
-    except _jax.NEEDS_VALUES as error:
-        raise NotImplementedError(
-            f"a function with a custom gradient ({name}), or its gradient function, asks for the "
-            "value of an array, as `if` and NumPy do. A tape runs it on values, but has to trace "
-            "it to be explained or shown, and where rules are in force: write it with jnp.where "
-            "or jax.lax.cond"
-        ) from error
 
 
 # ----------------------------------------------------------------------------- rules in programs

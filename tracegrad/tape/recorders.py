@@ -17,13 +17,11 @@ from tracegrad.variables.variable import Variable
 set_current_trace = _jax.set_current_trace
 
 
-class _KeptRecorders(threading.local):
-    def __init__(self) -> None:
-        self.recorders: list[Recorder] = []
+class _KeptRecorder(threading.local):
+    recorder: Recorder | None = None
 
 
-_kept = _KeptRecorders()
-_MOST_KEPT = 8  # several are in use only if nested blocks have left a transformation
+_kept = _KeptRecorder()
 
 
 def recorder_here() -> Recorder:
@@ -35,13 +33,10 @@ def recorder_here() -> Recorder:
         return Recorder(current)
     # Successive tapes share one recorder: a jitted function caches an entry for each trace around
     # its calls, and its calls take longer the more entries there are.
-    for recorder in _kept.recorders:
-        if not recorder.is_installed and recorder.parent_trace is current:
-            return recorder
-    recorder = Recorder(current)
-    if len(_kept.recorders) < _MOST_KEPT:
-        _kept.recorders.append(recorder)
-    return recorder
+    kept = _kept.recorder
+    if kept is None or kept.is_installed or kept.parent_trace is not current:
+        kept = _kept.recorder = Recorder(current)
+    return kept
 
 
 def recorder_around() -> Recorder | None:

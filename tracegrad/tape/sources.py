@@ -15,7 +15,6 @@ from tracegrad.differentiation.pull_back import Aggregation, sum_present
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import listed
 from tracegrad.tape.cotangents import Derivative, differentiate_record
-from tracegrad.tape.lost_gradients import warn_of_lost
 from tracegrad.tape.record import Record
 from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tracing.argument_paths import argument_path, known_by_path
@@ -85,7 +84,6 @@ def differentiate_arrays(
     """Returns the derivative for each source array; None for an array that is not connected, or not
     followed by the record. `stops`: arrays that count as constants; other arguments: see
     `differentiate_record`."""
-    warn_of_lost(record, sources, targets)
     # The gradient of a source that is a target is its seed, whether it is followed or not.
     target_ids = {id(target) for target in targets}
     source_slots: dict[int, int] = {}  # by the id of the source
@@ -145,12 +143,10 @@ def _returned_slots(record: Record) -> Iterator[tuple[int, int]]:
     """Yields (slot of the result, slot of the operand) for each returned operand."""
     for entry in record.entries:
         computation = entry.computation
-        if isinstance(computation, RecordedRule):
-            places, shift = computation.returned_operands, 0
-        else:
-            places, shift = _returned_operands_of(computation), len(computation.captured)
-        for place, at in places.items():
-            yield entry.results[place], entry.args[shift + at]
+        if not isinstance(computation, RecordedRule):
+            shift = len(computation.captured)
+            for place, at in _returned_operands_of(computation).items():
+                yield entry.results[place], entry.args[shift + at]
 
 
 def _returned_operands_of(call: Any) -> Mapping[int, int]:

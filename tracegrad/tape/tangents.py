@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.differentiation.push_forward import PushForward, push_forward
-from tracegrad.ir import Graph, GraphError
-from tracegrad.ir.dependence import joined
-from tracegrad.ir.occurrence import warn_where_called
-from tracegrad.ir.parameters import Parameters
-from tracegrad.rewriting.edits import find_matches
 from tracegrad.rewriting.host_calls import end_gradients_at_host
-from tracegrad.rewriting.match_rule import MatchRule
-from tracegrad.tape.computations import Computation, trace_for_types
-from tracegrad.tape.programs import RULES
-from tracegrad.tape.record import Record, lost_gradient_text
+from tracegrad.tape.computations import Computation, trace_operation
+from tracegrad.tape.record import Record
 from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tape.recorder import Recorder
-from tracegrad.tracing.in_force import rules_in_force, without_editing
-
-
-class _ExecutedOperation(NamedTuple):
-    computation: Computation
-    args: Sequence[Any]
-    results: Sequence[Any]
-    source_info: Any
+from tracegrad.tracing.in_force import without_editing
 
 
 class Tangents(Record):
-    """A record that keeps no operations, only the tangent of each followed array that is alive.
-
-    If a tangent cannot be computed, the exception is kept instead of the tangent, and raised when
-    the user asks for the tangent.
-    """
+    """A record that keeps no operations, only the tangent of each followed array that is alive."""
 
     keeps_operations = False
 
@@ -47,7 +28,6 @@ class Tangents(Record):
         self.tracked: dict[int, weakref.ref[Any]] = {}
         self._tangents: dict[int, Any] = {}
         self._recorder: Recorder | None = None
-        self._waiting: list[tuple[_ExecutedOperation, Any]] = []
 
     def enter(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -55,10 +35,6 @@ class Tangents(Record):
 
     def leave(self) -> None:
         assert self._recorder is not None, "it has entered"
-        # This accumulator follows the tangents of inner accumulators' waiting operations.
-        for record in self._recorder.records:
-            if isinstance(record, Tangents):
-                record._push_waiting()
         self._recorder.remove(self)
         self._recorder = None
 
@@ -74,19 +50,12 @@ class Tangents(Record):
         self._tangents[identity] = tangent
         self.tracked[identity] = weakref.ref(array, forget)
 
-    def add_lost_gradient(
-        self, array: Any, results: Sequence[Any], what: tuple[str, str], info: Any
-    ) -> None:
-        if self._tangents.get(id(array)) is not None:
-            warn_where_called(lost_gradient_text(what, info), UserWarning)
-
     def _forget(self, identity: int) -> None:
         self._tangents.pop(identity, None)
         self.tracked.pop(identity, None)
 
     def get(self, array: Any) -> Any:
-        """Returns an array's tangent, the exception that is kept instead, or None."""
-        self._push_waiting()
+        """Returns an array's tangent, or None."""
         return self._tangents.get(id(array))
 
     # ------------------------------------------------------------------------------ operations
@@ -100,41 +69,19 @@ class Tangents(Record):
     ) -> None:
         """Computes the tangents of the results of an operation that has run."""
         assert isinstance(computation, Computation), "a rule is traced under an accumulator"
-        self._push_waiting()
-        operation = _ExecutedOperation(computation, args, results, info)
-        trace = self._outer_trace()
-        if computation.primitive not in RULES:
-            self._compute_and_keep(operation, trace)
+        constants = computation.constants
+        given = [None] * constants + [self.get(arg) for arg in args[constants:]]
+        active = [i for i, tangent in enumerate(given) if tangent is not None]
+        if not active:
             return
-        # JAX is still inside the call of a function with a custom rule, and allows one trace: of
-        # the function, or of its rule. So the rule is traced after the call.
-        self._waiting.append((operation, trace))
-        for result in operation.results:
-            if _jax.has_gradient(result):
-                self.set(result, None)
-
-    def _push_waiting(self) -> None:
-        while self._waiting:
-            self._compute_and_keep(*self._waiting.pop(0))
-
-    def _compute_and_keep(self, operation: _ExecutedOperation, trace: Any) -> None:
-        """Computes the tangents of the results in `trace`, and keeps them."""
-        constants = operation.computation.constants
-        found: list[Any] = [None] * constants
-        found += [self._tangents.get(id(arg)) for arg in operation.args[constants:]]
-        active = [i for i, tangent in enumerate(found) if tangent is not None]
-        tangents: list[Any] = [None] * len(operation.results)
-        if active:
-            with _jax.set_current_trace(trace):
-                try:
-                    tangents = _push_tangents(operation, active, [found[i] for i in active])
-                except Exception as error:
-                    tangents = [error.with_traceback(None)] * len(operation.results)
-        for result, tangent in zip(operation.results, tangents, strict=True):
-            if tangent is None:
-                self._forget(id(result))
-            elif _jax.has_gradient(result):
-                self.set(result, tangent)
+        with _jax.set_current_trace(self._outer_trace()):
+            push = _push_forward(computation, args, info, active)
+            values = iter(push.run(args, [given[i] for i in active]))
+        for result, is_linked in zip(results, push.linked, strict=True):
+            if is_linked:
+                tangent = next(values)
+                if _jax.has_gradient(result):
+                    self.set(result, tangent)
 
     def _outer_trace(self) -> Any:
         """Returns the trace in which tangents are computed, so that outer tapes and accumulators
@@ -149,80 +96,17 @@ class Tangents(Record):
         return recorder
 
 
-# ----------------------------------------------------------------------------- one operation
-
-
-def _push_tangents(
-    operation: _ExecutedOperation, active: Sequence[int], given: Sequence[Any]
-) -> list[Any]:
-    """Returns the tangents of an operation's results; `given` are the tangents of its active
-    operands.
-
-    An operand whose tangent is an exception is active too: a custom rule may ask which operands are
-    differentiated.
-    """
-    if rules_in_force():
-        _refuse_rules(_trace_operation(operation))
-    push = _push_forward(operation, active)
-    failed = joined(1 << k for k, one in enumerate(given) if isinstance(one, Exception))
-    input_tangents = [
-        jnp.zeros_like(operation.args[i]) if isinstance(one, Exception) else one
-        for i, one in zip(active, given, strict=True)
-    ]
-    values = iter(push.run(operation.args, input_tangents))
-    tangents = [next(values) if mask else None for mask in push.linked]
-    if failed:
-        error = next(one for one in given if isinstance(one, Exception))
-        return [
-            error if mask & failed else tangent
-            for tangent, mask in zip(tangents, push.linked, strict=True)
-        ]
-    return tangents
-
-
-def _refuse_rules(graph: Graph) -> None:
-    """Raises GraphError for a rule in force that would change the tangents of an operation. Such a
-    rule acts on a whole program, but an accumulator computes tangents operation by operation."""
-    rule_sets = [each for each in rules_in_force() if not each.acts_everywhere]
-    for rule in (rule for rule_set in rule_sets for rule in rule_set.rules):
-        if isinstance(rule, MatchRule) and rule.name not in _REVERSE_MODE_RULES:
-            if isinstance(rule.where, Parameters):
-                raise GraphError(_not_reached_text(rule, "each operation"))
-            for match in find_matches(rule.where, graph, True, rule):
-                raise GraphError(_not_reached_text(rule, match))
-
-
-def _not_reached_text(rule: MatchRule, what: object) -> str:
-    return (
-        f"{rule!r} does not reach the tangents of a ForwardAccumulator, which computes "
-        f"them as {what} runs. Use tracegrad.jvp of the function, to which rules apply, "
-        "or apply the rule to the function itself: tracegrad.rewrite(fun, rule)"
-    )
-
-
-_REVERSE_MODE_RULES = {"recompute", "checkpointed_loop"}  # these rules do not change tangents
-
-
-def _push_forward(operation: _ExecutedOperation, active: Sequence[int]) -> PushForward:
+def _push_forward(
+    computation: Computation, args: Sequence[Any], info: Any, active: Sequence[int]
+) -> PushForward:
     """Returns the program of the tangents, which is jitted if the computation is kept."""
-    computation = operation.computation
-    key = PushForward, tuple(active), tuple(map(_jax.type_key, operation.args))
+    key = PushForward, tuple(active), tuple(map(_jax.type_key, args))
     program: PushForward | None = computation.derived.get(key)
     if program is None:
         with without_editing():
-            program = push_forward(_trace_operation(operation), active)
+            graph = trace_operation(computation.called, list(map(jax.typeof, args)), info)
+            program = push_forward(end_gradients_at_host(graph), active)
         if computation.is_kept:
             program = program._replace(run=jax.jit(program.run))
         computation.derived[key] = program
     return program
-
-
-def _trace_operation(operation: _ExecutedOperation) -> Graph:
-    """Traces an operation; each of its operands is an input of the graph."""
-    scope, settings = _jax.equation_context(operation.source_info, None)
-
-    def run(*operands: Any) -> list[Any]:
-        with scope, settings:
-            return operation.computation.called(*operands)  # type: ignore[no-any-return]
-
-    return end_gradients_at_host(trace_for_types(run, list(map(jax.typeof, operation.args))))

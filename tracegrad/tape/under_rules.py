@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Graph
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.scopes import UNDER_RULES
@@ -19,71 +18,15 @@ from tracegrad.ir.scopes_in_scans import add_scope_in_scans
 from tracegrad.rewriting.identities import perturbed
 from tracegrad.tape.derivatives import transpose_derivative
 from tracegrad.tape.effects import remove_repeated_effects
-from tracegrad.tape.record import Entry, type_of_slot
-from tracegrad.tape.recorded_rules import RecordedRule, tracing_rule
+from tracegrad.tape.record import Entry
 from tracegrad.tracing.argument_paths import argument_path, derivatives_of_argument
 from tracegrad.tracing.in_force import RuleSet, apply_rules_in_force, without_editing
 from tracegrad.tracing.misdirected_rules import mark_inputs
 
 
-def _bind_placeholder(
-    rule: RecordedRule, operands: Sequence[Any], results: Sequence[Any]
-) -> list[Any]:
-    """Binds an operation that stands for a function with a rule; does not trace the function."""
-    primitive: Any = jax.extend.core.Primitive(rule.op or rule.name)
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *_, name: list(results))
-    bound: list[Any] = primitive.bind(*operands, name=rule.name)
-    return bound
-
-
-class RecordedGraph(NamedTuple):
-    """Entries as a graph.
-
-    Attributes:
-      graph: its inputs are the arrays that are not results of entries.
-      inputs: the slots of the graph's inputs.
-    """
-
-    graph: Graph
-    inputs: list[int]
-
-
-def graph_of_entries(
-    entries: Sequence[Entry],
-    types: Sequence[Any] | Mapping[int, Any],
-    outputs: Sequence[int],
-    first: Sequence[int] = (),
-    *,
-    runs_rules: bool = True,
-) -> RecordedGraph:
-    """Returns the graph of entries, without residuals.
-
-    Args:
-      entries: in the order in which they ran.
-      types: the arrays of the slots, or their types.
-      outputs: the slots of the graph's outputs.
-      first: the slots of the graph's first inputs, used or not.
-      runs_rules: whether functions that ran on values are traced; if not, each function is one
-        operation.
-    """
-    made = {slot for entry in entries for slot in entry.results}
-    used = [slot for entry in entries for slot in entry.args]
-    inputs = [s for s in dict.fromkeys([*first, *used, *outputs]) if s not in made]
-
-    def tape(*arrays: Any) -> list[Any]:
-        values = dict(zip(inputs, arrays, strict=True))
-        run_entries(entries, values, None if runs_rules else types)
-        return [values[slot] for slot in outputs]
-
-    program = jax.make_jaxpr(tape)(*[type_of_slot(types[slot]) for slot in inputs])
-    return RecordedGraph(graph_of(program), inputs)
-
-
 def run_entries(
     entries: Sequence[Entry],
     values: dict[int, Any],
-    types: Sequence[Any] | Mapping[int, Any] | None = None,
     on_use: Callable[[int, Any], Any] = lambda slot, value: value,
 ) -> None:
     """Runs entries again, to be traced.
@@ -91,8 +34,6 @@ def run_entries(
     Args:
       entries: in the order in which they ran.
       values: the arrays by slot; the results are added to `values`.
-      types: the types of the slots. With types, a function that ran on values does not run again,
-        but becomes one operation.
       on_use: ``(slot, array) -> operand``, called in the name scope of each use of the array.
     """
     saved: set[int] = set()  # the slots of residuals, which have no value here
@@ -103,19 +44,11 @@ def run_entries(
                 "function on this tape and a second derivative through it: open the tape inside "
                 "their block"
             )
-        computation = entry.computation
         scope, settings = _jax.equation_context(entry.source_info, None)
         with scope, settings:
             used = {slot: on_use(slot, values[slot]) for slot in entry.args}
             operands = [used[slot] for slot in entry.args]
-            if isinstance(computation, RecordedRule) and types is not None:
-                result_types = [type_of_slot(types[slot]) for slot in entry.results]
-                results = _bind_placeholder(computation, operands, result_types)
-            elif isinstance(computation, RecordedRule):
-                with tracing_rule(computation.name):
-                    results = computation.called(*operands)
-            else:
-                results = computation.called(*operands)
+            results = entry.computation.called(*operands)
         results = jax.tree.leaves(results)
         saved.update(entry.results[len(results) :])
         for slot, result in zip(entry.results, results):

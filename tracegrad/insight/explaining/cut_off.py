@@ -125,7 +125,6 @@ def cut_off(
     path: str,
     i: int,
     cuts: CutsOnWay | None,
-    why_unused: str | None,
 ) -> Iterator[Finding]:
     """Returns findings on why nothing connects a source with the results.
 
@@ -133,12 +132,11 @@ def cut_off(
       program, inputs: the graph and the arrays of its inputs.
       path, i: the name of the source, and the index of its input.
       cuts: its `smallest_cuts` with respect to the outputs with cotangents.
-      why_unused: see `explain_graph`.
     """
     if cuts is not None:
         yield from _findings_of_cuts(path, cuts)
         return
-    constant = None if why_unused else _closed_over(program, inputs[i])
+    constant = _closed_over(program, inputs[i])
     if constant is not None:
         yield Finding(
             "closed over",
@@ -151,7 +149,7 @@ def cut_off(
     else:
         yield Finding(
             "unused",
-            why_unused or explain_unconnected(program, i, cuts),
+            explain_unconnected(program, i, cuts),
             (path,),
             cure="use it where the result is computed, or leave it out of wrt",
         )

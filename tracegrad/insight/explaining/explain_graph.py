@@ -51,10 +51,8 @@ def explain_graph(
     *,
     name: str,
     unselectable: dict[str, Any],
-    why_unused: str | None = None,
     others: Mapping[int, str] = MappingProxyType({}),
     untrained: Collection[str] = (),
-    ends: Sequence[int] = (),
 ) -> Explanation:
     """Explains the gradients of a graph.
 
@@ -66,11 +64,8 @@ def explain_graph(
       seeds: for each output of the graph a cotangent, or None.
       name: the name of the function.
       unselectable: the values of the sources without an input, by their paths.
-      why_unused: the text for a source that does not lead to the result; default: a general one.
       others: the names of inputs that are not sources.
       untrained: the sources that are not expected to get a gradient.
-      ends: outputs without a gradient: a source that leads only to such an output is cut off at
-        the operation that makes the output.
     """
     targets = [i for i, seed in enumerate(seeds) if seed is not None]
     linked = connections(program)
@@ -86,8 +81,8 @@ def explain_graph(
         elif i is None:
             findings.append(type_without_gradient(path, unselectable[path]))
         else:
-            cuts = cuts or _cuts(program, targets, ends)
-            findings += cut_off(program, inputs, path, i, cuts[i], why_unused)
+            cuts = cuts or smallest_cuts(program, targets)
+            findings += cut_off(program, inputs, path, i, cuts[i])
     observed = measure(program, flowing, inputs, seeds, Detail.FEW)
     findings += refusals(observed)
 
@@ -125,19 +120,9 @@ def explain_graph(
     return Explanation(
         name,
         tuple(reports),
-        tuple(sorted(merged(findings), key=lambda f: f.rank)),
+        tuple(sorted(_merged(findings), key=lambda f: f.rank)),
         "" if value is None else _output_text(value),
     )
-
-
-def _cuts(program: Graph, targets: Sequence[int], ends: Sequence[int]) -> list[CutsOnWay | None]:
-    """Returns for every input its smallest cuts on the paths to the targets; if no path leads to a
-    target, those on the paths to the `ends`."""
-    cuts = smallest_cuts(program, targets)
-    if not ends:
-        return cuts
-    further = smallest_cuts(program, ends)
-    return [b if a is None else a for a, b in zip(cuts, further, strict=True)]
 
 
 def _run_again(observed: Observed) -> Iterator[Finding]:
@@ -193,7 +178,7 @@ def _reports(
     return reports
 
 
-def merged(findings: Sequence[Finding]) -> Iterator[Finding]:
+def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Merges findings with the same cause and place: one for all sources, and for all operations
     there whose texts differ only in measured numbers."""
     groups: dict[Any, list[Finding]] = {}
