@@ -13,9 +13,6 @@ import jax
 
 from tracegrad._jax.caches import cached
 
-# The prefix of attributes that nnx writes into every module.
-_OF_NNX = "_pytree__"
-
 
 def nnx() -> Any:
     """None unless flax.nnx is imported completely."""
