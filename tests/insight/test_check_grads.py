@@ -113,10 +113,10 @@ def test_the_gradient_of_a_numpy_function_is_checked_against_that_function():
 
     is_right = True
     report = check_grads(f, (X,), order=1)
-    assert statuses(report.rules) == ["right"] * 2
+    assert statuses(report.leaves) == ["right"] * 2
     assert not tg.explain(f, X).findings  # nobody knows the derivative that a rule changes
     is_right = False
-    with pytest.raises(GradientError, match="square, input 0") as caught:
+    with pytest.raises(GradientError, match="x, order 1") as caught:
         check_grads(lambda x: f(x), (X,), **REVERSE)
     expected = [check.expected * 3 / 2 for check in caught.value.report.wrong]
     got = [check.got for check in caught.value.report.wrong]
@@ -315,7 +315,7 @@ def test_a_gradient_of_zeros_for_a_host_function_is_wrong():
     def sine(x):
         return tg.numpy_function(np.sin, [x], "float32", grad=lambda op, dy: 0 * dy)
 
-    assert refused(sine, X, **REVERSE).wrong[0].what == "<lambda>, input 0"
+    assert refused(sine, X, **REVERSE).wrong[0].what == "x"
 
 
 @pytest.mark.parametrize("name", ["rules", "pass_through", "custom_gradient"])
@@ -407,7 +407,12 @@ NOT_JUDGED = [TWO], "none", "derivatives of <lambda>: not judged"
 
 # The verdict on the leaf, and what the report says.
 VERDICTS = {
-    "beside a kink": (lambda x: jnp.abs(x) * x + jax.nn.relu(x), [KINKS], "right", "x"),
+    "a kink in one element": (
+        lambda x: jnp.abs(x) * x + jax.nn.relu(x),
+        [KINKS],
+        "not smooth",
+        "not judged",
+    ),
     "at a kink": (jax.nn.relu, [jnp.zeros(1)], "not smooth", "relu: not judged"),
     "NaN at a kink": (lambda x: jnp.sqrt(jnp.sum(x**2)), [jnp.zeros(2)], "wrong", "got nan"),
     "no value": (jnp.log, [jnp.array([-1.0])], "not smooth", "log"),  # where 1 / x is -1
@@ -556,7 +561,7 @@ def test_a_function_of_numpy_is_not_given_complex_numbers(capfd):
         return jnp.sum(tg.numpy_function(np.sin, [x], kind, grad=gradient, stateful=False))
 
     report = check_grads(f, (X,), **REVERSE)
-    assert statuses([*report.rules, *report.leaves]) == ["right", "right"]
+    assert statuses(report.leaves) == ["right"]
     assert "pure_callback failed" not in capfd.readouterr().err
 
 

@@ -82,13 +82,13 @@ def test_several_rules_in_a_row_are_shown_as_a_list():
         tg.rewrite(loss, rule, other)
 
 
-def of_own_options(x, wrt=1.0, *, cotangent=2.0):
-    return jnp.sum(jnp.sin(x) * wrt * cotangent)
+def of_own_options(x, wrt=1.0, *, has_aux=2.0):
+    return jnp.sum(jnp.sin(x) * wrt * has_aux)
 
 
 def test_a_keyword_that_may_be_the_functions_or_an_option_is_refused_with_the_way_out():
     x = jnp.ones(3)
-    for option in ("wrt", "cotangent"):
+    for option in ("wrt", "has_aux"):
         cure = re.escape(f"functools.partial(of_own_options, {option}=...)")
         with pytest.raises(TypeError, match=rf"'of_own_options' \(.*, and it is not clear.*{cure}"):
             tg.explain(of_own_options, x, **{option: True})

@@ -17,11 +17,11 @@ from tracegrad.differentiation.partition import Partition
 from tracegrad.differentiation.wrt import Wrt, check_wrt, partition
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation
-from tracegrad.ir import Graph, Occurrence, dtype_of, has_gradient, is_reference
+from tracegrad.ir import Graph, Occurrence, dtype_of, is_reference
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import some
 from tracegrad.tracing.graphs import function_name, graph, require_function
-from tracegrad.tracing.statics import Static, is_none
+from tracegrad.tracing.statics import Static
 from tracegrad.tracing.tools import tool
 
 _TYPES = 4  # a message lists at most so many types
@@ -33,7 +33,6 @@ def explain(
     /,
     *args: Any,
     wrt: Wrt = 0,
-    cotangent: Any = None,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Explanation:
@@ -48,13 +47,10 @@ def explain(
     not the derivative of their function.
 
     Args:
-      fun: a function, traced or plain. It returns one float scalar, or anything if `cotangent` is
-        given.
+      fun: a function, traced or plain, that returns one float scalar.
       *args, **kwargs: the arguments of the call.
       wrt: what to differentiate with respect to, as for `tracegrad.grad`: without it the
         first argument alone. For two models, give both: ``wrt=("encoder", "decoder")``.
-      cotangent: a tree like the result, with a cotangent of the same shape for each leaf; needed
-        unless the result is one scalar.
       has_aux: whether `fun` returns ``(value, aux)``.
 
     Returns:
@@ -63,9 +59,8 @@ def explain(
 
     Raises:
       TypeError: `wrt` is not a selection; an argument has no numbers (a tracer or a shape); the
-        result is not a scalar and `cotangent` is not given.
-      ValueError: `wrt` selects something that the call does not have; an array has been donated;
-        `cotangent` does not fit the result.
+        result is not one float scalar.
+      ValueError: `wrt` selects something that the call does not have; an array has been donated.
       NotImplementedError: the function makes a `jax.Ref`.
       Whatever the function itself raises when it is traced.
 
@@ -107,7 +102,7 @@ def explain(
         call.program,
         call.inputs,
         sources,
-        _seeds(fun, call.program, call.count, cotangent),
+        _seeds(fun, call.program, call.count),
         name=function_name(fun),
         unselectable={name: leaves[name] for name, i in sources.items() if i is None},
         others=call.others,
@@ -210,34 +205,15 @@ def _refuse_references(program: Graph) -> None:
             )
 
 
-def _seeds(fun: Callable[..., Any], program: Graph, count: int, cotangent: Any) -> list[Any]:
+def _seeds(fun: Callable[..., Any], program: Graph, count: int) -> list[Any]:
     """Returns a cotangent for each output of the program, or None."""
-    assigned: list[Any] = [None] * (len(program.outputs) - count)
     outs = program.outputs[:count]
-    if cotangent is None:
-        is_scalar = count == 1 and getattr(outs[0].aval, "shape", None) == ()
-        if not is_scalar or not jnp.issubdtype(dtype_of(outs[0]), jnp.floating):
-            types = [_jax.type_text(out.aval) for out in outs]
-            raise TypeError(
-                f"{function_name(fun)} returns {some(types, _TYPES) or 'nothing'}; a gradient is "
-                "that of one float scalar. Explain the loss, not the train step. Return the sum or "
-                "mean, or pass the weights of the results as `cotangent=`, a tree like the result "
-                "(`has_aux=True` leaves out all but the first of a pair)"
-            )
-        return [jnp.ones((), dtype_of(outs[0])), *assigned]
-    leaves = jax.tree.leaves(cotangent, is_leaf=is_none)
-    if len(leaves) != count:
-        raise ValueError(
-            f"cotangent has {len(leaves)} leaves, the result of {function_name(fun)} {count}"
+    is_scalar = count == 1 and getattr(outs[0].aval, "shape", None) == ()
+    if not is_scalar or not jnp.issubdtype(dtype_of(outs[0]), jnp.floating):
+        types = [_jax.type_text(out.aval) for out in outs]
+        raise TypeError(
+            f"{function_name(fun)} returns {some(types, _TYPES) or 'nothing'}; a gradient is "
+            "that of one float scalar. Explain the loss, not the train step. Return a sum or mean, "
+            "weighted if you like (`has_aux=True` leaves out all but the first of a pair)"
         )
-    seeds: list[Any] = []
-    for leaf, out in zip(leaves, outs, strict=True):
-        if leaf is not None and (
-            jnp.shape(leaf) != getattr(out.aval, "shape", None) or not has_gradient(out)
-        ):
-            raise ValueError(
-                f"a cotangent of shape {jnp.shape(leaf)} was given for a result "
-                f"{_jax.type_text(out.aval)}; None leaves a result out"
-            )
-        seeds.append(None if leaf is None else jnp.asarray(leaf, dtype_of(out)))
-    return [*seeds, *assigned]
+    return [jnp.ones((), dtype_of(outs[0])), *[None] * (len(program.outputs) - 1)]

@@ -69,10 +69,11 @@ class Finding:
         return cls(cause, what, sources, **{**known, "scope": scope_of(found), **more})
 
     @property
-    def rank(self) -> tuple[bool, int, int]:
+    def rank(self) -> tuple[bool, int, bool, int]:
         """The sort key: the worst finding first; if equally bad, the one with more sources."""
         known = _ORDER.index(self.cause) if self.cause in _ORDER else len(_ORDER)
-        return not self.problem, known, -len(self.sources)
+        is_effect = self.cause == "multiplied by zero"  # often of another finding
+        return not self.problem, known, is_effect, -len(self.sources)
 
     @property
     def short(self) -> str:

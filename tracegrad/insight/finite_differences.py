@@ -129,23 +129,6 @@ class Differences(NamedTuple):
             h /= 4
         return best
 
-    def along_smooth(self, at: Sequence[Any], which: int, direction: Any, random: Any) -> Estimate:
-        """Estimates the same as `along`, along a direction in which the function is smooth.
-
-        If it is not smooth, some element is at a kink (a rectifier at zero). Then a random half of
-        the direction's elements becomes zero, up to four times.
-        """
-        found = self.along(at, which, direction)
-        for _ in range(4):
-            if found.smooth or np.size(direction) < 2:
-                break
-            kept = direction * (random.random(np.shape(direction)) < 0.5)
-            if np.any(kept):
-                attempt = self.along(at, which, kept)
-                if attempt.smooth or np.count_nonzero(kept) < np.count_nonzero(direction):
-                    direction, found = kept, attempt
-        return found
-
 
 def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Weighed:
     """Returns the real part of the weighted sum of all elements of the floating results."""

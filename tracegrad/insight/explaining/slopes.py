@@ -58,7 +58,8 @@ def slopes(
         values = [observed.graph.inputs[i] for i in inputs]
         if slope.cause and are_layers(observed.graph, inputs):
             streams = streams or Streams(look(Detail.ALL))
-            for fall in _falls(slope, _through_layers(slope, map(streams.to, values))):
+            ways = map(streams.to, values, slope.norms)
+            for fall in _falls(slope, _through_layers(slope, ways)):
                 known = found.get(fall.key)
                 if known is None or fall.size > known.size:
                     found[fall.key] = fall
@@ -214,7 +215,7 @@ def _finding_of_layers(
     concerned = []
     for path, norm in norms.items():
         i = sources[path]
-        way = [] if i is None else streams.to(streams.observed.graph.inputs[i])
+        way = [] if i is None else streams.to(streams.observed.graph.inputs[i], norm)
         change = sum(x.change for x in way if x.origin == links[0].origin)
         if abs(change) >= min(_BLAMED, fall.size / 2) and (change < 0) == (cause == "vanishing"):
             concerned.append((norm, path))

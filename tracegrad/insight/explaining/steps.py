@@ -14,7 +14,7 @@ from tracegrad.insight.explaining.slopes import (
     changes_by_line,
 )
 from tracegrad.insight.explaining.statistics import NORM, ZEROS
-from tracegrad.insight.explaining.streams import Streams
+from tracegrad.insight.explaining.streams import Streams, total
 from tracegrad.insight.explanation import Finding
 from tracegrad.ir import Atom, Graph, Node, Occurrence, Value, has_gradient
 from tracegrad.ir.dependence import dependence
@@ -89,7 +89,8 @@ def _finding(carry: tuple[Occurrence, int], slope: Slope, streams: Streams) -> F
     scan, j = carry
     body, path = scan.node.regions["jaxpr"], scan.into("jaxpr")
     first, _ = _jax.scan_split(scan.node.params)
-    links = streams.to(body.inputs[first + j], path)
+    given = total(np.array(slope.norms[:-1]))  # by each step to the step before
+    links = streams.to(body.inputs[first + j], given, path)
     found, most = scan, ""
     if links:
         by_line = changes_by_line(links, slope.sign).values()

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from tracegrad import _jax
 from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import EDGE_NORM, NORM
 from tracegrad.insight.explaining.visits import is_called, is_entered
 from tracegrad.ir import Occurrence, Origin, Value
-from tracegrad.ir.inlined import inside, onward, outside
+from tracegrad.ir.inlined import inside, onward
 from tracegrad.ir.occurrence import Path
 
 
@@ -30,7 +29,6 @@ class Link:
     the cotangent of the operand to which the stream leads (`after`)."""
 
     occurrence: Occurrence
-    result: Value
     origin: Origin | None
     before: float
     after: float
@@ -52,30 +50,31 @@ class Streams:
     """
 
     observed: Observed
-    _known: dict[tuple[Path, Value], Link | None] = field(default_factory=dict)
+    _known: dict[tuple[Path, Value], tuple[Occurrence, int, float] | None] = field(
+        default_factory=dict
+    )
 
-    def to(self, value: Value, path: Path = ()) -> list[Link]:
-        """Returns the stream to a value of a region, from the value to the stream's start."""
+    def to(self, value: Value, norm: float, path: Path = ()) -> list[Link]:
+        """Returns the stream to a value of a region, from the value to the stream's start; `norm`:
+        the norm of the value's cotangent."""
         found = []
-        while (link := self.next(path, value)) is not None:
-            found.append(link)
-            path, value = link.occurrence.path, link.result
+        while (strongest := self._strongest(path, value)) is not None:
+            here, k, before = strongest
+            found.append(Link(here, here.origin, before, norm))
+            path, value, norm = here.path, here.node.outputs[k], before
         return found
 
-    def next(self, path: Path, value: Value) -> Link | None:
-        """Returns the operation that gives a value the largest cotangent; None if none does."""
+    def _strongest(self, path: Path, value: Value) -> tuple[Occurrence, int, float] | None:
+        """Returns the operation that gives a value the largest cotangent, the number of its result
+        with the largest cotangent, and that norm; None if no operation gives one."""
         if (path, value) not in self._known:
-            self._known[path, value] = self._strongest(path, value)
+            _, here = max(self.uses(path, value), key=lambda use: use[0], default=(0.0, None))
+            self._known[path, value] = None
+            if here is not None:
+                norms = [self._norm("ct", here, k) or 0.0 for k in range(len(here.node.outputs))]
+                k = int(np.argmax(norms))
+                self._known[path, value] = here, k, norms[k]
         return self._known[path, value]
-
-    def _strongest(self, path: Path, value: Value) -> Link | None:
-        most, here = max(self.uses(path, value), key=lambda use: use[0], default=(0.0, None))
-        if here is None:
-            return None
-        norms = [self._norm("ct", here, k) or 0.0 for k in range(len(here.node.outputs))]
-        k = int(np.argmax(norms))
-        after = self._of_value(path, value) or most
-        return Link(here, here.node.outputs[k], here.origin, norms[k], after)
 
     def uses(self, path: Path, value: Value) -> Iterator[tuple[float, Occurrence]]:
         """Returns the operations that use a value (also in called regions), each with the norm of
@@ -95,29 +94,6 @@ class Streams:
         if path and is_called(path[-1][0]):
             for each in onward(path, value):
                 yield from self.uses(*each)
-
-    def _of_value(self, path: Path, value: Value) -> float | None:
-        """Returns the norm of the cotangent of a value; None if it is not known."""
-        region = self.observed.region(path)
-        node = region.producers.get(value)
-        if node is not None:
-            return self._norm("ct", Occurrence(path, node), node.outputs.index(value))
-        if path and path[-1][0].primitive is _jax.SCAN:
-            return self._of_carry(path, region.inputs.index(value))
-        if not path or not is_called(path[-1][0]):
-            return None
-        around, outer = outside(path, value)[0]
-        return self._of_value(around, outer) if isinstance(outer, Value) else None
-
-    def _of_carry(self, path: Path, index: int) -> float | None:
-        """Returns the norm of the cotangent of a carry, as an input of the steps."""
-        call = Place(Occurrence(path[:-1], path[-1][0]))
-        first, _ = _jax.scan_split(call.node.params)
-        stat = self.observed.get("carry", call, index - first)
-        if stat is None:
-            return None
-        others = slice(1, None) if call.node.params["reverse"] else slice(None, -1)
-        return total(stat[..., others, NORM])
 
     def _norm(self, kind: str, here: Occurrence, k: int) -> float | None:
         """Returns a norm over all runs of an operation; Inf if it is not finite."""
