@@ -215,15 +215,3 @@ def test_two_functions_with_one_budget_have_each_their_own_plan():
     first(WEIGHTS, X)
     assert second.plan is None
     assert tg.trace(train, memory_budget="60%").plan is first.plan  # they share their programs
-
-
-def test_without_a_budget_plan_is_the_functions_own_attribute():
-    class Model:
-        plan = "of the model"
-
-        def __call__(self, x):
-            return x * 2
-
-    assert tg.trace(Model()).plan == "of the model"
-    with pytest.raises(AttributeError, match="nothing is planned without memory_budget="):
-        _ = tg.trace(train).plan

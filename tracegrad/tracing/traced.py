@@ -69,7 +69,9 @@ class TracedFunction(Generic[P, R]):
             fun, **options_for_jit(options)
         )  # raises jit's own errors for a wrong function or option
         require_function(fun)
-        functools.update_wrapper(self, fun, updated=())
+        # The attributes of a function, not those of a model, which change.
+        updated = ("__dict__",) if inspect.isfunction(fun) else ()
+        functools.update_wrapper(self, fun, updated=updated)
         static = resolve_static(fun, options.get("static_argnums"), options.get("static_argnames"))
         called, self._first = function_taking_module(fun)
         if self._first:
@@ -180,23 +182,12 @@ class TracedFunction(Generic[P, R]):
     @property
     def plan(self) -> Any:
         """What is recomputed to fit ``memory_budget=``: the `tracegrad.planning.StepPlan` of the
-        latest trace; None before the first trace. Without a budget, `plan` is an attribute of the
-        original function."""
-        if self._to_budget is None:
-            raise AttributeError("plan")  # `__getattr__` looks at the function
-        return self._to_budget.latest
+        latest trace; None before the first trace, and without a budget."""
+        return getattr(self._to_budget, "latest", None)
 
     def __repr__(self) -> str:
-        plan = getattr(self._to_budget, "latest", None)
-        return f"<traced {self.__wrapped__!r}{f', {plan.line}' if plan else ''}>"
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns the function's attribute of that name."""
-        if name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name == "plan" and not hasattr(self.__wrapped__, name):
-            raise AttributeError("nothing is planned without memory_budget=")
-        return getattr(self.__wrapped__, name)
+        plan = f", {self.plan.line}" if self.plan else ""
+        return f"<traced {self.__wrapped__!r}{plan}>"
 
 
 def find_traced(fun: Any) -> tuple[TracedFunction[..., Any] | None, tuple[Any, ...]]:
