@@ -16,6 +16,19 @@ pytestmark = pytest.mark.both_jax
 MODEL = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
 DTYPES = ("float32", "float16", "bfloat16", "int32", "int16", "int8", "uint32", "uint16", "bool")
 
+
+def new_class():
+    class Same:
+        def tree_flatten(self):
+            return (), None
+
+        @classmethod
+        def tree_unflatten(cls, *_):
+            return cls()
+
+    return Same
+
+
 CHANGES = {
     "shape": (lambda i: {"x": jnp.ones(i + 1)}, r"shape of `x` changed.*\[8\] to \[9\].*pad"),
     "dtype": (
@@ -40,6 +53,10 @@ CHANGES = {
     "a new optimiser": (
         lambda i: {"x": nnx.Optimizer(MODEL, optax.sgd(0.1), wrt=nnx.Param)},
         r"the tree of `x` changed.*to Optimizer with GradientTransformation.*once",
+    ),
+    "a class that is made anew": (
+        lambda i: {"x": jax.tree_util.register_pytree_node_class(new_class())()},
+        r"tree of `x` changed.*from Same to Same",
     ),
     "tree": (
         lambda i: {"x": {f"k{j}": 1.0 for j in range(i)}},

@@ -54,27 +54,8 @@ def test_it_has_the_signature_and_the_attributes_of_the_function():
     assert inspect.signature(tg.graph(scaled, 1.0).to_callable()) == inspect.signature(scaled)
     assert str(inspect.signature(Doubling().doubled)) == "(x)"
     assert traced.some_value == 4
-    scaled.some_value = 5
-    assert traced.some_value == 5
     with pytest.raises(AttributeError, match="another_value"):
         _ = traced.another_value
-
-
-def test_its_repr_never_raises():
-    class Model:
-        def __call__(self, x):
-            return x + self.weight
-
-        def __repr__(self):
-            return f"Model({self.weight})"
-
-    model = Model()
-    traced = tg.trace(model)
-    assert repr(traced).startswith("<traced <Model ")
-    assert repr(tg.trace(model.__call__)).startswith("<traced <method ")
-    model.weight = 2.0
-    assert repr(traced) == "<traced Model(2.0)>"
-    assert traced(1.0) == 3.0
 
 
 def test_every_call_goes_through_the_graph_and_its_rules():
@@ -436,8 +417,6 @@ def test_graph_rejects_it_too():
         tg.graph(3)
     with pytest.raises(TypeError, match=r"numpy.ndarray.*path x"):
         tg.graph(lambda x: x, OBJECTS)
-    with pytest.raises(ValueError, match=r"Non-hashable.*n=\[1\]"):
-        tg.trace(lambda x, n: x, static_argnames="n").graph(1.0, n=[1])
 
 
 @pytest.mark.parametrize("rules", [3, [3], None])
@@ -485,28 +464,15 @@ def test_what_does_not_belong_by_position_is_shown_the_right_call(call, shown):
         call(f)
 
 
-@tg.trace
-def known_by_name(x):
-    return x + 1
-
-
 class Doubling:
     @tg.trace
     def doubled(self, x):
         return 2 * x
 
 
-def test_a_traced_function_is_pickled_by_its_name_or_by_what_it_was_made_with():
-    assert pickle.loads(pickle.dumps(known_by_name)) is known_by_name
-    again = pickle.loads(pickle.dumps(tg.trace(scaled_sum, static_argnames="scale")))
-    assert again(jnp.arange(3.0), scale=2.0) == 6.0
-    with pytest.raises(ValueError, match="Non-hashable static"):
-        again(1.0, scale=[])
-    for copied in (copy.copy, lambda method: pickle.loads(pickle.dumps(method))):
-        assert copied(Doubling().doubled)(2.0) == 4.0
+def test_a_traced_function_is_copied_as_any_function():
     assert copy.deepcopy({"apply": tg.trace(jnp.sin)})["apply"](0.0) == 0.0
-    with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):
-        pickle.dumps(tg.trace(lambda x: x))
+    assert copy.copy(Doubling().doubled)(2.0) == 4.0
 
 
 @pytest.mark.parametrize("of", [seen_as_graph, tg.trace])

@@ -107,7 +107,6 @@ class Body:
         self.__name__ = self.__qualname__ = pipeline.__name__
         self.__doc__ = pipeline.__doc__
         self.__module__ = pipeline.__module__
-        self._text = pipeline.text
         signature = signature_behind(pipeline.fun, use.values)
         if signature is not None:  # JAX names arguments by it, and checks static arguments
             self.__signature__ = signature
@@ -172,4 +171,4 @@ class Body:
             pipeline.warn_of_merging()
 
     def __repr__(self) -> str:
-        return self._text  # JAX's messages print it
+        return repr(self.__wrapped__)  # JAX's messages print it

@@ -121,15 +121,6 @@ def trace_to_graph(
     """
     static, dynamic, positions = call.static, call.dynamic, call.static.within(call.args)
     static_kwargs = static.named(call.kwargs)
-    for name, value in static_kwargs.items():
-        try:
-            hash(value)
-        except TypeError as error:
-            raise ValueError(
-                "Non-hashable static arguments are not supported: programs are kept by the values "
-                f"of static arguments, and {name}={value!r} is of type {type(value).__name__}"
-            ) from error
-
     arguments, _ = call.by_name()
     paths = [
         path_name(path, name)

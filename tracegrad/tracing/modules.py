@@ -23,7 +23,6 @@ from tracegrad._jax.caches import cached
 from tracegrad.tracing.nnx_objects import (
     is_kind_of_module,
     is_kind_of_state,
-    is_module,
     nnx,
     set_leaf,
 )
@@ -153,12 +152,6 @@ def _attributes(node: Any) -> Iterable[tuple[str, Any]]:
     return list(vars(node).items())
 
 
-def nnx_objects_in(tree: Any) -> list[Any]:
-    """In the order in which flax finds them."""
-    roots = list(filter(is_module, jax.tree.leaves(tree, is_leaf=is_module_or_variable)))
-    return [node for _, node in nnx_nodes_in(roots) if is_module(node)]
-
-
 def nnx_nodes_in(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """Returns (flax's path, node) for each node, each object once."""
     with finding_variables([]):  # else flax would have JAX read the Variables in the tree
@@ -275,7 +268,9 @@ class ResultWithModules(NamedTuple):
         def with_originals(tree: Any) -> Any:
             return _exchange_objects(tree, lambda x: originals.get(id(x), x))
 
-        for each in nnx_objects_in(tuple(self)):
+        finder = NnxObjectFinder()
+        finder.flatten(tuple(self), [])
+        for each in finder.objects:
             node = originals.get(id(each), each)
             if isinstance(each, nnx().Variable):
                 node.set_raw_value(each.get_raw_value())

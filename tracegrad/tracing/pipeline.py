@@ -82,7 +82,6 @@ class Pipeline:
         self.__name__ = function_name(fun)
         self.__doc__ = fun.__doc__
         self.__module__ = getattr(fun, "__module__", __name__)
-        self.text = repr_of(fun)
         self._programs: OrderedDict[Any, JittedProgram] = OrderedDict()
         self._lock = threading.RLock()
         # Shardings of the parts of an argument or of a result come in a tree of its structure.
@@ -282,14 +281,6 @@ def with_jit() -> AbstractContextManager[None]:
     """A block in which `jax.disable_jit` is off: tracing needs jit."""
     disabled = _jax.config.jax_disable_jit
     return jax.disable_jit(False) if disabled else nullcontext()
-
-
-def repr_of(fun: Callable[..., Any]) -> str:
-    """For messages: the `repr`, if that does not raise."""
-    try:
-        return repr(fun)
-    except Exception:  # for example: the object is half-made, or one of its arrays is deleted
-        return f"<{type(fun).__name__} {function_name(fun)}>"
 
 
 def _weak_reference(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:

@@ -189,12 +189,13 @@ def _first_difference(old: Any, new: Any) -> tuple[str, str]:
     (kind, data), (other_kind, other_data) = map(_kind_and_data, (old, new))
     if (kind, data) == (other_kind, other_data):
         pairs = zip(old.children(), new.children(), strict=True)
-        return next(_first_difference(*pair) for pair in pairs if pair[0] != pair[1])
+        differences = (_first_difference(*pair) for pair in pairs if pair[0] != pair[1])
+        return next(differences, (kind, other_kind))  # by default: two classes of one name
     if kind != other_kind:
         return kind, other_kind
     while type(data) is type(other_data) and type(data) in (tuple, list):
         parts = itertools.zip_longest(data, other_data)
-        data, other_data = next(pair for pair in parts if pair[0] != pair[1])
+        data, other_data = next((pair for pair in parts if pair[0] != pair[1]), (None, None))
     texts = ("nothing" if each is None else repr(each) for each in (data, other_data))
     before, after = (shortened(f"{kind} with {text}") for text in texts)
     return before, after

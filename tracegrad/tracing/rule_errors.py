@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,12 +17,6 @@ from tracegrad.ir.wording import code_of, first_line, listed
 CLOSES_OVER = "closes over a value that is differentiated"
 _CLOSING_OVER = ("closed-over value", "No constant handler for type", CLOSES_OVER)
 _INDICATED = "indicated by nondiff_argnums"
-_DTYPES = (
-    re.compile(r"\(ShapedArray\((\w+)\[.*?\]\), ShapedArray\((\w+)\[.*?\]\)\)"),
-    re.compile(
-        r"has type (\w+)\[.*?\] but the corresponding output carry component has type (\w+)"
-    ),
-)
 
 
 def rule_advice(
@@ -45,8 +38,6 @@ def rule_advice(
             "A custom rule here has an array in nondiff_argnums: make it an argument, with None "
             "for its gradient."
         ), None
-    if (dtypes := _dtypes(error)) is not None:
-        return dtype_advice("A custom rule here", *dtypes), None
     is_unexpected = isinstance(error, jax.errors.UnexpectedTracerError)
     if not is_unexpected and not any(text in words for text in _CLOSING_OVER):
         return None
@@ -122,16 +113,3 @@ def rule_in(stack: TracebackType | None) -> str | None:
             name = str(getattr(each, "__name__", "a rule"))
             rules.update((code_of(function), name) for function in functions if function)
     return next((rules[code] for code in reversed(codes) if code in rules), None)
-
-
-def _dtypes(error: Exception) -> tuple[str, str] | None:
-    """The dtypes that the transpose of a program expected and got; None if other things differ."""
-    # JAX adds the user's lines as the cause if a transformation fails; the error of a loop that is
-    # wrong by itself has no cause.
-    if error.__cause__ is None or not isinstance(error, AssertionError | TypeError):
-        return None
-    for pattern in _DTYPES:
-        found = pattern.search(str(error))
-        if found is not None and found[1] != found[2]:
-            return found[1], found[2]
-    return None

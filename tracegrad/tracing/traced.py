@@ -23,11 +23,10 @@ from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.graphs import Rule, as_rules, require_function
 from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import function_taking_module
-from tracegrad.tracing.pipeline import repr_of, with_jit
+from tracegrad.tracing.pipeline import with_jit
 from tracegrad.tracing.programs import JittedProgram
 from tracegrad.tracing.shardings import options_for_jit, with_mappings
 from tracegrad.tracing.shared import shared_pipeline
-from tracegrad.tracing.signatures import name_in_module
 from tracegrad.tracing.stages import call_by
 from tracegrad.tracing.user_errors import explain_error
 
@@ -69,7 +68,9 @@ class TracedFunction(Generic[P, R]):
             fun, **options_for_jit(options)
         )  # raises jit's own errors for a wrong function or option
         require_function(fun)
-        functools.update_wrapper(self, fun, updated=())
+        # The attributes of a function, not those of a model, which change.
+        updated = ("__dict__",) if inspect.isfunction(fun) else ()
+        functools.update_wrapper(self, fun, updated=updated)
         static = resolve_static(fun, options.get("static_argnums"), options.get("static_argnames"))
         called, self._first = function_taking_module(fun)
         if self._first:
@@ -166,13 +167,6 @@ class TracedFunction(Generic[P, R]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # as for any function, so that a model that holds it can be copied
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        # Pickled by name, like any function; if it has no name in its module, by the arguments
-        # that it was made with.
-        if (name := name_in_module(self)) is not None:
-            return name
-        return TracedFunction, (self.__wrapped__, *self._made_with)
-
     @property
     def __signature__(self) -> inspect.Signature:
         """The function's signature: `inspect.getfullargspec` does not follow `__wrapped__`."""
@@ -182,13 +176,7 @@ class TracedFunction(Generic[P, R]):
             raise AttributeError("__signature__") from error
 
     def __repr__(self) -> str:
-        return f"<traced {repr_of(self.__wrapped__)}>"
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns the function's attribute of that name."""
-        if name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__wrapped__, name)
+        return f"<traced {self.__wrapped__!r}>"
 
 
 def find_traced(fun: Any) -> tuple[TracedFunction[..., Any] | None, tuple[Any, ...]]:

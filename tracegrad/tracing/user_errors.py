@@ -60,8 +60,13 @@ _ADVICE: tuple[tuple[type[Exception], str, str], ...] = (
         "This line needs the value of an array while the program is being traced, when only its "
         f"shape and dtype are known. Compute in `jax.numpy`, or {_STATIC}.",
     ),
+    (  # of flax, such as for a module that a traced function closes over
+        Exception,
+        "different trace level",
+        "This line changes a module that was made outside of the function. Give it as an argument, "
+        "or use nnx.scan, nnx.cond; where nothing is to change: nnx.clone(model)(x)",
+    ),
 )
-
 
 _STATIC_INSIDE = (
     "A static argument of an inner jax.jit is a traced array here. Fill it in, "
@@ -69,17 +74,10 @@ _STATIC_INSIDE = (
     "static_argnums=1)` and `rewrite` do."
 )
 
-
 _NO_REVERSE = (
     "How often this loop runs is known only when it has run, and reverse mode needs its states. "
     "For `jax.grad(tracegrad.rewrite(loss, tracegrad.rules.checkpointed_loop(where)))` "
     "`where={where}`."
-)
-
-
-_FOREIGN_MODULE = (
-    "This line changes a module that was made outside of the function. Give it as an argument, or "
-    "use nnx.scan, nnx.cond; where nothing is to change: nnx.clone(model)(x)"
 )
 
 
@@ -117,36 +115,17 @@ def _notes(error: Exception) -> Sequence[str]:
     return getattr(error, "__notes__", ())
 
 
-def _explain_module(error: Exception) -> None:
-    """Adds the line and the cure to flax's error about a change in a module of another trace, such
-    as a module that a traced function closes over: the change could not leave the trace."""
-    if "different trace level" in str(error):
-        _advise(error, _FOREIGN_MODULE, error.__traceback__)
-
-
-def _advise(error: Exception, advice: str | None, stack: TracebackType | None) -> None:
-    if advice is not None and not any(advice in note for note in _notes(error)):
-        add_note(error, advice, line_of_error(stack))
-
-
 @contextmanager
 def explaining() -> Iterator[None]:
-    """A block that differentiates a function in reverse mode; adds notes to its errors."""
+    """A block that differentiates a function; adds notes to its errors."""
     try:
         yield
     except Exception as error:
-        explain_loop(error)
-        explain_rule(error)
-        _explain_module(error)
+        _explain(error)
         raise
 
 
-def explain_error(error: Exception) -> Exception:
-    """Returns the same error, with the user's line and a cure added, and without our frames.
-
-    Raise the returned error in the outermost frame of this package: then only that frame is between
-    the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all frames.
-    """
+def _explain(error: Exception) -> None:
     explain_loop(error)
     explain_rule(error)
     advice = next(
@@ -155,8 +134,17 @@ def explain_error(error: Exception) -> Exception:
     )
     if isinstance(error, ValueError) and "Non-hashable static" in str(error):
         advice = _STATIC_INSIDE if "Tracer" in str(error) else advice
-    _advise(error, advice, error.__traceback__)
-    _explain_module(error)
+    if advice is not None and not any(advice in note for note in _notes(error)):
+        add_note(error, advice, line_of_error(error.__traceback__))
+
+
+def explain_error(error: Exception) -> Exception:
+    """Returns the same error, with the user's line and a cure added, and without our frames.
+
+    Raise the returned error in the outermost frame of this package: then only that frame is between
+    the user's call and the user's function. ``jax_traceback_filtering=off`` keeps all frames.
+    """
+    _explain(error)
     if _jax.filters_tracebacks():
         kept = _without_our_frames(error.__traceback__)
         # If no frame of the user is left, our frames stay: the error might be our mistake. Only a
