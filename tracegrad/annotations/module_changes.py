@@ -23,8 +23,8 @@ def refuse_changes(fun: Callable[..., Any], copies: Any, call: Callable[[], R], 
     result = call()
     if before is not None and before.objects and before.changed(copies, ()) != []:
         raise TypeError(
-            f"{described(fun)} changes a module of flax.nnx among its arguments (statistics, counts "
-            "of random numbers, its structure). The function has a copy of the module, so the "
-            f"change would be lost: {cure}"
+            f"{described(fun)} changes a module of flax.nnx among its arguments (statistics, "
+            "counts of random numbers, its structure). The function has a copy of the module, so "
+            f"the change would be lost: {cure}"
         )
     return result
