@@ -18,7 +18,7 @@ from tracegrad.annotations.pullback import Pullback, RunResiduals, trace_pullbac
 from tracegrad.annotations.variables import list_variables
 from tracegrad.ir.wording import brief, described
 from tracegrad.rewriting.traced_gradients import OpenedProgram
-from tracegrad.tape.recorded_rules import RuleParts, attach_parts
+from tracegrad.tape.recorded_rules import attach_closed_over
 from tracegrad.variables.parted import Parted
 from tracegrad.variables.paths import path_name
 from tracegrad.variables.reading import Operands
@@ -169,8 +169,7 @@ def bind_traced(
     def backward(residuals: RunResiduals, dy: Any) -> tuple[Any, ...]:
         return (*_compute_gradients(pullback, residuals, dy), *[None] * closed_over)
 
-    programs = () if isinstance(pullback, Exception) else (pullback.program.program,)
-    attach_parts(backward, RuleParts((traced.program, *programs), on_tapes))
+    attach_closed_over(backward, on_tapes)
     rule = jax.custom_vjp(take_users_name(call.fun, primal))
     # JAX tells a rule which operands are differentiated only with `symbolic_zeros`.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))
