@@ -10,7 +10,7 @@ rule that gets symbolic zeros.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -68,17 +68,6 @@ def _with_witness(value: Any, position: int, seen: set[int]) -> Any:
         return cotangent
 
     return with_cotangent(observe, "witnessed", symbolic_zeros=True)(value)
-
-
-def with_gates(results: Sequence[Any], open_gates: Collection[int]) -> list[Any]:
-    """Puts gates around the results. In the reverse pass, a gate passes a cotangent on if the
-    position of the result is in `open_gates` at that time; else the gate returns a symbolic zero,
-    like JAX for a result that is not differentiated."""
-
-    def put_gate(result: Any, position: int) -> Any:
-        return with_cotangent(lambda ct: ct if position in open_gates else None, "gated")(result)
-
-    return [put_gate(out, k) for k, out in enumerate(results)]
 
 
 def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> set[int]:

@@ -89,10 +89,6 @@ class Record:
             slot = self.others[id(array)] = self._new_slot(array)
         return int(slot)
 
-    def has_slot(self, array: Any) -> bool:
-        """Whether the record has met an array."""
-        return id(array) in self.tracked or id(array) in self.others
-
     def _new_slot(self, array: Any) -> int:
         self.arrays.append(array)
         return len(self.arrays) - 1
