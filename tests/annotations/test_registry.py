@@ -324,21 +324,6 @@ def test_a_gradient_that_is_replaced_while_a_function_is_compiled_is_gone_from_o
         assert slope(registers) == slope(before) == factor
 
 
-def test_a_function_that_registers_its_gradient_in_each_trace_is_compiled_once_for_each_shape(name):
-    traces = []
-
-    @jax.jit
-    def registers(x):
-        tg.register_gradient(name, replace=True)(lambda op, dy: 3 * dy + 0 * jnp.sum(x))
-        traces.append(x.shape)
-        return jax.grad(lambda x: jnp.sum(within_of(name, jnp.sin)(x)))(x)
-
-    for _ in range(2):
-        for size in (2, 3):
-            np.testing.assert_array_equal(registers(jnp.ones(size)), jnp.full(size, 3.0))
-    assert traces == [(2,), (3,)]
-
-
 @jax.custom_jvp
 def cube(x):
     return x**3

@@ -36,7 +36,6 @@ from tracegrad.annotations.variables import (
     substitute_variables,
     take_variables_as_inputs,
 )
-from tracegrad.ir.wording import name_of
 from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tape.recorder import Recorder
 from tracegrad.variables.reading import Operands, Reads, ReadsOutside
@@ -200,7 +199,7 @@ def _call_on_values(
         y = _call_traced(None, function, inputs.combine(arrays), kwargs)
         return jax.tree.leaves(y)
 
-    rule = RecordedRule(name_of(fun), call_traced, pull_back)
+    rule = RecordedRule(call_traced, pull_back)
     recorded = recorder.record_rule(rule, arrays, results, begun, call.name_captured)
     return jax.tree.unflatten(tree, recorded)
 

@@ -13,13 +13,13 @@ from jax.custom_derivatives import SymbolicZero
 from tracegrad import _jax
 from tracegrad.annotations.calls import add_note_on_error, is_array_like, take_users_name
 from tracegrad.annotations.captured import Captured, captured_name, captured_text, explain_captured
-from tracegrad.annotations.module_changes import ModuleChanges
+from tracegrad.annotations.module_changes import refuse_changes
 from tracegrad.annotations.pullback import Pullback, RunResiduals, trace_pullback
 from tracegrad.annotations.variables import list_variables
 from tracegrad.ir.paths import path_name
 from tracegrad.ir.wording import brief, described
 from tracegrad.rewriting.traced_gradients import OpenedProgram
-from tracegrad.tape.recorded_rules import RuleParts, attach_parts
+from tracegrad.tape.recorded_rules import attach_closed_over
 from tracegrad.tracing.parted import Parted
 from tracegrad.variables.reading import Operands
 from tracegrad.variables.trees import without_variables
@@ -55,15 +55,11 @@ class AnnotatedCall:
         """Calls the user's function, checks its result, and returns ``(y, grad_fn)``."""
         with add_note_on_error(lambda: f"in {described(self.fun)}, which has a custom gradient"):
             copies = self.arguments.combine(arrays)
-            result, changed = ModuleChanges(self.fun, copies).run(
-                copies, lambda: self.fun(*copies, **self.kwargs)
-            )
-        if changed:
-            raise TypeError(
-                f"{described(self.fun)} has a custom gradient, and assigns arrays in a module of "
-                "flax.nnx among its arguments (statistics, counts of random numbers): the function "
-                "has a copy of the module, so the arrays would be lost. Call the module outside, "
-                "and pass its result to the function"
+            result = refuse_changes(
+                self.fun,
+                copies,
+                lambda: self.fun(*copies, **self.kwargs),
+                "call the module outside, and pass its result to the function",
             )
         pair = isinstance(result, tuple | list) and len(result) == 2
         if not pair or not callable(result[1]):
@@ -173,8 +169,7 @@ def bind_traced(
     def backward(residuals: RunResiduals, dy: Any) -> tuple[Any, ...]:
         return (*_compute_gradients(pullback, residuals, dy), *[None] * closed_over)
 
-    programs = () if isinstance(pullback, Exception) else (pullback.program.program,)
-    attach_parts(backward, RuleParts((traced.program, *programs), on_tapes))
+    attach_closed_over(backward, on_tapes)
     rule = jax.custom_vjp(take_users_name(call.fun, primal))
     # JAX tells a rule which operands are differentiated only with `symbolic_zeros`.
     rule.defvjp(forward, backward, symbolic_zeros=bool(captured))

@@ -122,8 +122,8 @@ def numpy_function(
     if grad is not None:
         require_callable(grad, "numpy_function")
     arrays = _to_arrays(func, inp)
-    types, has_bare = _result_types(func, Tout, arrays)
-    host = _Host(func, types, isinstance(Tout, list | tuple), has_bare)
+    types = _result_types(func, Tout, arrays)
+    host = _Host(func, types, isinstance(Tout, list | tuple))
     with nullcontext() if name is None else jax.named_scope(name):
         are_constants = grad is not None or not any(map(_jax.has_gradient, types))
         results = _run_on_host(host, arrays, stateful, are_constants=are_constants)
@@ -152,8 +152,7 @@ def _to_arrays(func: Callable[..., Any], inp: Any) -> tuple[Any, ...]:
 
 def _result_types(
     func: Callable[..., Any], Tout: Any, arrays: Sequence[Any]
-) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[bool, ...]]:
-    """Returns the types, and for each result whether `Tout` has only a dtype."""
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     given = tuple(Tout) if isinstance(Tout, list | tuple) else (Tout,)
     is_bare = tuple(
         not (hasattr(t, "shape") and hasattr(t, "dtype")) or _is_dtype(t) for t in given
@@ -169,11 +168,10 @@ def _result_types(
                 "then has the shape to which the inputs broadcast; but these do not broadcast: "
                 f"{shapes}. Give Tout=jax.ShapeDtypeStruct(shape, dtype)"
             ) from None
-    types = tuple(
+    return tuple(
         _jax.struct(shape if bare else t.shape, _require_dtype(func, t if bare else t.dtype))
         for t, bare in zip(given, is_bare, strict=True)
     )
-    return types, is_bare
 
 
 def _is_dtype(value: Any) -> bool:
@@ -214,13 +212,12 @@ class _Host:
     func: Callable[..., Any]
     types: tuple[jax.ShapeDtypeStruct, ...]
     several: bool  # whether it returns a sequence of results
-    is_bare: tuple[bool, ...]  # for each result, whether `Tout` has only a dtype
 
     def _comparison_key(self) -> tuple[Any, ...]:
         func: Any = self.func
         # Each access of a method makes a new object; the objects of the same instance are equal.
         which = func if isinstance(func, MethodType | BuiltinMethodType) else id(func)
-        return which, self.types, self.several, self.is_bare
+        return which, self.types, self.several
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Host) and self._comparison_key() == other._comparison_key()
@@ -271,17 +268,10 @@ class _Host:
         if array.shape == expected.shape and array.dtype == expected.dtype:
             return array
         is_shape = array.shape != expected.shape
-        hint = ""
-        if is_shape and self.is_bare[i]:
-            hint = (
-                " (the shape to which the inputs broadcast: for another shape, give "
-                "Tout=jax.ShapeDtypeStruct(shape, dtype))"
-            )
-        elif not is_shape:
-            hint = f" (convert it: .astype('{expected.dtype}'))"
+        cure = "" if is_shape else f" (convert it: .astype('{expected.dtype}'))"
         raise (ValueError if is_shape else TypeError)(
             f"{who} returned {_type_text(array)} as {kind}, where Tout says "
-            f"{_type_text(expected)}{hint}"
+            f"{_type_text(expected)}{cure}"
         )
 
 

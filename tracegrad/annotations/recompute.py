@@ -15,7 +15,7 @@ from tracegrad.annotations.calls import (
     require_callable,
     take_users_name,
 )
-from tracegrad.annotations.module_changes import ModuleChanges
+from tracegrad.annotations.module_changes import refuse_changes
 from tracegrad.annotations.variables import Assignments
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.wording import brief, described
@@ -53,13 +53,13 @@ def recompute_grad(f: Any = None, *, policy: Callable[..., Any] | None = None) -
         A function with the results of ``f`` and its derivatives of every order, in reverse and
         forward mode; its ``__wrapped__`` is ``f``. Usable bare, with parentheses and on methods.
         Values that ``f`` closes over have gradients too, and are kept for the backward pass.
-        Variables that ``f`` closes over and assigns, and arrays that it assigns in a module of
-        flax.nnx, which it gets as an argument, are assigned once, as with `nnx.remat`. (A Variable
-        among the arguments is an array in ``f``.) A side effect that may happen twice
+        Variables that ``f`` closes over and assigns are assigned once. (A Variable among the
+        arguments is an array in ``f``.) A side effect that may happen twice
         (`jax.debug.print`) happens again when ``f`` is recomputed, also under a `GradientTape`.
 
     Raises:
-        TypeError: ``f`` or ``policy`` is not callable.
+        TypeError: ``f`` or ``policy`` is not callable; or, on a call, ``f`` changes a module of
+            flax.nnx among its arguments: use `nnx.remat`.
         NotImplementedError: on a call, if ``f`` has a side effect that may not happen twice
             (``io_callback``).
 
@@ -94,8 +94,7 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Any:
     arguments = inputs_in((args, kwargs))
-    variables, changes = ReadsOutside(), ModuleChanges(fun, (args, kwargs))
-    assignments = Assignments()
+    variables, assignments = ReadsOutside(), Assignments()
 
     # A new function for every call: JAX caches the program of a function, with the values that the
     # function closed over when it was first traced.
@@ -106,11 +105,13 @@ def _call(
             return without_variables(fun(*positional, **keywords))
 
         with variables.around():
-            return assignments.run(lambda: changes.run(copies, call))
+            return assignments.run(
+                lambda: refuse_changes(fun, copies, call, "use flax.nnx.remat, which keeps it")
+            )
 
     try:
         program = take_users_name(fun, run, input_names(fun, args, kwargs))
-        (result, values), assigned = jax.checkpoint(program, policy=policy)(*arguments.chosen)
+        result, assigned = jax.checkpoint(program, policy=policy)(*arguments.chosen)
     except Exception as error:
         explain_rule(error, lambda: graph(lambda *arrays: run(*arrays), *arguments.chosen))
         add_note(error, f"in {described(fun)}, which is recomputed in the backward pass")
@@ -123,4 +124,4 @@ def _call(
             )
         raise
     assignments.assign(assigned)
-    return changes.settle(result, values)
+    return result

@@ -26,7 +26,7 @@ from tracegrad.ir.importer import graph_of
 from tracegrad.ir.occurrence import calling_line, warn_where_called
 from tracegrad.ir.program_keys import PROGRAMS, params_key
 from tracegrad.ir.running import run_graph
-from tracegrad.ir.wording import code_of, described
+from tracegrad.ir.wording import described
 from tracegrad.rewriting.match_rule import MatchRule, edit_around, refusing_refs
 from tracegrad.rewriting.overriding import overriding, require_gradient_function, with_gradient
 from tracegrad.tracing.in_force import RuleSet, in_force
@@ -86,20 +86,11 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
                 )
             _registered[name] = grad
             is_stale = name in _used and old is not None and old is not grad
-        if is_stale and not (_jax.under_jit() and _is_same_code(grad, old)):
+        if is_stale:
             _forget_compiled()  # a jitted function that contains a block has the old gradient
         return grad
 
     return register
-
-
-def _is_same_code(grad: Callable[..., Any], old: Any) -> bool:
-    """Whether the functions have the same code object, and close over the same values, except
-    traced values: then a trace has run the same code again."""
-    cells, cells_of_old = (getattr(each, "__closure__", None) or () for each in (grad, old))
-    contents = (map(_jax.cell_content, pair) for pair in zip(cells, cells_of_old))
-    is_same = all(new is before or _jax.is_tracer(new) for new, before in contents)
-    return is_same and code_of(grad) is code_of(old) is not None
 
 
 def registered_gradient(name: str) -> Callable[..., Any]:

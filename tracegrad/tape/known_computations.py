@@ -7,7 +7,6 @@ anything.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +33,6 @@ _of_programs: WeakCache[dict[Any, Computation]] = WeakCache(2048)
 # A jitted function of at most this many cheap operations is computed again for its derivative:
 # that costs no more than passing residuals from one program to the next.
 _MAX_RECOMPUTED = 32
-_MIN_SAVED_TERMS = 1 << 16  # a product of this many terms costs more than passing its result on
 _COSTLY = frozenset(
     {"conv_general_dilated", "ragged_dot", "ragged_dot_general", "cholesky", "lu", "qr", "eigh"}
     | {"svd", "eig", "triangular_solve", "sort", "fft", "custom_linear_solve", "pallas_call"}
@@ -215,7 +213,7 @@ def _new_computation_with_programs(
         params=params,
         captured=captured,
         refused=refused,
-        saves=not facts.has_references and (is_run_once or _is_costly(params, facts)),
+        saves=not facts.has_references and (is_run_once or _is_costly(facts)),
         is_run_once=is_run_once and not facts.has_references,
         has_rules=any(map(_has_rule, below)),
         has_nones=_jax.CUSTOM_VJP in below,
@@ -226,27 +224,13 @@ def _new_computation_with_programs(
     )
 
 
-def _is_costly(params: Mapping[str, Any], facts: Any) -> bool:
+def _is_costly(facts: Any) -> bool:
     """Whether computing an operation again costs more than saving residuals."""
     if facts.operations > _MAX_RECOMPUTED or facts.has_effects:
         return True
-    if any(p.name in _COSTLY for p in facts.primitives):
-        return True
-    if facts.operations == 1:
-        return False
-    return any(_has_large_product(program) for _, program in _jax.sub_programs(params))
-
-
-def _has_large_product(program: Any) -> bool:
-    for equation in _jax.opened(program).eqns:
-        if equation.primitive.name == "dot_general":
-            (summed, _), _ = equation.params["dimension_numbers"]
-            terms = math.prod(equation.invars[0].aval.shape[axis] for axis in summed)
-            if terms * equation.outvars[0].aval.size >= _MIN_SAVED_TERMS:
-                return True
-        if any(_has_large_product(inner) for _, inner in _jax.sub_programs(equation.params)):
-            return True
-    return False
+    names = {p.name for p in facts.primitives}
+    is_more = facts.operations > 1  # the derivative of a product alone does not need its result
+    return not _COSTLY.isdisjoint(names) or (is_more and "dot_general" in names)
 
 
 def without_donation(params: Mapping[str, Any]) -> Mapping[str, Any]:

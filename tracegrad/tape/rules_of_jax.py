@@ -49,22 +49,12 @@ def rule_of_jax(
     return known
 
 
-class TracedRule(NamedTuple):
-    """A call of a function with a rule as one equation.
-
-    Attributes:
-      equation: the JAX equation; its first operands are the values that the function closes over.
-      operands: the values of all operands.
-    """
-
-    equation: Any
-    operands: list[Any]
-
-
 def traced_rule(
     primitive: Any, subfuns: Sequence[Any], args: Sequence[Any], params: Mapping[str, Any]
-) -> TracedRule:
-    """Call this outside of recorders."""
+) -> tuple[Any, list[Any]]:
+    """Returns a call of a function with a rule as one JAX equation, and the values of its operands.
+    The first operands are the values that the function closes over. Call this outside of recorders.
+    """
 
     def bind(*args: Any) -> list[Any]:
         return list(primitive.bind(*args, subfuns=tuple(subfuns), **params))
@@ -74,7 +64,7 @@ def traced_rule(
     (equation,) = open_form.eqns
     values = dict(zip((*open_form.constvars, *open_form.invars), (*constants, *args), strict=True))
     operands = [atom.val if hasattr(atom, "val") else values[atom] for atom in equation.invars]
-    return TracedRule(equation, operands)
+    return equation, operands
 
 
 def _known_call(

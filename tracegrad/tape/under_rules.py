@@ -1,4 +1,4 @@
-"""Turns recorded entries into one program: to show it, to explain it, and to edit it by rules."""
+"""Differentiates recorded entries as one program that rules edit."""
 
 from __future__ import annotations
 
@@ -22,37 +22,6 @@ from tracegrad.tape.record import Entry
 from tracegrad.tracing.argument_paths import argument_path, derivatives_of_argument
 from tracegrad.tracing.in_force import RuleSet, apply_rules_in_force, without_editing
 from tracegrad.tracing.misdirected_rules import mark_inputs
-
-
-def run_entries(
-    entries: Sequence[Entry],
-    values: dict[int, Any],
-    on_use: Callable[[int, Any], Any] = lambda slot, value: value,
-) -> None:
-    """Runs entries again, to be traced.
-
-    Args:
-      entries: in the order in which they ran.
-      values: the arrays by slot; the results are added to `values`.
-      on_use: ``(slot, array) -> operand``, called in the name scope of each use of the array.
-    """
-    saved: set[int] = set()  # the slots of residuals, which have no value here
-    for entry in entries:
-        if not saved.isdisjoint(entry.args):
-            raise NotImplementedError(
-                "rules (or a gradient_override_map) came into force between the call of a compiled "
-                "function on this tape and a second derivative through it: open the tape inside "
-                "their block"
-            )
-        scope, settings = _jax.equation_context(entry.source_info, None)
-        with scope, settings:
-            used = {slot: on_use(slot, values[slot]) for slot in entry.args}
-            operands = [used[slot] for slot in entry.args]
-            results = entry.computation.called(*operands)
-        results = jax.tree.leaves(results)
-        saved.update(entry.results[len(results) :])
-        for slot, result in zip(entry.results, results):
-            values.setdefault(slot, result)  # slots that count as constants have an array already
 
 
 def vjp_under_rules(
@@ -94,7 +63,22 @@ def vjp_under_rules(
         def add_zeros(slot: int, value: Any) -> Any:
             return perturbed(value, zeros[slot]) if slot in zeros else value
 
-        run_entries(entries, values, on_use=add_zeros)
+        saved: set[int] = set()  # the slots of residuals, which have no value here
+        for entry in entries:
+            if not saved.isdisjoint(entry.args):
+                raise NotImplementedError(
+                    "rules (or a gradient_override_map) came into force between the call of a "
+                    "compiled function on this tape and a second derivative through it: open the "
+                    "tape inside their block"
+                )
+            scope, settings = _jax.equation_context(entry.source_info, None)
+            with scope, settings:
+                used = {slot: add_zeros(slot, values[slot]) for slot in entry.args}
+                results = entry.computation.called(*[used[slot] for slot in entry.args])
+            results = jax.tree.leaves(results)
+            saved.update(entry.results[len(results) :])
+            for slot, result in zip(entry.results, results):
+                values.setdefault(slot, result)  # a slot that counts as constant has an array
         return [add_zeros(slot, values[slot]) for slot in targets]
 
     slots = [*inputs, *intermediate]
