@@ -357,8 +357,8 @@ def sparse_rows(sizes: Sizes) -> Iterator[Line]:
     state = (jnp.zeros((rows, width)),)
     found = {}
     steps = {
-        "dense, jax.jit": (jax.jit(dense, donate_wrt=0), 1),
-        "sparse, traced": (tg.trace(sparse, donate_wrt=0), 4),
+        "dense, jax.jit": (jax.jit(dense, donate_argnums=0), 1),
+        "sparse, traced": (tg.trace(sparse, donate_argnums=0), 4),
     }
     for name, (step, times) in steps.items():
         ms, mib, _ = measure(step, state, batches, times * sizes.rounds)

@@ -235,7 +235,6 @@ def test_a_sum_of_einsum_is_no_scope(sum):
     assert graph.find(tg.match.scope("block") & tg.match.op("dot_general"))
 
 
-@pytest.mark.parametrize("name", ["x->y", "encoder->decoder", "a->bb"])
 # --------------------------------------------------------------------------------------- source
 
 

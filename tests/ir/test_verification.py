@@ -24,7 +24,7 @@ def graph():
 
 def reading(graph, node, operands):
     """The graph with other operands for a node."""
-    other = node.with_operands(operands)
+    other = node.having(node.equation.replace(invars=list(operands)))
     return graph.replace(nodes=[other if each is node else each for each in graph.nodes])
 
 

@@ -657,8 +657,7 @@ def test_functions_that_differentiate_share_nothing_with_other_rules():
     for _ in range(2):
         outer = tg.rewrite(lambda x: (edits(x), tripled(x), inner(x)), ninefold)
         found = (*outer(X)[1:], tripled(X), inner(X))
-        shown, _ = tg.intermediates(lambda x: (edits(x), inner(x)), X, where=SIN, missing_ok=True)
-        own = [jnp.cos(X), 0.0, jnp.cos(X), 0.0, 0.0]
-        for result, start, factor in zip((*found, shown[1]), own, (27, 9, 3, 1, 1), strict=True):
+        own = [jnp.cos(X), 0.0, jnp.cos(X), 0.0]
+        for result, start, factor in zip(found, own, (27, 9, 3, 1), strict=True):
             gradient = jax.grad(by_hand(factor))(X)
             np.testing.assert_allclose(result, start + gradient, rtol=1e-5)

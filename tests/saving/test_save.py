@@ -630,10 +630,8 @@ def test_a_graph_shows_a_loaded_function_as_one_node(path):
         return jnp.sum(wrong(x))
 
     loaded = saved(path, model, [X])
-    lines = str(tg.graph(lambda x: 2.0 * loaded(x), X)).splitlines()
-    assert [line.split("  f32")[0].strip() for line in lines[1:]] == [
-        "model = jit model(x) (an exported program)", "mul = mul(2.0, model)", "return mul"
-    ]  # fmt: skip
+    program = tg.graph(lambda x: 2.0 * loaded(x), X)
+    assert [node.name for node in program.nodes] == ["model", "mul"]
     halved = tg.rewrite(loaded, tg.rules.scale_gradient(tg.match.call("model"), 0.5))
     np.testing.assert_allclose(jax.grad(halved)(X), (3.0 * X + 1.0) / 2, rtol=1e-6)
     with pytest.raises(tg.NoMatchError) as error:

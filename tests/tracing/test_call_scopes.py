@@ -151,7 +151,7 @@ def test_rules_values_and_plans_go_by_them_through_the_frameworks_own_gradients(
     assert not second.any()
     assert first.any()
     assert not np.allclose(first, plain.blocks[0].attention.query.weight)
-    shown = tg.intermediates(step, MODEL, X, where=match.scope("blocks.*/attention"))[1]
+    shown = tg.intermediates(loss, MODEL, X, where=match.scope("blocks.*/attention"))[1]
     assert list(shown) == [f"Transformer/blocks.{i}/attention" for i in (0, 1)]
     np.testing.assert_allclose(
         shown["Transformer/blocks.0/attention"],

@@ -57,14 +57,12 @@ def with_tangent(
 def with_cotangent(
     change: Callable[[Any], Any],
     name: str = "identity",
-    forward: Callable[[Any], Any] = lambda value: value,
-    run: Callable[[Any], Any] = lambda value: value,
     *,
     symbolic_zeros: bool = False,
 ) -> Callable[[Any], Any]:
     """Returns an identity function whose VJP rule is ``change(cotangent)``.
 
-    The forward pass calls `forward`, not the function with the rule. So a second derivative
+    The forward pass does not call the function with the rule. So a second derivative
     differentiates a plain identity, and forward mode over reverse mode works.
 
     Args:
@@ -72,12 +70,10 @@ def with_cotangent(
         `symbolic_zeros`, the cotangent may be a `SymbolicZero`. A mark on `change` also marks the
         rule (see `ir.frames`).
       name: the function's name in traced programs.
-      forward: computes the result if the function is differentiated.
-      run: computes the result if the function is not differentiated.
     """
 
     def identity(value: Any) -> Any:
-        return run(value)
+        return value
 
     @functools.wraps(change)
     def backward(_: None, cotangent: Any) -> tuple[Any]:
@@ -86,7 +82,7 @@ def with_cotangent(
     identity.__name__ = identity.__qualname__ = name
     rule = jax.custom_vjp(identity)
     rule.defvjp(
-        lambda value: (forward(value.value if symbolic_zeros else value), None),
+        lambda value: (value.value if symbolic_zeros else value, None),
         backward,
         symbolic_zeros=symbolic_zeros,
     )

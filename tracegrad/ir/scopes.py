@@ -36,10 +36,6 @@ def transformations(stack: Sequence[_jax.Around]) -> tuple[str, ...]:
     return tuple(name for name, is_transformation in stack if is_transformation)
 
 
-def is_backward(node: Node) -> bool:
-    return ("transpose", True) in _jax.scopes_around(node.equation.source_info)
-
-
 def is_differentiated(node: Node) -> bool:
     """Whether JAX has differentiated the node."""
     return ("jvp", True) in _jax.scopes_around(node.equation.source_info)

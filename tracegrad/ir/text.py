@@ -36,7 +36,6 @@ CUSTOM, STOP, RECOMPUTE = "◆", "■", "↻"
 _WIDTH = 100
 _INDENT = "│ "
 _AS_ABOVE = " (as above)"
-_EXPORTED = " (an exported program)"
 
 # Parameters that repeat other parts of the line, or that do not matter for the mathematics.
 _HIDDEN = frozenset(
@@ -80,11 +79,9 @@ def _graph_lines(
             scope = inner
         origin = Occurrence(path, node).origin
         place = "" if origin is None else origin.place
-        is_exported = bool(node.regions) and _calls_exported(node)
         note = _AS_ABOVE if any(region in seen for region in node.regions.values()) else ""
-        note = _EXPORTED if is_exported else note
         rows.append(_Row(f"{statement(graph, node)}{note}", types_text(node.outputs), place, node))
-        for name, region in () if is_exported else node.regions.items():
+        for name, region in node.regions.items():
             if region not in seen:
                 seen.add(region)
                 title = "" if name in ("jaxpr", "call_jaxpr") else f"{name}: "
@@ -99,14 +96,6 @@ def _graph_lines(
     lines += _align_columns(rows, path, paint)
     lines.append(f"  return {operands_text(graph, graph.outputs)}".rstrip())
     return lines
-
-
-def _calls_exported(node: Node) -> bool:
-    """Whether a node only calls a program of `jax.export`, as the functions of `load` do."""
-    if not node.regions:
-        return node.op == "call_exported"
-    inner = [n for region in node.regions.values() for n in region.nodes]
-    return len(inner) == 1 and _calls_exported(inner[0])
 
 
 def header(graph: Graph) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tracegrad import _jax
 from tracegrad.ir.errors import GraphError
@@ -86,18 +86,8 @@ def _check_operands(node: Node) -> None:
     for call in region_calls(node):
         given = [avals[i] for i in call.operands]
         whole = len(given) - call.sliced
-        given[whole:] = [_Slice(aval.shape[1:], aval.dtype) for aval in given[whole:]]
+        given[whole:] = [aval.update(shape=aval.shape[1:]) for aval in given[whole:]]
         _expect_types(f"operands of {call.name}", given, node.region(call.name).in_avals)
-
-
-class _Slice(NamedTuple):
-    """The type of one step's slice of a scanned operand: only the compared attributes."""
-
-    shape: tuple[Any, ...]
-    dtype: Any
-
-    def str_short(self, short_dtypes: bool) -> str:
-        return f"{self.dtype}{list(self.shape)}"
 
 
 def _expect_types(what: str, given: Sequence[Any], expected: Sequence[Any]) -> None:

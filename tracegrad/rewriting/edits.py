@@ -103,7 +103,7 @@ def _no_parameter_message(
 ) -> str:
     near = ", ".join(map(repr, nearest(where.patterns, paths)))
     return (
-        f"{rule!r} matches nothing in {graph.name}: no parameter {where!r}. "
+        f"{rule} matches nothing in {graph.name}: no parameter {where!r}. "
         + (f"The nearest paths: {near}." if near.strip("'") else "It has no parameters with paths.")
         + " A glob begins with the argument's name, or leaves it out. If the rule may match "
         "nothing, give it missing_ok=True"
@@ -169,7 +169,7 @@ def _no_match_message(graph: Graph, where: Selector, rule: object) -> str:
     if users_selector is not where and (matches := users_selector.select_in(graph).matches):
         _refuse_inside_of_rules(matches[0], rule)
         return (
-            f"{rule!r} concerns nothing in {graph.name}: {matches[0]} matches, but the rule cannot "
+            f"{rule} concerns nothing in {graph.name}: {matches[0]} matches, but the rule cannot "
             "change its derivative. Use rules.override_gradient for it or, if the rule may concern "
             "nothing, give it missing_ok=True"
         )
@@ -177,7 +177,7 @@ def _no_match_message(graph: Graph, where: Selector, rule: object) -> str:
     near = nearest(where.patterns, names)
     hint = f" The nearest names: {', '.join(map(repr, near))}." if near else ""
     return (
-        f"{rule!r} matches nothing in {graph.name}: no {where!r}.{hint} See the operations with "
+        f"{rule} matches nothing in {graph.name}: no {where!r}.{hint} See the operations with "
         "print(tracegrad.graph(fun, *args)), and try a selector with .find(selector). If it may "
         "match nothing, pass missing_ok=True"
     )
@@ -205,7 +205,7 @@ def refuse_differentiated(
             raise _differentiated_already_error(match, rule, node, instead, hint)
         if _is_made_by_jet(node):
             raise GraphError(
-                f"{rule!r}: {match} lies in a function of which jax.experimental.jet takes the "
+                f"{rule}: {match} lies in a function of which jax.experimental.jet takes the "
                 "Taylor coefficients, by JAX's own derivatives: rules and custom gradients do "
                 "nothing there. Nest tracegrad.jvp instead, or leave the match out of the rule"
             )
@@ -215,7 +215,7 @@ def _differentiated_already_error(
     match: Occurrence, rule: object, node: Node, instead: str = _REWRITTEN_LOSS, hint: str = ""
 ) -> GraphError:
     return GraphError(
-        f"{rule!r}: {match} lies in code that JAX has differentiated already"
+        f"{rule}: {match} lies in code that JAX has differentiated already"
         f"{_describe_grad_call(node)}, where an edit of gradients would do nothing. The rules of "
         "an enclosing trace reach tracegrad.grad, and jax.grad and the like where they are "
         "looked up in jax while it runs (`import jax` rather than `from jax import grad`), "
@@ -294,14 +294,14 @@ def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
         what = "match of an earlier rule,"
         advice = ", or give this rule before the earlier rule: then both act on the same cotangents"
     raise GraphError(
-        f"{rule!r}: {match} lies inside of the {what} {node.name}, whose own derivative replaces "
+        f"{rule}: {match} lies inside of the {what} {node.name}, whose own derivative replaces "
         "the derivatives of all operations in it: the edit would vanish. Match the whole, "
         f"{whole}, or exclude the operations in it: "
         f"& ~match.where(lambda found: found.rule_around){advice}"
     )
 
 
-def place_name(match: Occurrence) -> str:
+def _place_name(match: Occurrence) -> str:
     """Returns the scope of a match and its name: ``encoder/block_0/softmax``."""
     stacks = map(scopes.around, match.steps)
     mark = (scopes.UNDER_RULES, False)
@@ -315,12 +315,9 @@ def place_name(match: Occurrence) -> str:
 
 
 def place_names(matches: Sequence[Occurrence]) -> list[str]:
-    return number_repeated_names([place_name(match) for match in matches])
-
-
-def number_repeated_names(names: Sequence[str]) -> list[str]:
-    """Numbers repeated names: ``sin``, ``sin_1``. Skips a number if `names` has the numbered
+    """Numbers repeated names: ``sin``, ``sin_1``. Skips a number if a match has the numbered
     name."""
+    names = [_place_name(match) for match in matches]
     originals, number = set(names), dict.fromkeys(names, 0)
     numbered: dict[str, None] = {}
     for name in names:

@@ -9,22 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient
+from tracegrad.ir import Graph, Occurrence, has_gradient
 from tracegrad.ir.editing import behind_each, place_of, show_each
 from tracegrad.ir.node_groups import refuse_references
-from tracegrad.ir.occurrence import is_call_without_operands, is_under_rules
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import with_article
-from tracegrad.rewriting.edits import (
-    check_selector,
-    find_matches,
-    number_repeated_names,
-    place_name,
-    place_names,
-)
+from tracegrad.ir.writing import Port
+from tracegrad.rewriting.edits import check_selector, find_matches, place_names
 from tracegrad.rewriting.identities import perturbed
-from tracegrad.rewriting.marks import Marks, Shown
 from tracegrad.tracing.arguments import CallPacker, PackedCall
 from tracegrad.tracing.callable import finish_call
 from tracegrad.tracing.graphs import function_name, graph_of_call
@@ -67,20 +60,17 @@ def intermediates(
     >>> print(out, values["layer_0"])
     16.0 [2. 6.]
 
-    If `fun` is a train step that differentiates a loss, the selector also finds the operations of
-    the loss before differentiation: see `intermediate_gradients`.
-
     It corresponds to forward hooks of PyTorch's modules and to flax's ``sow``.
     """
     _check_arguments(fun, where)
-    marks = Marks(where, gradients=False)
-    program = marks.trace(lambda: graph_of_call(fun, args, kwargs))
-    in_losses = marks.find_shown(program)
-    may_miss = missing_ok or bool(in_losses)
-    matches = find_matches(where, program, may_miss, marks, gradients=False)
-    if in_losses:  # do not also match the operations of the loss that differentiation left
-        matches = [m for m in matches if not (is_under_rules(m) or is_call_without_operands(m))]
-    return _run_and_show(program, in_losses, matches, args, kwargs)
+    program = graph_of_call(fun, args, kwargs)
+    asked = f"intermediates({where!r})"
+    matches = find_matches(where, program, missing_ok, asked, gradients=False)
+    wide = show_each(program, list({place_of(match): match for match in matches}.values()))
+    call = CallPacker()(args, kwargs)
+    results = _run_program(wide.graph, call)
+    output = finish_call(program, call, results)
+    return output, _by_match(matches, wide.outs, results[len(program.outputs) :])
 
 
 @tool
@@ -99,15 +89,11 @@ def intermediate_gradients(
     way. The gradient of a result of a scope or call counts only uses outside of the scope or call.
     No value is changed.
 
-    If `fun` differentiates a loss itself, as a train step does (by `jax.grad` or by a function that
-    calls it, such as `nnx.value_and_grad` and `eqx.filter_grad`; by `tracegrad.grad` or a tape),
-    the result has the gradients of that loss, from the single backward pass that the step runs. If
-    that loss is under a `jax.vmap` or in a scan, the gradients are stacked along axis 0, as the
-    step's values are.
+    For the gradients inside of a train step, ask for those of the loss that it differentiates, or
+    give the step the rule `rules.tap_gradient`.
 
     Args:
-      fun: a function of arrays and pytrees of arrays that returns a float scalar; or a function
-        that returns anything, and differentiates a function in which `where` matches.
+      fun: a function of arrays and pytrees of arrays that returns a float scalar.
       *args, **kwargs: the arguments of `fun`.
       where: a selector of the operations whose results get a gradient.
       has_aux: whether `fun` returns ``(value, aux)``; only ``value`` is differentiated.
@@ -120,11 +106,9 @@ def intermediate_gradients(
       steps along a new axis 0. Values that are not float have no gradient.
 
     Raises:
-      NoMatchError, GraphError: as `intermediates`. Also GraphError for a match in a function that
-        was differentiated by a `jax.grad` imported by name; for a match that does not depend on
-        anything that a train step differentiates with respect to; and if both the scalar result of
-        `fun` and an inner loss could be meant.
-      TypeError: the result is not a float scalar, and `fun` differentiates nothing itself.
+      NoMatchError, GraphError: as `intermediates`. Also GraphError for a match in code that JAX has
+        already differentiated.
+      TypeError: the result is not a float scalar.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def loss(x):
@@ -134,32 +118,20 @@ def intermediate_gradients(
     >>> value, gradients = tg.intermediate_gradients(loss, x, where=hidden)
     >>> print(value, gradients["max"])  # 2 hidden
     9.0 [0. 6.]
-    >>> def step(x):
-    ...     value, gradient = jax.value_and_grad(loss)(x)
-    ...     return x - 0.1 * gradient, value
-    >>> (trained, value), gradients = tg.intermediate_gradients(step, x, where=hidden)
-    >>> print(trained, gradients["max"])
-    [-1.   2.4] [0. 6.]
 
     It corresponds to PyTorch's ``retain_grad`` and flax's ``perturb``, on an unmodified model.
     """
     _check_arguments(fun, where)
-    marks = Marks(where, gradients=True)
-    program = marks.trace(lambda: graph_of_call(fun, args, kwargs))
-    in_losses = marks.find_shown(program)
+    program = graph_of_call(fun, args, kwargs)
     value = _type_of_value(fun, program, has_aux)
-    if in_losses:
-        _refuse_two_losses(fun, program, where, marks)
-        return _run_and_show(program, in_losses, [], args, kwargs)
     if not _is_float_scalar(value):
-        find_matches(where, program, True, marks)  # raises for a match that cannot be reached
         raise TypeError(
             f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
             f"{_type_text(value)}. Return the sum of the outputs, weighted by cotangents of your "
             "choice. With has_aux=True the function may return a pair of a scalar and anything"
         )
     program = apply_rules_in_force(program)
-    matches = find_matches(where, program, missing_ok, marks)
+    matches = find_matches(where, program, missing_ok, f"intermediate_gradients({where!r})")
     for match in matches:
         refuse_references(program.region_of(match), match.nodes, match)
     tapped = behind_each(
@@ -180,11 +152,19 @@ def intermediate_gradients(
     with without_editing():
         cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
     output = finish_call(program, call, results)
-    by_match = [
-        [ct for port, ct in zip(tapped.ins, cotangents, strict=True) if port.place == place]
-        for place in map(place_of, matches)
-    ]
-    return output, dict(zip(place_names(matches), map(_unwrap_single, by_match), strict=True))
+    return output, _by_match(matches, tapped.ins, cotangents)
+
+
+def _by_match(
+    matches: Sequence[Occurrence], ports: Sequence[Port], arrays: Sequence[Any]
+) -> dict[str, Any]:
+    """Returns the arrays of ports by the names of their matches; several of one as a tuple."""
+    found: dict[Any, list[Any]] = {place_of(match): [] for match in matches}
+    for port, array in zip(ports, arrays, strict=True):
+        found[port.place].append(array)
+    of_matches = (found[place_of(match)] for match in matches)
+    values = [each[0] if len(each) == 1 else tuple(each) for each in of_matches]
+    return dict(zip(place_names(matches), values, strict=True))
 
 
 def _check_arguments(fun: object, where: object) -> None:
@@ -210,50 +190,6 @@ def _type_text(value: Any) -> str:
     return _jax.type_text(value) if is_array else with_article(type(value).__name__)
 
 
-def _run_and_show(
-    program: Graph,
-    in_losses: Sequence[tuple[str, Sequence[Shown]]],
-    matches: Sequence[Occurrence],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, dict[str, Any]]:
-    """Runs a program; returns its result, and arrays by the names of matches: first the arrays of
-    the losses that the program differentiates (see `Marks.find_shown`), and then the arrays that
-    leave `matches`."""
-    sources = [*(each.at for _, shown in in_losses for each in shown), *matches]
-    wide = show_each(program, list({place_of(source): source for source in sources}.values()))
-    call = CallPacker()(args, kwargs)
-    results = _run_program(wide.graph, call)
-    output = finish_call(program, call, results)
-    ports = list(zip(wide.outs, results[len(program.outputs) :], strict=True))
-    # The arrays of each source in turn.
-    arrays = iter([[v for port, v in ports if port.place == place_of(each)] for each in sources])
-    by_match = [
-        [jnp.zeros_like(v) if each.is_zero else v for each in shown for v in next(arrays)]
-        for _, shown in in_losses
-    ]
-    names = number_repeated_names([*(name for name, _ in in_losses), *map(place_name, matches)])
-    values = map(_unwrap_single, [*by_match, *arrays])
-    return output, dict(zip(names, values, strict=True))
-
-
-def _refuse_two_losses(
-    fun: Callable[..., Any], program: Graph, where: Selector, rule: object
-) -> None:
-    """Raises GraphError if a scalar function also differentiates a loss, and both have matches: the
-    gradients of either may be meant."""
-    outputs = program.outputs[: program.result_count]
-    if len(outputs) != 1 or not _is_float_scalar(outputs[0].aval):
-        return
-    for match in where.select_in(program).matches:
-        if not (is_under_rules(match) or is_call_without_operands(match)):
-            raise GraphError(
-                f"{rule!r}: {match} lies in {function_name(fun)} itself, and other matches lie in "
-                "a function that it differentiates: the gradients of its result may be meant, or "
-                "the gradients of the inner function. Narrow the selector to one of the two"
-            )
-
-
 def _is_float_scalar(aval: Any) -> bool:
     is_array = isinstance(aval, _jax.ARRAY)
     return is_array and aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
@@ -262,7 +198,3 @@ def _is_float_scalar(aval: Any) -> bool:
 def _run_program(program: Graph, call: PackedCall, taps: Sequence[Any] = ()) -> list[Any]:
     values = [variable.value for variable in program.variables]
     return run_graph(program, [*jax.tree.leaves((call.args, call.kwargs)), *values, *taps])
-
-
-def _unwrap_single(values: Sequence[Any]) -> Any:
-    return values[0] if len(values) == 1 else tuple(values)

@@ -38,9 +38,8 @@ def checkpointed_loop(
       A rule. Values and forward mode do not change, and the compiled program changes only if
       something is differentiated in reverse. Derivatives of any order, `jax.vmap` (also if the
       numbers of steps differ), `jax.checkpoint` and the like work with the rule. Applied to a
-      program, it raises GraphError if a match contains no while loop, or a loop with an effect in
-      each step. With None, a loop with an effect is an error only if something differentiates it in
-      reverse.
+      program, it raises GraphError if a match contains no while loop. Reverse mode through a loop
+      with an effect in each step raises ValueError.
 
     In a batch, an element that takes no step adds nothing to a gradient, even if its step would
     divide by zero. (An exception is a division by a value that the loop closes over, which is no
@@ -90,7 +89,7 @@ def checkpointed_loop(
 
 def _find_loops(graph: Graph, matches: Sequence[Occurrence]) -> list[Occurrence]:
     """Returns the while loops in matches, except loops whose derivative a custom gradient replaces.
-    Raises GraphError for a match without a loop, and for a loop whose steps cannot run again."""
+    Raises GraphError for a match without a loop."""
     found: dict[tuple[object, Node], Occurrence] = {}
     for matched in matches:
         holds = covered_by([matched])
@@ -101,30 +100,9 @@ def _find_loops(graph: Graph, matches: Sequence[Occurrence]) -> list[Occurrence]
                 "match.op('while') finds the loops of a program; one whose number of steps is "
                 "known is a scan, which has reverse mode as it is"
             )
-        for loop in loops:
-            _require_pure(graph, loop)
-            found[loop.path, loop.node] = loop
+        found |= {(loop.path, loop.node): loop for loop in loops}
     return list(found.values())
 
 
 def _is_loop(found: Occurrence) -> bool:
     return found.node.primitive in _jax.WHILES and found.rule_around is None
-
-
-def _is_pure(found: Occurrence) -> bool:
-    return all(map(_jax.may_be_repeated, found.node.effects))
-
-
-def _require_pure(graph: Graph, loop: Occurrence) -> None:
-    """Raises GraphError for effects, since the steps run again."""
-    if _is_pure(loop):
-        return
-    holds = covered_by([loop])
-    inside = (each for each in graph.walk() if holds(each.path, each.node))
-    *_, culprit = (each for each in inside if not _is_pure(each))
-    raise GraphError(
-        f"rules.checkpointed_loop: {loop} has an effect in each step "
-        f"({culprit.node.name}{at(culprit.origin)}), and steps are run again for the derivative, "
-        "where it would happen once more. Take it out of the loop; jax.debug.print (without "
-        "ordered=True) may stay, and prints again"
-    )
