@@ -17,6 +17,7 @@ from tracegrad.saving.file import Array, stored, write_file
 from tracegrad.saving.interface import (
     Function,
     bind_specs,
+    parameters_of,
     saved_name,
     signature_text,
     trace_for_specs,
@@ -74,7 +75,7 @@ def save(
         pytree of these. For arguments passed by keyword, give a dictionary from their names to
         such entries in place of the list. For a dimension of any size, use
         ``jax.export.symbolic_shape("batch, 3")`` as the shape. The specs of a loaded function are
-        ``loaded.signature.args``.
+        ``loaded.specs``.
       gradient_order: how many times the loaded function can be differentiated in reverse mode; 0:
         never. Each order adds a program about as large as that of the order before. Above 1: if a
         custom gradient is not the true derivative, or clips its cotangent, its second derivatives
@@ -178,10 +179,11 @@ class _Contents:
         traced = source.graph
         trees = trees_of(traced, bound, name)
         programs = export(source, trees, self.order, self.platforms)
+        parameters = parameters_of(bound)
         record = FunctionRecord(
             name=name,
-            signature=signature_text(name, bound, trees),
-            parameters=bound.parameters,
+            signature=signature_text(name, parameters, trees),
+            parameters=parameters,
             constraints=tuple(_jax.symbolic_constraints(traced.in_avals)),
             reads=self._places(traced.variables),
             assigns=self._places(traced.assigned),
