@@ -207,9 +207,9 @@ class _Contents:
                 name=variable.name,
                 array=ArrayRecord(str(variable.dtype), tuple(variable.shape)),
                 trainable=variable.trainable,
-                key_type=_key_type(variable.name, value) if is_key(value) else None,
+                key_type=jax.random.key_impl(value) if is_key(value) else None,
             )
-            values[record.key] = stored(_to_numpy(variable.name, value))
+            values[record.key] = stored(np.asarray(stored_form(value)))
             variables.append(record)
         manifest = Manifest(
             versions={"tracegrad": __version__, **_jax.versions()},
@@ -229,24 +229,3 @@ def _choose_key(name: str, taken: Collection[str]) -> str:
     while key in taken:
         key, number = f"{base}_{number}", number + 1
     return key
-
-
-def _to_numpy(name: str, value: Any) -> Array:
-    if not value.is_fully_addressable:
-        raise ValueError(
-            f"the Variable {name!r} is sharded over several processes, but one process has to "
-            "write a function with all of its Variables. Save the Variables with save_variables "
-            "on all processes, load them in a single process, and save the function from that "
-            "process"
-        )
-    return np.asarray(stored_form(value))
-
-
-def _key_type(name: str, value: Any) -> str:
-    kind = jax.random.key_impl(value)
-    if not isinstance(kind, str):
-        raise ValueError(
-            f"the Variable {name!r} holds random keys of a custom generator, {kind}, which cannot "
-            "be saved because it has no name"
-        )
-    return kind
