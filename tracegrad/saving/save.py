@@ -202,12 +202,14 @@ class _Contents:
         variables: list[VariableRecord] = []
         values: dict[str, Array] = {}  # arrays on the CPU are not copied
         for variable, value in zip(self.places, peek(list(self.places)), strict=True):
+            # msgspec refuses a generator without a name.
+            generator: Any = jax.random.key_impl(value) if is_key(value) else None
             record = VariableRecord(
                 key=_choose_key(variable.name, values),
                 name=variable.name,
                 array=ArrayRecord(str(variable.dtype), tuple(variable.shape)),
                 trainable=variable.trainable,
-                key_type=jax.random.key_impl(value) if is_key(value) else None,
+                key_type=generator,
             )
             values[record.key] = stored(np.asarray(stored_form(value)))
             variables.append(record)
