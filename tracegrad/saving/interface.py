@@ -20,6 +20,7 @@ from tracegrad.saving.trees import check_leaves, of_types, tree_text
 from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.packed import unpack_arguments
 from tracegrad.variables.nnx_objects import is_module
+from tracegrad.variables.trees import values_of
 
 Function = Callable[..., Any]
 
@@ -106,6 +107,7 @@ def bind_specs(name: str, fun: Function, specs: Any) -> inspect.BoundArguments:
         )
     for parameter, spec in given.arguments.items():
         _check_no_module(spec, f"the argument {parameter}")
+        given.arguments[parameter] = values_of(spec)
     return given
 
 
