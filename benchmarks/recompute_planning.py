@@ -46,7 +46,7 @@ from report import print_table
 import tracegrad
 from tracegrad.ir import Graph
 from tracegrad.planning import BudgetTooSmall, plan_recompute
-from tracegrad.planning.cuts import Network, hulls
+from tracegrad.planning.cuts import Network, find_hulls
 from tracegrad.planning.flatten import flatten
 from tracegrad.planning.fusion import Fusion
 from tracegrad.planning.measuring import MeasuredGradient
@@ -501,7 +501,7 @@ def minimum_cuts(m: MemoryModel) -> list[tuple[int, int]]:
     """Peak and extra FLOPs of minimum cuts at many prices, and of knapsacks of what they save."""
     needed = {v for found in m.needs for v in found}
     must_run = [i for i, size in enumerate(m.extra) if size]
-    (hull,) = hulls([Network(m.sizes, m.flops, m.args, needed, must_run)], 40)
+    (hull,) = find_hulls([Network(m.sizes, m.flops, m.args, needed, must_run)], 40)
     cuts = [cut.saved for cut in hull]
     plans = [on_demand(m, saved) for saved in cuts]
     # The smallest of those that compute next to nothing again.

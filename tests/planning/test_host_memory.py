@@ -13,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 import tracegrad as tg
 from tests.compilation import f32
-from tracegrad.planning import plan_recompute
 
 
 def moved(fun: Any, *shapes: Any) -> dict[str, list[int]]:
@@ -37,10 +36,9 @@ TO_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
     offload_src="device",
     offload_dst="pinned_host",
 )
-TO_KEEP = jax.checkpoint_policies.save_only_these_names("x", "h")
 
 
-def test_what_a_users_policy_offloads_takes_nothing_of_the_device():
+def test_what_a_users_policy_offloads_is_moved_as_by_jax():
     def loss(block: Any) -> Any:
         return lambda w, x: jnp.sum(jax.lax.scan(lambda x, w: (block(x, w), None), x, w)[0])
 
@@ -51,6 +49,3 @@ def test_what_a_users_policy_offloads_takes_nothing_of_the_device():
     assert expected["pinned_host"]
     assert moved(ours, *shapes) == expected
     assert moved(tg.graph(ours, *shapes).to_callable(), *shapes) == expected
-    kept = plan_recompute(loss(offloading_block), *shapes, memory_budget="100%", measure=False)
-    sent = plan_recompute(theirs, *shapes, memory_budget="100%", measure=False)
-    assert kept.residual - sent.residual >= 6 * sum(expected["pinned_host"])

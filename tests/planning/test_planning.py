@@ -50,9 +50,6 @@ def random_model(seed: int, count: int) -> MemoryModel:
         cotangents=cotangents.tolist(),
         extra=extra.tolist(),
         beside=beside.tolist(),
-        behind=[
-            tuple(v for v in range(max(0, i - 5), i) if rng.random() < 0.15) for i in range(count)
-        ],
         fusion=(),
     )
 
@@ -99,18 +96,13 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
     count = len(m)
     segment_of = {i: k for k, s in enumerate(plan) for i in range(s.start, s.stop)}
 
-    def needs(i: int) -> set[int]:
-        """What a step reads: more in its own segment, if that is kept."""
-        s = plan[segment_of[i]]
-        return {*m.needs[i], *(v for v in m.behind[i] if not s.recompute and v >= s.start)}
-
     again = [runs_again(m, s) for s in plan]
 
     def kept(v: int) -> bool:
         """By its own segment for its own backward pass."""
         k = segment_of[v]
         own = range(plan[k].start, plan[k].stop)
-        read = any(v in needs(i) for i in own) or any(v in m.args[i] for i in again[k])
+        read = any(v in m.needs[i] for i in own) or any(v in m.args[i] for i in again[k])
         return read and v not in again[k]
 
     def outside(v: int) -> list[int]:
@@ -126,9 +118,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
     def read_back(v: int, k: int) -> bool:
         """Whether the backward pass of another segment reads a value."""
         inside = range(plan[k].start, plan[k].stop)
-        comes_back = not plan[k].recompute and any(v in m.behind[i] for i in inside)
-        is_read = any(v in m.needs[i] for i in inside) or any(v in m.args[i] for i in again[k])
-        return comes_back or is_read
+        return any(v in m.needs[i] for i in inside) or any(v in m.args[i] for i in again[k])
 
     def alive_in(
         k: int, events: list[tuple[int | None, set[int], int]], late: dict[int, list[int]]
@@ -138,7 +128,7 @@ def replay(m: MemoryModel, plan: list[Segment]) -> tuple[int, int]:
         s, sizes = plan[k], []
         for i in reversed(range(s.start, s.stop)):
             events += [(v, {*m.args[v]}, i) for v in late.get(i, ())]
-            events.append((None, needs(i), i))
+            events.append((None, {*m.needs[i]}, i))
         made_before = {v for v in range(s.start, s.stop) if kept(v)}
         for now, (made, _, step) in enumerate(events):
             made_before |= {made} - {None}

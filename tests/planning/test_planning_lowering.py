@@ -214,16 +214,6 @@ def test_terms_of_a_weights_gradient_that_wait_for_each_other_leave_room_for_a_p
     assert 0 < plan.flops < 0.05 * plan.forward_flops
 
 
-def normalised_layers(weights: Any, x: jax.Array) -> jax.Array:
-    """What is centred is written, for the sum of its squares, and computed again all the same: it
-    reads one array beside a broadcast."""
-    for w in weights:
-        centred = x - x.mean(-1, keepdims=True)
-        scale = jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
-        x = x + jnp.tanh((centred * scale) @ w)
-    return jnp.mean(x**2)
-
-
 def scaled_layers(weights: Any, x: jax.Array) -> jax.Array:
     """A batch norm of the means of x and of its square, with scale and bias, and a residual sum:
     all of it is computed inside what reads it, but for what the products read."""
@@ -257,11 +247,9 @@ SCALED = {"kernel": f32(64, 64), "scale": f32(64), "bias": f32(64)}
 @pytest.mark.parametrize(
     ("fun", "shapes"),
     [
-        (normalised_layers, ([f32(64, 64)] * 6, f32(1024, 64))),
         (scaled_layers, ([SCALED] * 6, f32(1024, 64))),
         (scaled_rows, ([SCALED] * 10, f32(1024, 64))),
         (attention, ([f32(64, 64)] * 6, f32(16, 256, 64))),
-        (residual_blocks, RESIDUAL_BLOCKS),
     ],
 )
 def test_what_is_kept_is_what_xla_keeps(fun: Any, shapes: Any):

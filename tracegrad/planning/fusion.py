@@ -32,7 +32,6 @@ class Fate(NamedTuple):
 
     Attributes:
       inlined: whether the readers compute the results themselves, and no buffer holds the results.
-      repeated: whether the results are written, and the backward pass still computes them again.
       beside: bytes of other values of the node, such as a derivative, that are written before the
         backward pass begins, and that the backward pass reads.
       cotangents: the bytes that the backward pass has computed and that are alive during the node's
@@ -40,7 +39,6 @@ class Fate(NamedTuple):
     """
 
     inlined: bool = False
-    repeated: bool = False
     beside: int = 0
     cotangents: int | None = None
 
@@ -87,9 +85,6 @@ def read_fates(graph: Graph, compiled: Module, examples: int = 1, devices: int =
         holds.append(set() if is_back[-1] else fitting)
     back = list(itertools.compress(range(len(writes)), is_back))
     kept = {k for i in back for k in writes[i].reads if not is_back[k]}
-    repeated = set[int]()
-    for i in back:
-        repeated |= inside[i].difference(writers[i][1], *(holds[k] for k in writes[i].reads))
     read_back = set[int]().union(*(holds[k] for k in kept))
     sizes: dict[int, list[int]] = {}  # for each node, the bytes of its kept buffers
     for k in kept:
@@ -98,7 +93,6 @@ def read_fates(graph: Graph, compiled: Module, examples: int = 1, devices: int =
     kept_results = {i: sum(result_bytes[i]) if i in read_back else 0 for i in sizes}
     beside = {i: max(0, sum(size) - kept_results[i]) for i, size in sizes.items()}
     views, inlined = _find_inlined_nodes(graph, set().union(*holds), set().union(*inside))
-    repeated -= inlined
     # Backward steps come after the buffer of the last forward node. XLA may compute gradients of
     # arguments at any time.
     ends = [(max(writers[k][0]), k) for k, b in enumerate(is_back) if not b and writers[k][0]]
@@ -113,7 +107,7 @@ def read_fates(graph: Graph, compiled: Module, examples: int = 1, devices: int =
         steps = {}
     live = alive([(k, writes[k].until, writes[k].size // examples) for k in steps], len(writes))
     fates = enumerate(_cotangents_of_nodes(len(graph.nodes), steps, live))
-    return tuple(Fate(i in inlined, i in repeated, beside.get(i, 0), size) for i, size in fates)
+    return tuple(Fate(i in inlined, beside.get(i, 0), size) for i, size in fates)
 
 
 def _cotangents_of_nodes(

@@ -38,8 +38,6 @@ class MemoryModel:
       flops: FLOPs to compute the buffer from the buffers in `args`.
       args: the buffers that the operation reads.
       needs: the buffers that the operation's backward step reads, maybe also its own.
-      behind: further buffers that the backward step reads if the segment is not recomputed: XLA
-        then recomputes written results of the segment inside of their readers, from these buffers.
       cotangents: bytes of cotangents that are alive during the backward step in every plan.
       extra: bytes of residuals that are not buffers. Recomputing the operation computes these
         residuals again; they are kept only if its segment is not recomputed.
@@ -62,7 +60,6 @@ class MemoryModel:
     args: list[tuple[int, ...]]
     needs: list[tuple[int, ...]]
     cotangents: list[int]
-    behind: list[tuple[int, ...]] = field(default_factory=list)
     extra: list[int] = field(default_factory=list)
     beside: list[int] = field(default_factory=list)
     fixed: list[bool] = field(default_factory=list)
@@ -76,7 +73,6 @@ class MemoryModel:
 
     def __post_init__(self) -> None:
         count = len(self.sizes)
-        self.behind = self.behind or [()] * count
         self.extra = self.extra or [0] * count
         self.beside = self.beside or [0] * count
         self.fixed = self.fixed or [False] * count

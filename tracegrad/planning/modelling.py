@@ -70,24 +70,22 @@ class _Modelling:
         self.ops: list[Node] = []
         self.flops: list[int] = []
         nothing, arguments = frozenset[int](), (*graph.inputs, *graph.constants)
-        # For every value: the buffers from which readers get it (`roots`); the same, if repeated
-        # results are recomputed (`behind`); the FLOPs of inlined operations (`inside`).
+        # For every value: the buffers from which readers get it (`roots`); the FLOPs of inlined
+        # operations (`inside`).
         self.roots: dict[Value | Literal, frozenset[int]] = dict.fromkeys(arguments, nothing)
-        self.behind: dict[Value | Literal, frozenset[int]] = dict.fromkeys(arguments, nothing)
         self.inside: dict[Value, int] = dict.fromkeys(arguments, 0)
         self.reads: dict[Node, Residuals] = {}  # the residuals of each node with a backward step
         for node in graph.nodes:
             values = set(node.operands)
             roots = nothing.union(*(self.roots[v] for v in values))
-            behind = nothing.union(*(self.behind[v] for v in values))
             cost = sum(self.inside[v] for v in values) + node_flops(node, self.region_flops)
             if not self.fate[node].inlined:
                 roots = frozenset((len(self.ops),))
                 self.ops.append(node)
                 self.flops.append(cost)
-                cost, behind = 0, behind if self.fate[node].repeated else roots
+                cost = 0
             for value in node.outputs:
-                self.roots[value], self.behind[value], self.inside[value] = roots, behind, cost
+                self.roots[value], self.inside[value] = roots, cost
             positions = active_inputs(node, active)
             ends = active_outputs(node, active)
             if positions and ends:
@@ -98,7 +96,6 @@ class _Modelling:
         ops = self.ops
         cotangents = self._cotangent_bytes()
         needs: list[set[int]] = [set() for _ in ops]
-        behind: list[set[int]] = [set() for _ in ops]
         extra, beside, peaks = [0] * len(ops), [0] * len(ops), [0] * len(ops)
         fixed = [False] * len(ops)
         step = -1  # the last buffer that was written so far
@@ -121,8 +118,6 @@ class _Modelling:
                 extra[at] += read.extra
                 if read.compares and not fate.inlined:
                     extra[at] = max(extra[at], 1)  # see `_find_compared`
-                if is_by_element(node):
-                    behind[at].update(*(self.behind.get(v, ()) for v in values))
                 if not read.extra:  # otherwise these bytes are counted already
                     beside[at] += fate.beside
         args = [tuple(sorted({r for v in node.operands for r in self.roots[v]})) for node in ops]
@@ -133,7 +128,6 @@ class _Modelling:
             flops=self.flops,
             args=args,
             needs=[tuple(sorted(found)) for found in needs],
-            behind=[tuple(sorted(b - a)) for a, b in zip(needs, behind, strict=True)],
             cotangents=peaks,
             extra=extra,
             beside=beside,

@@ -246,7 +246,6 @@ def _number_equal_operations(model: MemoryModel) -> list[int]:
             costs,
             tuple((i - v, model.sizes[v], *(i - u for u in model.uses[v])) for v in model.args[i]),
             tuple((i - v, *(i - u for u in model.uses[v])) for v in model.needs[i]),
-            tuple(i - v for v in model.behind[i]),
             tuple(u - i for u in model.uses[i]),
             tuple(
                 (m.extra[i], m.inner_flops[i], m.cotangents[i], m.needs[i]) for m in model.steps[1:]

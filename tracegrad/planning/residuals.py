@@ -27,7 +27,7 @@ class Residuals:
 
     Attributes:
       operands, results: the positions of the operands and results that it reads.
-      extra: bytes of the other values that it reads; at least 1 if these are on the host.
+      extra: bytes of the other values that it reads.
       compares: whether it compares a result with an operand, as the derivative of a maximum does.
     """
 
@@ -120,11 +120,6 @@ def residuals_of(
         reads.add(var)
         if var in producer and var not in result:
             equation = producer[var]
-            if _jax.is_on_host(var.aval):
-                # A value on the host needs no device memory, but must be recomputed; `extra` > 0
-                # says so.
-                extra = max(extra, 1)
-                continue
             if _contains_operation(equation, operations.KERNELS):
                 extra += nbytes(var.aval)
                 continue

@@ -8,7 +8,7 @@ end of the backward pass of the first later segment that reads it. If a single s
 value, and only in its forward pass, the value is freed at the end of that forward pass. Within a
 segment, a value is freed after the segment's last read of it.
 
-Buffers and their costs (`needs`, `behind`, `extra`, `beside`, `uses`) are those of `MemoryModel`.
+Buffers and their costs (`needs`, `extra`, `beside`, `uses`) are those of `MemoryModel`.
 """
 
 from __future__ import annotations
@@ -93,13 +93,6 @@ class Piece:
         forward = [v for v in only_here if v not in read_back]
         readers = [tuple([u - start for u in model.uses[v]]) for v in forward]
         self.forward_inputs = [(model.sizes[v], r) for v, r in zip(forward, readers, strict=True)]
-        # Without recomputation: the values that each backward step reads, and the bytes of inputs
-        # that are freed at the end of the forward pass.
-        behind = [model.behind[i] for i in within]
-        pairs = zip(self.needs, behind, strict=True)
-        self.needs_kept = [[*needs, *[v - start for v in b if v >= start]] for needs, b in pairs]
-        read_behind = {v for values in behind for v in values}
-        self.unread_kept = sum([model.sizes[v] for v in forward if v not in read_behind])
         # The last operation in the segment that reads each value; the value's own if none does.
         self._last = list(range(stop - start))
         for i, args in enumerate(self.args):
@@ -117,9 +110,8 @@ class Piece:
         saved = {v for v in way.saved if not self.extra[v]}
         recomputed = self._find_recomputed(saved) if way.recompute else set()
         order = tuple(sorted(recomputed))
-        needs = self.needs if way.recompute else self.needs_kept
         reads = [0] * len(self.sizes)
-        for values in [*needs, *[self.args[i] for i in order]]:
+        for values in [*self.needs, *[self.args[i] for i in order]]:
             for v in values:
                 reads[v] += 1
         stored = frozenset([v for v, count in enumerate(reads) if count and v not in recomputed])
@@ -129,7 +121,7 @@ class Piece:
         live = size + beside if way.recompute else staying
         late = self._find_late(recomputed)
         waits = [{}, late] if late else [{}]
-        backward = [self._backward_peaks(order, late, needs, reads.copy(), live) for late in waits]
+        backward = [self._backward_peaks(order, late, reads.copy(), live) for late in waits]
         best = min(range(len(waits)), key=lambda k: max(backward[k]))
         return Local(
             flops=self.inner_flops + sum([self.flops[i] for i in order]),
@@ -137,7 +129,7 @@ class Piece:
             late=waits[best],
             stored=stored,
             staying=staying,
-            unread=sum(unread) if way.recompute else self.unread_kept,
+            unread=sum(unread),
             forward=self._forward_peaks(stored, way.recompute),
             backward=backward[best],
         )
@@ -176,7 +168,6 @@ class Piece:
         self,
         recomputed: Sequence[int],
         late: Mapping[int, int],
-        needs: Sequence[Sequence[int]],
         reads: list[int],
         live: int,
     ) -> tuple[int, ...]:
@@ -207,7 +198,7 @@ class Piece:
                 if not reads[i]:  # it ran for its `extra` bytes
                     live -= sizes[i]
             peaks.append(max(peak, live) + self.cotangents[step])
-            for v in needs[step]:
+            for v in self.needs[step]:
                 reads[v] -= 1
                 if not reads[v]:
                     live -= sizes[v]

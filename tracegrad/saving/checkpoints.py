@@ -41,9 +41,6 @@ from tracegrad.variables.variable import Variable
 
 PathLike = str | os.PathLike[str]
 
-# Maps dtypes that Orbax does not support to supported dtypes with as many bits.
-_SUPPORTED = {"uint2": "int2", "uint4": "int4", "float8_e4m3": "uint8"}
-
 
 def save_variables(tree: Any, path: PathLike) -> None:
     """Writes the values of the Variables in a tree of objects to a folder, by Orbax.
@@ -172,13 +169,7 @@ def _require_variables(tree: Any) -> dict[str, Variable]:
 
 
 def _arrays_to_write(variables: Mapping[str, Variable]) -> dict[str, Any]:
-    """Returns the values of the Variables, in dtypes that Orbax supports."""
-
-    def convert(value: Any) -> Any:
-        dtype = _SUPPORTED.get(str(value.dtype))
-        return stored_form(value) if dtype is None else jax.lax.bitcast_convert_type(value, dtype)
-
-    return dict(zip(variables, map(convert, peek(list(variables.values()))), strict=True))
+    return dict(zip(variables, map(stored_form, peek(list(variables.values()))), strict=True))
 
 
 def _checksum(values: Mapping[str, Any]) -> int:
@@ -274,6 +265,4 @@ def _to_variable_value(variable: Variable, stored: Any) -> Any:
     if is_key(variable):
         (keys,) = peek([variable])
         return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(keys))
-    if stored.dtype != variable.dtype:
-        return jax.lax.bitcast_convert_type(stored, variable.dtype)
     return stored

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from tracegrad.saving.trees import check_leaves, of_types, tree_text
 from tracegrad.tracing.graphs import function_name, graph_of_call
 from tracegrad.tracing.nnx_objects import is_module
 from tracegrad.tracing.packed import unpack_arguments
+from tracegrad.variables.trees import values_of
 
 Function = Callable[..., Any]
 
@@ -44,48 +45,37 @@ def saved_name(fun: Any) -> str:
     return function_name(fun) if is_named else type(fun).__name__
 
 
-@dataclass(frozen=True)
-class BoundSpecs:
-    """Specs, bound to the parameters of a function.
+def parameters_of(given: inspect.BoundArguments) -> tuple[tuple[str, Kind], ...]:
+    """Returns the names and kinds of the saved function's parameters. A parameter behind an omitted
+    one, which keeps its default value, becomes a keyword parameter."""
+    by_name, parameters = given.kwargs, given.signature.parameters
 
-    Attributes:
-      specs: the specs by the names of the parameters. The spec of ``*args`` is a tuple, the spec of
-        ``**kwargs`` a dictionary.
-    """
+    def kind(name: str) -> Kind:
+        found = _KIND_NAMES[parameters[name].kind]
+        return "keyword" if found == "either" and name in by_name else found
 
-    signature: inspect.Signature
-    specs: Mapping[str, Any]
-
-    def bound(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
-        return inspect.BoundArguments(self.signature, dict(arguments))
-
-    @property
-    def parameters(self) -> tuple[tuple[str, Kind], ...]:
-        """The names and kinds of the saved function's parameters. A parameter behind an omitted
-        one, which keeps its default value, becomes a keyword parameter."""
-        by_name = self.bound(self.specs).kwargs
-
-        def kind(name: str) -> Kind:
-            found = _KIND_NAMES[self.signature.parameters[name].kind]
-            return "keyword" if found == "either" and name in by_name else found
-
-        return tuple((name, kind(name)) for name in self.specs)
-
-    def of_arguments(self, fun: Function) -> Function:
-        def function(*arguments: Any) -> Any:
-            bound = self.bound(dict(zip(self.specs, arguments, strict=True)))
-            return fun(*bound.args, **bound.kwargs)
-
-        functools.update_wrapper(function, fun, updated=())
-        function.__name__ = saved_name(fun)
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        names = [inspect.Parameter(name, kind) for name in self.specs]
-        function.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
-        return function
+    return tuple((name, kind(name)) for name in given.arguments)
 
 
-def bind_specs(name: str, fun: Function, specs: Any) -> BoundSpecs:
-    """Raises TypeError if the specs do not fit the function."""
+def _of_arguments(fun: Function, given: inspect.BoundArguments) -> Function:
+    """Returns a function of the parameters for which there are specs, by position."""
+
+    def function(*arguments: Any) -> Any:
+        by_name = dict(zip(given.arguments, arguments, strict=True))
+        bound = inspect.BoundArguments(given.signature, by_name)
+        return fun(*bound.args, **bound.kwargs)
+
+    functools.update_wrapper(function, fun, updated=())
+    function.__name__ = saved_name(fun)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [inspect.Parameter(name, kind) for name in given.arguments]
+    function.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    return function
+
+
+def bind_specs(name: str, fun: Function, specs: Any) -> inspect.BoundArguments:
+    """Returns the specs by parameters. The spec of ``*args`` is a tuple, the spec of ``**kwargs`` a
+    dictionary. Raises TypeError if the specs do not fit the function."""
     if specs is None:
         raise TypeError(
             f"specs are missing: save({name}, path, specs) needs one array or "
@@ -102,32 +92,34 @@ def bind_specs(name: str, fun: Function, specs: Any) -> BoundSpecs:
         signature = _ANY
     try:
         args, kwargs = ((), specs) if isinstance(specs, dict) else (specs, {})
-        given = signature.bind(*args, **kwargs).arguments
+        given = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
             f"the specs do not fit {name}{signature}: {error}. Give one array or "
             f"jax.ShapeDtypeStruct for each argument; there are {len(specs)}"
         ) from None
-    if len(_jax.symbolic_scopes(jax.tree.leaves(given))) > 1:
+    if len(_jax.symbolic_scopes(jax.tree.leaves(given.arguments))) > 1:
         raise TypeError(
             f"the specs of {name} have symbolic sizes from several calls of "
             "jax.export.symbolic_shape, which are different sizes for JAX even if they have the "
             'same name: make all sizes in one call, b, n = jax.export.symbolic_shape("b, n"), or '
             "give all calls one scope=jax.export.SymbolicScope()"
         )
-    for parameter, spec in given.items():
+    for parameter, spec in given.arguments.items():
         _check_no_module(spec, f"the argument {parameter}")
-    return BoundSpecs(signature, given)
+        given.arguments[parameter] = values_of(spec)
+    return given
 
 
-def trace_for_specs(name: str, fun: Function, given: BoundSpecs, modules: ModuleVariables) -> Graph:
+def trace_for_specs(
+    name: str, fun: Function, given: inspect.BoundArguments, modules: ModuleVariables
+) -> Graph:
     """If the function has a flax.nnx module, `modules` makes Variables of the module's arrays."""
-
     try:
-        called = given.of_arguments(modules.without_module(fun))
-        return graph_of_call(called, tuple(given.specs.values()), {})
+        called = _of_arguments(modules.without_module(fun), given)
+        return graph_of_call(called, tuple(given.arguments.values()), {})
     except Exception as error:
-        specs = ", ".join(f"{key}: {tree_text(spec)}" for key, spec in given.specs.items())
+        specs = ", ".join(f"{key}: {tree_text(spec)}" for key, spec in given.arguments.items())
         text = f"while {name} was traced to be saved, for ({specs})"
         add_note(error, text, line_of_error(error.__traceback__))
         raise
@@ -148,13 +140,13 @@ class Trees:
         check(self.result, f"the result of {name}")
 
 
-def trees_of(traced: Graph, given: BoundSpecs, name: str) -> Trees:
+def trees_of(traced: Graph, given: inspect.BoundArguments, name: str) -> Trees:
     """Raises TypeError if a leaf cannot be written."""
     inputs = traced.in_avals[: len(traced.inputs) - len(traced.variables)]
     arguments, _ = unpack_arguments(*of_types(traced.in_tree, inputs))
     result = of_types(traced.out_tree, traced.out_avals[: traced.result_count])
     _check_no_module(result, f"the result of {name}")
-    found = Trees(dict(zip(given.specs, arguments)), result)
+    found = Trees(dict(zip(given.arguments, arguments)), result)
     found.check(check_leaves, name)
     return found
 
@@ -171,10 +163,10 @@ def _check_no_module(tree: Any, where: str) -> None:
         )
 
 
-def signature_text(name: str, given: BoundSpecs, trees: Trees) -> str:
+def signature_text(name: str, parameters: Iterable[tuple[str, Kind]], trees: Trees) -> str:
     """As one line: ``score(x: f32[b,2]) -> f32[b]``."""
     shown = [
         f"{kind if kind in ('*', '**') else ''}{parameter}: {tree_text(trees.arguments[parameter])}"
-        for parameter, kind in given.parameters
+        for parameter, kind in parameters
     ]
     return f"{name}({', '.join(shown)}) -> {tree_text(trees.result)}"

@@ -6,8 +6,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,7 +15,6 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import KINDS, FunctionRecord
-from tracegrad.saving.trees import of_types
 from tracegrad.saving.variables import HasVariables
 from tracegrad.variables.variable import Variable
 
@@ -28,32 +25,6 @@ _NO_FORWARD_MODE = (
     "A file has no forward-mode derivative, which jax.jvp, tracegrad.jvp, hvp and hessian ask for; "
     "jax.jacrev(jax.grad(...)) uses reverse mode only."
 )
-
-
-@dataclass(frozen=True)
-class Signature:
-    """The types of the arguments and the result of a loaded function.
-
-    Attributes:
-      name: the name of the function.
-      parameters: the names of its arguments.
-      args: a tuple with one entry for each positional argument: a pytree of
-        `jax.ShapeDtypeStruct`s, in which sizes that were left open are symbolic.
-      kwargs: a dictionary with the same for each keyword argument.
-      result: the pytree of `jax.ShapeDtypeStruct`s of the result.
-
-    As text it is one line: ``score(x: f32[b,2]) -> f32[b]``.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    result: Any
-    _text: str = field(repr=False)
-
-    def __str__(self) -> str:
-        return self._text
 
 
 class LoadedFunction(HasVariables):
@@ -74,9 +45,9 @@ class LoadedFunction(HasVariables):
     program for all results, which gets zeros for results without a cotangent.
 
     Attributes:
-      signature: a `Signature`.
+      signature: the types of its arguments and its result, as text: ``score(x: f32[2]) -> f32[]``.
       variables: the Variables that it reads or assigns, by name. They can be assigned. To save the
-        function with new values: ``save(loaded, path, loaded.signature.args)``.
+        function with new values: ``save(loaded, path, loaded.specs)``.
       gradient_order: how many times it can be differentiated.
       platforms: the platforms on which it can run.
 
@@ -89,7 +60,7 @@ class LoadedFunction(HasVariables):
     9.0 6.0 1
     """
 
-    signature: Signature
+    signature: str
     variables: Mapping[str, Variable]
     gradient_order: int
     platforms: tuple[str, ...]
@@ -119,17 +90,19 @@ class LoadedFunction(HasVariables):
         scope = jax.export.SymbolicScope(record.constraints)
         self._specs = [_jax.struct(_in_scope(a.shape, scope), a.dtype) for a in self._avals]
         self._out_tree = program.out_tree
-        self.signature = self._make_signature(program)
+        self.signature = record.signature
         self._flat = differentiable(record.program, exported, record, self._error_for_order)
         self._compiled: Compiled = jax.jit(_name_function(self._check_and_run, record.name))
 
-    def _make_signature(self, program: Any) -> Signature:
-        names = tuple(self.__signature__.parameters)
-        arguments = zip(names, jax.tree.unflatten(self._structure, self._specs))
+    @property
+    def specs(self) -> list[Any] | dict[str, Any]:
+        """The types of the arguments, as `save` takes them. Open sizes are symbolic."""
+        arguments = zip(self.__signature__.parameters, self._unflatten_specs())
         bound = inspect.BoundArguments(self.__signature__, dict(arguments))
-        result, _ = of_types(self._out_tree, program.out_avals)
-        kwargs = MappingProxyType(bound.kwargs)
-        return Signature(self.__name__, names, bound.args, kwargs, result, self._record.signature)
+        return dict(bound.arguments) if bound.kwargs else list(bound.args)
+
+    def _unflatten_specs(self) -> tuple[Any, ...]:
+        return tuple(jax.tree.unflatten(self._structure, self._specs))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         arguments = self._bind_arguments(args, kwargs)
@@ -140,7 +113,7 @@ class LoadedFunction(HasVariables):
         return result
 
     def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        if not kwargs and self._is_positional and len(args) == len(self.signature.parameters):
+        if not kwargs and self._is_positional and len(args) == len(self._record.parameters):
             return args
         try:
             bound = self.__signature__.bind(*args, **kwargs)
@@ -177,15 +150,13 @@ class LoadedFunction(HasVariables):
         """An exported program with the types of the arguments and no results. Calling this program
         checks trees, dtypes, shapes and the constraints between symbolic sizes, with errors that
         name the argument."""
-        specs = jax.tree.unflatten(self._structure, self._specs)
-        names = self.signature.parameters
-        return jax.export.export(jax.jit(lambda **arguments: ()))(**dict(zip(names, specs)))
+        specs = dict(zip(self.__signature__.parameters, self._unflatten_specs()))
+        return jax.export.export(jax.jit(lambda **arguments: ()))(**specs)
 
     def _check_types(self, arguments: tuple[Any, ...]) -> None:
         try:
-            jax.eval_shape(
-                self._type_checker.call, **dict(zip(self.signature.parameters, arguments))
-            )
+            names = self.__signature__.parameters
+            jax.eval_shape(self._type_checker.call, **dict(zip(names, arguments)))
         except Exception as error:
             # JAX writes kwargs['x']['w'].shape[0], and refers to its manual: both are removed.
             text = re.sub(r"kwargs\['(\w+)'\]", r"\1", str(error))

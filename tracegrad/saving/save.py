@@ -17,6 +17,7 @@ from tracegrad.saving.file import Array, stored, write_file
 from tracegrad.saving.interface import (
     Function,
     bind_specs,
+    parameters_of,
     saved_name,
     signature_text,
     trace_for_specs,
@@ -74,7 +75,7 @@ def save(
         pytree of these. For arguments passed by keyword, give a dictionary from their names to
         such entries in place of the list. For a dimension of any size, use
         ``jax.export.symbolic_shape("batch, 3")`` as the shape. The specs of a loaded function are
-        ``loaded.signature.args``.
+        ``loaded.specs``.
       gradient_order: how many times the loaded function can be differentiated in reverse mode; 0:
         never. Each order adds a program about as large as that of the order before. Above 1: if a
         custom gradient is not the true derivative, or clips its cotangent, its second derivatives
@@ -178,10 +179,11 @@ class _Contents:
         traced = source.graph
         trees = trees_of(traced, bound, name)
         programs = export(source, trees, self.order, self.platforms)
+        parameters = parameters_of(bound)
         record = FunctionRecord(
             name=name,
-            signature=signature_text(name, bound, trees),
-            parameters=bound.parameters,
+            signature=signature_text(name, parameters, trees),
+            parameters=parameters,
             constraints=tuple(_jax.symbolic_constraints(traced.in_avals)),
             reads=self._places(traced.variables),
             assigns=self._places(traced.assigned),
@@ -200,14 +202,16 @@ class _Contents:
         variables: list[VariableRecord] = []
         values: dict[str, Array] = {}  # arrays on the CPU are not copied
         for variable, value in zip(self.places, peek(list(self.places)), strict=True):
+            # msgspec refuses a generator without a name.
+            generator: Any = jax.random.key_impl(value) if is_key(value) else None
             record = VariableRecord(
                 key=_choose_key(variable.name, values),
                 name=variable.name,
                 array=ArrayRecord(str(variable.dtype), tuple(variable.shape)),
                 trainable=variable.trainable,
-                key_type=_key_type(variable.name, value) if is_key(value) else None,
+                key_type=generator,
             )
-            values[record.key] = stored(_to_numpy(variable.name, value))
+            values[record.key] = stored(np.asarray(stored_form(value)))
             variables.append(record)
         manifest = Manifest(
             versions={"tracegrad": __version__, **_jax.versions()},
@@ -227,24 +231,3 @@ def _choose_key(name: str, taken: Collection[str]) -> str:
     while key in taken:
         key, number = f"{base}_{number}", number + 1
     return key
-
-
-def _to_numpy(name: str, value: Any) -> Array:
-    if not value.is_fully_addressable:
-        raise ValueError(
-            f"the Variable {name!r} is sharded over several processes, but one process has to "
-            "write a function with all of its Variables. Save the Variables with save_variables "
-            "on all processes, load them in a single process, and save the function from that "
-            "process"
-        )
-    return np.asarray(stored_form(value))
-
-
-def _key_type(name: str, value: Any) -> str:
-    kind = jax.random.key_impl(value)
-    if not isinstance(kind, str):
-        raise ValueError(
-            f"the Variable {name!r} holds random keys of a custom generator, {kind}, which cannot "
-            "be saved because it has no name"
-        )
-    return kind

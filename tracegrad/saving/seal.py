@@ -55,7 +55,7 @@ def last_sealed(folder: Path) -> int:
     return max(numbers)
 
 
-def step_folder(folder: Path, number: int | str) -> Path:
+def step_folder(folder: Path, number: int) -> Path:
     return folder / f"tracegrad-{number}"
 
 

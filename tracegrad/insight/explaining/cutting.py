@@ -13,7 +13,7 @@ from tracegrad.insight.explaining.visits import is_called, is_entered
 from tracegrad.ir import CustomGradient, Graph, Node
 from tracegrad.ir.authors import is_jaxs_rule
 from tracegrad.ir.program_keys import params_key, program_key, rule_key
-from tracegrad.planning.costs import nbytes_anywhere
+from tracegrad.planning.costs import nbytes
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 
 _FEWEST = 8  # the fewest operations in a period
@@ -31,7 +31,7 @@ def runs_of(nodes: Sequence[Node], detail: Detail) -> list[Sequence[Node]]:
     into one run are cut only if that saves half of them."""
     numbers: dict[Hashable, int] = {}
     symbols = [numbers.setdefault(_symbol(node), len(numbers)) for node in nodes]
-    sizes = [sum(nbytes_anywhere(v.aval) for v in node.outputs) / _SMALL for node in nodes]
+    sizes = [sum(nbytes(v.aval) for v in node.outputs) / _SMALL for node in nodes]
     least = 0 if detail is Detail.FEW else 1 / _MOST
     return _by_repeats(nodes, np.array(symbols, int), np.maximum(sizes, least))
 
@@ -101,7 +101,7 @@ def _crossing(nodes: Sequence[Node]) -> Any:
     read = {v: i for i, node in enumerate(nodes) for v in node.operands if v in made}
     change = np.zeros(len(nodes) + 2)
     for v, last in read.items():
-        size = nbytes_anywhere(v.aval)
+        size = nbytes(v.aval)
         change[made[v] + 1] += size
         change[last + 1] -= size
     return np.cumsum(change)
