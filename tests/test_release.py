@@ -142,7 +142,7 @@ def loss(w, x):
 
 arguments = np.ones((3, 2), "float32"), np.ones((4, 3), "float32")
 print(tg.graph(loss, *arguments))
-explanation = tg.explain(loss, *arguments)
+assert not tg.explain(loss, *arguments).problems
 
 def deep(w, x):
     for _ in range(8):
@@ -167,7 +167,7 @@ assert plan().is_needed
 assert tg.trace(step, memory_budget="60%").lower(*shapes)
 print(error_of(lambda: tg.save(loss, "/tmp/none.tracegrad", list(arguments))))
 print(error_of(lambda: tg.save_variables({"w": tg.Variable(1.0)}, "/tmp/none")))
-print(error_of(explanation.plot))
+print(error_of(plan().plot))
 
 from tracegrad.__main__ import main
 
