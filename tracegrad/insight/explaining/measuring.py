@@ -59,7 +59,6 @@ from tracegrad.ir import (
     Recompute,
     Value,
     has_gradient,
-    operations,
 )
 from tracegrad.ir.authors import may_change
 from tracegrad.ir.occurrence import Path
@@ -67,9 +66,6 @@ from tracegrad.ir.running import read, run_node, run_nodes
 from tracegrad.ir.wording import first_line
 from tracegrad.rewriting.kept_zeros import keeps_zeros
 from tracegrad.tracing.rule_errors import CLOSES_OVER
-
-# Operations whose VJP moves elements, and changes none.
-_REARRANGES = operations.REARRANGES - {"convert_element_type"}
 
 
 class MeasuredPass(Collector):
@@ -203,28 +199,20 @@ class MeasuredPass(Collector):
         path: Path,
     ) -> list[Any]:
         """Returns the cotangents of the wanted inputs of a graph; None for inputs without one."""
-        is_looped = is_in_scan(path)
-        is_few = self.detail is Detail.FEW and not is_looped
+        is_few = self.detail is Detail.FEW and not is_in_scan(path)
         told = frozenset(itertools.compress(graph.nodes, telling(graph)) if is_few else graph.nodes)
         seeds: dict[Value, list[Any]] = {}
         for value, ct in zip(graph.outputs, cotangents, strict=True):
             if ct is not None and isinstance(value, Value) and has_gradient(value):
                 seeds.setdefault(value, []).append(ct)
-        # In loops, by the `id` of a cotangent: the cotangent itself, and one of the same elements
-        # that is measured in its place, so that XLA need not compute both.
-        rearranged: dict[int, tuple[Any, Any]] = {}
 
         def through(node: Node, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
             visit = Visit(Occurrence(path, node), kept, given, active)
-            same = [rearranged.get(id(ct), (ct, ct))[1] for ct in given]
-            for k, ct in enumerate(same if node in told else ()):
+            for k, ct in enumerate(given if node in told else ()):
                 if ct is not None:
                     self.note("ct", visit.here, k, measure_of_cotangents(self.detail), ct)
             if node not in kept.inner:
-                results = self._pull_back(visit)
-                if is_looped and node.op in _REARRANGES and results[0] is not None:
-                    rearranged[id(results[0])] = results[0], same[0]
-                return results
+                return self._pull_back(visit)
             results = self._backward_region(visit)
             if not is_called(node):
                 self._note_edges(visit, results)
