@@ -350,6 +350,22 @@ def test_a_function_with_a_rule_that_closes_over_its_own_argument_raises(compile
     assert (first, outer.gradient(first, x)) == (10.0, 6.0)
 
 
+@pytest.mark.parametrize("wrap", [jax.custom_jvp, jax.custom_vjp])
+def test_a_rule_reads_python_values_when_its_function_is_called(wrap):
+    now = {"slope": 3.0}
+    f = wrap(lambda x: x * 1)
+    if wrap is jax.custom_jvp:
+        f.defjvp(lambda p, t: (f(*p), now["slope"] * t[0]))
+    else:
+        f.defvjp(lambda x: (f(x), now["slope"] * jnp.ones_like(x)), lambda r, dy: (r * dy,))
+    x = F32(2.0)
+    with GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    now["slope"] = 5.0
+    assert tape.gradient(y, x) == 3.0
+
+
 def test_the_second_derivative_by_what_a_rule_closes_over():
     w = F32(3.0)
 

@@ -109,5 +109,6 @@ class Recorder(OperationRecorder):
             if not watching:
                 return _jax.bind(primitive, operands, params)
             computation = computation_of_rule(primitive, params)
-        computation.constants = constants
+        # Its rule is a Python function, which may read values that change after the call.
+        computation.constants, computation.saves = constants, not facts.has_references
         return list(self.apply(computation, operands, watching))
