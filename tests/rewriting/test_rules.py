@@ -737,6 +737,22 @@ def test_where_branches_have_no_value_to_lead_out_or_another_all_compute_what_th
     np.testing.assert_allclose(jax.tree.leaves(gradients), [arriving], rtol=1e-6)
 
 
+def test_a_scope_and_a_call_that_begin_with_one_operation_have_values_of_their_own():
+    def f(x):
+        with jax.named_scope("head"):
+            y = jax.nn.softmax(x)
+            z = 3 * y
+        return jnp.sum(z**2)
+
+    y, both = jax.nn.softmax(X), match.scope("head") | match.call("softmax")
+    values = tg.intermediates(f, X, where=both)[1]
+    gradients = tg.intermediate_gradients(f, X, where=both)[1]
+    for found, head, softmax in ((values, 3 * y, y), (gradients, 6 * y, 18 * y)):
+        assert list(found) == ["head", "head/softmax"]
+        np.testing.assert_allclose(found["head"], head, rtol=1e-6)
+        np.testing.assert_allclose(found["head/softmax"], softmax, rtol=1e-6)
+
+
 def test_intermediates_are_differentiable_and_have_names_of_their_own():
     def f(x):
         return jnp.sin(jnp.sin(x))

@@ -230,7 +230,7 @@ def show_each(graph: Graph, matches: Sequence[Occurrence]) -> Edited:
             if value not in draft.graph.users and value not in draft.graph.results:
                 shown = Value(value.aval)  # an unused result is a DropVar, which is no output
                 draft.rename(members, {value: shown})
-            draft.outs.append(Port((match.node.key,), shown))
+            draft.outs.append(Port((match.key,), shown))
 
     return _edit_matches(graph, matches, show_at, lambda match: match)
 
@@ -275,7 +275,7 @@ def _edit_matches(
 
 def place_of(match: Occurrence) -> Place:
     """Returns the `Port.place` of a match, from the root graph."""
-    return (*((node.key, name) for node, name in match.path), match.node.key)
+    return (*((node.key, name) for node, name in match.path), match.key)
 
 
 def _edit_region(

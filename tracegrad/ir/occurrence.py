@@ -91,6 +91,11 @@ class Occurrence:
         return (self.node,)
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """Identifies the match in its region, also after edits."""
+        return tuple([node.key for node in self.nodes])
+
+    @property
     def name(self) -> str:
         """The name to show: the node's name, or the label of a `Fragment`."""
         return self.node.name

@@ -125,7 +125,7 @@ def write(
     if key not in traced:
         traced[key] = _trace_under_settings(run_checked, avals, settings, where)
     call = info if scope is None else info.replace(name_stack=scope)
-    place = beside.function, match.node.key, where
+    place = beside.function, match.key, where
     return _make_defining_nodes(results, operands, traced[key], *place, call, has_line=has_line)
 
 

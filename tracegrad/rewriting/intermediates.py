@@ -66,7 +66,7 @@ def intermediates(
     program = graph_of_call(fun, args, kwargs)
     asked = f"intermediates({where!r})"
     matches = find_matches(where, program, missing_ok, asked, gradients=False)
-    wide = show_each(program, list({place_of(match): match for match in matches}.values()))
+    wide = show_each(program, matches)
     call = CallPacker()(args, kwargs)
     results = _run_program(wide.graph, call)
     output = finish_call(program, call, results)
