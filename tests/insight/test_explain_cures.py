@@ -71,6 +71,32 @@ def test_a_power_that_overflows_divides_by_nothing(power):
     assert ("overflow" in finding.cure) == (power > 0)
 
 
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_rule_is_put_at_zero_where_what_is_not_finite_is_all_that_it_gives(sums):
+    @jax.custom_vjp
+    def scaled_root(x, scale):
+        return scale * jnp.sqrt(x)
+
+    def backward(kept, ct):
+        x, scale = kept
+        of_x = jnp.where(x > -1, ct * scale * 0.5 / jnp.sqrt(x), 0.0)
+        # 1 / 1, and 0 / 0 which is a part of the sum
+        of_scale = jnp.sum(ct * x / jnp.sqrt(x)) if sums else jnp.sum(ct * scale)
+        return of_x, of_scale
+
+    scaled_root.defvjp(lambda x, scale: (scaled_root(x, scale), (x, scale)), backward)
+
+    def loss(x, scale):
+        return jnp.sum(scaled_root(x, scale))
+
+    args = jnp.array([1.0, 0.0]), jnp.float32(3.0)
+    (finding,) = explain(loss, *args, wrt=(0, 1)).problems
+    assert (finding.rule is None) == sums
+    if not sums:
+        cured = jax.grad(tg.rewrite(loss, finding.rule))(*args)
+        np.testing.assert_allclose(cured, [1.5, 0.0])
+
+
 def attention(p, x, mask):
     q, k, v = (x @ p[name] for name in "qkv")
     scores = jnp.where(mask, q @ k.T, -jnp.inf)

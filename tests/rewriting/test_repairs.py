@@ -287,10 +287,16 @@ def test_of_a_scope_each_operation_is_mended_also_where_all_of_them_have_to_be(r
 
 
 def test_a_derivative_that_is_not_finite_becomes_zero_where_asked():
-    def fun(x):
-        return jnp.arccos(x[0]) + jnp.arctan2(x[1], x[2]) + x[1] ** 0.5
+    @jax.custom_vjp
+    def length(x):
+        return jnp.sqrt(jnp.sum(x**2))
 
-    where = match.op("acos", "atan2", "pow")
+    length.defvjp(lambda x: (length(x), x), lambda x, ct: (ct * x / length(x),))
+
+    def fun(x):
+        return jnp.arccos(x[0]) + jnp.arctan2(x[1], x[2]) + length(x[1:]) + x[1] ** 0.5
+
+    where = match.op("acos", "atan2", "pow") | match.call("length")
     safe = tg.rewrite(fun, rules.finite_derivative(where))
     points = jnp.array([[1.0, 0.0, 0.0], [0.5, 3.0, 4.0]])
     plain, found = (jax.jit(jax.vmap(jax.grad(f)))(points) for f in (fun, safe))
@@ -298,6 +304,37 @@ def test_a_derivative_that_is_not_finite_becomes_zero_where_asked():
     np.testing.assert_array_equal(found[1], plain[1])
     scaled = jax.vjp(safe, points[1])[1](jnp.float32(np.inf))[0]
     assert not np.isfinite(scaled).any()  # what came in so is none of its business
+
+
+def test_a_rule_that_asks_what_varies_is_told_what_the_program_differentiates():
+    @jax.custom_vjp
+    def root(x, scale):
+        return jnp.sqrt(x) * scale
+
+    def forward(x, scale):
+        if scale.perturbed:
+            raise NotImplementedError("the scale has no gradient")
+        return root(x.value, scale.value), (x.value, scale.value)
+
+    def backward(kept, ct):
+        x, scale = kept
+        return ct * scale * 0.5 / jnp.sqrt(x), None
+
+    root.defvjp(forward, backward, symbolic_zeros=True)
+
+    def loss(x):
+        return jax.jit(root)(x, 3.0)
+
+    safe = tg.rewrite(loss, rules.finite_derivative(match.call("root")))
+    for x in (0.25, 4.0):
+        assert jax.grad(safe)(x) == jax.grad(loss)(x) == 1.5 / np.sqrt(x)
+        second = jax.grad(jax.grad(safe))(x)
+        np.testing.assert_allclose(second, -0.75 * x**-1.5, rtol=1e-6)
+        np.testing.assert_allclose(tg.jvp(safe, (x,), (2.0,))[1], 3 / np.sqrt(x), rtol=1e-6)
+    assert (jax.grad(loss)(0.0), jax.grad(safe)(0.0)) == (np.inf, 0.0)
+    refused = tg.rewrite(root, rules.finite_derivative(match.call("root")))
+    with pytest.raises(NotImplementedError, match="the scale has no gradient"):
+        jax.grad(refused, argnums=1)(4.0, 3.0)
 
 
 def test_a_gradient_goes_straight_through_a_rounding_and_a_stopped_gradient():
@@ -365,6 +402,25 @@ def test_what_prints_is_mended_and_prints_once(capfd):
     assert sorted(capfd.readouterr().out.split()) == ["log", "round"]
 
 
+def test_a_rule_of_kind_vjp_keeps_its_forward_mode_and_happens_once():
+    @tg.custom_gradient
+    def root(x):
+        return jnp.sqrt(x), lambda dy: dy * 0.5 / jnp.sqrt(x)
+
+    safe = tg.rewrite(root, rules.finite_derivative(match.call("root")))
+    assert jax.grad(safe)(0.0) == 0
+    assert tg.jvp(safe, (4.0,), (1.0,)) == tg.jvp(root, (4.0,), (1.0,)) == (2.0, 0.25)
+
+    @tg.custom_gradient
+    def counted(x):
+        jax.debug.print("here")
+        return jnp.sqrt(x), lambda dy: dy * 0.5 / jnp.sqrt(x)
+
+    with pytest.raises(tg.GraphError, match="has effects, which would happen again"):
+        tg.rewrite(counted, rules.finite_derivative(match.call("counted")))(1.0)
+    assert tg.explain(counted, 0.0).cures(changing=True) == ()
+
+
 def test_what_a_rule_closes_over_is_left_out_of_its_repair():
     factor = jnp.array([3.0, 4.0])
 
@@ -376,10 +432,20 @@ def test_what_a_rule_closes_over_is_left_out_of_its_repair():
     def _(primals, tangents):
         return by_jvp(*primals), tangents[0] / primals[0] * factor
 
+    @jax.custom_vjp
+    def by_vjp(x):
+        return jnp.log(x) * factor
+
+    by_vjp.defvjp(lambda x: (by_vjp(x), x), lambda x, dy: (dy / x * factor,))
+    repairs = {
+        by_jvp: [rules.strong_zero(), rules.finite_derivative(match.call("by_jvp"))],
+        by_vjp: [rules.finite_derivative(match.call("by_vjp"))],
+    }
     x = jnp.array([2.0, 0.0])
-    for rule in (rules.strong_zero(), rules.finite_derivative(match.call("by_jvp"))):
-        mended = tg.rewrite(lambda x: jnp.where(x > 0, by_jvp(x), 0.0).sum(), rule)
-        np.testing.assert_array_equal(jax.grad(mended)(x), [1.5, 0.0])
+    for function, its_rules in repairs.items():
+        for rule in its_rules:
+            mended = tg.rewrite(lambda x, f=function: jnp.where(x > 0, f(x), 0.0).sum(), rule)
+            np.testing.assert_array_equal(jax.grad(mended)(x), [1.5, 0.0])
 
 
 def test_zeros_are_kept_along_each_direction():

@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import (
@@ -21,15 +24,18 @@ from tracegrad.ir import (
     has_gradient,
     match,
 )
+from tracegrad.ir.closed_over import not_differentiated
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.node_groups import operands_of, values_leaving
 from tracegrad.ir.nodes import same_type
+from tracegrad.ir.running import run_node
 from tracegrad.ir.selector import Selection, Selector, covered_by
 from tracegrad.ir.wording import counted
 from tracegrad.rewriting.edits import check_selector
 from tracegrad.rewriting.kept_zeros import may_make_nan, replace_keeping_zeros
 from tracegrad.rewriting.match_rule import MatchRule, edit_around, shows_arguments
+from tracegrad.rewriting.overriding import with_gradient
 
 
 @shows_arguments
@@ -80,7 +86,7 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
     if where is None:
         return MatchRule("strong_zero", concerned, edit, True)
     check_selector(where)
-    return MatchRule("strong_zero", _SingleNodes(where), edit, missing_ok)
+    return MatchRule("strong_zero", _SingleNodes(where, may_make_nan), edit, missing_ok)
 
 
 @shows_arguments
@@ -92,7 +98,9 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
 
     Args:
       where: a selector; the rule changes the operations in its matches whose derivative may not be
-        finite, as in `strong_zero`: not the rules of a `jax.custom_vjp`.
+        finite: elementwise operations, matrix products and convolutions, rules of kind JVP, and
+        calls of functions with a rule of kind VJP (`jax.custom_vjp`, `tracegrad.custom_gradient`),
+        each call as one operation.
       missing_ok: whether there may be no such operation.
 
     Returns:
@@ -111,21 +119,49 @@ def finite_derivative(where: Selector, *, missing_ok: bool = False) -> MatchRule
     [0.6 0.8]
     """
     check_selector(where)
-    edit = edit_around(replace_keeping_zeros(every=True))
-    return MatchRule("finite_derivative", _SingleNodes(where), edit, missing_ok)
+
+    keep_zeros = replace_keeping_zeros(every=True)
+
+    def mend(op: Op, *operands: Any) -> list[Any]:
+        (node,) = op.nodes
+        if not isinstance(node, CustomGradient) or node.kind == "jvp":
+            return keep_zeros(op, *operands)
+        if node.effects:
+            raise GraphError(
+                f"rules.finite_derivative: {op.match} has effects, which would happen again where "
+                "its gradient is mended. Mend the gradient in its own rule, by "
+                "jnp.where(jnp.isfinite(...), ...)"
+            )
+        closed_over = node.closed_over
+        gradient = _finite_gradient(node, closed_over)
+
+        def primal(*operands: Any) -> list[Any]:
+            return op.results(*operands)
+
+        primal.__name__ = primal.__qualname__ = node.name
+        # With symbolic zeros, the node's rule may raise for inputs that are not differentiated.
+        takes_active = bool(node.params.get("symbolic_zeros"))
+        mended = with_gradient(
+            primal, gradient, node.params, node.name, op.match.origin, takes_active
+        )
+        constants = [not_differentiated(node, operand) for operand in operands[:closed_over]]
+        return mended(*constants, *operands[closed_over:])
+
+    concerned = _SingleNodes(where, lambda o: may_make_nan(o) or _is_vjp_rule(o))
+    return MatchRule("finite_derivative", concerned, edit_around(mend), missing_ok)
 
 
 class _SingleNodes(Selector):
-    """Selects the single nodes in a selector's matches for which `may_make_nan` is true. ``where &
-    match.where(may_make_nan)`` would select a scope with only such nodes as one match."""
+    """Selects the single nodes in a selector's matches for which `is_concerned` is true. ``where &
+    match.where(is_concerned)`` would select a scope with only such nodes as one match."""
 
-    def __init__(self, where: Selector):
+    def __init__(self, where: Selector, is_concerned: Callable[[Occurrence], bool]):
         super().__init__(*where.patterns)
-        self.where = where
+        self.where, self.is_concerned = where, is_concerned
 
     def select_in(self, graph: Graph) -> Selection:
         covers = self.where.select_in(graph).covers
-        matches = [o for o in graph.walk() if covers(o.path, o.node) and may_make_nan(o)]
+        matches = [o for o in graph.walk() if covers(o.path, o.node) and self.is_concerned(o)]
         return Selection(matches, covered_by(matches))
 
     def names(self, graph: Graph) -> list[str]:
@@ -133,6 +169,40 @@ class _SingleNodes(Selector):
 
     def __repr__(self) -> str:
         return repr(self.where)
+
+
+def _is_vjp_rule(occurrence: Occurrence) -> bool:
+    node = occurrence.node
+    return isinstance(node, CustomGradient) and node.kind == "vjp"
+
+
+def _finite_gradient(node: CustomGradient, closed_over: int) -> Any:
+    """Returns the gradient function of a node's rule, with zeros instead of NaN and Inf if all
+    cotangents of the results are finite. The first `closed_over` operands get no gradient."""
+
+    def gradient(op: Any, *dys: Any, active: Sequence[int] | None = None) -> list[Any]:
+        places = range(closed_over, len(op.inputs)) if active is None else active
+        active = [i for i in places if _jax.has_gradient(op.inputs[i])]
+        _, back = _jax.vjp_of_some(lambda xs: run_node(node, xs), op.inputs, active)
+        avals = list(map(jax.typeof, op.outputs))
+        float_dys = [dy for dy, aval in zip(dys, avals, strict=True) if _jax.has_gradient(aval)]
+        is_bad = jnp.any(jnp.stack([~jnp.all(jnp.isfinite(dy)) for dy in float_dys]))
+        cotangents: list[Any] = [None] * len(op.inputs)
+        for i, ct in zip(active, back(_jax.insert_float0(avals, float_dys)), strict=True):
+            cotangents[i] = _finite(ct, is_bad)
+        return cotangents
+
+    return gradient
+
+
+def _replace_not_finite(cotangent: Any, is_incoming_bad: Any) -> Any:
+    keep = is_incoming_bad | jnp.isfinite(cotangent)
+    return jnp.where(keep, cotangent, jnp.zeros_like(cotangent))
+
+
+# Its tangent is that of the identity, so forward mode, the rule's transpose, does not change.
+_finite = _jax.with_tangent(_replace_not_finite, lambda primals, tangents: tangents[0], "_finite")
+"""Replaces NaN and Inf in a cotangent with zero, unless an incoming cotangent was not finite."""
 
 
 # ------------------------------------------------------ rules that change finite gradients too

@@ -142,7 +142,12 @@ def nan_in_a_rule():
     def loss(x):
         return length(x) + jnp.sum(x)
 
-    return Bug(loss, (jnp.zeros(3),))
+    def repaired(x):
+        square = jnp.sum(x**2)
+        safe = jnp.sqrt(jnp.where(square > 0, square, 1.0))
+        return jnp.where(square > 0, safe, 0.0) + jnp.sum(x)
+
+    return Bug(loss, (jnp.zeros(3),), repaired=repaired)
 
 
 @bug

@@ -38,15 +38,23 @@ def rule_around(found: Occurrence) -> Occurrence:
     return found
 
 
-def not_finite(found: Occurrence, given: float) -> Cure:
+def not_finite(found: Occurrence, given: float, is_all: bool) -> Cure:
     """Returns the rule for a node whose VJP turns a finite cotangent into NaN or Inf.
 
-    `given`: the cotangent; NaN if it is not known.
+    Args:
+      found: the node.
+      given: the cotangent; NaN if it is not known.
+      is_all: see `culprits.is_all_of_its_rule`.
     """
     around = rule_around(found)
-    if around.origin is None or not may_make_nan(around):
+    is_vjp = isinstance(around.node, CustomGradient) and around.node.kind == "vjp"
+    # The cure would run the backward again, with its effects; and zeros in place of its results
+    # would discard finite terms that the backward had added.
+    if is_vjp and (around.node.effects or not is_all):
         return {}
-    if given == 0:
+    if around.origin is None or not (is_vjp or may_make_nan(around)):
+        return {}
+    if given == 0 and not is_vjp:
         # The node then passes zero on to the operations before it, often on the same line.
         return {"rule": rules.strong_zero(match.source(around.origin.place))}
     where = _selector_of(around)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import (
     EDGE_GIVEN,
@@ -29,6 +30,9 @@ from tracegrad.insight.explanation import number_text
 from tracegrad.ir import Atom, CustomGradient, Literal, Occurrence, Value, operations
 from tracegrad.ir.inlined import inside, inside_result, onward, outside
 from tracegrad.ir.occurrence import Path
+
+# Operations that sum nothing: an element of the result depends on one element of each operand.
+_ONE_FOR_ONE = (operations.BY_ELEMENT | operations.VIEWS) - operations.ADDITIVE.keys()
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,31 @@ def _inside_of_rule(observed: Observed, place: Place) -> Culprit | None:
         within = Place(Occurrence(path, node), place.steps)
         return first_culprit(observed, within, observed.region(path).outputs, (NAN, INF))
     return None
+
+
+def is_all_of_its_rule(observed: Observed, place: Place) -> bool:
+    """Whether the backward of a rule adds nothing finite to the NaNs and Infs that it makes.
+
+    A backward that recomputes its function sums the contributions of several uses of a value. A
+    result that is not finite then has finite terms, which a cure of the whole rule would discard.
+    """
+    rule = by_rule.rule_around(place.occurrence)
+    path = rule.into("backward")
+    if rule is place.occurrence or not _lies_in(place.occurrence, path):
+        return False
+    outs = observed.region(path).outputs
+    for which in (NAN, INF):
+        pending = [_maker(observed, path, place.steps, out, which) for out in outs]
+        while pending:
+            maker = pending.pop()
+            if not isinstance(maker, _Made) or not _is_bad(observed, maker, which):
+                continue
+            bad = _bad_makers(observed, maker.place, which)
+            through = maker.place.node.op in _ONE_FOR_ONE
+            if bad and not (through and len(maker.place.steps) == len(place.steps)):
+                return False
+            pending += bad
+    return True
 
 
 def _lies_in(occurrence: Occurrence, path: Path) -> bool:

@@ -15,6 +15,7 @@ from tracegrad.insight.explaining.culprits import (
     first_culprit,
     forward_culprit,
     has_inf,
+    is_all_of_its_rule,
     makers,
     operand_ranges,
     users,
@@ -144,7 +145,7 @@ def _forward_finding(
         words += f"; in the reverse pass {product.node.name}{where} multiplies a cotangent by that"
         # The result is finite, so the cotangent is zero where a contraction makes NaN of the NaN.
         given = 0.0 if product.node.op in operations.CONTRACTIONS else factor_of.given
-        rule = by_rule.not_finite(product, given)
+        rule = by_rule.not_finite(product, given, False)
     words, cure = _with_float16(found.node, words, cure)
     return Finding.of(
         found,
@@ -214,6 +215,8 @@ def _backward_finding(
     places = at(", ".join(known))
     made_by, used_by = makers(observed, place), users(observed, place)
     operation = _operation(node)
+    is_kept = isinstance(node, CustomGradient) and keeps_zeros(node)
+    is_all = is_kept or is_all_of_its_rule(observed, place)
     cure = backward_cure(_cured_as(node), culprit.operands, culprit.given, made_by, used_by)
     if grown > _LARGE:
         cure = "the gradient explodes: normalisation, a smaller initialisation, fewer steps"
@@ -222,7 +225,7 @@ def _backward_finding(
     is_inf = node.op == "log" and has_inf(observed, place)
     ends = users(observed, place, of_inf=True) if is_inf else []
     is_limit = culprit.given == 0 and not operations.BOUNDED.issuperset(ends)
-    of_rule = {} if is_limit else by_rule.not_finite(found, culprit.given)
+    of_rule = {} if is_limit else by_rule.not_finite(found, culprit.given, is_all)
     words += f"{places} is not finite{through}{_made_before(observed, culprit)}"
     words, cure = _with_float16(node, words, cure)
     return Finding.of(
