@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Fragment, Graph, Occurrence, Value, has_gradient
+from tracegrad.ir import Atom, Fragment, Graph, Occurrence, Value, has_gradient
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.frames import CHANGES_GRADIENT
@@ -74,15 +74,18 @@ def identity_edit(
     positions = tuple(map(operator.index, sequence))
 
     def edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
+        def inputs_text(match: Occurrence) -> str:
+            region = graph.region_of(match)
+            return ", ".join(value_text(region, atom) for atom in _operands(match)) or "none"
+
         acts = missing_ok
         for match in matches:
-            single = not isinstance(match, Fragment)
-            operands = match.node.inputs if single else operands_of(match.nodes)
-            region = graph.region_of(match)
-            have = ", ".join(value_text(region, atom) for atom in operands) or "none"
+            operands = _operands(match)
+            count = len(operands)
             for position in positions:
-                if not -len(operands) <= position < len(operands):
-                    raise IndexError(f"{match} has {len(operands)} inputs ({have}), no {position}")
+                if not -count <= position < count:
+                    have = inputs_text(match)
+                    raise IndexError(f"{match} has {count} inputs ({have}), no {position}")
             chosen = [operands[position] for position in positions]
             acts |= any(isinstance(atom, Value) and has_gradient(atom) for atom in chosen)
         if not acts:
@@ -90,8 +93,8 @@ def identity_edit(
             raise NoMatchError(
                 lambda: (
                     f"no gradient leaves through inputs={inputs!r} of {match}, whose inputs are "
-                    f"({have}){others}: numbers that are written into the program, and integers, "
-                    "have none. Name another input"
+                    f"({inputs_text(match)}){others}: numbers that are written into the program, "
+                    "and integers, have none. Name another input"
                 )
             )
         return around_each(graph, matches, around).graph
@@ -106,6 +109,13 @@ def identity_edit(
         )
 
     return edit
+
+
+def _operands(match: Occurrence) -> Sequence[Atom]:
+    """Returns the inputs of a match, in the order in which an edit gets them."""
+    if isinstance(match, Fragment):
+        return operands_of(match.nodes)
+    return match.node.inputs  # type: ignore[no-any-return]
 
 
 @CHANGES_GRADIENT
