@@ -577,6 +577,7 @@ def test_a_rule_whose_backward_calls_its_own_function_has_no_verdict_in_forward_
     a = jnp.array([[2.0, 1.0], [0.5, 3.0]])
     report = check_grads(lambda a: solve(a, jnp.ones(2)), (a,), order=1)
     assert [c.status for c in (*report.rules, *report.leaves)] == ["right", "none", "right"]
+    assert "the custom gradient solve at test_check_grads.py:" in report.leaves[0].note
 
 
 def test_a_function_may_read_and_assign_variables():
