@@ -422,10 +422,19 @@ def test_an_implicit_derivative_by_a_loop_is_told_of_custom_linear_solve():
         root.defvjp(lambda a: (root(a), (a, root(a))), backward)
         return root
 
-    by_loop = implicit(lambda matvec, ct: iterate(lambda u: u - matvec(u) + ct, ct))
-    cured = implicit(solve_linear)
-    with pytest.raises(ValueError, match=r"root at .*let it call jax\.lax\.custom_linear_solve"):
-        tg.hvp(by_loop, (0.5,), 1.0)
+    def by_loop(matvec, ct):
+        return iterate(lambda u: u - matvec(u) + ct, ct)
+
+    def by_cg(matvec, ct):  # JAX has no transpose of it
+        return jax.scipy.sparse.linalg.cg(matvec, ct, tol=1e-8)[0]
+
+    def around_cg(matvec, ct):
+        return lax.custom_linear_solve(matvec, ct, by_cg, symmetric=True)
+
+    cure = r"root at .*call jax\.lax\.custom_linear_solve, also around a solver of jax\.scipy"
+    for solve in (by_loop, by_cg):
+        with pytest.raises(ValueError, match=cure):
+            tg.hvp(implicit(solve), (0.5,), 1.0)
 
     def unrolled(a):
         y = a
@@ -433,10 +442,11 @@ def test_an_implicit_derivative_by_a_loop_is_told_of_custom_linear_solve():
             y = jnp.cos(a * y)
         return y
 
-    np.testing.assert_allclose(grad(cured)(0.5), jax.grad(unrolled)(0.5), rtol=1e-5)
-    np.testing.assert_allclose(
-        tg.hvp(cured, (0.5,), 1.0), jax.grad(jax.grad(unrolled))(0.5), rtol=1e-4
-    )
+    for solve in (solve_linear, around_cg):
+        cured = implicit(solve)
+        np.testing.assert_allclose(grad(cured)(0.5), jax.grad(unrolled)(0.5), rtol=1e-5)
+        second = jax.grad(jax.grad(unrolled))(0.5)
+        np.testing.assert_allclose(tg.hvp(cured, (0.5,), 1.0), second, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -499,6 +499,18 @@ def test_a_rule_whose_backward_calls_its_own_function_has_no_verdict_in_forward_
     assert [c.status for c in (*report.rules, *report.leaves)] == ["right", "none", "right"]
 
 
+def test_a_rule_without_a_verdict_in_forward_mode_is_named_by_the_line_of_its_call():
+    a = jnp.diag(jnp.array([1.0, 2.0]))
+
+    @tg.custom_gradient
+    def solved(b):
+        return b / jnp.diag(a), lambda ct: jax.scipy.sparse.linalg.cg(lambda v: a @ v, ct)[0]
+
+    (leaf,) = check_grads(lambda b: jnp.sum(solved(b)), (jnp.ones(2),), 1, ["fwd"]).leaves
+    assert leaf.status == "none"
+    assert "the custom gradient solved at test_check_grads.py:" in leaf.note
+
+
 def test_a_function_may_read_and_assign_variables():
     scale, seen = tg.Variable(3.0), tg.Variable(0)
 

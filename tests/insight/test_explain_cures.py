@@ -249,3 +249,13 @@ def test_what_has_effects_and_runs_more_than_once_is_told(x):
     times, is_told = told(noted)
     assert times > 1
     assert is_told
+
+
+def test_a_weight_on_which_a_second_derivative_does_not_depend_is_unused():
+    def curvature(w, x):
+        return jax.grad(jax.grad(lambda x: jax.nn.relu(w * x)))(x)
+
+    assert jax.grad(curvature)(2.0, 1.0) == 0
+    (finding,) = explain(curvature, 2.0, 1.0).findings
+    assert finding.cause == "unused"
+    assert "as the second derivative of relu" in finding.cure

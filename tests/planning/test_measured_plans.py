@@ -263,8 +263,9 @@ def test_so_many_plans_are_compiled_and_the_best_that_fits_is_taken(held: tuple[
         assert fit.held is not None
         assert fit.held <= small_search().kept.peak * 0.7
         return
-    with pytest.raises(BudgetTooSmall, match=r"measured in XLA \("):
+    with pytest.raises(BudgetTooSmall, match=r"measured in XLA \(") as error:
         fitted_where(*held)
+    assert error.value.lowest <= small_search().kept.peak  # what XLA holds without a plan
 
 
 @pytest.mark.parametrize(("share", "plans"), [(0.9, 1), (0.5, 2)])

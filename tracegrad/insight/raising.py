@@ -69,8 +69,8 @@ class Arithmetic:
         if any(_jax.is_reference(value.aval) for value in (*node.operands, *node.outputs)):
             return self._as_it_is(node, args)
         for v in node.inputs:
-            if isinstance(v, Literal) and not _is_round(v.val):
-                self.constant_eps = max(self.constant_eps, _eps(v))
+            if isinstance(v, Literal) and _eps(v) > self.constant_eps and not _is_round(v.val):
+                self.constant_eps = _eps(v)
         operands = [_raised(x, v.aval) for x, v in zip(args, node.inputs, strict=True)]
         if isinstance(node, RegionNode):
             return self._run_regions(node, operands)
@@ -83,11 +83,17 @@ class Arithmetic:
 
     def _run_regions(self, node: RegionNode, operands: list[Any]) -> list[Any]:
         def function_of(name: str) -> Callable[..., list[Any]]:
-            return lambda *args: self.run_graph(node.region(name), args)
+            def run(*args: Any) -> list[Any]:
+                return self.run_graph(node.region(name), args)
+
+            run.__name__ = run.__qualname__ = node.region(name).name
+            return run
 
         if isinstance(node, CustomGradient) and not can_trace_faces(node):
             return self._as_it_is(node, operands)
-        results = bind_functions(node, operands, function_of)
+        scope, settings = _jax.equation_context(*node.source)
+        with scope, settings:
+            results = bind_functions(node, operands, function_of)
         return self._as_it_is(node, operands) if results is None else results
 
     def _as_it_is(self, node: Node, args: Sequence[Any]) -> list[Any]:

@@ -38,8 +38,9 @@ def fitted(
     done = functools.partial(
         replace, budget=budget, held_without=held_without, measured_on=measured_on
     )
+    unplanned = replace(search.best(search.kept.peak), held=held_without)
     if held_without <= budget:
-        return done(replace(search.best(search.kept.peak), held=held_without))
+        return done(unplanned)
     tried: list[RecomputePlan] = []
     target = int(TUNING.careful * budget * search.kept.peak / held_without)
     while True:
@@ -58,7 +59,7 @@ def fitted(
         target = _next_target(search, tried, budget, held_without, is_last)
     within = [fit for fit in tried if _measured_bytes(fit) <= budget]
     if not within:
-        raise search.too_small(budget, min(tried, key=_measured_bytes), measured_on)
+        raise search.too_small(budget, min([unplanned, *tried], key=_measured_bytes), measured_on)
     return done(min(within, key=lambda fit: (fit.flops, _measured_bytes(fit))))
 
 

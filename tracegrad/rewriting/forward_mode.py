@@ -266,8 +266,9 @@ def _refusal_message(rule: Occurrence, reason: str) -> str:
     return (
         f"the custom gradient {rule.node.name}{line_of_rule(rule)} has no forward-mode "
         f"derivative: that is the transpose of its backward, which {reason}. If the backward "
-        "solves a linear system, let it call jax.lax.custom_linear_solve; otherwise use reverse "
-        "mode throughout, as in jax.jacrev(jax.grad(f))"
+        "solves a linear system, let it call jax.lax.custom_linear_solve, also around a solver of "
+        "jax.scipy.sparse.linalg, which has no transpose by itself; otherwise use reverse mode "
+        "throughout, as in jax.jacrev(jax.grad(f))"
     )
 
 

@@ -76,7 +76,7 @@ _STATIC_INSIDE = (
 
 _NO_REVERSE = (
     "How often this loop runs is known only when it has run, and reverse mode needs its states. "
-    "For `jax.grad(tracegrad.rewrite(loss, tracegrad.rules.checkpointed_loop(where)))` "
+    "Call `jax.grad(tracegrad.rewrite(loss, tracegrad.rules.checkpointed_loop(where)))` with "
     "`where={where}`."
 )
 

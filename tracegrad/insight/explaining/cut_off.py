@@ -151,7 +151,8 @@ def cut_off(
             "unused",
             explain_unconnected(program, i, cuts),
             (path,),
-            cure="use it where the result is computed, or leave it out of wrt",
+            cure="use it where the result is computed, or leave it out of wrt; a derivative that "
+            "the function takes may not depend on it, as the second derivative of relu",
         )
 
 
