@@ -175,15 +175,21 @@ def test_zeros_stay_zeros_whatever_the_derivative_is_and_finite_gradients_keep_t
         assert plain[finite].tobytes() == strong[finite].tobytes(), name
 
 
-def test_second_derivatives_keep_zeros_too_forward_over_reverse():
+def test_second_derivatives_keep_zeros_too_forward_over_reverse_and_reverse_over_reverse():
     def fun(x):
         return jnp.sum(jnp.where(x > 0, x**1.5 * jnp.log(jnp.sqrt(x)) / x, 0.0))
 
     strong = tg.rewrite(fun, rules.strong_zero())
     x = jnp.array([0.0, 2.0])
 
-    found, right = jax.jit(lambda x: (tg.hessian(strong)(x), jax.hessian(fun)(x[1:])))(x)
-    np.testing.assert_allclose(found, np.diag([0.0, right[0, 0]]), rtol=1e-5)
+    @jax.jit
+    def hessians(x):
+        found = [tg.hessian(strong)(x), jax.jacrev(jax.grad(strong))(x)]
+        return found, jax.hessian(fun)(x[1:])
+
+    found, right = hessians(x)
+    for hessian in found:
+        np.testing.assert_allclose(hessian, np.diag([0.0, right[0, 0]]), rtol=1e-5)
 
 
 def test_values_and_forward_mode_are_what_they_were():
@@ -237,6 +243,17 @@ def test_a_matrix_product_keeps_the_zeros_of_masked_rows_and_no_others():
     np.testing.assert_allclose(batched, jnp.stack([right, right]), rtol=1e-6)
     np.testing.assert_allclose(tg.hessian(strong)(w, x), jax.hessian(loss)(w, x.at[2].set(0.0)))
     assert not np.isfinite(jax.grad(strong)(w, x.at[0, 0].set(jnp.nan))).all()
+
+
+def test_second_derivatives_of_a_matrix_product_are_jaxs_where_no_cotangent_is_zero():
+    def loss(x, w):
+        return jnp.sum((x @ w) * jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+
+    x, w = jnp.array([[1.0, jnp.inf], [3.0, 4.0]]), jnp.array([[1.0, 2.0], [3.0, 5.0]])
+    strong = tg.rewrite(loss, rules.strong_zero())
+    for first, second in ((0, 1), (1, 0)):
+        of = [jax.jacrev(jax.grad(f, first), second)(x, w) for f in (strong, loss)]
+        np.testing.assert_array_equal(*of)
 
 
 def test_the_table_of_bounded_derivatives_is_jaxs():
@@ -365,10 +382,16 @@ def test_a_gradient_that_could_go_straight_to_two_inputs_is_refused():
 
 
 def test_what_is_bounded_gets_the_gradient_and_not_its_bounds():
+    low, high = jnp.zeros(2), jnp.ones(2)
     programs = [
         (lambda x: 3 * jax.lax.clamp(0.0, x, 1.0), -1.0),
         (lambda x: 3 * jnp.maximum(0.0, x), -1.0),
+        (lambda x: jnp.sum(3 * jax.lax.max(low, jax.lax.min(high, x))), jnp.array([-1.0, 2.0])),
         (lambda x: jnp.sum(3 * jax.lax.clamp(x - 2.0, x, x + 2.0)), jnp.array([-1.0, 2.0])),
+        (
+            lambda x: jax.lax.scan(lambda c, b: (jax.lax.max(b, c), 0), 3 * x, jnp.ones(2))[0],
+            -1.0,
+        ),
     ]
     for fun, x in programs:
         through = tg.rewrite(fun, rules.straight_through(match.op("clamp", "max", "min")))
@@ -446,6 +469,12 @@ def test_what_a_rule_closes_over_is_left_out_of_its_repair():
         for rule in its_rules:
             mended = tg.rewrite(lambda x, f=function: jnp.where(x > 0, f(x), 0.0).sum(), rule)
             np.testing.assert_array_equal(jax.grad(mended)(x), [1.5, 0.0])
+
+    def rounded(x, scale):
+        return jax.jit(lambda x: jnp.round(x) * scale)(x).sum()
+
+    through = tg.rewrite(rounded, rules.straight_through(match.call("<lambda>")))
+    np.testing.assert_array_equal(jax.grad(through, (0, 1))(x, factor), [[1, 1], [0, 0]])
 
 
 def test_zeros_are_kept_along_each_direction():

@@ -4,7 +4,8 @@ A backward pass multiplies cotangents by factors (such as ``0.5 / sqrt(x)``), an
 infinity is NaN. So an operation gets a custom gradient: JAX's own backward pass, as a graph in
 which a select follows each product of a cotangent and a factor. Where the cotangent is zero and the
 product is not finite, the select returns zero. A matrix product or convolution, which sums
-products, omits such products from its sum.
+products, omits such products from its sum. The operations of this backward pass get such custom
+gradients too, for higher derivatives.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _has_factors(node: Node, avals: Sequence[Any], count: int) -> bool:
     except Exception:  # the node has no derivative; differentiating it raises JAX's own error
         return False
     cotangents = range(len(avals), len(graph.inputs))
-    return any(_find_factors(graph, cotangents, ()))
+    return any(_find_factors(graph, cotangents, (), lambda node: False))
 
 
 # ---------------------------------------------------------------------------- rewriting the nodes
@@ -156,17 +157,21 @@ def _backward_graph(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Gr
 
 
 def _keep_zeros_in(graph: Graph, count: int, every: bool) -> Graph:
-    """Rewrites the products of a cotangent and a factor in a backward graph, whose last `count`
-    inputs are cotangents, so that they keep zeros."""
+    """Rewrites a backward graph, whose last `count` inputs are cotangents, so that it keeps zeros:
+    rewrites the products of a cotangent and a factor, and gives custom gradients to the operations
+    that compute factors."""
     inputs = range(len(graph.inputs))
-    positions = dict(_find_factors(graph, inputs[len(inputs) - count :], ()))
+    positions = dict(_find_factors(graph, inputs[len(inputs) - count :], (), _may_multiply_zeros))
 
     def replacement(op: Op, *operands: Any) -> list[Any]:
         (node,) = op.nodes
-        is_sum = node.op in operations.CONTRACTIONS
-        keep = _keep_zeros_in_contraction if is_sum else _keep_zeros_in_product
-        run = keep(_run_on_values(node), positions[op.match], every)
-        return run(*_drop_literals(node, operands))
+        run, position = _run_on_values(node), positions[op.match]
+        if position is not None:
+            if node.op in operations.CONTRACTIONS:
+                run = _keep_zeros_in_contraction(run, position, node.name, every)
+            else:
+                run = _keep_zeros_in_product(run, position, every)
+        return _attach_zero_keeping_gradient(run, node.name, every)(*_drop_literals(node, operands))
 
     return around_each(graph, list(positions), replacement, depends_on=positions.__getitem__).graph
 
@@ -177,7 +182,7 @@ def _keep_zeros_in_product(run: Run, position: int, every: bool) -> Run:
 
     def product(*values: Any) -> list[Any]:
         ct, constants = values[position], map(jax.lax.stop_gradient, values)
-        # Where the cotangent is zero, the product does not depend on the factors: no tangent.
+        # Where the cotangent is zero, the product does not depend on the factors: no gradient.
         factors = [jnp.where(ct != 0, *each) for each in zip(values, constants, strict=True)]
         factors[position] = ct
         (result,) = run(*factors)
@@ -187,49 +192,58 @@ def _keep_zeros_in_product(run: Run, position: int, every: bool) -> Run:
     return product
 
 
-def _keep_zeros_in_contraction(run: Run, position: int, every: bool) -> Run:
+def _keep_zeros_in_contraction(run: Run, position: int, name: str, every: bool) -> Run:
     """Wraps `run`, a contraction of a factor and the cotangent at `position`, to keep zeros. The
     sum omits the products of an element of the factor that is not finite and a zero element of the
     cotangent (with `every`: any element)."""
 
-    def contract(ct: Any, factor: Any) -> Any:
-        (result,) = run(*([ct, factor] if position == 0 else [factor, ct]))
-        return result
-
-    def contract_without_bad(ct: Any, factor: Any) -> Any:
-        is_bad = ~jnp.isfinite(factor)
-        without_bad = contract(ct, jnp.where(is_bad, 0, factor))
-        if every:
-            return without_bad
-        bad_terms = contract((ct != 0).astype(ct.dtype), is_bad.astype(factor.dtype))
-        return jnp.where(bad_terms != 0, contract(ct, factor), without_bad)
-
     def contraction(*values: Any) -> list[Any]:
         ct, factor = values[position], values[1 - position]
-        any_bad = ~jnp.all(jnp.isfinite(factor))
+        is_bad = ~jnp.isfinite(factor)
+
+        def contract(ct: Any, factor: Any, run: Run = run) -> Any:
+            (result,) = run(*([ct, factor] if position == 0 else [factor, ct]))
+            return result
+
+        def contract_without_bad(ct: Any, factor: Any) -> Any:
+            without_bad = contract(ct, jnp.where(is_bad, 0, factor))
+            if every:
+                return without_bad
+            bad_terms = contract((ct != 0).astype(ct.dtype), is_bad.astype(factor.dtype))
+            # The derivatives of the whole sum keep zeros, too, since `where` selects only some of
+            # its elements.
+            whole = contract(ct, factor, _attach_zero_keeping_gradient(run, name, every))
+            return jnp.where(bad_terms != 0, whole, without_bad)
+
         # Most factors are finite, and the plain contraction takes a third of the time.
-        return [jax.lax.cond(any_bad, contract_without_bad, contract, ct, factor)]
+        return [jax.lax.cond(jnp.any(is_bad), contract_without_bad, contract, ct, factor)]
 
     return contraction
 
 
 def _find_factors(
-    graph: Graph, cotangents: Sequence[int], path: Path
-) -> Iterator[tuple[Occurrence, int]]:
-    """Finds the operations that multiply a cotangent by a factor in a graph that is linear in its
-    inputs at `cotangents`. Yields each with the position of the cotangent among the operation's
-    inputs."""
+    graph: Graph, cotangents: Sequence[int], path: Path, others: Callable[[Node], bool]
+) -> Iterator[tuple[Occurrence, int | None]]:
+    """Finds the nodes to rewrite in a graph that is linear in its inputs at `cotangents`.
+
+    Yields each operation that multiplies a cotangent by a factor, with the position of the
+    cotangent among the operation's inputs. Also yields each operation that depends on no cotangent
+    and for which `others` is true, with None.
+    """
     linear = {graph.inputs[i] for i in cotangents}  # the values that depend on a cotangent
     for node in graph.nodes:
+        occurrence = Occurrence(path, node)
         positions = [i for i, v in enumerate(node.inputs) if isinstance(v, Value) and v in linear]
-        if not positions:
-            continue
-        linear.update(node.outputs)
-        found = Occurrence(path, node)
+        if positions:
+            linear.update(node.outputs)
         if node.primitive is _jax.JIT:
-            yield from _find_factors(node.region("jaxpr"), positions, found.into("jaxpr"))
-        elif node.op in operations.FACTORS and len(positions) < len(node.operands):
-            yield found, positions[0]
+            inner = occurrence.into("jaxpr")
+            yield from _find_factors(node.region("jaxpr"), positions, inner, others)
+        elif positions:
+            if node.op in operations.FACTORS and len(positions) < len(node.operands):
+                yield occurrence, positions[0]
+        elif others(node):
+            yield occurrence, None
 
 
 def _run_on_values(node: Node) -> Run:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,12 +19,14 @@ from tracegrad.ir import (
     Fragment,
     Graph,
     GraphError,
+    Node,
     Occurrence,
     Value,
     has_gradient,
     match,
 )
 from tracegrad.ir.closed_over import not_differentiated
+from tracegrad.ir.dependence import mask_of, spread_below
 from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.node_groups import operands_of, values_leaving
@@ -58,8 +60,8 @@ def strong_zero(where: Selector | None = None, *, missing_ok: bool = False) -> M
       factor in the backward pass: where the cotangent is zero, the product becomes zero, and
       elsewhere it does not change. (The last bits of a compiled program may differ, since XLA may
       fuse it in another way.) The rule also changes the derivatives of rules of kind JVP
-      (`jax.custom_jvp`: `jax.nn.softmax`, `jnp.logaddexp`), but not of kind VJP. Second
-      derivatives by forward mode (`tracegrad.hessian`, `tracegrad.hvp`) keep zeros too.
+      (`jax.custom_jvp`: `jax.nn.softmax`, `jnp.logaddexp`), but not of kind VJP. It holds for
+      second derivatives too.
       Make it the last of several rules: the rules after it would find, instead of the original
       operations, its replacements, which are custom gradients.
 
@@ -218,8 +220,9 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
 
     Args:
       where: a selector; each match is one function with one result. The function gets the gradient
-        of the identity with respect to its one input of the result's type; for `lax.clamp` the
-        bounded operand.
+        of the identity with respect to an input of the result's type. If there are several such
+        inputs, the rule takes the input that depends on an argument of the program and that the
+        function does not close over; for `lax.clamp`, the bounded operand.
       missing_ok: whether `where` may match nothing.
 
     Returns:
@@ -239,12 +242,14 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
     check_selector(where)
 
     def edit(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
+        varying = spread_below(graph, [1] * len(graph.inputs))
+
         positions: dict[Occurrence, int] = {}
         for match_ in matches:
-            single = not isinstance(match_, Fragment)
-            operands = match_.node.inputs if single else operands_of(match_.nodes)
+            node = None if isinstance(match_, Fragment) else match_.node
+            operands = operands_of(match_.nodes) if node is None else node.inputs
             results = values_leaving(graph.region_of(match_), match_.nodes)
-            possible = positions_past(operands, results, match_.node.op if single else "")
+            possible = positions_past(operands, results, varying, node)
             if len(possible) != 1:
                 many = counted(len(possible), "float input") if possible else "no float input"
                 raise GraphError(
@@ -272,10 +277,20 @@ def straight_through(where: Selector, *, missing_ok: bool = False) -> MatchRule:
     return MatchRule("straight_through", where, edit, missing_ok)
 
 
-def positions_past(operands: Sequence[Atom], results: Sequence[Value], op: str = "") -> list[int]:
+def positions_past(
+    operands: Sequence[Atom],
+    results: Sequence[Value],
+    varying: Mapping[Value, int] | None = None,
+    node: Node | None = None,
+) -> list[int]:
     """Returns the positions of the operands that could get the gradient of a match by
-    `straight_through`: the operands with the type of the match's one result. `op` is the name of
-    the primitive, if the match is one operation."""
+    `straight_through`: the operands with the type of the match's one result.
+
+    Args:
+      varying: masks, which are not 0 for the values that depend on an argument of the program; None
+        if unknown. Then a constant bound or threshold could get the gradient, and lose it.
+      node: the match, if it is one node.
+    """
     if len(results) != 1 or not has_gradient(results[0]):
         return []
     fitting = [
@@ -283,7 +298,20 @@ def positions_past(operands: Sequence[Atom], results: Sequence[Value], op: str =
         for i, value in enumerate(operands)
         if isinstance(value, Value) and same_type(value.aval, results[0].aval)
     ]
-    return [1] if op == "clamp" and 1 in fitting else fitting  # clamp(lower, operand, upper)
+    if node is not None and node.op == "clamp" and 1 in fitting:  # (lower, operand, upper)
+        return [1]
+    flowing = [i for i in fitting if varying is None or mask_of(operands[i], varying)]
+    arguments = [i for i in flowing if node is None or not _is_closed_over(node, i)]
+    return arguments or flowing or fitting[:1]
+
+
+def _is_closed_over(node: Node, position: int) -> bool:
+    """Whether an operand is a value that a function closes over. JAX puts these operands before the
+    arguments, and has no names for them."""
+    if isinstance(node, CustomGradient):
+        return position < node.closed_over
+    hints = node.regions["jaxpr"].hints if node.primitive is _jax.JIT else ()
+    return bool(hints) and not hints[position]
 
 
 @shows_arguments

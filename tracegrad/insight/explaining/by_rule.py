@@ -76,7 +76,7 @@ def no_gradient(cause: str, found: Occurrence) -> Cure:
 def straight_through(found: Occurrence) -> Cure:
     """Returns the rule for a node with a zero derivative."""
     where, node = _selector_of(found), found.node
-    if where is None or len(positions_past(node.inputs, node.outputs, node.op)) != 1:
+    if where is None or not positions_past(node.inputs, node.outputs):
         return {}
     return {"rule": rules.straight_through(where), "changes": _PAST.format(name=node.name)}
 
