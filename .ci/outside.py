@@ -36,7 +36,7 @@ tg.check_grads(loss, (w, x), modes=["rev"])
 tg.check_grads(loss, (w, x), modes=["backward"])  # type: ignore[list-item]
 
 
-# A traced function has the signature of the function, and `trace` the keywords of `jax.jit`.
+# A traced function has the signature of the function.
 @tg.trace(static_argnames="power", donate_argnums=0)
 def powers(x: jax.Array, power: int) -> list[jax.Array]:
     return [x**n for n in range(power)]
@@ -54,5 +54,3 @@ assert_type(tg.trace(len, rules=rule)("abc"), int)
 powers(x, power="2")  # type: ignore[arg-type]
 powers(x, 2, 3)  # type: ignore[call-arg]
 Scale().scaled("1.0")  # type: ignore[arg-type]
-tg.trace(loss, static_argnum=0)  # type: ignore[call-overload]
-tg.trace(loss, keep_unused="yes")  # type: ignore[call-overload]

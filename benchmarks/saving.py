@@ -149,12 +149,10 @@ def arrays(folder: Path, megabytes: int, rounds: int) -> list[list[str]]:
     contents = path.read_bytes()
     more = (len(contents) - sum(variable.value.nbytes for variable in variables)) / 1024
     print(f"The file of {megabytes} MB has {more:.0f} KiB beside its arrays, programs among them")
-    loaded = load(path)
     return [
         row(f"{name} {len(contents) / 1e6:.0f} MB, beside bytes", ours, peer, rounds)
         for name, ours, peer in [
             ("load", lambda: ready(load(path)), lambda: read_and_hash(path)),
-            ("save again", lambda: save(loaded, path), lambda: hash_and_write(contents, other)),
             ("save", lambda: save(fun, path, specs), lambda: hash_and_write(contents, other)),
         ]
     ]

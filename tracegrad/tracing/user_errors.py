@@ -71,7 +71,7 @@ _ADVICE: tuple[tuple[type[Exception], str, str], ...] = (
 _STATIC_INSIDE = (
     "A static argument of an inner jax.jit is a traced array here. Fill it in, "
     "`functools.partial(f, n=2)`, or make it static here too, as `tracegrad.trace(f, "
-    "static_argnums=1)` and `rewrite` do."
+    "static_argnums=1)` does."
 )
 
 _NO_REVERSE = (
