@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import zero_from_primal
 
 import tracegrad as tg
 from tests.derivatives import by_tape
@@ -263,8 +264,45 @@ def test_nor_for_a_jacobian_or_a_second_derivative():
         np.testing.assert_allclose(second(x), -jnp.sin(x), rtol=1e-6)
 
 
+# --------------------------------------------------------------------- rules of forward mode
+
+
 def connected(fun, *args):
     return [sorted(inputs) for inputs in connections(tg.graph(fun, *args))]
+
+
+def test_a_rule_of_tangents_that_writes_zeros_gives_zeros():
+    @jax.custom_jvp
+    def flat(x, y):
+        return x + y
+
+    flat.defjvp(lambda primals, _: (sum(primals), jnp.zeros_like(primals[0])))
+
+    @jax.custom_jvp
+    def of_the_second(x, y):
+        return x + y
+
+    of_the_second.defjvps(None, lambda tangent, out, x, y: 2.0 * tangent)
+
+    @jax.custom_jvp
+    def nothing(x):
+        return x * 1.0
+
+    def no_tangent(primals, tangents):
+        return primals[0] * 1.0, zero_from_primal(primals[0], symbolic_zeros=True)
+
+    nothing.defjvp(no_tangent, symbolic_zeros=True)
+
+    assert connected(flat, 1.0, 2.0) == [[0, 1]]
+    assert connected(of_the_second, 1.0, 2.0) == [[1]]
+    assert connected(nothing, 1.0) == [[]]
+    x = jnp.float32(3.0)
+    assert on_a_tape(flat, x, 2 * x) == (0.0, 0.0)
+    assert on_a_tape(of_the_second, x, 2 * x) == (None, 2.0)
+    assert on_a_tape(nothing, x) == (None,)
+
+
+# ------------------------------------------------------------------------------ edits, and keys
 
 
 def test_none_survives_an_edit_of_the_rule():

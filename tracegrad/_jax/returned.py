@@ -9,6 +9,7 @@ rule that gets symbolic zeros.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tracegrad._jax.arrays import has_gradient
 from tracegrad._jax.custom_derivatives import with_cotangent, with_tangent
-from tracegrad._jax.derivatives import Run, vjp_of_some
+from tracegrad._jax.derivatives import Run, jvp, of_some, vjp_of_some
 
 
 def returned_gradients(
@@ -67,6 +68,30 @@ def _with_witness(value: Any, position: int, seen: set[int]) -> Any:
         return cotangent
 
     return with_cotangent(observe, "witnessed", symbolic_zeros=True)(value)
+
+
+def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> set[int]:
+    """Returns the positions of the results whose tangents are not symbolic zeros in a JVP of a
+    function.
+
+    Arguments and errors: see `returned_gradients`.
+    """
+    seen: set[int] = set()
+
+    def forward(*args: Any) -> Any:
+        def run_witnessed(*chosen: Any) -> list[Any]:
+            results = of_some(run, args, active)(*chosen)
+            return [
+                with_witness_of_tangent(out, functools.partial(seen.add, j))
+                for j, out in enumerate(results)
+                if has_gradient(out)
+            ]
+
+        primals = tuple(args[i] for i in active)
+        return jvp(run_witnessed, primals, tuple(map(jax.numpy.ones_like, primals)))
+
+    jax.make_jaxpr(forward)(*avals)
+    return seen
 
 
 def with_witness_of_tangent(value: Any, report: Callable[[], object]) -> Any:

@@ -183,7 +183,29 @@ def _rows_of_rule(node: CustomGradient, reached: tuple[bool, ...]) -> Rows:
         return _rows_of_returned_gradients(node, reached)
     if loses_derivative(node, reached):
         return None  # connected: differentiating it is an error
-    return _rows_of_call(node, reached)
+    rows = _rows_of_call(node, reached)
+    if rows is None or all(row for row, v in zip(rows, node.outputs) if has_gradient(v)):
+        return rows
+    # A JVP rule returns a tangent for each result. An operand is unconnected if the tangent is
+    # independent of it. But if the tangent is independent of all operands, and the rule has written
+    # the tangent (not a symbolic zero), all operands are connected.
+    first = node.closed_over
+    active = [i >= first and has_gradient(v) for i, v in enumerate(node.inputs)]
+    try:
+        written = _jax.written_tangents(
+            _make_run(node),
+            _operand_and_cotangent_types(node)[0],
+            [i for i, is_active in enumerate(active) if is_active],
+        )
+    except Exception:
+        return rows
+    rows_of_active = _rows_of_call(node, tuple(active)) or rows
+    both = [a and b for a, b in zip(reached, active, strict=True)]
+    all_connected = _connect_all(node, of_each(both))
+    return tuple(
+        all_connected[j] if j in written and not rows_of_active[j] else row
+        for j, row in enumerate(rows)
+    )
 
 
 def _rows_of_call(node: Node, reached: tuple[bool, ...]) -> Rows:
