@@ -520,7 +520,7 @@ def test_text_has_the_worst_first(broken):
         (lambda x: x * 2, X, {}, TypeError, r"returns f32\[3\].*Return a sum"),
         (lambda x: x.astype(int).sum(), X, {}, TypeError, "one float scalar"),
         (jnp.sum, X, {"wrt": X}, TypeError, "make it an argument"),
-        (lambda weights: jnp.sum(weights), X, {"wrt": "weight"}, ValueError, "mean 'weights'"),
+        (lambda weights: jnp.sum(weights), X, {"wrt": "weight"}, ValueError, "called with weights"),
         (lambda x: x, jax.ShapeDtypeStruct((), "float32"), {}, TypeError, "x is only a shape"),
         (jax.jit(lambda x: explain(jnp.sum, x) and x), X, None, TypeError, "outside of jit"),
         (

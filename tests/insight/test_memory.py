@@ -133,6 +133,19 @@ def test_static_arguments_are_no_arrays(compiled):
     assert report.total == tg.memory(static, 3, *arrays, "b").total
 
 
+def test_of_a_traced_method():
+    class Layer:
+        scale = 2.0
+
+        @tg.trace
+        def sum(self, w, x):
+            return jnp.sum(jnp.sin(w @ x) * self.scale)
+
+    layer, arrays = Layer(), (f32(64, 64), f32(64, 64))
+    plain = tg.memory(lambda w, x: Layer.sum.__wrapped__(layer, w, x), *arrays)
+    assert tg.memory(layer.sum, *arrays).total == plain.total > 0
+
+
 def test_values_are_told_by_their_kind():
     _, fun, shapes = SEEDED["trained"]
     lines = tg.memory(fun, *shapes).lines

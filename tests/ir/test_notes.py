@@ -14,7 +14,6 @@ from tracegrad.ir.notes import NOTE, add_note
 from tracegrad.ir.occurrence import Origin
 
 PACKAGE = pathlib.Path(tg.__file__).parent
-LONG = "a_name_that_its_author_wanted_to_say_all_that_there_is_to_say_about_it" * 4
 
 
 def test_notes_are_added_in_one_place():

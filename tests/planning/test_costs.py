@@ -13,7 +13,6 @@ pytestmark = pytest.mark.both_jax
 M, K, N, GROUPS = 64, 128, 32, 2
 LHS, RHS = jnp.ones((M, K)), jnp.ones((GROUPS, K, N))
 SIZES = jnp.array([10, M - 10])
-IMAGES, KERNEL = jnp.ones((2, 12, 12, 8)), jnp.ones((3, 3, 4, 16))
 COMPLEX = jnp.ones((M, M), "complex64")
 
 

@@ -29,10 +29,6 @@ def values(shapes: Any) -> Any:
     return jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / 4, s.dtype), shapes)
 
 
-def shapes_of(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
 def close(found: jax.Array, expected: jax.Array) -> bool:
     return np.allclose(
         found, expected, rtol=1e-4, atol=1e-5 * (1 + float(jnp.max(jnp.abs(expected))))

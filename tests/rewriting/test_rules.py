@@ -122,6 +122,20 @@ def test_clipping_keeps_nan_dtype_and_second_derivatives():
     assert not jnp.isnan(twice).any()
 
 
+@pytest.mark.parametrize("limit", [{"max_norm": jnp.inf}, {"max_norm": 1e39}, {"max_value": 1e39}])
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_a_limit_beyond_all_numbers_keeps_second_derivatives(limit, dtype):
+    def loss(x):
+        return jnp.sum(jnp.abs(jnp.sin(x.astype(dtype))) ** 2)
+
+    def slope(f):
+        return jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))
+
+    x = jnp.array([0.3, 1.2])
+    clipped = tg.rewrite(loss, rules.clip_gradient(SIN, **limit))
+    np.testing.assert_allclose(slope(clipped)(x), slope(loss)(x), rtol=1e-5)
+
+
 def test_the_norm_that_several_matches_are_clipped_to_is_lowered_once():
     """The limit of a norm is forty operations, and a model may have hundreds of matches."""
 

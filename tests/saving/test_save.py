@@ -80,7 +80,7 @@ def model(tmp_path_factory):
 # ------------------------------------------------------------------------- Variables, again and on
 
 
-def test_several_functions_share_their_variables(model, path):
+def test_several_functions_share_their_variables(model):
     loaded, _ = model
     assert list(loaded) == ["predict", "update"]
     variables = loaded["update"].variables

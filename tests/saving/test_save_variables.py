@@ -18,6 +18,7 @@ from hypothesis import settings
 
 import tracegrad as tg
 from tracegrad import ArtefactError, load, load_variables, save, save_variables
+from tracegrad.saving import seal
 from tracegrad.saving.seal import SEAL
 from tracegrad.saving.variables import variables_of
 
@@ -326,3 +327,20 @@ def test_what_was_not_sealed_does_not_count(tmp_path):
     assert float(tree["w"]) == 1.0
     save_variables(tree, path)
     assert [step.name for step in path.iterdir()] == ["tracegrad-2"]
+
+
+def test_an_interrupt_behind_the_seal_leaves_the_new_state(tmp_path, monkeypatch):
+    tree, remove = {"w": tg.Variable(1.0)}, seal.remove
+    path = write(tmp_path / "state", tree)
+    tree["w"].assign(2.0)
+
+    def interrupted(steps):
+        remove(steps)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(seal, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_variables(tree, path)
+    tree["w"].assign(3.0)
+    load_variables(tree, path)
+    assert float(tree["w"]) == 2.0

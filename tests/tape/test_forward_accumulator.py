@@ -581,3 +581,19 @@ def test_tangents_go_through_a_shard_map_with_a_collective(called):
         y = called(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec))(x)
     want = np.cos(x) * direction * 1.5 + np.sin(x) * -1.0
     np.testing.assert_allclose(accumulator.jvp(y), want, rtol=1e-6)
+
+
+def test_a_budget_changes_no_tangent():
+    def loss(x):
+        return jnp.sum(jnp.sin(jnp.sin(x)))
+
+    def step(x):
+        with ForwardAccumulator(x, jnp.ones_like(x)) as accumulator:
+            y = loss(x)
+        return accumulator.jvp(y), jax.grad(loss)(x)
+
+    x = jnp.arange(3.0)
+    tangent, gradient = tg.trace(step, memory_budget="100%")(x)
+    expected = jnp.cos(jnp.sin(x)) * jnp.cos(x)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    np.testing.assert_allclose(tangent, jnp.sum(expected), rtol=1e-6)

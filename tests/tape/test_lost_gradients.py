@@ -135,6 +135,16 @@ def test_what_only_goes_through_it_is_none():
             assert derivatives.by_tape(lambda w, f=f: f(X), W) == expected
 
 
+def test_a_stopped_array_that_is_watched_is_told_of():
+    with tg.GradientTape() as tape:
+        tape.watch(W)
+        stopped = tg.stop_gradient(W)
+        tape.watch(stopped)
+        with pytest.warns(UserWarning, match=WARNED):
+            y = scaled_by(stopped)(X) * stopped
+    np.testing.assert_allclose(tape.gradient(y, stopped), jnp.sum(scaled_by(W)(X)), rtol=1e-6)
+
+
 def test_every_step_of_a_loop_is_told_of_and_the_records_stay_small(compilations):
     for step in range(4):
         with pytest.warns(UserWarning, match=WARNED):

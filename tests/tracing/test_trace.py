@@ -580,3 +580,14 @@ def test_what_is_compiled_ahead_is_called_as_the_function_is():
         with pytest.raises(TypeError):
             wrong(*args)
     assert (float(one), float(two), float(total)) == (16.0, 20.0, 7.0)
+
+
+def test_attributes_of_the_function_hide_no_method():
+    def twice(x):
+        return x * 2
+
+    twice.lower, twice.unit = "the user's", "m"
+    traced = tg.trace(twice)
+    assert traced.unit == "m"
+    assert traced.__wrapped__ is twice
+    assert "multiply" in traced.lower(1.0).as_text()

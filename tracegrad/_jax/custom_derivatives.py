@@ -56,7 +56,7 @@ def with_tangent(
 
 def with_cotangent(
     change: Callable[[Any], Any],
-    name: str = "identity",
+    name: str,
     *,
     symbolic_zeros: bool = False,
 ) -> Callable[[Any], Any]:

@@ -112,8 +112,8 @@ def check_wrt(wrt: Any) -> None:
             )
         raise TypeError(
             "wrt is a position, an argument name, a glob for paths, a sequence of these, a filter "
-            "of flax.nnx, or a "
-            f"predicate (path, leaf) -> bool over the first argument's leaves; got {wrt!r}"
+            "of flax.nnx, or a predicate (path, leaf) -> bool over the first argument's leaves; "
+            f"got {wrt!r}"
         )
     if not wrt:
         raise ValueError("wrt=() selects nothing to differentiate with respect to")

@@ -243,9 +243,8 @@ def _parts(finding: Finding) -> Iterator[tuple[str, str]]:
 
 
 def scope_of(found: Occurrence) -> str:
-    """Returns the named scopes around an operation, without the scopes that `jnp.einsum` names by
-    its formula."""
-    return "/".join(name for name in found.scopes if "->" not in name)
+    """Returns the named scopes around an operation."""
+    return "/".join(found.scopes)
 
 
 def shared_scope(scopes: Iterable[str]) -> str:

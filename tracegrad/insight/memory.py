@@ -17,9 +17,10 @@ from tracegrad.ir.importer import graph_of
 from tracegrad.ir.wording import in_units, name_of, some, table
 from tracegrad.planning.compiled import NotMeasuredError, account_of, saying_why_not
 from tracegrad.planning.hlo import lines_kept, module_of
-from tracegrad.tracing import TracedFunction, trace
+from tracegrad.tracing import trace
 from tracegrad.tracing.graphs import graph_of_call, require_function
 from tracegrad.tracing.tools import tool
+from tracegrad.tracing.traced import find_traced
 
 _FEW = 0.01  # constants below this share of the total are not reported
 _ROWS = 12  # rows of the table in a terminal
@@ -164,8 +165,10 @@ def memory(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> MemoryRepor
     True
     """
     require_function(fun)
-    if isinstance(fun, TracedFunction):
-        program = fun.graph(*args, **kwargs)
+    traced, of_object = find_traced(fun)
+    if traced is not None:
+        fun, args = traced, (*of_object, *args)
+        program = traced.graph(*args, **kwargs)
     elif isinstance(fun, jax.stages.Wrapped):  # `jax.jit` knows the static arguments
         program = graph_of(fun.trace(*args, **kwargs).jaxpr)
     else:

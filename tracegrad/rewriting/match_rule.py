@@ -124,7 +124,7 @@ def _apply_to_parameters(
 
 def shows_arguments(make: Callable[P, MatchRule]) -> Callable[P, MatchRule]:
     """Decorates a function that makes rules: the repr of a rule shows the function's arguments, the
-    selector by position and the others by name; and pickling a rule stores these arguments."""
+    selector by position and the others by name."""
 
     @functools.wraps(make)
     def make_and_record(*args: P.args, **kwargs: P.kwargs) -> MatchRule:

@@ -41,6 +41,7 @@ def near_one(x: Any, xp: Any = jnp) -> Any:
 
 def within_value(x: Any, limit: float) -> Any:
     """Limits the absolute value of each entry, real or complex."""
+    limit = min(limit, float(_finfo(x.dtype).max))  # 0 * inf would be NaN in derivatives
     if not jnp.iscomplexobj(x):
         bound = jnp.asarray(limit, x.dtype)
         # `jnp.clip` halves the derivative at entries that are equal to the limit.
@@ -54,10 +55,11 @@ def within_value(x: Any, limit: float) -> Any:
 def within_norm(x: Any, limit: float) -> Any:
     """Limits the Euclidean norm of an array. An array with a NaN stays as it is."""
     scaled, largest = over_largest(at_least_32_bits(x))
+    bound = jnp.minimum(limit, _finfo(scaled.dtype).max)  # 0 * inf would be NaN in derivatives
     squares = jnp.sum(jnp.real(scaled * jnp.conj(scaled)))
     norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # no NaN in derivatives at zero
-    exceeds = (squares > 0) & (largest > limit / norm)
-    return jnp.where(exceeds, (limit * (scaled / norm)).astype(x.dtype), x)
+    exceeds = (squares > 0) & (largest > bound / norm)
+    return jnp.where(exceeds, (bound * (scaled / norm)).astype(x.dtype), x)
 
 
 def at_least_32_bits(x: Any) -> Any:

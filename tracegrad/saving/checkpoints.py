@@ -20,6 +20,7 @@ from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.libraries import needed
 from tracegrad.saving.manifest import ArrayRecord
 from tracegrad.saving.seal import (
+    SEAL,
     digests_of_files,
     files_of,
     last_sealed,
@@ -92,6 +93,9 @@ def save_variables(tree: Any, path: PathLike) -> None:
                 new, {name: _array_for_orbax(v) for name, v in values.items() if v.size}
             )
             checkpointer.wait_until_finished()
+        return 0
+
+    def finish() -> int:
         if jax.process_index() == 0:
             arrays = {n: ArrayRecord(str(v.dtype), tuple(v.shape)) for n, v in variables.items()}
             seal(new, arrays, digests_of_files(new, files_of(new)))
@@ -99,8 +103,10 @@ def save_variables(tree: Any, path: PathLike) -> None:
 
     try:
         _gather(write)
+        _gather(finish)
     except BaseException:
-        if jax.process_index() == 0:
+        # Once the new state has a seal, the old state may be gone.
+        if jax.process_index() == 0 and not (new / SEAL).exists():
             remove(folder.glob(f"{new.name}*"))
         raise
 

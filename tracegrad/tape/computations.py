@@ -255,20 +255,16 @@ def trace_operation(called: Fun, types: Sequence[Any], source_info: Any) -> Grap
     return trace_for_types(run, types)
 
 
-def links_of(
-    called: Fun, types: Sequence[Any], active: Collection[int] | None = None
-) -> Sequence[int]:
+def links_of(called: Fun, types: Sequence[Any], active: Collection[int]) -> Sequence[int]:
     """Returns, for each result of an operation, the mask of the connected active operands.
 
     (JAX's derivative of a program does not tell whether a rule returned None for an operand.)
 
     Args:
-      active: the positions of the active operands; default: all operands. A rule may refuse to be
-        differentiated with respect to other operands, and after that JAX cannot use the rule.
+      active: the positions of the active operands. A rule may refuse to be differentiated with
+        respect to other operands, and after that JAX cannot use the rule.
     """
-    chosen = [
-        _jax.has_gradient(aval) and (active is None or i in active) for i, aval in enumerate(types)
-    ]
+    chosen = [_jax.has_gradient(aval) and i in active for i, aval in enumerate(types)]
     with without_editing():
         return Walk().region(trace_for_types(called, types), of_each(chosen))
 

@@ -148,11 +148,14 @@ class ForwardAccumulator(Recording):
         return value
 
 
+_KEEP_TANGENTS = "recompute", "checkpointed_loop"  # the names of rules
+
+
 def _refuse_rules() -> None:
     """Raises GraphError for a rule in force that may change tangents. Such a rule acts on a whole
     program, but an accumulator computes tangents operation by operation."""
     for rule in (r for each in rules_in_force() if not each.acts_everywhere for r in each.rules):
-        if getattr(rule, "name", "") not in ("recompute", "checkpointed_loop"):
+        if not (hasattr(rule, "memory_budget") or getattr(rule, "name", "") in _KEEP_TANGENTS):
             raise GraphError(
                 f"{rule!r} does not reach the tangents of a ForwardAccumulator, which computes "
                 "them as each operation runs. Use tracegrad.jvp of the function, to which rules "

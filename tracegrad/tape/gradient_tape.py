@@ -50,8 +50,9 @@ class GradientTape(Recording):
     array *objects*, not values: two equal constants are two sources, and after ``x += 1`` the name
     denotes another array. Complex numbers follow JAX's convention (the conjugate of TensorFlow's).
 
-    Functions run as they are, compiled ones too, and their effects happen once. No argument is
-    donated inside the block, since the tape still needs the arguments.
+    Functions run as they are, compiled ones too, and their effects happen once. Only functions with
+    a `jax.custom_vjp` or `jax.custom_jvp` are traced at each call. No argument is donated inside
+    the block, since the tape still needs the arguments.
 
     The tape does not see functions compiled ahead of time (``.lower().compile()``), other threads,
     and NumPy (``np.asarray(x)``, ``float(x)``): gradients through them are None. If an operation

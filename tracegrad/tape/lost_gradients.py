@@ -74,15 +74,15 @@ def find_closed_over(
 
 
 def _origins(record: Record, entries: Sequence[Entry], slots: set[int]) -> list[int]:
-    """Returns the slots of followed arrays from which entries compute `slots`, except through
-    `stop_gradient`."""
+    """Returns the slots of arrays that were watched, or followed before the first of the entries,
+    and from which the entries compute `slots`, except through `stop_gradient`."""
     wanted, made = set(slots), set[int]()
     for entry in reversed(entries):
         made.update(entry.results)
         is_stop = getattr(entry.computation, "primitive", None) is _jax.STOP_GRADIENT
         if not is_stop and not wanted.isdisjoint(entry.results):
             wanted.update(s for s in entry.args if record.tracked.get(id(record.arrays[s])) == s)
-    return sorted(wanted - made)
+    return sorted(wanted - (made - record.watched))
 
 
 # --------------------------------------------------------------------------- rules in programs

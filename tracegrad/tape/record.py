@@ -52,6 +52,7 @@ class Record:
       orders: the highest order of derivative that users may ask for.
       arrays: the arrays by slot.
       tracked: maps the ids of followed arrays to slots.
+      watched: the slots of arrays that were watched.
       others: maps the ids of other operands and results to slots.
       without_gradient: the slots of results without a gradient: integers, and constants to a
         derivative (`Computation.constant_results`).
@@ -64,6 +65,7 @@ class Record:
         self.arrays: list[Any] = []
         self.entries: list[Entry] = []
         self.tracked: Any = {}
+        self.watched: set[int] = set()
         self.others: dict[int, int] = {}
         self.without_gradient: list[int] = []
         # Weak references, by id, to the operands of operations that were not recorded.
@@ -79,6 +81,7 @@ class Record:
     def watch(self, array: Any) -> None:
         if id(array) not in self.tracked:
             self.tracked[id(array)] = self._new_slot(array)
+        self.watched.add(self.tracked[id(array)])
 
     def slot(self, array: Any) -> int:
         """Returns the slot of an array; a new slot if the array has none."""
@@ -184,6 +187,7 @@ class Record:
         self.arrays.clear()
         self.entries.clear()
         self.tracked.clear()
+        self.watched.clear()
         self.others.clear()
         self.unfollowed.clear()
         self.without_gradient.clear()

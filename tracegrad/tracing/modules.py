@@ -154,7 +154,7 @@ def _attributes(node: Any) -> Iterable[tuple[str, Any]]:
 
 def nnx_nodes_in(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """Returns (flax's path, node) for each node, each object once."""
-    with finding_variables([]):  # else flax would have JAX read the Variables in the tree
+    with finding_variables():  # else flax would have JAX read the Variables in the tree
         return list(nnx().iter_graph(tree, graph=True))
 
 
@@ -172,7 +172,7 @@ class Update(NamedTuple):
 
     place: int
     name: str | None
-    leaf: int | None = None
+    leaf: int | None
 
     def assign(self, objects: Sequence[Any], value: Any) -> None:
         """`objects`: the caller's objects, in the order of the call."""

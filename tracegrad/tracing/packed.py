@@ -4,9 +4,9 @@ arguments and results.
 `jax.jit` flattens its arguments at every call. Flattening is slow for models, whose classes flatten
 themselves in Python, and JAX refuses leaves that are not arrays. So each argument is flattened
 here, once, and passed to `jax.jit` as `Packed`: a node whose children are the arrays. The structure
-has a `NonArrayNode` for each leaf that is not an array, each Variable, and each repeated nnx
-object. Inside the trace the argument is unpacked. The user's classes are only ever unflattened with
-the kinds of leaves that the user has put into them.
+has a `NonArrayNode` for each leaf that is not an array and for each repeated nnx object, and a
+`VariableNode` for each Variable. Inside the trace the argument is unpacked. The user's classes are
+only ever unflattened with the kinds of leaves that the user has put into them.
 """
 
 from __future__ import annotations

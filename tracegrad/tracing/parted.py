@@ -28,10 +28,8 @@ class Parted:
     counted: Sequence[bool]
 
     @classmethod
-    def of(
-        cls, tree: Any, counts: Callable[[Any], bool], is_leaf: Callable[[Any], bool] | None = None
-    ) -> Parted:
-        leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    def of(cls, tree: Any, counts: Callable[[Any], bool]) -> Parted:
+        leaves, structure = jax.tree.flatten(tree)
         return cls(leaves, structure, list(map(counts, leaves)))
 
     @property

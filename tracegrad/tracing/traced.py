@@ -68,9 +68,10 @@ class TracedFunction(Generic[P, R]):
             fun, **options_for_jit(options)
         )  # raises jit's own errors for a wrong function or option
         require_function(fun)
-        # The attributes of a function, not those of a model, which change.
-        updated = ("__dict__",) if inspect.isfunction(fun) else ()
-        functools.update_wrapper(self, fun, updated=updated)
+        if inspect.isfunction(fun):  # a model's attributes change
+            kept = {n: value for n, value in vars(fun).items() if not hasattr(type(self), n)}
+            self.__dict__.update(kept)
+        functools.update_wrapper(self, fun, updated=())
         static = resolve_static(fun, options.get("static_argnums"), options.get("static_argnames"))
         called, self._first = function_taking_module(fun)
         if self._first:

@@ -113,10 +113,10 @@ def were_variables() -> bool:
 
 
 @contextmanager
-def finding_variables(found: list[VariableNode]) -> Iterator[None]:
-    """A block in which flattening a tree adds its Variables to `found`, and makes each a node of
-    the structure."""
-    _finding.found = found
+def finding_variables() -> Iterator[None]:
+    """A block in which flattening a tree makes each of its Variables a node of the structure, and
+    reads none."""
+    _finding.found = []
     try:
         yield
     finally:
@@ -126,7 +126,8 @@ def finding_variables(found: list[VariableNode]) -> Iterator[None]:
 def flatten_finding_variables(
     tree: Any, found: list[VariableNode], is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Any]:
-    """Flattens a tree as in `finding_variables`; returns its leaves and structure."""
+    """Flattens a tree as in `finding_variables`; returns its leaves and structure, and adds the
+    nodes of its Variables to `found`."""
     # Not by `finding_variables`: each call runs this, and a context manager is slower.
     _finding.found = found
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,8 +50,8 @@ def explain_graph(
     *,
     name: str,
     unselectable: dict[str, Any],
-    others: Mapping[int, str] = MappingProxyType({}),
-    untrained: Collection[str] = (),
+    others: Mapping[int, str],
+    untrained: Collection[str],
 ) -> Explanation:
     """Explains the gradients of a graph.
 
