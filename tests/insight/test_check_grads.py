@@ -233,6 +233,19 @@ def test_of_a_solver_what_nobody_differentiates_is_not_judged():
         check_grads(lambda a: sum(solve(a, jnp.ones_like(a))), (2.0,), order=1)
 
 
+def test_a_stop_in_the_function_of_a_wrong_rule_is_named():
+    @jax.custom_vjp
+    def product(x, y):
+        return jnp.sin(x) * jax.lax.stop_gradient(y)
+
+    product.defvjp(
+        lambda x, y: (product(x, y), (x, y)),
+        lambda kept, ct: (ct * jnp.cos(kept[0]) * kept[1], jnp.zeros_like(kept[1])),
+    )
+    with pytest.raises(GradientError, match=r"product, input 1(.|\n)*Vary in .*: stop_gradient"):
+        check_grads(lambda x, y: jnp.sum(product(x, y) ** 2), (X, X + 4), order=1)
+
+
 def test_a_wrong_rule_in_a_loop_is_found_at_the_values_of_its_steps():
     """Right at the first step, where y is 1."""
     product = rule(keep, lambda r, ct: (2 * ct * r[0], ct * r[0] ** 2))

@@ -276,6 +276,20 @@ def test_a_recurrence_whose_carry_vanishes_after_a_mask_is_told():
     assert finding.what.endswith("over 20 steps, most of it in dot_general")
 
 
+def test_a_recurrence_that_ends_at_one_saturated_step_is_told():
+    def recurrence(w, xs):
+        def cell(h, x):
+            h = jnp.tanh(h @ w + x)
+            return h, h
+
+        return jnp.sum(jax.lax.scan(cell, jnp.full(3, 0.5), xs)[0])
+
+    xs = jnp.full((20, 3), 0.1).at[5].set(-1000.0)
+    (finding,) = explain(recurrence, 0.9 * jnp.eye(3), xs).problems
+    assert finding.cause == "vanishing"
+    assert "to 0 over 20 steps" in finding.what
+
+
 # -------------------------------------------------------------------------------------- the table
 
 

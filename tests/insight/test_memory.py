@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import tracegrad as tg
 from tests.compilation import f32
@@ -119,6 +120,12 @@ def test_what_is_no_function_or_cannot_be_compiled_is_refused():
         tg.memory(3)  # type: ignore[arg-type]
 
 
+def test_of_a_function_of_nnx_jit():
+    arrays = f32(64, 64), f32(64, 64)
+    report = tg.memory(nnx.jit(lambda w, x: jnp.sum(jnp.sin(w @ x))), *arrays)
+    assert report.total == tg.memory(lambda w, x: jnp.sum(jnp.sin(w @ x)), *arrays).total
+
+
 @pytest.mark.parametrize("compiled", [jax.jit, tg.trace])
 def test_static_arguments_are_no_arrays(compiled):
     def step(n, w, x, mode="a"):
@@ -146,11 +153,12 @@ def test_of_a_traced_method():
     assert tg.memory(layer.sum, *arrays).total == plain.total > 0
 
 
-def test_values_are_told_by_their_kind():
+def test_values_are_told_by_what_they_are_kept_for():
     _, fun, shapes = SEEDED["trained"]
     lines = tg.memory(fun, *shapes).lines
     residual = next(line for line in lines if line.kind == "residual")
     assert residual.values.endswith("f32[256,64]")
+    assert residual.kept_for.startswith("the backward pass of ")
     assert [line.kind for line in lines if not line.line] == ["argument"]
 
 

@@ -126,6 +126,8 @@ def test_what_a_loop_stacks_is_of_the_line_that_computes_it():
     assert first.kind == "residual"
     assert "f32[16,256,64]" in first.values
     assert first.size >= 2 * 16 * 256 * 64 * 4  # x, and the cosine of x @ w, or x @ w itself
+    assert first.kept_for.startswith("the backward pass of ")
+    assert first.kept_for.endswith(place)
 
 
 def test_a_function_of_a_library_is_told_by_the_line_that_calls_it():
@@ -335,11 +337,20 @@ def test_what_a_gpu_runs_aside_and_as_one_is_followed():
     flow = ValueFlow(module)
     by_op = {each.op: each for each in module.entry.instructions.values()}
     begins, done = by_op["exponential"].key, by_op["async-done"].key
+    (started,) = flow.reads((begins, ()))
+    told = flow.reading(started)
+    assert told is not None
+    assert told.name == "sin"
     assert flow.last_read((begins, ())) == flow.order[done]  # and not when it has begun
     start = by_op["async-start"].key, (1,)
     begun = flow.content(start)
     assert begun is not None
     assert begun.name == "sin"
+    (read,) = flow.reads(start)
+    # A subtraction of the forward pass, in what runs in the backward pass.
+    told = flow.reading(read)
+    assert told is not None
+    assert (told.name, told.is_backward) == ("mul", True)
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "bfloat16", "complex64"])

@@ -223,6 +223,12 @@ def test_scope_takes_globs_over_the_components(fun, glob, expected):
     assert ops(found(fun, match.scope(glob))) == expected
 
 
+@pytest.mark.parametrize("glob", ["block_0/**/mlp", "/block_0", "**"])
+def test_scope_refuses_patterns_for_any_depth(glob):
+    with pytest.raises(ValueError, match=r"one pattern for each depth"):
+        match.scope(glob)
+
+
 @pytest.mark.parametrize("sum", ["bi,ij->bj", "b i, i j -> b j", "...i,ij->...j", "bi,ij->"])
 def test_a_sum_of_einsum_is_no_scope(sum):
     def fun(w, x):

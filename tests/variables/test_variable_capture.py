@@ -1082,6 +1082,31 @@ def test_a_step_that_fails_on_the_host_leaves_the_old_value(kind):
     np.testing.assert_array_equal(w.value, [8.0, 8.0, 8.0])
 
 
+def test_a_host_function_in_a_solver_may_read_the_variable():
+    """On JAX 0.12 the program of the solver is in an object, and no parameter of its operation."""
+    v, seen = Variable(np.ones(3, np.float32)), []
+
+    def root(a):
+        def equation(y):
+            jax.debug.callback(lambda _: seen.append(v.numpy()), y)
+            return y**2 - a
+
+        def newton(f, y):
+            return lax.fori_loop(0, 9, lambda _, y: y - f(y) / (2 * y), y)
+
+        return lax.custom_root(equation, 1.0, newton, lambda g, y: y / g(1.0))
+
+    @tg.trace
+    def step(x):
+        v.assign_add(root(x) * jnp.ones(3))
+
+    for _ in range(3):
+        step(4.0)
+    jax.effects_barrier()
+    np.testing.assert_allclose(v.numpy(), 7.0, rtol=1e-5)
+    assert seen
+
+
 def test_a_step_whose_check_fails_leaves_the_old_value():
     w = Variable(np.ones(3, np.float32))
 

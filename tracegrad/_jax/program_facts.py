@@ -12,7 +12,13 @@ import numpy as np
 from tracegrad._jax.arrays import has_gradient, is_reference
 from tracegrad._jax.caches import of_program
 from tracegrad._jax.compat import parts_of
-from tracegrad._jax.programs import CUSTOM_JVP, CUSTOM_VJP, sub_programs
+from tracegrad._jax.programs import (
+    CUSTOM_JVP,
+    CUSTOM_VJP,
+    OBJECT_PRIMITIVE,
+    OPAQUE_PRIMITIVES,
+    sub_programs,
+)
 from tracegrad._jax.rules import count_closed_over
 
 
@@ -59,6 +65,8 @@ def program_facts(program: Any) -> ProgramFacts:
         if inner is _NO_PROGRAM:
             count += 1
             continue
+        if equation.primitive.name in OPAQUE_PRIMITIVES - {OBJECT_PRIMITIVE}:
+            inner = inner._replace(primitives=frozenset())  # of no nodes
         if equation.primitive in (CUSTOM_JVP, CUSTOM_VJP):  # their bodies are not differentiated
             inner = inner._replace(closes_over=rule_closes_over(equation))
         below.append(inner)
@@ -75,8 +83,11 @@ def program_facts(program: Any) -> ProgramFacts:
 
 
 def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
-    """Returns the combined facts of all programs among the parameters of an operation."""
-    return _combine([program_facts(program) for _, program in sub_programs(params)])
+    """Returns the combined facts of all programs among the parameters of an operation, or in the
+    object that is a parameter of the `OBJECT_PRIMITIVE`."""
+    kept = params.get("_prim")
+    programs = sub_programs(params if kept is None else vars(kept))
+    return _combine([program_facts(program) for _, program in programs])
 
 
 def _combine(each: Sequence[ProgramFacts]) -> ProgramFacts:

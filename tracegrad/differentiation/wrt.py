@@ -86,9 +86,10 @@ def partition(
     for each in [wrt] if is_single else wrt:
         place, selected = _select_leaves(fun, each, arguments)
         if place in wanted:
+            cure = " (several globs for one argument are one tracegrad.match.param)"
             raise ValueError(
-                f"wrt={wrt!r} selects the same argument twice: {each!r} (several globs for one "
-                "argument are one tracegrad.match.param)"
+                f"wrt={wrt!r} selects the same argument twice: {each!r}"
+                f"{cure if isinstance(each, str) else ''}"
             )
         wanted.append(place)
         is_by_predicate = callable(each) and not _is_filter(each)

@@ -98,7 +98,10 @@ def check_grads(
     Stopped values, and samples with an implicit derivative (`jax.random.gamma`, `beta`), vary in
     differences, but not in derivatives: the error names their lines. If they are meant, check the
     function with such values as further arguments, or without stops:
-    ``tg.rewrite(fun, tg.edit(tg.match.op("stop_gradient"), lambda op, x: x))``.
+    ``tg.rewrite(fun, tg.edit(tg.match.op("stop_gradient"), lambda op, x: x))``. The rule of a
+    function that stops a gradient differs from the derivative of that function: name the rule in
+    `deliberate`. A `while` loop that waits for an exact number may not end at a point nearby; then
+    the check does not end, either.
 
     If there is doubt, there is no verdict: a derivative is not judged if the function has a kink or
     a jump nearby, or if rounding leaves too few digits of a number; but a derivative of NaN is
@@ -169,7 +172,7 @@ def _check(
     seed: int,
     double: bool,
 ) -> tuple[GradCheck, str]:
-    """Returns the report on a function, and a hint if the whole function is wrong.
+    """Returns the report on a function, and a hint if something is wrong.
 
     `double` says whether to trace in double or in single precision. The trace runs in double
     precision either way.
@@ -204,9 +207,8 @@ def _check(
                 run, run, leaves, paths, own, random, whole="all leaves", begin=begin
             )
             checks = tuple(comparison.checks(modes, order))
-    is_whole = any(check.status == "wrong" for check in checks)
     report = GradCheck(function_name(fun), rules, checks)
-    return report, _hint_of(program) if is_whole else ""
+    return report, _hint_of(program) if report.wrong else ""
 
 
 def _hint_of(program: Graph) -> str:

@@ -24,7 +24,7 @@ from tracegrad.tracing.traced import find_traced
 
 _FEW = 0.01  # constants below this share of the total are not reported
 _ROWS = 12  # rows of the table in a terminal
-_COLUMNS = ("bytes", "share", "line", "scope", "what", "values")
+_COLUMNS = ("bytes", "share", "line", "scope", "what", "values", "kept for")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Line:
       scope: the named scopes around the line, ``encoder/block_0``.
       kind: ``argument``, ``result``, ``residual``, ``gradient`` or ``activation``.
       values: the types of the values, ``6 × f32[512,64]``.
+      kept_for: the operation that reads the largest value next.
     """
 
     size: int
@@ -44,6 +45,7 @@ class Line:
     scope: str
     kind: Kind
     values: str
+    kept_for: str
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class MemoryReport:
     def _cells(self, line: Line) -> tuple[str, ...]:
         share = f"{line.size / max(1, self.listed):.0%}"
         size = in_units(line.size)
-        return size, share, line.line, line.scope, line.kind, line.values
+        return size, share, line.line, line.scope, line.kind, line.values, line.kept_for
 
     def _repr_html_(self) -> str:
         return folding.of_text(str(self))
@@ -158,8 +160,8 @@ def memory(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> MemoryRepor
     ...     return jnp.sum(x**2)
     >>> w, x = jnp.ones((64, 64)), jnp.ones((1024, 64))
     >>> report = tg.memory(jax.grad(loss), w, x)
-    >>> report.lines[0].kind
-    'residual'
+    >>> report.lines[0].kind, report.lines[0].kept_for.startswith("the backward pass of")
+    ('residual', True)
     >>> stats = jax.jit(jax.grad(loss)).lower(w, x).compile().memory_analysis()
     >>> report.temporary == stats.temp_size_in_bytes
     True
@@ -169,7 +171,7 @@ def memory(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> MemoryRepor
     if traced is not None:
         fun, args = traced, (*of_object, *args)
         program = traced.graph(*args, **kwargs)
-    elif isinstance(fun, jax.stages.Wrapped):  # `jax.jit` knows the static arguments
+    elif isinstance(fun, type(jax.jit(lambda: None))):  # it knows the static arguments
         program = graph_of(fun.trace(*args, **kwargs).jaxpr)
     else:
         program = graph_of_call(fun, args, kwargs)
@@ -222,6 +224,7 @@ def _lines(buffers: Sequence[Buffer]) -> list[Line]:
             scope=scope,
             kind=kind,
             values=_types(held),
+            kept_for=max(held, key=lambda each: each.size).kept_for,
         )
         for (line, scope, kind), held in groups.items()
     ]

@@ -1,4 +1,4 @@
-"""Finds which operation computes a value of a compiled program, and how long the value is in use.
+"""Finds which operation computes a value of a compiled program, and which operations read it.
 
 A value is an array: the result of an instruction, or a part of a tuple that it returns. Two
 relations connect such parts. A part may be the same as another part: tuples, bitcasts and calls
@@ -25,9 +25,10 @@ _RUNS_AS_ONE = ("fusion", "async-start")
 # These only pass their operands on; some await what runs aside.
 _AWAITS = ("copy-done", "async-done")
 _PASSES = ("tuple", "get-tuple-element", "bitcast", "opt-barrier", "call", *_AWAITS)
-# A scan writes each iteration's result into the stacked array. The stacked value belongs to the
-# line in the body that computes it, not to the line of the scan.
+# A scan writes each iteration's result into the stacked array, and reads its slice from another.
+# The stacked value belongs to the line in the body that computes it, not to the line of the scan.
 _STACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_update_slice$")
+_UNSTACKS = re.compile(r"while/body/(jit\(\w+\)/)?dynamic_slice$")
 _FILLS = ("broadcast", "constant")  # they make the empty array that a loop fills
 _NAMES = {"dot": "dot_general", "convolution": "conv_general_dilated"}  # the names in JAX
 
@@ -72,6 +73,7 @@ class ValueFlow:
         self._users: dict[int, list[Read]] = defaultdict(list)
         self._same: dict[Part, Part] = {}
         self._joins: dict[Part, list[Part]] = {}
+        self._first_reads: dict[int, Operation | None] = {}
         for computation in module.computations.values():
             for each in computation.instructions.values():
                 self._home[each.key] = computation
@@ -243,26 +245,53 @@ class ValueFlow:
                 until = max(until, self.order[key])
         return until
 
-    def readers(self, part: Part) -> Iterator[Operation]:
-        """Yields the results of the traced operations that read a value."""
-        part = self.origin(part)
-        for key, _ in [part, *self._names[part]]:
-            for reader, _ in self._users[key]:
-                yield from (each for each in self.results(reader) if each.path)
+    def reads(self, *parts: Part) -> Iterator[Read]:
+        """Yields the reads of values, also by the joins that they enter, and by arrays in which a
+        loop stacks them."""
+        ways, seen = list(map(self.origin, parts)), set()
+        while ways:
+            part = self.origin(ways.pop(0))
+            if part in seen:
+                continue
+            seen.add(part)
+            ways += self._joined[part]
+            for key, _ in [part, *self._names[part]]:
+                for read in self._users[key]:
+                    if self._is_stacked_on(read):
+                        ways.append((read.reader.key, ()))
+                    elif read.reader.op == "conditional":
+                        if read.operand == 0:  # it chooses a branch; the others enter branches
+                            yield read
+                    elif read.reader.op not in (*_PASSES, "while"):
+                        yield read
 
-    def last_use(self, part: Part) -> int:
-        """Returns the same as `last_read`, for a value, the joins that it enters, and the arrays in
-        which a loop stacks it."""
-        waiting, seen = [part], set()
-        while waiting:
-            part = self.origin(waiting.pop())
-            if part not in seen:
-                seen.add(part)
-                waiting += self._joined[part]
-                names = [part, *self._names[part]]
-                reads = (read for key, _ in names for read in self._users[key])
-                waiting += [(read.reader.key, ()) for read in reads if self._is_stacked_on(read)]
-        return max(map(self.last_read, seen))
+    def reading(self, read: Read) -> Operation | None:
+        """Returns the operation that performs a read, if it is known.
+
+        In a fusion, this is the first operation that reads the value; but if only the fusion's
+        result belongs to the backward pass, the operation of the result. If a loop takes a slice,
+        or XLA has inserted the reader, it is the operation that reads their result.
+        """
+        reader, operand = read
+        results = [each for each in self.results(reader) if each.path]
+        whole = next((each for each in results if each.is_backward), next(iter(results), None))
+        if whole is None or any(_UNSTACKS.search(f"{e.path}/{e.name}") for e in results):
+            first = self._first_reading(reader)
+        elif reader.op in _RUNS_AS_ONE:
+            first = self._first_reading(_parameter(self.called(reader)[0], operand))
+        else:
+            return whole
+        is_later = whole is not None and whole.is_backward
+        return whole if first is None or (is_later and not first.is_backward) else first
+
+    def _first_reading(self, each: Instruction) -> Operation | None:
+        if each.key not in self._first_reads:
+            self._first_reads[each.key] = None  # ends the search if it comes back here
+            reads = self.reads(*((each.key, index) for index in _indices(each.type)))
+            told = map(self.reading, reads)
+            found = next((read for read in told if read is not None and read.path), None)
+            self._first_reads[each.key] = found
+        return self._first_reads[each.key]
 
     def _is_stacked_on(self, read: Read) -> bool:
         """Whether the result is the operand with the results of one more iteration written in."""

@@ -2,7 +2,8 @@
 
 XLA reports which values are in which buffers (`BufferAssignmentProto` of
 ``xla/service/buffer_assignment.proto``) on CPUs and, by its source, on the GPUs of this machine.
-The instructions of the program tell how long a value is in use, and what it is (`value_flow`).
+The instructions of the program tell how long a value is in use, what it is, and which operations
+read it (`value_flow`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ class Buffer:
 
     Attributes:
       size: bytes.
-      kind: ``argument``, ``result``, ``residual`` (computed in the forward pass, and in use in the
+      kind: ``argument``, ``result``, ``residual`` (computed in the forward pass, and read in the
         backward pass), ``gradient`` (computed in the backward pass) or ``activation``.
       type: the type of the value in the buffer, ``f32[64,512]``.
       line: the line that computes the value, ``model.py:12 (Block.__call__)``; "" for an argument.
       scopes: the names of the scopes around the operation that computes the value.
+      kept_for: the operation that reads the value next, at the peak or after it (in a loop, maybe
+        in the next iteration); for a value of the forward pass, the next operation of the backward
+        pass that reads it.
     """
 
     size: int
@@ -42,6 +46,7 @@ class Buffer:
     type: str
     line: str
     scopes: tuple[str, ...]
+    kept_for: str
 
     @property
     def scope(self) -> str:
@@ -91,12 +96,7 @@ def account_of_buffers(module: Module, analysis: Any, lines: ProgramLines) -> Ac
     timeline = bytes_in_use(always, temporary, len(flow.order))
     moment = max(range(len(timeline)), key=timeline.__getitem__)
     slots = {v.slot: v for v in temporary if v.first <= moment <= v.last}
-    backward = (
-        order
-        for key, order in flow.order.items()
-        if any(made.is_backward for made in flow.results(flow.instruction(key)))
-    )
-    look = functools.partial(_buffer, flow, lines, min(backward, default=len(flow.order)))
+    look = functools.partial(_buffer, flow, lines, moment)
     buffers = [look(value, None, value.size) for value in slots.values()]
     for kind, value, of_one in lasting:  # its buffer may hold another value at the peak
         there = [v for v in of_one if v.first <= moment <= v.last]
@@ -170,25 +170,23 @@ def _kind_of(allocation: Message) -> str:
 
 
 def _buffer(
-    flow: ValueFlow,
-    lines: ProgramLines,
-    backward: int,
-    value: Value,
-    lasting: Kind | None,
-    size: int,
+    flow: ValueFlow, lines: ProgramLines, moment: int, value: Value, lasting: Kind | None, size: int
 ) -> Buffer:
-    """Describes a buffer that holds `value`.
-
-    Args:
-      backward: the number of the first instruction of the backward pass.
-      lasting: the kind of the buffer of an argument or a result.
-    """
+    """Describes a buffer that holds `value` at the instruction `moment`; `lasting`: the kind of the
+    buffer of an argument or a result."""
+    reads = sorted(flow.reads(value.part), key=lambda read: flow.order[read.reader.key])
+    told = [(flow.order[read.reader.key], flow.reading(read)) for read in reads]
+    known = [(order, reader) for order, reader in told if reader is not None]
+    later = [reader for order, reader in known if order >= moment]
+    if lasting is None:  # the next iteration of a loop may read it
+        later = later or [reader for _, reader in known]
+    back = [reader for reader in later if reader.is_backward]
     made = flow.content(value.part)
     if made is None or (made.name and not made.path):  # XLA put it in: take what reads it
         own = made or Operation(flow.instruction(value.part[0]).op, "", (), False)
-        made = next(flow.readers(value.part), own)
-    is_kept = flow.last_use(value.part) >= backward
-    kind = lasting or ("gradient" if made.is_backward else "residual" if is_kept else "activation")
+        made = next((reader for reader in later if reader.path), own)
+    reader = next(iter(later if made.is_backward else back or later), None)
+    kind = lasting or ("gradient" if made.is_backward else "residual" if back else "activation")
     line = ""
     scopes: tuple[str, ...] = ()
     if kind != "argument" and not made.name:
@@ -196,7 +194,14 @@ def _buffer(
     elif kind != "argument":
         scopes = lines.scopes(made)
         line = str(lines.origin(made) or f"XLA's {made.name}")
-    return Buffer(size=size, kind=kind, type=value.type, line=line, scopes=scopes)
+    return Buffer(
+        size=size,
+        kind=kind,
+        type=value.type,
+        line=line,
+        scopes=scopes,
+        kept_for="the result" if kind == "result" else lines.describe(reader),
+    )
 
 
 def bytes_in_use(always: int, values: Iterable[Value], count: int) -> tuple[int, ...]:

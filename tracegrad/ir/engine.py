@@ -1,4 +1,4 @@
-"""Functions of later rooms that earlier rooms need: to call, plan and explain a graph.
+"""Functions of later rooms that earlier rooms need.
 
 Each later room registers its functions when it is imported, so that earlier rooms need not import
 the later room.

@@ -107,6 +107,8 @@ def scope(*globs: str) -> Selector:
         ``"block_*/attention"``. ``*`` stands for any letters in one component. Names of
         transformations around a scope (``vmap(block_0)``) are ignored.
 
+    Raises ValueError for ``**`` and for a leading ``/``: give one pattern for each depth.
+
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def f(x):
     ...     for i in range(3):
@@ -117,7 +119,13 @@ def scope(*globs: str) -> Selector:
     >>> [m.name for m in g.find(tg.match.scope("block_[12]"))]
     ['block_1', 'block_2']
     """
-    return _Scope(*_require_names(globs, "match.scope", "block_*/attention"))
+    for pattern in _require_names(globs, "match.scope", "block_*/attention"):
+        if pattern.startswith("/") or "**" in pattern.split("/"):
+            raise ValueError(
+                "match.scope takes no ** and no leading /: give one pattern for each depth, "
+                f'match.scope("a/c", "a/*/c"); got {pattern!r}'
+            )
+    return _Scope(*globs)
 
 
 def param(*globs: str) -> Parameters:

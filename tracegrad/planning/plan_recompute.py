@@ -130,7 +130,7 @@ def recompute_to_fit(memory_budget: MemoryBudget, *, measure: Measure = True) ->
     return _rule(memory_budget, plans_to_compile(measure))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FitToBudget:
     """The rule of `recompute_to_fit`, which compiles at most `plans` plans."""
 

@@ -1,4 +1,4 @@
-"""Recognises and describes objects of flax.nnx, without importing flax.
+"""Recognises objects of flax.nnx, without importing flax.
 
 If flax is not imported, there are no modules of flax. Only public names of flax are used.
 """

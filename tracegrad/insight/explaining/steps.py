@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +32,10 @@ def slopes_of_steps(observed: Observed, norms: Mapping[str, float]) -> Iterator[
     for scan, j, stat in observed.of("carry"):
         if stat.ndim != 2 or not _recurs(scan.node, j):
             continue
-        along = stat[:: -1 if scan.node.params["reverse"] else 1, NORM]
-        # A mask may cut off the first steps (an episode that starts anew).
-        along = np.trim_zeros(along, "fb" if _is_read_at_one_step(observed, scan) else "f")
+        order = slice(None, None, -1 if scan.node.params["reverse"] else 1)
+        along = stat[order, NORM][_start(observed, scan, j, stat[:, NORM], order) :]
+        if _is_read_at_one_step(observed, scan):
+            along = np.trim_zeros(along, "b")
         if len(along) < _FEWEST_STEPS:
             continue
         name = f"carry {j} of the {scan.node.op}"
@@ -55,6 +57,24 @@ def _recurs(scan: Node, j: int) -> bool:
         known |= new
         after += new
     return j in known
+
+
+def _start(
+    observed: Observed, scan: Occurrence, j: int, norms: np.ndarray[Any, Any], order: slice
+) -> int:
+    """Returns the place, in some order of the steps, at which the norms of a carry's cotangents
+    start to tell something: past the step whose carry is masked (an episode that starts anew), and
+    before which they all are zero."""
+    given = np.flatnonzero(norms[order])
+    if not len(given) or not given[0]:
+        return 0
+    step = int(np.arange(len(norms))[order][given[0]])
+    first, _ = _jax.scan_split(scan.node.params)
+    carry = scan.node.regions["jaxpr"].inputs[first + j]
+    uses = Streams(observed).uses(scan.into("jaxpr"), carry)
+    used = [here for _, here in uses if observed.arrives(Place(here, (step,)))]
+    is_masked = used and all(here.node.op in ("select_n", "mul") for here in used)
+    return int(given[0]) if is_masked else 0
 
 
 def _is_read_at_one_step(observed: Observed, scan: Occurrence) -> bool:
