@@ -9,7 +9,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
-from tracegrad._jax.arrays import has_gradient, is_reference
+from tracegrad._jax.arrays import ARRAY, has_gradient
 from tracegrad._jax.caches import of_program
 from tracegrad._jax.compat import parts_of
 from tracegrad._jax.programs import (
@@ -55,13 +55,14 @@ _NO_PROGRAM = ProgramFacts()
 @of_program
 def program_facts(program: Any) -> ProgramFacts:
     open_form, constants = parts_of(program)
-    primitives, count, see_active, has_references = set[Any](), 0, False, False
-    below = []
+    primitives, kinds = set[Any](), set[type]()  # kinds: of types; few, of many values
+    count, see_active, below = 0, False, []
     for equation in open_form.eqns:
         primitives.add(equation.primitive)
         see_active |= bool(equation.params.get("symbolic_zeros"))
-        has_references |= any(is_reference(v.aval) for v in (*equation.invars, *equation.outvars))
-        inner = facts_below(equation.params)
+        kinds.update([type(v.aval) for v in equation.invars])
+        kinds.update([type(v.aval) for v in equation.outvars])
+        inner = facts_below(equation.params) if equation.params else _NO_PROGRAM
         if inner is _NO_PROGRAM:
             count += 1
             continue
@@ -77,9 +78,9 @@ def program_facts(program: Any) -> ProgramFacts:
         _drop_repeated(each for each in constants if isinstance(each, np.ndarray)),
         bool(open_form.effects),
         rules_see_active=see_active,
-        has_references=has_references,
+        has_references=not all(issubclass(kind, ARRAY) for kind in kinds),
     )
-    return _combine([at_top, *below])
+    return _combine([at_top, *below]) if below else at_top
 
 
 def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
@@ -87,7 +88,9 @@ def facts_below(params: Mapping[str, Any]) -> ProgramFacts:
     object that is a parameter of the `OBJECT_PRIMITIVE`."""
     kept = params.get("_prim")
     programs = sub_programs(params if kept is None else vars(kept))
-    return _combine([program_facts(program) for _, program in programs])
+    return (
+        _combine([program_facts(program) for _, program in programs]) if programs else _NO_PROGRAM
+    )
 
 
 def _combine(each: Sequence[ProgramFacts]) -> ProgramFacts:
