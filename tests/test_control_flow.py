@@ -384,6 +384,16 @@ def test_array_refs_closed_over_are_written_as_by_jax() -> None:
         assert_bits_equal(ours[...], theirs[...], "traced")
 
 
+@pytest.mark.parametrize("wrap", [tracegrad.trace, lambda fun: tracegrad.rewrite(fun, [])])
+def test_a_part_of_a_reference_is_refused_as_an_argument(wrap) -> None:
+    try:
+        part = jax.new_ref(jnp.ones(6)).at[0]
+    except NotImplementedError:
+        pytest.skip("this JAX has no parts of references")
+    with pytest.raises(TypeError, match="Pass the reference and the index"):
+        wrap(lambda ref: ref[...] * 2)(part)
+
+
 def test_gradients_of_a_function_with_array_refs_passed_in() -> None:
     def fun(ref, x):
         ref[...] = lax.stop_gradient(x) * 2

@@ -18,6 +18,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import jax
+
 from tracegrad import _jax
 from tracegrad.ir import folding, match, text, verification, walking
 from tracegrad.ir.engine import engine
@@ -246,11 +248,18 @@ class Graph:
         return _jax.call_program(self.program, args, self.name)
 
     def _require_one_array_per_input(self, args: Sequence[Any]) -> None:
-        if len(args) != len(self.inputs):
+        expected = len(self.inputs)
+        if len(args) == expected:
+            return
+        if len(args) > expected or len(jax.tree.leaves(args)) == expected:
             raise TypeError(
-                f"{self.name} takes {len(self.inputs)} arrays, {len(args)} were given: a graph "
-                "takes them one by one, and its `to_callable()` takes the arguments of the function"
+                f"{self.name} takes {expected} arrays, {len(args)} were given: a graph takes them "
+                "one by one, and its `to_callable()` takes the arguments of the function"
             )
+        raise TypeError(
+            f"an argument of {self.name} is a part of a reference, ref.at[i], which is several "
+            "arrays to JAX. Pass the reference and the index, and take the part in the function"
+        )
 
     def to_callable(self) -> Callable[..., Any]:
         """Returns a function with the traced function's own signature (pytrees, keywords).

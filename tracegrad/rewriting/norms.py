@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -41,26 +42,56 @@ def near_one(x: Any, xp: Any = jnp) -> Any:
 
 def within_value(x: Any, limit: float) -> Any:
     """Limits the absolute value of each entry, real or complex."""
-    limit = min(limit, float(_finfo(x.dtype).max))  # 0 * inf would be NaN in derivatives
+    if limit == jnp.inf:
+        return x
+    limit = _cap_limit(limit, x.dtype)
     if not jnp.iscomplexobj(x):
         bound = jnp.asarray(limit, x.dtype)
         # `jnp.clip` halves the derivative at entries that are equal to the limit.
         return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
-    size = jnp.abs(x)
-    exceeds = size > limit
-    return jnp.where(exceeds, limit * (x / jnp.where(exceeds, size, 1)), x)
+    return _limit_norm(x, limit, axis=0)
 
 
-@jax.jit  # traced and lowered once for all matches
 def within_norm(x: Any, limit: float) -> Any:
-    """Limits the Euclidean norm of an array. An array with a NaN stays as it is."""
-    scaled, largest = over_largest(at_least_32_bits(x))
-    bound = jnp.minimum(limit, _finfo(scaled.dtype).max)  # 0 * inf would be NaN in derivatives
-    squares = jnp.sum(jnp.real(scaled * jnp.conj(scaled)))
-    norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # no NaN in derivatives at zero
-    exceeds = (squares > 0) & (largest > bound / norm)
-    return jnp.where(exceeds, (bound * (scaled / norm)).astype(x.dtype), x)
+    if limit == jnp.inf:
+        return x
+    return _limit_norm(x, _cap_limit(limit, x.dtype), axis=None)
+
+
+def _cap_limit(limit: float, dtype: Any) -> float:
+    """Caps a finite limit at the type's largest number, so that infinite entries become finite."""
+    return min(float(limit), float(_finfo(dtype).max))
+
+
+def _to_real_parts(x: Any) -> Any:
+    """Returns real and, if complex, imaginary parts along a new first axis, as float32 or wider."""
+    if jnp.iscomplexobj(x):
+        return jnp.stack([jnp.real(x), jnp.imag(x)])
+    return at_least_32_bits(x)[None]
+
+
+def _from_real_parts(parts: Any, dtype: Any) -> Any:
+    return jax.lax.complex(*parts) if len(parts) == 2 else parts[0].astype(dtype)
 
 
 def at_least_32_bits(x: Any) -> Any:
     return x.astype(jnp.float32) if _finfo(x.dtype).bits < 32 else x
+
+
+@functools.partial(jax.jit, static_argnames="axis")  # traced and lowered once for all matches
+def _limit_norm(given: Any, limit: float, axis: int | None) -> Any:
+    """Limits the Euclidean norm of the `_to_real_parts` of an array along an axis.
+
+    Next to an infinite entry, finite entries count as 0. An array with a NaN stays as it is.
+    """
+    x = _to_real_parts(given)
+    infinite = jnp.isinf(x)
+    has_infinite = jnp.any(infinite, axis, keepdims=True)
+    has_infinite &= ~jnp.any(jnp.isnan(x), axis, keepdims=True)
+    x = jnp.where(has_infinite, jnp.where(infinite, jnp.sign(x), 0), x)
+    x, largest = over_largest(x, axis)
+    squares = jnp.sum(jnp.square(x), axis=axis, keepdims=True)
+    norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # no NaN in derivatives at zero
+    exceeds = has_infinite | ((squares > 0) & (largest > limit / norm))
+    limited = _from_real_parts(limit * (x / norm), given.dtype)
+    return jnp.where(jnp.squeeze(exceeds, axis), limited, given)

@@ -207,14 +207,14 @@ def clip_gradient(
       max_norm: the largest Euclidean norm of the cotangent of an output; a cotangent with a larger
         norm is scaled down. If the function with the rule is mapped by `jax.vmap`, each example has
         its own norm; an array that the program itself maps has one norm. In a `jax.shard_map`, the
-        part on each device has its own norm. A cotangent with a NaN is not changed; infinite
-        entries become NaN.
-      max_value: the largest absolute value of an element, applied first, as by ``jnp.clip``: NaN
-        stays NaN. Complex elements keep their phase.
+        part on each device has its own norm. If entries are infinite, the finite entries become
+        zero: only the infinite entries give the direction. A cotangent with a NaN is not changed.
+      max_value: the largest absolute value of an element, applied first, as by ``jnp.clip``: an
+        infinite element becomes the limit, and NaN stays NaN. Complex elements keep their phase.
       missing_ok: whether `where` may match nothing.
 
     Returns:
-      A rule. Both limits hold for any finite cotangents, up to rounding: no step of the computation
+      A rule. Both limits hold for any cotangents, up to rounding: no step of the computation
       overflows or underflows, not even in half precision. The limits apply to the cotangents of a
       first derivative. Higher derivatives differentiate the clipped first derivative, and do not
       clip again, as with a `jax.custom_vjp` whose forward function returns its argument.
