@@ -102,6 +102,10 @@ def _begin(calls: list[_ModuleCall], module: Any) -> tuple[str, _ModuleCall]:
         if path is not None:
             around = calls[-1].path + "." if calls[-1].paths is outer.paths else "."
             return path.removeprefix(around), _ModuleCall(module, path, outer.paths)
+    if calls:
+        within = _paths_in_copy(calls[-1].module)
+        if id(module) in within:
+            return within[id(module)], _ModuleCall(module, within[id(module)], within)
     ref = weakref.ref(module)
     known = _tracing.paths.get(id(module))
     if known is None or known[0]() is not module:
@@ -114,6 +118,17 @@ def _begin(calls: list[_ModuleCall], module: Any) -> tuple[str, _ModuleCall]:
     if number == len(alike):
         alike.append(ref)
     return f"{name}_{number}" if number else name, _ModuleCall(module, "", known[1])
+
+
+def _paths_in_copy(called: Any) -> dict[int, str]:
+    """The paths of modules in a copy of the calling module: a transformation of a method, such as
+    `nnx.remat`, passes a copy to the method. {} if the caller is no copy."""
+    caller = sys._getframe(3)
+    first = caller.f_code.co_varnames[: caller.f_code.co_argcount][:1]
+    copy = caller.f_locals.get(*first) if first else None
+    if type(copy) is not type(called) or copy is called:
+        return {}
+    return _paths_in(copy)
 
 
 def _paths_in(root: Any) -> dict[int, str]:
