@@ -167,3 +167,18 @@ def test_a_rule_shows_all_that_it_was_made_with():
     assert [repr(rule) for rule in shown] == list(shown.values())
     with pytest.raises(tg.NoMatchError, match=r"clip_gradient\(match.op\('cosh'\), max_norm=2.0\)"):
         tg.rewrite(squared_sine, rules.clip_gradient(match.op("cosh"), max_norm=2.0))(X)
+
+
+@pytest.mark.parametrize("tool", [tg.intermediates, tg.intermediate_gradients])
+def test_values_of_a_loss_are_not_taken_from_the_step_that_differentiates_it(tool):
+    def loss(w, x):
+        with jax.named_scope("block"):
+            hidden = jnp.sin(x @ w)
+        return jnp.sum(hidden**2)
+
+    def step(w, x):
+        return jnp.sum(w - 0.1 * jax.grad(loss)(w, x))
+
+    w, x = jnp.ones((2, 3)), jnp.ones((4, 2))
+    with pytest.raises(tg.GraphError, match="has differentiated already"):
+        tool(step, w, x, where=tg.match.scope("block"))

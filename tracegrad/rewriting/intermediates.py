@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Occurrence, has_gradient
+from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient, scopes
 from tracegrad.ir.editing import behind_each, place_of, show_each
 from tracegrad.ir.node_groups import refuse_references
 from tracegrad.ir.running import run_graph
@@ -47,7 +47,7 @@ def intermediates(
     Raises:
       NoMatchError: nothing matches (unless `missing_ok`).
       GraphError: a match is in a while loop, a shard_map or a custom gradient, whose inner values
-        cannot be returned.
+        cannot be returned; or in code that JAX has already differentiated.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> def model(x):
@@ -66,6 +66,13 @@ def intermediates(
     program = graph_of_call(fun, args, kwargs)
     asked = f"intermediates({where!r})"
     matches = find_matches(where, program, missing_ok, asked, gradients=False)
+    for match in matches:
+        if any(map(scopes.is_differentiated, match.steps)):
+            raise GraphError(
+                f"{asked}: {match} lies in code that JAX has differentiated already, in which the "
+                "operations of the function and of its derivative are mixed. Call it with the "
+                "function that is differentiated (the loss)"
+            )
     wide = show_each(program, matches)
     call = CallPacker()(args, kwargs)
     results = _run_program(wide.graph, call)

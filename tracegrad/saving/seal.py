@@ -44,6 +44,8 @@ def next_step(folder: Path) -> int:
 
 def last_sealed(folder: Path) -> int:
     """Raises FileNotFoundError if there is no sealed folder."""
+    if folder.is_file():
+        raise NotADirectoryError(f"{str(folder)!r} is a file, and no folder of save_variables")
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} does not exist")
     seals = (_STEP.fullmatch(seal.parent.name) for seal in folder.glob(f"*/{SEAL}"))
