@@ -225,7 +225,7 @@ def test_what_is_no_state_and_trees_without_variables_are_refused(tmp_path):
     file.touch()
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     for action, tree, path, error, words in [
-        (load_variables, layer, file, FileNotFoundError, "file"),
+        (load_variables, layer, file, NotADirectoryError, "is a file"),
         (load_variables, layer, tmp_path, FileNotFoundError, "no complete checkpoint"),
         (load_variables, layer, tmp_path / "missing", FileNotFoundError, "missing"),
         (save_variables, layer, file, FileExistsError, "is a file: save_variables writes a folder"),

@@ -43,7 +43,7 @@ def next_step(folder: Path) -> int:
 
 
 def last_sealed(folder: Path) -> int:
-    """Raises FileNotFoundError if there is no sealed folder."""
+    """Raises FileNotFoundError if there is no sealed folder, NotADirectoryError for a file."""
     if folder.is_file():
         raise NotADirectoryError(f"{str(folder)!r} is a file, and no folder of save_variables")
     if not folder.is_dir():
