@@ -45,6 +45,27 @@ def test_a_function_runs_once_when_it_is_called_and_its_gradient_once_for_each_t
     assert runs == ["f", "grad", "grad"]
 
 
+def test_the_backward_of_a_jax_custom_vjp_runs_once_for_a_gradient_and_its_none_stays_none():
+    runs = []
+
+    @jax.custom_vjp
+    def product(x, y):
+        return x * y
+
+    def backward(kept, dy):
+        runs.append("backward")
+        return 7 * dy, None
+
+    product.defvjp(lambda x, y: (x * y, None), backward)
+    y = X + 1
+    with tg.GradientTape(persistent=True) as tape:
+        tape.watch([X, y])
+        z = product(X, y)
+    np.testing.assert_array_equal(tape.gradient(z, X), [7.0, 7.0, 7.0])
+    assert runs == ["backward"]
+    assert tape.gradient(z, y) is None
+
+
 def test_both_may_branch_on_values_and_give_them_to_numpy():
     @tg.custom_gradient
     def f(x):

@@ -50,6 +50,7 @@ class ProgramFacts(NamedTuple):
 
 
 _NO_PROGRAM = ProgramFacts()
+_WITHOUT_REGIONS = OPAQUE_PRIMITIVES - {OBJECT_PRIMITIVE}
 
 
 @of_program
@@ -66,7 +67,7 @@ def program_facts(program: Any) -> ProgramFacts:
         if inner is _NO_PROGRAM:
             count += 1
             continue
-        if equation.primitive.name in OPAQUE_PRIMITIVES - {OBJECT_PRIMITIVE}:
+        if equation.primitive.name in _WITHOUT_REGIONS:
             inner = inner._replace(primitives=frozenset())  # of no nodes
         if equation.primitive in (CUSTOM_JVP, CUSTOM_VJP):  # their bodies are not differentiated
             inner = inner._replace(closes_over=rule_closes_over(equation))

@@ -52,9 +52,16 @@ def pull_back_at_operands(
         results: Sequence[Any],
         cotangents: Mapping[int, Any],
     ) -> dict[int, Any]:
-        run: Callable[[Any], list[Any]] = lambda values: jax.tree.leaves(fun(*values))  # noqa: E731
+        seen: set[int] = set()
+
+        def run(values: list[Any]) -> list[Any]:
+            for k, i in enumerate(active):
+                values[i] = _with_witness(values[i], k, seen)
+            return jax.tree.leaves(fun(*values))
+
         _, vjp = _jax.vjp_of_some(run, operands, active, list(cotangents))
-        return dict(enumerate(vjp(list(cotangents.values()))))
+        found = dict(enumerate(vjp(list(cotangents.values()))))
+        return {k: ct for k, ct in found.items() if k in seen}
 
     if has_references:
         return by_vjp
@@ -89,16 +96,17 @@ def transpose_derivative(
     cotangents: Mapping[int, Any],
     is_whole: bool = False,
 ) -> dict[int, Any]:
-    """Returns the cotangents of the inputs on which an output with a cotangent depends.
+    """Returns the cotangents of the inputs on which an output with a cotangent depends, without the
+    inputs for which a custom rule returns None.
 
     Outputs without a cotangent are left out. If they got zeros instead, custom rules would run for
     the zeros, and an infinite derivative would turn the zeros into NaN.
     """
     types = [t.update(weak_type=False) for t in types]
-    flowing = list(cotangents)
+    flowing, seen = list(cotangents), set[int]()
 
     def along(*tangents: Any) -> list[Any]:
-        outputs = derivative(*tangents)
+        outputs = derivative(*(_with_witness(t, k, seen) for k, t in enumerate(tangents)))
         return [outputs[k] for k in flowing]
 
     program = jax.make_jaxpr(along)(*types)
@@ -116,10 +124,23 @@ def transpose_derivative(
     ]
     if calls_host:
         transpose = _transpose_silently(derivative, flowing, types)
+        seen.update(range(len(types)))
     else:  # (To transpose operations on references, JAX needs the function, not its jaxpr.)
         linear = along if open_form.effects else jaxpr_as_fun(program)
         transpose = jax.linear_transpose(linear, *types)
-    return {k: ct for k, ct in enumerate(transpose(converted)) if connected[k]}
+    found = list(transpose(converted))
+    return {k: ct for k, ct in enumerate(found) if connected[k] and (is_whole or k in seen)}
+
+
+def _with_witness(value: Any, position: int, seen: set[int]) -> Any:
+    """Adds the position to `seen` when a cotangent that is no symbolic zero comes back to a value.
+    JAX makes a symbolic zero if a custom rule returns None."""
+
+    def observe(cotangent: Any) -> Any:
+        seen.add(position)
+        return cotangent
+
+    return _jax.with_cotangent_alone(observe)(value)
 
 
 def _inputs_that_matter(program: Any) -> list[bool]:

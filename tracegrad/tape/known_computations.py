@@ -216,7 +216,7 @@ def _new_computation_with_programs(
         saves=not facts.has_references and (is_run_once or _is_costly(facts)),
         is_run_once=is_run_once and not facts.has_references,
         has_rules=any(map(_has_rule, below)),
-        has_nones=_jax.CUSTOM_VJP in below,
+        has_nones=primitive is not _jax.CUSTOM_VJP and _jax.CUSTOM_VJP in below,
         has_effects=facts.has_effects and calls_host,
         has_references=facts.has_references,
         is_simple=not captured and not facts.has_effects,
