@@ -169,6 +169,18 @@ def test_nans_and_infs_are_counted(by_jax):
     assert explanation.findings[0].operands == (0.0,)
 
 
+def test_a_dead_rectifier_that_a_weight_has_a_way_past_is_noted():
+    def loss(w, x):
+        h = jax.nn.relu(x @ w - 100.0)
+        return jnp.mean((h @ w.T - x) ** 2) + jnp.sum(w**2)
+
+    explanation = explain(loss, jnp.ones((3, 2)), jnp.ones((4, 3)))
+    (note,) = explanation.findings
+    assert (note.cause, note.problem, note.sources) == ("dead units", False, ("w",))
+    assert note.origin.line == loss.__code__.co_firstlineno + 1
+    assert not explain(lambda w, x: loss(w, x + 100), jnp.ones((3, 2)), jnp.ones((4, 3))).findings
+
+
 def test_an_auxiliary_result_is_left_out():
     explanation = explain(lambda x: (jnp.sum(x), x > 0), X, has_aux=True)
     assert explanation.value == "1.1"

@@ -14,42 +14,37 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.insight.comparing import Comparison
 from tracegrad.insight.comparisons import Checked
+from tracegrad.insight.deliberate import Declared, is_declared
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.gradient_flow import RegionFlow, gradient_flow, is_among
-from tracegrad.insight.raising import in_double
-from tracegrad.ir import (
-    CustomGradient,
-    Graph,
-    Node,
-    Occurrence,
-    has_gradient,
-)
+from tracegrad.insight.raising import Arithmetic, converted, in_double
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, has_gradient
 from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
-from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
 from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
-from tracegrad.ir.running import run_node
 from tracegrad.tracing.rule_errors import words_at
 
 Run = Callable[[Sequence[Any]], Any]
 
 
-def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
+def operands_in(
+    program: Graph, leaves: Sequence[Any], arithmetic: Arithmetic
+) -> dict[Occurrence, list[Any]]:
     """Returns the operands of each custom rule that runs; in a scan they are stacked over the
     steps. JAX's own rules are left out.
 
     Args:
-      program: a program in double precision.
       leaves: the arrays for the inputs of `program`.
+      arithmetic: runs rules and `while` loops.
     """
-    return _Operands(program).collect(leaves)
+    return _Operands(program, arithmetic).collect(leaves)
 
 
 def check_rules(
     program: Graph,
     operands: Mapping[Occurrence, Sequence[Any]],
-    declared: Callable[[str], Any],
+    declared: Declared,
     limits: Callable[[], Limits],
     random: Any,
 ) -> Iterator[Checked]:
@@ -71,6 +66,10 @@ def check_rules(
 class _Operands(MeasuredPass):
     """The forward pass of `operands_in`."""
 
+    def __init__(self, program: Graph, arithmetic: Arithmetic) -> None:
+        super().__init__(program)
+        self._arithmetic = arithmetic
+
     def collect(self, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
         with self.collecting() as found:
             self.forward(self.graph, [*leaves, *(v.value for v in self.graph.variables)], ())
@@ -83,12 +82,15 @@ class _Operands(MeasuredPass):
         return operands
 
     def is_measured(self, node: Node) -> bool:
-        return isinstance(node, CustomGradient) and not is_jaxs_rule(node)
+        is_rule = isinstance(node, CustomGradient) and not is_jaxs_rule(node)
+        return is_rule or node.primitive is _jax.WHILE
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
-        for i, value in enumerate(operands):
-            self.note("operand", here, i, jnp.asarray, value)
-        return run_node(here.node, operands)
+        if isinstance(here.node, CustomGradient):
+            for i, value in enumerate(operands):
+                self.note("operand", here, i, jnp.asarray, value)
+        results = self._arithmetic.run_node(here.node, operands)
+        return [converted(y, v.aval) for y, v in zip(results, here.node.outputs, strict=True)]
 
 
 def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
@@ -106,7 +108,7 @@ def _check_rule(
     rule: Occurrence,
     stacked: Sequence[Any],
     flow: RegionFlow,
-    declared: Callable[[str], Any],
+    declared: Declared,
     limits: Limits,
     random: Any,
 ) -> Iterator[Checked]:
@@ -136,7 +138,7 @@ def _check_rule(
         comparison = Comparison(sides[0], sides[1], leaves, names, limits, random)
         for check in comparison.checks([mode], words=functools.partial(words_at, node)):
             # A rule that raises an error does so in the user's gradient too.
-            is_meant = not check.note and (declared(node.name) or _is_meant(node))
+            is_meant = not check.note and (is_declared(node, declared) or _is_meant(node))
             is_deliberate = check.status == "wrong" and is_meant
             yield dataclasses.replace(
                 check,
@@ -158,25 +160,6 @@ def _of_list(run: Run, args: list[Any], active: list[int], wanted: list[int]) ->
     """Returns a function of all operands as one of a list of the active operands."""
     of_active = _jax.of_some(run, args, active, wanted)
     return lambda leaves: of_active(*leaves)
-
-
-def functions_of_rules(program: Graph, chosen: Callable[[CustomGradient], bool]) -> Graph:
-    """Replaces the chosen rules of a program by their functions."""
-
-    def is_chosen(found: Occurrence) -> bool:
-        return isinstance(found.node, CustomGradient) and chosen(found.node)
-
-    while rules := list(program.find(is_chosen)):
-        nodes = {found.node for found in rules}
-        outermost = [o for o in rules if not any(node in nodes for node, _ in o.path)]
-        program = around_each(program, outermost, _primal).graph
-    return program
-
-
-def _primal(op: Op, *operands: Any) -> list[Any]:
-    (node,) = op.nodes
-    assert isinstance(node, CustomGradient)
-    return node.primal(*operands)
 
 
 def _is_meant(node: CustomGradient) -> bool:
