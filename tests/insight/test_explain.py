@@ -420,7 +420,7 @@ def test_the_stop_before_the_head_is_blamed_and_none_inside_of_attention(make):
     loss, params = make()
     explanation = explain(loss, params, TOKENS)
     (finding,) = explanation.findings
-    assert (finding.what, finding.whose) == ("your own stop_gradient", "yours")
+    assert finding.what == "your own stop_gradient"
     assert "tg.stop_gradient" in linecache.getline(finding.origin.file, finding.origin.line)
     assert len(finding.sources) == sum(not source.connected for source in explanation.sources)
 
@@ -441,7 +441,7 @@ def test_what_a_rule_stops_is_told_and_is_no_problem(where):
     explanation = tg.explain(frozen, {"a": X, "b": X}, X)
     (finding,) = (each for each in explanation.findings if "p.a" in each.sources)
     assert explanation.problems == ()
-    assert (finding.cause, finding.whose) == ("stop_gradient", "a rule")
+    assert finding.cause == "stop_gradient"
     assert "rules.stop_gradient stops it" in str(explanation)
 
 
