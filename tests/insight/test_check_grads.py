@@ -365,7 +365,10 @@ def test_a_gradient_of_zeros_for_a_host_function_is_wrong():
     def sine(x):
         return tg.numpy_function(np.sin, [x], "float32", grad=lambda op, dy: 0 * dy)
 
-    assert refused(sine, X, **REVERSE).wrong[0].what == "x"
+    with pytest.raises(
+        GradientError, match=rf"x, .*\n.*: numpy_function at .*:{line_of(sine) + 1} "
+    ):
+        check_grads(sine, (X,), **REVERSE)
 
 
 @pytest.mark.parametrize("name", ["rules", "pass_through", "custom_gradient"])
@@ -416,6 +419,14 @@ def test_what_this_package_changes_on_demand_counts_as_deliberate(changed, name,
     report = check_grads(function, (X,), order=1, modes=modes)
     assert [c.what for c in report.deliberate] == [f"{name}, input 0"]
     assert statuses(report.leaves) == ["right"] * len(modes)
+
+
+def test_a_deliberate_rule_that_is_not_judged_at_a_jump_is_left_out_too():
+    function, jump = tg.rewrite(waves, tg.rules.straight_through(ON["round"])), jnp.array([0.5])
+    for seed in range(4):
+        report = check_grads(function, (jnp.append(jump, X),), order=1, seed=seed)
+        assert "wrong" not in statuses(report.leaves)
+    assert statuses(check_grads(function, (jump,), order=1).rules) == ["not smooth"]
 
 
 def test_a_users_rule_of_tangents_for_a_function_of_jax_is_checked():

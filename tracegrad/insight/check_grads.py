@@ -13,13 +13,13 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.wrt import partition
-from tracegrad.insight.check_rules import check_rules, operands_in
+from tracegrad.insight.check_rules import check_rules, is_host_call, operands_in
 from tracegrad.insight.comparing import Comparison
 from tracegrad.insight.comparisons import GradCheck
 from tracegrad.insight.deliberate import STOP, Declared, is_stop, predicate_of, without_deliberate
 from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.raising import Arithmetic, can_trace_faces, in_double, is_in_double
-from tracegrad.ir import CustomGradient, Graph
+from tracegrad.ir import CustomGradient, Graph, Occurrence
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import first_line, some
 from tracegrad.tracing.graphs import function_name, graph, require_function
@@ -195,8 +195,9 @@ def _check(
             return Limits(Arithmetic(is_exact), rtol, atol or 0.0)
 
         rules = tuple(check_rules(program, operands, declared, limits, random))
-        meant = {check.name for check in rules if check.status == "deliberate"}
-        whole = without_deliberate(program, meant, {check.name for check in rules}, declared)
+        others = {check.name for check in rules if check.status != "right"}
+        right = {check.name for check in rules} - others
+        whole = without_deliberate(program, declared, right)
         values = [variable.value for variable in whole.variables]
         own = limits()
 
@@ -214,15 +215,20 @@ def _check(
 
 
 def _hint_of(program: Graph) -> str:
-    """Returns advice on the `stop_gradient`s of a program."""
-    places = [f"{STOP}{at(found.origin)}" for found in program.find(is_stop)]
-    if not places:
-        return ""
-    return (
-        "\nStopped values vary in finite differences, but are constants in derivatives: "
-        f"{some(list(dict.fromkeys(places)), 4)}. If they are meant, "
-        f'deliberate="{STOP}" checks the function without stops'
-    )
+    """Returns words on what may be to blame for a wrong derivative of a program."""
+    hint = ""
+    if stops := _places(program, is_stop):
+        hint += (
+            f"\nStopped values vary in finite differences, but are constants in derivatives: {STOP}"
+            f'{stops}. If they are meant, deliberate="{STOP}" checks the function without stops'
+        )
+    if calls := _places(program, is_host_call):
+        hint += f"\nThese are checked with the whole function alone: numpy_function{calls}"
+    return hint
+
+
+def _places(program: Graph, wanted: Callable[[Occurrence], bool]) -> str:
+    return some(list(dict.fromkeys(at(found.origin) for found in program.find(wanted))), 4)
 
 
 def _traced(

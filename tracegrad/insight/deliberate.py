@@ -3,14 +3,18 @@ that are declared as deliberate, and the algorithm that draws samples of a gamma
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
 import jax.numpy as jnp
 
+from tracegrad import _jax
 from tracegrad.ir import CustomGradient, Graph, Occurrence, StopGradient, operations
-from tracegrad.ir.authors import author_of, is_jaxs_rule
+from tracegrad.ir.authors import author_of, code_of_rule, is_jaxs_rule
 from tracegrad.ir.editing import Op, around_each
+from tracegrad.ir.frames import CHANGES_GRADIENT
+from tracegrad.ir.occurrence import is_own_file
 from tracegrad.ir.wording import nearest, some
 
 Declared = Callable[[str], Any]  # whether a name is deliberate
@@ -40,30 +44,36 @@ def is_stop(found: Occurrence) -> bool:
     return isinstance(found.node, StopGradient) and author_of(found) != "jax"
 
 
-def is_declared(node: CustomGradient, declared: Declared) -> bool:
-    """Whether a rule is declared, or differs by a declared `stop_gradient` in its function."""
-    return bool(declared(node.name) or (declared(STOP) and node.primal.find(is_stop)))
+def is_meant(node: CustomGradient, declared: Declared) -> bool:
+    """Whether a rule differs on purpose: it is declared, or its function has a declared
+    `stop_gradient`, or this package inserted the rule in order to change a gradient."""
+    if declared(node.name) or _has_declared_stop(node, declared):
+        return True
+    codes = _jax.frame_positions(node.source.info)[0]
+    ours = itertools.takewhile(lambda code: is_own_file(code.co_filename), codes)
+    return any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))
 
 
-def without_deliberate(
-    program: Graph, names: Collection[str], checked: Collection[str], declared: Declared
-) -> Graph:
+def _has_declared_stop(node: CustomGradient, declared: Declared) -> bool:
+    return bool(declared(STOP) and node.primal.find(is_stop))
+
+
+def without_deliberate(program: Graph, declared: Declared, right: Collection[str]) -> Graph:
     """Replaces each deliberate rule of a program by its function without `stop_gradient`s, each
     declared `stop_gradient` by its operand, and each sample of a gamma distribution by the
     parameter times a constant sample.
 
     Args:
-      names: the rules that have been found deliberate.
-      checked: the rules that have been checked. A rule that a deliberate rule calls has not been.
+      right: the rules that are the derivatives of their functions: they stay, unless stops are
+        left out.
     """
 
     def is_deliberate(found: Occurrence) -> bool:
         node = found.node
         if not isinstance(node, CustomGradient) or is_jaxs_rule(node):
             return False
-        return node.name in names or (
-            is_declared(node, declared) and (node.name not in checked or declared(STOP))
-        )
+        is_right = node.name in right and not _has_declared_stop(node, declared)
+        return not is_right and is_meant(node, declared)
 
     while rules := program.find(is_deliberate):
         nodes = {found.node for found in rules}
