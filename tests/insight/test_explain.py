@@ -169,6 +169,18 @@ def test_nans_and_infs_are_counted(by_jax):
     assert explanation.findings[0].operands == (0.0,)
 
 
+def test_a_dead_rectifier_that_a_weight_has_a_way_past_is_noted():
+    def loss(w, x):
+        h = jax.nn.relu(x @ w - 100.0)
+        return jnp.mean((h @ w.T - x) ** 2) + jnp.sum(w**2)
+
+    explanation = explain(loss, jnp.ones((3, 2)), jnp.ones((4, 3)))
+    (note,) = explanation.findings
+    assert (note.cause, note.problem, note.sources) == ("dead units", False, ("w",))
+    assert note.origin.line == loss.__code__.co_firstlineno + 1
+    assert not explain(lambda w, x: loss(w, x + 100), jnp.ones((3, 2)), jnp.ones((4, 3))).findings
+
+
 def test_an_auxiliary_result_is_left_out():
     explanation = explain(lambda x: (jnp.sum(x), x > 0), X, has_aux=True)
     assert explanation.value == "1.1"
@@ -408,7 +420,7 @@ def test_the_stop_before_the_head_is_blamed_and_none_inside_of_attention(make):
     loss, params = make()
     explanation = explain(loss, params, TOKENS)
     (finding,) = explanation.findings
-    assert (finding.what, finding.whose) == ("your own stop_gradient", "yours")
+    assert finding.what == "your own stop_gradient"
     assert "tg.stop_gradient" in linecache.getline(finding.origin.file, finding.origin.line)
     assert len(finding.sources) == sum(not source.connected for source in explanation.sources)
 
@@ -429,7 +441,7 @@ def test_what_a_rule_stops_is_told_and_is_no_problem(where):
     explanation = tg.explain(frozen, {"a": X, "b": X}, X)
     (finding,) = (each for each in explanation.findings if "p.a" in each.sources)
     assert explanation.problems == ()
-    assert (finding.cause, finding.whose) == ("stop_gradient", "a rule")
+    assert finding.cause == "stop_gradient"
     assert "rules.stop_gradient stops it" in str(explanation)
 
 

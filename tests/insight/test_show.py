@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 from xml.etree import ElementTree
 
 import jax
@@ -36,47 +33,12 @@ def model_view():
     return show(model, SHAPE, SHAPE, jax.ShapeDtypeStruct((), "int32"))
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def printed_in_a_terminal(view):
-    output = Terminal()
-    with contextlib.redirect_stdout(output):
-        print(view)
-    return output.getvalue()
-
-
 # ---------------------------------------------------------------------------------------- terminal
 
 
-def test_without_a_terminal_it_is_the_text_of_the_graph():
+def test_a_terminal_gets_the_text_of_the_graph():
     view = model_view()
     assert str(view) == repr(view) == str(view.graph)
-
-
-def test_a_terminal_gets_the_same_text_in_colours_and_a_legend(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    view = model_view()
-    coloured = printed_in_a_terminal(view)
-    *lines, legend = re.sub(r"\033\[[\d;]*m", "", coloured).splitlines()
-    assert [line.rstrip() for line in lines] == str(view.graph).splitlines()
-    assert legend.startswith("  the gradient flows · a custom rule changes it")
-    green, magenta, red, blue = "\033[32m", "\033[35m", "\033[31m", "\033[34m"
-    text = coloured.splitlines()
-    assert any(line.startswith(f"  {green}reduce_sum = ") for line in text)
-    assert any(f"{magenta}quantise = " in line for line in text)
-    assert any(f"{red}floor = " in line for line in text)
-    assert any(f"{blue}sin = " in line for line in text)  # recomputed
-
-
-@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_the_environment_can_ask_for_plain_text(monkeypatch, variable, value):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv(variable, value)
-    assert "\033" not in printed_in_a_terminal(model_view())
 
 
 # --------------------------------------------------------------------------------------- arguments

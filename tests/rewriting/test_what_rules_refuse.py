@@ -115,6 +115,23 @@ def test_intermediates_and_their_gradients_under_vmap_are_those_of_each_example(
     np.testing.assert_allclose(found["sin"], values, rtol=1e-6)
 
 
+def test_gradients_in_a_step_that_is_differentiated_already_are_those_of_its_loss():
+    def step(x):
+        return jax.value_and_grad(squared_sine)(x)
+
+    with pytest.raises(tg.GraphError, match=r"Call it with the function .* \(the loss\)"):
+        tg.intermediate_gradients(step, X, where=INNER, has_aux=True)
+    with pytest.raises(TypeError, match="Call it with the loss, not with the train step"):
+        tg.intermediate_gradients(step, X, where=INNER)
+
+    def penalised(x):  # the rule reaches the loss that `tg.grad` differentiates
+        return squared_sine(x) + jnp.sum(tg.grad(squared_sine)(x))
+
+    tripled = tg.rewrite(penalised, rules.scale_gradient(INNER, 3.0))
+    _, found = tg.intermediate_gradients(tripled, X, where=INNER)
+    np.testing.assert_allclose(found["sin"], 3 * 2 * jnp.sin(X), rtol=1e-6)
+
+
 def test_a_callback_under_vmap_is_called_for_each_example():
     met = []
     tap = rules.tap_gradient(INNER, lambda place, array: met.append((place, array)))

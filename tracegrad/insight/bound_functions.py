@@ -1,7 +1,8 @@
 """Runs a node with functions in the place of its regions, by JAX's public functions.
 
 The functions may have other types than the regions: so a program can run in another precision than
-it was traced in.
+it was traced in. There, a `while` loop that waits for an exact number may run for ever: a loop is
+ended after 100,000 iterations, and its results are NaN.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from tracegrad.ir.borders import rule_of_faces
 from tracegrad.ir.nodes import CustomGradient, Node, Recompute
 
 Function = Callable[..., list[Any]]
+
+MOST_ITERATIONS = 100_000
 
 
 def bind_functions(
@@ -75,13 +78,19 @@ def _while(node: Node, args: Sequence[Any], function_of: Callable[[str], Functio
     def runs_on(carry: Any) -> Any:
         return condition(*args[:split], *carry)[0]
 
-    def step(carry: Any) -> Any:
+    def goes_on(state: Any) -> Any:
+        return jnp.any(runs_on(state[1])) & (state[0] < MOST_ITERATIONS)
+
+    def step(state: Any) -> Any:
+        count, carry = state
         results = body(*args[split:end], *carry)
         if node.region("cond_jaxpr").out_avals[0].shape:  # under vmap, ended examples stay
             results = list(map(functools.partial(_where, runs_on(carry)), results, carry))
-        return results
+        return count + 1, results
 
-    return list(lax.while_loop(lambda carry: jnp.any(runs_on(carry)), step, list(args[end:])))
+    count, results = lax.while_loop(goes_on, step, (0, list(args[end:])))
+    factor = jnp.where(count == MOST_ITERATIONS, jnp.nan, 1.0)  # makes the derivatives NaN, too
+    return [y * factor if _jax.has_gradient(y) else y for y in results]
 
 
 def _where(more: Any, new: Any, old: Any) -> Any:

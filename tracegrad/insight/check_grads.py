@@ -13,20 +13,19 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.wrt import partition
-from tracegrad.insight.check_rules import check_rules, functions_of_rules, operands_in
+from tracegrad.insight.check_rules import check_rules, is_host_call, operands_in
 from tracegrad.insight.comparing import Comparison
-from tracegrad.insight.comparisons import Checked, GradCheck
+from tracegrad.insight.comparisons import GradCheck
+from tracegrad.insight.deliberate import STOP, Declared, is_stop, predicate_of, without_deliberate
 from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.raising import Arithmetic, can_trace_faces, in_double, is_in_double
-from tracegrad.ir import CustomGradient, Graph, StopGradient, operations
-from tracegrad.ir.authors import author_of, is_jaxs_rule
+from tracegrad.ir import CustomGradient, Graph, Occurrence
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import first_line, some
 from tracegrad.tracing.graphs import function_name, graph, require_function
 
 Mode = Literal["fwd", "rev"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-Declared = str | Collection[str] | Callable[[str], Any]
 
 
 class GradientError(AssertionError):
@@ -49,7 +48,7 @@ def check_grads(
     order: int = 2,
     modes: Sequence[Mode] = MODES,
     *,
-    deliberate: Declared = (),
+    deliberate: str | Collection[str] | Declared = (),
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
@@ -79,8 +78,10 @@ def check_grads(
       deliberate: rules that differ from the derivative on purpose (straight-through, clipping): a
         name, several names, or a predicate on the name of the function that has the rule. The
         report lists these rules, but they do not fail; the check of the whole function uses the
-        derivatives of their functions. The rules of `tracegrad.grad_pass_through`,
-        `rules.clip_gradient` and `rules.scale_gradient` are always deliberate.
+        derivatives of their functions, without stops. ``"stop_gradient"`` stands for every
+        `stop_gradient`, and every rule whose function has one. The rules of
+        `tracegrad.grad_pass_through`, `rules.clip_gradient` and `rules.scale_gradient` are always
+        deliberate.
       rtol: the largest allowed difference, relative to the larger number. Default: 1e-5, or more if
         a part of the function cannot run in double precision (a callback that returns float32).
         Pass more if the function itself, an iteration for example, is no more precise.
@@ -93,19 +94,18 @@ def check_grads(
     Raises:
       GradientError: a derivative is wrong. It is an `AssertionError`.
       ValueError: an unknown mode, or an order below 1; no floating leaf in the arguments, or none
-        in the results of `fun`.
+        in the results of `fun`; a name in `deliberate` that no rule has.
 
-    Stopped values, and samples with an implicit derivative (`jax.random.gamma`, `beta`), vary in
-    differences, but not in derivatives: the error names their lines. If they are meant, check the
-    function with such values as further arguments, or without stops:
-    ``tg.rewrite(fun, tg.edit(tg.match.op("stop_gradient"), lambda op, x: x))``. The rule of a
-    function that stops a gradient differs from the derivative of that function: name the rule in
-    `deliberate`. A `while` loop that waits for an exact number may not end at a point nearby; then
-    the check does not end, either.
+    Stopped values vary in differences, but not in derivatives: the error names their lines. If they
+    are meant, pass ``deliberate="stop_gradient"``. JAX's derivative of samples of a gamma
+    distribution (`jax.random.gamma`, `beta`, `dirichlet`, `t`) is implicit; differences of the
+    algorithm that draws them are not. So the check replaces such a sample by the parameter times a
+    constant sample.
 
     If there is doubt, there is no verdict: a derivative is not judged if the function has a kink or
-    a jump nearby, or if rounding leaves too few digits of a number; but a derivative of NaN is
-    wrong if the differences are finite. If nothing is wrong, the first line of the report says how
+    a jump nearby, if a `while` loop does not end nearby (after 100,000 iterations its results are
+    NaN), or if rounding leaves too few digits of a number; but a derivative of NaN is wrong if the
+    differences are finite. If nothing is wrong, the first line of the report says how
     many derivatives were not judged. A derivative that does not exist (a `while` loop in reverse
     mode) is not judged either. A rule is checked for what the program differentiates: the inputs of
     the rule that vary with a leaf, and the results that lead to a result of the function.
@@ -133,10 +133,10 @@ def check_grads(
             f"order is 1 or more and modes are of {MODES}; got order={order!r}, modes={modes!r}"
         )
     require_function(fun, "check the derivatives of")
-    declared = _predicate(deliberate)
+    names = {deliberate} if isinstance(deliberate, str) else deliberate
 
     def check(double: bool) -> tuple[GradCheck, str]:
-        return _check(fun, args, order, tuple(modes), declared, rtol, atol, seed, double)
+        return _check(fun, args, order, tuple(modes), names, rtol, atol, seed, double)
 
     refused: Exception | None = None
     report, hint = None, ""
@@ -166,7 +166,7 @@ def _check(
     args: Sequence[Any],
     order: int,
     modes: tuple[str, ...],
-    declared: Callable[[str], Any],
+    deliberate: Collection[str] | Declared,
     rtol: float | None,
     atol: float | None,
     seed: int,
@@ -184,17 +184,20 @@ def _check(
             f"check_grads compares derivatives of floats, and {function_name(fun)} returns "
             "none. Is its `return` missing?"
         )
+    declared = predicate_of(deliberate, program)
     with jax.enable_x64(double):
         is_exact = is_in_double(program)
-        operands = operands_in(program, leaves)
     with jax.enable_x64(True):
+        operands = operands_in(program, leaves, Arithmetic(is_exact))
         leaves = in_double(leaves)
 
         def limits() -> Limits:  # for one run
             return Limits(Arithmetic(is_exact), rtol, atol or 0.0)
 
         rules = tuple(check_rules(program, operands, declared, limits, random))
-        whole = _without(program, rules, declared)
+        others = {check.name for check in rules if check.status != "right"}
+        right = {check.name for check in rules} - others
+        whole = without_deliberate(program, declared, right)
         values = [variable.value for variable in whole.variables]
         own = limits()
 
@@ -212,24 +215,20 @@ def _check(
 
 
 def _hint_of(program: Graph) -> str:
-    """Returns words on the values of a program that vary in differences, but not in derivatives."""
-    places = (
-        f"{found.node.name}{at(found.origin)}"
-        for found in program.walk()
-        if (isinstance(found.node, StopGradient) and author_of(found) != "jax")
-        or found.node.op in operations.IMPLICIT
-    )
-    found = some(list(dict.fromkeys(places)), 4)
-    return (
-        f"\nVary in finite differences, but are constants in derivatives: {found}" if found else ""
-    )
+    """Returns words on what may be to blame for a wrong derivative of a program."""
+    hint = ""
+    if stops := _places(program, is_stop):
+        hint += (
+            f"\nStopped values vary in finite differences, but are constants in derivatives: {STOP}"
+            f'{stops}. If they are meant, deliberate="{STOP}" checks the function without stops'
+        )
+    if calls := _places(program, is_host_call):
+        hint += f"\nThese are checked with the whole function alone: numpy_function{calls}"
+    return hint
 
 
-def _predicate(declared: Declared) -> Callable[[str], Any]:
-    if callable(declared):
-        return declared
-    names = {declared} if isinstance(declared, str) else set(declared)
-    return lambda name: name in names
+def _places(program: Graph, wanted: Callable[[Occurrence], bool]) -> str:
+    return some(list(dict.fromkeys(at(found.origin) for found in program.find(wanted))), 4)
 
 
 def _traced(
@@ -258,19 +257,3 @@ def _traced(
             if all(can_trace_faces(node) for node in nodes if isinstance(node, CustomGradient)):
                 break
     return program, leaves, chosen.names
-
-
-def _without(program: Graph, rules: Sequence[Checked], declared: Callable[[str], Any]) -> Graph:
-    """Replaces the deliberate rules of a program by their functions."""
-    checked = {check.what.split(",")[0] for check in rules}
-    names = {check.what.split(",")[0] for check in rules if check.status == "deliberate"}
-    if not names:
-        return program
-
-    def is_deliberate(node: CustomGradient) -> bool:
-        if is_jaxs_rule(node):
-            return False
-        # A rule that a deliberate rule calls has not been checked: ask the user's declaration.
-        return node.name in names or (node.name not in checked and bool(declared(node.name)))
-
-    return functions_of_rules(program, is_deliberate)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,42 +13,37 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.insight.comparing import Comparison
 from tracegrad.insight.comparisons import Checked
+from tracegrad.insight.deliberate import Declared, is_meant
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.gradient_flow import RegionFlow, gradient_flow, is_among
-from tracegrad.insight.raising import in_double
-from tracegrad.ir import (
-    CustomGradient,
-    Graph,
-    Node,
-    Occurrence,
-    has_gradient,
-)
+from tracegrad.insight.raising import Arithmetic, converted, in_double
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, has_gradient
 from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
-from tracegrad.ir.editing import Op, around_each
-from tracegrad.ir.frames import CHANGES_GRADIENT, OF_HOST_CALL
-from tracegrad.ir.occurrence import Path, is_own_file, origin_of_function
-from tracegrad.ir.running import run_node
+from tracegrad.ir.frames import OF_HOST_CALL
+from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.tracing.rule_errors import words_at
 
 Run = Callable[[Sequence[Any]], Any]
 
 
-def operands_in(program: Graph, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
+def operands_in(
+    program: Graph, leaves: Sequence[Any], arithmetic: Arithmetic
+) -> dict[Occurrence, list[Any]]:
     """Returns the operands of each custom rule that runs; in a scan they are stacked over the
     steps. JAX's own rules are left out.
 
     Args:
-      program: a program in double precision.
       leaves: the arrays for the inputs of `program`.
+      arithmetic: runs rules and `while` loops.
     """
-    return _Operands(program).collect(leaves)
+    return _Operands(program, arithmetic).collect(leaves)
 
 
 def check_rules(
     program: Graph,
     operands: Mapping[Occurrence, Sequence[Any]],
-    declared: Callable[[str], Any],
+    declared: Declared,
     limits: Callable[[], Limits],
     random: Any,
 ) -> Iterator[Checked]:
@@ -71,6 +65,10 @@ def check_rules(
 class _Operands(MeasuredPass):
     """The forward pass of `operands_in`."""
 
+    def __init__(self, program: Graph, arithmetic: Arithmetic) -> None:
+        super().__init__(program)
+        self._arithmetic = arithmetic
+
     def collect(self, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
         with self.collecting() as found:
             self.forward(self.graph, [*leaves, *(v.value for v in self.graph.variables)], ())
@@ -83,12 +81,15 @@ class _Operands(MeasuredPass):
         return operands
 
     def is_measured(self, node: Node) -> bool:
-        return isinstance(node, CustomGradient) and not is_jaxs_rule(node)
+        is_rule = isinstance(node, CustomGradient) and not is_jaxs_rule(node)
+        return is_rule or node.primitive is _jax.WHILE
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
-        for i, value in enumerate(operands):
-            self.note("operand", here, i, jnp.asarray, value)
-        return run_node(here.node, operands)
+        if isinstance(here.node, CustomGradient):
+            for i, value in enumerate(operands):
+                self.note("operand", here, i, jnp.asarray, value)
+        results = self._arithmetic.run_node(here.node, operands)
+        return [converted(y, v.aval) for y, v in zip(results, here.node.outputs, strict=True)]
 
 
 def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
@@ -106,7 +107,7 @@ def _check_rule(
     rule: Occurrence,
     stacked: Sequence[Any],
     flow: RegionFlow,
-    declared: Callable[[str], Any],
+    declared: Declared,
     limits: Limits,
     random: Any,
 ) -> Iterator[Checked]:
@@ -121,8 +122,7 @@ def _check_rule(
         for i, value in enumerate(node.inputs)
         if i >= node.closed_over and is_among(value, around.varying) and has_gradient(value)
     ]
-    is_host_call = code_of_rule(node) in OF_HOST_CALL  # checked with the whole function
-    if not active or not any(wanted) or is_host_call:
+    if not active or not any(wanted) or is_host_call(rule):
         return
     exact = functools.partial(limits.arithmetic.run_graph, node.primal)
     of_rule = functools.partial(limits.arithmetic.run_node, node)
@@ -136,14 +136,19 @@ def _check_rule(
         comparison = Comparison(sides[0], sides[1], leaves, names, limits, random)
         for check in comparison.checks([mode], words=functools.partial(words_at, node)):
             # A rule that raises an error does so in the user's gradient too.
-            is_meant = not check.note and (declared(node.name) or _is_meant(node))
-            is_deliberate = check.status == "wrong" and is_meant
+            is_wrong = check.status == "wrong"
+            is_deliberate = is_wrong and not check.note and is_meant(node, declared)
             yield dataclasses.replace(
                 check,
                 status="deliberate" if is_deliberate else check.status,
                 origin=rule.origin,
                 defined=function.place if function else "",
             )
+
+
+def is_host_call(rule: Occurrence) -> bool:
+    """Whether a node is the rule of a `numpy_function`. (It is checked with the whole function.)"""
+    return isinstance(rule.node, CustomGradient) and code_of_rule(rule.node) in OF_HOST_CALL
 
 
 def _at_steps(node: CustomGradient, stacked: Sequence[Any]) -> Iterator[list[Any]]:
@@ -158,29 +163,3 @@ def _of_list(run: Run, args: list[Any], active: list[int], wanted: list[int]) ->
     """Returns a function of all operands as one of a list of the active operands."""
     of_active = _jax.of_some(run, args, active, wanted)
     return lambda leaves: of_active(*leaves)
-
-
-def functions_of_rules(program: Graph, chosen: Callable[[CustomGradient], bool]) -> Graph:
-    """Replaces the chosen rules of a program by their functions."""
-
-    def is_chosen(found: Occurrence) -> bool:
-        return isinstance(found.node, CustomGradient) and chosen(found.node)
-
-    while rules := list(program.find(is_chosen)):
-        nodes = {found.node for found in rules}
-        outermost = [o for o in rules if not any(node in nodes for node, _ in o.path)]
-        program = around_each(program, outermost, _primal).graph
-    return program
-
-
-def _primal(op: Op, *operands: Any) -> list[Any]:
-    (node,) = op.nodes
-    assert isinstance(node, CustomGradient)
-    return node.primal(*operands)
-
-
-def _is_meant(node: CustomGradient) -> bool:
-    """Whether this package inserted a rule in order to change a gradient."""
-    codes = _jax.frame_positions(node.source.info)[0]
-    ours = itertools.takewhile(lambda code: is_own_file(code.co_filename), codes)
-    return any(code in CHANGES_GRADIENT for code in (*ours, code_of_rule(node)))

@@ -83,7 +83,7 @@ class Comparison:
         expected = []
         for i, direction in enumerate(random_like(self.random, self.leaves)):
             self.begin(" of ".join((f"differences along {self.names[i]}", *self.before)))
-            expected.append(self._differences.along(self.leaves, i, direction))
+            expected.append(self._differences.along_smooth(self.leaves, i, direction, self.random))
         self._directions = [estimate.direction for estimate in expected]
         level = len(self.before) + 1
         for mode in modes:

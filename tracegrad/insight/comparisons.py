@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from tracegrad.ir import Origin, folding
 from tracegrad.ir.occurrence import at
 
+_REASONS = {
+    "not smooth": ": a kink, a jump or NaN is near",
+    "not judged": ": rounding leaves too few digits",
+}
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -17,10 +22,8 @@ class Checked:
       order, mode: which derivative: ``"rev"``, ``"fwd"``, ``"fwd of rev"``.
       expected: the derivative of the randomly weighted results, by finite differences.
       got: the same derivative, as JAX or the rule computes it; NaN if there is none.
-      status: ``"right"``, ``"wrong"``, ``"not smooth"`` (a kink or a jump is so near that
-        differences say nothing), ``"not judged"`` (rounding leaves too few digits of a number, for
-        example after a cancellation), ``"none"`` (the derivative does not exist) or
-        ``"deliberate"``.
+      status: ``"right"``, ``"wrong"``, ``"not smooth"``, ``"not judged"`` (both say why in the
+        report), ``"none"`` (the derivative does not exist) or ``"deliberate"``.
       origin: the user's line that calls the rule.
       defined: the place where the rule is defined.
       note: why there is no derivative.
@@ -35,6 +38,11 @@ class Checked:
     origin: Origin | None = None
     defined: str = ""
     note: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the leaf, or of the rule."""
+        return self.what.split(",")[0]
 
     def __str__(self) -> str:
         defined = f" (defined at {self.defined})" if self.defined else ""
@@ -79,7 +87,8 @@ class GradCheck:
         lines = [f"derivatives of {self.function}: {self._verdict}{said}"]
         marks = {"right": "✓", "wrong": "✗", "deliberate": "·", "none": "–"}
         for check in (*self.rules, *self.leaves):
-            name = "" if check.status in ("right", "wrong") else f" [{check.status}]"
+            why = _REASONS.get(check.status, "")
+            name = "" if check.status in ("right", "wrong") else f" [{check.status}{why}]"
             lines.append(f"{marks.get(check.status, '?')} {check}{name}")
         return "\n".join(lines)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad.ir import Occurrence, Origin, folding
-from tracegrad.ir.authors import author_of
 from tracegrad.ir.occurrence import at
 from tracegrad.ir.wording import counted, some, table
 from tracegrad.tracing.graphs import Rule
@@ -36,10 +35,10 @@ class Finding:
 
     `cause` is the class of the finding (``"stop_gradient"``, ``"NaN in the reverse pass"``, ...),
     `what` describes it in words, and `sources` are the paths of the leaves that it concerns.
-    `operation` is the name of the operation, `origin` its line, `whose` the author of that line
-    (``"yours"`` or a library), `scope` the named scopes around it, and `step` the step of the
-    outermost scan around it. `operands` are the values of its operands at the first NaN or Inf.
-    `cure` is an edit that is known to help. `problem` is False if the finding may be intended.
+    `operation` is the name of the operation, `origin` its line, `scope` the named scopes around it,
+    and `step` the step of the outermost scan around it. `operands` are the values of its operands
+    at the first NaN or Inf. `cure` is an edit that is known to help. `problem` is False if the
+    finding may be intended.
 
     `rule` is a rule of `tracegrad.rules` that cures the finding without an edit, at just that
     place; None if there is none. `changes` says which finite gradients the rule changes; "" if it
@@ -50,7 +49,6 @@ class Finding:
     what: str
     sources: tuple[str, ...]
     origin: Origin | None = None
-    whose: str = "yours"
     cure: str = ""
     step: int | None = None
     operation: str = ""
@@ -64,8 +62,8 @@ class Finding:
     def of(
         cls, found: Occurrence, cause: str, what: str, sources: tuple[str, ...] = (), **more: Any
     ) -> Finding:
-        """Returns a finding about an operation, with the operation's line, author, scope, name."""
-        known = {"origin": found.origin, "whose": author_of(found), "operation": found.node.name}
+        """Returns a finding about an operation, with the operation's line, scope and name."""
+        known = {"origin": found.origin, "operation": found.node.name}
         return cls(cause, what, sources, **{**known, "scope": scope_of(found), **more})
 
     @property

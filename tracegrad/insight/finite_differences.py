@@ -129,6 +129,18 @@ class Differences(NamedTuple):
             h /= 4
         return best
 
+    def along_smooth(self, at: Sequence[Any], which: int, direction: Any, random: Any) -> Estimate:
+        """Estimates the same as `along`. If the function is not smooth along a direction, a random
+        half of the direction's elements becomes zero, up to four times: some element may be at a
+        kink (a rectifier at zero)."""
+        found = self.along(at, which, direction)
+        for _ in range(4):
+            kept = found.direction * (random.random(np.shape(direction)) < 0.5)
+            if found.smooth or not np.any(kept):
+                break
+            found = self.along(at, which, kept)
+        return found
+
 
 def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Weighed:
     """Returns the real part of the weighted sum of all elements of the floating results."""

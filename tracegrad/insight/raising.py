@@ -44,7 +44,8 @@ class Arithmetic:
     Tracing a run is enough to update `eps` and `constant_eps`.
 
     Attributes:
-      is_exact: whether the graphs are in double precision already, and run as they are.
+      is_exact: whether the graphs run as they are, since they are in double precision already, and
+        have no `while` loops.
       eps: the machine epsilon of the least precise dtype in which an operation had to run so far.
       constant_eps: the machine epsilon of the least precise dtype of a literal so far, not counting
         literals that no dtype rounds.
@@ -98,7 +99,7 @@ class Arithmetic:
 
     def _as_it_is(self, node: Node, args: Sequence[Any]) -> list[Any]:
         """Runs a node in its own dtypes, and converts its results to double precision."""
-        given = [_converted(x, v.aval) for x, v in zip(args, node.inputs, strict=True)]
+        given = [converted(x, v.aval) for x, v in zip(args, node.inputs, strict=True)]
         if any(map(has_gradient, node.operands)):
             values = [*node.outputs, *node.operands]
             for region in node.regions.values():
@@ -110,7 +111,7 @@ class Arithmetic:
 
 
 def is_in_double(graph: Graph) -> bool:
-    """Whether a graph computes in double precision alone.
+    """Whether a graph computes in double precision alone, and has no `while` loops to be bounded.
 
     If not, this traces the faces of its rules. So call it under the x64 setting under which the
     graph was traced.
@@ -120,7 +121,8 @@ def is_in_double(graph: Graph) -> bool:
         return not is_jaxs_rule(node)
 
     values = _values_below(graph, is_other_than_jaxs)
-    if "reduce_precision" not in graph.operations and all(_eps(v) <= EPS for v in values):
+    inexact = graph.operations.intersection(("reduce_precision", "while"))
+    if not inexact and all(_eps(v) <= EPS for v in values):
         return True
     list(_values_below(graph, lambda node: True))
     return False
@@ -197,7 +199,8 @@ def _raised(value: Any, aval: Any) -> Any:
     return value if isinstance(value, jax.Array) or dtype is None else np.asarray(value, dtype)
 
 
-def _converted(value: Any, aval: Any) -> Any:
+def converted(value: Any, aval: Any) -> Any:
+    """Converts an operand or a result to the type of a program."""
     dtype = getattr(aval, "dtype", None)
     return jnp.asarray(value, dtype) if _jax.is_inexact(dtype) else _raised(value, aval)
 

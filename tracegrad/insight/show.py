@@ -7,11 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from tracegrad.insight import drawing, html
-from tracegrad.insight.colours import LOOKS, has_colours, painted
-from tracegrad.insight.gradient_flow import Flow, RegionFlow, gradient_flow
-from tracegrad.ir import CustomGradient, Graph, Node, Recompute, StopGradient
-from tracegrad.ir.occurrence import Path
-from tracegrad.ir.text import format_graph, label
+from tracegrad.insight.gradient_flow import RegionFlow, gradient_flow
+from tracegrad.ir import Graph
 from tracegrad.tracing.graphs import graph_of_call
 from tracegrad.tracing.tools import tool
 from tracegrad.tracing.traced import find_traced
@@ -23,13 +20,13 @@ def show(fun: Callable[..., Any] | Graph, /, *args: Any, **kwargs: Any) -> Graph
 
     A notebook shows the graph folded by region and by named scope. It counts and lists the
     operations where the gradient ends, and shows an operation's line of code when the mouse rests
-    on the operation. A terminal shows the text of the graph in colour, or plain if `NO_COLOR <https://no-color.org>`_
-    is set in the environment. Nothing is computed.
+    on the operation. A terminal shows the text of the graph. Nothing is computed.
 
-    Five kinds of operations differ in colour: the gradient passes through the operation on its way
-    from the float outputs to the float inputs; a custom rule changes the gradient; the gradient
-    ends there (the data go on, but no gradient comes back); no gradient arrives, because it ended
-    further on; no float input leads there. The program decides this, not the values.
+    In notebooks, pages and pictures, five kinds of operations differ in colour: the gradient passes
+    through the operation on its way from the float outputs to the float inputs; a custom rule
+    changes the gradient; the gradient ends there (the data go on, but no gradient comes back); no
+    gradient arrives, because it ended further on; no float input leads there. The program decides
+    this, not the values.
 
     Args:
       fun: a function of arrays and pytrees of arrays; a traced function, whose graph is shown with
@@ -90,9 +87,7 @@ class GraphView:
         return gradient_flow(self.graph)
 
     def __str__(self) -> str:
-        if not has_colours():
-            return str(self.graph)
-        return f"{format_graph(self.graph, self._paint)}\n{_LEGEND}"
+        return str(self.graph)
 
     def __repr__(self) -> str:
         return str(self)
@@ -109,29 +104,3 @@ class GraphView:
         """Returns an SVG picture for documents: the text of the graph, where the background of each
         operation has the colour of what happens to the gradient there."""
         return drawing.to_svg(self._flow)
-
-    def _paint(self, path: Path, node: Node, left: str, types: str, place: str) -> str:
-        flow = self._flow.along(path)
-        style = LOOKS[flow.flows[node]].style
-        if flow.recomputed and flow.flows[node] is Flow.FLOWS:
-            style = _RECOMPUTED
-        line = painted(style, left)
-        if isinstance(node, (CustomGradient, StopGradient, Recompute)):
-            before, what, after = left.partition(label(node))
-            what = painted(_ANNOTATIONS[type(node)], what)
-            line = f"{painted(style, before)}{what}{painted(style, after)}"
-        return f"{line}  {painted('36', types)}  {painted('2', place)}"
-
-
-_RECOMPUTED = "34"
-_ANNOTATIONS: dict[type[Node], str] = {
-    CustomGradient: "1;35",
-    StopGradient: "1;31",
-    Recompute: "1;34",
-}
-_LEGEND = "  " + " · ".join(
-    [
-        *(painted(look.style, look.words) for look in LOOKS.values() if look.words),
-        painted(_RECOMPUTED, "it flows, and is recomputed"),
-    ]
-)

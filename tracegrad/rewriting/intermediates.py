@@ -12,6 +12,7 @@ from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient, scopes
 from tracegrad.ir.editing import behind_each, place_of, show_each
 from tracegrad.ir.node_groups import refuse_references
+from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import with_article
@@ -66,13 +67,7 @@ def intermediates(
     program = graph_of_call(fun, args, kwargs)
     asked = f"intermediates({where!r})"
     matches = find_matches(where, program, missing_ok, asked, gradients=False)
-    for match in matches:
-        if any(map(scopes.is_differentiated, match.steps)):
-            raise GraphError(
-                f"{asked}: {match} lies in code that JAX has differentiated already, in which the "
-                "operations of the function and of its derivative are mixed. Call it with the "
-                "function that is differentiated (the loss)"
-            )
+    _refuse_differentiated(asked, matches)
     wide = show_each(program, matches)
     call = CallPacker()(args, kwargs)
     results = _run_program(wide.graph, call)
@@ -134,11 +129,15 @@ def intermediate_gradients(
     if not _is_float_scalar(value):
         raise TypeError(
             f"intermediate_gradients wants a float scalar; {function_name(fun)} returned "
-            f"{_type_text(value)}. Return the sum of the outputs, weighted by cotangents of your "
-            "choice. With has_aux=True the function may return a pair of a scalar and anything"
+            f"{_type_text(value)}. Call it with the loss, not with the train step. Return the sum "
+            "of the outputs, weighted by cotangents of your choice. With has_aux=True the function "
+            "may return a pair of a scalar and anything"
         )
     program = apply_rules_in_force(program)
-    matches = find_matches(where, program, missing_ok, f"intermediate_gradients({where!r})")
+    asked = f"intermediate_gradients({where!r})"
+    every = find_matches(where, program, True, asked, gradients=False)
+    _refuse_differentiated(asked, [match for match in every if not is_under_rules(match)])
+    matches = find_matches(where, program, missing_ok, asked)
     for match in matches:
         refuse_references(program.region_of(match), match.nodes, match)
     tapped = behind_each(
@@ -160,6 +159,16 @@ def intermediate_gradients(
         cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
     output = finish_call(program, call, results)
     return output, _by_match(matches, tapped.ins, cotangents)
+
+
+def _refuse_differentiated(asked: str, matches: Sequence[Occurrence]) -> None:
+    for match in matches:
+        if any(map(scopes.is_differentiated, match.steps)):
+            raise GraphError(
+                f"{asked}: {match} lies in code that JAX has differentiated already, in which the "
+                "operations of the function and of its derivative are mixed. Call it with the "
+                "function that is differentiated (the loss)"
+            )
 
 
 def _by_match(

@@ -22,8 +22,8 @@ from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.streams import Link, Streams
 from tracegrad.insight.explanation import Finding, number_text, scope_of, shared_scope
 
-FEWEST_LAYERS = 4
-LAYER_LIMIT = 1e-4
+_FEWEST_LAYERS = 4
+_LAYER_LIMIT = 1e-4
 # A line is blamed if it changes the norm by a factor of 100. The finding counts the fewest layers
 # that make up the share `_MOST` of the change.
 _BLAMED = math.log(100.0)
@@ -113,10 +113,10 @@ def _layer_slopes(norms: Mapping[str, float]) -> list[Slope]:
             groups[pattern][int(match[0])] = path
     found = []
     for pattern, by_number in groups.items():
-        if len(by_number) >= FEWEST_LAYERS:
+        if len(by_number) >= _FEWEST_LAYERS:
             members = tuple(path for _, path in sorted(by_number.items()))
             along = tuple(norms[path] for path in members)
-            found.append(Slope(pattern, along, LAYER_LIMIT, members))
+            found.append(Slope(pattern, along, _LAYER_LIMIT, members))
     return found
 
 

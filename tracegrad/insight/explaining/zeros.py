@@ -77,16 +77,19 @@ def zero_gradients(
     sources: dict[str, int | None],
     inputs: Sequence[Any],
 ) -> Iterator[Finding]:
-    """Returns findings on where the gradients of connected sources became all zeros.
+    """Returns findings on where the gradients of connected sources became all zeros, and on dead
+    units that others of the sources have a way past.
 
     Args:
       look: returns what is observed with some detail.
       inputs: the arrays of the graph's inputs.
     """
+    is_lost_in_part = _is_lost_in_part(look(Detail.FEW))
     indices = [
-        (r.path, index)
+        (r.path, index, r.zeros >= 1)
         for r in reports
-        if r.connected and r.zeros >= 1 and r.size and (index := sources[r.path]) is not None
+        if r.connected and r.size and (r.zeros >= 1 or (is_lost_in_part and r.is_finite))
+        if (index := sources[r.path]) is not None
     ]
     if not indices:  # asking each input whether it is all zeros takes time
         return
@@ -97,8 +100,13 @@ def zero_gradients(
         for path, i in sources.items()
         if i is not None and path in given_some and _is_all_zeros(inputs[i])
     }
-    for path, index in indices:
+    named = set[Occurrence]()
+    for path, index, is_zero in sorted(indices, key=lambda each: not each[2]):
         for found, (cause, value) in _nodes_that_give_zeros(observed, index).items():
+            if is_zero:
+                named.add(found)
+            elif cause != "dead units" or found in named:
+                continue
             words, cure = _ZERO_WORDS[cause], _ZERO_CURES.get(cause, "")
             words = words.format(dtype=getattr(value.aval, "dtype", ""))
             if cause == "underflow" and _is_wide(value):
@@ -116,9 +124,15 @@ def zero_gradients(
                 f"{found.node.name}{which}: {words}",
                 (path,),
                 cure=cure,
-                problem=cause not in _HEALTHY and not factors,
+                problem=is_zero and cause not in _HEALTHY and not factors,
                 **by_rule.no_gradient(cause, found),
             )
+
+
+def _is_lost_in_part(observed: Observed) -> bool:
+    """Whether some operation gets no cotangent, in a program that may have rectifiers."""
+    is_zero = (not np.any(stat[..., NORM]) for _, _, stat in observed.of("ct"))
+    return "max" in observed.graph.operations and any(is_zero)
 
 
 def _starting_factors(
