@@ -36,10 +36,14 @@ class Seal(Record, frozen=True):
     files: dict[str, str]
 
 
+def _steps(folder: Path) -> dict[int, Path]:
+    """Returns the folders of steps, sealed or not, by their numbers."""
+    found = ((_STEP.fullmatch(each.name), each) for each in folder.iterdir())
+    return {int(match[1]): each for match, each in found if match}
+
+
 def next_step(folder: Path) -> int:
-    """Returns a number above the numbers of all folders of steps, sealed or not."""
-    found = (_STEP.match(each.name) for each in folder.iterdir())
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    return 1 + max(_steps(folder), default=-1)
 
 
 def last_sealed(folder: Path) -> int:
@@ -48,13 +52,12 @@ def last_sealed(folder: Path) -> int:
         raise NotADirectoryError(f"{str(folder)!r} is a file, and no folder of save_variables")
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} does not exist")
-    seals = (_STEP.fullmatch(seal.parent.name) for seal in folder.glob(f"*/{SEAL}"))
-    numbers = [int(match[1]) for match in seals if match]
-    if not numbers:
+    sealed = [number for number, step in _steps(folder).items() if (step / SEAL).is_file()]
+    if not sealed:
         raise FileNotFoundError(
             f"there is no complete checkpoint of save_variables in {str(folder)!r}"
         )
-    return max(numbers)
+    return max(sealed)
 
 
 def step_folder(folder: Path, number: int) -> Path:
@@ -82,8 +85,7 @@ def seal(step: Path, arrays: Mapping[str, ArrayRecord], files: Mapping[str, str]
     text = msgspec.json.encode(Seal(versions, dict(arrays), dict(files)))
     with replacing(step / SEAL) as partial:
         Path(partial).write_bytes(f"{FORMAT} {sha256(text)} ".encode() + text)
-    others = step.parent.iterdir()
-    remove(each for each in others if _STEP.match(each.name) and each != step)
+    remove(each for each in _steps(step.parent).values() if each != step)
 
 
 def remove(steps: Iterable[Path]) -> None:
