@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
+import pickle
 import subprocess
 import sys
 from collections import OrderedDict, namedtuple
@@ -124,6 +126,16 @@ def test_it_is_loaded_and_saved_inside_of_a_tape_and_of_a_derivative(path):
         save(loaded, path, [x])
     assert tape.gradient(y, [x, loaded.variables["v"]]) == [12, 9]
     assert load(path)(x) == 18
+
+
+def test_a_loaded_function_is_copied_with_its_variables_and_not_pickled(path):
+    v = tg.Variable(2.0, name="v")
+    loaded = saved(path, lambda x: x * v.value, [1.0])
+    other = copy.deepcopy(loaded)
+    other.variables["v"].assign(5.0)
+    assert (loaded(3.0), other(3.0), jax.grad(other)(3.0)) == (6, 15, 5)
+    with pytest.raises(TypeError, match=r"<loaded <lambda>.* cannot be pickled: call tracegrad.l"):
+        pickle.dumps(loaded)
 
 
 def test_what_a_loaded_function_says_of_itself(model):

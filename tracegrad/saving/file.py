@@ -138,7 +138,7 @@ def open_file(path: str | os.PathLike[str]) -> BufferedReader:
     """Raises ArtefactError for a folder, a pipe, or a device: reading a pipe could block
     forever."""
     if os.path.isdir(path):
-        raise ArtefactError("file", "it is a folder")
+        raise ArtefactError("file", "it is a folder: load_variables reads those of save_variables")
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     file = os.fdopen(os.open(path, flags), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.export
@@ -36,6 +37,7 @@ class LoadedFunction(HasVariables):
     in reverse mode only; its derivatives include its custom gradients. `jax.vmap` runs it once for
     each element; for fast batches, save it for batches, with a symbolic size. If a compiled
     function calls a loaded function with Variables, compile with `tracegrad.trace`, not `jax.jit`.
+    `copy.deepcopy` also copies its Variables. It cannot be pickled: load the file in each process.
 
     If a function has several float results, each result has its own gradient program. A result
     without a cotangent thus does not contribute: an infinite derivative of it makes no NaN, and its
@@ -171,6 +173,14 @@ class LoadedFunction(HasVariables):
             f"derivative of order {order} is needed: save it with gradient_order={order}. "
             f"({_NO_FORWARD_MODE})"
         )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} cannot be pickled: call tracegrad.load in the other process")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
 
     def __repr__(self) -> str:
         return f"<loaded {self.signature}>"
