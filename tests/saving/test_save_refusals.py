@@ -228,12 +228,13 @@ NOT_SPECS = [
     (lambda x: Folded(x), [X], f"the result of .*{CLASS.format('Folded')}"),
     (lambda x: {"\ud800": x}, [X], "the result of <lambda> cannot be saved: .* surrogates not all"),
     (3, [X], "expected a function to save, or a dictionary"),
-    ({"f": jnp.sin}, None, r"save\(\{name: \(fun, specs\)\}, path\), but it maps 'f'"),
-    ({"f": SIN}, [X], r"give the specs in the dictionary: save\(\{name"),
-    ({3: SIN}, None, "should be a string, but is 3"),
+    *[
+        (functions, specs, r"saved by save\(\{name: \(fun, specs\)\}, path\), with names")
+        for functions, specs in [({"f": jnp.sin}, None), ({"f": SIN}, [X]), ({3: SIN}, None)]
+    ],
+    ({}, None, r"but got \{\} and specs=None"),
 ]
 NOT_VALUES = [
-    ({}, None, {}, "the dictionary is empty"),
     # Nothing is written where a later one cannot be saved.
     ({"f": SIN, "g": (prints, [X])}, None, {}, "prints cannot be|g cannot"),
     (*SIN, {"gradient_order": -1}, "gradient_order should be an integer, 0 or greater"),

@@ -84,8 +84,6 @@ def save_variables(tree: Any, path: PathLike) -> None:
     def prepare() -> tuple[dict[str, Variable], dict[str, Any], int, int]:
         not_while_tracing("save_variables")
         variables = _require_variables(tree)
-        if folder.is_file():
-            raise FileExistsError(f"{str(folder)!r} is a file: save_variables writes a folder")
         folder.mkdir(exist_ok=True)
         values = _arrays_to_write(variables)
         return variables, values, _checksum(values), next_step(folder)

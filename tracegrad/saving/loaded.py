@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import KINDS, FunctionRecord
-from tracegrad.saving.variables import HasVariables
 from tracegrad.variables.variable import Variable
 
 # (arguments, values of the Variables that are read) -> flat results + new values of Variables
@@ -28,7 +27,7 @@ _NO_FORWARD_MODE = (
 )
 
 
-class LoadedFunction(HasVariables):
+class LoadedFunction:
     """A function from a file; made by `load`.
 
     Call it like the original, positionally or by name, but without default values, and with arrays
@@ -84,7 +83,6 @@ class LoadedFunction(HasVariables):
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, KINDS[kind]) for name, kind in record.parameters]
         )
-        self._is_positional = all(kind in ("positional", "either") for _, kind in record.parameters)
         program = exported[record.program.array]
         (self._structure, _), _ = (each.children() for each in program.in_tree.children())
         self._avals = program.in_avals[: self._structure.num_leaves]
@@ -115,8 +113,6 @@ class LoadedFunction(HasVariables):
         return result
 
     def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        if not kwargs and self._is_positional and len(args) == len(self._record.parameters):
-            return args
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:

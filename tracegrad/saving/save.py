@@ -135,21 +135,14 @@ def _list_functions(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
     """Returns (name, function, specs) for each function to save."""
     if not isinstance(fun, Mapping):
         return [(saved_name(fun), fun, specs)]
-    if specs is not None:
-        raise TypeError("give the specs in the dictionary: save({name: (fun, specs)}, path)")
-    if not fun:
-        raise ValueError("there is no function to save: the dictionary is empty")
-    functions = []
-    for name, entry in fun.items():
-        if not isinstance(name, str):
-            raise TypeError(f"the name of a function should be a string, but is {name!r}")
-        if not isinstance(entry, tuple) or len(entry) != 2:
-            raise TypeError(
-                "the dictionary should map each name to a pair (fun, specs), as in "
-                f"save({{name: (fun, specs)}}, path), but it maps {name!r} to {entry!r}"
-            )
-        functions.append((name, *entry))
-    return functions
+    pairs = {name: entry for name, entry in fun.items() if isinstance(name, str)}
+    are_pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs.values())
+    if not fun or specs is not None or len(pairs) < len(fun) or not are_pairs:
+        raise TypeError(
+            "several functions are saved by save({name: (fun, specs)}, path), with names that are "
+            f"strings and without other specs, but got {fun!r} and specs={specs!r}"
+        )
+    return [(name, *pair) for name, pair in pairs.items()]
 
 
 @dataclass

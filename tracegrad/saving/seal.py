@@ -47,11 +47,7 @@ def next_step(folder: Path) -> int:
 
 
 def last_sealed(folder: Path) -> int:
-    """Raises FileNotFoundError if there is no sealed folder, NotADirectoryError for a file."""
-    if folder.is_file():
-        raise NotADirectoryError(f"{str(folder)!r} is a file, and no folder of save_variables")
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{str(folder)!r} does not exist")
+    """Raises OSError if there is no sealed folder."""
     sealed = [number for number, step in _steps(folder).items() if (step / SEAL).is_file()]
     if not sealed:
         raise FileNotFoundError(
