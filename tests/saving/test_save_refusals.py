@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 
 import tracegrad as tg
 from tests.derivatives import refuses_second
-from tracegrad import ArtefactError, load, save
+from tracegrad import load, save, save_variables
 
 X = np.ones((2, 3), np.float32)
 ROWS = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 3"), "float32")
@@ -258,25 +258,14 @@ def test_requests_and_options_are_checked(fun, specs, options, error, message, p
         save(fun, path, specs, **options)
 
 
-def test_the_path_is_checked(tmp_path):
-    with pytest.raises(IsADirectoryError):
-        save(jnp.sin, tmp_path, [X])
-    with pytest.raises(FileNotFoundError):
-        save(jnp.sin, tmp_path / "missing" / "file", [X])
-    with pytest.raises(FileNotFoundError):
-        load(tmp_path / "missing")
-    with pytest.raises(ArtefactError, match="it is a folder"):
-        load(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_it_is_not_saved_while_it_is_traced(path):
-    def f(x):
-        save(jnp.sin, path, [X])
-        return x
-
+@pytest.mark.parametrize("compiled", [jax.jit, tg.trace])
+@pytest.mark.parametrize(
+    "write",
+    [lambda path: save(jnp.sin, path, [X]), lambda path: save_variables([tg.Variable(1.0)], path)],
+)
+def test_nothing_is_saved_while_a_function_is_traced(write, compiled, path):
     with pytest.raises(RuntimeError, match="inside a function that is being traced"):
-        tg.trace(f)(X)
+        compiled(lambda x: write(path))(1.0)
 
 
 def test_64_bits_are_asked_for_where_they_are_needed(tmp_path):

@@ -291,19 +291,6 @@ def test_a_state_of_a_newer_format_is_named(tmp_path):
         load_variables(tree, tmp_path / "state")
 
 
-def test_a_state_is_not_saved_while_a_function_is_traced(tmp_path):
-    tree = {"w": tg.Variable(1.0)}
-
-    def step(x):
-        save_variables(tree, tmp_path / "state")
-        return x * tree["w"]
-
-    for fun in (jax.jit(step), tg.trace(step)):
-        with pytest.raises(RuntimeError, match="save_variables is called inside a function that"):
-            fun(1.0)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_64_bits_are_kept_and_asked_for_where_they_are_needed(tmp_path):
     with jax.enable_x64(True):
         tree = {"f": tg.Variable(np.array([1e300])), "c": tg.Variable(np.array([1e300 - 2j]))}
