@@ -253,7 +253,7 @@ def _on_first(work: Callable[[], None]) -> None:
 def _exchange(text: str) -> list[str]:
     """Returns the texts of all processes, in the order of the processes."""
     mine = np.zeros(_LONGEST_TEXT, np.uint8)
-    encoded = np.frombuffer(text.encode()[:_LONGEST_TEXT], np.uint8)
+    encoded = np.frombuffer(text.encode(errors="replace")[:_LONGEST_TEXT], np.uint8)
     mine[: encoded.size] = encoded
     with _jax.at_top_level():
         found = multihost_utils.process_allgather(mine)

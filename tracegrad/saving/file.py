@@ -8,13 +8,12 @@ the manifest cover the arrays' contents.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
@@ -52,6 +51,7 @@ class Contents:
     """The contents of a file. The arrays match the digests in the manifest. They are copies in
     memory, so later changes to the file do not affect them."""
 
+    path: str | os.PathLike[str]
     manifest: Manifest
     arrays: dict[str, memoryview]
 
@@ -123,27 +123,17 @@ def write_file(
 # --------------------------------------------------------------------------------------- reading
 
 
-@contextlib.contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Adds `path` to an ArtefactError that has no path."""
-    try:
-        yield
-    except ArtefactError as error:
-        if error.path is not None:
-            raise
-        raise ArtefactError(error.member, error.reason, path) from error.__cause__
-
-
 def open_file(path: str | os.PathLike[str]) -> BufferedReader:
     """Raises ArtefactError for a folder, a pipe, or a device: reading a pipe could block
     forever."""
     if os.path.isdir(path):
-        raise ArtefactError("file", "it is a folder: load_variables reads those of save_variables")
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    file = os.fdopen(os.open(path, flags), "rb")
+        reason = "it is a folder: load_variables reads those of save_variables"
+        raise ArtefactError("file", reason, path)
+    no_wait = getattr(os, "O_NONBLOCK", 0)
+    file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | no_wait))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise ArtefactError("file", "it is not a regular file")
+        raise ArtefactError("file", "it is not a regular file", path)
     return file
 
 
@@ -160,10 +150,10 @@ def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[in
     found = _HEAD.match(header)
     if found is None:
         reason = "it is damaged, or tracegrad.save did not write it"
-        raise ArtefactError("file", reason if size else "it is empty")
+        raise ArtefactError("file", reason if size else "it is empty", file.name)
     if (number := int(found[1])) != FORMAT:
         reason = f"it has format {number}, but this version of tracegrad reads format {FORMAT}"
-        raise ArtefactError("file", reason)
+        raise ArtefactError("file", reason, file.name)
     view = memoryview(header)
     digest = sha256(b"".join((start, view[: found.start(2)], _BLANK, view[found.end(2) :])))
     if digest.encode() != found[2] or length > len(header):
@@ -171,6 +161,7 @@ def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[in
             "header",
             f"it was changed or is incomplete: its SHA-256 is {digest}, but should be "
             f"{found[2].decode()}",
+            file.name,
         )
     member = "header"
     try:
@@ -180,7 +171,7 @@ def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[in
         member = "manifest"
         manifest = msgspec.json.decode(text, type=Manifest)
     except msgspec.MsgspecError as error:
-        raise ArtefactError(member, str(error)) from error
+        raise ArtefactError(member, str(error), file.name) from error
     begin = 8 + length
     spans = {
         name: (begin + each.data_offsets[0], begin + each.data_offsets[1])
@@ -188,11 +179,12 @@ def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[in
     }
     last = max((end for _, end in spans.values()), default=begin)
     if last != size:
-        raise ArtefactError("file", f"it has {size} bytes, but its header says {last}")
+        reason = f"it has {size} bytes, but its header says {last}"
+        raise ArtefactError("file", reason, file.name)
     for name in sorted(spans.keys() ^ manifest.digests.keys()):
         listed = "the manifest lists it, but the file does not have it"
         reason = "the manifest does not list it" if name in spans else listed
-        raise ArtefactError(name or "manifest", reason)
+        raise ArtefactError(name or "manifest", reason, file.name)
     return size, manifest, spans
 
 
@@ -212,8 +204,8 @@ def read_file(path: str | os.PathLike[str]) -> Contents:
     for name, found in digests_of(arrays).items():
         if found != (expected := manifest.digests[name]):
             reason = f"its SHA-256 is {found}, but the manifest has {expected}"
-            raise ArtefactError(name, f"its contents were changed: {reason}")
-    return Contents(manifest, arrays)
+            raise ArtefactError(name, f"its contents were changed: {reason}", path)
+    return Contents(path, manifest, arrays)
 
 
 def _read_into_own_memory(file: BufferedReader, size: int) -> memoryview:

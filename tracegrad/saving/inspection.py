@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tracegrad.saving.file import naming, open_file, read_header
+from tracegrad.saving.file import open_file, read_header
 from tracegrad.saving.libraries import msgspec
 from tracegrad.saving.manifest import FORMAT
 
@@ -25,7 +25,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         ArtefactError: the header is damaged, or `save` did not write the file.
         OSError: the file does not exist or cannot be read.
     """
-    with naming(path), open_file(path) as file:
+    with open_file(path) as file:
         size, manifest, spans = read_header(file)
     sizes = {name: end - first for name, (first, end) in spans.items()}
     found: dict[str, Any] = msgspec.to_builtins(manifest)
