@@ -31,7 +31,7 @@ ARRAYS = {
     "empty": np.zeros(0, np.uint8),
     "ö": np.array(True),
 }
-MANIFEST = Manifest({"who": "ö"}, True, (), (), {})
+MANIFEST = Manifest({"who": "ö"}, {}, True, (), ())
 
 
 @pytest.fixture
@@ -135,11 +135,11 @@ def test_an_error_can_be_pickled():
         (lambda path: path.mkdir(), "it is a folder"),
         (lambda path: path.touch(), "it is empty"),
         (lambda path: os.mkfifo(path), "not a regular file"),
-        (lambda path: path.write_bytes(b"x"), "it is damaged, or tracegrad.save did not write it"),
-        (lambda path: path.write_bytes(b"x" * 1000), "tracegrad.save did not write it"),
+        (lambda path: path.write_bytes(b"x"), "it is damaged, or tracegrad did not write it"),
+        (lambda path: path.write_bytes(b"x" * 1000), "tracegrad did not write it"),
         (
             lambda path: safetensors.numpy.save_file({"x": np.ones(3)}, path),
-            "tracegrad.save did not write it",
+            "tracegrad did not write it",
         ),
     ],
 )

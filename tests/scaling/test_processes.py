@@ -83,7 +83,7 @@ def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
         key=lambda f: f.stat().st_size,
     )
     file.write_bytes(file.read_bytes()[::-1])
-    with pytest.raises(ArtefactError, match=rf"{file.name}: it was changed"):
+    with pytest.raises(ArtefactError, match=rf"{file.name}: its contents were changed"):
         tg.load_variables(whole(), tmp_path / "two")
 
 

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from tracegrad import _jax
 from tracegrad.ir.wording import brief, some
 from tracegrad.saving.errors import ArtefactError
+from tracegrad.saving.file import PathLike
 from tracegrad.saving.libraries import needed
 from tracegrad.saving.manifest import ArrayRecord
 from tracegrad.saving.seal import (
@@ -42,7 +43,6 @@ from tracegrad.saving.variables import (
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
-PathLike = str | os.PathLike[str]
 T = TypeVar("T")
 
 _LONGEST_TEXT = 2000  # bytes of an error that other processes show
@@ -169,8 +169,8 @@ def load_variables(tree: Any, path: PathLike) -> None:
     step = step_folder(folder, int(_exchange(str(number))[0]))
 
     def read() -> dict[str, Any]:
-        _check_records(path, variables, read_seal(path, step).arrays)
-        return _read_checkpoint(path, step, variables)
+        _check_records(path, variables, read_seal(step).arrays)
+        return _read_checkpoint(step, variables)
 
     for name, value in _on_all(read).items():
         variables[name].assign(value)
@@ -295,9 +295,7 @@ def _check_records(
             raise TypeError(f"{what} has the dtype {record.dtype}, but {variable!r} {dtype}")
 
 
-def _read_checkpoint(
-    path: PathLike, step: Path, variables: Mapping[str, Variable]
-) -> dict[str, Any]:
+def _read_checkpoint(step: Path, variables: Mapping[str, Variable]) -> dict[str, Any]:
     """Returns the values of a checkpoint, where the Variables have their present values."""
     present = dict(zip(variables, peek(list(variables.values())), strict=True))
     forms = {name: stored_form(value) for name, value in present.items()}
@@ -315,7 +313,7 @@ def _read_checkpoint(
                 _orbax_path(step), args=args.StandardRestore(template)
             )
     except Exception as error:
-        raise ArtefactError(step.name, f"Orbax cannot read it: {error}", path) from error
+        raise ArtefactError("checkpoint", f"Orbax cannot read it: {error}", step) from error
     for name, array in arrays.items():
         if not isinstance(array, jax.Array):  # this process holds it alone
             array = jax.device_put(array, _present_sharding(forms[name]))

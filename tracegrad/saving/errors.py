@@ -10,9 +10,9 @@ class ArtefactError(ValueError):
 
     Args:
         member: the part of the file that has the fault: the name of an array, or ``header``,
-            ``manifest`` or ``file``. For a checkpoint: the folder of the step and the file in it.
+            ``manifest`` or ``file``; in a checkpoint, the name of a file.
         reason: what was expected, what was found, and, if possible, what to do.
-        path: the file.
+        path: the file, or the folder of the checkpoint.
 
     Example:
         >>> error = ArtefactError("manifest", "it is not JSON", "model.tracegrad")

@@ -7,7 +7,7 @@ from typing import Any
 
 from tracegrad.saving.file import open_file, read_header
 from tracegrad.saving.libraries import msgspec
-from tracegrad.saving.manifest import FORMAT
+from tracegrad.saving.manifest import FORMAT, Manifest
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: the file does not exist or cannot be read.
     """
     with open_file(path) as file:
-        size, manifest, spans = read_header(file)
+        size, manifest, spans = read_header(file, Manifest)
     sizes = {name: end - first for name, (first, end) in spans.items()}
     found: dict[str, Any] = msgspec.to_builtins(manifest)
     for record in found["functions"]:

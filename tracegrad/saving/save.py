@@ -212,10 +212,10 @@ class _Contents:
             variables.append(record)
         manifest = Manifest(
             versions={"tracegrad": __version__, **_jax.versions()},
+            digests={},
             single=single,
             variables=tuple(variables),
             functions=tuple(self.functions),
-            digests={},
         )
         write_file(path, {**values, **self.arrays}, manifest)
 
