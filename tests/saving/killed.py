@@ -42,7 +42,7 @@ CONTENTS = {"old": (b"old", 3), "new": (b"newer", 5)}  # of different lengths
 def write(path: Path, which: str) -> None:
     text, count = CONTENTS[which]
     arrays = {f"variable {i}": np.frombuffer(text * 5000, np.uint8) for i in range(count)}
-    write_file(path, arrays, Manifest({"which": which}, True, (), (), {}))
+    write_file(path, arrays, Manifest({"which": which}, {}, True, (), ()))
 
 
 def which_is_read(path: Path) -> str:

@@ -72,8 +72,10 @@ def test_it_goes_on_after_a_file_that_is_refused(example: Path, tmp_path: Path):
     assert done.returncode == 2
     assert json.loads(done.stdout)["path"] == str(example)
     first, second, third = done.stderr.splitlines()
-    assert first.startswith(f"{bad}: file: it is damaged, or tracegrad.save did not write it")
-    assert second == f"{tmp_path}: file: it is a folder"
+    assert first.startswith(f"{bad}: file: it is damaged, or tracegrad did not write it")
+    assert (
+        second == f"{tmp_path}: file: it is a folder: load_variables reads those of save_variables"
+    )
     assert third == f"{missing}: No such file or directory"
 
 

@@ -21,7 +21,7 @@ import safetensors.numpy
 
 from tracegrad.saving.atomic import PREFIX, SUFFIX, replacing
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.file import Contents, naming, read_file, stored, write_file
+from tracegrad.saving.file import read_file, stored, write_file
 from tracegrad.saving.inspection import inspect
 from tracegrad.saving.manifest import Manifest
 
@@ -31,7 +31,7 @@ ARRAYS = {
     "empty": np.zeros(0, np.uint8),
     "ö": np.array(True),
 }
-MANIFEST = Manifest({"who": "ö"}, True, (), (), {})
+MANIFEST = Manifest({"who": "ö"}, {}, True, (), ())
 
 
 @pytest.fixture
@@ -45,13 +45,8 @@ def written(path: Path) -> Path:
     return path
 
 
-def checked(path: Path) -> Contents:
-    with naming(path):
-        return read_file(path)
-
-
 def assert_holds(path: Path, wanted: dict[str, np.ndarray]) -> None:
-    arrays = checked(path).arrays
+    arrays = read_file(path).arrays
     assert {name: bytes(data) for name, data in arrays.items()} == {
         name: array.tobytes() for name, array in wanted.items()
     }
@@ -59,7 +54,7 @@ def assert_holds(path: Path, wanted: dict[str, np.ndarray]) -> None:
 
 def test_arrays_and_manifest_come_back(written: Path):
     assert_holds(written, ARRAYS)
-    contents = checked(written)
+    contents = read_file(written)
     assert contents.manifest.versions == {"who": "ö"}
     digest = hashlib.sha256(b"program").hexdigest()
     assert contents.manifest.digests["programs/f"] == digest
@@ -89,14 +84,14 @@ def test_large_arrays_need_no_memory_to_be_written_and_their_own_to_be_read(path
     try:
         write_file(path, {"big": big}, MANIFEST)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
-        assert checked(path).arrays["big"] == big.data.cast("B")
+        assert read_file(path).arrays["big"] == big.data.cast("B")
         assert tracemalloc.get_traced_memory()[1] < big.nbytes + (1 << 20)
     finally:
         tracemalloc.stop()
 
 
 def test_what_was_read_does_not_change_with_the_file(written: Path):
-    arrays = checked(written).arrays
+    arrays = read_file(written).arrays
     os.truncate(written, 8)
     assert bytes(arrays["weights"]) == ARRAYS["weights"].tobytes()
     written.unlink()
@@ -112,7 +107,7 @@ def test_every_flipped_bit_is_found(written: Path):
             flipped[place] ^= 1 << bit
             written.write_bytes(flipped)
             with pytest.raises(ArtefactError):
-                checked(written)
+                read_file(written)
 
 
 def test_a_changed_array_is_named(written: Path):
@@ -121,7 +116,7 @@ def test_a_changed_array_is_named(written: Path):
     written.write_bytes(data)
     inspect(written)  # the header is sound
     with pytest.raises(ArtefactError, match=r"programs/f: its contents .*SHA-256") as caught:
-        checked(written)
+        read_file(written)
     assert (caught.value.member, caught.value.path) == ("programs/f", str(written))
 
 
@@ -140,18 +135,18 @@ def test_an_error_can_be_pickled():
         (lambda path: path.mkdir(), "it is a folder"),
         (lambda path: path.touch(), "it is empty"),
         (lambda path: os.mkfifo(path), "not a regular file"),
-        (lambda path: path.write_bytes(b"x"), "it is damaged, or tracegrad.save did not write it"),
-        (lambda path: path.write_bytes(b"x" * 1000), "tracegrad.save did not write it"),
+        (lambda path: path.write_bytes(b"x"), "it is damaged, or tracegrad did not write it"),
+        (lambda path: path.write_bytes(b"x" * 1000), "tracegrad did not write it"),
         (
             lambda path: safetensors.numpy.save_file({"x": np.ones(3)}, path),
-            "tracegrad.save did not write it",
+            "tracegrad did not write it",
         ),
     ],
 )
 def test_other_files_are_refused(path: Path, make, reason: str):
     make(path)
     with pytest.raises(ArtefactError, match=reason):
-        checked(path)
+        read_file(path)
 
 
 def test_a_newer_format_is_named(written: Path):
@@ -160,7 +155,7 @@ def test_a_newer_format_is_named(written: Path):
     with pytest.raises(
         ArtefactError, match="format 3, but this version of tracegrad reads format 2"
     ):
-        checked(written)
+        read_file(written)
 
 
 # Replacing what is there
@@ -272,7 +267,7 @@ def test_a_file_that_a_killed_writer_left_does_no_harm(written: Path):
 def test_arrays_beyond_4_gib_are_written_and_read_by_others_too(path: Path):
     """Writes 4.3 GiB."""
     write_file(path, {"big": np.zeros(257 << 24, np.uint8), "after": np.arange(3)}, MANIFEST)
-    arrays = checked(path).arrays
+    arrays = read_file(path).arrays
     assert len(arrays["big"]) == 257 << 24
     assert bytes(arrays["after"]) == np.arange(3).tobytes()
     with safetensors.safe_open(path, "np") as file:

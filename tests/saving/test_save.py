@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
+import pickle
 import subprocess
 import sys
 from collections import OrderedDict, namedtuple
@@ -124,6 +126,16 @@ def test_it_is_loaded_and_saved_inside_of_a_tape_and_of_a_derivative(path):
         save(loaded, path, [x])
     assert tape.gradient(y, [x, loaded.variables["v"]]) == [12, 9]
     assert load(path)(x) == 18
+
+
+def test_a_loaded_function_is_copied_with_its_variables_and_not_pickled(path):
+    v = tg.Variable(2.0, name="v")
+    loaded = saved(path, lambda x: x * v.value, [1.0])
+    other = copy.deepcopy(loaded)
+    other.variables["v"].assign(5.0)
+    assert (loaded(3.0), other(3.0), jax.grad(other)(3.0)) == (6, 15, 5)
+    with pytest.raises(TypeError, match=r"<loaded <lambda>.* cannot be pickled: call tracegrad.l"):
+        pickle.dumps(loaded)
 
 
 def test_what_a_loaded_function_says_of_itself(model):
@@ -338,8 +350,6 @@ def test_a_named_tuple_is_saved_where_its_class_is_registered_and_is_of_that_cla
         for values in ((same, same), (1.0, 5.0)):
             with pytest.raises(TypeError, match=r"s is a .*Other.* and a .*State.* types differ"):
                 loaded(other(*values))
-    with pytest.raises(TypeError, match=r"argument s has .*Other.*register_namedtuple_serializ"):
-        save(lambda s: s.mean, path, [other(X, X)])
 
 
 NAMES = ["a", "match", "ä", "𐐀", "名", "fi", "_0", "a" * 100, "self", "args", "__debug__"]
@@ -554,19 +564,6 @@ def test_a_variable_that_a_rule_closes_over_needs_a_stopped_gradient(path):
     np.testing.assert_array_equal(by_tape(loaded, x), [0.5, 2.5])
 
 
-def test_many_results_that_depend_on_different_arguments_have_right_gradients(path):
-    def f(*xs):  # more patterns than are kept apart
-        return [xs[i] * xs[(i + 1) % 6] for i in range(6)]
-
-    args = [float(i + 1) for i in range(6)]
-    loaded = saved(path, f, args)
-    weights = np.arange(1.0, 7.0)
-    found = jax.grad(lambda xs: sum(w * y for w, y in zip(weights, loaded(*xs), strict=True)))(args)
-    at = np.array(args)
-    expected = weights * np.roll(at, -1) + np.roll(weights * at, 1)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
 def test_the_same_program_is_written_once(path):
     def count(fun):
         save(fun, path, [X], gradient_order=1)
@@ -580,22 +577,6 @@ def test_the_same_program_is_written_once(path):
     value, pullback = jax.vjp(load(path), jnp.asarray(X))
     np.testing.assert_array_equal(value, 3 * X)  # as JAX has it of the original
     np.testing.assert_array_equal(pullback(jnp.ones((2, 3)))[0], 5 * np.ones((2, 3)))
-
-
-def test_other_objects_and_models_of_classes_are_refused_by_their_place(path):
-    with pytest.raises(TypeError, match=r"m\.f is .*, which no file can hold.*close over it"):
-        save(lambda m: m["f"](m["x"]), path, [{"f": jnp.sin, "x": X}])
-    with pytest.raises(TypeError, match=r"d\.how is 'fast' of type str, which no file can hold"):
-        save(lambda d: d["x"], path, [{"x": X, "how": "fast"}])
-    with pytest.raises(TypeError, match="the argument how is 'fast' of type str"):
-        save(lambda x, how: x, path, [X, "fast"])
-    with pytest.raises(TypeError, match=r"the result of <lambda>\.1 is .* no file can hold"):
-        save(lambda x: (x, jnp.sin), path, [X])
-    with pytest.raises(
-        TypeError, match=r"argument m has a container .*Linear.* closes over the rest"
-    ):
-        save(lambda m, x: m(x), path, [eqx.nn.Linear(3, 2, key=jax.random.key(0)), X[0]])
-    assert not path.exists()
 
 
 def test_a_model_is_saved_by_its_arrays_or_closed_over_and_runs_without_its_classes(path):

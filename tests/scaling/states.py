@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rows import W, X, compute, mesh_of, on
 
@@ -72,20 +74,76 @@ def all_of_it(kinds: list[str], folder: str) -> Iterator[dict[str, Any]]:
 
     yield told
     newer = variables(mesh, 4.0)
-    _die_before("wait_until_finished(")
+    _before("_on_first(finish)", lambda: os.kill(os.getpid(), signal.SIGKILL))
     tg.save_variables(newer, path)
 
 
-def _die_before(text: str) -> None:
-    """Kills this process before the first line of the package that has this text."""
+# Lines of each step of saving and of loading, and which processes come to them.
+SAVING = {
+    **dict.fromkeys(["not_while_tracing(", "_require_variables(", "folder.mkdir("], (0, 1)),
+    **dict.fromkeys(["next_step(folder)", "of_types.is_dir()", "handler.save("], (0, 1)),
+    **dict.fromkeys(["of_types.mkdir(", "handler.finalize(", "seal(new, "], (0,)),
+}
+LOADING = dict.fromkeys(["_require_variables(", "last_sealed(", "read_seal(", "restore("], (0, 1))
+
+
+def each_fails(folder: str) -> dict[str, Any]:
+    """What each process raises where one fails; it ends with a state that is saved and loaded."""
+    me, path, told = jax.process_index(), os.path.join(folder, "state"), {}
+    tree, other = variables(mesh_of("Auto"), 2.0), variables(mesh_of("Auto"), 3.0)
+    file = os.path.join(folder, "file")
+    Path(file).touch()
+    tg.save_variables(tree, path)
+    actions = {"save": (tg.save_variables, SAVING), "load": (tg.load_variables, LOADING)}
+
+    def attempt(name: str, failing: int, action: Any, *mine: Any) -> None:
+        """The failing process calls with `mine`; the other process with what is right."""
+        told[f"{name}, {failing}"] = refused(lambda: action(*(mine if me == failing else right)))
+
+    right = other, path
+    for name, (action, places) in actions.items():
+        for text, processes in places.items():
+            for failing in processes:
+                if me == failing:
+                    _before(text, _raise_broken)
+                attempt(f"{name}: {text}", failing, action, *right)
+                sys.settrace(None)
+        for failing in (0, 1):
+            attempt(f"{name}: no Variable", failing, action, {}, path)
+            attempt(f"{name}: a file", failing, action, other, file)
+            attempt(f"{name}: no folder", failing, action, other, f"{path}/no/folder")
+    for failing in (0, 1):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if me == failing:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        attempt("save: a full disk", failing, tg.save_variables, *right)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    attempt("save: another folder", 1, tg.save_variables, other, path + " of this process")
+    narrow = {**other, "step": tg.Variable(np.int8(1))}
+    attempt("load: another dtype", 1, tg.load_variables, narrow, path)
+
+    multihost_utils.sync_global_devices("all have failed")
+    told["files"] = sorted(os.listdir(path))
+    tg.load_variables(other, path)
+    told["the old state"] = here(other, 2.0)
+    tg.save_variables(tree, path)
+    return told
+
+
+def _raise_broken() -> None:
+    raise OSError("broken")
+
+
+def _before(text: str, act: Callable[[], None]) -> None:
+    """Acts before the first line of the package that has this text."""
 
     def trace(frame: types.FrameType, event: str, _: Any) -> Any:
         if f"{os.sep}tracegrad{os.sep}saving{os.sep}" not in frame.f_code.co_filename:
             return None
         if event == "line":
             line = Path(frame.f_code.co_filename).read_text().splitlines()[frame.f_lineno - 1]
-            if text in line:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if text in line and "def " not in line:
+                act()
         return trace
 
     sys.settrace(trace)

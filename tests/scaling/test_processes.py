@@ -78,10 +78,27 @@ def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
     assert found["both"].value.sharding == rows
     assert here(found, 1.0)
 
-    file = max((tmp_path / "two").rglob("ocdbt.process_1/d/*"), key=lambda f: f.stat().st_size)
+    file = max(
+        (tmp_path / "two" / "tracegrad-1").rglob("ocdbt.process_1/d/*"),
+        key=lambda f: f.stat().st_size,
+    )
     file.write_bytes(file.read_bytes()[::-1])
-    with pytest.raises(ArtefactError, match=rf"{file.name}: it was changed"):
+    with pytest.raises(ArtefactError, match=rf"{file.name}: its contents were changed"):
         tg.load_variables(whole(), tmp_path / "two")
+
+
+def test_if_one_process_fails_every_process_says_which_and_why(tmp_path):
+    """And the old state stays, and can be replaced."""
+    told = started(HERE / "states.py", "each_fails", str(tmp_path), timeout=300)
+    assert told[0].pop("the old state") is told[1].pop("the old state") is True
+    assert told[0].pop("files") == told[1].pop("files") == ["tracegrad-0"]
+    assert len(told[0]) == 39
+    for name in told[0]:
+        failing = int(name[-1])
+        own, other = told[failing][name], told[1 - failing][name]
+        assert own != "nothing", name
+        assert other == f"RuntimeError: process {failing} failed: {own}", name
+        assert own.endswith("broken") or "(" not in name, name
 
 
 @pytest.mark.slow

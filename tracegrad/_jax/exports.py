@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.mlir import deserialize_portable_artifact
@@ -24,13 +24,6 @@ def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
             ):
                 found[constraint.debug_str] = None
     return list(found)
-
-
-def symbolic_scopes(leaves: Iterable[Any]) -> set[Any]:
-    """The scopes of the symbolic dimensions of types. (JAX mixes sizes of one scope only.)"""
-    shapes = (getattr(leaf, "shape", None) for leaf in leaves)
-    sizes = (size for shape in shapes if isinstance(shape, tuple) for size in shape)
-    return {size.scope for size in sizes if hasattr(size, "scope")}
 
 
 # Programs that are lowered with this setting do not contain the folders of source files. So saved

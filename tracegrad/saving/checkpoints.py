@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from tracegrad import _jax
 from tracegrad.ir.wording import brief, some
 from tracegrad.saving.errors import ArtefactError
+from tracegrad.saving.file import PathLike
 from tracegrad.saving.libraries import needed
 from tracegrad.saving.manifest import ArrayRecord
 from tracegrad.saving.seal import (
@@ -40,7 +43,9 @@ from tracegrad.saving.variables import (
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
 
-PathLike = str | os.PathLike[str]
+T = TypeVar("T")
+
+_LONGEST_TEXT = 2000  # bytes of an error that other processes show
 
 
 def save_variables(tree: Any, path: PathLike) -> None:
@@ -49,7 +54,8 @@ def save_variables(tree: Any, path: PathLike) -> None:
     The state is replaced atomically: if a process is killed at any time, the folder has either the
     complete old or the complete new state. Each process writes its shards of Variables that are
     sharded over several processes: call this on all processes, with a folder that all can access.
-    A process waits for the others.
+    A process waits for the others. If an error is raised on one process, it is raised on all, and
+    the old state stays. If a process is killed, JAX raises an error on the others, or ends them.
 
     Arguments:
       tree: a tree as for `variables_of`, whose paths name the arrays.
@@ -57,7 +63,8 @@ def save_variables(tree: Any, path: PathLike) -> None:
 
     Raises:
       ValueError: there is no Variable in the tree, or the processes save different Variables.
-      RuntimeError: another process failed; or this is called in a function that is being traced.
+      RuntimeError: another process failed (the message says which one, and has its error); or this
+        is called in a function that is being traced.
       OSError: the folder cannot be written.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
@@ -72,42 +79,50 @@ def save_variables(tree: Any, path: PathLike) -> None:
     >>> weights["w"]
     <Variable Variable: f32[2] = [1. 2.]>
     """
-    not_while_tracing("save_variables")
-    variables, folder = _require_variables(tree), Path(os.path.abspath(path))
-    if folder.is_file():
-        raise FileExistsError(f"{str(folder)!r} is a file: save_variables writes a folder")
-    values = _arrays_to_write(variables)
-    if len({*_gather(lambda: _checksum(values))}) > 1:
+    folder = Path(os.path.abspath(path))
+
+    def prepare() -> tuple[dict[str, Variable], dict[str, Any], int, int]:
+        not_while_tracing("save_variables")
+        variables = _require_variables(tree)
+        folder.mkdir(exist_ok=True)
+        values = _arrays_to_write(variables)
+        return variables, values, _checksum(values), next_step(folder)
+
+    variables, values, checksum, number = _on_all(prepare)
+    if len({*_exchange(str(checksum))}) > 1:
         raise ValueError(
             "the processes want to save different Variables. All processes have to have the same "
             "Variables; a Variable that each process holds on its own devices has to have the same "
             "value on all processes"
         )
-    folder.mkdir(exist_ok=True)
-    new = step_folder(folder, _gather(lambda: next_step(folder))[0])
+    new = step_folder(folder, int(_exchange(str(number))[0]))
+    of_types = new / "array_metadatas"  # Orbax's other processes wait until process 0 makes it
 
-    def write() -> int:
-        with needed("orbax.checkpoint").StandardCheckpointer() as checkpointer:
-            # Orbax refuses arrays without elements.
-            checkpointer.save(
-                new, {name: _array_for_orbax(v) for name, v in values.items() if v.size}
-            )
-            checkpointer.wait_until_finished()
-        return 0
+    def make() -> None:
+        of_types.mkdir(parents=True)
 
-    def finish() -> int:
-        if jax.process_index() == 0:
-            arrays = {n: ArrayRecord(str(v.dtype), tuple(v.shape)) for n, v in variables.items()}
-            seal(new, arrays, digests_of_files(new, files_of(new)))
-        return 0
+    def write() -> None:
+        if not of_types.is_dir():
+            raise FileNotFoundError(f"{str(new)!r} of process 0 is not there: share the folder")
+        # Orbax refuses arrays without elements.
+        arrays = {name: _array_for_orbax(v) for name, v in values.items() if v.size}
+        with _orbax_handler() as (handler, args):
+            handler.save(_orbax_path(new), args=args.StandardSave(arrays))
+
+    def finish() -> None:
+        with _orbax_handler() as (handler, _):
+            handler.finalize(_orbax_path(new))
+        records = {n: ArrayRecord(str(v.dtype), tuple(v.shape)) for n, v in variables.items()}
+        seal(new, records, digests_of_files(new, files_of(new)))
 
     try:
-        _gather(write)
-        _gather(finish)
+        _on_first(make)
+        _on_all(write)
+        _on_first(finish)
     except BaseException:
         # Once the new state has a seal, the old state may be gone.
         if jax.process_index() == 0 and not (new / SEAL).exists():
-            remove(folder.glob(f"{new.name}*"))
+            remove([new])
         raise
 
 
@@ -128,7 +143,7 @@ def load_variables(tree: Any, path: PathLike) -> None:
         JAX is set to 32 bits.
       TypeError: an array has another dtype than the Variable.
       OSError: there is no complete checkpoint, or it cannot be read.
-      RuntimeError: another process failed.
+      RuntimeError: another process failed; the message says which one, and has its error.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
     An array of a safetensors file of another program can be assigned:
@@ -143,25 +158,22 @@ def load_variables(tree: Any, path: PathLike) -> None:
     >>> print(weights["w"].value)
     [1. 1.]
     """
-    variables, folder = _require_variables(tree), Path(os.path.abspath(path))
-    check_width({str(variable.dtype) for variable in variables.values()}, "the Variables are of")
-    forms = _arrays_to_write(variables)
-    step = step_folder(folder, _gather(lambda: last_sealed(folder))[0])
+    folder = Path(os.path.abspath(path))
 
-    def check() -> int:
-        _check_records(path, variables, read_seal(path, step).arrays)
-        return 0
+    def prepare() -> tuple[dict[str, Variable], int]:
+        variables = _require_variables(tree)
+        check_width({str(each.dtype) for each in variables.values()}, "the Variables are of")
+        return variables, last_sealed(folder)
 
-    _gather(check)
-    arrays = _read_checkpoint(path, step, forms)
-    new = {
-        name: array
-        if isinstance(array, jax.Array)
-        else jax.device_put(array, _present_sharding(forms[name]))
-        for name, array in arrays.items()
-    }
-    for name, array in new.items():
-        variables[name].assign(_to_variable_value(variables[name], array))
+    variables, number = _on_all(prepare)
+    step = step_folder(folder, int(_exchange(str(number))[0]))
+
+    def read() -> dict[str, Any]:
+        _check_records(path, variables, read_seal(step).arrays)
+        return _read_checkpoint(step, variables)
+
+    for name, value in _on_all(read).items():
+        variables[name].assign(value)
 
 
 # --------------------------------------------------------------------------------------- writing
@@ -196,22 +208,56 @@ def _array_for_orbax(value: Any) -> Any:
     return np.asarray(value) if jax.process_count() > 1 and value.is_fully_addressable else value
 
 
-def _gather(work: Callable[[], int]) -> list[int]:
-    """Calls `work` on all processes, and returns the results of all. If one process fails, all
-    raise."""
-    result, fault = 0, None
+@contextlib.contextmanager
+def _orbax_handler() -> Iterator[tuple[Any, Any]]:
+    """Yields the handler of `StandardCheckpointer`, and Orbax's arguments.
+
+    The checkpointer itself waits for all processes in collectives: if a process failed between
+    them, JAX would end the others. The handler waits for no process.
+    """
+    orbax = needed("orbax.checkpoint")
+    with contextlib.closing(orbax.StandardCheckpointHandler()) as handler:
+        yield handler, orbax.args
+
+
+def _orbax_path(step: Path) -> Any:
+    return needed("etils.epath").Path(step)
+
+
+# ------------------------------------------------------------------------------------- processes
+
+
+def _on_all(work: Callable[[], T]) -> T:
+    """Returns the result of `work`, if `work` returns on every process.
+
+    All processes have to call this. If `work` raises an error on some, each of these raises its own
+    error, and the others raise RuntimeError with the error of the first. `work` must not wait for
+    another process.
+    """
     try:
         result = work()
-    except Exception as error:
-        fault = error
-    mine = np.array([fault is not None, result], np.uint32)
-    found = multihost_utils.process_allgather(mine).tolist()
-    if fault is not None:
-        raise fault
-    for process, (has_failed, _) in enumerate(found):
-        if has_failed:
-            raise RuntimeError(f"process {process} failed")
-    return [each for _, each in found]
+    except BaseException as error:
+        _exchange(f"{type(error).__name__}: {error}")
+        raise
+    for process, failure in enumerate(_exchange("")):
+        if failure:
+            raise RuntimeError(f"process {process} failed: {failure}")
+    return result
+
+
+def _on_first(work: Callable[[], None]) -> None:
+    """Calls `work` on process 0 only. All processes have to call this, as for `_on_all`."""
+    _on_all(lambda: work() if jax.process_index() == 0 else None)
+
+
+def _exchange(text: str) -> list[str]:
+    """Returns the texts of all processes, in the order of the processes."""
+    mine = np.zeros(_LONGEST_TEXT, np.uint8)
+    encoded = np.frombuffer(text.encode(errors="replace")[:_LONGEST_TEXT], np.uint8)
+    mine[: encoded.size] = encoded
+    with _jax.at_top_level():
+        found = multihost_utils.process_allgather(mine)
+    return [each.tobytes().rstrip(b"\0").decode(errors="replace") for each in found]
 
 
 # --------------------------------------------------------------------------------------- reading
@@ -249,8 +295,10 @@ def _check_records(
             raise TypeError(f"{what} has the dtype {record.dtype}, but {variable!r} {dtype}")
 
 
-def _read_checkpoint(path: PathLike, step: Path, forms: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays of a checkpoint; as a NumPy array if this process holds it alone."""
+def _read_checkpoint(step: Path, variables: Mapping[str, Variable]) -> dict[str, Any]:
+    """Returns the values of a checkpoint, where the Variables have their present values."""
+    present = dict(zip(variables, peek(list(variables.values())), strict=True))
+    forms = {name: stored_form(value) for name, value in present.items()}
 
     def template_of(form: Any) -> Any:
         sharding = _present_sharding(form)
@@ -260,15 +308,16 @@ def _read_checkpoint(path: PathLike, step: Path, forms: Mapping[str, Any]) -> di
 
     template = {name: template_of(form) for name, form in forms.items() if form.size}
     try:
-        with needed("orbax.checkpoint").StandardCheckpointer() as checkpointer:
-            arrays: dict[str, Any] = checkpointer.restore(step, template)
+        with _orbax_handler() as (handler, args):
+            arrays: dict[str, Any] = handler.restore(
+                _orbax_path(step), args=args.StandardRestore(template)
+            )
     except Exception as error:
-        raise ArtefactError(step.name, f"Orbax cannot read it: {error}", path) from error
+        raise ArtefactError("checkpoint", f"Orbax cannot read it: {error}", step) from error
+    for name, array in arrays.items():
+        if not isinstance(array, jax.Array):  # this process holds it alone
+            array = jax.device_put(array, _present_sharding(forms[name]))
+        if is_key(present[name]):
+            array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(present[name]))
+        arrays[name] = array
     return arrays
-
-
-def _to_variable_value(variable: Variable, stored: Any) -> Any:
-    if is_key(variable):
-        (keys,) = peek([variable])
-        return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(keys))
-    return stored

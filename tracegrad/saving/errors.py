@@ -10,9 +10,9 @@ class ArtefactError(ValueError):
 
     Args:
         member: the part of the file that has the fault: the name of an array, or ``header``,
-            ``manifest`` or ``file``. For a checkpoint: the folder of the step and the file in it.
+            ``manifest`` or ``file``; in a checkpoint, the name of a file.
         reason: what was expected, what was found, and, if possible, what to do.
-        path: the file.
+        path: the file, or the folder of the checkpoint.
 
     Example:
         >>> error = ArtefactError("manifest", "it is not JSON", "model.tracegrad")
@@ -22,12 +22,11 @@ class ArtefactError(ValueError):
         model.tracegrad: manifest: it is not JSON
     """
 
-    def __init__(self, member: str, reason: str, path: str | os.PathLike[str] | None = None):
+    def __init__(self, member: str, reason: str, path: str | os.PathLike[str]):
         super().__init__(member, reason, path)  # all arguments, so that the error can be pickled
         self.member = member
         self.reason = reason
-        self.path = None if path is None else os.fspath(path)
+        self.path = os.fspath(path)
 
     def __str__(self) -> str:
-        where = "" if self.path is None else f"{self.path}: "
-        return f"{where}{self.member}: {self.reason}"
+        return f"{self.path}: {self.member}: {self.reason}"

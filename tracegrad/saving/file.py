@@ -8,17 +8,16 @@ the manifest cover the arrays' contents.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -26,9 +25,11 @@ import numpy as np
 from tracegrad.saving.atomic import replacing
 from tracegrad.saving.errors import ArtefactError
 from tracegrad.saving.libraries import msgspec, safetensors_numpy
-from tracegrad.saving.manifest import FORMAT, Manifest
+from tracegrad.saving.manifest import FORMAT, Digested, Manifest
 
 Array = np.ndarray[Any, Any]
+PathLike = str | os.PathLike[str]
+M = TypeVar("M", bound=Digested)
 
 # The dtypes of safetensors that `safetensors.numpy` can read; others are written as bytes.
 _WRITABLE = {"bool", "float16", "bfloat16", "float32", "float64", "complex64"}
@@ -52,6 +53,7 @@ class Contents:
     """The contents of a file. The arrays match the digests in the manifest. They are copies in
     memory, so later changes to the file do not affect them."""
 
+    path: PathLike
     manifest: Manifest
     arrays: dict[str, memoryview]
 
@@ -90,15 +92,14 @@ def array_of(contents: memoryview, dtype: str, shape: tuple[int, ...]) -> Array:
 # --------------------------------------------------------------------------------------- writing
 
 
-def write_file(
-    path: str | os.PathLike[str], arrays: Mapping[str, Array], manifest: Manifest
-) -> None:
-    """Writes arrays, as `stored` returns them, and a manifest to a file.
+def write_file(path: PathLike, arrays: Mapping[str, Array], manifest: Digested) -> None:
+    """Writes arrays, as `stored` returns them, and a manifest, with their digests, to a file.
 
     The file is written completely or not at all. Raises OSError if the file cannot be written, and
     RuntimeError if safetensors writes an unexpected header.
     """
     digests = digests_of({name: each.reshape(-1).view(np.uint8) for name, each in arrays.items()})
+    digests = {**manifest.digests, **digests}
     text = msgspec.json.encode(msgspec.structs.replace(manifest, digests=digests))
     metadata = {"tracegrad": f"{FORMAT} {_BLANK.decode()} {text.decode()}"}
     with replacing(path) as partial:
@@ -123,35 +124,25 @@ def write_file(
 # --------------------------------------------------------------------------------------- reading
 
 
-@contextlib.contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Adds `path` to an ArtefactError that has no path."""
-    try:
-        yield
-    except ArtefactError as error:
-        if error.path is not None:
-            raise
-        raise ArtefactError(error.member, error.reason, path) from error.__cause__
-
-
-def open_file(path: str | os.PathLike[str]) -> BufferedReader:
+def open_file(path: PathLike) -> BufferedReader:
     """Raises ArtefactError for a folder, a pipe, or a device: reading a pipe could block
     forever."""
     if os.path.isdir(path):
-        raise ArtefactError("file", "it is a folder")
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    file = os.fdopen(os.open(path, flags), "rb")
+        reason = "it is a folder: load_variables reads those of save_variables"
+        raise ArtefactError("file", reason, path)
+    no_wait = getattr(os, "O_NONBLOCK", 0)
+    file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | no_wait))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise ArtefactError("file", "it is not a regular file")
+        raise ArtefactError("file", "it is not a regular file", path)
     return file
 
 
-def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[int, int]]]:
+def read_header(file: BufferedReader, kind: type[M]) -> tuple[int, M, dict[str, tuple[int, int]]]:
     """Returns the size of a file, its manifest, and the offsets where each array begins and ends.
 
-    Raises ArtefactError if the header is damaged, if it does not agree with the manifest or the
-    file's size, or if `save` did not write the file.
+    Raises ArtefactError if the header is damaged, if it does not agree with the file's size, or if
+    `write_file` did not write the file, with a manifest of this kind.
     """
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
@@ -159,11 +150,11 @@ def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[in
     header = file.read(min(length, size))
     found = _HEAD.match(header)
     if found is None:
-        reason = "it is damaged, or tracegrad.save did not write it"
-        raise ArtefactError("file", reason if size else "it is empty")
+        reason = "it is damaged, or tracegrad did not write it"
+        raise ArtefactError("file", reason if size else "it is empty", file.name)
     if (number := int(found[1])) != FORMAT:
         reason = f"it has format {number}, but this version of tracegrad reads format {FORMAT}"
-        raise ArtefactError("file", reason)
+        raise ArtefactError("file", reason, file.name)
     view = memoryview(header)
     digest = sha256(b"".join((start, view[: found.start(2)], _BLANK, view[found.end(2) :])))
     if digest.encode() != found[2] or length > len(header):
@@ -171,6 +162,7 @@ def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[in
             "header",
             f"it was changed or is incomplete: its SHA-256 is {digest}, but should be "
             f"{found[2].decode()}",
+            file.name,
         )
     member = "header"
     try:
@@ -178,9 +170,9 @@ def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[in
         text = entries.pop("__metadata__")["tracegrad"][found.end() - len(_BEGIN) :]
         entries = msgspec.convert(entries, dict[str, _Entry])
         member = "manifest"
-        manifest = msgspec.json.decode(text, type=Manifest)
+        manifest = msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:
-        raise ArtefactError(member, str(error)) from error
+        raise ArtefactError(member, str(error), file.name) from error
     begin = 8 + length
     spans = {
         name: (begin + each.data_offsets[0], begin + each.data_offsets[1])
@@ -188,15 +180,27 @@ def read_header(file: BufferedReader) -> tuple[int, Manifest, dict[str, tuple[in
     }
     last = max((end for _, end in spans.values()), default=begin)
     if last != size:
-        raise ArtefactError("file", f"it has {size} bytes, but its header says {last}")
-    for name in sorted(spans.keys() ^ manifest.digests.keys()):
-        listed = "the manifest lists it, but the file does not have it"
-        reason = "the manifest does not list it" if name in spans else listed
-        raise ArtefactError(name or "manifest", reason)
+        reason = f"it has {size} bytes, but its header says {last}"
+        raise ArtefactError("file", reason, file.name)
     return size, manifest, spans
 
 
-def read_file(path: str | os.PathLike[str]) -> Contents:
+def check_digests(found: Mapping[str, str], listed: Mapping[str, str], path: PathLike) -> None:
+    """Raises ArtefactError for a part of `path` that is missing, superfluous or changed."""
+    for name in sorted(found.keys() | listed.keys()):
+        if name not in found:
+            reason = "the manifest lists it, but it is missing"
+        elif name not in listed:
+            reason = "the manifest does not list it"
+        elif found[name] != listed[name]:
+            reason = f"its SHA-256 is {found[name]}, but the manifest has {listed[name]}"
+            reason = f"its contents were changed: {reason}"
+        else:
+            continue
+        raise ArtefactError(name or "manifest", reason, path)
+
+
+def read_file(path: PathLike) -> Contents:
     """Reads a file and verifies its checksums.
 
     Raises:
@@ -204,16 +208,13 @@ def read_file(path: str | os.PathLike[str]) -> Contents:
       OSError: the file does not exist or cannot be read.
     """
     with open_file(path) as file:
-        _, manifest, spans = read_header(file)
+        _, manifest, spans = read_header(file, Manifest)
         arrays = {}
         for name, (first, end) in spans.items():
             file.seek(first)
             arrays[name] = _read_into_own_memory(file, end - first)
-    for name, found in digests_of(arrays).items():
-        if found != (expected := manifest.digests[name]):
-            reason = f"its SHA-256 is {found}, but the manifest has {expected}"
-            raise ArtefactError(name, f"its contents were changed: {reason}")
-    return Contents(manifest, arrays)
+    check_digests(digests_of(arrays), manifest.digests, path)
+    return Contents(path, manifest, arrays)
 
 
 def _read_into_own_memory(file: BufferedReader, size: int) -> memoryview:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tracegrad.saving.file import naming, open_file, read_header
+from tracegrad.saving.file import open_file, read_header
 from tracegrad.saving.libraries import msgspec
-from tracegrad.saving.manifest import FORMAT
+from tracegrad.saving.manifest import FORMAT, Manifest
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -25,8 +25,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         ArtefactError: the header is damaged, or `save` did not write the file.
         OSError: the file does not exist or cannot be read.
     """
-    with naming(path), open_file(path) as file:
-        size, manifest, spans = read_header(file)
+    with open_file(path) as file:
+        size, manifest, spans = read_header(file, Manifest)
     sizes = {name: end - first for name, (first, end) in spans.items()}
     found: dict[str, Any] = msgspec.to_builtins(manifest)
     for record in found["functions"]:

@@ -13,10 +13,10 @@ from tracegrad import _jax
 from tracegrad.ir.wording import first_line
 from tracegrad.saving import outside_calls
 from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.file import Contents, array_of, naming, read_file
+from tracegrad.saving.file import Contents, array_of, read_file
 from tracegrad.saving.libraries import needed
 from tracegrad.saving.loaded import LoadedFunction
-from tracegrad.saving.manifest import FunctionRecord, VariableRecord
+from tracegrad.saving.manifest import VariableRecord
 from tracegrad.saving.variables import check_width
 from tracegrad.variables.variable import Variable
 
@@ -49,7 +49,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     It corresponds to ``tf.saved_model.load``.
     """
     needed("flatbuffers")  # jax.export needs it
-    with naming(path), _jax.at_top_level():  # also if `load` is called inside of a trace
+    with _jax.at_top_level():  # also if `load` is called inside of a trace
         contents = read_file(path)
         manifest = contents.manifest
         exported = {
@@ -59,10 +59,15 @@ def load(path: str | os.PathLike[str]) -> Any:
         }
         _check_width(contents, exported)
         variables = {v.key: _read_variable(v, contents) for v in manifest.variables}
-        functions = {f.name: _make_function(f, exported, variables) for f in manifest.functions}
-    if manifest.single:
-        return functions[manifest.functions[0].name]
-    return functions
+        shared = list(variables.items())
+        functions = {}
+        for record in manifest.functions:
+            try:
+                functions[record.name] = LoadedFunction(record, exported, shared)
+            except Exception as error:
+                reason = f"the record of the function {record.name!r} is inconsistent: {error!r}"
+                raise ArtefactError("manifest", reason, path) from error
+    return functions[record.name] if manifest.single else functions
 
 
 def _check_width(contents: Contents, exported: Mapping[str, Any]) -> None:
@@ -79,7 +84,7 @@ def _read_variable(record: VariableRecord, contents: Contents) -> Variable:
         stored = array_of(contents.arrays[record.key], dtype, shape)
     except Exception as error:
         reason = f"it is not an array {array.dtype}{list(array.shape)}: {error}"
-        raise ArtefactError(record.key, reason) from error
+        raise ArtefactError(record.key, reason, contents.path) from error
     value = jax.device_put(stored)  # which may share the memory
     if of_keys:
         try:
@@ -87,7 +92,7 @@ def _read_variable(record: VariableRecord, contents: Contents) -> Variable:
         except Exception as error:
             kind = record.key_type
             reason = f"the Variable {record.key!r} cannot have random keys of {kind!r}: {error}"
-            raise ArtefactError("manifest", reason) from error
+            raise ArtefactError("manifest", reason, contents.path) from error
     return Variable(value, trainable=record.trainable, name=record.name)
 
 
@@ -110,25 +115,16 @@ def _read_program(contents: Contents, name: str, calls: tuple[str, ...]) -> Any:
             f"read it: {reason}. A newer JAX reads the programs of an older JAX, but an older JAX "
             "may fail to read the programs of a newer JAX: load the file with the JAX that wrote "
             "it, or with a newer JAX",
+            contents.path,
         ) from error
     if (unknown := outside_calls.unknown(found)) is not None:
         raise ArtefactError(
             name,
             f"it calls {unknown!r} by a custom call of XLA, which could be any code of the process "
             "that loads it: `save` writes no call of this name",
+            contents.path,
         )
     if found != list(calls):
-        raise ArtefactError(name, f"it calls {found}, but the manifest lists {list(calls)}")
+        reason = f"it calls {found}, but the manifest lists {list(calls)}"
+        raise ArtefactError(name, reason, contents.path)
     return exported
-
-
-def _make_function(
-    record: FunctionRecord,
-    exported: Mapping[str, Any],
-    variables: Mapping[str, Variable],
-) -> LoadedFunction:
-    try:
-        return LoadedFunction(record, exported, list(variables.items()))
-    except Exception as error:
-        reason = f"the record of the function {record.name!r} is inconsistent: {error!r}"
-        raise ArtefactError("manifest", reason) from error

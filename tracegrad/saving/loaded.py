@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.export
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 from tracegrad import _jax
 from tracegrad.saving.calls import differentiable
 from tracegrad.saving.manifest import KINDS, FunctionRecord
-from tracegrad.saving.variables import HasVariables
 from tracegrad.variables.variable import Variable
 
 # (arguments, values of the Variables that are read) -> flat results + new values of Variables
@@ -27,7 +27,7 @@ _NO_FORWARD_MODE = (
 )
 
 
-class LoadedFunction(HasVariables):
+class LoadedFunction:
     """A function from a file; made by `load`.
 
     Call it like the original, positionally or by name, but without default values, and with arrays
@@ -36,6 +36,7 @@ class LoadedFunction(HasVariables):
     in reverse mode only; its derivatives include its custom gradients. `jax.vmap` runs it once for
     each element; for fast batches, save it for batches, with a symbolic size. If a compiled
     function calls a loaded function with Variables, compile with `tracegrad.trace`, not `jax.jit`.
+    `copy.deepcopy` also copies its Variables. It cannot be pickled: load the file in each process.
 
     If a function has several float results, each result has its own gradient program. A result
     without a cotangent thus does not contribute: an infinite derivative of it makes no NaN, and its
@@ -82,7 +83,6 @@ class LoadedFunction(HasVariables):
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, KINDS[kind]) for name, kind in record.parameters]
         )
-        self._is_positional = all(kind in ("positional", "either") for _, kind in record.parameters)
         program = exported[record.program.array]
         (self._structure, _), _ = (each.children() for each in program.in_tree.children())
         self._avals = program.in_avals[: self._structure.num_leaves]
@@ -113,8 +113,6 @@ class LoadedFunction(HasVariables):
         return result
 
     def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        if not kwargs and self._is_positional and len(args) == len(self._record.parameters):
-            return args
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
@@ -171,6 +169,14 @@ class LoadedFunction(HasVariables):
             f"derivative of order {order} is needed: save it with gradient_order={order}. "
             f"({_NO_FORWARD_MODE})"
         )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} cannot be pickled: call tracegrad.load in the other process")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
 
     def __repr__(self) -> str:
         return f"<loaded {self.signature}>"

@@ -93,12 +93,23 @@ class FunctionRecord(Record, frozen=True):
     program: Program
 
 
-class Manifest(Record, frozen=True):
-    """`single` is false if a dictionary of functions was saved. `digests` has the SHA-256 of each
-    array."""
+class Digested(Record, frozen=True):
+    """What a file says of itself. `digests` has the SHA-256 of each array; in the seal of a
+    checkpoint, of each file."""
 
     versions: dict[str, str]
+    digests: dict[str, str]
+
+
+class Manifest(Digested, frozen=True):
+    """`single` is false if a dictionary of functions was saved."""
+
     single: bool
     variables: tuple[VariableRecord, ...]
     functions: tuple[FunctionRecord, ...]
-    digests: dict[str, str]
+
+
+class Seal(Digested, frozen=True):
+    """The manifest of a complete checkpoint, in a file of its own."""
+
+    arrays: dict[str, ArrayRecord]

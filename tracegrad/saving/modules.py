@@ -92,14 +92,13 @@ def _split_module_from_function(fun: Any) -> tuple[Any, Callable[[Any], Callable
     """Returns the object that a function calls, or whose method it is, and a function that makes
     the same function of another object. The function may be traced, rewritten, or jitted by JAX or
     flax."""
-    if isinstance(fun, (TracedFunction, RewrittenFunction)):
-        found, of = _split_module_from_function(fun.__wrapped__)
-        return found, lambda other: type(fun)(of(other), *fun._made_with)
     if isinstance(fun, functools.partial) and fun.args:
         _, *more = fun.args
         return fun.args[0], lambda other: functools.partial(fun.func, other, *more, **fun.keywords)
     if isinstance(fun, types.MethodType):
         return fun.__self__, lambda other: types.MethodType(fun.__func__, other)
-    if hasattr(fun, "lower") and hasattr(fun, "__wrapped__"):  # jitted
-        return _split_module_from_function(fun.__wrapped__)
+    is_rule = isinstance(fun, (TracedFunction, RewrittenFunction))
+    if is_rule or (hasattr(fun, "lower") and hasattr(fun, "__wrapped__")):  # or jitted
+        module, of = _split_module_from_function(fun.__wrapped__)
+        return module, (lambda other: type(fun)(of(other), *fun._made_with)) if is_rule else of
     return fun, lambda other: other

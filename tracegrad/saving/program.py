@@ -25,14 +25,12 @@ import jax.export
 
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import connections
-from tracegrad.ir import CustomGradient, Graph
+from tracegrad.ir import CustomGradient, Graph, Occurrence
 from tracegrad.ir.dependence import leading_to
 from tracegrad.saving import outside_calls, refusals
 from tracegrad.saving.file import sha256
-from tracegrad.saving.interface import Trees
 from tracegrad.saving.manifest import OWN, Gradient, Program
 from tracegrad.saving.source import ExportedFunction
-from tracegrad.saving.trees import check_containers
 
 MAX_SINGLE = 16
 """How many results, over all gradients of one order, may get a gradient program each."""
@@ -43,40 +41,41 @@ _LOCATION = re.compile(r' loc\((#loc\d*|unknown|"[^"]*")\)')
 
 @dataclass
 class Programs:
-    """The programs of one function, without duplicates; made by `export`.
+    """The programs of one function, without duplicates.
 
     Attributes:
-      trees: the pytrees of the function's arguments and its result.
       order: how many times the function can be differentiated.
       contents: the programs as bytes, by the names of their arrays.
       calls: the targets of the custom calls of each program, by the same names.
-      tree: the record of the function's program and of all programs below it.
     """
 
     name: str
-    trees: Trees
     order: int
     platforms: Sequence[str] | None
     contents: dict[str, bytes] = field(default_factory=dict)
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    tree: Program = field(default_factory=lambda: Program(""))
     _names: dict[Any, str] = field(default_factory=dict)  # by `_identify_program`
     _finds_duplicates: bool = False
 
     def write(self, source: ExportedFunction, order: int = 0, width: int = 1) -> Program:
         """Exports a program and, below `self.order`, its gradient programs. There are `width`
-        gradient programs of this order."""
-        self._finds_duplicates |= order == 0 and _has_rules(source.graph)
-        array, size = self._export(source, order)
+        gradient programs of this order.
+
+        Raises ValueError if an operation cannot be written, or cannot be differentiated in reverse
+        mode; the message names the node and its line.
+        """
         if order == self.order:
-            return Program(array)
+            return Program(self._export(source, order)[0])
+        rules = [each for each in source.graph.walk() if isinstance(each.node, CustomGradient)]
+        has_rules = _are_live(rules, source.graph)
+        self._finds_duplicates |= has_rules
+        array, size = self._export(source, order)
         active = _differentiable_positions(source.avals)
         gradients = self._export_gradients(source, active, size, order, width)
         value = None
-        if _has_rules(source.graph) and active:
+        if has_rules and active:
             value = self.write(source.value(active), order + 1, width)
-        nodes = (found.node for found in source.graph.walk())
-        may_add = not any(isinstance(node, CustomGradient) and node.kind == "vjp" for node in nodes)
+        may_add = all(getattr(rule.node, "kind", "") != "vjp" for rule in rules)
         return Program(array, gradients, value, may_add)
 
     def _export_gradients(
@@ -104,9 +103,10 @@ class Programs:
 
     def _export(self, source: ExportedFunction, order: int) -> tuple[str, int]:
         """Returns the name of the program's array, and the program's size in bytes."""
+        is_last = order == self.order
         what = f"the derivative of order {order} of {self.name}" if order else self.name
         try:
-            exported = refusals.exported(*self._function_to_export(source, order), self.platforms)
+            exported = refusals.exported(*_function_to_export(source, is_last), self.platforms)
             contents, calls = bytes(exported.serialize(vjp_order=0)), _jax.outside_calls(exported)
             if exported.ordered_effects or exported.unordered_effects:
                 raise ValueError("it has effects")
@@ -128,48 +128,31 @@ class Programs:
             self.contents[name], self.calls[name] = contents, tuple(calls)
         return name, len(contents)
 
-    def _function_to_export(
-        self, source: ExportedFunction, order: int
-    ) -> tuple[Callable[..., Any], list[Any]]:
-        """Returns the function to export, and the types of its arguments. Below the highest order,
-        the function runs the graph, because the gradients need the same graph."""
-        run: Callable[..., Any] = lambda *operands: source.run(operands)  # noqa: E731
-        if order == self.order:
-            run = source.fun
-        types: list[Any] = list(map(_jax.without_devices, source.avals))
-        arguments: Any = jax.tree.structure(tuple(self.trees.arguments.values()))
-        result = jax.tree.structure(self.trees.result)
 
-        def program(*args: Any) -> Any:
-            results = run(*jax.tree.leaves(args))
-            if source.above is not None:
-                return results
-            tree = jax.tree.unflatten(result, results[: source.count])
-            return tree, results[source.count :]
+def _function_to_export(
+    source: ExportedFunction, is_last: bool
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns the function to export, and the types of its arguments: of the saved function, the
+    user's pytrees. Below the last order, the function runs the graph, because the gradients need
+    the same graph."""
+    types: list[Any] = list(map(_jax.without_devices, source.avals))
+    if source.above is None:
+        arguments: Any = jax.tree.structure(tuple(source.arguments.values()))
+        types = [
+            jax.tree.unflatten(arguments, types[: arguments.num_leaves]),
+            types[arguments.num_leaves :],
+        ]
 
-        if source.above is None:
-            count = arguments.num_leaves
-            types = [jax.tree.unflatten(arguments, types[:count]), types[count:]]
-        program.__name__ = program.__qualname__ = source.name
-        return program, types
+    def program(*args: Any) -> Any:
+        operands = jax.tree.leaves(args)
+        results = source.fun(*operands) if is_last else source.run(operands)
+        if source.above is not None:
+            return results
+        structure = jax.tree.structure(source.result)
+        return jax.tree.unflatten(structure, results[: source.count]), results[source.count :]
 
-
-def export(
-    source: ExportedFunction, trees: Trees, order: int, platforms: Sequence[str] | None
-) -> Programs:
-    """Exports the programs of a function and of its derivatives up to `order`.
-
-    Raises ValueError if an operation cannot be written, or cannot be differentiated in reverse mode
-    (the message names the node and its line), and TypeError if a container in the trees cannot be
-    written.
-    """
-    programs = Programs(source.name, trees, order, platforms)
-    try:
-        programs.tree = programs.write(source)
-    except Exception:
-        trees.check(check_containers, source.name)  # a container may be the cause
-        raise
-    return programs
+    program.__name__ = program.__qualname__ = source.name
+    return program, types
 
 
 def _differentiable_positions(avals: Sequence[Any]) -> list[int]:
@@ -185,8 +168,7 @@ def _identify_program(exported: Any) -> tuple[Any, ...]:
     return text, str(exported.in_avals), exported.module_kept_var_idx
 
 
-def _has_rules(graph: Graph) -> bool:
-    """Whether a result depends on an operation with a custom gradient."""
-    rules = [found for found in graph.walk() if isinstance(found.node, CustomGradient)]
+def _are_live(rules: Sequence[Occurrence], graph: Graph) -> bool:
+    """Whether a result depends on one of these operations."""
     live = leading_to(graph, [True] * len(graph.outputs)) if rules else set()
     return any(not live.isdisjoint(rule.steps[0].outputs) for rule in rules)

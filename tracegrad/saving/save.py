@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +16,10 @@ from tracegrad.saving.file import Array, stored, write_file
 from tracegrad.saving.interface import (
     Function,
     bind_specs,
+    check_trees,
     parameters_of,
     saved_name,
     signature_text,
-    trace_for_specs,
-    trees_of,
 )
 from tracegrad.saving.libraries import needed
 from tracegrad.saving.manifest import (
@@ -32,8 +30,8 @@ from tracegrad.saving.manifest import (
     VariableRecord,
 )
 from tracegrad.saving.modules import ModuleVariables
-from tracegrad.saving.program import export
-from tracegrad.saving.source import source_of
+from tracegrad.saving.program import Programs
+from tracegrad.saving.source import trace_to_save
 from tracegrad.saving.variables import is_key, not_while_tracing, stored_form
 from tracegrad.variables.lending import peek
 from tracegrad.variables.variable import Variable
@@ -123,7 +121,8 @@ def save(
 def _check_options(gradient_order: Any, platforms: Any) -> None:
     not_while_tracing("save")
     known = get_args(Platform)
-    if platforms is not None and not set(known).issuperset(platforms):
+    is_list = isinstance(platforms, (list, tuple)) and bool(platforms)
+    if platforms is not None and not (is_list and all(each in known for each in platforms)):
         raise ValueError(f"platforms should be a list of names in {known}, but is {platforms!r}")
     if type(gradient_order) is not int or gradient_order < 0:
         raise ValueError(
@@ -136,21 +135,14 @@ def _list_functions(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
     """Returns (name, function, specs) for each function to save."""
     if not isinstance(fun, Mapping):
         return [(saved_name(fun), fun, specs)]
-    if specs is not None:
-        raise TypeError("give the specs in the dictionary: save({name: (fun, specs)}, path)")
-    if not fun:
-        raise ValueError("there is no function to save: the dictionary is empty")
-    functions = []
-    for name, entry in fun.items():
-        if not isinstance(name, str):
-            raise TypeError(f"the name of a function should be a string, but is {name!r}")
-        if not isinstance(entry, tuple) or len(entry) != 2:
-            raise TypeError(
-                "the dictionary should map each name to a pair (fun, specs), as in "
-                f"save({{name: (fun, specs)}}, path), but it maps {name!r} to {entry!r}"
-            )
-        functions.append((name, *entry))
-    return functions
+    pairs = {name: entry for name, entry in fun.items() if isinstance(name, str)}
+    are_pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs.values())
+    if not fun or specs is not None or len(pairs) < len(fun) or not are_pairs:
+        raise TypeError(
+            "several functions are saved by save({name: (fun, specs)}, path), with names that are "
+            f"strings and without other specs, but got {fun!r} and specs={specs!r}"
+        )
+    return [(name, *pair) for name, pair in pairs.items()]
 
 
 @dataclass
@@ -173,24 +165,29 @@ class _Contents:
     arrays: dict[str, Array] = field(default_factory=dict)
 
     def add(self, name: str, fun: Function, specs: Any) -> None:
-        bound = bind_specs(name, fun, specs)
-        trace = functools.partial(trace_for_specs, name, fun, bound, self.modules)
-        source = source_of(name, trace)
-        traced = source.graph
-        trees = trees_of(traced, bound, name)
-        programs = export(source, trees, self.order, self.platforms)
-        parameters = parameters_of(bound)
+        given = bind_specs(name, fun, specs)
+        arguments: Mapping[str, Any] = given.arguments
+        result = None
+        programs = Programs(name, self.order, self.platforms)
+        try:
+            source = trace_to_save(self.modules.without_module(fun), given, name)
+            arguments, result = source.arguments, source.result
+            program = programs.write(source)
+        except Exception:
+            check_trees(arguments, result, name)  # a container may be the cause
+            raise
+        parameters = parameters_of(given)
         record = FunctionRecord(
             name=name,
-            signature=signature_text(name, parameters, trees),
+            signature=signature_text(name, parameters, arguments, result),
             parameters=parameters,
-            constraints=tuple(_jax.symbolic_constraints(traced.in_avals)),
-            reads=self._places(traced.variables),
-            assigns=self._places(traced.assigned),
+            constraints=tuple(_jax.symbolic_constraints(source.avals)),
+            reads=self._places(source.graph.variables),
+            assigns=self._places(source.graph.assigned),
             platforms=tuple(programs.platforms or ()),
             gradient_order=self.order,
-            calls={array: programs.calls[array] for array in programs.contents},
-            program=programs.tree,
+            calls=programs.calls,
+            program=program,
         )
         self.arrays |= {n: np.frombuffer(x, np.uint8) for n, x in programs.contents.items()}
         self.functions.append(record)
@@ -215,10 +212,10 @@ class _Contents:
             variables.append(record)
         manifest = Manifest(
             versions={"tracegrad": __version__, **_jax.versions()},
+            digests={},
             single=single,
             variables=tuple(variables),
             functions=tuple(self.functions),
-            digests={},
         )
         write_file(path, {**values, **self.arrays}, manifest)
 

@@ -9,7 +9,6 @@ arrays without an error: so the files are compared with the seal first.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,44 +16,31 @@ from pathlib import Path
 
 from tracegrad import _jax
 from tracegrad._version import __version__
-from tracegrad.saving.atomic import replacing
-from tracegrad.saving.errors import ArtefactError
-from tracegrad.saving.file import digests_of, sha256
-from tracegrad.saving.libraries import msgspec
-from tracegrad.saving.manifest import FORMAT, ArrayRecord, Record
+from tracegrad.saving.file import check_digests, digests_of, open_file, read_header, write_file
+from tracegrad.saving.manifest import ArrayRecord, Seal
 
 SEAL = "tracegrad.seal"
 _STEP = re.compile(r"tracegrad-(\d+)")
 
 
-class Seal(Record, frozen=True):
-    """The record of a complete checkpoint. In its file, the format number and the SHA-256 of the
-    record precede the record, as in the header of a saved function."""
-
-    versions: dict[str, str]
-    arrays: dict[str, ArrayRecord]
-    files: dict[str, str]
+def _steps(folder: Path) -> dict[int, Path]:
+    """Returns the folders of steps, sealed or not, by their numbers."""
+    found = ((_STEP.fullmatch(each.name), each) for each in folder.iterdir())
+    return {int(match[1]): each for match, each in found if match}
 
 
 def next_step(folder: Path) -> int:
-    """Returns a number above the numbers of all folders of steps, sealed or not."""
-    found = (_STEP.match(each.name) for each in folder.iterdir())
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    return 1 + max(_steps(folder), default=-1)
 
 
 def last_sealed(folder: Path) -> int:
-    """Raises FileNotFoundError if there is no sealed folder, NotADirectoryError for a file."""
-    if folder.is_file():
-        raise NotADirectoryError(f"{str(folder)!r} is a file, and no folder of save_variables")
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{str(folder)!r} does not exist")
-    seals = (_STEP.fullmatch(seal.parent.name) for seal in folder.glob(f"*/{SEAL}"))
-    numbers = [int(match[1]) for match in seals if match]
-    if not numbers:
+    """Raises OSError if there is no sealed folder."""
+    sealed = [number for number, step in _steps(folder).items() if (step / SEAL).is_file()]
+    if not sealed:
         raise FileNotFoundError(
             f"there is no complete checkpoint of save_variables in {str(folder)!r}"
         )
-    return max(numbers)
+    return max(sealed)
 
 
 def step_folder(folder: Path, number: int) -> Path:
@@ -79,11 +65,8 @@ def digests_of_files(step: Path, files: Sequence[str]) -> dict[str, str]:
 def seal(step: Path, arrays: Mapping[str, ArrayRecord], files: Mapping[str, str]) -> None:
     """Also removes all other checkpoints. The files of this checkpoint must be written."""
     versions = {"tracegrad": __version__, **_jax.versions()}
-    text = msgspec.json.encode(Seal(versions, dict(arrays), dict(files)))
-    with replacing(step / SEAL) as partial:
-        Path(partial).write_bytes(f"{FORMAT} {sha256(text)} ".encode() + text)
-    others = step.parent.iterdir()
-    remove(each for each in others if _STEP.match(each.name) and each != step)
+    write_file(step / SEAL, {}, Seal(versions, dict(files), dict(arrays)))
+    remove(each for each in _steps(step.parent).values() if each != step)
 
 
 def remove(steps: Iterable[Path]) -> None:
@@ -93,29 +76,12 @@ def remove(steps: Iterable[Path]) -> None:
         shutil.rmtree(step, ignore_errors=True)
 
 
-def read_seal(path: str | os.PathLike[str], step: Path) -> Seal:
+def read_seal(step: Path) -> Seal:
     """Reads the seal of a checkpoint, and compares every file of the checkpoint with the seal.
 
-    Raises ArtefactError, with `path`, if the seal is damaged or a file differs from the seal.
+    Raises ArtefactError if the seal is damaged or a file differs from the seal.
     """
-
-    def refused(name: str, reason: str) -> ArtefactError:
-        return ArtefactError(f"{step.name}/{name}", reason, path)
-
-    number, digest, text = [*(step / SEAL).read_bytes().split(b" ", 2), b"", b""][:3]
-    if number.isdigit() and int(number) != FORMAT:
-        raise refused(SEAL, f"it has format {int(number)}, but this tracegrad reads {FORMAT}")
-    if not number.isdigit() or digest != sha256(text).encode():
-        raise refused(SEAL, "its SHA-256 differs from the one that it states")
-    try:
-        found = msgspec.json.decode(text, type=Seal)
-    except msgspec.MsgspecError as error:
-        raise refused(SEAL, str(error)) from error
-    digests = digests_of_files(step, files_of(step))
-    for name in sorted(found.files.keys() | digests.keys()):
-        if name not in digests:
-            raise refused(name, "the file is missing")
-        if digests[name] != found.files.get(name):
-            reason = f"its SHA-256 is {digests[name]}, but the seal has {found.files.get(name)}"
-            raise refused(name, f"it was changed: {reason}")
+    with open_file(step / SEAL) as file:
+        _, found, _ = read_header(file, Seal)
+    check_digests(digests_of_files(step, files_of(step)), found.digests, step)
     return found

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
+from tracegrad.saving.interface import Function, check_leaves, positional, tree_of_types
 from tracegrad.tracing.graphs import graph as trace_graph
+from tracegrad.tracing.graphs import graph_of_call
 
 Flat = Callable[..., list[Any]]
 
@@ -25,6 +30,8 @@ class ExportedFunction:
       count: the number of results that may have cotangents; new values of Variables follow them.
       above: the function whose gradient or value this function computes; None for the saved
         function.
+      arguments, result: of the saved function, the pytrees of types of its arguments, by the names
+        of the parameters, and of its result.
     """
 
     name: str
@@ -32,10 +39,13 @@ class ExportedFunction:
     fun: Flat
     count: int
     above: ExportedFunction | None = None
+    traced: Graph | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    result: Any = None
 
     @functools.cached_property
     def graph(self) -> Graph:
-        return trace_graph(self.fun, *self.avals)
+        return self.traced or trace_graph(self.fun, *self.avals)
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
         return run_graph(self.graph, operands)
@@ -65,10 +75,20 @@ class ExportedFunction:
         return ExportedFunction(self.name, self.avals, value, self.count, self)
 
 
-def source_of(name: str, trace: Callable[[], Graph]) -> ExportedFunction:
+def trace_to_save(fun: Function, given: inspect.BoundArguments, name: str) -> ExportedFunction:
+    """Traces a function for its specs. Raises TypeError if a result is not an array."""
     with _jax.tracing_apart("to be saved"):
-        graph = trace()
-    run = lambda *operands: run_graph(graph, operands)  # noqa: E731
-    source = ExportedFunction(name, graph.in_avals, run, graph.result_count)
-    vars(source)["graph"] = graph
-    return source
+        graph = graph_of_call(positional(fun, given), tuple(given.arguments.values()), {})
+    structure: Any = jax.tree.structure(tuple(given.arguments.values()))
+    types = tree_of_types(structure, graph.in_avals[: structure.num_leaves])
+    result = tree_of_types(graph.out_tree, graph.out_avals[: graph.result_count])
+    check_leaves(result, f"the result of {name}")
+    return ExportedFunction(
+        name,
+        graph.in_avals,
+        lambda *operands: run_graph(graph, operands),
+        graph.result_count,
+        traced=graph,
+        arguments=dict(zip(given.arguments, types, strict=True)),
+        result=result,
+    )

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Set
-from contextlib import suppress
-from types import MemberDescriptorType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
 
 from tracegrad import _jax
+from tracegrad.saving.loaded import LoadedFunction
 from tracegrad.tracing import TracedFunction
 from tracegrad.variables.variable import Variable
 
 # Objects of these types and packages are not searched for Variables.
 _CLOSED = (type, ModuleType, str, bytes, np.ndarray, TracedFunction)
 _CLOSED_PACKAGES = frozenset({"builtins", "jax", "jaxlib", "numpy"})
-
-
-class HasVariables:
-    """The base of classes that list their Variables, by name, in an attribute."""
-
-    variables: Mapping[str, Variable]
 
 
 def variables_of(tree: Any) -> dict[str, Variable]:
@@ -82,23 +76,13 @@ def _iterate_items(item: Any) -> Iterator[tuple[Any, Any]]:
         yield from zip(kind._fields, item, strict=True)
     elif isinstance(item, (list, tuple)):
         yield from enumerate(item)
-    elif isinstance(item, HasVariables):
+    elif isinstance(item, LoadedFunction):
         yield from item.variables.items()
     elif not isinstance(item, _CLOSED) and kind.__module__.split(".")[0] not in _CLOSED_PACKAGES:
         # No properties: they compute, and the code of a property may itself call `variables_of`.
-        slots = (slot for base in kind.__mro__ for slot in _iterate_slots(base, item))
-        yield from {**getattr(item, "__dict__", {}), **dict(slots)}.items()
-
-
-def _iterate_slots(kind: type, item: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the slots that the class `kind`, one of the classes of `item`, defines."""
-    slots = kind.__dict__.get("__slots__", ())
-    for name in (slots,) if isinstance(slots, str) else slots:
-        is_private = name.startswith("__") and not name.endswith("__")
-        member = kind.__dict__.get(f"_{kind.__name__.lstrip('_')}{name}" if is_private else name)
-        if isinstance(member, MemberDescriptorType):
-            with suppress(AttributeError):  # not set
-                yield name, member.__get__(item)
+        state = object.__getstate__(item)
+        for values in state if isinstance(state, tuple) else (state,):  # attributes, and slots
+            yield from (values or {}).items()
 
 
 def is_key(holder: Any) -> bool:
