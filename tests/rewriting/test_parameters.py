@@ -47,31 +47,21 @@ def changed_where(gradient, is_meant, change):
     return jax.tree.unflatten(structure, [change(g) if is_meant(p) else g for p, g in pairs])
 
 
-# ----------------------------------------------- a transformer of flax.nnx, as its docs have it
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.attention = nnx.MultiHeadAttention(
-            num_heads=2, in_features=4, qkv_features=4, decode=False, rngs=rngs
-        )
-        self.norm = nnx.LayerNorm(4, rngs=rngs)
-        self.mlp = nnx.Linear(4, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.mlp(nnx.relu(self.norm(x + self.attention(x))))
+# ----------------------------------------------- a transformer of flax.nnx, as its users have it
 
 
 class Transformer(nnx.Module):
     def __init__(self, rngs):
         self.embedding = nnx.Embed(5, 4, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.blocks = nnx.List(
+            [nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs) for _ in range(2)]
+        )
         self.head = nnx.Linear(4, 5, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for attention in self.blocks:
+            x = x + attention(x)
         return self.head(x)
 
 
@@ -96,12 +86,12 @@ def expected_of(model, tokens):
     """The embedding frozen, the attention's gradients clipped, by hand."""
     gradient = nnx.grad(language_loss)(model, tokens)
     gradient = changed_where(gradient, lambda p: p.startswith("embedding"), jnp.zeros_like)
-    return changed_where(gradient, lambda p: ".attention." in p, clipped(0.01))
+    return changed_where(gradient, lambda p: p.startswith("blocks"), clipped(0.01))
 
 
 RULES = [
     tg.rules.stop_gradient(tg.match.param("embedding.*")),
-    tg.rules.clip_gradient(tg.match.param("blocks.*.attention.*"), max_norm=0.01),
+    tg.rules.clip_gradient(tg.match.param("blocks.*"), max_norm=0.01),
 ]
 
 
@@ -228,21 +218,6 @@ def test_all_uses_of_a_parameter_are_added_up_before_they_are_clipped():
     np.testing.assert_allclose(found, total / jnp.linalg.norm(total), rtol=1e-6)
 
 
-def test_clipping_a_scope_and_clipping_its_parameters_are_two_things():
-    def loss(params, x):
-        with jax.named_scope("dense"):
-            y = x @ params["dense"]["w"]
-        return jnp.sum(3 * y)
-
-    params, x = {"dense": {"w": jnp.zeros((2, 1))}}, jnp.array([[3.0, 4.0]])
-    by_scope = tg.rules.clip_gradient(tg.match.scope("dense"), max_norm=1.0)
-    by_param = tg.rules.clip_gradient(tg.match.param("dense.*"), max_norm=1.0)
-    at_output = jax.grad(tg.rewrite(loss, by_scope))(params, x)["dense"]["w"]
-    at_input = jax.grad(tg.rewrite(loss, by_param))(params, x)["dense"]["w"]
-    np.testing.assert_allclose(at_output.ravel(), [3.0, 4.0])  # dy of norm 3 is 1 now: 1 · x
-    np.testing.assert_allclose(at_input.ravel(), [0.6, 0.8], rtol=1e-6)  # its own norm is 1
-
-
 def test_a_stopped_parameter_is_unconnected():
     rule = tg.rules.stop_gradient(tg.match.param("a.*"))
     found = tg.grad(tg.rewrite(quadratic, rule), unconnected="none")(PARAMS, ONES)
@@ -269,11 +244,6 @@ def test_values_and_what_compiles_stay_as_they_are():
 # ------------------------------------------------------------------------- tapes, Variables, orders
 
 
-def test_a_tape_around_a_traced_function_has_the_rule():
-    f = tg.trace(quadratic, rules=[tg.rules.scale_gradient(tg.match.param("a.w"), 3.0)])
-    assert_trees_close(by_tape(lambda params: f(params, ONES), PARAMS), tripled("a.w"))
-
-
 def test_variables_are_known_by_their_names():
     w, b = tg.Variable(jnp.array([3.0, 4.0]), name="kernel"), tg.Variable(1.0, name="bias")
 
@@ -287,17 +257,6 @@ def test_variables_are_known_by_their_names():
     for dw, db in (by_tape(f, x, sources=[w, b]), step(x)):
         np.testing.assert_allclose(dw, [0.6, 0.8], rtol=1e-6)
         assert db == 1.0
-
-
-def test_under_jit_vmap_and_scan():
-    rule = tg.rules.clip_gradient(tg.match.param("w"), max_norm=1.0)
-    f = tg.rewrite(lambda w, x: jnp.sum(w * x), rule)
-    w, xs = jnp.ones(2), jnp.array([[3.0, 4.0], [0.3, 0.4]])
-    expected = jnp.array([[0.6, 0.8], [0.3, 0.4]])
-    np.testing.assert_allclose(jax.vmap(jax.grad(f), (None, 0))(w, xs), expected, rtol=1e-6)
-    np.testing.assert_allclose(jax.jit(jax.grad(f))(w, xs[0]), expected[0], rtol=1e-6)
-    _, found = jax.lax.scan(lambda w, x: (w, jax.grad(f)(w, x)), w, xs)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.both_jax
@@ -386,15 +345,6 @@ def test_what_a_selector_of_parameters_does_not_go_with_is_refused(make, message
         make()
 
 
-def test_what_jax_has_differentiated_already_is_refused():
-    from jax import grad
-
-    rule = tg.rules.clip_gradient(tg.match.param("params.a.w"), max_norm=1.0)
-    step = tg.trace(lambda params, x: grad(quadratic)(params, x), rules=[rule])
-    with pytest.raises(tg.ir.GraphError, match="JAX has differentiated already"):
-        step(PARAMS, ONES)
-
-
 def test_the_cure_for_a_solver_that_differentiates_scales_the_gradient_of_its_parameters():
     from jax import jvp
 
@@ -456,34 +406,28 @@ def test_in_a_traced_step_parameters_have_the_paths_of_its_arguments(name):
     assert seen.keys() == {f"params.{path}" for path in paths_of(found)}
 
 
-def test_a_parameter_that_is_differentiated_under_no_path_is_not_passed_by_in_silence():
-    def step(params, x):
-        doubled = [2 * leaf for leaf in jax.tree.leaves(params)]
-        structure = jax.tree.structure(params)
-        return jax.grad(lambda leaves: quadratic(jax.tree.unflatten(structure, leaves), x))(doubled)
+def by_computed_leaves(params, x):
+    doubled, structure = [2 * leaf for leaf in jax.tree.leaves(params)], jax.tree.structure(params)
+    return jax.grad(lambda flat: quadratic(jax.tree.unflatten(structure, flat), x))(doubled)[1]
 
+
+def by_ravelling(params, x, ravel=lambda tree: ravel_pytree(tree)[0]):
+    unravel = ravel_pytree(params)[1]
+    return jax.grad(lambda flat: quadratic(unravel(flat), x))(ravel(params))
+
+
+def by_jitted_ravelling(params, x):
+    return by_ravelling(params, x, jax.jit(lambda tree: ravel_pytree(tree)[0]))
+
+
+@pytest.mark.parametrize("step", [by_computed_leaves, by_ravelling, by_jitted_ravelling])
+def test_a_parameter_that_is_differentiated_under_no_path_is_not_passed_by_in_silence(step):
     rule = tg.rules.clip_gradient(tg.match.param("params.a.w"), max_norm=1.0)
-    with pytest.raises(tg.ir.NoMatchError, match=r"nearest paths: .*'leaves\.\d'"):
+    with pytest.raises(tg.ir.NoMatchError, match=r"nearest paths: .*'flat"):
         tg.trace(step, rules=[rule])(PARAMS, ONES)
-    listed = tg.rules.scale_gradient(tg.match.param("leaves.1"), 3.0)
-    found = tg.trace(step, rules=[listed])(PARAMS, ONES)
-    expected = step(PARAMS, ONES)
-    assert_trees_close(found, [expected[0], 3 * expected[1], expected[2]])
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-def test_a_parameter_that_is_raveled_before_it_is_differentiated_is_not_passed_by(jitted):
-    def step(params, x):
-        ravel = jax.jit(lambda tree: ravel_pytree(tree)[0]) if jitted else None
-        flat, unravel = ravel_pytree(params)
-        return jax.grad(lambda flat: quadratic(unravel(flat), x))(ravel(params) if ravel else flat)
-
-    rule = tg.rules.stop_gradient(tg.match.param("params.a.w"))
-    with pytest.raises(tg.ir.NoMatchError, match=r"nearest paths: .*'flat'"):
-        tg.trace(step, rules=[rule])(PARAMS, ONES)
-    whole = tg.rules.scale_gradient(tg.match.param("flat"), 3.0)
-    found = tg.trace(step, rules=[whole])(PARAMS, ONES)
-    assert_trees_close(found, 3 * step(PARAMS, ONES))
+    under = tg.match.param("flat.1" if step is by_computed_leaves else "flat")
+    found = tg.trace(step, rules=[tg.rules.scale_gradient(under, 3.0)])(PARAMS, ONES)
+    np.testing.assert_allclose(found, 3 * step(PARAMS, ONES), rtol=1e-6)
 
 
 def sharpness_aware(params, x):

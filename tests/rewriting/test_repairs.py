@@ -517,15 +517,3 @@ def test_a_function_gets_its_own_derivative_back():
     assert jax.grad(mended, (0, 1))(2.0, 3.0) == (3.0, 2.0)
     with pytest.raises(tg.GraphError, match="no call of a function with a custom gradient"):
         tg.rewrite(jnp.sin, rules.own_derivative(match.op("sin")))(1.0)
-
-
-def test_own_derivative_in_a_train_step_with_a_scan_over_layers():
-    x = jnp.array([-1.0, 2.0, 3.0])
-
-    def loss(scales):
-        return jnp.sum(jax.lax.scan(lambda x, s: (jax.nn.relu(s * x), None), x, scales)[0])
-
-    own = rules.own_derivative(match.call("relu"))
-    step = tg.trace(lambda scales: jax.grad(loss)(scales), rules=[own])
-    scales = jnp.array([1.5, 0.5])
-    np.testing.assert_allclose(step(scales), jax.grad(loss)(scales), rtol=1e-6)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
@@ -15,7 +13,6 @@ from jax import grad as grad_by_name
 from jax.experimental import jet
 
 import tracegrad as tg
-from tests.compilation import temporary_bytes
 from tests.derivatives import GRADIENTS, by_tape
 from tracegrad import match, rules
 
@@ -43,7 +40,13 @@ def by_hand(factor):
 EXPECTED = jax.grad(by_hand(3.0))(X)
 
 
-WAYS = {**GRADIENTS, "tg.gradients in the step": lambda f, x: tg.gradients(f(x), [x])[0]}
+WAYS = {
+    **GRADIENTS,
+    "tg.gradients in the step": lambda f, x: tg.gradients(f(x), [x])[0],
+    "tg.intermediate_gradients": lambda f, x: tg.intermediate_gradients(
+        lambda x: f(x / 1.0), x, where=match.op("div")
+    )[1]["div"],
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -118,22 +121,6 @@ def test_sources_and_constants_inside_of_a_match_have_their_own_gradients(rule, 
             np.testing.assert_allclose(tangents, second, rtol=1e-4)
 
 
-def test_sources_that_are_asked_for_together_have_what_each_has_alone():
-    def step(x):
-        with tg.GradientTape(persistent=True) as tape:
-            tape.watch(x)
-            with jax.named_scope("block"):
-                a = jnp.sin(x)
-                b = a * a
-            y = b * jnp.cos(b) * a
-        sources = [x, a, b]
-        alone = [tape.gradient([y, b], source) for source in sources]
-        return alone, tape.gradient([y, b], sources)
-
-    alone, together = tg.trace(step, rules=[rules.scale_gradient(BLOCK, 0.5)])(X)
-    np.testing.assert_allclose(together, alone, rtol=1e-6)
-
-
 @jax.custom_jvp
 def tripled(x):
     return x
@@ -157,29 +144,11 @@ def test_kept_traces_are_those_of_the_rules_in_force():
     np.testing.assert_array_equal(tg.trace(lambda x: inner(x))(X), plain)
 
 
-def test_a_second_shape_finds_the_rules_again():
-    inner = jax.jit(lambda x: tg.grad(loss)(x))
-    step = tg.trace(lambda x, y: (inner(x), y + 1), rules=[TRIPLE])
-    for y in (jnp.ones(2), jnp.ones(3)):  # `inner` is traced once
-        np.testing.assert_allclose(step(X, y)[0], EXPECTED, rtol=1e-6)
-
-
 def test_rules_of_nested_traces_are_both_in_force():
     inner = tg.trace(lambda x: tg.grad(loss)(x), rules=[TRIPLE])
     outer = tg.trace(lambda x: inner(x), rules=[rules.scale_gradient(SIN, 2.0)])
     np.testing.assert_allclose(outer(X), jax.grad(by_hand(6.0))(X), rtol=1e-6)
     np.testing.assert_allclose(inner(X), EXPECTED, rtol=1e-6)
-
-
-def test_gradients_inside_of_a_loss_go_by_the_rule():
-    def outer(x):
-        return loss(2 * x)
-
-    step = tg.trace(
-        lambda x: tg.intermediate_gradients(outer, x, where=match.op("mul"))[1]["mul"],
-        rules=[TRIPLE],
-    )
-    np.testing.assert_allclose(step(X / 2), EXPECTED, rtol=1e-5)
 
 
 def test_sparse_gradients_under_rules():
@@ -232,24 +201,6 @@ def test_a_rule_that_may_match_nothing_matches_where_it_can():
     rule = rules.scale_gradient(SIN, 3.0, missing_ok=True)
     f = tg.trace(lambda x, n: jnp.sin(x) if n else x, rules=[rule], static_argnums=1)
     assert [float(jax.grad(f)(0.0, n)) for n in (0, 1, 0)] == [1.0, 3.0, 1.0]
-
-
-def test_a_rule_that_matched_nothing_keeps_no_program():
-    programs = []
-
-    def note(graph):
-        programs.append(weakref.ref(graph))
-        return graph
-
-    missing = rules.scale_gradient(match.op("sinn"), 2.0)
-    step = tg.trace(lambda x: tg.grad(loss)(x), rules=[note, missing])
-    with pytest.raises(tg.NoMatchError) as raised:
-        step(X)
-    error = raised.value.with_traceback(None)
-    del raised
-    gc.collect()
-    assert [ref() for ref in programs] == [None, None]
-    assert "matches nothing in loss" in str(error)
 
 
 def test_filter_jvp_has_none_for_what_does_not_move():
@@ -551,18 +502,8 @@ def deep(w, x):
     return jnp.sum(x)
 
 
-@pytest.mark.parametrize("derivative", [tg.grad, lambda f: jax.grad(f)], ids=["tg", "jax"])
-def test_a_memory_budget_reaches_the_loss_inside_a_step(derivative):
+def test_a_memory_budget_that_does_not_reach_the_loss_inside_a_step_raises():
     w, x = jnp.eye(64) / 8, jnp.ones((512, 64))
-
-    def step(w, x):
-        return w - 0.1 * derivative(deep)(w, x)
-
-    plain, fitted = tg.trace(step), tg.trace(step, memory_budget="60%")
-    np.testing.assert_allclose(fitted(w, x), plain(w, x), rtol=1e-5)
-    assert temporary_bytes(fitted, w, x) < 0.8 * temporary_bytes(plain, w, x)
-    around = tg.trace(deep, memory_budget="60%")
-    assert around.graph(w, x).recomputes
     with pytest.raises(tg.GraphError, match=r"memory_budget='60%'.*differentiated already") as told:
         tg.trace(lambda w, x: grad_by_name(deep)(w, x), memory_budget="60%")(w, x)
     assert "jax.grad(tracegrad.trace(loss, memory_budget='60%'))" in str(told.value)
@@ -616,16 +557,8 @@ def test_a_derivative_of_a_program_that_was_traced_by_itself_is_not_said_to_be_o
     np.testing.assert_allclose(gradient, 3 * jax.grad(loss)(X), rtol=1e-6)
 
 
-def test_calls_of_a_rewritten_function_share_the_inner_functions_that_jax_has_compiled(caplog):
-    differentiated = jax.jit(lambda x: jax.grad(loss)(x))
-    edited = tg.rewrite(lambda x: jax.nn.relu(differentiated(x)), TRIPLE)
-    expected = jax.nn.relu(EXPECTED)
-    np.testing.assert_allclose(edited(X), expected, rtol=1e-5)
-    with jax.log_compiles():
-        np.testing.assert_allclose(edited(X), expected, rtol=1e-5)  # the rule has matched before
-    assert "Finished XLA compilation" not in caplog.text
-    np.testing.assert_allclose(edited(X[:2]), expected[:2], rtol=1e-5)
-    np.testing.assert_allclose(differentiated(X), jax.grad(loss)(X), rtol=1e-5)
+DIFFERENTIATED = jax.jit(lambda x: jax.grad(loss)(x))
+differentiates = tg.rewrite(lambda x: jax.nn.relu(DIFFERENTIATED(x)), TRIPLE)
 
 
 def shows_values(x):
@@ -640,13 +573,14 @@ def edits(x):
     return tg.rewrite(lambda x: jax.nn.relu(loss(x)), tg.edit(SIN, lambda op, x: op(x)))(x)
 
 
-@pytest.mark.parametrize("call", [shows_values, shows_gradients, edits])
-def test_functions_that_differentiate_nothing_share_compiled_functions_whatever_the_rules(
+@pytest.mark.parametrize("call", [differentiates, shows_values, shows_gradients, edits])
+def test_inner_functions_that_jax_has_compiled_are_shared_by_calls_with_the_same_rules(
     call, caplog
 ):
-    np.testing.assert_allclose(call(X), jax.nn.relu(loss(X)), rtol=1e-6)
+    expected = jax.nn.relu(EXPECTED if call is differentiates else loss(X))
+    np.testing.assert_allclose(call(X), expected, rtol=1e-5)
     with jax.log_compiles():
-        np.testing.assert_allclose(call(X), jax.nn.relu(loss(X)), rtol=1e-6)
+        np.testing.assert_allclose(call(X), expected, rtol=1e-5)
     assert "Finished XLA compilation" not in caplog.text
 
 

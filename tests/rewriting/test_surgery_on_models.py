@@ -101,42 +101,6 @@ def test_another_rule_for_softmax_which_jax_inlines(library):
     check(library, tg.rules.override_gradient(tg.match.call("softmax"), peaked), by_hand)
 
 
-def stopping_operand(position, fun):
-    """The function, with one operand of every product of matrices stopped, by interpretation."""
-
-    def evaluate(program, constants, args):
-        values = dict(zip(program.constvars, constants, strict=True))
-        values.update(zip(program.invars, args, strict=True))
-        for equation in program.eqns:
-            operands = [a.val if hasattr(a, "val") else values[a] for a in equation.invars]
-            name, params = equation.primitive.name, equation.params
-            inner = params.get("jaxpr" if name in ("jit", "pjit") else "call_jaxpr")
-            if inner is not None:
-                inner_open = getattr(inner, "jaxpr", inner)
-                results = evaluate(inner_open, getattr(inner, "consts", ()), operands)
-            else:
-                if name == "dot_general":
-                    operands[position] = jax.lax.stop_gradient(operands[position])
-                out = equation.primitive.bind(*operands, **params)
-                results = out if equation.primitive.multiple_results else [out]
-            values.update(zip(equation.outvars, results, strict=True))
-        return [a.val if hasattr(a, "val") else values[a] for a in program.outvars]
-
-    def stopped(*args):
-        program = jax.make_jaxpr(fun)(*args)
-        flat = jax.tree.leaves(args)
-        (result,) = evaluate(program.jaxpr, program.consts, flat)
-        return result
-
-    return stopped
-
-
-@each_library
-def test_one_operand_of_every_product_stopped(library):
-    rule = tg.rules.stop_gradient(tg.match.op("dot_general"), inputs=1)
-    check(library, rule, stopping_operand(1, plain(library).loss))
-
-
 @each_library
 def test_recompute_by_block(library):
     model = plain(library)
