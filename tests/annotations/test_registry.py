@@ -56,13 +56,6 @@ def within_of(name, fun):
     return within(fun, {"sin": name})
 
 
-def test_a_tape_that_recorded_in_a_block_goes_by_it_behind_the_block():
-    with tg.gradient_override_map(HUNDREDFOLD), tg.GradientTape() as tape:
-        tape.watch(X)
-        y = f(X)
-    np.testing.assert_allclose(tape.gradient(y, X), EXPECTED, rtol=1e-5)
-
-
 # Of JAX's own, which refuses a function with a custom VJP: of the operations in the block, then.
 FORWARD_MODE = {"jax.linearize", "jax.jacfwd", "equinox.filter_jvp"}
 
@@ -121,18 +114,6 @@ def test_what_a_tape_recorded_before_a_block_keeps_its_gradient(around, computed
     np.testing.assert_allclose(both(X), PLAIN + 10 * EXPECTED, rtol=1e-5)
 
 
-def test_symbolic_gradients_are_asked_for_in_a_block():
-    @tg.trace
-    def both(x):
-        before = f(x)
-        with tg.gradient_override_map(HUNDREDFOLD):
-            inside = f(x)
-            return *tg.gradients(before, x), *tg.gradients(inside, x), *tg.hessians(inside, x)
-
-    for found, expected in zip(both(X), (PLAIN, EXPECTED, 200 * jnp.eye(3)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5)  # the last: of 100 x + sin(x)
-
-
 @pytest.mark.parametrize("other", [tg.GradientTape, lambda: tg.gradient_override_map({"sin": "b"})])
 def test_a_block_that_is_left_too_early_ends_with_what_was_entered_inside_of_it(other):
     block, inner = tg.gradient_override_map(HUNDREDFOLD), other()
@@ -160,15 +141,6 @@ def test_names_that_no_operation_has_are_told():
         raise ZeroDivisionError
 
 
-def test_a_wrong_gradient_is_found_by_the_line_of_its_function(name):
-    @tg.register_gradient(name)
-    def too_many(op, dy):
-        return dy, dy
-
-    with pytest.raises(ValueError, match=rf"'{name}' \(.*test_registry.py:\d+\) of sin"):
-        jax.grad(within_of(name, jnp.sin))(1.0)
-
-
 def test_kept_programs_are_those_of_the_block():
     traced = tg.trace(lambda x: tg.grad(f)(x))
     plain = traced(X)
@@ -184,12 +156,6 @@ def test_jax_differentiating_inside_a_block_goes_by_it_or_is_refused():
         within(before)(X)
     with pytest.raises(tg.GraphError, match="differentiated"):
         within(lambda x: jax.jit(before)(x))(X)
-
-
-def test_a_scope_called_like_a_transformation_is_not_taken_for_one():
-    scoped = jax.named_scope("jvp(x)")(f)
-    np.testing.assert_allclose(within(lambda x: tg.grad(scoped)(x))(X), EXPECTED, rtol=1e-5)
-    np.testing.assert_allclose(jax.grad(within(scoped))(X), EXPECTED, rtol=1e-5)
 
 
 def test_names(name):
@@ -307,38 +273,6 @@ def test_what_nobody_has_used_is_replaced_without_compiling_anything_anew(name):
     tg.register_gradient(name, replace=True)(same)
     g(1.0)
     assert len(traces) == 2
-
-
-def test_a_gradient_that_is_replaced_while_a_function_is_compiled_is_gone_from_others(name):
-    f = within_of(name, jnp.sin)
-    factor_registered(name, 2.0)
-    before = jax.jit(jax.grad(f))
-    assert slope(before) == 2.0
-    for factor in (3.0, 4.0):
-
-        @jax.jit
-        def registers(x, factor=factor):
-            factor_registered(name, factor)
-            return jax.grad(f)(x)
-
-        assert slope(registers) == slope(before) == factor
-
-
-@jax.custom_jvp
-def cube(x):
-    return x**3
-
-
-cube.defjvp(lambda primals, tangents: (cube(*primals), 3 * primals[0] ** 2 * tangents[0]))
-
-
-@pytest.mark.parametrize("around", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
-def test_a_gradient_of_a_custom_rule_that_was_replaced_is_gone(around, name):
-    f = within(lambda x: around(cube)(x), {"cube": name})
-    ways = [jax.grad(f), jax.jit(jax.grad(f)), tg.grad(f), lambda x: by_tape(f, x)]
-    for factor in (2.0, 5.0):
-        factor_registered(name, factor)
-        assert [slope(way) for way in ways] == [factor] * len(ways)
 
 
 def test_of_a_custom_rule_that_closes_over_an_array_the_inputs_are_its_arguments():
