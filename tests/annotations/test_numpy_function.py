@@ -163,20 +163,6 @@ def test_forward_mode_transposes_the_gradient():
         jax.jvp(mod, primals, tangents)
 
 
-def test_gradients_in_the_bodies_of_loops_and_branches():
-    def loop(x):
-        return jax.lax.scan(lambda c, _: (sinh(c), None), x, None, length=2)[0]
-
-    def branch(x):
-        return jax.lax.cond(x > 0, sinh, lambda x: x, x)
-
-    expected = np.cosh(np.sinh(0.5)) * np.cosh(0.5)
-    for differentiate in (jax.grad, tg.grad):
-        np.testing.assert_allclose(jax.jit(differentiate(loop))(0.5), expected, rtol=1e-5)
-        np.testing.assert_allclose(differentiate(branch)(0.5), np.cosh(0.5), rtol=1e-5)
-    np.testing.assert_allclose(by_tape(tg.trace(loop), jnp.float32(0.5)), expected, rtol=1e-5)
-
-
 def test_several_results_and_inputs_without_gradient():
     def split(x, n):
         return np.float32(x * n), x.astype(np.int32), np.sin(x)
@@ -355,25 +341,6 @@ def test_it_is_never_run_while_tracing():
     f(1.0)
     f(1.0)
     assert len(runs) == 2
-
-
-@pytest.mark.parametrize("stateful", [False, True])
-def test_a_tape_and_a_gradient_run_it_once(stateful):
-    host, runs = counted()
-
-    def f(x):
-        return numpy_function(
-            host, x, x.dtype, lambda op, dy: dy * jnp.cos(op.inputs[0]), stateful=stateful
-        )
-
-    gradients = (
-        lambda: by_tape(f, X),
-        lambda: jax.grad(lambda x: f(x).sum())(X),
-        lambda: by_tape(jax.jit(f), X),
-    )
-    for count, gradient in enumerate(gradients, 1):
-        np.testing.assert_allclose(gradient(), np.cos(X), rtol=1e-6)
-        assert len(runs) == count
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -42,27 +42,6 @@ def test_derivatives_are_those_of_the_function_in_every_mode_and_order():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
 
 
-def test_keywords_nesting_and_python_values():
-    @recompute_grad
-    def f(params, x, mode, axis, flag, nothing, fun, *, scale, shift=None):
-        assert (mode, axis, flag, nothing) == ("sum", 1, True, None)
-        assert isinstance(axis, int)
-        assert shift is None
-        return fun(x * params["w"][0]).sum(axis) * scale["s"]
-
-    def loss(params, x, s):
-        return f(params, x, "sum", 1, True, None, jnp.sin, scale={"s": s}).sum()
-
-    def plain(params, x, s):
-        return (jnp.sin(x * params["w"][0]).sum(1) * s).sum()
-
-    args = ({"w": [jnp.float32(2.0)]}, jnp.ones((2, 3)), 3.0)
-    for transform in (lambda f: f, jax.jit):
-        got = transform(jax.grad(loss, (0, 1, 2)))(*args)
-        expected = jax.grad(plain, (0, 1, 2))(*args)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
-
-
 def test_what_it_closes_over_gets_its_gradient_and_is_read_at_every_call():
     def loss(x, w):
         return recompute_grad(lambda x: jnp.sin(x * w))(x)

@@ -275,20 +275,6 @@ def test_what_nobody_has_used_is_replaced_without_compiling_anything_anew(name):
     assert len(traces) == 2
 
 
-def test_of_a_custom_rule_that_closes_over_an_array_the_inputs_are_its_arguments():
-    factor = jnp.float32(4.0)
-
-    @jax.custom_vjp
-    def scaled(x):
-        return x * factor
-
-    scaled.defvjp(lambda x: (x * factor, None), lambda _, dy: (dy * factor,))
-    f = within(lambda x: scaled(x), {"scaled": "test_registry: hundredfold"})
-    assert [f(1.0), slope(jax.grad(f)), slope(jax.jit(jax.grad(f)))] == [4.0, 100.0, 100.0]
-    factor = jnp.float32(5.0)
-    assert f(1.0) == 5.0
-
-
 @pytest.mark.parametrize("computed", [jnp.sin, jax.jit(lambda x: jnp.sin(x))])
 def test_of_nested_blocks_the_innermost_wins_wherever_the_gradient_is_taken(computed, name):
     outer, inner = f"{name}, outer", f"{name}, inner"

@@ -24,88 +24,6 @@ def arrays_of(*trees):
     return [jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in trees]
 
 
-class MixerBlock(eqx.Module):
-    patch_mixer: eqx.nn.MLP
-    hidden_mixer: eqx.nn.MLP
-    norms: list[eqx.nn.LayerNorm]
-
-    def __init__(self, patches, hidden, activation, *, key):
-        pkey, hkey = jr.split(key)
-        self.patch_mixer = eqx.nn.MLP(patches, patches, 8, 1, activation, key=pkey)
-        self.hidden_mixer = eqx.nn.MLP(hidden, hidden, 8, 1, activation, key=hkey)
-        self.norms = [eqx.nn.LayerNorm((hidden, patches)), eqx.nn.LayerNorm((patches, hidden))]
-
-    def __call__(self, y):
-        y = y + jax.vmap(self.patch_mixer)(self.norms[0](y))
-        y = y.T
-        y = y + jax.vmap(self.hidden_mixer)(self.norms[1](y))
-        return y.T
-
-
-class Mixer2d(eqx.Module):
-    conv_in: eqx.nn.Conv2d
-    conv_out: eqx.nn.ConvTranspose2d
-    blocks: list[MixerBlock]
-    norm: eqx.nn.LayerNorm
-    end: float
-
-    def __init__(self, image, patch, hidden, depth, end, activation, *, key):
-        channels, height, width = image
-        patches = (height // patch) * (width // patch)
-        inkey, outkey, *bkeys = jr.split(key, 2 + depth)
-        self.conv_in = eqx.nn.Conv2d(channels + 1, hidden, patch, stride=patch, key=inkey)
-        self.conv_out = eqx.nn.ConvTranspose2d(hidden, channels, patch, stride=patch, key=outkey)
-        self.blocks = [MixerBlock(patches, hidden, activation, key=bkey) for bkey in bkeys]
-        self.norm = eqx.nn.LayerNorm((hidden, patches))
-        self.end = end
-
-    def __call__(self, t, y):
-        _, height, width = y.shape
-        t = jnp.broadcast_to(t / self.end, (1, height, width))
-        y = self.conv_in(jnp.concatenate([y, t]))
-        hidden, rows, columns = y.shape
-        y = y.reshape(hidden, rows * columns)
-        for block in self.blocks:
-            y = block(y)
-        y = self.norm(y).reshape(hidden, rows, columns)
-        return self.conv_out(y)
-
-
-def mlp_mixer(compiled, edit):
-    """A score-based diffusion model."""
-    end = 4.0
-
-    def single_loss_fn(model, data, t, key):
-        std = jnp.sqrt(jnp.maximum(1 - jnp.exp(-t), 1e-5))
-        noise = jr.normal(key, data.shape)
-        y = data * jnp.exp(-0.5 * t) + std * noise
-        return (1 - jnp.exp(-t)) * jnp.mean((model(t, y) + noise / std) ** 2)
-
-    def batch_loss_fn(model, data, key):
-        tkey, losskey = jr.split(key)
-        losskey = jr.split(losskey, len(data))
-        t = jr.uniform(tkey, (len(data),), maxval=end)
-        return jnp.mean(jax.vmap(single_loss_fn, in_axes=(None, 0, 0, 0))(model, data, t, losskey))
-
-    @compiled
-    def make_step(model, data, key, opt_state, opt_update):
-        loss, grads = eqx.filter_value_and_grad(batch_loss_fn)(model, data, key)
-        updates, opt_state = opt_update(grads, opt_state)
-        model = eqx.apply_updates(model, updates)
-        key = jr.split(key, 1)[0]
-        return loss, model, key, opt_state
-
-    model = Mixer2d((1, 4, 4), 2, 8, 2, end, lambda x: edit(jax.nn.gelu(x)), key=jr.key(0))
-    optim = optax.adabelief(1e-3)
-    opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
-    # Of 32 images, arrays are so small that XLA of JAX 0.10 holds 67 % with each of two plans.
-    data, key, losses = jr.normal(jr.key(1), (64, 1, 4, 4)), jr.key(2), []
-    for _ in range(STEPS):
-        loss, model, key, opt_state = make_step(model, data, key, opt_state, optim.update)
-        losses.append(loss)
-    return losses, key, arrays_of(model, opt_state)
-
-
 class RNN(eqx.Module):
     hidden_size: int
     cell: eqx.nn.GRUCell
@@ -250,7 +168,6 @@ CLIP = partial(rules.clip_gradient, max_value=LIMIT)
 
 
 @each(
-    Program(mlp_mixer, eqx.filter_jit, CLIP(match.call("gelu")), clipped, "65%", mark="slow"),
     Program(rnn, eqx.filter_jit, CLIP(match.call("GRUCell")), clipped, mark="slow"),
     Program(
         batch_norm,

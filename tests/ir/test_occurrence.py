@@ -107,27 +107,6 @@ def test_walk_goes_to_any_depth_in_the_order_of_execution():
     assert [op for op in ops if op in wanted] == wanted
 
 
-def test_the_lines_that_lead_to_a_node_begin_in_the_function_of_its_region():
-    def inner(x):
-        return jnp.sin(x)
-
-    @jax.jit
-    def region(x):
-        return inner(x)
-
-    graph = tg.graph(lambda x: region(x) + inner(x), 1.0)
-    functions = {
-        (len(found.path), found.node.op): [line.function.split(".")[-1] for line in found.lines]
-        for found in graph.walk()
-    }
-    assert functions == {
-        (0, "jit"): ["<lambda>"],
-        (1, "sin"): ["region", "inner"],
-        (0, "sin"): ["<lambda>", "inner"],
-        (0, "add"): ["<lambda>"],
-    }
-
-
 def test_a_function_of_a_notebook_is_told_by_its_cell(monkeypatch):
     compile = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[3]"))
     ipython = SimpleNamespace(get_ipython=lambda: SimpleNamespace(compile=compile))

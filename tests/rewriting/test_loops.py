@@ -248,30 +248,6 @@ def test_rules_of_a_trace_and_tapes_reach_loops():
     np.testing.assert_allclose(by_tape(tg.rewrite(newton, rule), a), 0.25, rtol=1e-6)
 
 
-def test_collectives_in_a_loop_are_no_effect_that_must_not_be_repeated():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("i",))
-
-    def on_each(x, w):
-        def step(carry):
-            return carry[0] + 1, jnp.sin(carry[1]) * w + lax.pmean(carry[1], "i")
-
-        return lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1]
-
-    @jax.jit
-    def sharded(w):
-        spec = jax.P("i")
-        over = jax.shard_map(on_each, mesh=mesh, in_specs=(spec, jax.P()), out_specs=spec)
-        return jnp.sum(over(jnp.arange(2.0), w))
-
-    def alone(w):
-        x = jnp.arange(2.0)
-        for _ in range(3):
-            x = jnp.sin(x) * w + jnp.mean(x)
-        return jnp.sum(x)
-
-    np.testing.assert_allclose(jax.grad(checkpointed(sharded, 1))(0.7), jax.grad(alone)(0.7))
-
-
 def replayed(steps: int, slots: int) -> int:
     """How many steps of a loop are run again, without those that are differentiated where they run,
     each once."""

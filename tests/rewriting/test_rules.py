@@ -704,13 +704,6 @@ def operations(text):
     return sorted(kinds)
 
 
-def test_the_gradient_of_an_edited_function_has_the_sharding_that_jit_is_told():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    gradient = jax.grad(tg.rewrite(in_a_shard_map, TRIPLE))
-    assert jax.jit(gradient, in_shardings=sharding, out_shardings=sharding)(X).sharding == sharding
-
-
 def test_places_whose_names_could_be_taken_for_one_another_are_kept_apart():
     def f(x):
         with jax.named_scope("layer"):  # entered twice, apart

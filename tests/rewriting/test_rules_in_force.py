@@ -431,26 +431,6 @@ def test_a_rule_for_what_jax_moved_out_of_a_scan_of_a_gradient_by_name_raises(ru
     np.testing.assert_allclose(found, outer(jax.grad(tg.rewrite(loss, rule)))(w), rtol=1e-6)
 
 
-def test_a_rule_for_what_was_computed_before_a_scan_of_a_gradient_by_name_is_taken():
-    """Whoever differentiates the traced function gets the gradient of the rounding."""
-
-    def twice(w, carry):
-        return jnp.tanh(carry * w)
-
-    def gradient(w):
-        quantised = jnp.round(4 * w) / 4
-        first = jax.jit(twice)(quantised, 1 + w)
-
-        def loss(v):
-            return jnp.sum(in_a_scan(lambda carry: twice(v, carry), first))
-
-        return grad_by_name(loss)(quantised)
-
-    rule = rules.straight_through(match.op("round"))
-    found = jax.grad(lambda w: jnp.sum(tg.trace(gradient, rules=[rule])(w)))(W)
-    assert np.all(np.abs(found) > 0)
-
-
 HIGHER = {
     "gradient of a gradient": lambda f, x: jax.grad(lambda w: jnp.sum(jax.grad(f)(w) * x))(W),
     "tangent of a gradient": lambda f, x: jax.jvp(jax.grad(f), (W,), (x,))[1],
