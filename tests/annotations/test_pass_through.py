@@ -44,21 +44,6 @@ def test_another_float_dtype_is_converted_back():
     np.testing.assert_array_equal(gradient, 2.0)
 
 
-def test_methods_and_wrapped():
-    class Quantiser:
-        step = 0.5
-
-        @grad_pass_through
-        def __call__(self, x):
-            """What it does."""
-            return jnp.round(x / self.step) * self.step
-
-    quantise = Quantiser()
-    assert (quantise(0.7), jax.grad(quantise)(0.7)) == (0.5, 1.0)
-    assert Quantiser.__call__.__doc__ == "What it does."
-    assert grad_pass_through(jnp.round).__wrapped__ is jnp.round
-
-
 def nearest(z, book):
     return book[jnp.argmin(jnp.abs(z[:, None] - book), 1)]
 

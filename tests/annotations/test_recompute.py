@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 
 import tracegrad as tg
 from tests.derivatives import by_tape
-from tracegrad import custom_gradient, recompute_grad
+from tracegrad import custom_gradient, grad_pass_through, recompute_grad
 
 pytestmark = pytest.mark.both_jax
 
@@ -93,22 +93,25 @@ def test_a_custom_gradient_inside_is_kept():
     assert jax.grad(custom_gradient(lambda x: (f(x), lambda dy: 7 * dy)))(1.0) == 7.0
 
 
-def test_methods_and_wrapped():
-    class Layer:
-        w = jnp.float32(3.0)
+DECORATORS = [recompute_grad, recompute_grad(policy=None), grad_pass_through, grad_pass_through()]
 
-        @recompute_grad(policy=None)
-        def __call__(self, x):
-            """What it does."""
-            return jnp.sin(self.w * x)
+
+@pytest.mark.parametrize("decorate", DECORATORS)
+def test_a_method_may_be_annotated_and_keeps_its_name_and_signature(decorate):
+    def scaled(self, x):
+        """What it does."""
+        return self.w * x
+
+    class Layer:
+        w = jnp.float32(1.0)
+        __call__ = decorate(scaled)
 
     layer = Layer()
-    np.testing.assert_allclose(jax.grad(layer)(1.0), 3 * np.cos(3.0), rtol=1e-6)
-    assert Layer.__call__.__doc__ == "What it does."
-    again = recompute_grad(block)
-    assert again.__wrapped__ is block
-    assert again.__name__ == "block"
-    assert inspect.signature(again) == inspect.signature(block)
+    assert (layer(2.0), jax.grad(layer)(2.0)) == (2.0, 1.0)
+    annotated = Layer.__call__
+    assert annotated.__wrapped__ is scaled
+    assert (annotated.__name__, annotated.__doc__) == ("scaled", "What it does.")
+    assert inspect.signature(annotated) == inspect.signature(scaled)
 
 
 def test_it_is_a_recompute_in_a_graph_with_the_name_of_the_function():

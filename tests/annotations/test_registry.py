@@ -214,18 +214,9 @@ def test_loops_of_one_body_that_run_in_different_directions_are_told_apart():
     np.testing.assert_allclose(found, slopes, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "computed",
-    [
-        jnp.sin,
-        jax.jit(lambda x: jnp.sin(x)),
-        tg.trace(lambda x: jnp.sin(x)),
-        lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=1)[0],
-    ],
-    ids=["operation", "jit", "trace", "scan"],
-)
-def test_a_gradient_that_was_replaced_is_gone(computed, name):
-    f = within_of(name, computed)
+def slopes_by_every_way(block, computed):
+    """At 1; the block is in the function that is differentiated, or around who differentiates."""
+    f = block(computed)
     ways = [
         jax.grad(f),
         jax.jit(jax.grad(f)),
@@ -233,17 +224,40 @@ def test_a_gradient_that_was_replaced_is_gone(computed, name):
         jax.grad(tg.trace(f)),
         tg.grad(f),
         tg.trace(jax.grad(f)),
-        within_of(name, tg.grad(computed)),
-        within_of(name, tg.trace(tg.grad(computed))),
-        within_of(name, lambda x: by_tape(computed, x)),
+        block(tg.grad(computed)),
+        block(tg.trace(tg.grad(computed))),
+        block(lambda x: by_tape(computed, x)),
         lambda x: by_tape(f, x),
     ]
+    return {slope(way) for way in ways}
+
+
+SINES = {
+    "operation": jnp.sin,
+    "jit": jax.jit(lambda x: jnp.sin(x)),
+    "trace": tg.trace(lambda x: jnp.sin(x)),
+    "scan": lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=1)[0],
+}
+each_sine = pytest.mark.parametrize("computed", SINES.values(), ids=SINES)
+
+
+@each_sine
+def test_a_gradient_that_was_replaced_is_gone(computed, name):
     first = factor_registered(name, 2.0)
-    assert [slope(way) for way in ways] == [2.0] * len(ways)
+    assert slopes_by_every_way(lambda fun: within_of(name, fun), computed) == {2.0}
     factor_registered(name, 3.0)
-    assert [slope(way) for way in ways] == [3.0] * len(ways)
+    assert slopes_by_every_way(lambda fun: within_of(name, fun), computed) == {3.0}
     tg.register_gradient(name, replace=True)(first)
-    assert [slope(way) for way in ways] == [2.0] * len(ways)
+    assert slopes_by_every_way(lambda fun: within_of(name, fun), computed) == {2.0}
+
+
+@each_sine
+def test_of_nested_blocks_the_innermost_wins_wherever_the_gradient_is_taken(computed, name):
+    outer, inner = f"{name}, outer", f"{name}, inner"
+    factor_registered(outer, 2.0)
+    factor_registered(inner, 3.0)
+    nested = lambda fun: within_of(outer, within_of(inner, fun))  # noqa: E731
+    assert slopes_by_every_way(nested, computed) == {3.0}
 
 
 def test_a_gradient_may_be_registered_after_the_block(name):
@@ -273,23 +287,3 @@ def test_what_nobody_has_used_is_replaced_without_compiling_anything_anew(name):
     tg.register_gradient(name, replace=True)(same)
     g(1.0)
     assert len(traces) == 2
-
-
-@pytest.mark.parametrize("computed", [jnp.sin, jax.jit(lambda x: jnp.sin(x))])
-def test_of_nested_blocks_the_innermost_wins_wherever_the_gradient_is_taken(computed, name):
-    outer, inner = f"{name}, outer", f"{name}, inner"
-    factor_registered(outer, 2.0)
-    factor_registered(inner, 3.0)
-
-    def nested(fun):
-        return within_of(outer, within_of(inner, fun))
-
-    ways = [
-        jax.grad(nested(computed)),
-        tg.grad(nested(computed)),
-        jax.grad(tg.trace(nested(computed))),
-        nested(tg.grad(computed)),
-        nested(lambda x: by_tape(computed, x)),
-        lambda x: by_tape(nested(computed), x),
-    ]
-    assert [slope(way) for way in ways] == [3.0] * len(ways)

@@ -262,3 +262,21 @@ def test_an_edit_of_faces_that_closes_over_what_is_differentiated_is_refused(rul
 
 def close(got, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), got, expected)
+
+
+def test_an_edited_rule_refuses_to_be_differentiated_by_what_it_closes_over():
+    def scaled(c, x):
+        @jax.custom_vjp
+        def f(x):
+            return c * x
+
+        f.defvjp(lambda x: (2.0 * x, None), lambda _, ct: (3.0 * ct,))
+        return f(x)
+
+    def tenfold_backward(graph):
+        return multiply(graph, inside(rule_of(graph), "backward", "mul"), 10.0)
+
+    edited = tg.trace(scaled, rules=[tenfold_backward])
+    assert jax.grad(edited, 1)(2.0, 3.0) == 30.0
+    with pytest.raises(ValueError, match="f closes over a value that is being differentiated"):
+        jax.grad(edited, 0)(2.0, 3.0)

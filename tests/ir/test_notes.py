@@ -87,5 +87,3 @@ def test_what_is_refused_has_the_line_and_what_to_write(fun, way):
     assert all(len(note.split("\n")[-1]) <= NOTE for note in notes), notes
     (note,) = [note for note in notes if REFUSED[fun] in note]
     assert f"test_notes.py:{fun.__code__.co_firstlineno + 1} in {fun.__name__}" in note
-
-

@@ -12,8 +12,6 @@ from jax import jvp as jvp_by_name
 import tracegrad as tg
 from tests.derivatives import by_tape
 
-X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
-
 
 def cube(w):
     return jnp.sum(w**3)
@@ -121,20 +119,26 @@ def test_a_derivative_of_a_scaled_gradient_that_the_rule_is_not_given_to_is_not_
     np.testing.assert_allclose(jax.jvp(alone, (w,), (w,))[1], 3 * 3 * w**3 @ jnp.ones(2), rtol=1e-5)
 
 
-def test_a_gradient_penalty_is_taken_of_what_it_is_and_clipped_outside():
+@pytest.mark.parametrize("name", ["critic", "maker"])
+def test_a_gradient_penalty_is_taken_of_what_it_is_and_clipped_outside(name):
+    """Its input is made of one parameter, and has the shape of both."""
+
     def critic(params, x):
-        return jnp.sum(jnp.tanh(x @ params["w"]))
+        return jnp.sum(jnp.tanh(x @ params["critic"]))
 
-    def loss(params, x):
-        return critic(params, x) + jnp.sum(jax.grad(critic, argnums=1)(params, x) ** 2)
+    def loss(params, z):
+        made = jnp.tanh(z @ params["maker"])
+        return critic(params, made) + jnp.sum(jax.grad(critic, argnums=1)(params, made) ** 2)
 
-    rule = tg.rules.clip_gradient(tg.match.param("params.w"), max_norm=0.5)
-    params = {"w": jnp.array([[0.3], [0.2], [-0.4]])}
-    gradient = jax.grad(loss)(params, X)["w"]
-    expected = gradient * min(1.0, 0.5 / float(jnp.linalg.norm(gradient)))
-    step = tg.trace(lambda params, x: jax.grad(loss)(params, x), rules=[rule])
-    for found in (step(params, X), jax.grad(tg.trace(loss, rules=[rule]))(params, X)):
-        np.testing.assert_allclose(found["w"], expected, rtol=1e-5)
+    rule = tg.rules.clip_gradient(tg.match.param(f"params.{name}"), max_norm=0.5)
+    params = {"critic": jnp.cos(jnp.arange(9.0)).reshape(3, 3), "maker": jnp.eye(3)}
+    expected = jax.grad(loss)(params, jnp.ones((3, 3)))
+    expected[name] *= min(1.0, 0.5 / float(jnp.linalg.norm(expected[name])))
+    step = tg.trace(lambda params, z: jax.grad(loss)(params, z), rules=[rule])
+    for gradient in (step, jax.grad(tg.trace(loss, rules=[rule]))):
+        found = gradient(params, jnp.ones((3, 3)))
+        for key, value in expected.items():
+            np.testing.assert_allclose(found[key], value, rtol=1e-5)
 
 
 def test_further_steps_and_jitted_functions_of_tapes_have_the_rule_by_the_places_of_sources():

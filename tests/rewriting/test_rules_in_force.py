@@ -192,16 +192,6 @@ def test_a_rule_that_may_match_nothing_matches_where_it_can():
     assert [float(jax.grad(f)(0.0, n)) for n in (0, 1, 0)] == [1.0, 3.0, 1.0]
 
 
-def test_filter_jvp_has_none_for_what_does_not_move():
-    def step(x):
-        return eqx.filter_jvp(lambda x, y: (loss(x), loss(y), 2, jnp.arange(2)), (x, x), (x, None))
-
-    value, tangents = tg.trace(step, rules=[TRIPLE])(X)
-    np.testing.assert_allclose(value[:2], [loss(X)] * 2, rtol=1e-6)
-    np.testing.assert_allclose(tangents[0], EXPECTED @ X, rtol=1e-5)
-    assert (value[2], *tangents[1:]) == (2, None, None, None)
-
-
 def test_static_arguments_keywords_and_python_values_reach_the_loss_as_they_are():
     def configured(x, n, *, name):
         assert (type(n), name) == (int, "sine")
