@@ -245,27 +245,6 @@ def test_a_second_plan_is_compiled_where_it_spares_something(share: float, plans
     assert fit.flops - least <= 0.01 * fit.forward_flops
 
 
-@pytest.mark.parametrize(("fixed", "budget"), [(0.5, 0.75), (0.9, 0.95), (1.2, 0.99)])
-def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed, budget):
-    """Half of the peak beside half of what the model has, say; at last, more than for all."""
-
-    class Asked(Search):
-        def best(self, target: int) -> RecomputePlan:
-            self.last = super().best(target)
-            return self.last
-
-    search = Asked(small_search().whole)
-    peak = search.kept.peak
-
-    def held_by(_: Graph) -> int:
-        share = search.last.peak / peak
-        return int(peak * (fixed + (1 - fixed) * share if fixed < 1 else min(1.1, 0.4 + share)))
-
-    fit = fitted(search, int(peak * budget), held_by, peak, 2, "here")
-    assert fit.held is not None
-    assert fit.held <= peak * budget
-
-
 def test_at_most_three_programs_are_compiled(monkeypatch: pytest.MonkeyPatch):
     compiled = []
     bytes_of = measuring.account_of
