@@ -141,31 +141,6 @@ def test_derivatives_of_every_order_are_those_of_the_gradient_functions(f, wrap)
     np.testing.assert_allclose(found, [np.sinh(0.5), np.cosh(0.5), np.sinh(0.5)], rtol=1e-6)
 
 
-def test_results_used_in_a_gradient_have_that_gradient_themselves():
-    x = jnp.float32(0.3)
-    third = jax.grad(jax.grad(jax.grad(lambda x: exp(x) ** 2)))
-    for f in (third, jax.jit(third)):
-        np.testing.assert_allclose(f(x), 8 * np.exp(0.6), rtol=1e-5)
-    on_tapes = value_by_tape(functools.partial(by_tape, lambda x: exp(x) ** 2), x)
-    np.testing.assert_allclose(on_tapes, [2 * np.exp(0.6), 4 * np.exp(0.6)], rtol=1e-5)
-
-
-def test_a_gradient_function_may_call_its_own_function_twice():
-    def product(x, y):
-        def gradient(op, dz):
-            x, y = op.inputs
-            return product(dz, y), product(dz, x)
-
-        return numpy_function(np.multiply, [x, y], "float32", gradient, stateful=False)
-
-    def cube(x):
-        return product(product(x, x), x)
-
-    assert tg.grad(cube)(2.0) == 12.0
-    assert tg.trace(tg.grad(tg.grad(cube)))(2.0) == 12.0
-    np.testing.assert_allclose(tg.jacobian(cube)(X), np.diag(3 * X**2), rtol=1e-6)
-
-
 def test_forward_mode_transposes_the_gradient():
     primals, tangents = (X, Y), (jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.ones(4))
     _, along = tg.jvp(mod, primals, tangents)
@@ -177,20 +152,6 @@ def test_forward_mode_transposes_the_gradient():
     np.testing.assert_allclose(hessian, np.diag(4 * np.exp(2 * np.array(X[:2]))), rtol=1e-5)
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(mod, primals, tangents)
-
-
-def test_gradients_in_the_bodies_of_loops_and_branches():
-    def loop(x):
-        return jax.lax.scan(lambda c, _: (sinh(c), None), x, None, length=2)[0]
-
-    def branch(x):
-        return jax.lax.cond(x > 0, sinh, lambda x: x, x)
-
-    expected = np.cosh(np.sinh(0.5)) * np.cosh(0.5)
-    for differentiate in (jax.grad, tg.grad):
-        np.testing.assert_allclose(jax.jit(differentiate(loop))(0.5), expected, rtol=1e-5)
-        np.testing.assert_allclose(differentiate(branch)(0.5), np.cosh(0.5), rtol=1e-5)
-    np.testing.assert_allclose(by_tape(tg.trace(loop), jnp.float32(0.5)), expected, rtol=1e-5)
 
 
 def test_several_results_and_inputs_without_gradient():
@@ -220,16 +181,6 @@ def test_several_results_and_inputs_without_gradient():
         np.testing.assert_allclose(found, 3 + np.cos(X), rtol=1e-6)
     for found, expected in zip(values, (3 * X, X.astype(int), np.sin(X)), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
-def test_what_the_gradient_function_closes_over_is_differentiated_in_its_turn():
-    @jax.jit
-    def f(x, scale):
-        return numpy_function(np.sin, x, x.dtype, lambda op, dy: dy * scale * op.inputs[0])
-
-    assert jax.grad(f, argnums=1)(0.5, 3.0) == 0.0  # the result does not depend on it
-    assert jax.grad(f)(0.5, 3.0) == 1.5
-    assert jax.grad(jax.grad(f), argnums=1)(0.5, 3.0) == 0.5
 
 
 def test_a_gradient_function_may_ask_for_values_where_there_are_some():
@@ -373,43 +324,6 @@ def test_it_is_never_run_while_tracing():
     assert len(runs) == 2
 
 
-@pytest.mark.parametrize("stateful", [False, True])
-def test_a_tape_and_a_gradient_run_it_once(stateful):
-    host, runs = counted()
-
-    def f(x):
-        return numpy_function(
-            host, x, x.dtype, lambda op, dy: dy * jnp.cos(op.inputs[0]), stateful=stateful
-        )
-
-    gradients = (
-        lambda: by_tape(f, X),
-        lambda: jax.grad(lambda x: f(x).sum())(X),
-        lambda: by_tape(jax.jit(f), X),
-    )
-    for count, gradient in enumerate(gradients, 1):
-        np.testing.assert_allclose(gradient(), np.cos(X), rtol=1e-6)
-        assert len(runs) == count
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_function_in_a_loop_is_called_once_for_each_step(way):
-    """Known from TensorFlow: called for the gradient a second time it would count on, to 38."""
-    host, runs = counted(lambda *_: np.float32(len(runs) - 1))
-
-    def f(x):
-        def step(total, i):
-            return total + x * i * numpy_function(host, [i], "float32"), None
-
-        return jax.lax.scan(step, 0.0, jnp.arange(4.0))[0]
-
-    for wrap in (lambda f: f, jax.jit):
-        runs.clear()
-        assert way(wrap(f), jnp.float32(2.0)) == (28.0, 14.0)
-        jax.effects_barrier()
-        np.testing.assert_array_equal(runs, np.arange(4.0)[:, None])
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", ["scan", "branch", "call", "inner scan", "custom gradient"])
 def test_what_is_the_same_at_each_step_is_called_at_each_step(way, place):
@@ -526,8 +440,6 @@ def test_vmap_gives_what_a_loop_gives(wrap):
     np.testing.assert_array_equal(wrap(jax.vmap(f))(xs, ys), loop)
     jax.effects_barrier()
     assert [tuple(map(np.shape, run)) for run in runs] == [((2,), ())] * 3
-    by_one = jax.vmap(f, in_axes=(None, 0))(xs[0], ys)
-    np.testing.assert_array_equal(by_one, [np.cumsum(xs[0]) * y for y in ys])
 
     def total(x, y):
         return jnp.sum(f(x, y) ** 2)
@@ -535,8 +447,6 @@ def test_vmap_gives_what_a_loop_gives(wrap):
     by_jax = jax.grad(lambda x, y: jnp.sum((jnp.cumsum(x) * y) ** 2))
     expected = [by_jax(x, y) for x, y in zip(xs, ys)]
     np.testing.assert_allclose(wrap(jax.vmap(jax.grad(total)))(xs, ys), expected, rtol=1e-6)
-    batched = jax.grad(lambda xs: jnp.sum(jax.vmap(f)(xs, ys) ** 2))
-    np.testing.assert_allclose(wrap(batched)(xs), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
@@ -636,41 +546,15 @@ def test_an_error_on_the_host_names_the_function(function, tout, says, wrap, sta
         run()
 
 
-@pytest.mark.parametrize(
-    ("answer", "kind", "says"),
-    [
-        (lambda dy: (dy, dy, dy), ValueError, r"returned 3 gradients for 2 inputs \(f32\[4\], "),
-        (lambda dy: dy, ValueError, "returned 1 gradient for 2 inputs"),
-        (lambda dy: (dy, dy[0]), ValueError, r"f32\[\] for the input 1, which is f32\[4\]"),
-        (lambda dy: (dy.astype("bfloat16"), dy), TypeError, r"bf16\[4\] for the input 0, .*astype"),
-        (lambda dy: (dy, "x"), TypeError, "a str: 'x' for the input 1"),
-    ],
-)
-def test_a_wrong_gradient_is_an_error_when_it_is_asked_for(answer, kind, says):
+def test_a_wrong_gradient_is_an_error_when_it_is_asked_for():
     def wrong(op, dy):
-        return answer(dy)
+        return dy, dy[0]
 
-    @jax.jit
-    def f(x, y):
-        return numpy_function(np_mod, [x, y], "float32", wrong).sum()
-
+    f = jax.jit(lambda x, y: numpy_function(np_mod, [x, y], "float32", wrong).sum())
     f(X, Y)
-    with pytest.raises(kind, match=says) as caught:
+    said = rf"'wrong' \({re.escape(__file__)}:.*of np_mod at test_numpy.*f32\[\] for the input 1"
+    with pytest.raises(ValueError, match=said):
         jax.grad(f)(X, Y)
-    message = str(caught.value)
-    assert f"'wrong' ({__file__}:" in message
-    assert re.search(r"of np_mod at test_numpy_function.py:\d+ \(.*f\)", message)
-
-
-def test_an_error_in_the_gradient_function_waits_until_it_is_asked_for():
-    def broken(op, dy):
-        raise KeyError("w")
-
-    f = jax.jit(lambda x: numpy_function(np.sin, x, x.dtype, broken))
-    assert f(0.0) == 0.0
-    with pytest.raises(KeyError) as caught:
-        jax.grad(f)(0.0)
-    assert any("in the gradient function 'broken'" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(

@@ -2,34 +2,18 @@
 
 import functools
 import inspect
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
-from jax.extend.core import jaxprs_in_params
 
 import tracegrad as tg
 from tests.derivatives import by_tape
-from tracegrad import custom_gradient, recompute_grad
+from tracegrad import custom_gradient, grad_pass_through, recompute_grad
 
 pytestmark = pytest.mark.both_jax
-
-
-def operations(f, *args):
-    """How often each primitive occurs in a program, regions included."""
-    found = Counter()
-
-    def count(jaxpr):
-        for eqn in jaxpr.eqns:
-            found[eqn.primitive.name] += 1
-            for region in jaxprs_in_params(eqn.params):
-                count(getattr(region, "jaxpr", region))
-
-    count(jax.make_jaxpr(f)(*args).jaxpr)
-    return found
 
 
 def block(x, w):
@@ -56,54 +40,6 @@ def test_derivatives_are_those_of_the_function_in_every_mode_and_order():
 
         found, expected = (jax.jit(functools.partial(of, f))(*args) for f in (again, block))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
-
-
-def test_only_the_backward_pass_runs_the_operations_again():
-    def layer(x):
-        return jnp.exp(jnp.sin(x))
-
-    def gradient(f):
-        return operations(jax.grad(lambda x: f(f(x))), 1.0)
-
-    plain, again = gradient(layer), gradient(recompute_grad(layer))
-    assert (plain["sin"], again["sin"], again["remat2"] + again["checkpoint"]) == (2, 4, 2)
-
-
-def test_a_policy_keeps_what_it_names():
-    def layer(x, w):
-        return jnp.tanh(x @ w)
-
-    x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
-
-    def dots(f):
-        return operations(jax.grad(lambda w: f(x, w).sum() ** 2), w)["dot_general"]
-
-    keep = jax.checkpoint_policies.dots_saveable
-    # One forward and one for the gradient of w; one more where the product is not kept. (The last
-    # run of a recomputed block needs tanh(x @ w).)
-    assert dots(recompute_grad(policy=keep)(layer)) == dots(layer) == 2
-    assert dots(recompute_grad(layer)) == dots(recompute_grad()(layer)) == 3
-
-
-def test_keywords_nesting_and_python_values():
-    @recompute_grad
-    def f(params, x, mode, axis, flag, nothing, fun, *, scale, shift=None):
-        assert (mode, axis, flag, nothing) == ("sum", 1, True, None)
-        assert isinstance(axis, int)
-        assert shift is None
-        return fun(x * params["w"][0]).sum(axis) * scale["s"]
-
-    def loss(params, x, s):
-        return f(params, x, "sum", 1, True, None, jnp.sin, scale={"s": s}).sum()
-
-    def plain(params, x, s):
-        return (jnp.sin(x * params["w"][0]).sum(1) * s).sum()
-
-    args = ({"w": [jnp.float32(2.0)]}, jnp.ones((2, 3)), 3.0)
-    for transform in (lambda f: f, jax.jit):
-        got = transform(jax.grad(loss, (0, 1, 2)))(*args)
-        expected = jax.grad(plain, (0, 1, 2))(*args)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
 
 
 def test_what_it_closes_over_gets_its_gradient_and_is_read_at_every_call():
@@ -151,50 +87,37 @@ def test_what_it_assigns_is_assigned_once_and_not_differentiated(annotated, comp
     assert np.isclose(average.numpy(), 1.2)
 
 
-@pytest.mark.accelerator
-def test_recompute_in_recompute_in_scan():
-    inner = recompute_grad(jnp.sin)
-
-    def loss(f):
-        return lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=3)[0]
-
-    ours = loss(recompute_grad(lambda x: inner(inner(x)) + 1.0))
-    plain = loss(lambda x: jnp.sin(jnp.sin(x)) + 1.0)
-    for order in (jax.grad, lambda f: jax.grad(jax.grad(f))):
-        np.testing.assert_allclose(order(ours)(0.5), order(plain)(0.5), rtol=1e-6)
-
-
 def test_a_custom_gradient_inside_is_kept():
     f = recompute_grad(lambda x: custom_gradient(lambda x: (x * 2, lambda dy: dy * 5))(x))
     assert jax.grad(f)(1.0) == jax.jit(jax.grad(f))(1.0) == 5.0
     assert jax.grad(custom_gradient(lambda x: (f(x), lambda dy: 7 * dy)))(1.0) == 7.0
 
 
-def test_methods_and_wrapped():
-    class Layer:
-        w = jnp.float32(3.0)
+DECORATORS = [recompute_grad, recompute_grad(policy=None), grad_pass_through, grad_pass_through()]
 
-        @recompute_grad(policy=None)
-        def __call__(self, x):
-            """What it does."""
-            return jnp.sin(self.w * x)
+
+@pytest.mark.parametrize("decorate", DECORATORS)
+def test_a_method_may_be_annotated_and_keeps_its_name_and_signature(decorate):
+    def scaled(self, x):
+        """What it does."""
+        return self.w * x
+
+    class Layer:
+        w = jnp.float32(1.0)
+        __call__ = decorate(scaled)
 
     layer = Layer()
-    np.testing.assert_allclose(jax.grad(layer)(1.0), 3 * np.cos(3.0), rtol=1e-6)
-    assert Layer.__call__.__doc__ == "What it does."
-    again = recompute_grad(block)
-    assert again.__wrapped__ is block
-    assert again.__name__ == "block"
-    assert inspect.signature(again) == inspect.signature(block)
+    assert (layer(2.0), jax.grad(layer)(2.0)) == (2.0, 1.0)
+    annotated = Layer.__call__
+    assert annotated.__wrapped__ is scaled
+    assert (annotated.__name__, annotated.__doc__) == ("scaled", "What it does.")
+    assert inspect.signature(annotated) == inspect.signature(scaled)
 
 
 def test_it_is_a_recompute_in_a_graph_with_the_name_of_the_function():
     graph = tg.graph(lambda x: recompute_grad(block)(x, 2.0), 1.0)
     assert [type(node).__name__ for node in graph.nodes] == ["Recompute"]
-    (eqn,) = jax.make_jaxpr(lambda x: recompute_grad(block)(x, 2.0))(1.0).jaxpr.eqns
-    info = eqn.params["jaxpr"].debug_info
-    assert info.func_name == "block"
-    assert info.func_src_info == f"block at {__file__}:{block.__code__.co_firstlineno}"
+    assert graph.nodes[0].name == "block"
 
 
 @pytest.mark.accelerator
@@ -228,7 +151,6 @@ def test_what_it_prints_is_printed_when_it_runs_and_when_it_runs_again(gradient)
         assert gradient(f, jnp.float32(2.0)) == 16 * 2.0**15
         jax.effects_barrier()
         assert sorted(printed) == [2, 2, 4, 4, 16, 16, 256, 256]
-    assert operations(jax.grad(four), 2.0)["debug_callback"] == 8
 
 
 @pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.jit(jax.grad(f))])

@@ -40,14 +40,6 @@ def clipped(x: jax.Array) -> jax.Array:
 clipped.defvjp(lambda x: (x, None), lambda _, dy: (jnp.clip(dy, -LIMIT, LIMIT),))
 
 
-@jax.custom_vjp
-def reversed_(x: jax.Array) -> jax.Array:
-    return x
-
-
-reversed_.defvjp(lambda x: (x, None), lambda _, dy: (-dy,))
-
-
 @dataclass(frozen=True)
 class Program:
     """``rule`` edits the model's gradient from outside as ``by_hand`` does inside of it."""

@@ -1,5 +1,7 @@
 """Differentiating what a custom derivative closes over is an error, where JAX has a silent zero."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,16 +84,15 @@ def test_differentiating_it_names_the_value_and_the_line(way):
     assert f"test_closed_over.py:{LINE} (quantised_by)" in str(caught.value)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("way", ["as it runs", "jax.grad of a trace", "tg.jvp", "tape"])
+FOUR_WAYS = ["as it runs", "jax.grad of a trace", "tg.jvp", "tape"]
+
+
+@pytest.mark.parametrize(
+    ("way", "place"), [*itertools.product(FOUR_WAYS, PLACES), ("tg.jvp", in_while)]
+)
 def test_wherever_the_function_is_called(way, place):
     with pytest.raises(ValueError, match="quantised closes over a value"):
         WAYS[way](place)
-
-
-def test_in_a_while_loop():
-    with pytest.raises(ValueError, match="quantised closes over a value"):
-        WAYS["tg.jvp"](in_while)
 
 
 def test_a_gradient_by_the_argument_and_the_value_are_as_ever():
@@ -170,29 +171,25 @@ def test_a_function_that_asks_for_values_is_left_alone():
 
 def test_a_function_that_closes_over_an_array_is_run_as_often_as_by_jax():
     """What it closes over is looked at; the function is not traced for that."""
-    counts = {"function": 0, "rule": 0}
+    runs = []
 
     def loss(x):
         factor = jnp.float32(3.0)
 
         @jax.custom_jvp
         def scaled(x):
-            counts["function"] += 1
+            runs.append("function")
             return x * x * factor
 
         @scaled.defjvp
         def _(primals, tangents):
-            counts["rule"] += 1
+            runs.append("rule")
             return scaled(*primals), tangents[0] * 2 * primals[0] * factor
 
         return scaled(x)
 
-    for order in (1, 2):
-        found = []
-        for derivative in (jax.grad, tg.grad):
-            counts.update(function=0, rule=0)
-            fun = loss
-            for _ in range(order):
-                fun = derivative(fun)
-            found.append((float(fun(2.0)), dict(counts)))
-        assert found[0] == found[1]
+    found = {}
+    for derivative in (jax.grad, tg.grad):
+        runs.clear()
+        found[derivative] = derivative(derivative(loss))(2.0), sorted(runs)
+    assert found[jax.grad] == found[tg.grad]

@@ -7,7 +7,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.ir import Fragment, Recompute
-from tracegrad.ir.editing import around_each, behind_each, show_each
+from tracegrad.ir.editing import around_each, behind_each
 from tracegrad.ir.scopes_in_scans import add_scope_in_scans
 
 
@@ -156,21 +156,6 @@ def test_what_is_written_stands_in_the_scope_of_what_was_there():
     assert jax.grad(stopped)(1.0) == 0.0
 
 
-def test_an_operation_says_what_it_is():
-    seen = []
-
-    def around(op, *operands):
-        seen.append((op.name, dict(op.params).get("axes"), len(operands), op.match.origin.line))
-        return op(*operands)
-
-    def f(x):
-        return jnp.sum(x, axis=1)
-
-    graph = tg.graph(f, jnp.ones((2, 3)))
-    edited(graph, graph.find(tg.match.op("reduce_sum")), around)
-    assert seen == [("reduce_sum", (1,), 1, f.__code__.co_firstlineno + 1)]
-
-
 def net(x, w):
     a = jnp.sin(x)
     b = a @ w
@@ -216,25 +201,6 @@ def test_what_is_behind_a_value_is_for_all_but_the_match():
         return jnp.sum((2 * jnp.tanh(a @ w) + 2 * a) ** 2)
 
     np.testing.assert_allclose(new.to_callable()(*ARGUMENTS), by_hand(*ARGUMENTS), rtol=1e-6)
-
-
-def test_values_are_shown_from_where_they_are():
-    def f(x):
-        def body(carry, y):
-            return jnp.sin(carry) * y, carry
-
-        return jax.lax.cond(
-            x > 0, lambda x: jax.lax.scan(body, x, jnp.arange(1.0, 3))[0], jnp.cos, x
-        )
-
-    graph = tg.graph(f, 1.0)
-    wide = show_each(graph, graph.find(tg.match.op("sin", "cos")))
-    wide.graph.verify()
-    result, untaken, stacked = wide.graph(jnp.float32(0.5))
-    one = np.sin(0.5)
-    np.testing.assert_allclose(stacked, [one, np.sin(one)], rtol=1e-6)
-    np.testing.assert_allclose(result, 2 * np.sin(one), rtol=1e-6)
-    assert untaken == 0
 
 
 # --------------------------------------------------------------------------------------- effects

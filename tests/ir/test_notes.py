@@ -10,8 +10,7 @@ import pytest
 from jax import lax
 
 import tracegrad as tg
-from tracegrad.ir.notes import NOTE, add_note
-from tracegrad.ir.occurrence import Origin
+from tracegrad.ir.notes import NOTE
 
 PACKAGE = pathlib.Path(tg.__file__).parent
 
@@ -21,19 +20,6 @@ def test_notes_are_added_in_one_place():
         for node in ast.walk(ast.parse(file.read_text())):
             adds = isinstance(node, ast.Attribute) and node.attr == "add_note"
             assert not adds or file == PACKAGE / "ir" / "notes.py", file
-
-
-@pytest.mark.parametrize("length", [1, 300, 5_000])
-def test_a_note_has_its_line_and_the_ends_of_its_text_once(length):
-    text = "<" + "x" * (length - 2) + ">" * (length > 1)
-    error = ValueError()
-    for _ in range(2):
-        add_note(error, text, Origin("/a/model.py", 12, "loss"))
-    (note,) = error.__notes__
-    place, shown = note.split("\n")
-    assert place.startswith("/a/model.py:12 in loss")
-    assert len(shown) == min(length, NOTE)
-    assert (shown[0], shown[-1]) == (text[0], text[-1])
 
 
 def branching(x):
@@ -101,16 +87,3 @@ def test_what_is_refused_has_the_line_and_what_to_write(fun, way):
     assert all(len(note.split("\n")[-1]) <= NOTE for note in notes), notes
     (note,) = [note for note in notes if REFUSED[fun] in note]
     assert f"test_notes.py:{fun.__code__.co_firstlineno + 1} in {fun.__name__}" in note
-
-
-def test_the_arguments_of_what_is_saved_are_not_all_written_out():
-    def of_params(params):
-        return branching(params["layer 7"])
-
-    params = {f"layer {i}": jnp.float32(i) for i in range(200)}
-    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
-        tg.save(of_params, "never written", [params])
-    (note,) = [note for note in caught.value.__notes__ if "was traced to be saved" in note]
-    assert len(note.split("\n")[-1]) <= NOTE
-    assert f"test_notes.py:{branching.__code__.co_firstlineno + 1}" in note
-    assert "for (params: {'layer 0': f32[]" in note

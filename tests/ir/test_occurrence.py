@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -88,23 +87,6 @@ def test_a_node_of_a_region_is_in_a_line_of_the_user(fun, x, op, lines):
     assert [o.origin.line for o in found] == lines
 
 
-def test_the_scope_of_a_node_includes_that_of_every_call_to_it():
-    @jax.jit
-    def block(x):
-        with jax.named_scope("attention"):
-            return jnp.sin(x)
-
-    def net(x):
-        for i in range(2):
-            with jax.named_scope(f"block_{i}"):
-                x = block(x)
-        return x
-
-    found = tg.graph(net, 1.0).find(lambda o: o.node.op == "sin")
-    assert [o.scope for o in found] == ["block_0/attention", "block_1/attention"]
-    assert found[0].node is found[1].node
-
-
 @pytest.mark.parametrize(
     "model",
     [nnx.Linear(3, 2, rngs=nnx.Rngs(0)), eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))],
@@ -125,45 +107,6 @@ def test_walk_goes_to_any_depth_in_the_order_of_execution():
     assert [op for op in ops if op in wanted] == wanted
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_the_path_of_an_occurrence_is_its_calls_from_the_outside_in(depth):
-    def f(x):
-        return jnp.sin(x)
-
-    for i in range(depth):
-
-        def f(x, inner=f):
-            return jax.jit(inner)(x)
-
-        f.__name__ = f"level_{i}"
-    graph = tg.graph(f, 1.0)
-    found = only(graph, "sin")
-    assert len(found.path) == depth
-    assert found.path[-1][0].name == "f"
-    assert graph.region_of(found) is found.path[-1][0].regions["jaxpr"]
-
-
-def test_the_lines_that_lead_to_a_node_begin_in_the_function_of_its_region():
-    def inner(x):
-        return jnp.sin(x)
-
-    @jax.jit
-    def region(x):
-        return inner(x)
-
-    graph = tg.graph(lambda x: region(x) + inner(x), 1.0)
-    functions = {
-        (len(found.path), found.node.op): [line.function.split(".")[-1] for line in found.lines]
-        for found in graph.walk()
-    }
-    assert functions == {
-        (0, "jit"): ["<lambda>"],
-        (1, "sin"): ["region", "inner"],
-        (0, "sin"): ["<lambda>", "inner"],
-        (0, "add"): ["<lambda>"],
-    }
-
-
 def test_a_function_of_a_notebook_is_told_by_its_cell(monkeypatch):
     compile = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[3]"))
     ipython = SimpleNamespace(get_ipython=lambda: SimpleNamespace(compile=compile))
@@ -175,20 +118,6 @@ def test_a_function_of_a_notebook_is_told_by_its_cell(monkeypatch):
 
     with pytest.raises(TypeError, match=r"'wrong' \(In\[3\]:\d+\) has a custom gradient"):
         wrong(1.0)
-
-
-def test_what_stands_in_a_region_of_a_region_is_known_of_the_graph():
-    def within(fun):
-        inner = jax.jit(fun)
-        return tg.graph(lambda x: jax.jit(lambda x: inner(x))(x), jnp.ones(3))
-
-    def on_the_host(x):
-        return jax.pure_callback(np.sin, x, x)
-
-    assert within(jax.checkpoint(jnp.sin)).recomputes
-    assert within(on_the_host).calls_host
-    assert not within(jnp.sin).recomputes
-    assert not within(jnp.sin).calls_host
 
 
 def test_a_graph_that_is_called_as_its_function_says_how_it_is_called():

@@ -39,48 +39,6 @@ def of_gradient(graph: Graph) -> Fusion:
     return MeasuredGradient(graph).held_and_fusion(graph)[1]
 
 
-# What XLA would write of a gradient: which node is where in it is said by its scope.
-COMPILED = """HloModule jit_f
-
-%inner (p0: f32[8,8]) -> f32[8,8] {
-  %p0 = f32[8,8] parameter(0)
-  %s = f32[8,8] sine(%p0), metadata={op_name="jvp(tracegrad.node.0)/sin"}
-  ROOT %e = f32[8,8] exponential(%s), metadata={op_name="jvp(tracegrad.node.1)/exp"}
-}
-
-%copied (p0.1: f32[8,8]) -> f32[8,8] {
-  %p0.1 = f32[8,8] parameter(0)
-  ROOT %t = f32[8,8] transpose(%p0.1), dimensions={1,0}
-}
-
-%back (p: f32[8,8], p1: f32[8,8]) -> f32[8,8] {
-  %p = f32[8,8] parameter(0)
-  %p1 = f32[8,8] parameter(1)
-  %again = f32[8,8] tanh(%p1), metadata={op_name="jvp(tracegrad.node.2)/tanh"}
-  ROOT %m = f32[8,8] multiply(%again, %p), metadata={op_name="transpose(jvp(tracegrad.node.1))/mul"}
-}
-
-ENTRY %main (x: f32[8,8]) -> f32[8,8] {
-  %x = f32[8,8] parameter(0)
-  %exp = f32[8,8] fusion(%x), kind=kLoop, calls=%inner
-  %tanh = f32[8,8] tanh(%exp), metadata={op_name="jvp(tracegrad.node.2)/tanh"}
-  %mul = f32[8,8] multiply(%tanh, %x), metadata={op_name="jvp(tracegrad.node.3)/mul"}
-  %slope = f32[8,8] add(%mul, %x), metadata={op_name="jvp(tracegrad.node.3)/add"}
-  %kept = f32[8,8] fusion(%exp), kind=kLoop, calls=%copied
-  %cotangent = f32[8,8] add(%mul, %slope), metadata={op_name="transpose(jvp(tracegrad.node.3))/mul"}
-  ROOT %gradient = f32[8,8] fusion(%cotangent, %kept), kind=kLoop, calls=%back
-}
-"""
-
-
-def test_what_is_in_no_memory_is_inlined_and_what_is_kept_in_another_layout_is_kept():
-    graph = program(jnp.sin, jnp.exp, jnp.tanh, lambda x: 2 * x)
-    found = read_fates(graph, compiled_to(COMPILED))
-    assert ops(graph, found, "inlined") == ["sin"]
-    assert ops(graph, found, "beside") == ["mul"]
-    assert found[-1].beside == 4 * 64
-
-
 # What is turned is made of an argument, before anything else; the first cotangent is read twice,
 # the second time where the steps of two nodes run as one.
 STEPS = """HloModule jit_f, is_scheduled=true
@@ -183,22 +141,6 @@ def test_what_is_computed_in_another_precision_is_seen(dtype: Any):
     plan = plan_recompute(layers, *shapes, memory_budget="60%")
     assert plan.held is not None
     assert plan.held <= plan.budget
-
-
-def test_programs_that_lower_to_one_text_are_seen_each_by_itself():
-    def sin_before(w: jax.Array, x: jax.Array) -> jax.Array:
-        jnp.sin(x)  # for nothing
-        return jnp.sum(jnp.exp(jnp.tanh(x @ w) @ w) ** 2)
-
-    def cos_behind(w: jax.Array, x: jax.Array) -> jax.Array:
-        y = jnp.exp(jnp.tanh(x @ w) @ w)
-        jnp.cos(x)
-        return jnp.sum(y**2)
-
-    for loss in (sin_before, cos_behind):
-        loss.__name__ = "loss"
-        graph = flatten(tg.graph(loss, f32(64, 64), f32(512, 64)))
-        assert {"sin", "cos"}.isdisjoint(ops(graph, of_gradient(graph), "inlined"))
 
 
 def test_a_plan_is_the_same_of_a_gradient_that_jax_has_kept_on_disk(tmp_path: Path):

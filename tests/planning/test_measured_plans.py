@@ -45,17 +45,6 @@ def attention(weights: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def normed(weights: Any, x: jax.Array) -> jax.Array:
-    """Convolutions with layer norms."""
-    numbers = ("NHWC", "HWIO", "NHWC")
-    for w in weights:
-        y = jax.lax.conv_general_dilated(x, w["kernel"], (1, 1), "SAME", dimension_numbers=numbers)
-        centred = y - y.mean(-1, keepdims=True)
-        scale = jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-        x = x + jax.nn.gelu(centred * scale * w["scale"])
-    return jnp.mean(x**2)
-
-
 def layers(weights: Any, x: jax.Array) -> jax.Array:
     """A scan over layers, in half precision."""
 
@@ -88,10 +77,6 @@ HELD_OUT: dict[str, tuple[Any, tuple[Any, ...]]] = {
         attention,
         (shapes_of(4, {"q": (8, 8), "k": (8, 8), "v": (8, 8)}), f32(4, 64, 8)),
     ),
-    "convolutions": (
-        normed,
-        (shapes_of(4, {"kernel": (3, 3, 8, 8), "scale": (8,)}), f32(4, 16, 16, 8)),
-    ),
     "scan": (layers, (HALVES, f32(2048, 16))),
     "experts": (
         experts,
@@ -123,9 +108,6 @@ def test_no_product_is_done_again_that_the_plan_has_not():
     assert more <= plan.flops + 0.05 * plan.forward_flops
 
 
-SLOW = {"convolutions", "experts"}
-
-
 def assert_gradients_stay(plan: RecomputePlan, fun: Any, shapes: Any) -> None:
     rng = np.random.default_rng(0)
     args = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / 4, s.dtype), shapes)
@@ -138,7 +120,7 @@ def assert_gradients_stay(plan: RecomputePlan, fun: Any, shapes: Any) -> None:
 
 @pytest.mark.accelerator
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in HELD_OUT]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "experts")) for n in HELD_OUT]
 )
 def test_xla_holds_no_more_than_the_budget(name: str):
     fun, shapes = HELD_OUT[name]
@@ -164,37 +146,15 @@ def routed(weights: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def adversaries(weights: Any, real: jax.Array) -> jax.Array:
-    """The loss of a GAN with one hidden layer each."""
-    made, told = weights
-    noise = jnp.sin(jnp.arange(256.0 * 32)).reshape(256, 32)
-    fake = jax.nn.relu(noise @ made["up"]) @ made["down"]
-
-    def score(x: jax.Array) -> jax.Array:
-        return jax.nn.leaky_relu(x @ told["up"], 0.2) @ told["down"]
-
-    return jnp.mean(jax.nn.softplus(-score(real))) + jnp.mean(jax.nn.softplus(score(fake)))
-
-
-EXPERTS = shapes_of(2, {"gate": (32, 4), "up": (4, 32, 64), "down": (4, 64, 32)})
-MADE, TOLD = {"up": (32, 128), "down": (128, 64)}, {"up": (64, 128), "down": (128, 1)}
-PLAYERS = [*shapes_of(1, MADE), *shapes_of(1, TOLD)]
-
-
-@pytest.mark.parametrize(
-    ("fun", "shapes", "share", "most"),
-    [
-        # XLA spreads what the experts read over all of them, for the backward pass as well.
-        (routed, (EXPERTS, f32(128, 32)), 0.5, 0.1),
-        (adversaries, (PLAYERS, f32(256, 64)), 0.7, 0.7),
-    ],
-)
-def test_what_xla_writes_for_the_backward_pass_in_advance_is_in_the_model(fun, shapes, share, most):
-    plan = plan_recompute(fun, *shapes, memory_budget=share)
+def test_what_xla_writes_for_the_backward_pass_in_advance_is_in_the_model():
+    """XLA spreads what the experts read over all of them, for the backward pass as well."""
+    experts = shapes_of(2, {"gate": (32, 4), "up": (4, 32, 64), "down": (4, 64, 32)})
+    shapes = experts, f32(128, 32)
+    plan = plan_recompute(routed, *shapes, memory_budget=0.5)
     assert plan.held is not None
     assert plan.held <= plan.budget
-    assert plan.flops <= most * plan.forward_flops
-    assert_gradients_stay(plan, fun, shapes)
+    assert plan.flops <= 0.1 * plan.forward_flops
+    assert_gradients_stay(plan, routed, shapes)
 
 
 def small() -> tuple[Any, tuple[Any, ...]]:
@@ -285,27 +245,6 @@ def test_a_second_plan_is_compiled_where_it_spares_something(share: float, plans
     assert fit.flops - least <= 0.01 * fit.forward_flops
 
 
-@pytest.mark.parametrize(("fixed", "budget"), [(0.5, 0.75), (0.9, 0.95), (1.2, 0.99)])
-def test_two_plans_are_enough_where_xla_holds_much_whatever_is_recomputed(fixed, budget):
-    """Half of the peak beside half of what the model has, say; at last, more than for all."""
-
-    class Asked(Search):
-        def best(self, target: int) -> RecomputePlan:
-            self.last = super().best(target)
-            return self.last
-
-    search = Asked(small_search().whole)
-    peak = search.kept.peak
-
-    def held_by(_: Graph) -> int:
-        share = search.last.peak / peak
-        return int(peak * (fixed + (1 - fixed) * share if fixed < 1 else min(1.1, 0.4 + share)))
-
-    fit = fitted(search, int(peak * budget), held_by, peak, 2, "here")
-    assert fit.held is not None
-    assert fit.held <= peak * budget
-
-
 def test_at_most_three_programs_are_compiled(monkeypatch: pytest.MonkeyPatch):
     compiled = []
     bytes_of = measuring.account_of
@@ -315,18 +254,6 @@ def test_at_most_three_programs_are_compiled(monkeypatch: pytest.MonkeyPatch):
     assert 2 <= len(compiled) <= 3
     assert planned("60%") == plan  # and the second time none
     assert len(compiled) <= 3
-
-
-def test_what_an_enclosing_trace_has_is_measured_too():
-    fun, shapes = small()
-    plans = []
-
-    def outer(weights: Any, x: jax.Array) -> jax.Array:
-        plans.append(plan_recompute(lambda x: fun(weights, x), x, memory_budget="70%"))
-        return plans[-1].apply()(x)
-
-    jax.eval_shape(jax.grad(outer), *shapes)
-    assert plans[0].held == pytest.approx(planned("70%").held, rel=0.1)
 
 
 def test_a_program_of_symbolic_sizes_is_planned_by_the_model():
@@ -388,23 +315,11 @@ def biased(weights: Any, x: jax.Array, bias: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def on_a_tape(fun: Any) -> Any:
-    return lambda weights, *rest: by_tape(lambda weights: fun(weights, *rest), weights)
-
-
-@pytest.mark.parametrize(
-    "derivative",
-    [
-        pytest.param(tracegrad.grad, marks=pytest.mark.slow),
-        pytest.param(lambda f: jax.grad(f), marks=pytest.mark.slow),
-        on_a_tape,
-    ],
-)
-def test_a_step_is_planned_for_the_gradient_that_it_takes(derivative: Any):
+def test_a_step_is_planned_for_the_gradient_that_it_takes():
     args = [jnp.full((8, 4, 8), 0.1)] * 4, jnp.ones((2, 64, 8)), jnp.zeros((2, 1, 64, 64))
 
     def step(*args: Any) -> Any:
-        return derivative(biased)(*args)
+        return by_tape(lambda weights: biased(weights, *args[1:]), args[0])
 
     fits = tracegrad.trace(step, memory_budget="50%")
     whole, less = (f.lower(*args).compile().memory_analysis() for f in (jax.jit(step), fits))
@@ -423,19 +338,12 @@ def of_each(w: jax.Array, x: jax.Array) -> Any:
     return jax.vmap(jax.grad(deep), (None, 0))(w, x)
 
 
-def of_few_and_each(w: jax.Array, x: jax.Array) -> Any:
-    gradients = jax.vmap(on_a_tape(deep), (None, 0))
-    return gradients(w, x[:2]), gradients(w, x)  # so few fit, which says nothing of the others
-
-
-@pytest.mark.parametrize("step", [of_each, of_few_and_each])
-def test_a_budget_is_for_all_examples_of_a_vmap(step: Any):
+def test_a_budget_is_for_all_examples_of_a_vmap():
     args = jnp.eye(32) / 8, jnp.ones((64, 64, 32))
-    fits = tracegrad.trace(step, memory_budget="4.5 MiB")
-    whole, less = (f.lower(*args).compile().memory_analysis() for f in (jax.jit(step), fits))
+    fits = tracegrad.trace(of_each, memory_budget="4.5 MiB")
+    whole, less = (f.lower(*args).compile().memory_analysis() for f in (jax.jit(of_each), fits))
     assert less.temp_size_in_bytes <= 4.5 * 2**20 < whole.temp_size_in_bytes
-    for found, expected in zip(fits(*args), step(*args), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(fits(*args), of_each(*args), rtol=1e-5)
 
 
 def scanned(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -518,13 +426,6 @@ def test_options_that_make_no_sense_are_refused(options, error, words):
             recompute_to_fit("50%", **options)
 
 
-def test_a_rule_is_one_for_each_number_of_plans():
-    assert recompute_to_fit("50%", measure=np.int64(2)) is recompute_to_fit("50%", measure=True)
-    assert recompute_to_fit("50%", measure=3) is not recompute_to_fit("50%", measure=True)
-    # True is one in Python, and False zero.
-    assert recompute_to_fit("50%", measure=1) is not recompute_to_fit("50%", measure=True)
-
-
 def test_a_predicate_says_which_parameters_of_a_model_are_trained():
     """Of a model that has functions and numbers among its leaves, too."""
     model = equinox.nn.MLP(8, 8, 32, 4, key=jax.random.key(0))
@@ -542,14 +443,3 @@ def test_a_predicate_says_which_parameters_of_a_model_are_trained():
         return tracegrad.grad(plan.apply(), wrt=is_trained)(model, x)
 
     assert temporary_bytes(tracegrad.trace(step), model, x) == pytest.approx(plan.held, rel=0.01)
-
-
-def test_an_error_says_what_no_plan_can_split():
-    fun, shapes = small()
-
-    def either(weights: Any, x: jax.Array, is_on: Any) -> jax.Array:
-        return jax.lax.cond(is_on, fun, lambda weights, x: jnp.mean(x), weights, x)
-
-    shapes = (*shapes, jax.ShapeDtypeStruct((), "bool"))
-    with pytest.raises(BudgetTooSmall, match=r"gradient of either: .* inside the cond of .* split"):
-        plan_recompute(either, *shapes, memory_budget="50%", measure=False)

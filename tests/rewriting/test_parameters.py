@@ -47,119 +47,77 @@ def changed_where(gradient, is_meant, change):
     return jax.tree.unflatten(structure, [change(g) if is_meant(p) else g for p, g in pairs])
 
 
-# ----------------------------------------------- a transformer of flax.nnx, as its docs have it
+# --------------------------------------------------------------------- modules of three libraries
 
 
-class Block(nnx.Module):
+class Net(nnx.Module):
     def __init__(self, rngs):
-        self.attention = nnx.MultiHeadAttention(
-            num_heads=2, in_features=4, qkv_features=4, decode=False, rngs=rngs
-        )
-        self.norm = nnx.LayerNorm(4, rngs=rngs)
-        self.mlp = nnx.Linear(4, 4, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(3, 1, rngs=rngs)
 
     def __call__(self, x):
-        return x + self.mlp(nnx.relu(self.norm(x + self.attention(x))))
-
-
-class Transformer(nnx.Module):
-    def __init__(self, rngs):
-        self.embedding = nnx.Embed(5, 4, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-        self.head = nnx.Linear(4, 5, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
         return self.head(x)
 
 
-TOKENS = jnp.array([[0, 2, 4], [1, 1, 3]])
-
-
-def language_loss(model, tokens):
-    logits = model(tokens)[:, :-1]
-    return 10 * optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+def loss_of_net(model, x):
+    return jnp.sum(model(x) ** 2)
 
 
 def state_of(model):
     return nnx.state(model, nnx.Param)
 
 
-@pytest.fixture
-def transformer():
-    return Transformer(nnx.Rngs(0))
-
-
-def expected_of(model, tokens):
-    """The embedding frozen, the attention's gradients clipped, by hand."""
-    gradient = nnx.grad(language_loss)(model, tokens)
-    gradient = changed_where(gradient, lambda p: p.startswith("embedding"), jnp.zeros_like)
-    return changed_where(gradient, lambda p: ".attention." in p, clipped(0.01))
-
-
 RULES = [
-    tg.rules.stop_gradient(tg.match.param("embedding.*")),
-    tg.rules.clip_gradient(tg.match.param("blocks.*.attention.*"), max_norm=0.01),
+    tg.rules.stop_gradient(tg.match.param("head.*")),
+    tg.rules.clip_gradient(tg.match.param("layers.*.kernel"), max_norm=0.01),
 ]
-
-
 WAYS = {
-    "trace": lambda m, t: nnx.grad(tg.trace(language_loss, rules=RULES))(m, t),
-    "rewrite": lambda m, t: nnx.grad(tg.rewrite(language_loss, RULES))(m, t),
-    "nnx.grad in a trace": lambda m, t: tg.trace(
-        lambda m, t: nnx.grad(language_loss)(m, t), rules=RULES
-    )(m, t),
-    "tg.grad": lambda m, t: state_of(tg.grad(tg.rewrite(language_loss, RULES))(m, t)),
-    "tg.grad in a trace": lambda m, t: state_of(
-        tg.trace(lambda m, t: tg.grad(language_loss)(m, t), rules=RULES)(m, t)
+    "trace": lambda m, x: nnx.grad(tg.trace(loss_of_net, rules=RULES))(m, x),
+    "rewrite": lambda m, x: nnx.grad(tg.rewrite(loss_of_net, RULES))(m, x),
+    "nnx.grad in a trace": lambda m, x: tg.trace(
+        lambda m, x: nnx.grad(loss_of_net)(m, x), rules=RULES
+    )(m, x),
+    "tg.grad": lambda m, x: state_of(tg.grad(tg.rewrite(loss_of_net, RULES))(m, x)),
+    "tg.grad in a trace": lambda m, x: state_of(
+        tg.trace(lambda m, x: tg.grad(loss_of_net)(m, x), rules=RULES)(m, x)
     ),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_embedding_is_frozen_and_the_attention_clipped(transformer, way):
-    found = WAYS[way](transformer, TOKENS)
-    expected = expected_of(transformer, TOKENS)
-    assert_trees_close(jax.tree.leaves(found), jax.tree.leaves(expected))
+def test_one_layer_of_nnx_is_frozen_and_the_others_clipped(way):
+    model = Net(nnx.Rngs(0))
+    expected = changed_where(
+        nnx.grad(loss_of_net)(model, X), lambda p: p.startswith("head"), jnp.zeros_like
+    )
+    expected = changed_where(expected, lambda p: "s.0.k" in p or "s.1.k" in p, clipped(0.01))
+    assert_trees_close(jax.tree.leaves(WAYS[way](model, X)), jax.tree.leaves(expected))
 
 
-def test_a_model_that_is_traced_knows_its_own_parameters(transformer):
-    model = tg.trace(transformer, rules=[tg.rules.stop_gradient(tg.match.param("head.bias"))])
-    graph = model.graph(TOKENS)
+def test_a_model_that_is_traced_knows_its_own_parameters():
+    rule = tg.rules.stop_gradient(tg.match.param("head.bias"))
+    graph = tg.trace(Net(nnx.Rngs(0)), rules=[rule]).graph(X)
     stopped = [node for node in graph.nodes if isinstance(node, tg.ir.StopGradient)]
     assert graph.names[stopped[0].inputs[0]] == "self.head.bias"
 
 
-# ------------------------------------------------------------------- a dict of parameters of linen
-
-
-class MLP(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(1)(nn.relu(nn.Dense(4)(x)))
-
-
 def test_parameters_of_linen_are_known_in_a_train_state():
-    model = MLP()
+    model = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(1)])
     params = model.init(KEY, X)["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(1.0))
 
-    @tg.trace(rules=[tg.rules.clip_gradient(tg.match.param("Dense_0.*"), max_norm=0.1)])
-    def train_step(state, x):
-        def loss_fn(params):
-            return jnp.sum(state.apply_fn({"params": params}, x) ** 2)
+    def loss(params, apply=model.apply):
+        return jnp.sum(apply({"params": params}, X) ** 2)
 
-        return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+    @tg.trace(rules=[tg.rules.clip_gradient(tg.match.param("layers_0.*"), max_norm=0.1)])
+    def train_step(state):
+        return state.apply_gradients(grads=jax.grad(loss)(state.params, state.apply_fn))
 
-    gradient = jax.grad(lambda p: jnp.sum(model.apply({"params": p}, X) ** 2))(params)
-    gradient = changed_where(gradient, lambda p: p.startswith("Dense_0"), clipped(0.1))
-    found = train_step(state, X).params
-    assert_trees_close(found, jax.tree.map(lambda w, g: w - g, params, gradient))
-
-
-# -------------------------------------------------------------------------- an MLP of equinox
+    gradient = changed_where(jax.grad(loss)(params), lambda p: "layers_0" in p, clipped(0.1))
+    expected = jax.tree.map(lambda w, g: w - g, params, gradient)
+    assert_trees_close(train_step(state).params, expected)
 
 
 def test_parameters_of_equinox_are_known_in_filter_grad():
@@ -171,14 +129,14 @@ def test_parameters_of_equinox_are_known_in_filter_grad():
     rule = tg.rules.scale_gradient(tg.match.param("layers.[02].weight"), -2)
     expected = changed_where(
         eqx.filter_grad(loss)(model, X),
-        lambda p: p in ("layers.0.weight", "layers.2.weight"),
+        ("layers.0.weight", "layers.2.weight").__contains__,
         lambda g: -2 * g,
     )
-    for found in (
-        eqx.filter_grad(tg.rewrite(loss, rule))(model, X),
-        tg.trace(lambda model, x: eqx.filter_grad(loss)(model, x), rules=[rule])(model, X),
-        eqx.filter_jit(eqx.filter_grad(tg.rewrite(loss, rule)))(model, X),
+    for gradient in (
+        eqx.filter_jit(eqx.filter_grad(tg.rewrite(loss, rule))),
+        tg.trace(lambda model, x: eqx.filter_grad(loss)(model, x), rules=[rule]),
     ):
+        found = gradient(model, X)
         assert_trees_close(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
@@ -228,21 +186,6 @@ def test_all_uses_of_a_parameter_are_added_up_before_they_are_clipped():
     np.testing.assert_allclose(found, total / jnp.linalg.norm(total), rtol=1e-6)
 
 
-def test_clipping_a_scope_and_clipping_its_parameters_are_two_things():
-    def loss(params, x):
-        with jax.named_scope("dense"):
-            y = x @ params["dense"]["w"]
-        return jnp.sum(3 * y)
-
-    params, x = {"dense": {"w": jnp.zeros((2, 1))}}, jnp.array([[3.0, 4.0]])
-    by_scope = tg.rules.clip_gradient(tg.match.scope("dense"), max_norm=1.0)
-    by_param = tg.rules.clip_gradient(tg.match.param("dense.*"), max_norm=1.0)
-    at_output = jax.grad(tg.rewrite(loss, by_scope))(params, x)["dense"]["w"]
-    at_input = jax.grad(tg.rewrite(loss, by_param))(params, x)["dense"]["w"]
-    np.testing.assert_allclose(at_output.ravel(), [3.0, 4.0])  # dy of norm 3 is 1 now: 1 · x
-    np.testing.assert_allclose(at_input.ravel(), [0.6, 0.8], rtol=1e-6)  # its own norm is 1
-
-
 def test_a_stopped_parameter_is_unconnected():
     rule = tg.rules.stop_gradient(tg.match.param("a.*"))
     found = tg.grad(tg.rewrite(quadratic, rule), unconnected="none")(PARAMS, ONES)
@@ -269,11 +212,6 @@ def test_values_and_what_compiles_stay_as_they_are():
 # ------------------------------------------------------------------------- tapes, Variables, orders
 
 
-def test_a_tape_around_a_traced_function_has_the_rule():
-    f = tg.trace(quadratic, rules=[tg.rules.scale_gradient(tg.match.param("a.w"), 3.0)])
-    assert_trees_close(by_tape(lambda params: f(params, ONES), PARAMS), tripled("a.w"))
-
-
 def test_variables_are_known_by_their_names():
     w, b = tg.Variable(jnp.array([3.0, 4.0]), name="kernel"), tg.Variable(1.0, name="bias")
 
@@ -287,17 +225,6 @@ def test_variables_are_known_by_their_names():
     for dw, db in (by_tape(f, x, sources=[w, b]), step(x)):
         np.testing.assert_allclose(dw, [0.6, 0.8], rtol=1e-6)
         assert db == 1.0
-
-
-def test_under_jit_vmap_and_scan():
-    rule = tg.rules.clip_gradient(tg.match.param("w"), max_norm=1.0)
-    f = tg.rewrite(lambda w, x: jnp.sum(w * x), rule)
-    w, xs = jnp.ones(2), jnp.array([[3.0, 4.0], [0.3, 0.4]])
-    expected = jnp.array([[0.6, 0.8], [0.3, 0.4]])
-    np.testing.assert_allclose(jax.vmap(jax.grad(f), (None, 0))(w, xs), expected, rtol=1e-6)
-    np.testing.assert_allclose(jax.jit(jax.grad(f))(w, xs[0]), expected[0], rtol=1e-6)
-    _, found = jax.lax.scan(lambda w, x: (w, jax.grad(f)(w, x)), w, xs)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.both_jax
@@ -386,15 +313,6 @@ def test_what_a_selector_of_parameters_does_not_go_with_is_refused(make, message
         make()
 
 
-def test_what_jax_has_differentiated_already_is_refused():
-    from jax import grad
-
-    rule = tg.rules.clip_gradient(tg.match.param("params.a.w"), max_norm=1.0)
-    step = tg.trace(lambda params, x: grad(quadratic)(params, x), rules=[rule])
-    with pytest.raises(tg.ir.GraphError, match="JAX has differentiated already"):
-        step(PARAMS, ONES)
-
-
 def test_the_cure_for_a_solver_that_differentiates_scales_the_gradient_of_its_parameters():
     from jax import jvp
 
@@ -456,34 +374,28 @@ def test_in_a_traced_step_parameters_have_the_paths_of_its_arguments(name):
     assert seen.keys() == {f"params.{path}" for path in paths_of(found)}
 
 
-def test_a_parameter_that_is_differentiated_under_no_path_is_not_passed_by_in_silence():
-    def step(params, x):
-        doubled = [2 * leaf for leaf in jax.tree.leaves(params)]
-        structure = jax.tree.structure(params)
-        return jax.grad(lambda leaves: quadratic(jax.tree.unflatten(structure, leaves), x))(doubled)
+def by_computed_leaves(params, x):
+    doubled, structure = [2 * leaf for leaf in jax.tree.leaves(params)], jax.tree.structure(params)
+    return jax.grad(lambda flat: quadratic(jax.tree.unflatten(structure, flat), x))(doubled)[1]
 
+
+def by_ravelling(params, x, ravel=lambda tree: ravel_pytree(tree)[0]):
+    unravel = ravel_pytree(params)[1]
+    return jax.grad(lambda flat: quadratic(unravel(flat), x))(ravel(params))
+
+
+def by_jitted_ravelling(params, x):
+    return by_ravelling(params, x, jax.jit(lambda tree: ravel_pytree(tree)[0]))
+
+
+@pytest.mark.parametrize("step", [by_computed_leaves, by_ravelling, by_jitted_ravelling])
+def test_a_parameter_that_is_differentiated_under_no_path_is_not_passed_by_in_silence(step):
     rule = tg.rules.clip_gradient(tg.match.param("params.a.w"), max_norm=1.0)
-    with pytest.raises(tg.ir.NoMatchError, match=r"nearest paths: .*'leaves\.\d'"):
+    with pytest.raises(tg.ir.NoMatchError, match=r"nearest paths: .*'flat"):
         tg.trace(step, rules=[rule])(PARAMS, ONES)
-    listed = tg.rules.scale_gradient(tg.match.param("leaves.1"), 3.0)
-    found = tg.trace(step, rules=[listed])(PARAMS, ONES)
-    expected = step(PARAMS, ONES)
-    assert_trees_close(found, [expected[0], 3 * expected[1], expected[2]])
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-def test_a_parameter_that_is_raveled_before_it_is_differentiated_is_not_passed_by(jitted):
-    def step(params, x):
-        ravel = jax.jit(lambda tree: ravel_pytree(tree)[0]) if jitted else None
-        flat, unravel = ravel_pytree(params)
-        return jax.grad(lambda flat: quadratic(unravel(flat), x))(ravel(params) if ravel else flat)
-
-    rule = tg.rules.stop_gradient(tg.match.param("params.a.w"))
-    with pytest.raises(tg.ir.NoMatchError, match=r"nearest paths: .*'flat'"):
-        tg.trace(step, rules=[rule])(PARAMS, ONES)
-    whole = tg.rules.scale_gradient(tg.match.param("flat"), 3.0)
-    found = tg.trace(step, rules=[whole])(PARAMS, ONES)
-    assert_trees_close(found, 3 * step(PARAMS, ONES))
+    under = tg.match.param("flat.1" if step is by_computed_leaves else "flat")
+    found = tg.trace(step, rules=[tg.rules.scale_gradient(under, 3.0)])(PARAMS, ONES)
+    np.testing.assert_allclose(found, 3 * step(PARAMS, ONES), rtol=1e-6)
 
 
 def sharpness_aware(params, x):
@@ -527,27 +439,6 @@ def test_another_parameter_that_an_inner_function_calls_by_the_path_is_told():
     with pytest.warns(UserWarning, match=r"acts on a gradient .* not the parameter that has this"):
         found = step({"w": jnp.ones(2)}, {"w": jnp.full(2, 5.0)})
     np.testing.assert_array_equal(found["w"], [3.0, 3.0])
-
-
-def test_the_input_of_a_penalty_may_have_the_shape_of_a_parameter():
-    def critic(d, x):
-        return jnp.tanh(x @ d["w"]) @ d["v"]
-
-    def loss(params, real, z):
-        fake = jnp.tanh(z @ params["g"]["w"])
-        between = 0.5 * real + 0.5 * fake
-        slopes = jax.grad(lambda x: jnp.sum(critic(params["d"], x)))(between)
-        penalty = jnp.mean((jnp.linalg.norm(slopes, axis=1) - 1) ** 2)
-        return jnp.mean(critic(params["d"], fake)) + 10 * penalty
-
-    w, real, z = (jax.random.normal(key, (4, 4)) for key in jax.random.split(jax.random.key(0), 3))
-    params = {"g": {"w": w}, "d": {"w": jnp.eye(4), "v": jnp.ones(4)}}
-    expected = jax.grad(loss)(params, real, z)
-    for part in "gd":
-        rule = tg.rules.scale_gradient(tg.match.param(f"{part}.*"), 3.0)
-        found = jax.grad(tg.rewrite(loss, rule))(params, real, z)
-        tripled = changed_where(expected, lambda path, part=part: part in path, lambda g: 3 * g)
-        assert_trees_close(found, tripled)
 
 
 @pytest.mark.parametrize("glob", ["params.a.w", "q.a.w", "a.w", "state.params.a.w"])

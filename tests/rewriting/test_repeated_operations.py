@@ -7,7 +7,6 @@ import pytest
 
 import tracegrad as tg
 from tracegrad import match, rules
-from tracegrad.ir.editing import around_each
 
 pytestmark = pytest.mark.both_jax
 
@@ -76,20 +75,6 @@ def test_a_rule_acts_at_each_of_many_equal_matches():
     np.testing.assert_allclose(traced(X), expected, rtol=1e-5)
 
 
-def test_equal_matches_in_different_scopes_keep_their_scopes_and_lines():
-    def deep(x):
-        for i in range(4):
-            with jax.named_scope(f"layer_{i}"):
-                x = jnp.sin(x)
-        return jnp.sum(x)
-
-    edited = tg.graph(tg.rewrite(deep, rules.clip_gradient(match.op("sin"), max_norm=1.0)), X)
-    edited.verify()
-    clips = [found for found in edited.find(match.call("clip_gradient")) if not found.path]
-    assert [found.scope for found in clips] == [f"layer_{i}" for i in range(4)]
-    assert len({found.origin.line for found in clips}) == 1
-
-
 def test_a_clipped_gradient_adds_one_call_for_each_match():
     def text(count):
         def step(ws, x):
@@ -139,57 +124,6 @@ def test_matches_at_one_line_that_differ_in_a_number_keep_their_numbers(rule):
     edited = tg.rewrite(numbered_blocks, rule)
     np.testing.assert_array_equal(edited(X), numbered_blocks(X))
     np.testing.assert_allclose(jax.grad(edited)(X), jax.grad(numbered_blocks)(X), rtol=1e-5)
-
-
-def test_equal_matches_at_one_line_share_the_trace_of_the_code_around_them():
-    def deep(x):
-        for i in range(40):
-            with jax.named_scope(f"layer_{i}"):
-                x = jnp.sin(x)
-        return jnp.sum(x)
-
-    traced = []
-
-    def halved(op, x):
-        traced.append(op.match)
-        return jax.lax.stop_gradient(op(x) / 2) + op(x) / 2
-
-    graph = tg.graph(deep, X)
-    shared = around_each(graph, graph.find(match.op("sin")), halved, depends_on=lambda m: m.name)
-    assert len(traced) == 1
-    halved_each = shared.graph.to_callable()
-    expected, x = np.ones_like(X), np.asarray(X, np.float64)
-    for _ in range(40):
-        expected, x = expected * np.cos(x) / 2, np.sin(x)
-    np.testing.assert_allclose(jax.grad(halved_each)(X), expected, rtol=1e-4)
-    scopes = [found.scope for found in shared.graph.find(match.op("div"))]
-    assert scopes == [f"layer_{i // 2}" for i in range(80)]
-
-
-def test_operations_inside_of_a_match_keep_their_own_lines_and_inner_scopes():
-    def block(x):
-        x = jnp.sin(x)
-        with jax.named_scope("inner"):
-            x = jnp.cos(x)
-        return jnp.exp(x)
-
-    def deep(x):
-        for i in range(3):
-            with jax.named_scope(f"block_{i}"):
-                x = block(x)
-        return jnp.sum(x)
-
-    for rule in (
-        rules.recompute(match.scope("block_*")),
-        tg.edit(match.scope("block_*"), lambda op, x: op(x)),
-    ):
-        edited, plain = tg.graph(tg.rewrite(deep, rule), X), tg.graph(deep, X)
-        places = [
-            [(o.scope, o.origin.line) for o in graph.find(match.op("sin", "cos", "exp"))]
-            for graph in (edited, plain)
-        ]
-        assert len(places[0]) == 9
-        assert places[0] == places[1]
 
 
 def test_calls_that_are_recomputed_are_found_again_in_the_step_that_differentiates_them():

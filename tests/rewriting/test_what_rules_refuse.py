@@ -12,20 +12,8 @@ A = jnp.arange(12.0).reshape(3, 4) / 7 + jnp.eye(3, 4)
 X = jnp.arange(3.0)
 
 
-@jax.custom_vjp
-def doubled(x):
-    return 2 * jnp.sqrt(x)
-
-
-doubled.defvjp(lambda x: (doubled(x), x), lambda x, g: (g / jnp.sqrt(x),))
-
-
 def singular_values(a):
     return jnp.sum(jnp.linalg.svd(a, compute_uv=False))
-
-
-def with_rule(x):
-    return jnp.sum(doubled(x))
 
 
 @pytest.mark.parametrize("rule", [rules.strong_zero, rules.finite_derivative])
@@ -71,13 +59,6 @@ def test_inputs_through_which_no_gradient_leaves_are_not_passed_by_in_silence(ru
     assert not jnp.allclose(second, jax.grad(weighted)(X, X))
 
 
-@pytest.mark.parametrize("rule", [rules.strong_zero, rules.finite_derivative])
-def test_an_operation_inside_of_a_custom_rule_is_not_said_to_be_missing(rule):
-    assert tg.graph(with_rule, X + 1).find(match.op("sqrt"))
-    with pytest.raises(tg.GraphError, match=r"lies inside of the custom gradient doubled"):
-        tg.rewrite(with_rule, rule(match.op("sqrt")))(X + 1)
-
-
 @jax.jit
 def block(x):
     return jnp.sin(x) * x
@@ -105,14 +86,6 @@ def test_of_an_inner_and_an_outer_rule_the_outer_one_is_taken():
 
 def squared_sine(x):
     return jnp.sum(jnp.sin(x) ** 2)
-
-
-def test_intermediates_and_their_gradients_under_vmap_are_those_of_each_example():
-    want, values = 2 * jnp.sin(X), jnp.sin(X)
-    _, found = jax.vmap(lambda x: tg.intermediate_gradients(squared_sine, x, where=INNER))(X)
-    np.testing.assert_allclose(found["sin"], want, rtol=1e-6)
-    _, found = jax.vmap(lambda x: tg.intermediates(squared_sine, x, where=INNER))(X)
-    np.testing.assert_allclose(found["sin"], values, rtol=1e-6)
 
 
 def test_gradients_in_a_step_that_is_differentiated_already_are_those_of_its_loss():
@@ -165,20 +138,16 @@ def guided(op, dy):
 def test_a_rule_shows_all_that_it_was_made_with():
     either, sin = match.op("sin") | match.op("cos"), "match.op('sin')"
     shown = {
-        rules.clip_gradient(INNER, max_norm=1.0): f"rules.clip_gradient({sin}, max_norm=1.0)",
         rules.clip_gradient(INNER, 1.0, 2): (
             f"rules.clip_gradient({sin}, max_norm=1.0, max_value=2)"
         ),
-        rules.override_gradient(INNER, guided): f"rules.override_gradient({sin}, grad=guided)",
         rules.scale_gradient(either, jnp.float32(2.0)): (
             f"rules.scale_gradient({sin} | match.op('cos'), factor=an array float32[])"
         ),
         rules.stop_gradient(INNER, inputs=[0], missing_ok=True): (
             f"rules.stop_gradient({sin}, inputs=[0], missing_ok=True)"
         ),
-        rules.stop_gradient(where=INNER): f"rules.stop_gradient({sin})",
         rules.strong_zero(): "rules.strong_zero()",
-        rules.checkpointed_loop(checkpoints=4): "rules.checkpointed_loop(checkpoints=4)",
         tg.edit(INNER, guided): f"edit({sin}, function=guided)",
     }
     assert [repr(rule) for rule in shown] == list(shown.values())
