@@ -15,14 +15,14 @@ from tracegrad.tracing import trace
 from tracegrad.variables.variable import Variable
 
 
-def test_a_variable_that_a_traced_function_is_given_and_does_not_use_is_not_watched():
-    used, unused = Variable(3.0), Variable(2.0)
-    step = trace(lambda pair, x: pair[0] * x)
-    for _ in range(2):  # the call that traces it, and one that finds it compiled
+def test_of_the_variables_that_a_traced_function_is_given_those_that_it_uses_are_watched():
+    a, b = Variable(3.0), Variable(2.0)
+    square = trace(lambda pair, x: pair[0] * pair[0] * x)
+    for used, unused in ((a, b), (b, a), (a, b), (b, a)):  # traced for each, and as it is compiled
         with GradientTape() as tape:
-            y = step((used, unused), 2.0)
+            y = square((used, unused), 2.0)
         assert tape.watched_variables() == (used,)
-        assert tape.gradient(y, [used, unused]) == [2.0, None]
+        assert tape.gradient(y, [used, unused]) == [4 * float(used), None]
 
 
 def test_an_assignment_is_not_differentiated_however_often_its_value_was_handed_on():
