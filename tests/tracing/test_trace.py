@@ -515,7 +515,8 @@ def test_what_is_compiled_ahead_is_called_as_the_function_is():
     of_statics = tg.trace(lambda tree, x: (tree["act"](x), tree["name"])).lower(tree, x).compile()
     assert of_statics(tree, x) == (jnp.sin(x), "a")
     one, two = tg.Variable(10.0), tg.Variable(20.0)
-    add = tg.trace(lambda v, x: v.assign_add(x) + total.assign_add(x)).lower(one, x).compile()
+    of_variables = tg.trace(lambda v, x: v.assign_add(x) + total.assign_add(x))
+    add = of_variables.lower(one, x).compile()
     assert [float(add(one, x)), float(add(one, x))] == [17.0, 23.0]
     for wrong in ((two, x), (one, jnp.ones(2))):
         with pytest.raises(TypeError):
