@@ -238,18 +238,6 @@ def test_derivatives_of_log1pexp_at_any_order():
         np.testing.assert_allclose(second(along(log1pexp))(0.0), 0.25, rtol=1e-6)
 
 
-def test_rules_inside_rules():
-    @custom_gradient
-    def outer(x):
-        y = log1pexp(x)
-        return y * y, lambda dy: 2 * dy * y * (1 - 1 / (1 + jnp.exp(x)))
-
-    f, expected = outer, lambda x: jnp.log(1 + jnp.exp(x)) ** 2
-    for _ in range(3):
-        f, expected = along(f), jax.grad(expected)
-        np.testing.assert_allclose(f(0.4), expected(0.4), rtol=1e-4)
-
-
 def test_a_missing_gradient_is_a_tangent_of_zero():
     @custom_gradient
     def one_sided(x, y):
