@@ -439,20 +439,6 @@ def test_parts_that_change_places_inside_have_changed_places(options):
     np.testing.assert_array_equal(a.bias[...], bias + 1.0)
 
 
-def test_what_is_sown_in_a_capture_comes_out():
-    class Sowing(Plain):
-        def __call__(self, x):
-            hidden = super().__call__(x)
-            self.sow(nnx.Intermediate, "hidden", hidden)
-            return hidden
-
-    captured = tg.trace(lambda model, x: nnx.capture(model, nnx.Intermediate)(x))
-    model = Sowing(nnx.Rngs(0))
-    for _ in range(2):
-        result, state = captured(model, X)
-        np.testing.assert_array_equal(jax.tree.leaves(state)[0], result)
-
-
 def test_calls_with_arrays_and_then_with_a_module_lose_nothing():
     @tg.trace
     def apply(f, x):
