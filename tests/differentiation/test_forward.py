@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.ode import odeint
 
 import tracegrad as tg
+from tests.derivatives import log1pexp
 from tracegrad import custom_gradient, grad, jvp
 
 pytestmark = pytest.mark.both_jax
@@ -24,12 +25,6 @@ T = np.array([1.0, 0.5, -2.0])
 def x64():
     with jax.enable_x64(True):
         yield
-
-
-@custom_gradient
-def log1pexp(x):
-    e = jnp.exp(x)
-    return jnp.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
 
 
 @jax.custom_vjp

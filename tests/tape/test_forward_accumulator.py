@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import tracegrad as tg
-from tests.derivatives import by_tape
+from tests.derivatives import by_tape, log1pexp
 from tracegrad import GradientTape, UnconnectedGradients, custom_gradient
 from tracegrad.tape.forward_accumulator import ForwardAccumulator
 from tracegrad.variables.variable import Variable
@@ -98,7 +98,7 @@ STEPS = {
     "operations": lambda x: (jnp.tanh(x) * 2).sum(),
     "jitted": jax.jit(lambda x: jax.nn.softmax(x)[0]),
     "rules of jax": lambda x: jax.nn.relu(x) + jax.nn.gelu(x),
-    "custom gradient": lambda x: log1pexp(x),
+    "custom gradient": log1pexp,
     "custom gradient made anew": lambda x: custom_gradient(lambda x: (x * 2, lambda dy: dy))(x),
 }
 BLOCKS = {name: functools.partial(along, function) for name, function in STEPS.items()}
@@ -379,12 +379,6 @@ def test_inside_functions_that_jax_differentiates_and_batches():
 
 
 # ------------------------------------------------------------------------------ custom gradients
-
-
-@custom_gradient
-def log1pexp(x):
-    e = jnp.exp(x)
-    return jnp.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
 
 
 @custom_gradient

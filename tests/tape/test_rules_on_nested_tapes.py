@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tests.derivatives import by_tape, value_by_tape
+from tests.derivatives import by_tape, log1pexp, value_by_tape
 
 X = jnp.array([0.3, -1.2, 2.0])
 
@@ -40,12 +40,6 @@ def with_slope(value, slope):
     rule = jax.custom_jvp(value)
     rule.defjvp(lambda primals, tangents: (rule(*primals), slope(*primals) * tangents[0]))
     return rule
-
-
-@tg.custom_gradient
-def log1pexp(x):  # the gradient takes a value from the middle
-    e = jnp.exp(x)
-    return jnp.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
 
 
 @tg.custom_gradient
