@@ -340,6 +340,7 @@ def test_a_variable_as_a_target_has_the_gradient_one_by_itself():
         y = v * v
     assert tape.gradient(v, v) == 1.0
     assert tape.gradient([v, y], [v, untrained]) == [7.0, None]
+    assert tape.gradient(y, untrained, unconnected_gradients="zero") == 0.0
     assert tape.gradient(untrained, untrained) == 1.0
     assert tape.jacobian(v, v) == 1.0
     v.assign(5.0)

@@ -15,6 +15,7 @@ from tracegrad.tracing import trace
 from tracegrad.variables.variable import Variable
 
 
+@pytest.mark.both_jax
 def test_of_the_variables_that_a_traced_function_is_given_those_that_it_uses_are_watched():
     a, b = Variable(3.0), Variable(2.0)
     square = trace(lambda pair, x: pair[0] * pair[0] * x)

@@ -394,6 +394,7 @@ def test_options_count_the_arguments_of_the_module_that_is_traced():
     np.testing.assert_array_equal(model.weight, 1.0)
 
 
+@pytest.mark.both_jax
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_grad], ids=["plain", "filter_grad"])
 def test_wrappers_of_one_function_share_a_program(wrap):
     traces = []
