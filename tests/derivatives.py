@@ -30,6 +30,13 @@ def by_tape(fun: Callable[..., Any], *args: Any, sources: Any = None) -> Any:
     return value_by_tape(fun, *args, sources=sources)[1]
 
 
+@tg.custom_gradient
+def log1pexp(x: Any) -> Any:
+    """Its gradient takes a value from the middle, and is right where the naive form is NaN."""
+    e = jnp.exp(x)
+    return jnp.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
+
+
 def with_text(fun: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x: (fun(x), ("text", x))
 

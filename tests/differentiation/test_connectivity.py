@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 
 import jax
@@ -233,14 +234,6 @@ def test_none_passes_boundaries_argument_by_argument_and_output_by_output(bounda
     np.testing.assert_array_equal(gradient[1], jnp.ones(3))
 
 
-def test_a_variable_of_one_branch_is_connected():
-    def f(flag, x, y):
-        return lax.cond(flag, lambda x, y: x * 2, lambda x, y: y * 3, x, y)
-
-    got = grad(f, (1, 2), unconnected="none")(True, 1.0, 2.0)
-    assert got == (2.0, 0.0)
-
-
 @pytest.mark.parametrize(("length", "linked"), [(0, True), (2, False)])
 def test_a_scan_hands_on_its_carry_only_if_it_does_not_run(length, linked):
     def rounded(x):
@@ -332,8 +325,6 @@ def why(fun, *args, wrt=0):
 
 def line_of(fun, text):
     """The line of this file in a function's source that holds a text."""
-    import inspect
-
     lines, start = inspect.getsourcelines(fun)
     return start + next(i for i, line in enumerate(lines) if text in line)
 
@@ -394,23 +385,15 @@ def test_a_cut_in_a_branch_is_found_there():
     assert f"sign at test_connectivity.py:{line_of(in_one, 'sign')}" in why(in_one, 1.0)
 
 
-def test_a_cut_that_leads_nowhere_is_not_named():
+def test_one_way_is_told_and_no_cut_that_leads_nowhere():
     def f(x):
         unused = jnp.round(x)
         return jnp.sign(x) + 0 * stop_gradient(1.0) + (0.0, unused)[0]
 
-    message = why(f, 1.0)
-    assert "sign" in message
-    assert "round" not in message
-
-
-def test_of_many_ways_one_is_told():
-    def f(x):
-        return sum((jnp.round(x) * i for i in range(1, 6)), jnp.sign(x))
-
     def g(x):
         return jnp.sign(x) + jnp.floor(x) + jnp.ceil(x) + jnp.round(x) + stop_gradient(x)
 
+    assert "cut by sign" in why(f, 1.0)
     for fun in (f, g):
         assert why(fun, 1.0).count("cut by") == 1
         assert ", and by" not in why(fun, 1.0)

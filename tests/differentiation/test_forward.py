@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax import lax
 from jax.experimental.ode import odeint
 
 import tracegrad as tg
+from tests.derivatives import log1pexp
 from tracegrad import custom_gradient, grad, jvp
 
 pytestmark = pytest.mark.both_jax
@@ -22,12 +25,6 @@ T = np.array([1.0, 0.5, -2.0])
 def x64():
     with jax.enable_x64(True):
         yield
-
-
-@custom_gradient
-def log1pexp(x):
-    e = jnp.exp(x)
-    return jnp.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
 
 
 @jax.custom_vjp
@@ -224,32 +221,6 @@ def test_forward_and_reverse_agree_where_the_rule_is_not_the_derivative():
     assert [float(v) for v in second] == [1.0, 3.0]
 
 
-def along(f):
-    return lambda x: jvp(f, (x,), (jnp.ones_like(x),))[1]
-
-
-def test_derivatives_of_log1pexp_at_any_order():
-    np.testing.assert_allclose(along(log1pexp)(100.0), 1.0)
-    for second in (along(along(log1pexp)), grad(along(log1pexp)), along(grad(log1pexp))):
-        np.testing.assert_allclose(second(0.0), 0.25, rtol=1e-6)
-    np.testing.assert_allclose(along(along(along(log1pexp)))(0.0), 0.0, atol=1e-6)
-    # Plain JAX can differentiate it again, too, in either mode.
-    for second in (jax.grad, jax.jacfwd, lambda f: lambda x: jax.linearize(f, x)[1](1.0)):
-        np.testing.assert_allclose(second(along(log1pexp))(0.0), 0.25, rtol=1e-6)
-
-
-def test_rules_inside_rules():
-    @custom_gradient
-    def outer(x):
-        y = log1pexp(x)
-        return y * y, lambda dy: 2 * dy * y * (1 - 1 / (1 + jnp.exp(x)))
-
-    f, expected = outer, lambda x: jnp.log(1 + jnp.exp(x)) ** 2
-    for _ in range(3):
-        f, expected = along(f), jax.grad(expected)
-        np.testing.assert_allclose(f(0.4), expected(0.4), rtol=1e-4)
-
-
 def test_a_missing_gradient_is_a_tangent_of_zero():
     @custom_gradient
     def one_sided(x, y):
@@ -408,45 +379,51 @@ def solve_linear(matvec, ct):
     return lax.custom_linear_solve(matvec, ct, solver, transpose_solve=solver)
 
 
-def test_an_implicit_derivative_by_a_loop_is_told_of_custom_linear_solve():
-    def implicit(solve):
-        @jax.custom_vjp
-        def root(a):  # of y = cos(a y), by iteration
-            return iterate(lambda y: jnp.cos(a * y), a)
+def by_loop(matvec, ct):
+    return iterate(lambda u: u - matvec(u) + ct, ct)
 
-        def backward(kept, ct):
-            a, y = kept
-            sine = jnp.sin(a * y)
-            return (-y * sine * solve(lambda u: u + a * sine * u, ct),)
 
-        root.defvjp(lambda a: (root(a), (a, root(a))), backward)
-        return root
+def by_cg(matvec, ct):  # JAX has no transpose of it
+    return jax.scipy.sparse.linalg.cg(matvec, ct, tol=1e-8)[0]
 
-    def by_loop(matvec, ct):
-        return iterate(lambda u: u - matvec(u) + ct, ct)
 
-    def by_cg(matvec, ct):  # JAX has no transpose of it
-        return jax.scipy.sparse.linalg.cg(matvec, ct, tol=1e-8)[0]
+def around_cg(matvec, ct):
+    return lax.custom_linear_solve(matvec, ct, by_cg, symmetric=True)
 
-    def around_cg(matvec, ct):
-        return lax.custom_linear_solve(matvec, ct, by_cg, symmetric=True)
 
+def implicit(solve):
+    """The root of y = cos(a y) by iteration, with an implicit derivative."""
+
+    @jax.custom_vjp
+    def root(a):
+        return iterate(lambda y: jnp.cos(a * y), a)
+
+    def backward(kept, ct):
+        a, y = kept
+        sine = jnp.sin(a * y)
+        return (-y * sine * solve(lambda u: u + a * sine * u, ct),)
+
+    root.defvjp(lambda a: (root(a), (a, root(a))), backward)
+    return root
+
+
+def unrolled(a):
+    return functools.reduce(lambda y, _: jnp.cos(a * y), range(60), a)
+
+
+@pytest.mark.parametrize("solve", [by_loop, by_cg])
+def test_an_implicit_derivative_by_a_loop_is_told_of_custom_linear_solve(solve):
     cure = r"root at .*call jax\.lax\.custom_linear_solve, also around a solver of jax\.scipy"
-    for solve in (by_loop, by_cg):
-        with pytest.raises(ValueError, match=cure):
-            tg.hvp(implicit(solve), (0.5,), 1.0)
+    with pytest.raises(ValueError, match=cure):
+        tg.hvp(implicit(solve), (0.5,), 1.0)
 
-    def unrolled(a):
-        y = a
-        for _ in range(60):
-            y = jnp.cos(a * y)
-        return y
 
-    for solve in (solve_linear, around_cg):
-        cured = implicit(solve)
-        np.testing.assert_allclose(grad(cured)(0.5), jax.grad(unrolled)(0.5), rtol=1e-5)
-        second = jax.grad(jax.grad(unrolled))(0.5)
-        np.testing.assert_allclose(tg.hvp(cured, (0.5,), 1.0), second, rtol=1e-4)
+@pytest.mark.parametrize("solve", [solve_linear, around_cg])
+def test_an_implicit_derivative_by_custom_linear_solve_has_second_derivatives(solve):
+    cured = implicit(solve)
+    np.testing.assert_allclose(grad(cured)(0.5), jax.grad(unrolled)(0.5), rtol=1e-5)
+    second = jax.grad(jax.grad(unrolled))(0.5)
+    np.testing.assert_allclose(tg.hvp(cured, (0.5,), 1.0), second, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -163,17 +163,6 @@ def test_so_it_is_inside_of(rule, around):
     check(WAYS["grad"](loss, *OPERANDS), loss, *OPERANDS)
 
 
-def test_variables_get_it_too():
-    x, aux, none = tg.Variable(X), tg.Variable(AUX), tg.Variable(OTHER)
-    for wrap in (lambda f: f, tg.trace):
-        loss = wrap(lambda: a_loss(of_tracegrad)(x.value, aux.value, OTHER, none.value))
-        found = by_tape(loss, sources=[x, aux, none])
-        wanted = jax.grad(a_loss(of_jax), (0, 1))(X, AUX, OTHER, OTHER)
-        np.testing.assert_allclose(found[0], wanted[0])
-        np.testing.assert_allclose(found[1], wanted[1])
-        assert found[2] is None
-
-
 def test_a_rule_connects_all_results_to_what_it_returns():
     @jax.custom_vjp
     def penalised(x, y):

@@ -75,16 +75,6 @@ def test_a_jacobian_is_that_of_jax(wrap, wrt):
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_jacobian_is_what_finite_differences_give():
-    def f(x):
-        return jnp.stack([cube(x[0]) * x[1], jnp.sin(x[2])])
-
-    step = 1e-6
-    columns = [(f(X + step * e) - f(X - step * e)) / (2 * step) for e in np.eye(3)]
-    np.testing.assert_allclose(jacobian(f)(X), np.stack(columns, 1), atol=1e-8)
-
-
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("wrap", [lambda f: f, tg.trace], ids=["plain", "traced"])
 def test_a_jacobian_of_complex_results_of_real_arguments_is_that_of_forward_mode(wrap):
     def f(x, k):

@@ -275,10 +275,3 @@ def test_an_array_is_asked_for_by_to_dense_where_slices_are_traced():
     np.testing.assert_array_equal(jnp.asarray(SLICES), DENSE)
     with pytest.raises(TypeError, match=r"IndexedSlices\(.*is traced.*use \.to_dense\(\)"):
         jax.jit(jnp.asarray)(SLICES)
-
-
-def test_slices_without_a_shape_say_how_to_give_one():
-    unknown = IndexedSlices(SLICES.values, SLICES.indices)
-    for use in (lambda s: apply_rows(TABLE, s, jnp.subtract), IndexedSlices.to_dense):
-        with pytest.raises(ValueError, match=r"IndexedSlices\(slices.values, slices.indices, dens"):
-            use(unknown)

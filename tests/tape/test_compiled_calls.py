@@ -76,13 +76,6 @@ def test_an_intermediate_result_of_a_compiled_function_is_a_source():
     np.testing.assert_allclose(of_w, jax.grad(both, has_aux=True)(w)[0], rtol=1e-5)
 
 
-def test_different_arguments_of_one_function_are_watched():
-    w, x, shift = arguments()
-    for_w, for_x = jax.grad(loss, (0, 1))(w, x, shift)
-    np.testing.assert_allclose(by_tape(lambda w: loss(w, x, shift), w), for_w, rtol=1e-5)
-    np.testing.assert_allclose(by_tape(lambda x: loss(w, x, shift), x), for_x, rtol=1e-5)
-
-
 def test_a_jitted_function_with_options_is_called_with_them():
     w, x, shift = arguments()
     cpu = jax.sharding.SingleDeviceSharding(jax.devices()[1])
@@ -171,18 +164,6 @@ def test_what_comes_into_force_after_the_call_changes_no_second_derivative_or_is
     rule = tg.rules.scale_gradient(tg.match.op("tanh"), 3.0)
     with pytest.raises(NotImplementedError, match="open the tape inside"):
         tg.trace(lambda: tape.gradient(gradient, w), rules=[rule])()
-
-
-def test_what_is_remembered_is_bounded_and_forgetting_it_changes_no_gradient(monkeypatch):
-    tg.clear_caches()
-    monkeypatch.setattr(known_computations._computations, "_maxsize", 3)
-    x = jnp.ones(3)
-    sizes = []
-    for i in range(2, 26):
-        gradient = by_tape(lambda x, i=i: jnp.sum(jax.lax.integer_pow(x, i)), x)
-        np.testing.assert_allclose(gradient, np.full(3, float(i)), rtol=1e-6)
-        sizes.append(len(known_computations._computations))
-    assert max(sizes) == 3
 
 
 def test_a_rule_that_refuses_another_operand_can_still_be_differentiated_by_jax():

@@ -61,26 +61,10 @@ def test_a_tape_shows_its_state():
     assert repr(GradientTape(persistent=True)) == "<GradientTape, persistent: not recording>"
 
 
-def test_any_other_word_for_unconnected_raises_before_the_tape_is_used():
-    x = F32(2.0)
-    with GradientTape() as tape:
-        tape.watch(x)
-        y = x * x
-    with pytest.raises(ValueError, match="is 'none' or 'zero'; got 'nought'"):
-        tape.gradient(y, x, unconnected_gradients="nought")
-    assert tape.gradient(y, x) == 4.0
-
-
-def stopped_and_added(x, y):
-    return jax.lax.stop_gradient(x) + y
-
-
 CONNECTIONS = {
     "a gradient that happens to be zero": (lambda x: x * 0.0, [F32(2.0)], [0.0]),
     "NumPy": (lambda x: jnp.asarray(np.square(np.asarray(x))) * 2, [F32(2.0)], [None]),
     "a float": (lambda x: jnp.asarray(float(x)) * 2, [F32(2.0)], [None]),
-    "by argument": (stopped_and_added, [F32(1.0), F32(2.0)], [None, 1.0]),
-    "by argument of jit": (jax.jit(stopped_and_added), [F32(1.0), F32(2.0)], [None, 1.0]),
     "a key": (lambda k, x: jax.random.uniform(k) * 0 + x, [jax.random.key(0), F32(2)], [None, 1.0]),
 }
 
@@ -134,17 +118,6 @@ def test_what_was_watched_after_its_use_or_never_has_none_and_is_warned_of():
 def test_only_jax_arrays_can_be_watched(thing):
     with GradientTape() as tape, pytest.raises(ValueError, match="watches JAX arrays"):
         tape.watch(thing)
-
-
-def test_a_tree_is_watched_whole():
-    params = {"w": jnp.ones(2), "b": [jnp.zeros(()), jnp.int32(3)]}
-    with GradientTape() as tape:
-        tape.watch(params)
-        y = (params["w"] * 2).sum() + params["b"][0] * params["b"][1]
-    found = tape.gradient(y, params)
-    assert found["w"].tolist() == [2.0, 2.0]
-    assert found["b"][0] == 3.0
-    assert found["b"][1] is None
 
 
 def test_an_array_that_died_does_not_lend_its_identity():
@@ -230,22 +203,6 @@ def test_output_gradients_go_by_the_keys_of_the_target():
     np.testing.assert_array_equal(tape.gradient(y, ONES, output_gradients=seed), [1, 1])
 
 
-def test_complex_gradients_follow_the_convention_of_jax():
-    z = jnp.complex64(1 + 2j)
-
-    def f(z):
-        return (jnp.abs(z) ** 2 + (z * z).imag).real
-
-    (found,) = grad_of(f, z)
-    np.testing.assert_allclose(found, jax.grad(f)(z), rtol=1e-6)
-    with GradientTape() as tape:
-        tape.watch(z)
-        y = z**3
-    seed = jnp.complex64(2 - 1j)
-    (want,) = jax.vjp(lambda z: z**3, z)[1](seed)
-    np.testing.assert_allclose(tape.gradient(y, z, output_gradients=seed), want, rtol=1e-6)
-
-
 # ---------------------------------------------------------------------------------- Jacobians
 
 
@@ -274,18 +231,6 @@ def test_an_unconnected_source_has_no_jacobian_or_zeros_of_its_shape():
     assert tape.batch_jacobian(y, z, unconnected_gradients="none") is None
 
 
-@pytest.mark.accelerator
-def test_a_hessian_is_the_jacobian_of_a_gradient():
-    def f(x):
-        return jnp.prod(x) + (x**3).sum()
-
-    x = jnp.array([1.0, 2.0, 3.0])
-    with GradientTape() as outer:
-        outer.watch(x)
-        g = by_tape(f, x)
-    np.testing.assert_allclose(outer.jacobian(g, x), jax.hessian(f)(x), rtol=1e-5)
-
-
 def test_a_jacobian_is_of_one_real_array():
     x = jnp.ones(2)
     z = jnp.ones(2, jnp.complex64)
@@ -297,20 +242,6 @@ def test_a_jacobian_is_of_one_real_array():
         tape.jacobian([y, y], x)
     with pytest.raises(TypeError, match="complex64"):
         tape.jacobian(w, z)
-
-
-@pytest.mark.accelerator
-def test_batch_jacobian_is_the_diagonal_of_the_jacobian():
-    x = jnp.arange(6.0).reshape(2, 3)
-    w = jnp.arange(12.0).reshape(3, 2, 2) / 10
-    with GradientTape(persistent=True) as tape:
-        tape.watch(x)
-        y = jnp.tanh(jnp.tensordot(x, w, 1) / 5)
-    found = tape.batch_jacobian(y, x)
-    whole = tape.jacobian(y, x)
-    assert found.shape == (2, 2, 2, 3)
-    for i in range(2):
-        np.testing.assert_allclose(found[i], whole[i, :, :, i], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -339,18 +270,6 @@ def test_four_nested_tapes_give_four_derivatives():
     second = slope_of(first)
     third = slope_of(second)
     assert [f(x) for f in (first, second, third, slope_of(third))] == [80.0, 160.0, 240.0, 240.0]
-
-
-@pytest.mark.accelerator
-def test_a_gradient_penalty_trains_through_the_gradient():
-    w, x = jnp.array([[1.0, -2.0], [0.5, 3.0]]), jnp.array([[1.0, 2.0]])
-
-    def loss(w, x):
-        return jnp.sum(jnp.tanh(x @ w) ** 2)
-
-    found = by_tape(lambda w: jnp.sum(by_tape(lambda x: loss(w, x), x) ** 2), w)
-    want = jax.grad(lambda w: jnp.sum(jax.grad(loss, 1)(w, x) ** 2))(w)
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_zero_by_structure_does_not_become_nan_on_its_way():
@@ -399,26 +318,20 @@ def test_a_target_or_source_that_is_no_array_raises_and_leaves_the_tape_as_it_wa
     for what, ask in asked:
         with pytest.raises(TypeError, match=f"{what} is .*{says}"):
             ask()
+    with pytest.raises(ValueError, match="is 'none' or 'zero'; got 'nought'"):
+        tape.gradient(y, x, unconnected_gradients="nought")
     assert tape.gradient(y, x) == 6.0
 
 
-def test_a_none_among_targets_raises_and_among_sources_is_a_part_of_the_tree():
+def test_a_none_among_targets_raises_and_among_sources_gets_none_as_arrays_of_numpy_do():
     x = jnp.float32(3.0)
     with GradientTape() as tape:
         tape.watch(x)
         y = x * x
     with pytest.raises(TypeError, match=r"target\.1 is None"):
         tape.gradient([y, None], x)
-    assert tape.gradient(y, {"kernel": x, "bias": None}) == {"kernel": 6.0, "bias": None}
-
-
-def test_a_numpy_array_is_an_array_that_nothing_connects():
-    x = jnp.float32(3.0)
-    with GradientTape(persistent=True) as tape:
-        tape.watch(x)
-        y = x * x
-    assert tape.gradient(np.asarray(y), x) is None
-    assert tape.gradient(y, np.asarray(x)) is None
+    sources = {"kernel": x, "bias": None, "numpy": np.ones(())}
+    assert tape.gradient([y, np.ones(())], sources) == {"kernel": 6.0, "bias": None, "numpy": None}
 
 
 def test_a_variable_as_a_target_has_the_gradient_one_by_itself():
@@ -427,6 +340,7 @@ def test_a_variable_as_a_target_has_the_gradient_one_by_itself():
         y = v * v
     assert tape.gradient(v, v) == 1.0
     assert tape.gradient([v, y], [v, untrained]) == [7.0, None]
+    assert tape.gradient(y, untrained, unconnected_gradients="zero") == 0.0
     assert tape.gradient(untrained, untrained) == 1.0
     assert tape.jacobian(v, v) == 1.0
     v.assign(5.0)

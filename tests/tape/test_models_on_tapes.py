@@ -51,20 +51,6 @@ def test_an_equinox_model_is_watched_and_gets_the_gradient_of_filter_grad(compil
     assert_same(gradient, eqx.filter_grad(loss)(model))
 
 
-def test_numbers_that_are_no_settings_of_a_model_are_refused():
-    x = jnp.ones(())
-    with tg.GradientTape() as tape:
-        with pytest.raises(
-            ValueError, match=r"a tape watches JAX arrays; it was given a float: 2\.0"
-        ):
-            tape.watch([x, 2.0])
-        tape.watch({"x": x, "f": jnp.sin})
-        y = x * 2
-    with pytest.raises(TypeError, match=r"source\.1 is a float: 2\.0"):
-        tape.gradient(y, [x, 2.0])
-    assert tape.gradient(y, {"x": x, "f": jnp.sin}) == {"x": 2.0, "f": None}
-
-
 def test_an_object_with_variables_is_refused_with_a_cure_that_works():
     class Model:  # a `tf.Module`
         def __init__(self):

@@ -115,18 +115,6 @@ def test_second_derivatives():
         np.testing.assert_allclose(second, 2 * jnp.cos(x) - x * jnp.sin(x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_of_descent_on_variables():
-    w, by_hand = tg.Variable(X), X
-
-    def loss(w):
-        return ((w * Y) ** 2).sum()
-
-    for _ in range(OFTEN):
-        w.assign_sub(0.1 * by_tape(loss, w))
-        by_hand = by_hand - 0.1 * jax.grad(loss)(by_hand)
-        np.testing.assert_allclose(w.value, by_hand, rtol=1e-5)
-
-
 def test_a_rule_on_values_runs_at_every_step():
     calls = []
 

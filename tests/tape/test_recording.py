@@ -39,7 +39,6 @@ def agrees_with_jax(fun, *args, rtol=1e-5, atol=1e-6):
 
 X = jnp.array([0.3, -1.2, 2.0])
 CONSTANT = X + 0  # another array, which no tape watches
-X_IDS = jnp.array([0, 0])
 KEY = jax.random.key(1)
 
 
@@ -127,13 +126,6 @@ def by_what_has_no_gradient(x):
         lambda x: jax.jit(jax.grad(lambda x: jnp.sum(x**3)))(x).sum(),
         lambda x: jax.vmap(lambda x: jnp.sin(x) * x)(x).sum(),
         lambda x: jax.jit(jax.vmap(lambda x: jnp.sin(x) * x))(x).sum(),
-        lambda x: lax.scan(lambda c, x: (c * x, c + x), F32(1.0), x)[1].sum(),
-        lambda x: lax.fori_loop(0, 3, lambda i, c: c * jnp.sin(x), x).sum(),
-        lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x).sum(),
-        lambda x: lax.switch(1, [jnp.sin, jnp.exp], x).sum(),
-        lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum(),
-        lambda x: tg.recompute_grad(lambda x: jnp.sin(jnp.sin(x)))(x).sum(),
-        lambda x: tg.trace(lambda x: jnp.sin(x) * x)(x).sum(),
         lambda x: jax.jvp(jnp.sin, (x,), (x,))[1].sum(),
         lambda x: jax.linearize(jnp.sin, x)[1](x).sum(),
         lambda x: jax.vjp(jnp.sin, x)[1](x)[0].sum(),
@@ -148,22 +140,15 @@ def by_what_has_no_gradient(x):
         lambda x: halved_rule(x).sum(),
         lambda x: jax.jit(halved_rule)(x).sum(),
         lambda x: jax.vmap(halved_rule)(x).sum(),
-        lambda x: jax.nn.relu(x).sum() + jax.nn.softmax(x)[0] + jax.nn.gelu(x).sum(),
-        lambda x: jax.scipy.special.logsumexp(x) + jnp.linalg.norm(x),
-        lambda x: jnp.sort(x)[0] * jnp.max(x) + x[jnp.argmin(x)] + jnp.take(x, X_IDS).sum(),
-        lambda x: jnp.linalg.solve(jnp.outer(x, x) + jnp.eye(3), x).sum(),
         lambda x: jnp.where(jax.random.bernoulli(KEY, 0.5, x.shape), x / 0.5, 0).sum(),  # dropout
         lambda x: unhashable(x).sum() + power(x, 2).sum() + power(x, 3).sum(),
         lambda x: told_of_zeros(x, 2 * x).sum() + told_of_zeros(CONSTANT, x).sum(),
-        lambda x: jax.nn.softmax(jnp.outer(x, x), 0)[0] @ jax.nn.softmax(jnp.outer(x, x), 1)[1],
         lambda x: jnp.sum(jax.grad(checkpointed_loop)(x) ** 2),
-        lambda x: jax.scipy.special.expi(x).sum(),
+        lambda x: jax.scipy.special.expi(x).sum() + jnp.max(x) * x[jnp.argmin(x)],
+        by_what_has_no_gradient,
+        added_to_a_ref,
         lambda x: x.at[1].set(x[0] ** 2).at[1].multiply(3.0).at[0].add(x[0]).sum(),
-        lambda x: by_what_has_no_gradient(x),
-        lambda x: added_to_a_ref(x),
         lambda x: jnp.where(x > 0, x, 0).sum() * jnp.asarray(x, jnp.float16).astype(F32)[2],
-        lambda x: jnp.fft.fft(x).real.sum() + jnp.abs(jnp.fft.fft(x))[1],
-        lambda x: jnp.einsum("i,j->ij", x, x).sum() + jnp.concatenate([x, x * 2]).sum(),
     ],
 )  # fmt: skip
 def test_the_gradient_around_a_transformation_is_that_of_jax(fun):
@@ -183,22 +168,25 @@ def test_the_gradient_of_every_kind_of_region_is_that_of_jax(case):
     agrees_with_jax(total, *(jnp.asarray(case.args[i]) for i in floats), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rule", [doubled_rule, tripled_rule, halved_rule, jax.nn.relu])
-def test_rules_on_a_tape_inside_a_transformation(rule):
+@pytest.mark.parametrize("fun", [jnp.sin, doubled_rule, tripled_rule, halved_rule, jax.nn.relu])
+def test_a_tape_inside_a_transformation(fun):
     def slope(x):
-        return by_tape(lambda x: rule(x).sum(), x)
+        return by_tape(lambda x: fun(x).sum(), x)
 
-    want = jax.grad(lambda x: rule(x).sum())
+    want = jax.grad(lambda x: fun(x).sum())
+    second = jax.grad(lambda x: want(x).sum())(X)
     for _ in range(2):
-        np.testing.assert_allclose(jax.jit(slope)(X), want(X))
-        np.testing.assert_allclose(jax.vmap(slope)(X), jax.vmap(want)(X))
-        second = jax.grad(lambda x: slope(x).sum())(X)
-        np.testing.assert_allclose(second, jax.grad(lambda x: want(x).sum())(X))
-        nested = by_tape(slope, X)
-        if rule is jax.nn.relu:
-            assert nested is None  # its slope is a step, which has none
-        else:
-            np.testing.assert_allclose(nested, second)
+        for run in (jax.jit, tg.trace, lambda f: lambda x: lax.cond(x[0] > 0, f, jnp.sin, x)):
+            np.testing.assert_allclose(run(slope)(X), want(X))
+        for each in (jax.vmap(slope), lambda xs: lax.map(slope, xs)):
+            np.testing.assert_allclose(each(X), jax.vmap(want)(X))
+        np.testing.assert_allclose(jax.grad(lambda x: slope(x).sum())(X), second)
+        for run in (slope, jax.jit(slope)):
+            nested = by_tape(run, X)
+            if fun is jax.nn.relu:
+                assert nested is None  # its slope is a step, which has none
+            else:
+                np.testing.assert_allclose(nested, second)
 
 
 def test_a_tape_in_a_transformation_follows_closures_and_no_value_outlives_it():
@@ -259,23 +247,15 @@ def test_a_function_that_closes_over_a_watched_array_passes_gradients_to_it(f):
 def test_a_compiled_function_returns_its_argument_and_what_it_closes_over():
     x, c = F32(2.0), F32(5.0)
     f = jax.jit(lambda x: (x, c, x * c))
-    with GradientTape(persistent=True) as tape:
-        tape.watch([x, c])
-        same, constant, product = f(x)
-    assert tape.gradient(same, [x, c]) == [1.0, None]
-    assert tape.gradient(constant, [x, c]) == [None, 1.0]
-    assert tape.gradient(product, [x, c]) == [5.0, 2.0]
-
-
-def test_what_is_closed_over_has_a_gradient_only_while_it_is_watched():
-    x, c = F32(2.0), F32(5.0)
-    f = jax.jit(lambda x: x * c)
     for watched in (True, False, True):
-        with GradientTape() as tape:
+        with GradientTape(persistent=True) as tape:
             tape.watch([x, c] if watched else x)
-            y = f(x)
+            same, constant, product = f(x)
         with nullcontext() if watched else pytest.warns(UserWarning, match="did not watch"):
-            assert tape.gradient(y, [x, c]) == [5.0, 2.0 if watched else None]
+            assert tape.gradient(product, [x, c]) == [5.0, 2.0 if watched else None]
+        if watched:
+            assert tape.gradient(same, [x, c]) == [1.0, None]
+            assert tape.gradient(constant, [x, c]) == [None, 1.0]
 
 
 def test_a_rule_sees_all_that_varies_also_what_gets_nothing_from_it():
@@ -366,22 +346,6 @@ def test_a_rule_reads_python_values_when_its_function_is_called(wrap):
     assert tape.gradient(y, x) == 3.0
 
 
-def test_the_second_derivative_by_what_a_rule_closes_over():
-    w = F32(3.0)
-
-    @jax.custom_vjp
-    def f(x):
-        return x * x
-
-    f.defvjp(lambda x: (x * x, x), lambda x, dy: (dy * x * w,))
-    x = F32(2.0)
-    with GradientTape() as outer:
-        outer.watch([x, w])
-        d = by_tape(f, x)
-    assert d == 6.0
-    assert outer.gradient(d, [x, w]) == [3.0, 2.0]
-
-
 class Scaled(getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive):
     """The square, with 50 times its derivative."""
 
@@ -455,23 +419,19 @@ def test_what_returns_its_argument_passes_the_gradient_on(name):
 @pytest.mark.parametrize(
     "rule",
     [
-        jax.custom_vjp(lambda x: x),
-        jax.custom_jvp(lambda x: x),
-        tg.custom_gradient(lambda x: (x, lambda dy: 5 * dy)),
+        closing_rule(jax.custom_vjp, lambda x: x),
+        closing_rule(jax.custom_jvp, lambda x: x),
+        tg.custom_gradient(lambda x: (x, lambda dy: 3 * dy)),
     ],
 )
 def test_an_identity_with_a_rule_is_another_value(rule):
-    if isinstance(rule, jax.custom_vjp):
-        rule.defvjp(lambda x: (x, None), lambda _, dy: (5 * dy,))
-    elif isinstance(rule, jax.custom_jvp):
-        rule.defjvp(lambda p, t: (p[0], 5 * t[0]))
     x = F32(2.0)
     with GradientTape(persistent=True) as tape:
         tape.watch(x)
         y = rule(x)
         z = y * y
     assert y is not x
-    assert tape.gradient(z, [x, y]) == [20.0, 4.0]
+    assert tape.gradient(z, [x, y]) == [12.0, 4.0]
 
 
 def test_one_result_returned_twice_has_two_gradients():
@@ -535,46 +495,34 @@ def test_a_callback_happens_once_wherever_it_stands(place, ordered):
     np.testing.assert_allclose(second, -factor * np.sin(x), rtol=1e-5)
 
 
+def once(ask, x):
+    return jnp.sin(x) * ask()
+
+
+def in_a_loop(ask, x):
+    return lax.scan(lambda c, _: (c * ask(), None), jnp.sin(x), None, length=2)[0]
+
+
 @pytest.mark.parametrize(
     ("program", "ordered", "expected"),
-    [
-        pytest.param(lambda x, ask: jnp.sin(x) * ask(), False, 3.0, id="unordered"),
-        pytest.param(lambda x, ask: jnp.sin(x) * ask(), True, 3.0, id="ordered"),
-        pytest.param(
-            lambda x, ask: lax.scan(lambda c, _: (c * ask(), None), jnp.sin(x), None, length=2)[0],
-            False,
-            3.0 * 100.0,
-            id="in a loop",
-        ),
-    ],
+    [(once, False, 3.0), (once, True, 3.0), (in_a_loop, False, 3.0 * 100.0)],
 )
 def test_what_the_host_gave_a_compiled_function_is_asked_for_once(program, ordered, expected):
     answers = iter([3.0, 100.0, 1000.0])
-
-    def ask():
-        return io_callback(
-            lambda: np.float32(next(answers)), jax.ShapeDtypeStruct((), F32), ordered=ordered
-        )
-
-    y, dx = value_by_tape(jax.jit(lambda x: program(x, ask)), F32(1.0))
+    host = lambda: np.float32(next(answers))  # noqa: E731
+    ask = functools.partial(io_callback, host, jax.ShapeDtypeStruct((), F32), ordered=ordered)
+    y, dx = value_by_tape(jax.jit(functools.partial(program, ask)), F32(1.0))
     np.testing.assert_allclose(dx, expected * np.cos(1.0), rtol=1e-6)
     np.testing.assert_allclose(y, expected * np.sin(1.0), rtol=1e-6)
 
 
 def test_a_print_in_a_custom_rule_happens_once(capfd):
-    @jax.custom_vjp
-    def f(x):
-        jax.debug.print("forward")
-        return x * x
+    def told(word, value):
+        jax.debug.print(word)
+        return value
 
-    def forward(x):
-        return f(x), x
-
-    def backward(x, dy):
-        jax.debug.print("backward")
-        return (2 * x * dy,)
-
-    f.defvjp(forward, backward)
+    f = jax.custom_vjp(lambda x: told("forward", x * x))
+    f.defvjp(lambda x: (f(x), x), lambda x, dy: (told("backward", 2 * x * dy),))
     for g in (f, jax.jit(f)):
         assert by_tape(g, F32(3.0)) == 6.0
         jax.effects_barrier()
@@ -722,17 +670,13 @@ def test_arrays_on_different_devices():
     def loss(x, w):
         return jnp.sum(jax.device_put(jnp.sin(x) * x, there) ** 2 * w)
 
-    with GradientTape() as outer:
+    with GradientTape(persistent=True) as outer:
         outer.watch((x, w))
-        with GradientTape(persistent=True) as tape:
-            tape.watch((x, w))
-            y = loss(x, w)
-        gradients = tape.gradient(y, (x, w))
-    expected = jax.grad(loss, (0, 1))(x, w)
-    for got, wanted in zip(gradients, expected, strict=True):
+        y, gradients = value_by_tape(loss, x, w)
+    np.testing.assert_allclose(outer.jacobian(y, x), jax.grad(loss)(x, w), rtol=1e-5)
+    for got, wanted in zip(gradients, jax.grad(loss, (0, 1))(x, w), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5)
         assert got.devices() == wanted.devices()
-    np.testing.assert_allclose(tape.jacobian(y, x), expected[0], rtol=1e-5)
     second = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, w)))(x)
     np.testing.assert_allclose(outer.gradient(gradients[0], x), second, rtol=1e-5)
 
@@ -856,17 +800,9 @@ def test_an_eager_ref_raises():
             jax.new_ref(x)
 
 
-@pytest.mark.both_jax
 def test_a_compiled_function_that_uses_a_ref_has_a_second_derivative():
-    @jax.jit
-    def f(x):
-        ref = jax.new_ref(jnp.zeros_like(x))
-        ref[...] = jnp.sin(x)
-        return ref[...] ** 2
-
-    x = F32(0.5)
-    slope = by_tape(lambda x: by_tape(f, x), x)
-    np.testing.assert_allclose(slope, 2 * np.cos(1.0), rtol=1e-6)
+    slope = by_tape(lambda x: by_tape(added_to_a_ref, x), X)
+    np.testing.assert_allclose(slope, 2 * np.cos(2 * X), rtol=1e-5)
 
 
 def test_a_ref_beside_an_effect_which_would_happen_twice_is_refused(capfd):
@@ -886,39 +822,6 @@ def test_a_ref_beside_an_effect_which_would_happen_twice_is_refused(capfd):
     assert capfd.readouterr().out == "met 3.0\n"
 
 
-# -------------------------------------------------------------------------------------- libraries
-
-
-def test_flax_linen():
-    nn = pytest.importorskip("flax.linen")
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            x = nn.relu(nn.Dense(4)(x))
-            x = nn.BatchNorm(use_running_average=not train)(x)
-            return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(x))
-
-    net = Net()
-    x = jnp.linspace(-1, 1, 6).reshape(3, 2)
-    variables = jax.jit(net.init, static_argnums=2)(jax.random.key(0), x, False)
-    rngs = {"dropout": jax.random.key(1)}
-
-    def loss(params):
-        y, _ = net.apply(
-            variables | {"params": params}, x, True, rngs=rngs, mutable=["batch_stats"]
-        )
-        return jnp.mean(y**2)
-
-    params = variables["params"]
-    want = jax.jit(jax.grad(loss))(params)
-    jax.tree.map(
-        lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5),
-        by_tape(loss, params),
-        want,
-    )
-
-
 # ------------------------------------------------------------------------------------- the record
 
 
@@ -934,60 +837,39 @@ def test_the_trace_of_the_backward_pass_grows_linearly():
     assert large - middle == 2 * (middle - small)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, tg.trace], ids=["eager", "traced"])
 @pytest.mark.parametrize("recomputed", [jax.checkpoint, tg.recompute_grad])
-def test_a_recomputed_constant_is_connected_to_the_arguments_wherever_it_is_read(recomputed):
-    one, x = jnp.float32(1.0), jnp.arange(3.0)
+def test_a_recomputed_function_gives_zeros_to_arguments_that_it_does_not_use(recomputed, wrap):
+    def of_a_constant(x):  # it is a number in the program, wherever it is read
+        y = recomputed(lambda x: jnp.zeros_like(W[0]))(x)
+        return y, jnp.sin(y) + 1.0
 
-    def gradients(x):
-        with tg.GradientTape(persistent=True) as tape:
-            tape.watch(x)
-            y = recomputed(lambda x: jnp.zeros_like(one))(x)  # a number in the program
-            z = jnp.sin(y) + 1.0
-        return tape.gradient(y, x), tape.gradient(z, x)
-
-    for found in (gradients(x), tg.trace(gradients)(x)):
-        assert [g.tolist() for g in found] == [[0.0, 0.0, 0.0]] * 2
-
-
-@pytest.mark.parametrize("recomputed", [jax.checkpoint, tg.recompute_grad])
-def test_a_recomputed_function_that_closes_over_an_array_gives_zeros_to_what_it_does_not_use(
-    recomputed,
-):
-    def result(x, unused):
+    def of_what_it_closes_over(x, unused):
         inner = jax.jit(lambda: jnp.sin(x))
         return recomputed(lambda unused: inner())(unused)
 
-    def gradients(*args):
-        return by_tape(result, *args)
-
-    x, unused = jnp.arange(3.0), jnp.float32(2.0)
-    for at_x, at_unused in (gradients(x, unused), tg.trace(gradients)(x, unused)):
-        np.testing.assert_allclose(at_x, np.cos(x), 1e-6)
-        assert at_unused == 0.0
+    for i in (0, 1):
+        found = wrap(lambda x: by_tape(lambda x: of_a_constant(x)[i], x))(X)  # noqa: B023
+        assert found.tolist() == [0.0, 0.0, 0.0]
+    at_x, at_unused = wrap(lambda *xs: by_tape(of_what_it_closes_over, *xs))(X, F32(2.0))
+    np.testing.assert_allclose(at_x, np.cos(X), 1e-6)
+    assert at_unused == 0.0
 
 
 def test_to_trace_a_tape_takes_no_more_calls_of_functions_than_to_trace_jax_grad():
     # Each operation's VJP was traced anew, and before JAX 0.12 for each array JAX wrote out the
     # whole program, in an error that nobody saw.
     def chain(x):
-        for _ in range(40):
-            x = jnp.sin(x) * x
-        return x
+        return functools.reduce(lambda y, _: jnp.sin(y) * y, range(40), x)
 
     def count_calls(gradient):
-        count = 0
-
-        def see(frame, event, arg):
-            nonlocal count
-            count += event == "call"
-
-        before = sys.getprofile()
-        sys.setprofile(see)
+        calls, before = [], sys.getprofile()
+        sys.setprofile(lambda frame, event, arg: event == "call" and calls.append(None))
         try:
             jax.make_jaxpr(lambda x: gradient(x))(jnp.float32(0.5))  # JAX caches by function
         finally:
             sys.setprofile(before)
-        return count
+        return len(calls)
 
     by_jax, on_tape = jax.grad(chain), functools.partial(by_tape, chain)
     for gradient in (by_jax, on_tape):

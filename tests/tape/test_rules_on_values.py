@@ -94,48 +94,6 @@ def test_none_for_an_input_may_depend_on_the_cotangent():
     np.testing.assert_array_equal(gradient(f, X), [1.0, 1.0, 1.0])
 
 
-def test_a_persistent_tape_in_a_tape_gives_higher_orders_through_what_the_gradient_closes_over():
-    @tg.custom_gradient
-    def log1pexp(x):
-        e = jnp.exp(x)
-        return jnp.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
-
-    x = jnp.float32(0.0)
-    with tg.GradientTape(persistent=True) as outer:
-        outer.watch(x)
-        with tg.GradientTape(persistent=True) as tape:
-            tape.watch(x)
-            first = tape.gradient(log1pexp(x), x)
-            second = tape.gradient(first, x)
-    assert [float(first), float(second)] == [0.5, 0.25]
-    assert outer.gradient(first, x) == 0.25
-    # Of the logistic function: s'' = s (1 - s) (1 - 2 s).
-    assert outer.gradient(second, x) == pytest.approx(0.0, abs=1e-6)
-
-
-def test_operations_around_rules_and_between_them_count():
-    @tg.custom_gradient
-    def f(x, w):
-        return (x * w, x + w), lambda a, b: (a * w + 2 * b, a * x + 3 * b)
-
-    rule = jax.custom_vjp(lambda x, w: (x * w, x + w))
-    rule.defvjp(
-        lambda x, w: ((x * w, x + w), (x, w)),
-        lambda res, ct: (ct[0] * res[1] + 2 * ct[1], ct[0] * res[0] + 3 * ct[1]),
-    )
-
-    def loss(x, w, f):
-        a, b = f(jnp.sin(x), w * x)
-        c, _ = f(a * x, jnp.cos(b))
-        return jnp.sum(c * a) + jnp.sum(x * w) + jnp.sum((x * w) ** 2)
-
-    w = jnp.array([0.5, -1.0, 2.0])
-    found = by_tape(lambda x, w: loss(x, w, f), X, w)
-    want = jax.grad(lambda x, w: loss(x, w, rule), (0, 1))(X, w)
-    for one, other in zip(found, want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
-
-
 def test_targets_and_sources_may_be_in_the_middle_and_be_stopped():
     f = tg.custom_gradient(lambda x: (x**2, lambda dy: 3 * x * dy))
     with tg.GradientTape(persistent=True) as tape:
@@ -184,7 +142,7 @@ def test_a_variable_is_handed_over_the_only_time_that_it_is_read():
     assert float(ddv) == float(jnp.sum(10 * 2 * X + 10 * 2 * 7 * X))
 
 
-def test_what_a_function_does_is_recorded_and_its_results_are_arrays_of_their_own():
+def test_what_a_function_does_is_recorded_and_its_result_is_another_array():
     w, x = jnp.float32(3.0), jnp.float32(2.0)
     seen = []
 
@@ -197,12 +155,9 @@ def test_what_a_function_does_is_recorded_and_its_results_are_arrays_of_their_ow
         tape.watch([w, x])
         with pytest.warns(UserWarning, match=r"depends on 'w' \(f32\[\]\), which it closes over"):
             y = f(x)
-        z = tg.custom_gradient(lambda x: (x, lambda dy: 7 * dy))(x)
+    assert y is not seen[0]
     assert tape.gradient(y, [w, x]) == [None, 7.0]
     assert tape.gradient(seen[0], [w, x]) == [2.0, 3.0]
-    assert y is not seen[0]
-    assert z is not x
-    assert tape.gradient(z, x) == 7.0
 
 
 def test_jacobians_map_the_gradient_function_over_the_rows():
@@ -220,21 +175,7 @@ def test_jacobians_map_the_gradient_function_over_the_rows():
     assert len(runs) == 2
 
 
-def test_an_accumulator_over_it_takes_the_transpose_of_its_gradient():
-    f = tg.custom_gradient(lambda x: (x**2, lambda dy: 3 * x * dy))
-    with tg.ForwardAccumulator(X, jnp.ones(3)) as accumulator:
-        slope = gradient(f, X)
-        y = f(X)
-    np.testing.assert_allclose(accumulator.jvp(y), 3 * X)
-    np.testing.assert_allclose(slope, 3 * X)
-    np.testing.assert_allclose(accumulator.jvp(slope), [3.0, 3.0, 3.0])
-
-
-def test_in_recomputed_functions_and_around_host_functions():
-    f = tg.custom_gradient(lambda x: (x**2, lambda dy: 3 * x * dy))
-    recomputed = tg.recompute_grad(lambda x: f(jnp.sin(x)))
-    np.testing.assert_allclose(gradient(recomputed, X), 3 * jnp.sin(X) * jnp.cos(X), rtol=1e-6)
-
+def test_a_rule_may_be_around_host_functions():
     @tg.custom_gradient
     def on_host(x):
         y = tg.numpy_function(lambda a: a**2, [x], jnp.float32)

@@ -8,7 +8,6 @@ import pytest
 import tracegrad as tg
 from tracegrad import GradientTape, gradients, hessians
 from tracegrad.differentiation.indexed_slices import IndexedSlices
-from tracegrad.differentiation.row_updates import apply_rows
 from tracegrad.variables.variable import Variable
 
 TABLE = jnp.arange(40.0).reshape(10, 4) / 7
@@ -135,27 +134,25 @@ def test_reads_of_a_variable_with_several_values_stand_one_after_the_other():
         np.testing.assert_allclose(slices.values, expected, rtol=1e-6)
 
 
+SLICES_OF = {
+    "tape": lambda loss, table: sparse_and_dense(loss, table)[0],
+    "gradients": lambda loss, table: gradients(loss(table), table, sparse=True)[0],
+    "grad": lambda loss, table: tg.grad(loss, sparse=True)(table.value),
+}
+
+
 @pytest.mark.accelerator
-@pytest.mark.parametrize("how", ["tape", "gradients", "grad"])
-def test_a_traced_step_on_a_variable_writes_the_rows_that_it_looked_up(how):
-    table = Variable(TABLE)
+@pytest.mark.parametrize("slices_of", SLICES_OF.values(), ids=SLICES_OF)
+def test_a_traced_step_on_a_variable_writes_the_rows_that_it_looked_up(slices_of):
+    table, expected = Variable(TABLE), TABLE
 
     def loss(table):
         return jnp.sum((jnp.take(table, IDS, axis=0) - 1.0) ** 2)
 
     @tg.trace
     def step():
-        if how == "tape":
-            with GradientTape() as tape:
-                value = loss(table)
-            slices = tape.gradient(value, table, sparse=True)
-        elif how == "gradients":
-            (slices,) = gradients(loss(table), table, sparse=True)
-        else:
-            slices = tg.grad(loss, sparse=True)(table.value)
-        table.assign_sub(0.1 * slices)
+        table.assign_sub(0.1 * slices_of(loss, table))
 
-    expected = TABLE
     for _ in range(3):
         step()
         expected = expected - 0.1 * jax.grad(loss)(expected)
@@ -184,23 +181,3 @@ def test_a_tape_differentiates_the_values_of_slices(sparse_gradient):
     found = outer.gradient(slices.values, TABLE, sparse=True)
     np.testing.assert_array_equal(found.indices, IDS)
     np.testing.assert_allclose(found.values, 6 * TABLE[IDS], rtol=1e-6)
-
-
-@pytest.mark.accelerator
-def test_rows_of_a_variable_are_trained():
-    table, sums = Variable(TABLE), Variable(jnp.zeros(10))
-
-    def adagrad(rows, gradients):
-        weights, sums = rows
-        sums = sums + jnp.mean(gradients**2, axis=1)
-        return weights - 0.5 * gradients / jnp.sqrt(sums + 1e-8)[:, None], sums
-
-    update = jax.jit(lambda state, slices: apply_rows(state, slices, adagrad))
-    for _ in range(50):
-        with GradientTape() as tape:
-            loss = jnp.sum((table[IDS] - 1.0) ** 2)
-        new, new_sums = update((table.value, sums.value), tape.gradient(loss, table, sparse=True))
-        table.assign(new)
-        sums.assign(new_sums)
-    np.testing.assert_allclose(table.value[jnp.array([0, 2])], np.ones((2, 4)), atol=1e-2)
-    np.testing.assert_array_equal(table.value[3:], TABLE[3:])

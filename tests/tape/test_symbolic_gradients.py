@@ -20,10 +20,6 @@ def inside(fun, *args):
     return tg.trace(fun)(*args)
 
 
-def test_a_y_that_is_an_x_adds_its_seed():
-    assert floats(inside(lambda x: gradients([x, x**2], x), 2.0)) == [5.0]
-
-
 def test_gradients_of_gradients_are_derivatives_of_higher_order():
     def f(x):
         (first,) = gradients(jnp.sin(x) * x, x)
@@ -73,14 +69,6 @@ def of_a_variable(y, x):
 def test_an_x_of_an_enclosing_function_is_refused(inner):
     with pytest.raises(NotImplementedError, match="as arguments"):
         inside(lambda x: inner(x, jnp.sin(x)), 0.5)
-
-
-def test_custom_gradients_are_respected():
-    @tg.custom_gradient
-    def clip(x):
-        return x, lambda dy: jnp.clip(dy, -0.5, 0.5)
-
-    assert floats(inside(lambda v: gradients(clip(v * v), v), 2.0)) == [2.0]
 
 
 def test_under_a_tape_it_gives_what_the_tape_follows():
@@ -200,30 +188,10 @@ def test_a_tree_is_no_x_and_no_y_and_its_arrays_may_be_constants(tree):
 
 
 def test_a_complex_y_needs_a_seed():
-    def f(z, **options):
-        return gradients(z * z, z, **options)
-
     with pytest.raises(TypeError, match="real and imaginary"):
-        inside(f, np.complex64(1 + 2j))
-    (got,) = inside(lambda z: f(z, grad_ys=[np.complex64(1)]), np.complex64(1 + 2j))
-    _, vjp = jax.vjp(lambda z: z * z, np.complex64(1 + 2j))
-    np.testing.assert_allclose(got, vjp(np.complex64(1))[0])
-
-
-def test_variables_may_be_xs_in_traced_functions_and_on_tapes():
-    v, w = tg.Variable(3.0), tg.Variable(2.0)
-    traced = tg.trace(lambda x: gradients(v * v * x * w, [v, w, x]))
-    np.testing.assert_allclose(traced(2.0), [24.0, 18.0, 18.0])
-    v.assign(1.0)
-    np.testing.assert_allclose(traced(2.0), [8.0, 2.0, 2.0])
-    with GradientTape():
-        y = v * v
-        v.assign(5.0)
-        z = v * v
-        np.testing.assert_allclose(gradients(y + z, v), [12.0])
-    np.testing.assert_allclose(tg.trace(lambda: hessians(v**3, v))(), [30.0])
-    product = tg.trace(lambda: hessian_vector_product(v * v * w, [v, w], [1.0, 1.0]))
-    np.testing.assert_allclose(product(), [2 * 2 + 2 * 5, 2 * 5])
+        inside(lambda z: gradients(z * z, z), np.complex64(1 + 2j))
+    seed = [np.complex64(1)]
+    assert inside(lambda z: gradients(z * z, z, grad_ys=seed), np.complex64(1 + 2j)) == [2 + 4j]
 
 
 def test_all_reads_of_a_variable_count_in_traced_functions_and_on_tapes():

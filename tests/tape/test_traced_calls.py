@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tests.derivatives import by_tape, value_by_tape
+from tests.derivatives import by_tape
 
 pytestmark = pytest.mark.both_jax
 
@@ -159,14 +159,6 @@ def test_effects_and_arrays_that_are_closed_over_are_seen():
         assert float(gradients[0]) == 8.0
         np.testing.assert_array_equal(gradients[1], [4.0, 4.0])
     assert heard == [4.0] * 3
-
-
-def test_several_tapes_and_higher_orders():
-    w = tg.Variable(2.0)
-    cube = tg.trace(lambda x: x * w**3)
-    for _ in range(2):
-        first, second = value_by_tape(lambda: by_tape(cube, jnp.float32(5.0), sources=w), sources=w)
-        assert (float(first), float(second)) == (60.0, 60.0)
 
 
 def test_a_step_under_a_tape_writes_over_the_old_weights():

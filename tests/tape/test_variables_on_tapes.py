@@ -15,14 +15,15 @@ from tracegrad.tracing import trace
 from tracegrad.variables.variable import Variable
 
 
-def test_a_variable_that_a_traced_function_is_given_and_does_not_use_is_not_watched():
-    used, unused = Variable(3.0), Variable(2.0)
-    step = trace(lambda pair, x: pair[0] * x)
-    for _ in range(2):  # the call that traces it, and one that finds it compiled
+@pytest.mark.both_jax
+def test_of_the_variables_that_a_traced_function_is_given_those_that_it_uses_are_watched():
+    a, b = Variable(3.0), Variable(2.0)
+    square = trace(lambda pair, x: pair[0] * pair[0] * x)
+    for used, unused in ((a, b), (b, a), (a, b), (b, a)):  # traced for each, and as it is compiled
         with GradientTape() as tape:
-            y = step((used, unused), 2.0)
+            y = square((used, unused), 2.0)
         assert tape.watched_variables() == (used,)
-        assert tape.gradient(y, [used, unused]) == [2.0, None]
+        assert tape.gradient(y, [used, unused]) == [4 * float(used), None]
 
 
 def test_an_assignment_is_not_differentiated_however_often_its_value_was_handed_on():
@@ -38,11 +39,40 @@ def test_an_assignment_is_not_differentiated_however_often_its_value_was_handed_
         assert float(tape.gradient(z, x)) == 2.0
 
 
-@pytest.mark.parametrize("is_assigned", [False, True])
-@pytest.mark.parametrize("way", [lambda fun: fun, trace])
-def test_what_was_read_of_a_variable_before_a_tape_is_a_constant_to_it(way, is_assigned):
+def plain(fun):
+    return fun
+
+
+def scanned(fun):
+    return jax.lax.scan(lambda carry, _: (carry, fun()), None, length=1)[1]
+
+
+def annotated(fun):
+    ruled = custom_gradient(
+        lambda x: (x * fun(), lambda dy, variables=None: (jnp.sum(dy), [jnp.zeros(())]))
+    )
+    return ruled(1.0)
+
+
+# Where derivatives are taken, and how a function further inside is kept by JAX there.
+PLACES = {
+    "eager": (plain, plain),
+    "traced": (trace, jax.jit),
+    "in jit": (lambda fun: trace(lambda: jax.jit(lambda: fun())()), jax.jit),
+    "in a scan": (lambda fun: trace(lambda: scanned(fun)), jax.jit),
+    "in a custom gradient": (lambda fun: trace(lambda: annotated(fun)), jax.jit),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "is_assigned"),
+    [*[(place, False) for place in PLACES], ("eager", True), ("traced", True)],
+)
+def test_what_was_read_of_a_variable_before_a_tape_is_a_constant_to_it(place, is_assigned):
     """As in TensorFlow, where each read gives another tensor."""
+    way, kept = PLACES[place]
     v = Variable(3.0)
+    doubled = kept(lambda: 2.0 * v)
 
     def derivatives():
         if is_assigned:
@@ -53,44 +83,18 @@ def test_what_was_read_of_a_variable_before_a_tape_is_a_constant_to_it(way, is_a
             with GradientTape() as inner:
                 y = v * before * between
             slope = inner.gradient(y, v)
-        with ForwardAccumulator(v, jnp.float32(1.0)) as accumulator:
-            z = v * before * between
-        return slope, outer.gradient(slope, v), accumulator.jvp(z)
-
-    run = way(derivatives)
-    for _ in range(2):
-        assert list(map(float, run())) == [9.0, 3.0, 9.0]
-
-
-def test_what_an_inner_function_reads_of_a_variable_before_a_tape_is_a_constant_to_it():
-    """Also if one further inside, whose program JAX keeps, reads the Variable on the tape."""
-    v = Variable(3.0)
-    doubled = jax.jit(lambda: 2.0 * v)
-
-    def derivatives():
-        before = v.value
-        with GradientTape() as tape:
-            y = v * before
         with GradientTape() as other:
             z = doubled() * before + v * before
         with ForwardAccumulator(v, jnp.float32(1.0)) as accumulator:
-            w = v * before
-        return jnp.stack([tape.gradient(y, v), other.gradient(z, v), accumulator.jvp(w)])
+            w = v * before * between
+        second, third = outer.gradient(slope, v), other.gradient(z, v)
+        return jnp.stack([slope, second, third, accumulator.jvp(w)])
 
-    @custom_gradient
-    def annotated(x):
-        found = derivatives()
-        return x * found, lambda dy, variables=None: (jnp.sum(dy), [jnp.zeros(())])
-
-    @trace
-    def run(x):
-        (scanned,) = jax.lax.scan(lambda carry, _: (carry, derivatives()), None, length=1)[1]
-        return jax.jit(derivatives)(), scanned, annotated(x)
-
+    run = way(derivatives)
     for value in (3.0, 5.0):
         v.assign(value)
-        for found in run(1.0):
-            assert found.tolist() == [value, 3 * value, value]
+        now = 3.0 if is_assigned else value
+        assert run().ravel().tolist() == [now**2, now, 3 * now, now**2]
 
 
 def test_a_tape_keeps_nothing_of_a_function_that_is_traced_in_its_block():
@@ -122,27 +126,6 @@ def test_an_assigned_variable_that_inner_functions_read_has_its_gradient_by_what
 
     for _ in range(2):
         assert derivatives(5.0) == (102.0, None)
-
-
-@pytest.mark.parametrize(
-    "way", [lambda fun: fun, trace, lambda fun: trace(lambda: jax.jit(lambda: fun())())]
-)
-def test_what_is_read_of_a_variable_while_a_tape_does_not_record_is_a_constant_to_it(way):
-    v = Variable(3.0)
-
-    def derivatives():
-        with GradientTape() as tape:
-            y = v * 2.0
-            with tape.stop_recording():
-                aside = v.value
-            y = y * aside * v
-        with GradientTape() as anew:
-            before = v.value
-            anew.reset()
-            z = v * before
-        return tape.gradient(y, v), anew.gradient(z, v)
-
-    assert list(map(float, way(derivatives)())) == [36.0, 3.0]
 
 
 @pytest.mark.parametrize("way", [lambda fun: fun, trace], ids=["eager", "traced"])
@@ -178,13 +161,22 @@ def test_what_a_gradient_function_reads_before_a_tape_of_its_own_is_a_constant_t
     assert list(map(float, derivatives())) == [9.0, 9.0, 12.0]
 
 
-@pytest.mark.parametrize("kind", [lambda fun: fun, jax.jit], ids=["plain", "kept by JAX"])
-def test_what_a_function_reads_on_a_tape_is_watched_from_the_moment_that_it_is_to_be(kind):
-    """Also where it has read it on the tape before."""
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        (plain, plain),
+        (trace, plain),
+        (trace, jax.jit),
+        (lambda f: trace(lambda x: jax.jit(f)(x)), plain),
+    ],
+    ids=["eager", "traced", "kept by JAX", "in a function that JAX keeps"],
+)
+def test_what_is_read_on_a_tape_is_watched_from_the_moment_that_it_is_to_be(way, kind):
+    """Also where it was read on the tape before; not while the tape does not record."""
     v, frozen = Variable(3.0), Variable(2.0, trainable=False)
     scaled, scaled_by_frozen = kind(lambda x: v * x), kind(lambda x: frozen * x)
 
-    @trace
+    @way
     def slopes(x):
         with GradientTape() as anew:
             before = scaled(x)
@@ -201,10 +193,10 @@ def test_what_a_function_reads_on_a_tape_is_watched_from_the_moment_that_it_is_t
             w = w * aside * scaled(x)
         return anew.gradient(y, v), late.gradient(z, frozen), tape.gradient(w, v)
 
-    assert list(map(float, slopes(5.0))) == [75.0, 50.0, 2 * 5 * 15 * 15]
+    assert list(map(float, slopes(jnp.float32(5.0)))) == [75.0, 50.0, 2 * 5 * 15 * 15]
 
 
-def test_variables_work_in_functions_of_jax_numpy_and_in_indexing():
+def test_variables_work_in_functions_of_jax_numpy_in_indexing_and_in_jit():
     x = jnp.array([[0.1, 0.2, 0.3]])  # where tanh is not flat
 
     def fun(table, bias):
@@ -213,22 +205,9 @@ def test_variables_work_in_functions_of_jax_numpy_and_in_indexing():
 
     table, bias = Variable(jnp.arange(6.0).reshape(3, 2)), Variable(jnp.ones(2))
     expected = jax.grad(fun, (0, 1))(table.value, bias.value)
-    for got, wanted in zip(by_tape(fun, table, bias), expected, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-6)
-
-
-def test_a_jitted_function_of_a_variable_is_differentiated():
-    gradient = by_tape(jax.jit(lambda w: jnp.sum(w**2)), Variable(jnp.arange(3.0)))
-    np.testing.assert_array_equal(gradient, [0.0, 2.0, 4.0])
-
-
-def test_zeros_stand_for_an_unconnected_variable_if_asked():
-    v, w = Variable(2.0), Variable(jnp.ones(3))
-    with GradientTape() as tape:
-        y = v * v + 0 * w.sum().astype(int)
-    dv, dw = tape.gradient(y, [v, w], unconnected_gradients="zero")
-    assert float(dv) == 4.0
-    np.testing.assert_array_equal(dw, np.zeros(3))
+    for each in (fun, jax.jit(fun)):
+        for got, wanted in zip(by_tape(each, table, bias), expected, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
 def summed_over_a_loop(v, x):

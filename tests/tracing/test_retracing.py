@@ -87,13 +87,6 @@ def test_the_argument_and_its_change_are_named(kind):
     assert {warning.filename for warning in caught} == {__file__}
 
 
-def test_leaves_are_named_by_their_path():
-    step = fresh_function()
-    calls = [{"x": {"w": [jnp.ones(i)]}} for i in range(9)]
-    with pytest.warns(tg.RetraceWarning, match=r"shape of `x\.w\.0`"):
-        repeat(step, calls)
-
-
 def test_a_few_signatures_are_nobodys_fault():
     step = fresh_function()
     for _ in range(30):  # a warning would fail

@@ -135,19 +135,6 @@ def test_a_setting_of_a_model_has_no_tangent_and_takes_none():
         tg.jvp(lambda m: m, (model,), (Scaled(direction, 1.0),))
 
 
-def test_integers_of_a_model_get_none_and_alone_are_refused():
-    gradient = tg.grad(lambda m: m["w"] ** 2 * m["count"])({"w": 3.0, "count": jnp.array(2)})
-    np.testing.assert_allclose(gradient["w"], 12.0)
-    assert gradient["count"] is None
-    with pytest.raises(TypeError, match="wrt selects n, of type int32"):
-        tg.grad(lambda w, n: w * n, wrt=(0, 1))(1.0, jnp.array(2))
-
-
-def test_a_predicate_that_selects_a_function_is_refused_by_its_path():
-    with pytest.raises(TypeError, match=r"wrt selects model\.activation, of type function"):
-        tg.grad(loss, wrt=lambda path, leaf: "activation" in path)(MODEL, X, Y)
-
-
 def test_insight_takes_models():
     assert "nothing found" in str(tg.explain(loss, MODEL, X, Y))
     assert "dot_general" in str(tg.show(loss, MODEL, X, Y))
@@ -295,45 +282,36 @@ def test_an_array_of_objects_is_refused_by_its_path(values, beside):
             way(model)
 
 
-class Model:
-    def __init__(self):
+class Training:
+    """A model and its optimiser, in a class of one's own."""
+
+    def __init__(self, rate):
+        self.rate, self.steps = rate, tg.Variable(0)
         self.weight = tg.Variable(jnp.ones(3))
         self.layers = [tg.Variable(2.0)]
 
-    def __call__(self, x):
-        return jnp.sum(self.weight * x) * self.layers[0]
-
-
-class Descent:
-    def __init__(self, rate):
-        self.rate = rate
-        self.steps = tg.Variable(0)
-
-    def apply(self, variables, gradients):
-        self.steps.assign_add(1)
-        for variable, gradient in zip(variables, gradients, strict=True):
-            variable.assign_sub(self.rate * gradient)
-
-
-def test_a_model_and_an_optimiser_of_ones_own_are_arguments_and_their_variables_live():
-    def step(model, optimiser, x):
-        variables = [model.weight, *model.layers]
+    def step(self, x):
+        variables = [self.weight, *self.layers]
         with tg.GradientTape() as tape:
-            loss = model(x)
-        optimiser.apply(variables, tape.gradient(loss, variables))
+            loss = jnp.sum(self.weight * x) * self.layers[0]
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(self.rate * gradient)
+        self.steps.assign_add(1)
         return loss
 
-    traced, x = tg.trace(step), jnp.ones(3)
-    (one, own), (two, other) = ((Model(), Descent(0.1)) for _ in range(2))
+
+def test_an_object_of_ones_own_is_an_argument_and_its_variables_live():
+    traced, x = tg.trace(Training.step), jnp.ones(3)
+    one, two = Training(0.1), Training(0.1)
     for _ in range(3):
-        np.testing.assert_allclose(traced(one, own, x), step(two, other, x), rtol=1e-6)
-    assert own.steps.numpy() == 3
+        np.testing.assert_allclose(traced(one, x), two.step(x), rtol=1e-6)
+    assert one.steps.numpy() == 3
     np.testing.assert_allclose(one.weight.numpy(), two.weight.numpy(), rtol=1e-6)
-    np.testing.assert_allclose(traced(two, own, x), step(one, own, x), rtol=1e-6)
-    gone = [weakref.ref(held) for held in (one, own, one.weight)]
-    del one, own
+    np.testing.assert_allclose(traced(two, x), one.step(x), rtol=1e-6)
+    gone = [weakref.ref(held) for held in (one, one.weight)]
+    del one
     gc.collect()
-    assert [ref() for ref in gone] == [None] * 3
+    assert [ref() for ref in gone] == [None] * 2
 
 
 def test_what_is_no_array_comes_back_in_results_as_it_was():
@@ -371,15 +349,6 @@ def test_numbers_of_equinox_modules_are_settings_and_not_trained():
         assert (got.size, got.rate, got.inference) == (3, 0.5, False)
         assert [type(v) for v in (got.size, got.rate, got.inference)] == [int, float, bool]
         np.testing.assert_allclose(got.weight, expected.weight)
-
-
-@pytest.mark.parametrize("before", [(2.0, 3.0), (Net(3, jnp.ones(3), jnp.array(0.5)), 1.0)])
-def test_they_are_where_the_function_was_called_with_arrays_alone_before(before):
-    call = tg.trace(lambda model, x: model(x) if callable(model) else model * x)
-    for _ in range(2):
-        call(*before)
-    assert call(NET, 2.0) == 3.0
-    assert call(Net(3, jnp.ones(3), 0.25), 2.0) == 1.5
 
 
 AROUND = {
@@ -425,21 +394,20 @@ def test_options_count_the_arguments_of_the_module_that_is_traced():
     np.testing.assert_array_equal(model.weight, 1.0)
 
 
-def test_wrappers_of_one_function_share_a_program_which_goes_with_the_function():
+@pytest.mark.both_jax
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_grad], ids=["plain", "filter_grad"])
+def test_wrappers_of_one_function_share_a_program(wrap):
     traces = []
 
     def square(x):
         traces.append(x)
         return x**2
 
-    for x in (2.0, 3.0):
-        assert tg.trace(eqx.filter_grad(square))(x) == 2 * x
+    for _ in range(2):
+        assert tg.trace(wrap(square))(2.0) == 4.0  # x² and 2 x
     assert len(traces) == 1
-    pipeline = weakref.ref(tg.trace(eqx.filter_grad(square))._pipeline)
-    traces.clear()
-    del square
-    gc.collect()
-    assert pipeline() is None
+    tg.trace(wrap(square), rules=[lambda graph: graph])(2.0)
+    assert len(traces) == 2
 
 
 def test_paths_of_arrays_beside_integers_are_their_own():
@@ -521,8 +489,6 @@ def test_what_it_returns_may_be_static_for_some_arguments_alone():
         assert (vector.shape, name) == ((2,), "a vector")
     shape, name = call.eval_shape(jnp.ones(2))
     assert (shape.shape, name) == ((2,), "a vector")
-    vector, name = call.lower(jnp.ones(2)).compile()(jnp.ones(2))
-    assert (vector.shape, name) == ((2,), "a vector")
 
 
 def test_a_dtype_is_a_setting():
@@ -585,18 +551,6 @@ def test_a_class_that_checks_its_parts_gets_arrays_alone(fun, rest):
             got, *others = got if isinstance(got, tuple) else (got,)
             assert_same_tree(got, expected)
             assert others in ([], ["text", jnp.sin])
-
-
-def test_a_class_that_checks_its_parts_may_hold_a_variable():
-    total = tg.Variable(jnp.zeros(2))
-
-    def add(c, how):
-        return c.bias.assign_add(how(c.weight)).value
-
-    step = tg.trace(add)
-    for count in (1.0, 2.0):
-        np.testing.assert_array_equal(step(Checked(jnp.ones(2), total), jnp.square), count)
-    np.testing.assert_array_equal(total.value, 2.0)
 
 
 def test_gradients_of_a_class_that_checks_its_parts():
