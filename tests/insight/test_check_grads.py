@@ -535,6 +535,15 @@ def test_a_loop_that_does_not_end_beside_the_arguments_gives_no_verdict():
         "x": "right",
         "n": "not smooth",
     }
+
+    def nested(x):
+        def body(s):
+            inner = jax.lax.while_loop(lambda y: y != 0, lambda y: y - 0.25, s[0])
+            return s[0] - 0.25, s[1] * 0.5 + inner
+
+        return jax.lax.while_loop(lambda s: s[0] != 0, body, (x, x))[1]
+
+    assert statuses(check_grads(nested, (1.0,), 1, ["fwd"]).leaves) == ["not smooth"]
     # In double precision this iteration never ends, not even at the argument.
     cosine = lambda s: (jnp.cos(0.8 * s[0] * s[2]), s[0], s[2])  # noqa: E731
     ends = lambda a: jax.lax.while_loop(lambda s: s[0] != s[1], cosine, (a, 0 * a, a))[0]  # noqa: E731

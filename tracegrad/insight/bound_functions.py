@@ -79,7 +79,9 @@ def _while(node: Node, args: Sequence[Any], function_of: Callable[[str], Functio
         return condition(*args[:split], *carry)[0]
 
     def goes_on(state: Any) -> Any:
-        return jnp.any(runs_on(state[1])) & (state[0] < MOST_ITERATIONS)
+        count, carry = state
+        more = jnp.any(runs_on(carry)) & (count < MOST_ITERATIONS)
+        return more & (is_nan_at_first | ~_has_nan(carry)) if is_nested else more
 
     def step(state: Any) -> Any:
         count, carry = state
@@ -88,9 +90,17 @@ def _while(node: Node, args: Sequence[Any], function_of: Callable[[str], Functio
             results = list(map(functools.partial(_where, runs_on(carry)), results, carry))
         return count + 1, results
 
-    count, results = lax.while_loop(goes_on, step, (0, list(args[end:])))
-    factor = jnp.where(count == MOST_ITERATIONS, jnp.nan, 1.0)  # makes the derivatives NaN, too
+    # If an inner loop is ended, the outer one ends, too, and does not repeat that 100,000 times.
+    is_nested = _jax.WHILE.name in node.region("body_jaxpr").operations
+    is_nan_at_first = _has_nan(args[end:])
+    _, results = lax.while_loop(goes_on, step, (0, list(args[end:])))
+    factor = jnp.where(jnp.any(runs_on(results)), jnp.nan, 1.0)  # makes derivatives NaN, too
     return [y * factor if _jax.has_gradient(y) else y for y in results]
+
+
+def _has_nan(values: Sequence[Any]) -> Any:
+    found = [jnp.any(jnp.isnan(y)) for y in values if _jax.has_gradient(y)]
+    return functools.reduce(jnp.logical_or, found, jnp.array(False))
 
 
 def _where(more: Any, new: Any, old: Any) -> Any:

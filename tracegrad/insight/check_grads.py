@@ -103,12 +103,13 @@ def check_grads(
     constant sample.
 
     If there is doubt, there is no verdict: a derivative is not judged if the function has a kink or
-    a jump nearby, if a `while` loop does not end nearby (after 100,000 iterations its results are
-    NaN), or if rounding leaves too few digits of a number; but a derivative of NaN is wrong if the
-    differences are finite. If nothing is wrong, the first line of the report says how
-    many derivatives were not judged. A derivative that does not exist (a `while` loop in reverse
-    mode) is not judged either. A rule is checked for what the program differentiates: the inputs of
-    the rule that vary with a leaf, and the results that lead to a result of the function.
+    a jump nearby, if a `while` loop (outside of `jax.lax.custom_root`) does not end nearby (after
+    100,000 iterations its results are NaN), or if rounding leaves too few digits of a number; but a
+    derivative of NaN is wrong if the differences are finite. If nothing is wrong, the first line of
+    the report says how many derivatives were not judged. A derivative that does not exist (a
+    `while` loop in reverse mode) is not judged either. A rule is checked for what the program
+    differentiates: the inputs of the rule that vary with a leaf, and the results that lead to a
+    result of the function.
 
     >>> import jax, jax.numpy as jnp
     >>> from tracegrad import check_grads

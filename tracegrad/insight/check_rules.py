@@ -81,11 +81,10 @@ class _Operands(MeasuredPass):
         return operands
 
     def is_measured(self, node: Node) -> bool:
-        is_rule = isinstance(node, CustomGradient) and not is_jaxs_rule(node)
-        return is_rule or node.primitive is _jax.WHILE
+        return isinstance(node, CustomGradient) or node.primitive is _jax.WHILE
 
     def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
-        if isinstance(here.node, CustomGradient):
+        if isinstance(here.node, CustomGradient) and not is_jaxs_rule(here.node):
             for i, value in enumerate(operands):
                 self.note("operand", here, i, jnp.asarray, value)
         results = self._arithmetic.run_node(here.node, operands)
