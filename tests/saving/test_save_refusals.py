@@ -202,7 +202,7 @@ NO_ARRAYS = [  # an argument, and how it is named
     (jax.ShapeDtypeStruct(("b", 3), "float32"), r"argument d is a Shape.*'b', 3.*give an array or"),
     (
         {"w": [jax.Array]},
-        r"argument d\.w\.0 is an ArrayMeta: <class 'jax.Array'>\. .*give an array",
+        r"argument d\.w\.0 is an ArrayMeta: <class 'jax.*Array'>\. .*give an array",
     ),
     (np.float32, "argument d is a type: <class 'numpy.float32'>"),
     (np.array(["text"]), "argument d is an array <U4"),
