@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -66,13 +66,26 @@ class UnconnectedError(ValueError):
     """
 
 
-def connections(graph: Graph) -> list[frozenset[int]]:
-    """Returns, for every output of a graph, the positions of the inputs connected to the output."""
+def connections(
+    graph: Graph, differentiated: Collection[int] | None = None
+) -> list[frozenset[int]]:
+    """Returns, for every output of a graph, the positions of the inputs connected to the output.
+
+    `differentiated`: the inputs that are differentiated, by default all: a custom rule may ask.
+    """
     inputs = graph.inputs
-    sources = of_each(map(is_connectable, inputs))
+    sources = of_each(are_sources(graph, differentiated))
     return [
         frozenset(i for i in range(len(inputs)) if mask >> i & 1)
         for mask in spread(graph, sources, Walk().rule)
+    ]
+
+
+def are_sources(graph: Graph, differentiated: Collection[int] | None) -> list[bool]:
+    """Returns for each input of a graph whether it is differentiated; None stands for all."""
+    return [
+        is_connectable(value) and (differentiated is None or i in differentiated)
+        for i, value in enumerate(graph.inputs)
     ]
 
 

@@ -13,12 +13,12 @@ functions each call another function twice would grow exponentially.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tracegrad import _jax
 from tracegrad._jax.caches import once_for_each
-from tracegrad.differentiation.connectivity import Walk, is_connectable
+from tracegrad.differentiation.connectivity import Walk, are_sources, is_connectable
 from tracegrad.ir import (
     CustomGradient,
     Graph,
@@ -86,11 +86,13 @@ class Cut:
 CutsOnWay = tuple[Cut, ...]
 
 
-def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[CutsOnWay | None]:
+def smallest_cuts(
+    graph: Graph, targets: Sequence[int], differentiated: Collection[int] | None = None
+) -> list[CutsOnWay | None]:
     """Returns, for every input of a graph, the fewest cuts on a path to a target.
 
     The cuts are ``()`` if the input is connected, and None if no target depends on the input.
-    `targets` has the positions of outputs.
+    `targets` has the positions of outputs; `differentiated` is as for `connections`.
 
     >>> import jax, jax.numpy as jnp, tracegrad as tg
     >>> program = tg.graph(lambda x: jnp.sum(x * jax.lax.stop_gradient(jnp.round(x))), jnp.ones(3))
@@ -100,7 +102,7 @@ def smallest_cuts(graph: Graph, targets: Sequence[int]) -> list[CutsOnWay | None
     >>> [str(cut).split(" at ")[0] for cuts in smallest_cuts(program, [0]) for cut in cuts]
     ['stop_gradient']
     """
-    reached = [int(is_connectable(value)) for value in graph.inputs]
+    reached = list(map(int, are_sources(graph, differentiated)))
     ways = _Search().find_ways(graph, reached, targets)
     return [
         ways[value].cuts if value in ways and is_connectable(value) else None

@@ -319,6 +319,18 @@ def variance_of_one_element():
 
 
 @bug
+def nan_that_becomes_minus_infinity():
+    """A log density is -inf where it is no number, as samplers ask for."""
+
+    def loss(w):
+        unit = w / jnp.linalg.norm(w)  # cause: NaN in the forward pass
+        density = jnp.sum(unit[:2])
+        return jnp.where(jnp.isnan(density), -jnp.inf, density)
+
+    return Bug(loss, (jnp.zeros(3),), cure="eps")
+
+
+@bug
 def inverse_of_a_singular_matrix():
     """A solution of a linear system without one."""
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
+from tracegrad.insight.explaining.detail import PREPARING
 from tracegrad.insight.explaining.observed import Observed, Place
 from tracegrad.insight.explaining.statistics import (
     EDGE_GIVEN,
@@ -173,15 +174,34 @@ def forward_culprit(
 
     Returns None if the value has no NaN (or Inf). `which`: `NAN` or `INF`.
     """
-    maker, user = _maker(observed, path, steps, value, which), None
+    maker, user, choice = _maker(observed, path, steps, value, which), None, None
     if not _is_bad(observed, maker, which):
         return None
     while isinstance(maker, _Made):
-        bad = _bad_makers(observed, maker.place, which)
+        place = maker.place
+        bad = _bad_makers(observed, place, which)
         if not bad:
-            return Culprit(maker.place, "NaN" if which == NAN else "Inf")
-        user, maker = maker.place.occurrence, bad[0]
-    return maker if isinstance(maker, _Made) else dataclasses.replace(maker, user=user)
+            return Culprit(place, "NaN" if which == NAN else "Inf")
+        if place.node.op not in PREPARING:
+            choice = place if place.node.op == "select_n" else None
+        user, maker = place.occurrence, bad[0]
+    decided = _nan_that_decides(observed, choice) if choice and maker.index is None else None
+    return decided or dataclasses.replace(maker, user=user)
+
+
+def _nan_that_decides(observed: Observed, choice: Place) -> Culprit | None:
+    """Returns the node that made a NaN for which a `where` chooses a constant, as -inf."""
+    pending, seen = _makers(observed, choice)[:1], set[_Made]()
+    while pending:
+        maker = pending.pop()
+        if isinstance(maker, _Made) and maker not in seen:
+            seen.add(maker)
+            place = maker.place
+            if not _jax.has_gradient(place.node.outputs[maker.k].aval):
+                if found := first_culprit(observed, place, place.node.inputs, (NAN,)):
+                    return found
+                pending += _makers(observed, place)
+    return None
 
 
 def first_culprit(

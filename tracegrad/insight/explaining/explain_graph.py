@@ -67,7 +67,8 @@ def explain_graph(
       untrained: the sources that are not expected to get a gradient.
     """
     targets = [i for i, seed in enumerate(seeds) if seed is not None]
-    linked = connections(program)
+    differentiated = {i for i in sources.values() if i is not None}
+    linked = connections(program, differentiated)
     reached = frozenset[int]().union(*(linked[target] for target in targets))
     findings: list[Finding] = []
     flowing = [False] * len(program.inputs)
@@ -80,7 +81,7 @@ def explain_graph(
         elif i is None:
             findings.append(type_without_gradient(path, unselectable[path]))
         else:
-            cuts = cuts or smallest_cuts(program, targets)
+            cuts = cuts or smallest_cuts(program, targets, differentiated)
             findings += cut_off(program, inputs, path, i, cuts[i])
     observed = measure(program, flowing, inputs, seeds, Detail.FEW)
     findings += refusals(observed)

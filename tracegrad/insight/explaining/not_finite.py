@@ -98,7 +98,8 @@ def _outside_finding(
             f"a constant of the function (an array that it closes over, a number) is {kind}",
             (),
             origin=outside.user.origin if outside.user else None,
-            cure="see what the constant is computed of: a division by zero, as by `n - ddof`, say",
+            cure="see what the constant is computed of (a division by zero, as by `n - ddof`, "
+            "say), or why a `where` chooses it",
         )
     path = names.get(outside.index) or others.get(outside.index, "that is not a source")
     count = int(observed.stats["input", None, outside.index][which])
