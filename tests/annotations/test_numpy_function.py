@@ -190,6 +190,21 @@ def test_a_gradient_function_may_ask_for_values_where_there_are_some():
     assert jax.grad(f)(-2.0) == -1.0
 
 
+def test_results_used_in_a_gradient_have_that_gradient_themselves():
+    f = functools.partial(by_tape, lambda x: exp(x) ** 2)
+    on_tapes = value_by_tape(f, jnp.float32(0.3))
+    np.testing.assert_allclose(on_tapes, [2 * np.exp(0.6), 4 * np.exp(0.6)], rtol=1e-5)
+
+
+def test_what_the_gradient_function_closes_over_is_differentiated_in_its_turn():
+    @jax.jit
+    def f(x, scale):
+        return numpy_function(np.sin, x, x.dtype, lambda op, dy: dy * scale * op.inputs[0])
+
+    assert jax.grad(f, argnums=1)(0.5, 3.0) == 0.0  # the result does not depend on it
+    assert jax.grad(jax.grad(f), argnums=1)(0.5, 3.0) == 0.5
+
+
 def test_variables_are_inputs_and_their_reads_have_gradients():
     v = tg.Variable(2.0)
     np.testing.assert_allclose(by_tape(lambda v: mod(v, 1.5) * v, v), 2.0 + 0.5)

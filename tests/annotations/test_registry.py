@@ -141,6 +141,16 @@ def test_names_that_no_operation_has_are_told():
         raise ZeroDivisionError
 
 
+def test_symbolic_gradients_are_asked_for_in_a_block():
+    @tg.trace
+    def both(x):
+        before = f(x)
+        with tg.gradient_override_map(HUNDREDFOLD):
+            return *tg.gradients(before, x), *tg.gradients(f(x), x)
+
+    np.testing.assert_allclose(both(X), (PLAIN, EXPECTED), rtol=1e-5)
+
+
 def test_kept_programs_are_those_of_the_block():
     traced = tg.trace(lambda x: tg.grad(f)(x))
     plain = traced(X)
@@ -232,9 +242,17 @@ def slopes_by_every_way(block, computed):
     return {slope(way) for way in ways}
 
 
+@jax.custom_jvp
+def sin(x):
+    return x**3
+
+
+sin.defjvp(lambda primals, tangents: (sin(*primals), 3 * primals[0] ** 2 * tangents[0]))
+
 SINES = {
     "operation": jnp.sin,
     "jit": jax.jit(lambda x: jnp.sin(x)),
+    "custom rule in jit": jax.jit(lambda x: sin(x)),
     "trace": tg.trace(lambda x: jnp.sin(x)),
     "scan": lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=1)[0],
 }
@@ -287,3 +305,31 @@ def test_what_nobody_has_used_is_replaced_without_compiling_anything_anew(name):
     tg.register_gradient(name, replace=True)(same)
     g(1.0)
     assert len(traces) == 2
+
+
+def test_a_gradient_that_is_replaced_while_a_function_is_compiled_is_gone_from_others(name):
+    f = within_of(name, jnp.sin)
+    factor_registered(name, 2.0)
+    before = jax.jit(jax.grad(f))
+    assert slope(before) == 2.0
+
+    @jax.jit
+    def registers(x):
+        factor_registered(name, 3.0)
+        return jax.grad(f)(x)
+
+    assert slope(registers) == slope(before) == 3.0
+
+
+def test_of_a_custom_rule_that_closes_over_an_array_the_inputs_are_its_arguments():
+    factor = jnp.float32(4.0)
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * factor
+
+    scaled.defvjp(lambda x: (x * factor, None), lambda _, dy: (dy * factor,))
+    f = within(lambda x: scaled(x), {"scaled": "test_registry: hundredfold"})
+    assert [f(1.0), slope(jax.grad(f)), slope(jax.jit(jax.grad(f)))] == [4.0, 100.0, 100.0]
+    factor = jnp.float32(5.0)
+    assert f(1.0) == 5.0

@@ -74,6 +74,18 @@ def test_an_edit_in_a_region_acts_under_every_transformation(name, run, factor):
     close(RUNS[run](by_edit), RUNS[run](by_hand))
 
 
+def test_a_jit_with_settings_of_its_own_takes_a_capture_as_an_operand_without_any():
+    inner = jax.jit(jnp.sin, donate_argnums=0)
+
+    def by_edit(x, by):
+        graph = tg.graph(lambda x: inner(x), x)
+        graph = multiply(graph, sine_inside(graph), by)
+        assert sum(graph.nodes[0].params["donated_invars"]) == 1
+        return graph.to_callable()(x)
+
+    close(jax.grad(by_edit, (0, 1))(0.7, 3.0), (3 * np.cos(0.7), np.sin(0.7)))
+
+
 def test_a_while_loop_that_captures_an_outer_tracer_keeps_its_tangent():
     def fun(x):
         return jax.lax.while_loop(lambda c: c < 5.0, lambda c: jnp.sin(c) + 4.2, x)

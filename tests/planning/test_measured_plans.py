@@ -256,6 +256,12 @@ def test_at_most_three_programs_are_compiled(monkeypatch: pytest.MonkeyPatch):
     assert len(compiled) <= 3
 
 
+def test_a_rule_is_one_for_each_number_of_plans():
+    """So what is traced with a budget is traced once."""
+    assert recompute_to_fit("50%", measure=np.int64(2)) is recompute_to_fit("50%", measure=True)
+    assert recompute_to_fit("50%", measure=3) is not recompute_to_fit("50%", measure=True)
+
+
 def test_a_program_of_symbolic_sizes_is_planned_by_the_model():
     (rows,) = jax.export.symbolic_shape("rows")
     fun, (weights, _) = small()

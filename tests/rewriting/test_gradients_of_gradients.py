@@ -88,6 +88,24 @@ def test_a_rule_acts_on_each_gradient_as_code_after_it_would(way):
     np.testing.assert_allclose(sorted([g for _, *g in seen]), [outer, inner], rtol=1e-5)
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_a_parameter_that_is_stopped_is_frozen_in_gradients_of_gradients_too(around):
+    """Where a gradient of the parameter is taken inside, the rule has acted already."""
+
+    def loss(params):
+        return params["w"] ** 3 * params["b"]
+
+    def adapted(params):  # w³ (b - 0.1 w³), if w is not moved
+        gradients = around(jax.grad(loss))(params)
+        return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients))
+
+    rule = tg.rules.stop_gradient(tg.match.param("params.w"))
+    inside = tg.trace(lambda params: jax.grad(adapted)(params), rules=[rule])
+    traced, edited = tg.trace(adapted, rules=[rule]), tg.rewrite(adapted, rule)
+    for gradient in (inside, jax.grad(traced), jax.grad(edited)):
+        assert gradient({"w": 0.5, "b": 2.0}) == {"w": 0.0, "b": 0.125}
+
+
 SECOND = {
     "jax.hessian": lambda f, p: jax.hessian(f)(p),
     "jax.hessian with aux": lambda f, p: jax.hessian(lambda q: (f(q), 1), has_aux=True)(p)[0],

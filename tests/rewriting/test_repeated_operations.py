@@ -126,6 +126,40 @@ def test_matches_at_one_line_that_differ_in_a_number_keep_their_numbers(rule):
     np.testing.assert_allclose(jax.grad(edited)(X), jax.grad(numbered_blocks)(X), rtol=1e-5)
 
 
+def test_equal_matches_in_different_scopes_keep_their_scopes_and_lines():
+    def deep(x):
+        for i in range(4):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.sin(x)
+        return jnp.sum(x)
+
+    edited = tg.graph(tg.rewrite(deep, rules.clip_gradient(match.op("sin"), max_norm=1.0)), X)
+    clips = [found for found in edited.find(match.call("clip_gradient")) if not found.path]
+    assert [found.scope for found in clips] == [f"layer_{i}" for i in range(4)]
+    assert len({found.origin.line for found in clips}) == 1
+
+
+@pytest.mark.parametrize("rule", [rules.recompute, lambda at: tg.edit(at, lambda op, x: op(x))])
+def test_operations_inside_of_a_match_keep_their_own_lines_and_inner_scopes(rule):
+    def block(x):
+        x = jnp.sin(x)
+        with jax.named_scope("inner"):
+            return jnp.cos(x)
+
+    def deep(x):
+        for i in range(3):
+            with jax.named_scope(f"block_{i}"):
+                x = block(x)
+        return jnp.sum(x)
+
+    edited, plain = (
+        [(o.scope, o.origin.line) for o in tg.graph(f, X).find(match.op("sin", "cos"))]
+        for f in (tg.rewrite(deep, rule(match.scope("block_*"))), deep)
+    )
+    assert len(edited) == 6
+    assert edited == plain
+
+
 def test_calls_that_are_recomputed_are_found_again_in_the_step_that_differentiates_them():
     def step(x):
         def loss(x):
