@@ -251,6 +251,25 @@ def test_none_stands_for_the_gradient_of_one_input_or_of_a_whole_argument():
     assert jax.grad(custom_gradient(lambda x: (x, lambda dy: None)))(1.0) == 0.0
 
 
+def test_a_key_output_has_no_cotangent():
+    @custom_gradient
+    def noisy(x, key):
+        taken, left = jax.random.split(key)
+
+        def grad(dy, dkey):
+            assert dkey.dtype == jax.dtypes.float0
+            return 5 * dy, None
+
+        return (2 * x + 0 * jax.random.uniform(taken), left), grad
+
+    def f(x):
+        y, key = noisy(x, jax.random.key(0))
+        return y**2 + 0 * jax.random.uniform(key)
+
+    assert jax.grad(f)(3.0) == tg.jvp(f, (3.0,), (1.0,))[1] == 60.0
+    assert tg.hessian(f)(3.0) == 50.0
+
+
 def test_keyword_arguments_are_passed_on():
     @custom_gradient
     def f(x, *, w):

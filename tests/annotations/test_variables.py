@@ -97,6 +97,26 @@ def test_a_function_with_a_custom_gradient_assigns_no_variable():
         by_tape(f, jnp.float32(2.0))
 
 
+def test_a_recomputed_function_sees_assignments_between_calls():
+    v = Variable(3.0)
+    f = tg.recompute_grad(lambda x: x * v)
+    for value in (3.0, 5.0):
+        v.assign(value)
+        assert (float(f(2.0)), float(jax.grad(f)(2.0))) == (2 * value, value)
+
+
+def test_a_pass_through_function_reads_what_it_has_assigned():
+    v = Variable(1.0, trainable=False)
+
+    @tg.grad_pass_through
+    def f(x):
+        v.assign(x * 2)
+        return v * 1.0
+
+    assert value_by_tape(f, jnp.float32(3.0)) == (6.0, 1.0)
+    assert float(v.value) == 6.0
+
+
 # ---------------------------------------------------- in functions whose programs JAX has kept
 
 
@@ -143,6 +163,32 @@ def test_a_variable_read_in_a_function_that_jax_has_kept_has_its_gradient(kept):
             assert floats(tg.trace(lambda x: by_gradients(x))(2.0)) == expected
             assert floats(on_a_tape(jnp.float32(2.0), tg.trace(lambda x: total(x)))) == expected
             assert float(tg.trace(lambda x: tg.grad(f)(x))(2.0)) == 7.0
+
+
+def test_a_variable_that_only_a_function_inside_reads_and_does_not_use_is_listed():
+    v = Variable(3.0)
+
+    @tg.custom_gradient
+    def f(x):
+        y = jax.jit(lambda x: (v.value, x * x)[1])(x)
+        return y, lambda dy, variables: (dy * 7, [dy * 11 for _ in variables])
+
+    y, gradients = tg.trace(lambda x: value_by_tape(f, x, sources=[x, v]))(2.0)
+    assert floats([y, *gradients]) == [4.0, 7.0, 11.0]
+
+
+def test_a_variable_assigned_before_is_given_as_it_was_then():
+    v = Variable(3.0)
+    inner = kept_by_jit(v)
+    f = tg.custom_gradient(lambda x: (inner(x), lambda dy, variables: (dy * 7, [dy * 11])))
+
+    @tg.trace
+    def step(x):
+        v.assign(x * 2)
+        inner(x)
+        return value_by_tape(f, x, sources=v)
+
+    assert floats(step(3.0)) == [18.0, 11.0]
 
 
 def test_a_gradient_function_needs_a_place_for_what_jax_has_kept_too():

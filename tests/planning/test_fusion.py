@@ -163,3 +163,19 @@ def layers(weights: Any, x: jax.Array) -> jax.Array:
     for w in weights:
         x = jax.nn.gelu(x @ w)
     return jnp.mean(x**2)
+
+
+def test_programs_that_lower_to_one_text_are_seen_each_by_itself():
+    def sin_before(w: jax.Array, x: jax.Array) -> jax.Array:
+        jnp.sin(x)  # for nothing
+        return jnp.sum(jnp.exp(jnp.tanh(x @ w) @ w) ** 2)
+
+    def cos_behind(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = jnp.exp(jnp.tanh(x @ w) @ w)
+        jnp.cos(x)
+        return jnp.sum(y**2)
+
+    for loss in (sin_before, cos_behind):
+        loss.__name__ = "loss"
+        graph = flatten(tg.graph(loss, f32(64, 64), f32(512, 64)))
+        assert {"sin", "cos"}.isdisjoint(ops(graph, of_gradient(graph), "inlined"))

@@ -312,6 +312,18 @@ def test_a_traced_function_is_measured_where_it_is_differentiated():
     assert held(fits, shapes) <= 0.6 * whole
 
 
+def test_what_an_enclosing_trace_has_is_measured_too():
+    fun, shapes = small()
+    plans = []
+
+    def outer(weights: Any, x: jax.Array) -> jax.Array:
+        plans.append(plan_recompute(lambda x: fun(weights, x), x, memory_budget="70%"))
+        return plans[-1].apply()(x)
+
+    jax.eval_shape(jax.grad(outer), *shapes)
+    assert plans[0].held == pytest.approx(planned("70%").held, rel=0.1)
+
+
 def biased(weights: Any, x: jax.Array, bias: jax.Array) -> jax.Array:
     """Whose bias of the scores, if it had a gradient, would need most of the memory."""
     for w in weights:
@@ -344,12 +356,19 @@ def of_each(w: jax.Array, x: jax.Array) -> Any:
     return jax.vmap(jax.grad(deep), (None, 0))(w, x)
 
 
-def test_a_budget_is_for_all_examples_of_a_vmap():
+def of_few_and_each(w: jax.Array, x: jax.Array) -> Any:
+    gradients = jax.vmap(lambda w, x: by_tape(lambda w: deep(w, x), w), (None, 0))
+    return gradients(w, x[:2]), gradients(w, x)  # so few fit, which says nothing of the others
+
+
+@pytest.mark.parametrize("step", [of_each, of_few_and_each])
+def test_a_budget_is_for_all_examples_of_a_vmap(step: Any):
     args = jnp.eye(32) / 8, jnp.ones((64, 64, 32))
-    fits = tracegrad.trace(of_each, memory_budget="4.5 MiB")
-    whole, less = (f.lower(*args).compile().memory_analysis() for f in (jax.jit(of_each), fits))
+    fits = tracegrad.trace(step, memory_budget="4.5 MiB")
+    whole, less = (f.lower(*args).compile().memory_analysis() for f in (jax.jit(step), fits))
     assert less.temp_size_in_bytes <= 4.5 * 2**20 < whole.temp_size_in_bytes
-    np.testing.assert_allclose(fits(*args), of_each(*args), rtol=1e-5)
+    for found, expected in zip(fits(*args), step(*args), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def scanned(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -231,3 +231,27 @@ def test_what_is_compared_is_computed_again_as_a_whole(name):
     got = jax.jit(jax.grad(plan.apply()))(w / 3, x)
     expected = jax.jit(jax.grad(loss))(w / 3, x)
     np.testing.assert_allclose(got, expected, rtol=1e-2, atol=1e-3 * np.max(np.abs(expected)))
+
+
+def test_a_result_without_a_gradient_that_a_batch_shares_can_be_planned():
+    @jax.custom_vjp
+    def scaled(x, scale):
+        return jnp.sin(x * scale), scale + 1
+
+    def backward(saved, dy):
+        x, scale = saved
+        d = dy[0] * jnp.cos(x * scale)
+        return d * scale, jnp.sum(d * x) + dy[1]
+
+    scaled.defvjp(lambda x, scale: (scaled(x, scale), (x, scale)), backward)
+
+    def loss(scale, x):
+        for _ in range(6):
+            x = x + jnp.tanh(jax.vmap(lambda x: scaled(x, scale)[0])(x))
+        return jnp.sum(x**2)
+
+    x, scale = jnp.ones((32, 16)), jnp.float32(0.7)
+    plan = tg.plan_recompute(loss, scale, x, memory_budget="80%", wrt=0, measure=False)
+    assert plan.is_needed
+    expected = jax.grad(loss)(scale, x)
+    np.testing.assert_allclose(jax.grad(plan.apply())(scale, x), expected, rtol=1e-5)

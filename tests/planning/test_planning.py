@@ -316,6 +316,10 @@ def test_what_a_library_computes_twice_is_computed_once_and_counts_once():
     made = [(node.op, *node.outputs[0].aval.shape) for node in flat.nodes]
     assert (made.count(("reduce_sum", 8)), made.count(("sub", 64, 8))) == (2, 1)
     np.testing.assert_array_equal(flat.to_callable()(x), batch_norm(x))
+    cotangent = jnp.cos(jnp.arange(64 * 8.0)).reshape(64, 8)
+    (gradient,) = jax.vjp(flat.to_callable(), x)[1](cotangent)
+    (expected,) = jax.vjp(batch_norm_by_hand, x)[1](cotangent)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
 
     def peak(norm: Callable[[jax.Array], jax.Array]) -> int:
         def fun(ws: list[jax.Array], x: jax.Array) -> jax.Array:

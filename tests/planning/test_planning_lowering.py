@@ -13,7 +13,7 @@ import pytest
 
 import tracegrad
 from tests.compilation import f32, temporary_bytes
-from tracegrad.ir import Recompute
+from tracegrad.ir import Graph, Recompute
 from tracegrad.planning import (
     BudgetTooSmall,
     RecomputePlan,
@@ -276,6 +276,28 @@ def test_of_gradients_inside_of_others_a_budget_is_that_of_the_outermost():
     assert all(jax.tree.leaves(jax.tree.map(close, fitted(weights, x), step(weights, x))))
     with pytest.raises(BudgetTooSmall):
         tracegrad.trace(step, memory_budget=without // 10)(weights, x)
+
+
+def test_a_gradient_that_jax_has_traced_inside_of_another_is_planned_outside_of_it():
+    """JAX traces a jitted function once where its rules are the same ones."""
+    weights, x = values(mlp_shapes(2, 8, 4))
+    gradient = jax.jit(lambda *args: jax.grad(mlp)(*args))
+    planned: list[str] = []
+
+    def plan(graph: Graph) -> Graph:
+        planned.append(graph.name)
+        return graph
+
+    plan.for_the_outermost = True
+
+    def outer(weights: Any, x: jax.Array) -> jax.Array:
+        return sum(map(jnp.sum, jax.tree.leaves(gradient(weights, x))))
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        return jax.grad(outer)(weights, x), gradient(weights, x), jax.grad(outer)(weights, x)
+
+    tracegrad.trace(step, rules=[plan])(weights, x)
+    assert planned == ["outer", "mlp", "outer", "step"]
 
 
 def fourier_layers(weights: Any, x: jax.Array) -> jax.Array:

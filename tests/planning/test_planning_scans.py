@@ -123,6 +123,23 @@ def test_a_jitted_loop_in_a_body_is_planned_as_it_is_without():
     assert lowest == [lowest[0]] * 3
 
 
+def test_what_is_not_differentiated_in_a_body_needs_no_derivative():
+    def fun(w: jax.Array, x: jax.Array, clock: jax.Array) -> jax.Array:
+        def step(carry: Any, _: None) -> tuple[Any, None]:
+            x, clock = carry
+            clock = jax.lax.while_loop(lambda t: jnp.sum(t) < 10.0, lambda t: 2 * t + 1, clock)
+            return (jnp.sin(jnp.tanh(x @ w) * clock), clock - 9), None
+
+        start = (x, jax.lax.stop_gradient(clock))
+        return jnp.sum(jax.lax.scan(step, start, None, length=9)[0][0])
+
+    shapes = f32(16, 16), f32(64, 16), f32(64, 16)
+    assert not plan_recompute(fun, *shapes, memory_budget="100%", measure=False).is_needed
+    plan = plan_recompute(fun, *shapes, memory_budget="60%", measure=False)
+    assert plan.scans
+    assert plan.flops > 0
+
+
 # ---------------------------------------------------------------------- some iterations otherwise
 
 

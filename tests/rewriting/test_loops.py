@@ -361,3 +361,27 @@ def test_reverse_mode_without_the_rule_names_the_loop_and_the_rule(way):
     assert f"`where={where!r}`" in note
     cured = tg.rewrite(loss, tg.rules.checkpointed_loop(where))
     np.testing.assert_allclose(jax.grad(cured)(1.0), jax.jvp(loss, (1.0,), (1.0,))[1])
+
+
+def test_collectives_in_a_loop_are_no_effect_that_must_not_be_repeated():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("i",))
+
+    def on_each(x, w):
+        def step(carry):
+            return carry[0] + 1, jnp.sin(carry[1]) * w + lax.pmean(carry[1], "i")
+
+        return lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1]
+
+    @jax.jit
+    def sharded(w):
+        spec = jax.P("i")
+        over = jax.shard_map(on_each, mesh=mesh, in_specs=(spec, jax.P()), out_specs=spec)
+        return jnp.sum(over(jnp.arange(2.0), w))
+
+    def alone(w):
+        x = jnp.arange(2.0)
+        for _ in range(3):
+            x = jnp.sin(x) * w + jnp.mean(x)
+        return jnp.sum(x)
+
+    np.testing.assert_allclose(jax.grad(checkpointed(sharded, 1))(0.7), jax.grad(alone)(0.7))

@@ -228,10 +228,6 @@ TEMPERATURES = [2.0, jnp.float32(2.0), jnp.bfloat16(2)]
 TEMPERATURES += [2 * jnp.ones(shape) for shape in ((3,), (4, 1), (4, 3))]
 
 
-TEMPERATURES = [2.0, jnp.bfloat16(2)]
-TEMPERATURES += [2 * jnp.ones(shape) for shape in ((3,), (4, 1), (4, 3))]
-
-
 @pytest.mark.parametrize("temperature", TEMPERATURES, ids=lambda x: str(jnp.asarray(x).aval))
 def test_the_inputs_of_a_call_have_one_order_whatever_their_types_are(temperature):
     def head(features, temperature):
@@ -740,3 +736,22 @@ def test_matches_that_overlap_are_named_where_one_takes_the_place_of_the_other()
         tg.rewrite(loss, tg.rules.recompute(scope | sine))(1.0)
     both = tg.rewrite(loss, [tg.rules.recompute(sine), tg.rules.recompute(scope)])
     np.testing.assert_allclose(jax.grad(both)(1.0), jax.grad(loss)(1.0), rtol=1e-6)
+
+
+def test_a_value_that_is_only_broadcast_or_cast_in_a_call_comes_last():
+    def spread(x, y, scale):
+        return jnp.broadcast_to(x, (2, 3)).astype(jnp.bfloat16), y * scale
+
+    def f(x, y, scale):
+        a, b = spread(x, y, scale)
+        return jnp.sum(a.astype(jnp.float32)) + jnp.sum(b)
+
+    def in_order(op, *dys):
+        return [0 * each + i for i, each in enumerate(op.inputs)]
+
+    edited = tg.rewrite(f, rules.override_gradient(match.call("spread"), in_order))
+    x, y, scale = jnp.ones(3), jnp.ones((4, 2)), jnp.ones(2)
+    of_x, of_y, of_scale = jax.grad(edited, (0, 1, 2))(x, y, scale)
+    assert jnp.all(of_x == 2)
+    assert jnp.all(of_y == 0)
+    assert jnp.all(of_scale == 1)

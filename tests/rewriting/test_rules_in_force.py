@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
@@ -13,6 +15,7 @@ from jax import grad as grad_by_name
 from jax.experimental import jet
 
 import tracegrad as tg
+from tests.compilation import temporary_bytes
 from tests.derivatives import GRADIENTS, by_tape
 from tracegrad import match, rules
 
@@ -157,6 +160,34 @@ def test_a_rule_that_matches_nowhere_raises_once_all_was_looked_at():
     step = tg.trace(lambda x: tg.grad(loss)(x), rules=[rules.scale_gradient(match.op("sinn"), 2.0)])
     with pytest.raises(tg.NoMatchError, match=r"matches nothing in loss.*'sin'"):
         step(X)
+
+
+def test_a_rule_that_matched_nothing_keeps_no_program():
+    programs = []
+
+    def note(graph):
+        programs.append(weakref.ref(graph))
+        return graph
+
+    missing = rules.scale_gradient(match.op("sinn"), 2.0)
+    step = tg.trace(lambda x: tg.grad(loss)(x), rules=[note, missing])
+    with pytest.raises(tg.NoMatchError) as raised:
+        step(X)
+    error = raised.value.with_traceback(None)
+    del raised
+    gc.collect()
+    assert [ref() for ref in programs] == [None, None]
+    assert "matches nothing in loss" in str(error)
+
+
+def test_filter_jvp_has_none_for_what_does_not_move():
+    def step(x):
+        return eqx.filter_jvp(lambda x, y: (loss(x), loss(y), 2, jnp.arange(2)), (x, x), (x, None))
+
+    value, tangents = tg.trace(step, rules=[TRIPLE])(X)
+    np.testing.assert_allclose(value[:2], [loss(X)] * 2, rtol=1e-6)
+    np.testing.assert_allclose(tangents[0], EXPECTED @ X, rtol=1e-5)
+    assert (value[2], *tangents[1:]) == (2, None, None, None)
 
 
 def call(fun, *args, **kwargs):
@@ -341,6 +372,22 @@ def test_a_derivative_that_was_taken_before_the_trace_warns(jitted):
         np.testing.assert_allclose(*map(np.ravel, (after[1], derivative(given))), rtol=1e-6)
 
 
+def test_a_derivative_of_a_program_that_was_traced_by_itself_is_not_said_to_be_of_before():
+    def loss(x):  # as differential equations are solved: the rule differentiates a jaxpr
+        step = jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(lambda y: y * jnp.sin(y))(x))
+
+        @jax.custom_vjp
+        def stepped(y):
+            return step(y)[0]
+
+        stepped.defvjp(lambda y: (step(y)[0], y), lambda y, dy: jax.vjp(step, y)[1]([dy]))
+        return jnp.sum(stepped(x))
+
+    by_name = rules.scale_gradient(match.param("x"), 3.0)
+    gradient = tg.trace(lambda x: jax.grad(loss)(x), rules=[by_name])(X)  # a warning fails
+    np.testing.assert_allclose(gradient, 3 * jax.grad(loss)(X), rtol=1e-6)
+
+
 def test_numbers_are_no_inputs_for_a_rule_on_a_tape_as_for_jax_grad():
     def scaled(h):
         return jnp.sum(2.0 * h)
@@ -421,6 +468,26 @@ def test_a_rule_for_what_jax_moved_out_of_a_scan_of_a_gradient_by_name_raises(ru
     np.testing.assert_allclose(found, outer(jax.grad(tg.rewrite(loss, rule)))(w), rtol=1e-6)
 
 
+def test_a_rule_for_what_was_computed_before_a_scan_of_a_gradient_by_name_is_taken():
+    """Whoever differentiates the traced function gets the gradient of the rounding."""
+
+    def twice(w, carry):
+        return jnp.tanh(carry * w)
+
+    def gradient(w):
+        quantised = jnp.round(4 * w) / 4
+        first = jax.jit(twice)(quantised, 1 + w)
+
+        def loss(v):
+            return jnp.sum(in_a_scan(lambda carry: twice(v, carry), first))
+
+        return grad_by_name(loss)(quantised)
+
+    rule = rules.straight_through(match.op("round"))
+    found = jax.grad(lambda w: jnp.sum(tg.trace(gradient, rules=[rule])(w)))(W)
+    assert np.all(np.abs(found) > 0)
+
+
 HIGHER = {
     "gradient of a gradient": lambda f, x: jax.grad(lambda w: jnp.sum(jax.grad(f)(w) * x))(W),
     "tangent of a gradient": lambda f, x: jax.jvp(jax.grad(f), (W,), (x,))[1],
@@ -459,6 +526,18 @@ def deep(w, x):
     for _ in range(24):
         x = jnp.tanh(jnp.sin(x @ w))
     return jnp.sum(x)
+
+
+@pytest.mark.parametrize("derivative", [tg.grad, lambda f: jax.grad(f)], ids=["tg", "jax"])
+def test_a_memory_budget_reaches_the_loss_inside_a_step(derivative):
+    w, x = jnp.eye(64) / 8, jnp.ones((512, 64))
+
+    def step(w, x):
+        return w - 0.1 * derivative(deep)(w, x)
+
+    plain, fitted = tg.trace(step), tg.trace(step, memory_budget="60%")
+    np.testing.assert_allclose(fitted(w, x), plain(w, x), rtol=1e-5)
+    assert temporary_bytes(fitted, w, x) < 0.8 * temporary_bytes(plain, w, x)
 
 
 def test_a_memory_budget_that_does_not_reach_the_loss_inside_a_step_raises():
