@@ -96,6 +96,7 @@ def differs(got, expected):
 
 @pytest.mark.filterwarnings("ignore:.*the tape did not watch")  # TensorFlow gives None unasked
 @pytest.mark.filterwarnings("ignore:.*which it closes over or is given by keyword")  # likewise
+@pytest.mark.both_jax
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_statement(name):
     statement, lib = STATEMENTS[name], tracegrad_namespace()

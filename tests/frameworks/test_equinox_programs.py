@@ -28,6 +28,7 @@ class RNN(eqx.Module):
     hidden_size: int
     cell: eqx.nn.GRUCell
     linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
     bias: jax.Array
     edit: callable = eqx.field(static=True)
 
@@ -36,44 +37,46 @@ class RNN(eqx.Module):
         self.hidden_size = hidden_size
         self.cell = eqx.nn.GRUCell(in_size, hidden_size, key=ckey)
         self.linear = eqx.nn.Linear(hidden_size, out_size, use_bias=False, key=lkey)
+        self.dropout = eqx.nn.Dropout(0.1)
         self.bias = jnp.zeros(out_size)
         self.edit = edit
 
-    def __call__(self, input):
+    def __call__(self, input, key):
         hidden = jnp.zeros((self.hidden_size,))
 
         def f(carry, inp):
             return self.edit(self.cell(inp, carry)), None
 
         out, _ = jax.lax.scan(f, hidden, input)
-        return jax.nn.sigmoid(self.linear(out) + self.bias)
+        return jax.nn.sigmoid(self.linear(self.dropout(out, key=key)) + self.bias)
 
 
 def rnn(compiled, edit):
-    """Spirals that turn to the left or to the right."""
+    """Spirals that turn to the left or to the right; dropout by keys."""
 
     @eqx.filter_value_and_grad
-    def compute_loss(model, x, y):
-        pred_y = jax.vmap(model)(x)
+    def compute_loss(model, x, y, key):
+        pred_y = jax.vmap(model)(x, jr.split(key, len(x)))
         return -jnp.mean(y * jnp.log(pred_y) + (1 - y) * jnp.log(1 - pred_y))
 
     optim = optax.adam(1e-2)
 
     @compiled
-    def make_step(model, x, y, opt_state):
-        loss, grads = compute_loss(model, x, y)
+    def make_step(model, x, y, opt_state, key):
+        key, dropout_key = jr.split(key)
+        loss, grads = compute_loss(model, x, y, dropout_key)
         updates, opt_state = optim.update(grads, opt_state)
         model = eqx.apply_updates(model, updates)
-        return loss, model, opt_state
+        return loss, model, opt_state, key
 
     model = RNN(2, 1, 8, edit, key=jr.key(0))
     opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
-    x, losses = jr.normal(jr.key(1), (4, 6, 2)), []
+    x, key, losses = jr.normal(jr.key(1), (4, 6, 2)), jr.key(2), []
     y = jnp.array([0, 1, 0, 1])[:, None]
     for _ in range(STEPS):
-        loss, model, opt_state = make_step(model, x, y, opt_state)
+        loss, model, opt_state, key = make_step(model, x, y, opt_state, key)
         losses.append(loss.item())
-    return jnp.array(losses), arrays_of(model, opt_state)
+    return jnp.array(losses), key, arrays_of(model, opt_state)
 
 
 class CNN(eqx.Module):

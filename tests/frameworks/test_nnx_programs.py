@@ -65,6 +65,44 @@ def mnist_cnn(compiled, edit):
     return metrics.compute(), model(images), arrays_of(model, optimizer, metrics, rngs)
 
 
+class MiniGPT(nnx.Module):
+    def __init__(self, edit, rngs):
+        self.embed = nnx.Embed(11, 8, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 8, dropout_rate=0.1, decode=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        self.output_layer = nnx.Linear(8, 11, use_bias=False, rngs=rngs)
+        self.edit = edit
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        mask = nnx.make_causal_mask(tokens)
+        x = self.norm(x + self.dropout(self.attention(x, mask=mask)))
+        return self.output_layer(x + self.down(self.edit(nnx.relu(self.up(x)))))
+
+
+def transformer(compiled, edit):
+    """Dropout in attention; random numbers in the layers."""
+    model = MiniGPT(edit, nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @compiled
+    def train_step(model, optimizer, batch):
+        def loss_fn(model):
+            logits = model(batch[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    batch = jax.random.randint(jax.random.key(1), (16, 7), 0, 11)
+    model.train()
+    losses = [train_step(model, optimizer, batch) for _ in range(STEPS)]
+    return losses, arrays_of(model, optimizer)
+
+
 class Generator(nnx.Module):
     def __init__(self, rngs):
         self.linear1 = nnx.Linear(3, 8, rngs=rngs)
@@ -191,6 +229,7 @@ CLIP = partial(rules.clip_gradient, max_value=LIMIT)
 
 @each(
     Program(mnist_cnn, nnx.jit, CLIP(match.call("relu")), clipped, "90%", mark="slow"),
+    Program(transformer, nnx.jit, CLIP(match.call("relu")), clipped, "75%", mark="slow"),
     Program(gan, nnx.jit, CLIP(match.call("leaky_relu")), clipped, "90%", mark="slow"),
     Program(rnn, nnx.jit, CLIP(match.op("tanh") & ~match.call("GRUCell")), clipped, mark="slow"),
     Program(lora, nnx.jit, CLIP(match.call("gelu")), clipped, "70%"),

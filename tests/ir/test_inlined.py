@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import tracegrad as tg
 from tracegrad.ir.inlined import Inlined
+
+pytestmark = pytest.mark.both_jax
 
 
 def test_what_is_called_from_everywhere_is_looked_at_where_it_is_asked_for():

@@ -258,6 +258,7 @@ def test_requests_and_options_are_checked(fun, specs, options, error, message, p
         save(fun, path, specs, **options)
 
 
+@pytest.mark.both_jax
 @pytest.mark.parametrize("compiled", [jax.jit, tg.trace])
 @pytest.mark.parametrize(
     "write",
