@@ -68,7 +68,9 @@ def mnist_cnn(compiled, edit):
 class MiniGPT(nnx.Module):
     def __init__(self, edit, rngs):
         self.embed = nnx.Embed(11, 8, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(2, 8, dropout_rate=0.1, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, 8, use_bias=False, dropout_rate=0.1, decode=False, rngs=rngs
+        )
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.norm = nnx.LayerNorm(8, rngs=rngs)
         self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)

@@ -7,6 +7,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad import match, rules
+from tracegrad.ir.editing import around_each
 
 pytestmark = pytest.mark.both_jax
 
@@ -133,10 +134,15 @@ def test_equal_matches_in_different_scopes_keep_their_scopes_and_lines():
                 x = jnp.sin(x)
         return jnp.sum(x)
 
-    edited = tg.graph(tg.rewrite(deep, rules.clip_gradient(match.op("sin"), max_norm=1.0)), X)
-    clips = [found for found in edited.find(match.call("clip_gradient")) if not found.path]
-    assert [found.scope for found in clips] == [f"layer_{i}" for i in range(4)]
-    assert len({found.origin.line for found in clips}) == 1
+    sines, graph = match.op("sin"), tg.graph(deep, X)
+    clipped = tg.graph(tg.rewrite(deep, rules.clip_gradient(sines, max_norm=1.0)), X)
+    halved = around_each(
+        graph, graph.find(sines), lambda op, x: op(x) / 2, depends_on=lambda found: found.name
+    ).graph
+    for edited, added in ((clipped, match.call("clip_gradient")), (halved, match.op("div"))):
+        places = [found for found in edited.find(added) if not found.path]
+        assert [found.scope for found in places] == [f"layer_{i}" for i in range(4)]
+        assert len({found.origin.line for found in places}) == 1
 
 
 @pytest.mark.parametrize("rule", [rules.recompute, lambda at: tg.edit(at, lambda op, x: op(x))])

@@ -377,11 +377,20 @@ def test_a_derivative_of_a_program_that_was_traced_by_itself_is_not_said_to_be_o
         step = jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(lambda y: y * jnp.sin(y))(x))
 
         @jax.custom_vjp
-        def stepped(y):
-            return step(y)[0]
+        def iterated(y):
+            return jax.lax.fori_loop(0, 3, lambda _, y: step(y)[0], y)
 
-        stepped.defvjp(lambda y: (step(y)[0], y), lambda y, dy: jax.vjp(step, y)[1]([dy]))
-        return jnp.sum(stepped(x))
+        def forward(y):
+            return jax.lax.scan(lambda y, _: (step(y)[0], y), y, length=3)
+
+        def backward(ys, dy):
+            def back(dy, y):
+                return jax.vjp(step, y)[1]([dy])[0], None
+
+            return jax.lax.scan(back, dy, ys, reverse=True)[:1]
+
+        iterated.defvjp(forward, backward)
+        return jnp.sum(iterated(x))
 
     by_name = rules.scale_gradient(match.param("x"), 3.0)
     gradient = tg.trace(lambda x: jax.grad(loss)(x), rules=[by_name])(X)  # a warning fails
