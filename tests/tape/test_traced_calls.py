@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tests.derivatives import by_tape
+from tests.derivatives import by_tape, value_by_tape
 
 pytestmark = pytest.mark.both_jax
 
@@ -246,3 +246,11 @@ def test_what_was_made_for_a_function_goes_with_it():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_several_tapes_and_higher_orders():
+    w = tg.Variable(2.0)
+    cube = tg.trace(lambda x: x * w**3)
+    for _ in range(2):
+        first, second = value_by_tape(lambda: by_tape(cube, jnp.float32(5.0), sources=w), sources=w)
+        assert (float(first), float(second)) == (60.0, 60.0)

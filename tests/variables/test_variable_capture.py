@@ -401,10 +401,10 @@ def test_a_nested_traced_function_is_traced_once_whatever_is_assigned_around_it(
     def step(x):
         before = nested(x)
         v.assign(before + x)
-        return before, nested(x)
+        return before, nested(x), jitted(x)
 
-    assert step(2.0) == (6.0, 16.0)
-    assert step(2.0) == (16.0, 36.0)
+    assert step(2.0) == (6.0, 16.0, 16.0)
+    assert step(2.0) == (16.0, 36.0, 36.0)
     assert tg.trace(lambda x: nested(x) * 1.0)(1.0) == 18.0
     assert len(traces) == 1
 
