@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import tracegrad as tg
 from tracegrad import grad, jacobian, select, value_and_grad
@@ -108,6 +109,8 @@ def test_integers_as_in_jax_where_they_are_allowed():
     with pytest.raises(TypeError, match=r"wrt selects n, of type int32.*allow_int=True"):
         grad(f)(3, 2.0)
     assert grad(f, unconnected="none")(3, 2.0) is None
+    of_a_tree = grad(lambda tree: tree["w"] ** 2 * tree["n"])({"w": 3.0, "n": jnp.array(2)})
+    assert of_a_tree == {"w": 12.0, "n": None}
 
     def noise(key, x):
         return jax.random.normal(key) * x
@@ -203,6 +206,18 @@ def test_leaves_that_are_not_selected_need_not_be_arrays():
     assert (got["rate"], got["layers"], got["train"]) == (0.0, 0, False)
     assert [type(got[name]) for name in ("rate", "layers", "train")] == [float, int, bool]
     assert all(got[name] is None for name in ("name", "activation", "key", "nothing"))
+
+
+def test_flax_states_are_trees_like_others():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    definition, state = nnx.split(model)
+
+    def f(state, x):
+        return jnp.sum(nnx.merge(definition, state)(x))
+
+    got = grad(f, wrt=lambda path, leaf: path == "bias")(state, jnp.ones((4, 3)))
+    np.testing.assert_array_equal(got["bias"].get_value(), [4.0, 4.0])
+    assert not got["kernel"].get_value().any()
 
 
 def test_select_gives_a_mask_as_optax_takes_it():

@@ -312,7 +312,16 @@ def test_integers_may_be_among_the_leaves():
     assert found[1].dtype == jax.dtypes.float0
 
 
-@pytest.mark.parametrize("kept", [jax.jit, jax.checkpoint, lambda f: lambda t: jax.lax.map(f, t)])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda t: jax.lax.map(f, t),
+        lambda f: lambda t: jax.lax.cond(t[0] > 0, f, jnp.negative, t),
+    ],
+    ids=["jit", "checkpoint", "loop", "branch"],
+)
 def test_a_variable_may_be_read_and_is_not_frozen_into_programs_that_jax_keeps(kept):
     v = tg.Variable(3.0)
     slices = grad(lambda t: jnp.sum(t[IDS]) * v, sparse=True)(TABLE)

@@ -497,6 +497,7 @@ def test_variables_of_a_traced_function_move():
         v.assign(value)
         assert along(lambda v: square(v, 2.0), v, 1.0) == 4 * value
         assert slope() == 3 * value**2
+        assert along(lambda v: by_tape(lambda v: v**3, v), v, 1.0) == 6 * value
 
 
 # --------------------------------------------------------------------------------------- bad input

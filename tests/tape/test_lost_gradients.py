@@ -1,6 +1,7 @@
 """What a function with a custom gradient closes over gets none on a tape, and a tape says so."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -187,3 +188,11 @@ def test_a_tape_in_a_traced_function_takes_what_was_stopped_in_its_block():
     np.testing.assert_allclose(gradient(HEALTHY["stopped"]), PARTIAL, rtol=1e-6)
     with pytest.raises(ValueError, match="depends on 'w'"):
         gradient(CLOSING_OVER["variable"])
+
+
+def test_there_is_no_warning_by_default_more_than_once_for_a_place():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            by_tape(CLOSING_OVER["variable"])
+    assert len(said) == 1

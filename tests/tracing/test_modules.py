@@ -509,6 +509,23 @@ def test_threads_train_their_own_modules():
         assert_same(arrays_of(model), arrays_of(models[0]))
 
 
+def test_state_that_is_returned_trains_as_nnx_jit_does():
+    model = Plain(nnx.Rngs(0))
+    optimizer = adam(model)
+    graphdef, state = nnx.split((model, optimizer))
+
+    @tg.trace
+    def step(state, x):
+        model, optimizer = nnx.merge(graphdef, state)
+        value = train_step(model, optimizer, x)
+        return value, nnx.state((model, optimizer))
+
+    expected = nnx.jit(train_step)
+    for _ in range(3):
+        value, state = step(state, X)
+        np.testing.assert_allclose(value, expected(model, optimizer, X), rtol=1e-5)
+
+
 @pytest.mark.parametrize("run", [tg.trace, rewritten], ids=["trace", "rewrite"])
 def test_a_change_of_a_state_that_is_not_returned_is_dropped_with_a_warning(run):
     graphdef, state = nnx.split(Noisy(nnx.Rngs(0)))

@@ -351,6 +351,15 @@ def test_numbers_of_equinox_modules_are_settings_and_not_trained():
         np.testing.assert_allclose(got.weight, expected.weight)
 
 
+@pytest.mark.parametrize("before", [(2.0, 3.0), (Net(3, jnp.ones(3), jnp.array(0.5)), 1.0)])
+def test_they_are_where_the_function_was_called_with_arrays_alone_before(before):
+    call = tg.trace(lambda model, x: model(x) if callable(model) else model * x)
+    for _ in range(2):
+        call(*before)
+    assert call(NET, 2.0) == 3.0
+    assert call(Net(3, jnp.ones(3), 0.25), 2.0) == 1.5
+
+
 AROUND = {
     "filter_grad": (eqx.filter_grad, lambda call: call(NET, 2.0).weight),
     "filter_jit": (eqx.filter_jit, lambda call: call(NET, jnp.float32(2.0))),
@@ -551,6 +560,18 @@ def test_a_class_that_checks_its_parts_gets_arrays_alone(fun, rest):
             got, *others = got if isinstance(got, tuple) else (got,)
             assert_same_tree(got, expected)
             assert others in ([], ["text", jnp.sin])
+
+
+def test_a_class_that_checks_its_parts_may_hold_a_variable():
+    total = tg.Variable(jnp.zeros(2))
+
+    def add(c, how):
+        return c.bias.assign_add(how(c.weight)).value
+
+    step = tg.trace(add)
+    for count in (1.0, 2.0):
+        np.testing.assert_array_equal(step(Checked(jnp.ones(2), total), jnp.square), count)
+    np.testing.assert_array_equal(total.value, 2.0)
 
 
 def test_gradients_of_a_class_that_checks_its_parts():
