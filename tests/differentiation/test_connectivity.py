@@ -26,7 +26,7 @@ from tracegrad import (
     stop_gradient,
 )
 from tracegrad.differentiation.connectivity import connections
-from tracegrad.ir.dependence import dependence, leading_to
+from tracegrad.ir.dependence import dependence
 from tracegrad.ir.operations import CONNECTING
 
 pytestmark = pytest.mark.both_jax
@@ -269,16 +269,6 @@ def test_inside_of_a_shard_map():
     assert connected(f, x, x) == [[1], [0]]
     message = why(lambda x, y: f(x, y)[0].sum(), x, x)
     assert f"x: cut by stop_gradient at test_connectivity.py:{line_of(f, 'stop_')}" in message
-
-
-def test_what_is_written_to_a_ref_leads_to_what_is_read_of_it():
-    def f(x, y):
-        ref = jax.new_ref(y)
-        ref[...] = x * 2
-        return ref[...].sum()
-
-    graph = tg.graph(f, X, X)
-    assert leading_to(graph, [True]) >= set(graph.inputs)
 
 
 @pytest.mark.parametrize(
