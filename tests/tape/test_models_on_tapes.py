@@ -227,6 +227,15 @@ def test_a_source_that_was_used_but_not_watched_warns_and_says_what_to_do():
         assert warned[0].filename == __file__
 
 
+def test_sources_may_hold_none_and_functions():
+    x = jnp.float32(3.0)
+    tree = {"w": x, "bias": None, "act": jnp.sin}
+    with tg.GradientTape() as tape:
+        tape.watch(tree)
+        y = x * x
+    assert tape.gradient(y, tree) == {"w": 6.0, "bias": None, "act": None}
+
+
 def test_what_is_left_out_on_purpose_warns_of_nothing():
     model, x, unused = Noisy(nnx.Rngs(0)), jnp.ones(3), jnp.ones(3)
     model.eval()
