@@ -196,7 +196,7 @@ def test_rules_of_a_traced_function_are_seen():
 
 def test_a_report_prints_as_a_table():
     report = tg.memory(tg.grad(blocks), [WIDE] * 4, f32(512, 8))
-    assert set(report.scopes) >= {f"block_{i}" for i in range(3)}
+    assert {line.scope for line in report.lines} >= {f"block_{i}" for i in range(3)}
     text = str(report)
     assert text.startswith("memory of blocks: ")
     assert "block_0" in text
