@@ -101,16 +101,3 @@ def test_what_is_refused_has_the_line_and_what_to_write(fun, way):
     assert all(len(note.split("\n")[-1]) <= NOTE for note in notes), notes
     (note,) = [note for note in notes if REFUSED[fun] in note]
     assert f"test_notes.py:{fun.__code__.co_firstlineno + 1} in {fun.__name__}" in note
-
-
-def test_the_arguments_of_what_is_saved_are_not_all_written_out():
-    def of_params(params):
-        return branching(params["layer 7"])
-
-    params = {f"layer {i}": jnp.float32(i) for i in range(200)}
-    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
-        tg.save(of_params, "never written", [params])
-    (note,) = [note for note in caught.value.__notes__ if "was traced to be saved" in note]
-    assert len(note.split("\n")[-1]) <= NOTE
-    assert f"test_notes.py:{branching.__code__.co_firstlineno + 1}" in note
-    assert "for (params: {'layer 0': f32[]" in note
