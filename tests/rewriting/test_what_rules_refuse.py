@@ -1,5 +1,6 @@
 """Rules whose match is no place for them say so."""
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +77,26 @@ def test_an_operation_inside_of_a_custom_rule_is_not_said_to_be_missing(rule):
     assert tg.graph(with_rule, X + 1).find(match.op("sqrt"))
     with pytest.raises(tg.GraphError, match=r"lies inside of the custom gradient doubled"):
         tg.rewrite(with_rule, rule(match.op("sqrt")))(X + 1)
+
+
+def test_a_function_in_a_loop_with_its_own_backward_takes_the_edit_itself():
+    """A checkpointed loop of equinox, as in the solvers of diffrax."""
+
+    def integrated(field, x):
+        def step(state):
+            return state[0] + 1, state[1] + 0.1 * field(state[1])
+
+        start, limit = (0, x), {"kind": "checkpointed", "max_steps": 4}
+        return jnp.sum(eqxi.while_loop(lambda state: state[0] < 4, step, start, **limit)[1])
+
+    double = rules.scale_gradient(match.op("sin"), 2.0)
+    with pytest.raises(tg.GraphError, match=r"give it rewrite\(function, rule\) instead"):
+        tg.rewrite(lambda x: integrated(jnp.sin, x), double)(X)
+    x, expected = np.asarray(X, np.float64), np.ones(X.shape)
+    for _ in range(4):
+        x, expected = x + 0.1 * np.sin(x), expected * (1 + 0.2 * np.cos(x))
+    gradient = jax.grad(lambda x: integrated(tg.rewrite(jnp.sin, double), x))(X)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5)
 
 
 @jax.jit
