@@ -615,3 +615,24 @@ def test_a_rule_that_was_edited_connects_what_it_says_now():
         assert list(tg.trace(way)(2.0, 3.0)) == [3.0, None]
         rule = tg.rules.override_gradient(tg.match.call("one_sided"), crossed)
         assert list(tg.trace(way, rules=[rule])(2.0, 3.0)) == [3.0, 15.0]
+
+
+def test_a_rule_is_traced_once_for_all_questions_about_a_program():
+    """Tracing the backward pass of a solver takes seconds."""
+    traced = []
+
+    @jax.custom_vjp
+    def squared(x):
+        return x**2
+
+    def backward(x, dy):
+        traced.append(x)
+        return (2 * x * dy,)
+
+    squared.defvjp(lambda x: (x**2, x), backward)
+    program = tg.graph(lambda x: jnp.sum(squared(x)), X)
+    assert connections(program) == [frozenset({0})]
+    assert traced
+    count = len(traced)
+    assert connections(program, {0}) == [frozenset({0})]
+    assert len(traced) == count

@@ -378,6 +378,27 @@ def test_lines_are_those_of_the_function_that_is_asked_about():
     assert lines[1] == lines[0] + 3
 
 
+def test_a_gradient_that_a_rule_returns_only_beside_another_has_a_cause():
+    """A rule may ask which operands are differentiated, as the loops of equinox do."""
+
+    @jax.custom_vjp
+    def last(w, y):
+        return y + 0 * w
+
+    def forward(w, y):
+        return y.value + 0 * w.value, y.perturbed
+
+    def backward(is_perturbed, dy):
+        return (jnp.zeros(()) if is_perturbed else None), dy
+
+    last.defvjp(forward, backward, symbolic_zeros=True)
+    explanation = explain(lambda w, y: 2 * last(w, y), 0.5, 3.0)
+    assert not explanation["w"].connected
+    assert [finding.sources for finding in explanation.problems] == [("w",)]
+    both = explain(lambda w, y: 2 * last(w, y), 0.5, 3.0, wrt=(0, 1))
+    assert both["w"].connected
+
+
 # -------------------------------------------------------------------------------------- causes
 
 
