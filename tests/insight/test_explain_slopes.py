@@ -175,23 +175,6 @@ def test_a_recurrence_of_which_the_last_stacked_state_is_read_is_told_as_by_its_
     assert explain(recurrence, start, xs, lambda _, states: states * discounts).problems == ()
 
 
-def test_a_recurrence_in_a_branch_is_told_if_the_branch_is_taken():
-    def loss(h, xs, is_taken):
-        def step(h, x):
-            h = jnp.tanh(0.1 * h + x)
-            return h, h
-
-        def last(h):
-            return jax.lax.scan(step, h, xs)[1][-1]
-
-        return jnp.sum(jax.lax.cond(is_taken, last, lambda h: 2 * h, h))
-
-    h, xs = jnp.ones(3), jnp.full((30, 3), 0.1)
-    for is_taken in (True, False):
-        problems = explain(loss, h, xs, jnp.bool_(is_taken)).problems
-        assert [finding.cause for finding in problems] == ["vanishing"] * is_taken
-
-
 def test_an_iteration_vanishes_if_its_parameters_or_its_start_get_next_to_nothing():
     def iteration(p, x):
         def step(h, _):
