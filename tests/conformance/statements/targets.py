@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from statements.statement import raised, section, states
+from statements.statement import raised, slope, states
 
-section("Targets and sources")
+# ------------------------------------------------------------------------------ Targets and sources
 
 
 @states
 def several_targets_are_summed(lib):
     x = lib.constant(2.0)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        targets = {"square": x**2, "cube": [x**3]}
-    return tape.gradient(targets, x)
+    return slope(lib, lambda: {"square": x**2, "cube": [x**3]}, x)
 
 
 @states
 def the_elements_of_a_target_are_summed(lib):
     x = lib.constant(2.0)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = x * lib.constant([3.0, 4.0])
-    return tape.gradient(y, x)
+    return slope(lib, lambda: x * lib.constant([3.0, 4.0]), x)
 
 
 @states
@@ -335,7 +329,7 @@ def gradients_outside_of_a_traced_function_and_of_a_tape_raises(lib):
     return raised(lambda: lib.gradients(x * x, x))
 
 
-section("Complex numbers")
+# ---------------------------------------------------------------------------------- Complex numbers
 
 
 @states(ours={"real": 2.0, "imag": 4.0}, because="JAX's convention, the conjugate of TensorFlow's")
@@ -350,7 +344,4 @@ def complex_gradients_are_the_conjugates_of_tensorflows(lib):
 @states(ours={"real": 2.0, "imag": -4.0}, because="JAX's convention: ∂/∂re − i ∂/∂im")
 def the_gradient_of_a_real_function_of_a_complex_one_too(lib):
     z = lib.constant(1 + 2j, "complex64")
-    with lib.GradientTape() as tape:
-        tape.watch(z)
-        y = lib.real(z) ** 2 + lib.imag(z) ** 2
-    return tape.gradient(y, z)
+    return slope(lib, lambda: lib.real(z) ** 2 + lib.imag(z) ** 2, z)
