@@ -37,17 +37,19 @@ def states(program: Any = None, **details: Any) -> Any:
 # ---------------------------------------------------------------------------- parts of programs
 
 
-def value_and_slope(lib: Any, fun: Callable[[], Any], sources: Any, watched: Any = None) -> Any:
+def value_and_slope(
+    lib: Any, fun: Callable[[], Any], sources: Any, watched: Any = None, **options: Any
+) -> Any:
     """What a function returns, and its gradient on a tape that watches the sources, or others."""
     with lib.GradientTape() as tape:
         tape.watch(sources if watched is None else watched)
         y = fun()
-    return [y, tape.gradient(y, sources)]
+    return [y, tape.gradient(y, sources, **options)]
 
 
-def slope(lib: Any, fun: Callable[[], Any], sources: Any, watched: Any = None) -> Any:
+def slope(lib: Any, fun: Callable[[], Any], sources: Any, **options: Any) -> Any:
     """The gradient alone."""
-    return value_and_slope(lib, fun, sources, watched)[1]
+    return value_and_slope(lib, fun, sources, **options)[1]
 
 
 def raised(attempt: Callable[[], Any]) -> str:

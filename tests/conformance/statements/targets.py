@@ -130,19 +130,15 @@ def grad_ys_may_be_indexed_slices(lib):
 
 def _raised_by_seeds(lib, *seeds):
     x = lib.constant(2.0)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        ys = [x**2, x**3]
-    return raised(lambda: tape.gradient(ys, x, output_gradients=list(seeds)))
+    return raised(lambda: slope(lib, lambda: [x**2, x**3], x, output_gradients=list(seeds)))
 
 
 @states
 def output_gradients_are_seeds(lib):
     x = lib.constant(2.0)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        ys = [x**2, x**3]
-    return tape.gradient(ys, x, output_gradients=[lib.constant(10.0), lib.constant(1.0)])
+    return slope(
+        lib, lambda: [x**2, x**3], x, output_gradients=[lib.constant(10.0), lib.constant(1.0)]
+    )
 
 
 @states(ours=52.0, because="the tape takes its seeds as gradients() does")
@@ -335,10 +331,7 @@ def gradients_outside_of_a_traced_function_and_of_a_tape_raises(lib):
 @states(ours={"real": 2.0, "imag": 4.0}, because="JAX's convention, the conjugate of TensorFlow's")
 def complex_gradients_are_the_conjugates_of_tensorflows(lib):
     z = lib.constant(1 + 2j, "complex64")
-    with lib.GradientTape() as tape:
-        tape.watch(z)
-        y = z * z
-    return tape.gradient(y, z, output_gradients=lib.constant(1 + 0j, "complex64"))
+    return slope(lib, lambda: z * z, z, output_gradients=lib.constant(1 + 0j, "complex64"))
 
 
 @states(ours={"real": 2.0, "imag": -4.0}, because="JAX's convention: ∂/∂re − i ∂/∂im")
