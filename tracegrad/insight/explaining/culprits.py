@@ -184,8 +184,8 @@ def forward_culprit(
             return Culprit(place, "NaN" if which == NAN else "Inf")
         if place.node.op == "select_n":
             choice = place
-        computed = (each for each in bad if not _is_constant(observed, each))
-        user, maker = place.occurrence, next(computed, bad[0])  # a `where` may not choose the other
+        computed = (each for each in bad if which == INF and not _is_constant(observed, each))
+        user, maker = place.occurrence, next(computed, bad[0])  # a constant may not be chosen
     decided = _nan_that_decides(observed, choice) if choice and maker.index is None else None
     return decided or dataclasses.replace(maker, user=user)
 
