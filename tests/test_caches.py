@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from jax import lax
 
 import tracegrad as tg
 from tests.derivatives import value_by_tape
-from tracegrad._jax.caches import Cache, WeakCache, clear_caches
 from tracegrad.tape import known_computations
 
 pytestmark = pytest.mark.both_jax
@@ -67,69 +65,25 @@ def test_clearing_leaves_variables_and_traced_functions_that_hold_them():
     count = tg.Variable(0.0)
     step = tg.trace(lambda x: count.assign_add(x))
     step(1.0)
-    clear_caches()
+    tg.clear_caches()
     step(2.0)
     assert float(count.value) == 3.0
 
 
-class Pair(NamedTuple):
-    first: object
-    second: object
-
-
-jax.export.register_namedtuple_serialization(Pair, serialized_name="test_caches.Pair")
-
-
-def test_results_of_a_loaded_function_are_of_one_class_before_and_after_clearing(tmp_path):
-    x = jnp.ones(2)
-    tg.save(lambda x: Pair(x, jnp.sum(x)), tmp_path / "f", [x])
-    before = tg.load(tmp_path / "f")(x)
-    tg.clear_caches()
-    after = tg.load(tmp_path / "f")(x)
-    assert type(after) is type(before)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-
-
-def test_a_cache_drops_what_came_first_and_keeps_what_another_thread_has_put():
-    squares = Cache(2)
-    for i in (3, 4, 3, 5):
-        squares.put(i, i * i)
-    assert dict(squares) == {4: 16, 5: 25}
-    assert squares.put(5, 0) == 25
-
-
-class Equal:
-    def __eq__(self, other):
-        return True
-
-    def __hash__(self):
-        return 0
-
-
-def test_a_weak_cache_is_bounded_tells_equal_objects_apart_and_lets_go_of_them():
-    names, (one, two, three) = WeakCache(2), (Equal() for _ in range(3))
-    for owner, name in ((one, "one"), (two, "two"), (three, "three")):
-        names.put(owner, name)
-    assert [names.get(owner) for owner in (one, two, three)] == [None, "two", "three"]
-    del two, owner
-    assert names.values() == ["three"]
-
-
-def objects_after(steps):
-    x = jnp.ones(3)
-    counts = []
-    for many in steps:
-        for _ in range(many):
-            value_by_tape(lambda x: jnp.sum(x * 2), x)
-            tg.grad(lambda x: jnp.sum(x * 2))(x)
+@pytest.mark.parametrize(
+    ("few", "many", "most"),
+    [(60, 60, 60), pytest.param(1000, 10_000, 1000, marks=pytest.mark.slow)],
+)
+def test_steps_with_a_fresh_function_each_do_not_grow(few, many, most):
+    def objects_after(steps):
+        for _ in range(steps):
+            value_by_tape(lambda x: jnp.sum(x * 2), jnp.ones(3))
+            tg.grad(lambda x: jnp.sum(x * 2))(jnp.ones(3))
         gc.collect()
-        counts.append(len(gc.get_objects()))
-    return counts
+        return len(gc.get_objects())
 
-
-def test_steps_with_a_fresh_function_each_do_not_grow():
-    before, after = objects_after([60, 60])
-    assert after - before < 60
+    before = objects_after(few)
+    assert objects_after(many) - before < most
 
 
 def test_new_arrays_in_the_program_of_each_step_are_let_go(monkeypatch):
@@ -147,9 +101,3 @@ def test_new_arrays_in_the_program_of_each_step_are_let_go(monkeypatch):
         del array, scaled
     gc.collect()
     assert sum(each() is not None for each in arrays) <= 3
-
-
-@pytest.mark.slow
-def test_ten_thousand_steps_with_a_fresh_function_each_do_not_grow():
-    before, after = objects_after([1000, 10_000])
-    assert after - before < 1000

@@ -169,29 +169,6 @@ def test_the_compiler_options_of_a_program_are_seen() -> None:
     assert {program.name for program in PROGRAMS} >= COMPILED | SLOW
 
 
-def test_metadata_tables_and_names_are_removed_and_nothing_else() -> None:
-    hlo = """HloModule jit_f, is_scheduled=true
-
-FileNames
-1 "a.py"
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-
-
-ENTRY %main (x.1: f32[2]) -> f32[2] {
-  %x.1 = f32[2]{0} parameter(0), metadata={op_name="x[\\"{a}\\"]" stack_frame_id=2}
-  ROOT %c = f32[2]{0} custom-call(%x.1), api=1, metadata={op_name="p"}, backend_config={"a":{}}
-}
-"""
-    assert without_metadata(hlo).split("\n\n", 1)[1].strip() == (
-        """ENTRY %0 (x.1: f32[2]) -> f32[2] {
-  %1 = f32[2]{0} parameter(0)
-  ROOT %2 = f32[2]{0} custom-call(%1), api=1, backend_config={"a":{}}
-}"""
-    )
-
-
 def test_a_changed_instruction_is_a_difference() -> None:
     """The comparison would notice: programs that differ in one constant are not the same."""
     args = (jax.ShapeDtypeStruct((3,), "float32"),)

@@ -55,16 +55,6 @@ def test_devices_are_taken_out_of_a_type_that_does_not_say_how_values_are_split(
     assert jax.make_jaxpr(lambda x: x)(_jax.without_devices(jax.typeof(2.0))).in_avals[0].weak_type
 
 
-def test_the_constraints_on_symbolic_dimensions_can_be_told():
-    free, tied = (
-        jax.export.symbolic_shape("b, 2*b"),
-        jax.export.symbolic_shape("b, c", constraints=["b >= 4", "c <= 2*b"]),
-    )
-    of = lambda shape: _jax.symbolic_constraints([_jax.struct((3, *shape), "float32")])  # noqa: E731
-    assert of(free) == []
-    assert of(tied) == ["b >= 4", "c <= 2*b"]
-
-
 def test_what_a_written_program_calls_is_listed():
     def exported(fun, *platforms):
         return jax.export.export(jax.jit(fun), platforms=platforms)(jnp.eye(3))
@@ -104,25 +94,6 @@ def test_the_second_derivative_through_a_scan_is_by_a_rule_too():
         )
         second = jax.jit(jax.vmap(jax.grad(jax.grad(looped))))(x)
         np.testing.assert_allclose(second, expected, rtol=1e-3, atol=1e-6)
-
-
-def test_a_program_is_differentiated_to_the_same_program_as_its_function():
-    def fun(x):
-        for i in range(4):
-            with jax.named_scope(f"layer_{i}"):
-                x = jnp.sin(x) * 2.0 + x**3
-        return jnp.sum(x)
-
-    x = jnp.ones(3)
-    program = jax.make_jaxpr(fun)(x)
-
-    def evaluated(x):
-        return _jax.eval_program(program, [x])[0]
-
-    ours, plain = (jax.make_jaxpr(jax.grad(f))(x) for f in (evaluated, fun))
-    assert str(ours) == str(plain)
-    stacks = [[str(e.source_info.name_stack) for e in p.eqns] for p in (ours, plain)]
-    assert [text.count("layer_3") for text in stacks[0]] == [t.count("layer_3") for t in stacks[1]]
 
 
 def test_scopes_are_told_from_transformations_of_the_same_name():
@@ -176,12 +147,6 @@ def test_it_knows_which_transformations_are_around():
     }
 
 
-def test_compiler_options_that_keep_recompute_are_asked_for_only_where_they_are_needed():
-    options = _jax.keep_recompute_options("cpu")
-    assert (options is None) == (_jax.VERSION >= (0, 11, 2))
-    assert _jax.keep_recompute_options("gpu") is None
-
-
 @pytest.mark.xfail(
     _jax.VERSION >= (0, 12),
     reason="XLA writes over an operand that it reads: docs/sharp-edges.md says when. Both can go "
@@ -200,14 +165,6 @@ def test_xla_reads_all_of_a_view_that_a_recomputed_function_takes_before_it_writ
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-def test_an_alias_is_another_object_over_the_same_buffer():
-    x = jnp.ones(3)
-    alias = _jax.fresh_alias(x)
-    assert alias is not x
-    assert alias.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()
-    assert alias.committed == x.committed
-
-
 def test_a_row_of_aliases_of_aliases_comes_to_an_end():
     """JAX frees it by recursion: some ten thousand of them are more than a stack holds."""
     x = alias = jnp.arange(3.0)
@@ -217,70 +174,20 @@ def test_a_row_of_aliases_of_aliases_comes_to_an_end():
     assert alias.tolist() == x.tolist()
 
 
-def test_an_identity_primitive_may_be_neither_differentiated_nor_exported():
-    primitive = _jax.identity_primitive(
-        "test_identity",
-        lambda name: ValueError(f"differentiated {name}"),
-        lambda name: TypeError(f"exported {name}"),
-        lambda name: LookupError(f"mapped {name}") if name == "another" else None,
-    )
-
-    def f(x):
-        return primitive.bind(x, name="it") * 2
-
-    one = jnp.ones(3)
-    assert equation(lambda x: primitive.bind(x, name="it"), one).primitive is primitive
-    for transform in (lambda f: f, jax.jit, jax.vmap, jax.checkpoint):
-        np.testing.assert_array_equal(transform(f)(one), 2 * one)
-        with pytest.raises(ValueError, match="differentiated it"):
-            jax.grad(lambda x, wrapped=transform: wrapped(f)(x).sum())(one)
-    stopped = jax.grad(lambda x: (f(jax.lax.stop_gradient(x)) * x).sum())
-    np.testing.assert_array_equal(stopped(one), 2 * one)
-    assert "test_identity" not in jax.jit(f).lower(one).as_text()
-    with pytest.raises(TypeError, match="exported it"):
-        jax.export.export(jax.jit(f))(one)
-    with pytest.raises(LookupError, match="mapped another"):
-        jax.vmap(lambda x: primitive.bind(x, name="another"))(one)
-
-
 def test_a_primitive_hands_on_one_operand_and_is_differentiated_as_the_other():
-    lost = []
-    primitive = _jax.standing_in_primitive("test_standing_in", lambda name: lost.append(name))
+    primitive = _jax.standing_in_primitive("test_standing_in", lambda: None)
 
     def f(x, y):
-        return jnp.sum(primitive.bind(jnp.sin(x), y, name="it") ** 2)
+        return jnp.sum(primitive.bind(jnp.sin(x), y) ** 2)
 
     x, y = jnp.arange(3.0), jnp.ones(3)
-    for transform in (lambda f: f, jax.jit, jax.checkpoint):
-        of_x, of_y = jax.grad(lambda *args, wrapped=transform: wrapped(f)(*args), (0, 1))(x, y)
-        np.testing.assert_array_equal(of_x, jnp.zeros(3))
-        np.testing.assert_allclose(of_y, 2 * jnp.sin(x))
     two = jnp.stack([x, x + 1])
     for axes, args in (((0, None), (two, y)), ((None, 0), (x, two)), ((0, 1), (two, two.T))):
         rows = jax.vmap(jax.grad(f, 1), axes)(*args)
         values = two if axes[0] == 0 else jnp.stack([x, x])
         np.testing.assert_allclose(rows, 2 * jnp.sin(values), rtol=1e-6)
         of_sum = jax.grad(lambda *args, axes=axes: jnp.sum(jax.vmap(f, axes)(*args)), 1)(*args)
-        given = args[1]
-        assert of_sum.shape == given.shape
-    np.testing.assert_allclose(jax.jacfwd(f, 1)(x, y), 2 * jnp.sin(x))
-    assert not lost  # where the other one, too, or alone has a tangent
-    np.testing.assert_array_equal(jax.grad(f, 0)(x, y), jnp.zeros(3))
-    assert lost == ["it"]
-    assert "test_standing_in" not in jax.jit(f).lower(x, y).as_text()
-    assert jax.export.export(jax.jit(f))(x, y).call(x, y) == f(x, y)
-
-
-def test_the_frames_of_an_operation_tell_calls_on_one_line_apart():
-    def f(x):
-        return jnp.sin(x) + jnp.sin(x)
-
-    first, second = (e for e in jax.make_jaxpr(f)(1.0).jaxpr.eqns if e.primitive.name == "sin")
-    at = []
-    for sine in (first, second):
-        codes, offsets = _jax.frame_positions(sine.source_info)
-        at.append(dict(zip(codes, offsets, strict=True))[f.__code__])
-    assert 0 <= at[0] < at[1] < len(f.__code__.co_code)
+        assert of_sum.shape == args[1].shape
 
 
 def test_a_jitted_call_without_options_is_told_from_others():
@@ -296,19 +203,9 @@ def test_a_jitted_call_without_options_is_told_from_others():
     assert settings(params()) == settings(params())
     assert settings(params()) != settings(params(donate_argnums=0))
     assert settings(params()) != settings(params(out_shardings=device))
-
-
-def test_a_jitted_call_is_known_where_jit_is_disabled_too():
     with jax.disable_jit():
         *_, call = _jax.programs._trace_sample_equations()
-    assert _jax.jit_settings(call.params)
-
-
-def test_primitives_that_jax_compiles_alone_are_told_from_others():
-    assert _jax.runs_compiled(equation(jnp.sin, 1.0).primitive)
-    assert _jax.runs_compiled(equation(lambda x: jax.lax.add(x, x), 1.0).primitive)
-    assert not _jax.runs_compiled(_jax.JIT)
-    assert not _jax.runs_compiled(equation(jax.device_put, 1.0).primitive)
+    assert settings(call.params)  # also where jit is disabled
 
 
 def test_calls_of_the_host_are_told_by_their_names():
@@ -397,24 +294,3 @@ def test_what_is_computed_anew_does_not_say_how_long_its_operand_is_needed():
     assert mul.until == 4  # one half of it was taken before, and now the other
     assert tanh.until == 7  # for its cosine, of which one half was written before
     assert (low.until, sub.until, high.until) == (2, 3, 4)  # results
-
-
-def test_a_replacement_that_could_not_be_made_is_made_for_the_next_user():
-    class Layer:
-        def call(self):
-            return "original"
-
-    def refused(original):
-        raise ValueError("not now")
-
-    def replaced(original):
-        return lambda self: f"replaced {original(self)}"
-
-    replacement = _jax.Replacement()
-    for places in ([(Layer, "call", refused)], [(Layer, "call", replaced), (Layer, "x", refused)]):
-        with pytest.raises(ValueError if len(places) == 1 else AttributeError):
-            replacement.put(places)
-        assert Layer().call() == "original"
-    with replacement.in_place([(Layer, "call", replaced)]):
-        assert Layer().call() == "replaced original"
-    assert Layer().call() == "original"

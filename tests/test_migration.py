@@ -1,4 +1,7 @@
-"""The page for those who come from elsewhere: its programs run, and it leaves no name out."""
+"""The pages for those who come from elsewhere: their programs run, and they leave no name out.
+
+Each section stands alone: its programs run after the first block of the page.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,50 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text(encoding="utf-8")
-BLOCKS = [
-    (PAGE[: match.start()].count("\n") + 2, match[1])
-    for match in re.finditer(r"^```python.*\n((?:.*\n)*?)```$", PAGE, re.M)
-]
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = {name: (DOCS / name).read_text("utf-8") for name in ("migration.md", "frameworks.md")}
+BLOCK = re.compile(r"^```python.*\n((?:.*\n)*?)```$", re.M)
+TITLE = re.compile(r"^###? (.*)$", re.M)
+
+
+def sections(page):
+    """For each section with programs, these, in front of the shared one; and the lines they are on.
+    The shared block stands above the first title."""
+    text = PAGES[page]
+    titles = list(TITLE.finditer(text))
+    found = {}
+    for block in BLOCK.finditer(text):
+        above = [title[1] for title in titles if title.start() < block.start()]
+        line = text[: block.start()].count("\n") + 2
+        found.setdefault(above[-1] if above else "shared", []).append((line, block[1]))
+    (shared,) = found.pop("shared")
+    return {title: [shared, *blocks] for title, blocks in found.items()}
+
+
+MARKS = {"migration.md": [], "frameworks.md": [pytest.mark.both_jax]}
+
+
+@pytest.mark.parametrize(
+    ("page", "section", "blocks"),
+    [
+        pytest.param(page, section, blocks, id=f"{page}: {section}", marks=MARKS[page])
+        for page in PAGES
+        for section, blocks in sections(page).items()
+    ],
+)
+def test_the_programs_of_a_section_run_and_assert_what_they_say(page, section, blocks):
+    if section == "haiku":
+        pytest.importorskip("haiku", reason="dm-haiku is in the extra `test`")
+    names: dict[str, object] = {"__name__": "__main__"}
+    for line, source in blocks:
+        exec(compile("\n" * (line - 1) + source, page, "exec"), names)
+
+
+@pytest.mark.both_jax
+def test_every_framework_of_the_table_has_a_section():
+    names = re.findall(r"^\| \[(.*?)\]\(#.*?\)", PAGES["frameworks.md"], re.M)
+    assert names == [title[0].lower() + title[1:] for title in sections("frameworks.md")]
+
 
 # What TensorFlow's guides to automatic differentiation and its own sources of 2016 and 2017 use.
 TENSORFLOW = """
@@ -41,20 +83,6 @@ JAX = """
 """.split()  # noqa: SIM905
 
 
-@pytest.fixture(scope="module")
-def namespace():
-    names: dict[str, object] = {"__name__": "__main__"}
-    exec(compile("\n" * (BLOCKS[0][0] - 1) + BLOCKS[0][1], "migration.md", "exec"), names)
-    return names
-
-
-@pytest.mark.parametrize(
-    ("line", "block"), BLOCKS[1:], ids=[f"line_{line}" for line, _ in BLOCKS[1:]]
-)
-def test_the_programs_run_and_assert_what_they_say(namespace, line, block):
-    exec(compile("\n" * (line - 1) + block, "migration.md", "exec"), dict(namespace))
-
-
 @pytest.mark.parametrize("names", [TENSORFLOW, JAX], ids=["tensorflow", "jax"])
 def test_no_name_is_left_out(names):
-    assert [name for name in names if name not in PAGE] == []
+    assert [name for name in names if name not in PAGES["migration.md"]] == []

@@ -2,7 +2,7 @@
 
 A block of ```python is run, in the order of its page and with the names of those before it; what
 it prints is the block of ```text right below. What is another system's is ```py with that
-system's name as title. `docs/migration.md` and `docs/frameworks.md` have tests of their own.
+system's name as title. `docs/migration.md` and `docs/frameworks.md` are in `test_migration.py`.
 """
 
 from __future__ import annotations

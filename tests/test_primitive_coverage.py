@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from harnesses import REFUSED, Harness, check, harnesses, jitted, same_program, sample
+from harnesses import REFUSED, check, harnesses, jitted, same_program, sample
 
 GROUPS = harnesses()
 SAMPLE = 5
@@ -37,24 +37,19 @@ WITHOUT_DERIVATIVE = """
 """
 
 
-def assert_group_is_unchanged(name: str, group: list[Harness]) -> None:
+@pytest.mark.parametrize(
+    "count", [SAMPLE, pytest.param(None, marks=pytest.mark.slow)], ids=["sample", "all"]
+)
+@pytest.mark.parametrize("name", GROUPS)
+def test_primitive_is_unchanged(name: str, count: int | None) -> None:
+    group = GROUPS[name] if count is None else sample(GROUPS[name], count)
     outcomes = {h.fullname: check(h) for h in group}
     refused = [program for program, outcome in outcomes.items() if outcome == "jax cannot"]
     assert len(refused) <= REFUSED.get(name, 0), f"JAX cannot differentiate {refused}"
     # So that no derivative goes unnoticed, should JAX's collection change its form.
     assert "same" in outcomes.values() or name in WITHOUT_DERIVATIVE.split()
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_primitive_is_unchanged(name: str) -> None:
-    assert_group_is_unchanged(name, sample(GROUPS[name], SAMPLE))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GROUPS)
-def test_primitive_is_unchanged_in_every_program(name: str) -> None:
-    assert_group_is_unchanged(name, GROUPS[name])
-    jax.clear_caches()  # thousands of programs use up a process's memory maps
+    if count is None:
+        jax.clear_caches()  # thousands of programs use up a process's memory maps
 
 
 def test_the_primitives_of_every_model_are_among_them() -> None:

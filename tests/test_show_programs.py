@@ -25,14 +25,12 @@ def check(view) -> None:
     ElementTree.fromstring(view.to_svg())
 
 
-@pytest.mark.parametrize("case", CASES[::8], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * bool(k % 8)) for k, case in enumerate(CASES)],
+    ids=str,
+)
 def test_control_flow_is_shown(case: Case):
-    check(show(case.fun, *case.args))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_control_flow_is_shown(case: Case):
     check(show(case.fun, *case.args))
 
 

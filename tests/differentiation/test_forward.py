@@ -195,6 +195,7 @@ def test_it_is_differentiable_batchable_and_its_own_jvp(place):
         def every(x):
             found = [twice(x), transform(twice, (x,), (T,))]
             found.append(jax.vmap(once)(jnp.stack([x, 2 * x])))
+            found.append(jax.jvp(once, (x,), (T,)))
             if place is not in_while:  # JAX has no reverse mode there
                 y, pullback = jax.vjp(once, x)
                 found.append(pullback(jax.tree.map(jnp.ones_like, y)))

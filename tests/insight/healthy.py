@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-import equinox as eqx
-import flax.linen as nn
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 
 import tracegrad as tg
+from tests import programs
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3)), jnp.float32)
-LABELS = jnp.array([0, 1, 2, 0, 1, 2, 0, 1])
 
-PROGRAMS = {}
+# How each makes a loss and its arguments.
+PROGRAMS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
+    model.__name__: model
+    for model in (
+        programs.mlp,
+        programs.per_example_gradients,
+        programs.scan_rnn,
+        programs.checkpointed_blocks,
+        programs.checkpointed_scan,
+        programs.control_flow,
+        programs.attention_with_dropout,
+        programs.linen_mlp,
+        programs.equinox_conv_net,
+        programs.nnx_transformer,
+    )
+}
 
 
-def healthy(*arguments, wrt=0, build=None):
-    """`build` makes the arguments, where that is more than to write them down."""
-
+def healthy(*arguments):
     def register(fun):
-        PROGRAMS[fun.__name__] = fun, build or (lambda: arguments), wrt
+        PROGRAMS[fun.__name__] = lambda: (fun, arguments)
         return fun
 
     return register
-
-
-@healthy(W, X)
-def linear_regression(w, x):
-    return jnp.mean((x @ w - 1.0) ** 2)
-
-
-@healthy(W, X, LABELS)
-def classification(w, x, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(x @ w, labels).mean()
 
 
 @healthy({"first": W, "second": W}, X)
@@ -84,50 +86,9 @@ def layer_norm(x):
     return jnp.sum(y * X[::-1])
 
 
-@healthy(W, X)
-def recurrence(w, xs):
-    def cell(h, x):
-        h = jnp.tanh(h @ w + x)
-        return h, h
-
-    return jnp.mean(jax.lax.scan(cell, jnp.zeros(3), xs)[1])
-
-
-@healthy(W, X)
-def loop_of_fixed_length(w, x):
-    return jnp.sum(jax.lax.fori_loop(0, 3, lambda i, h: jnp.sin(h @ w), x))
-
-
-@healthy(W, X, jnp.bool_(True))
-def branch_that_is_taken(w, x, flag):
-    return jnp.sum(jax.lax.cond(flag, lambda x: x @ w, lambda x: x, x))
-
-
-@healthy(W, X)
-def recomputed(w, x):
-    return jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w)))(x))
-
-
-@healthy(W, X)
-def jitted_inside(w, x):
-    layer = jax.jit(lambda x: jnp.tanh(x @ w))
-    return jnp.sum(layer(layer(x)))
-
-
-@healthy(W, X)
-def batched(w, x):
-    return jnp.mean(jax.vmap(lambda row: jnp.sum(jnp.cos(w @ row)))(x))
-
-
 @healthy(np.ones((5, 2), np.float32), jnp.array([0, 3, 3]))
 def lookup(table, ids):
     return jnp.sum(table[ids] ** 2)
-
-
-@healthy(build=lambda: (W, X, jax.random.key(0)))
-def dropout(w, x, key):
-    keep = jax.random.bernoulli(key, 0.5, (8, 3))
-    return jnp.sum(jnp.where(keep, x @ w / 0.5, 0.0))
 
 
 @healthy(W, X)
@@ -190,43 +151,7 @@ def log_determinant(w):
     return jnp.linalg.slogdet(w @ w.T + jnp.eye(3))[1]
 
 
-@healthy([0.5 * np.asarray(W) for _ in range(6)], X)
-def residual_layers(layers, x):
-    for w in layers:
-        x = x + 0.1 * jax.nn.gelu(x @ w)
-    return jnp.mean(x**2)
-
-
-@healthy(
-    build=lambda: (eqx.nn.MLP(3, 1, 8, 2, key=jax.random.key(3)), X),
-    wrt=lambda path, leaf: eqx.is_array(leaf),
-)
-def equinox_network(model, x):
-    return jnp.mean(jax.vmap(model)(x) ** 2)
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.LayerNorm()(nn.gelu(nn.Dense(8)(x)))
-        return nn.Dense(1)(x)
-
-
-@healthy(build=lambda: (jax.jit(Linen().init)(jax.random.key(0), X), X))
-def linen_network(params, x):
-    return jnp.mean((Linen().apply(params, x) - 1.0) ** 2)
-
-
-def nnx_layers():
-    return nnx.Sequential(*[nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(3)])
-
-
-@healthy(build=lambda: (nnx.state(nnx_layers()), X))
-def nnx_network(state, x):
-    return jnp.mean(nnx.merge(nnx.graphdef(nnx.eval_shape(nnx_layers)), state)(x) ** 2)
-
-
-@healthy(build=lambda: (X.astype(jnp.bfloat16),))
+@healthy(X.astype(jnp.bfloat16))
 def half_precision(x):
     return jnp.sum(jnp.tanh(x).astype(jnp.float32))
 

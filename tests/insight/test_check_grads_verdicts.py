@@ -295,15 +295,6 @@ def test_a_rule_in_float32_may_call_a_jitted_function():
     assert statuses(report_on(lambda x: jnp.sum(act(x.astype("float32"))), X)) == {"right"}
 
 
-def test_a_function_in_float32_may_be_called_with_a_tangent_of_an_integer():
-    @jax.jit
-    def act(x, tangent):
-        return jnp.sin(x.astype("float32")), tangent
-
-    tangent = np.zeros((), jax.dtypes.float0)
-    assert statuses(report_on(lambda x: jnp.sum(act(x, tangent)[0]), X)) == {"right"}
-
-
 def test_an_error_of_the_function_itself_is_raised_as_it_is():
     def fails(x):
         raise AssertionError("x is never right")

@@ -128,16 +128,6 @@ def test_the_softmax_of_a_masked_row_is_blamed_and_not_the_product_that_spreads_
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, right)
 
 
-def test_what_made_the_infinity_in_a_masked_product_of_matrices_is_blamed():
-    def loss(w, x):
-        powers = jnp.exp(x)
-        return jnp.sum(jnp.where(x[:, :1] < 50, powers @ w, 0.0))
-
-    (finding,) = explain(loss, jnp.ones((2, 2)), jnp.array([[1.0, 2.0], [100.0, 1.0]])).problems
-    assert (finding.cause, finding.operation) == ("Inf in the forward pass", "exp")
-    assert finding.origin.line == loss.__code__.co_firstlineno + 1
-
-
 def test_a_masked_logarithm_that_is_a_factor_is_blamed_and_cured_at_the_product():
     def loss(b, x):
         y = jnp.log(x)
@@ -182,52 +172,15 @@ def test_after_a_cure_the_next_nan_is_found():
     np.testing.assert_allclose(jax.grad(cured)(x), [0.0, 0.5 + 2**-0.5], rtol=1e-6)
 
 
-def test_layers_that_are_cured_share_their_programs_and_the_next_problem_is_named(caplog):
-    def loss(ws, x):
-        for w in ws:
-            h = x @ w
-            x = x + 0.1 * jnp.where(h > 0, jnp.sqrt(h), 0.0) * jnp.tanh(h)
-        return jnp.mean(x) + jnp.sqrt(jnp.sum(0 * x))  # the next one
-
-    def compiled(count):
-        ws = list(jax.random.normal(jax.random.key(0), (count, 8, 8)) / 3)
-        cured = tg.rewrite(loss, tg.rules.strong_zero())
-        caplog.clear()
-        with jax.log_compiles():
-            explanation = explain(cured, ws, jnp.linspace(-1, 1, 32).reshape(4, 8))
-        (finding,) = explanation.problems
-        assert (finding.cause, finding.operation) == ("Inf in the reverse pass", "sqrt")
-        assert finding.origin.line == loss.__code__.co_firstlineno + 4
-        return caplog.text.count("Finished XLA compilation")
-
-    tg.clear_caches()
-    first = compiled(6)
-    tg.clear_caches()
-    assert compiled(12) <= first + 8
-
-
-@pytest.mark.parametrize("x", [1.0, 0.0])
-def test_what_has_effects_and_runs_more_than_once_is_told(x):
+def test_effects_that_run_more_than_once_are_told():
     calls = []
-
-    @jax.custom_vjp
-    def doubled(x):
-        return 2 * x
-
-    def backward(_, ct):
-        return (2 * ct,)
-
-    def forward(x):
-        jax.debug.callback(lambda: calls.append("forward"))
-        return 2 * x, None
 
     @jax.custom_vjp
     def noted(x):
         jax.debug.callback(lambda: calls.append("function"))
         return 2 * x
 
-    doubled.defvjp(lambda x: (2 * x, None), backward)
-    noted.defvjp(forward, backward)
+    noted.defvjp(lambda x: (noted(x), None), lambda _, ct: (2 * ct,))
 
     def called(x):
         def step(x, _):
@@ -237,18 +190,13 @@ def test_what_has_effects_and_runs_more_than_once_is_told(x):
         jax.debug.callback(lambda: calls.append("called"))
         return 2 * jax.lax.scan(step, x, length=3)[0]
 
-    def told(f):
+    for fun, x, times in ((called, 1.0, 4), (called, 0.0, 8), (noted, 1.0, None)):
         calls.clear()
-        found = explain(lambda x: jnp.sqrt(f(x)), x)
+        found = explain(lambda x, fun=fun: jnp.sqrt(fun(x)), x)
         jax.effects_barrier()
-        notes = [f.cause for f in found.notes if f.cause == "run again"]
-        return len(calls), bool(notes)
-
-    assert told(doubled) == (0, False)
-    assert told(called) == ((4, False) if x else (8, True))
-    times, is_told = told(noted)
-    assert times > 1
-    assert is_told
+        assert len(calls) == times if times else len(calls) > 1
+        is_told = "run again" in [finding.cause for finding in found.notes]
+        assert is_told == (times != 4)  # at zero, another run finds where the Inf began
 
 
 def test_a_weight_on_which_a_second_derivative_does_not_depend_is_unused():

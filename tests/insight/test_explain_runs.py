@@ -84,21 +84,6 @@ def test_the_range_of_an_operand_is_that_of_a_loop_many_runs_before():
     assert finding.what == "log makes NaN in the forward pass of -3"
 
 
-def test_an_effect_runs_once_more_in_the_search_for_a_nan_and_that_is_noted():
-    seen = []
-
-    def loss(w, x):
-        h = layers(w, x, 15)
-        jax.debug.callback(lambda x: seen.append(1), h[0, 0])
-        return jnp.sum(square_root(layers(w, h, 15)))
-
-    found = explain(loss, 0.1 * jnp.eye(3), X)
-    jax.effects_barrier()
-    assert found.findings[0].cause == "Inf in the reverse pass"
-    assert len(seen) == 2
-    assert [f.cause for f in found.notes] == ["run again"]
-
-
 def test_a_nan_beside_the_result_hides_no_nan_of_the_reverse_pass():
     def loss(x):
         return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0)), jnp.log(-1.0 - x**2)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tracegrad.insight import explain
 
@@ -140,47 +139,6 @@ def test_an_equinox_network_whose_lines_are_a_librarys_is_one_finding_with_its_s
     assert {"m.layers.0.weight", "m.layers.0.bias"} <= set(finding.sources)
 
 
-class Attention(nnx.Module):
-    def __init__(self, rngs):
-        self.q, self.k, self.v = (nnx.Linear(4, 4, rngs=rngs) for _ in range(3))
-
-    def __call__(self, x):
-        return jax.nn.softmax(self.q(x) @ self.k(x).T) @ self.v(x)
-
-
-class Block(nnx.Module):
-    def __init__(self, is_sick, rngs):
-        self.attention, self.linear = Attention(rngs), nnx.Linear(4, 4, rngs=rngs)
-        self.is_sick = is_sick
-
-    def __call__(self, x):
-        x = x + 0.2 * self.attention(x)
-        if self.is_sick:
-            return jnp.tanh(4 * (x + self.linear(x)) + 20)
-        return x + 0.2 * nnx.gelu(self.linear(x))
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([Block(i == 3, rngs) for i in range(5)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_a_block_of_a_transformer_that_vanishes_is_one_finding_for_all_of_its_parameters():
-    found = explain(lambda model, x: jnp.mean(model(x) ** 2), Model(nnx.Rngs(0)), X[:, :4])
-    (finding,) = found.problems
-    assert (finding.cause, finding.operation) == ("vanishing", "tanh")
-    assert finding.scope.endswith("blocks.3")
-    assert finding.origin.line == line_of(Block.__call__, 3)
-    norms = {report.path: report.norm for report in found.sources}
-    assert list(finding.sources) == sorted(finding.sources, key=lambda path: norms[path])
-    assert {path.split(".")[2] for path in finding.sources} == {"0", "1", "2", "3"}
-
-
 def test_a_recurrence_may_forget():
     def recurrence(p, xs):
         def cell(h, x):
@@ -215,38 +173,6 @@ def test_a_recurrence_of_which_the_last_stacked_state_is_read_is_told_as_by_its_
     # Discounted, the states of all steps are read: that is no slope of the recurrence.
     discounts = 0.2 ** jnp.arange(30.0)[:, None]
     assert explain(recurrence, start, xs, lambda _, states: states * discounts).problems == ()
-
-
-def test_a_recurrence_of_flax_of_which_the_last_state_is_read_vanishes():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.rnn = nnx.RNN(nnx.SimpleCell(2, 4, rngs=rngs))
-
-        def __call__(self, x):
-            return jnp.mean(self.rnn(x)[:, -1] ** 2)
-
-    x = 3 * jnp.ones((2, 200, 2))
-    found = explain(lambda model, x: model(x), Model(nnx.Rngs(0)), x)
-    assert [finding.cause for finding in found.problems] == ["vanishing"]
-    given = jax.grad(lambda x: Model(nnx.Rngs(0))(x))(x)
-    assert jnp.linalg.norm(given[:, 0]) < 1e-8 * jnp.linalg.norm(given[:, -1])
-
-
-def test_a_recurrence_in_a_branch_is_told_if_the_branch_is_taken():
-    def loss(h, xs, is_taken):
-        def step(h, x):
-            h = jnp.tanh(0.1 * h + x)
-            return h, h
-
-        def last(h):
-            return jax.lax.scan(step, h, xs)[1][-1]
-
-        return jnp.sum(jax.lax.cond(is_taken, last, lambda h: 2 * h, h))
-
-    h, xs = jnp.ones(3), jnp.full((30, 3), 0.1)
-    for is_taken in (True, False):
-        problems = explain(loss, h, xs, jnp.bool_(is_taken)).problems
-        assert [finding.cause for finding in problems] == ["vanishing"] * is_taken
 
 
 def test_an_iteration_vanishes_if_its_parameters_or_its_start_get_next_to_nothing():

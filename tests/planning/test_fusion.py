@@ -121,16 +121,6 @@ def test_of_what_nothing_is_seen_all_but_views_is_taken_to_be_written():
     assert read_fates(graph, compiled_to(OF_NOTHING)) == without_compiling(graph)
 
 
-def test_a_gradient_in_the_program_itself_is_of_its_forward_pass():
-    def loss(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(jax.grad(lambda x: jnp.sum(jnp.exp(x) @ x))(x)))
-
-    graph = flatten(tg.graph(loss, f32(32, 32)))
-    found = of_gradient(graph)
-    assert sum(node.op == "dot_general" for node in graph.nodes) >= 2
-    assert "dot_general" not in ops(graph, found, "inlined")
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_what_is_computed_in_another_precision_is_seen(dtype: Any):
     shapes = [jax.ShapeDtypeStruct((64, 64), dtype)] * 4, jax.ShapeDtypeStruct((512, 64), dtype)

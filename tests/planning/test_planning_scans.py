@@ -102,27 +102,6 @@ def test_scans_inside_scans_are_planned(name: str):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_a_jitted_loop_in_a_body_is_planned_as_it_is_without():
-    """The call is all that the body has, and the loop is all that the call has."""
-
-    def loss_with(wrapped: Callable[..., Any]) -> Callable[..., jax.Array]:
-        def loss(w: jax.Array, h: jax.Array) -> jax.Array:
-            def step(h: jax.Array, _: None) -> tuple[jax.Array, None]:
-                return jnp.tanh(jnp.sin(h @ w)), None
-
-            steps = wrapped(lambda h: jax.lax.scan(step, h, length=8)[0])
-            return jnp.sum(jax.lax.scan(lambda h, _: (steps(h), None), h, length=6)[0])
-
-        return loss
-
-    shapes = f32(16, 16), f32(64, 16)
-    lowest = [
-        Search(model_of(loss_with(wrapped), *shapes)).lowest_peak
-        for wrapped in (lambda f: f, jax.jit, lambda f: jax.jit(jax.jit(f)))
-    ]
-    assert lowest == [lowest[0]] * 3
-
-
 def test_what_is_not_differentiated_in_a_body_needs_no_derivative():
     def fun(w: jax.Array, x: jax.Array, clock: jax.Array) -> jax.Array:
         def step(carry: Any, _: None) -> tuple[Any, None]:

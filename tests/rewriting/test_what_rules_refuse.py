@@ -1,5 +1,6 @@
 """Rules whose match is no place for them say so."""
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +58,26 @@ def test_inputs_through_which_no_gradient_leaves_are_not_passed_by_in_silence(ru
     first, second = tg.trace(step, rules=rule())(X, X)
     np.testing.assert_allclose(first, 2 * np.cos(X), rtol=1e-6)
     assert not jnp.allclose(second, jax.grad(weighted)(X, X))
+
+
+def test_a_function_in_a_loop_with_its_own_backward_takes_the_edit_itself():
+    """A checkpointed loop of equinox, as in the solvers of diffrax."""
+
+    def integrated(field, x):
+        def step(state):
+            return state[0] + 1, state[1] + 0.1 * field(state[1])
+
+        start, limit = (0, x), {"kind": "checkpointed", "max_steps": 4}
+        return jnp.sum(eqxi.while_loop(lambda state: state[0] < 4, step, start, **limit)[1])
+
+    double = rules.scale_gradient(match.op("sin"), 2.0)
+    with pytest.raises(tg.GraphError, match=r"give it rewrite\(function, rule\) instead"):
+        tg.rewrite(lambda x: integrated(jnp.sin, x), double)(X)
+    x, expected = np.asarray(X, np.float64), np.ones(X.shape)
+    for _ in range(4):
+        x, expected = x + 0.1 * np.sin(x), expected * (1 + 0.2 * np.cos(x))
+    gradient = jax.grad(lambda x: integrated(tg.rewrite(jnp.sin, double), x))(X)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5)
 
 
 @jax.jit

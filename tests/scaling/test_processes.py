@@ -65,8 +65,6 @@ def test_two_processes_of_two_devices_do_all_that_one_does(expected, tmp_path):
         assert each["afterwards"] == each["files"]
         assert "process_allgather" in each["numpy"]
         assert "the processes want to save different Variables" in each["different"]
-    assert "FileNotFoundError" in told[1]["damaged"]
-    assert "process 1 failed" in told[0]["damaged"]
     # What they were writing when they died was given up.
     found = whole()
     tg.load_variables(found, tmp_path / "two")

@@ -182,3 +182,15 @@ def test_a_rule_that_refuses_another_operand_can_still_be_differentiated_by_jax(
     expected = 2 * x * setting**2
     np.testing.assert_allclose(by_tape(lambda x: called(x, setting), x), expected)
     np.testing.assert_allclose(jax.grad(called)(x, setting), expected)
+
+
+def test_what_is_remembered_is_bounded_and_forgetting_it_changes_no_gradient(monkeypatch):
+    tg.clear_caches()
+    monkeypatch.setattr(known_computations._computations, "_maxsize", 3)
+    x = jnp.ones(3)
+    sizes = []
+    for i in range(2, 10):
+        gradient = by_tape(lambda x, i=i: jnp.sum(jax.lax.integer_pow(x, i)), x)
+        np.testing.assert_allclose(gradient, np.full(3, float(i)), rtol=1e-6)
+        sizes.append(len(known_computations._computations))
+    assert max(sizes) == 3

@@ -9,7 +9,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from flax.errors import TraceContextError
 
 import tracegrad as tg
@@ -227,6 +227,15 @@ def test_a_source_that_was_used_but_not_watched_warns_and_says_what_to_do():
         assert warned[0].filename == __file__
 
 
+def test_sources_may_hold_none_and_functions():
+    x = jnp.float32(3.0)
+    tree = {"w": x, "bias": None, "act": jnp.sin}
+    with tg.GradientTape() as tape:
+        tape.watch(tree)
+        y = x * x
+    assert tape.gradient(y, tree) == {"w": 6.0, "bias": None, "act": None}
+
+
 def test_what_is_left_out_on_purpose_warns_of_nothing():
     model, x, unused = Noisy(nnx.Rngs(0)), jnp.ones(3), jnp.ones(3)
     model.eval()
@@ -238,3 +247,25 @@ def test_what_is_left_out_on_purpose_warns_of_nothing():
         value = squares(model) + jnp.sum(frozen * tg.Variable(2.0) + jax.lax.stop_gradient(shift))
     assert tape.gradient(value, {"model": model, "unused": unused})["unused"] is None
     assert tape.gradient(value, [frozen, x, jnp.arange(3)]) == [None] * 3
+
+
+@pytest.mark.both_jax
+def test_a_linen_model_with_statistics_and_dropout():
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.BatchNorm(use_running_average=False)(linen.relu(linen.Dense(4)(x)))
+            return linen.Dense(1)(linen.Dropout(0.5, deterministic=False)(x))
+
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.jit(Net().init)(rngs, X)
+
+    def loss(params):
+        given = variables | {"params": params}
+        return jnp.mean(Net().apply(given, X, rngs=rngs, mutable=["batch_stats"])[0] ** 2)
+
+    params = variables["params"]
+    with tg.GradientTape() as tape:
+        tape.watch(params)
+        value = loss(params)
+    assert_leaves_agree(tape.gradient(value, params), jax.jit(jax.grad(loss))(params), 1e-4, 1e-5)

@@ -257,20 +257,42 @@ def mapped(make, way):
     return lambda now: way(make(now))
 
 
+def one_by_one(f):
+    return lambda x: jax.lax.map(f, x)
+
+
 # Where a Python value stands that changes between steps, and the function with that derivative.
 CHANGING = {
     "gradient function": (in_a_gradient_function, in_the_first),
     "gradient of it": (in_the_gradient_of_a_gradient_function, in_the_second),
+    "gradient of it, map": (
+        mapped(in_the_gradient_of_a_gradient_function, one_by_one),
+        in_the_second,
+    ),
     "gradient of it, vmap": (
         mapped(in_the_gradient_of_a_gradient_function, jax.vmap),
         in_the_second,
     ),
     "rule of JAX": (in_a_rule_of_jax, in_the_first),
+    "rule of JAX, vmap": (mapped(in_a_rule_of_jax, jax.vmap), in_the_first),
     "rule of it": (in_the_rule_of_a_rule_of_jax, in_the_second),
     "rule of it, vmap": (mapped(in_the_rule_of_a_rule_of_jax, jax.vmap), in_the_second),
     "static argument": (in_a_static_argument, of_itself),
     "static field": (in_a_static_field, of_itself),
 }
+
+
+def test_the_second_step_on_three_tapes_compiles_nothing(compilations):
+    def step(x):
+        return by_tape(lambda x: by_tapes(power, x)[1], x)
+
+    for i in range(2):
+        step(X + float(i))
+    before = compilations()
+    third = step(X)
+    assert compilations() == before
+    want = jax.grad(lambda x: by_jax(power_by_hand, x)[1].sum())(X)
+    np.testing.assert_allclose(third, want, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("make", "by_hand"), CHANGING.values(), ids=CHANGING)

@@ -20,6 +20,10 @@ def inside(fun, *args):
     return tg.trace(fun)(*args)
 
 
+def test_a_y_that_is_an_x_adds_its_seed():
+    assert floats(inside(lambda x: gradients([x, x**2], x), 2.0)) == [5.0]
+
+
 def test_gradients_of_gradients_are_derivatives_of_higher_order():
     def f(x):
         (first,) = gradients(jnp.sin(x) * x, x)

@@ -227,6 +227,7 @@ READERS = {
 }
 
 
+@pytest.mark.both_jax
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("given", [lambda x: 2 * x, lambda x: 6.0], ids=["computed", "number"])
 def test_a_tape_around_a_traced_function_sees_the_reads_after_an_assignment(reader, given):

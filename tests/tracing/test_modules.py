@@ -828,3 +828,20 @@ def test_an_array_of_numpy_may_take_the_place_of_one_of_jax():
         reset(module)
         count(module)
         assert float(module.calls) == 2.0
+
+
+@pytest.mark.parametrize("layer_is_traced", [False, True])
+def test_what_is_sown_in_a_capture_comes_out(layer_is_traced):
+    def called(self, x):
+        hidden = Plain.__call__(self, x)
+        self.sow(nnx.Intermediate, "hidden", 3 * hidden)
+        return hidden
+
+    class Sowing(Plain):
+        __call__ = tg.trace(called) if layer_is_traced else called
+
+    captured = tg.trace(lambda model, x: nnx.capture(model, nnx.Intermediate)(x))
+    model = Sowing(nnx.Rngs(0))
+    for _ in range(2):
+        result, state = captured(model, X)
+        np.testing.assert_array_equal(jax.tree.leaves(state)[0], 3 * result)

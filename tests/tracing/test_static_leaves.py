@@ -417,6 +417,11 @@ def test_wrappers_of_one_function_share_a_program(wrap):
     assert len(traces) == 1
     tg.trace(wrap(square), rules=[lambda graph: graph])(2.0)
     assert len(traces) == 2
+    traces.clear()
+    gone = weakref.ref(square)
+    del square
+    gc.collect()
+    assert gone() is None
 
 
 def test_paths_of_arrays_beside_integers_are_their_own():
@@ -506,6 +511,7 @@ def test_a_dtype_is_a_setting():
     assert zeros({"dtype": jnp.dtype("float16"), "x": 1}).dtype == jnp.float16
 
 
+@pytest.mark.both_jax
 def test_arguments_with_statics_are_donated_and_sharded_as_others():
     device = jax.sharding.SingleDeviceSharding(jax.devices()[1])
     step = tg.trace(lambda model, x: jnp.sum(model["w"]) * x, donate_argnums=0)

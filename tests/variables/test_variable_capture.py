@@ -401,10 +401,10 @@ def test_a_nested_traced_function_is_traced_once_whatever_is_assigned_around_it(
     def step(x):
         before = nested(x)
         v.assign(before + x)
-        return before, nested(x)
+        return before, nested(x), jitted(x)
 
-    assert step(2.0) == (6.0, 16.0)
-    assert step(2.0) == (16.0, 36.0)
+    assert step(2.0) == (6.0, 16.0, 16.0)
+    assert step(2.0) == (16.0, 36.0, 36.0)
     assert tg.trace(lambda x: nested(x) * 1.0)(1.0) == 18.0
     assert len(traces) == 1
 
@@ -1039,6 +1039,26 @@ def test_a_trace_may_wait_for_another_thread_that_calls_a_program_of_other_varia
         before, k = float(a), 2.0 if other == "reads" else float(b) + 1
         step(jnp.ones(3))  # traced again, with the Variable lent
         assert float(a) == before + 3 * k
+
+
+def test_a_program_that_fails_gives_back_what_it_has_borrowed():
+    read, assigned = Variable(2.0), Variable(1.0)
+
+    @tg.trace
+    def step(x):
+        assigned.assign(jnp.log(x) * read)
+
+    with jax.debug_nans(True):
+        step(1.0), step(1.0)
+        with pytest.raises(FloatingPointError):
+            step(-1.0)
+    for variable in (read, assigned):  # another thread would wait for a Variable that is lent
+        other = threading.Thread(target=variable.assign, args=(3.0,), daemon=True)
+        other.start()
+        other.join(30)
+        assert not other.is_alive()
+    step(1.0)
+    assert (float(read), float(assigned)) == (3.0, 0.0)
 
 
 def test_a_program_sees_variables_of_one_moment():

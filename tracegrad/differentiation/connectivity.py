@@ -148,7 +148,7 @@ class Walk:
             except TypeError:  # a parameter that cannot be hashed
                 rows = _vjp_rows(_make_run(node), *_operand_and_cotangent_types(node), reached)
         else:
-            rows = self._region_rows(node, reached)
+            rows = _region_rows(node, reached)
         if rows is not None:
             return rows
         if isinstance(node, CustomGradient):  # the rule may use more operands than the function
@@ -156,11 +156,12 @@ class Walk:
         pairs = zip(node_dependence(node), node.outputs, strict=True)
         return tuple(row if is_connectable(v) else 0 for row, v in pairs)
 
-    @once_for_each
-    def _region_rows(self, node: Node, reached: tuple[bool, ...]) -> Rows:
-        if isinstance(node, CustomGradient):
-            return _rows_of_rule(node, reached)
-        return _rows_of_call(node, reached)
+
+@once_for_each  # the node keeps the results: tracing the backward of a solver takes seconds
+def _region_rows(node: Node, reached: tuple[bool, ...]) -> Rows:
+    if isinstance(node, CustomGradient):
+        return _rows_of_rule(node, reached)
+    return _rows_of_call(node, reached)
 
 
 def _connect_all(node: Node, ins: Masks) -> Masks:

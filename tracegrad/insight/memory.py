@@ -81,14 +81,6 @@ class MemoryReport:
     at: str
     timeline: tuple[int, ...] = field(repr=False)
 
-    @property
-    def scopes(self) -> dict[str, int]:
-        """Bytes by scope, the largest first."""
-        found: Counter[str] = Counter()
-        for line in self.lines:
-            found[line.scope] += line.size
-        return dict(found.most_common())
-
     def __str__(self) -> str:
         rows = [_COLUMNS, *map(self._cells, self.lines[:_ROWS])]
         more = len(self.lines) - _ROWS

@@ -286,10 +286,11 @@ def _refuse_inside_of_rules(match: Occurrence, rule: object) -> None:
     node = match.rule_around
     if node is None:
         return
-    what, advice = "custom gradient", ""
+    what = "custom gradient"
+    advice = ". If they are of a function that you give it, give it rewrite(function, rule) instead"
     whole = f"match.call({node.name!r})"
     if not isinstance(node, CustomGradient):
-        what, whole = "operation", f"match.op({node.op!r})"
+        what, whole, advice = "operation", f"match.op({node.op!r})", ""
     elif code_of_rule(node) in CHANGES_GRADIENT:
         what = "match of an earlier rule,"
         advice = ", or give this rule before the earlier rule: then both act on the same cotangents"

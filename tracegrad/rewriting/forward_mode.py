@@ -268,7 +268,8 @@ def _refusal_message(rule: Occurrence, reason: str) -> str:
         f"derivative: that is the transpose of its backward, which {reason}. If the backward "
         "solves a linear system, let it call jax.lax.custom_linear_solve, also around a solver of "
         "jax.scipy.sparse.linalg, which has no transpose by itself; otherwise use reverse mode "
-        "throughout, as in jax.jacrev(jax.grad(f))"
+        "throughout, as in jax.jacrev(jax.grad(f)). (A while loop in the backward has no reverse "
+        "mode, either.)"
     )
 
 

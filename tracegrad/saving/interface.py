@@ -122,7 +122,8 @@ def check_trees(arguments: Mapping[str, Any], result: Any, name: str) -> None:
     of a class, or sizes of several scopes."""
     for where, trees in (("arguments", arguments), ("result", {"result": result})):
         try:
-            jax.export.export(jax.jit(lambda **trees: ()))(**trees).serialize(vjp_order=0)
+            types = jax.eval_shape(lambda trees: trees, trees)
+            jax.export.export(jax.jit(lambda **trees: ()))(**types).serialize(vjp_order=0)
         except Exception as error:
             raise TypeError(
                 f"the {where} of {name} cannot be saved: {str(error).rstrip('.')}. (A container of "

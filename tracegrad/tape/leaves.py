@@ -112,7 +112,8 @@ def require_arrays(role: str, tree: Any, leaves: Sequence[Any], *, settings: boo
     if tree is not None and all(isinstance(leaf, _ARRAYS) for leaf in leaves):
         return
     for path, leaf in _with_paths(tree, _is_variable_or_none):
-        if not isinstance(leaf, _ARRAYS) and not (settings and _is_setting(path, leaf)):
+        is_allowed = settings and path and (leaf is None or _is_setting(path, leaf))
+        if not isinstance(leaf, _ARRAYS) and not is_allowed:
             raise TypeError(
                 f"{with_article(role)} is an array or a Variable"
                 + (f"; {path_name(path, role)}" if path else ", or a tree of them; it")

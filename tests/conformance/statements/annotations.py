@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from statements.statement import raised, section, states
+from statements.statement import raised, slope, states, value_and_slope
 
-section("custom_gradient")
+# ---------------------------------------------------------------------------------- custom_gradient
 
 
 def _log1pexp(lib):
@@ -47,10 +47,7 @@ def leaves_of_nested_positional_arguments_are_inputs(lib):
         return x * y * z, lambda dy: (dy * 10, dy * 20, dy * 30)
 
     x, y, z = lib.constant(2.0), lib.constant(3.0), lib.constant(4.0)
-    with lib.GradientTape() as tape:
-        tape.watch([x, y, z])
-        result = f((x, y), z)
-    return tape.gradient(result, [x, y, z])
+    return slope(lib, lambda: f((x, y), z), [x, y, z])
 
 
 @states
@@ -61,10 +58,7 @@ def what_is_closed_over_gets_none_on_a_tape(lib):
     def f(x):
         return x * z, lambda dy: dy * 10
 
-    with lib.GradientTape() as tape:
-        tape.watch([x, z])
-        y = f(x)
-    return tape.gradient(y, [x, z])
+    return slope(lib, lambda: f(x), [x, z])
 
 
 @states(recorded=False, ours=["ValueError", 10.0], because="TensorFlow has no functional gradients")
@@ -87,10 +81,7 @@ def keyword_arguments_get_no_gradient_slot(lib):
         return x * scale, lambda dy: dy * 10
 
     x = lib.constant(2.0)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = f(x, scale=3.0)
-    return [y, tape.gradient(y, x)]
+    return value_and_slope(lib, lambda: f(x, scale=3.0), x)
 
 
 @states
@@ -103,10 +94,7 @@ def it_works_on_methods(lib):
             return x * self.factor, lambda dy: dy * self.factor * 2
 
     x, scale = lib.constant(2.0), Scale()
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = scale.apply(x)
-    return [y, tape.gradient(y, x)]
+    return value_and_slope(lib, lambda: scale.apply(x), x)
 
 
 def _with_variables(lib, *variables, given=(), traced=False):
@@ -165,10 +153,7 @@ def the_variables_may_be_taken_in_any_manner(lib):
     ):
         f = lib.custom_gradient(lambda x, grad_fn=grad_fn: (x * v, grad_fn))
         x = lib.constant(2.0)
-        with lib.GradientTape() as tape:
-            tape.watch(x)
-            y = f(x)
-        results.append(tape.gradient(y, [x, v]))
+        results.append(slope(lib, lambda f=f, x=x: f(x), [x, v], watched=x))
     return results
 
 
@@ -185,13 +170,7 @@ def a_wrong_count_of_variable_gradients_raises(lib):
     v, x = lib.Variable(3.0), lib.constant(2.0)
     f = lib.custom_gradient(lambda x: (x * v, lambda dy, variables: (dy * 10, [dy, dy])))
 
-    def attempt():
-        with lib.GradientTape() as tape:
-            tape.watch(x)
-            y = f(x)
-        tape.gradient(y, x)
-
-    return raised(attempt)
+    return raised(lambda: slope(lib, lambda: f(x), x))
 
 
 @states
@@ -236,10 +215,7 @@ def cotangents_arrive_flat_and_unused_ones_are_zeros(lib):
 def none_for_one_input_is_allowed(lib):
     f = lib.custom_gradient(lambda x, z: (x * z, lambda dy: (None, dy * 10)))
     x, z = lib.constant(2.0), lib.constant(3.0)
-    with lib.GradientTape() as tape:
-        tape.watch([x, z])
-        y = f(x, z)
-    return tape.gradient(y, [x, z])
+    return slope(lib, lambda: f(x, z), [x, z])
 
 
 @states
@@ -249,10 +225,7 @@ def returned_gradients_may_be_nested(lib):
         return pair[0] * pair[1] * z, lambda dy: ((dy * 10, dy * 20), dy * 30)
 
     x, y, z = lib.constant(2.0), lib.constant(3.0), lib.constant(4.0)
-    with lib.GradientTape() as tape:
-        tape.watch([x, y, z])
-        result = f((x, y), z)
-    return tape.gradient(result, [x, y, z])
+    return slope(lib, lambda: f((x, y), z), [x, y, z])
 
 
 @states
@@ -260,13 +233,7 @@ def a_wrong_count_of_gradients_raises(lib):
     f = lib.custom_gradient(lambda x, z: (x * z, lambda dy: dy * 10))
     x, z = lib.constant(2.0), lib.constant(3.0)
 
-    def attempt():
-        with lib.GradientTape() as tape:
-            tape.watch([x, z])
-            y = f(x, z)
-        tape.gradient(y, [x, z])
-
-    return raised(attempt)
+    return raised(lambda: slope(lib, lambda: f(x, z), [x, z]))
 
 
 @states
@@ -305,7 +272,7 @@ def the_wrapped_form_defines_the_second_derivative(lib):
     return _twice(lib, lambda x: f(x) ** 4, 1.0)
 
 
-section("recompute_grad and grad_pass_through")
+# ------------------------------------------------------------- recompute_grad and grad_pass_through
 
 
 @states
@@ -332,30 +299,21 @@ def recomputed_functions_run_once_more_in_the_backward_pass(lib):
 def an_unused_argument_of_a_recomputed_function_gets_zero(lib):
     f = lib.recompute_grad(lambda x, z: x * x)
     x, z = lib.constant(2.0), lib.constant(3.0)
-    with lib.GradientTape() as tape:
-        tape.watch([x, z])
-        y = f(x, z)
-    return tape.gradient(y, [x, z])
+    return slope(lib, lambda: f(x, z), [x, z])
 
 
 @states
 def recomputed_functions_take_keywords_and_nested_arguments(lib):
     f = lib.recompute_grad(lambda pair, *, power: pair[0] ** power * pair[1])
     x, z = lib.constant(2.0), lib.constant(3.0)
-    with lib.GradientTape() as tape:
-        tape.watch([x, z])
-        y = f((x, z), power=3)
-    return [y, tape.gradient(y, [x, z])]
+    return value_and_slope(lib, lambda: f((x, z), power=3), [x, z])
 
 
 @states
 def recomputed_functions_read_variables(lib):
     v, x = lib.Variable(3.0), lib.constant(2.0)
     f = lib.recompute_grad(lambda x: x * v * v)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
-    return tape.gradient(y, [x, v])
+    return slope(lib, lambda: f(x), [x, v], watched=x)
 
 
 @states
@@ -396,20 +354,14 @@ def forward_mode_works_through_recomputed_functions(lib):
 def grad_pass_through_leaves_the_gradient_unchanged(lib):
     f = lib.grad_pass_through(lib.round)
     x = lib.constant(1.7)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = f(x) ** 2
-    return [y, tape.gradient(y, x)]
+    return value_and_slope(lib, lambda: f(x) ** 2, x)
 
 
 @states
 def a_variable_read_inside_grad_pass_through_gets_none(lib):
     v, x = lib.Variable(3.0), lib.constant(2.0)
     f = lib.grad_pass_through(lambda x: x * v)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = f(x)
-    return [y, tape.gradient(y, [x, v])]
+    return value_and_slope(lib, lambda: f(x), [x, v], watched=x)
 
 
 @states

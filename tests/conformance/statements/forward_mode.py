@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from statements.statement import raised, section, states
+from statements.statement import raised, states
 
-section("Forward mode")
+# ------------------------------------------------------------------------------------- Forward mode
 
 
 @states

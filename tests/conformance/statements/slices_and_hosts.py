@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from statements.statement import raised, section, states
+from statements.statement import raised, slope, states, value_and_slope
 
-section("IndexedSlices")
+# ------------------------------------------------------------------------------------ IndexedSlices
 
 
 def _sparse(lib, use, rows=4):
     """The gradient of a table, of which `use` makes something."""
     table = lib.constant([[float(r), r + 0.5] for r in range(rows)])
-    with lib.GradientTape() as tape:
-        tape.watch(table)
-        y = use(table)
-    return tape.gradient(y, table, **lib.sparse)
+    return slope(lib, lambda: use(table), table, **lib.sparse)
 
 
 @states
@@ -105,24 +102,22 @@ def ids_outside_of_the_table_are_dropped_and_negative_ones_normalised(lib):
     return [slices.indices, lib.to_dense(slices)]
 
 
-section("Host functions and the registry")
+# ------------------------------------------------------------------ Host functions and the registry
 
 
 def _on_the_host(lib, **options):
     x = lib.constant([1.0, 2.0])
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = lib.numpy_function(lambda x: np.sinh(x), [x], lib.float32, **options)
-    return [y, tape.gradient(y, x)]
+    return value_and_slope(
+        lib, lambda: lib.numpy_function(lambda x: np.sinh(x), [x], lib.float32, **options), x
+    )
 
 
-@states(needs=("numpy_function",))
+@states
 def a_numpy_function_has_the_gradient_none_on_tapes(lib):
     return _on_the_host(lib)
 
 
 @states(
-    needs=("numpy_function",),
     recorded=False,
     ours=[[1.1752012, 3.6268604], [1.5430807, 3.7621956]],
     because="tf.numpy_function takes no gradient",
@@ -131,7 +126,7 @@ def a_numpy_function_may_be_given_a_gradient(lib):
     return _on_the_host(lib, grad=lambda op, dy: dy * lib.cosh(op.inputs[0]))
 
 
-@states(needs=("numpy_function",))
+@states
 def a_numpy_function_is_run_with_each_call_and_not_while_tracing(lib):
     runs = []
 
@@ -155,20 +150,20 @@ def _overridden(lib, *names):
     return lib.function(f)(lib.constant(0.5))
 
 
-@states(needs=("gradient_override_map",))
+@states
 def an_override_applies_to_operations_created_in_its_block(lib):
     lib.register_gradient("ConformanceTen")(lambda op, dy: dy * 10)
     return _overridden(lib, "ConformanceTen")
 
 
-@states(needs=("gradient_override_map",))
+@states
 def the_innermost_override_wins(lib):
     lib.register_gradient("ConformanceOuter")(lambda op, dy: dy * 100)
     lib.register_gradient("ConformanceInner")(lambda op, dy: dy * 1000)
     return _overridden(lib, "ConformanceOuter", "ConformanceInner")
 
 
-@states(needs=("gradient_override_map",))
+@states
 def an_unregistered_name_raises_when_a_gradient_is_asked_for(lib):
     def forward(x):
         with lib.gradient_override_map({lib.SIN: "ConformanceUnknown"}):
@@ -181,7 +176,7 @@ def an_unregistered_name_raises_when_a_gradient_is_asked_for(lib):
     return [lib.function(forward)(x), raised(lambda: lib.function(backward)(x))]
 
 
-@states(needs=("register_gradient",))
+@states
 def registering_a_name_twice_raises(lib):
     lib.register_gradient("ConformanceTwice")(lambda op, dy: dy)
     return raised(lambda: lib.register_gradient("ConformanceTwice")(lambda op, dy: dy))

@@ -13,33 +13,53 @@ import numpy as np
 class Statement:
     """A program that makes one statement come true.
 
-    `needs` are the names that its namespace must have. `ours` and `because` are given where
-    tracegrad's result is not TensorFlow's; `recorded` is whether TensorFlow can run it at all.
+    `ours` and `because` are given where tracegrad's result is not TensorFlow's; `recorded` is
+    whether TensorFlow can run it at all.
     """
 
-    section: str
     program: Callable[[Any], Any]
-    needs: tuple[str, ...] = ()
     ours: Any = None
     because: str = ""
     recorded: bool = True
 
 
 STATEMENTS: dict[str, Statement] = {}
-_section = ""
-
-
-def section(title: str) -> None:
-    global _section
-    _section = title
 
 
 def states(program: Any = None, **details: Any) -> Any:
     if program is None:
         return lambda program: states(program, **details)
     assert program.__name__ not in STATEMENTS
-    STATEMENTS[program.__name__] = Statement(_section, program, **details)
+    STATEMENTS[program.__name__] = Statement(program, **details)
     return program
+
+
+# ---------------------------------------------------------------------------- parts of programs
+
+
+def value_and_slope(
+    lib: Any, fun: Callable[[], Any], sources: Any, watched: Any = None, **options: Any
+) -> Any:
+    """What a function returns, and its gradient on a tape that watches the sources, or others."""
+    with lib.GradientTape() as tape:
+        tape.watch(sources if watched is None else watched)
+        y = fun()
+    return [y, tape.gradient(y, sources, **options)]
+
+
+def slope(lib: Any, fun: Callable[[], Any], sources: Any, **options: Any) -> Any:
+    """The gradient alone."""
+    return value_and_slope(lib, fun, sources, **options)[1]
+
+
+def raised(attempt: Callable[[], Any]) -> str:
+    """The class of what a call raises: the builtin one, if it is a subclass of such a one."""
+    try:
+        attempt()
+    except Exception as error:
+        builtin = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
+        return (type(error) if builtin is Exception else builtin).__name__
+    return "nothing"
 
 
 # -------------------------------------------------------------------------------------- results
@@ -65,13 +85,3 @@ def plain(result: Any) -> Any:
     if np.iscomplexobj(array):
         return {"real": plain(array.real), "imag": plain(array.imag)}
     return float(str(array)) if array.dtype == np.float32 else array.item()
-
-
-def raised(attempt: Callable[[], Any]) -> str:
-    """The class of what a call raises: the builtin one, if it is a subclass of such a one."""
-    try:
-        attempt()
-    except Exception as error:
-        builtin = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
-        return (type(error) if builtin is Exception else builtin).__name__
-    return "nothing"

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from statements.statement import raised, section, states
+from statements.statement import raised, slope, states, value_and_slope
 
-section("None and zero")
+# ------------------------------------------------------------------------------------ None and zero
 
 
 @states
 def what_nothing_connects_is_none(lib):
     x, z = lib.constant(3.0), lib.constant(2.0)
-    with lib.GradientTape() as tape:
-        tape.watch([x, z])
-        y = 2 * z
-    return tape.gradient(y, [x, z])
+    return slope(lib, lambda: 2 * z, [x, z])
 
 
 @states
 def what_is_behind_stop_gradient_is_none(lib):
     x = lib.constant(3.0)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = lib.stop_gradient(x) * 2
-    return tape.gradient(y, x)
+    return slope(lib, lambda: lib.stop_gradient(x) * 2, x)
 
 
 @states
 def an_integer_source_is_none(lib):
     x, n = lib.constant(3.0), lib.constant(2, "int32")
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = x * lib.cast(n, "float32")
-    return tape.gradient(y, [x, n])
+    return slope(lib, lambda: x * lib.cast(n, "float32"), [x, n], watched=x)
 
 
 @states
@@ -83,18 +74,12 @@ def zeros_can_be_asked_for_in_place_of_none(lib):
 @states
 def any_other_word_for_unconnected_raises(lib):
     x = lib.constant(3.0)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = x * x
-    return raised(lambda: tape.gradient(y, x, unconnected_gradients="zeros"))
+    return raised(lambda: slope(lib, lambda: x * x, x, unconnected_gradients="zeros"))
 
 
 def _slope_of(lib, fun):
     x = lib.constant(2.5)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = fun(x)
-    return tape.gradient(y, x)
+    return slope(lib, lambda: fun(x), x)
 
 
 @states
@@ -114,10 +99,7 @@ def sign_cuts(lib):
 def none_passes_through_a_function_argument_by_argument(lib):
     f = lib.function(lambda x, y: lib.stop_gradient(x) + y)
     x, y = lib.constant(3.0), lib.constant(2.0)
-    with lib.GradientTape() as tape:
-        tape.watch([x, y])
-        z = f(x, y)
-    return tape.gradient(z, [x, y])
+    return slope(lib, lambda: f(x, y), [x, y])
 
 
 @states(ours=[[None, 1.0], [1.0, None]], because="a function is connected as its program is")
@@ -134,21 +116,17 @@ def none_passes_through_a_function_output_by_output(lib):
 def a_variable_of_the_branch_not_taken_of_a_traced_cond_is_zero(lib):
     v, w = lib.Variable(1.0, name="v"), lib.Variable(2.0, name="w")
     f = lib.function(lambda p: lib.cond(p > 0, lambda: v * 3, lambda: w * 5))
-    with lib.GradientTape() as tape:
-        y = f(lib.constant(1.0))
-    return tape.gradient(y, [v, w])
+    return slope(lib, lambda: f(lib.constant(1.0)), [v, w], watched=[])
 
 
 @states
 def a_variable_of_the_branch_not_taken_is_none_eagerly(lib):
     v, w = lib.Variable(1.0), lib.Variable(2.0)
     p = lib.constant(1.0)
-    with lib.GradientTape() as tape:
-        y = v * 3 if p > 0 else w * 5
-    return tape.gradient(y, [v, w])
+    return slope(lib, lambda: v * 3 if p > 0 else w * 5, [v, w], watched=[])
 
 
-section("Identity")
+# ----------------------------------------------------------------------------------------- Identity
 
 
 @states
@@ -208,22 +186,17 @@ def a_function_that_closes_over_a_watched_array_propagates_to_it(lib):
     results = []
     for _ in range(2):  # the second time from a cache
         z = lib.constant(2.0)
-        with lib.GradientTape() as tape:
-            tape.watch(x)
-            y = f(z)
-        results.append(tape.gradient(y, [x, z]))
+        results.append(slope(lib, lambda z=z: f(z), [x, z], watched=x))
     return results
 
 
-section("Variables")
+# ---------------------------------------------------------------------------------------- Variables
 
 
 @states
 def trainable_variables_are_watched_at_their_first_read(lib):
     v, frozen = lib.Variable(3.0), lib.Variable(2.0, trainable=False)
-    with lib.GradientTape() as tape:
-        y = v * v * frozen
-    return tape.gradient(y, [v, frozen])
+    return slope(lib, lambda: v * v * frozen, [v, frozen], watched=[])
 
 
 @states
@@ -308,10 +281,7 @@ def a_variable_that_is_assigned_and_then_read_has_a_gradient_in_functions_too(li
     found = []
     for fun in (body, lib.function(body)):
         v.assign(1.0)
-        with lib.GradientTape() as tape:
-            tape.watch(x)
-            y = fun(x)
-        found.append([y, tape.gradient(y, [v, x])])
+        found.append(value_and_slope(lib, lambda fun=fun: fun(x), [v, x], watched=x))
     return found
 
 
@@ -345,7 +315,7 @@ def gradients_of_a_variable_are_of_all_its_reads(lib):
     return inside(lib.constant(3.0))
 
 
-section("Tape life")
+# ---------------------------------------------------------------------------------------- Tape life
 
 
 def _square(lib, **options):

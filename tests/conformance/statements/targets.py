@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from statements.statement import raised, section, states
+from statements.statement import raised, slope, states
 
-section("Targets and sources")
+# ------------------------------------------------------------------------------ Targets and sources
 
 
 @states
 def several_targets_are_summed(lib):
     x = lib.constant(2.0)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        targets = {"square": x**2, "cube": [x**3]}
-    return tape.gradient(targets, x)
+    return slope(lib, lambda: {"square": x**2, "cube": [x**3]}, x)
 
 
 @states
 def the_elements_of_a_target_are_summed(lib):
     x = lib.constant(2.0)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        y = x * lib.constant([3.0, 4.0])
-    return tape.gradient(y, x)
+    return slope(lib, lambda: x * lib.constant([3.0, 4.0]), x)
 
 
 @states
@@ -136,19 +130,15 @@ def grad_ys_may_be_indexed_slices(lib):
 
 def _raised_by_seeds(lib, *seeds):
     x = lib.constant(2.0)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        ys = [x**2, x**3]
-    return raised(lambda: tape.gradient(ys, x, output_gradients=list(seeds)))
+    return raised(lambda: slope(lib, lambda: [x**2, x**3], x, output_gradients=list(seeds)))
 
 
 @states
 def output_gradients_are_seeds(lib):
     x = lib.constant(2.0)
-    with lib.GradientTape() as tape:
-        tape.watch(x)
-        ys = [x**2, x**3]
-    return tape.gradient(ys, x, output_gradients=[lib.constant(10.0), lib.constant(1.0)])
+    return slope(
+        lib, lambda: [x**2, x**3], x, output_gradients=[lib.constant(10.0), lib.constant(1.0)]
+    )
 
 
 @states(ours=52.0, because="the tape takes its seeds as gradients() does")
@@ -335,22 +325,16 @@ def gradients_outside_of_a_traced_function_and_of_a_tape_raises(lib):
     return raised(lambda: lib.gradients(x * x, x))
 
 
-section("Complex numbers")
+# ---------------------------------------------------------------------------------- Complex numbers
 
 
 @states(ours={"real": 2.0, "imag": 4.0}, because="JAX's convention, the conjugate of TensorFlow's")
 def complex_gradients_are_the_conjugates_of_tensorflows(lib):
     z = lib.constant(1 + 2j, "complex64")
-    with lib.GradientTape() as tape:
-        tape.watch(z)
-        y = z * z
-    return tape.gradient(y, z, output_gradients=lib.constant(1 + 0j, "complex64"))
+    return slope(lib, lambda: z * z, z, output_gradients=lib.constant(1 + 0j, "complex64"))
 
 
 @states(ours={"real": 2.0, "imag": -4.0}, because="JAX's convention: ∂/∂re − i ∂/∂im")
 def the_gradient_of_a_real_function_of_a_complex_one_too(lib):
     z = lib.constant(1 + 2j, "complex64")
-    with lib.GradientTape() as tape:
-        tape.watch(z)
-        y = lib.real(z) ** 2 + lib.imag(z) ** 2
-    return tape.gradient(y, z)
+    return slope(lib, lambda: lib.real(z) ** 2 + lib.imag(z) ** 2, z)

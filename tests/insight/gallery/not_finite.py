@@ -325,7 +325,8 @@ def nan_that_becomes_minus_infinity():
     def loss(w):
         unit = w / jnp.linalg.norm(w)  # cause: NaN in the forward pass
         density = jnp.sum(unit[:2])
-        return jnp.where(jnp.isnan(density), -jnp.inf, density)
+        density = jnp.where(jnp.isfinite(density), density, -jnp.inf * (w[0] == 0))
+        return jnp.where(w[0] >= 0, density, -jnp.inf)  # not chosen
 
     return Bug(loss, (jnp.zeros(3),), cure="eps")
 

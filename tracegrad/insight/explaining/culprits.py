@@ -182,11 +182,18 @@ def forward_culprit(
         bad = _bad_makers(observed, place, which)
         if not bad:
             return Culprit(place, "NaN" if which == NAN else "Inf")
-        if place.node.op not in PREPARING:
-            choice = place if place.node.op == "select_n" else None
-        user, maker = place.occurrence, bad[0]
+        if place.node.op == "select_n":
+            choice = place
+        computed = (each for each in bad if which == INF and not _is_constant(observed, each))
+        user, maker = place.occurrence, next(computed, bad[0])  # a constant may not be chosen
     decided = _nan_that_decides(observed, choice) if choice and maker.index is None else None
     return decided or dataclasses.replace(maker, user=user)
+
+
+def _is_constant(observed: Observed, maker: _Made | FromOutside) -> bool:
+    while isinstance(maker, _Made) and maker.place.node.op in PREPARING:
+        maker = _makers(observed, maker.place)[0]
+    return isinstance(maker, FromOutside)
 
 
 def _nan_that_decides(observed: Observed, choice: Place) -> Culprit | None:
