@@ -630,3 +630,16 @@ def test_a_rule_of_equinox_is_compared_too():
     assert (finding.cause, finding.problem) == ("changed by a rule", False)
     np.testing.assert_allclose(jax.grad(loss)(X), X, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(tg.rewrite(loss, finding.rule))(X), 2 * X, rtol=1e-6)
+
+
+def test_a_rule_on_a_line_that_runs_twice_has_both_gradients():
+    def loss(ws, x):
+        for w in ws:
+            x = x @ w
+        return jnp.sum(jnp.sin(x))
+
+    ws = [jnp.eye(3), jnp.full((3, 3), 0.5)]
+    found = explain(tg.rewrite(loss, tg.rules.strong_zero()), ws, X)
+    norms = {report.path: report.norm for report in found.sources}
+    for i, gradient in enumerate(jax.grad(loss)(ws, X)):
+        np.testing.assert_allclose(norms[f"ws.{i}"], jnp.linalg.norm(gradient), rtol=1e-5)

@@ -247,6 +247,29 @@ def test_the_table_of_bounded_derivatives_is_jaxs():
     assert all(bool(jnp.isfinite(ct).all()) for ct in jax.tree.leaves(derivatives(x, y)))
 
 
+@pytest.mark.parametrize("under", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+def test_one_program_is_differentiated_by_one_operand_after_the_other(under):
+    """JAX keeps one tree of residuals for a rule in a program, whatever is differentiated."""
+
+    def product(x, w):
+        return jnp.sum(jnp.sin(x @ w))
+
+    x, w = jnp.linspace(-1.0, 1.0, 24).reshape(2, 4, 3), jnp.arange(12.0).reshape(2, 3, 2)
+    strong = tg.rewrite(product, rules.strong_zero(match.op("dot_general")))
+    program = tg.graph(strong, x[0], w[0]).to_callable()
+    at = (x, w) if under is jax.vmap else (x[0], w[0])
+
+    def gradients(f):
+        return [jax.grad(f, argnums) for argnums in ((0, 1), 1, (0, 1), 0, (0, 1))]
+
+    for found, want in zip(gradients(program), gradients(product), strict=True):
+        pairs = zip(
+            jax.tree.leaves(under(found)(*at)), jax.tree.leaves(under(want)(*at)), strict=True
+        )
+        for one, other in pairs:
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_a_selector_says_where_zeros_are_kept():
     x = jnp.array([0.5, 0.0])
     only_log = tg.rewrite(entropy, rules.strong_zero(match.op("log")))

@@ -15,14 +15,14 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir  # noqa: TID251 (for the rules of `_RESULTS`)
 
 from tracegrad._jax import compat
 from tracegrad._jax.arrays import has_gradient
 from tracegrad._jax.derivatives import jvp, of_some
 
-# Called as ``keep(inputs, results, perturbed)``; returns the residuals.
-Keep = Callable[[tuple[Any, ...], Any, Sequence[bool]], Any]
+Keep = Callable[[tuple[Any, ...], Any], Any]  # (inputs, results) -> residuals
 
 
 def with_tangent(
@@ -92,7 +92,7 @@ def with_cotangent(
 def with_backward(
     run: Callable[..., Any],
     backward: Callable[[Any, Sequence[bool], Any], tuple[Any, ...]],
-    keep: Keep = lambda inputs, results, perturbed: (inputs, results),
+    keep: Keep = lambda inputs, results: (inputs, results),
     *,
     symbolic_zeros: bool = False,
 ) -> Callable[..., Any]:
@@ -104,8 +104,8 @@ def with_backward(
         argument of `run`. `perturbed` has one bool for each leaf of the arguments: whether the
         leaf is differentiated. Without `symbolic_zeros`, `perturbed` is empty. A mark on
         `backward` also marks the rule (see `ir.frames`).
-      keep: ``keep(inputs, results, perturbed)`` returns `kept`, the residuals for `backward`.
-        Differentiating `results` applies the rule again.
+      keep: ``keep(inputs, results)`` returns `kept`, the residuals for `backward`, always as the
+        same tree. Differentiating `results` applies the rule again.
       symbolic_zeros: whether `backward` gets a `SymbolicZero` for a cotangent that is zero by
         structure.
     """
@@ -117,14 +117,15 @@ def with_backward(
             perturbed = [leaf.perturbed for leaf in jax.tree.leaves(inputs)]
             inputs = jax.tree.map(lambda leaf: leaf.value, inputs)
         results = bound(*inputs)
-        # `perturbed` is static: the tree structure of the residuals encodes it, as () or None.
-        static = [() if is_perturbed else None for is_perturbed in perturbed]
-        return results, (keep(inputs, results, perturbed), static)
+        # `perturbed` is static. The shapes of empty arrays encode it, and not the tree: a program
+        # of JAX keeps one tree of residuals for all combinations of perturbed inputs.
+        flags = [jnp.zeros((0,) * (1 + is_perturbed), bool) for is_perturbed in perturbed]
+        return results, (keep(inputs, results), flags)
 
     @functools.wraps(backward)
     def back(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-        kept, static = residuals
-        return backward(kept, [each is not None for each in static], cotangents)
+        kept, flags = residuals
+        return backward(kept, [flag.ndim == 2 for flag in flags], cotangents)
 
     rule.defvjp(forward, back, symbolic_zeros=symbolic_zeros)
     bound = with_fallback(rule, run)

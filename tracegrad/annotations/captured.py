@@ -32,8 +32,8 @@ class Captured:
     function: str
     primal: Callable[..., Any]  # maps the inputs to the output
 
-    def message(self, inputs: Sequence[Any]) -> str:
-        what = captured_text(self.name, inputs[self.position])
+    def message(self, types: Sequence[Any]) -> str:
+        what = captured_text(self.name, types[self.position])
         return (
             f"{self.function}, which has a custom gradient, depends on {what}, which is being "
             "differentiated and is not one of its positional arguments: the gradient function "
@@ -43,23 +43,24 @@ class Captured:
 
 
 def explain_captured(
-    captured: Sequence[Captured], inputs: Sequence[Any], perturbed: Sequence[bool]
+    captured: Sequence[Captured], types: Sequence[Any], perturbed: Sequence[bool]
 ) -> str | None:
     """Returns the message for the first captured input that is being differentiated and on which
-    the output depends. `perturbed` says of each input whether it is being differentiated."""
+    the output depends. `types` has the type of each input, and `perturbed` says of each input
+    whether it is being differentiated."""
     for each in captured:
         if perturbed[each.position]:
-            primal = graph_of(jax.make_jaxpr(each.primal)(*map(jax.typeof, inputs)))
+            primal = graph_of(jax.make_jaxpr(each.primal)(*types))
             if depends_on(primal, each.position):
-                return each.message(inputs)
+                return each.message(types)
     return None
 
 
 # ------------------------------------------------------------------------------------- naming
 
 
-def captured_text(name: str | None, value: Any) -> str:
-    kind = _jax.type_text(jax.typeof(value))
+def captured_text(name: str | None, aval: Any) -> str:
+    kind = _jax.type_text(aval)
     return f"a value ({kind})" if name is None else f"{name} ({kind})"
 
 

@@ -26,7 +26,6 @@ from tracegrad.annotations.calls import AnnotatedFunction, inputs_in, require_ca
 from tracegrad.annotations.custom_rule import AnnotatedCall, bind_traced
 from tracegrad.annotations.pullback import (
     Pullback,
-    RunResiduals,
     compute_input_gradients,
     zero_cotangent,
 )
@@ -216,7 +215,7 @@ def _call_traced(
     listener = reads or ReadsOutside()
     pullbacks: list[Pullback | Exception] = []
 
-    def run(*arrays: Any) -> tuple[Any, RunResiduals]:
+    def run(*arrays: Any) -> tuple[Any, list[Any]]:
         with listener.around():
             y, pullback, residuals = call.forward(*arrays)
         pullbacks[:] = [pullback]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from tracegrad import _jax
 from tracegrad.annotations.calls import add_note_on_error, is_array_like, take_users_name
 from tracegrad.annotations.captured import Captured, captured_name, captured_text, explain_captured
 from tracegrad.annotations.module_changes import refuse_changes
-from tracegrad.annotations.pullback import Pullback, RunResiduals, trace_pullback
+from tracegrad.annotations.pullback import Pullback, trace_pullback
 from tracegrad.annotations.variables import list_variables
 from tracegrad.ir.paths import path_name
 from tracegrad.ir.wording import brief, described
@@ -49,7 +49,7 @@ class AnnotatedCall:
     def name_captured(self, value: Any) -> tuple[str, str]:
         """Returns texts for messages: the function, and a value that it captures."""
         name = captured_name(value, self.fun, self.kwargs)
-        return described(self.fun), captured_text(name, value)
+        return described(self.fun), captured_text(name, jax.typeof(value))
 
     def run(self, *arrays: Any) -> tuple[Any, Callable[..., Any]]:
         """Calls the user's function, checks its result, and returns ``(y, grad_fn)``."""
@@ -77,7 +77,7 @@ class AnnotatedCall:
                 )
         return y, grad_fn
 
-    def forward(self, *arrays: Any) -> tuple[Any, Pullback | Exception, RunResiduals]:
+    def forward(self, *arrays: Any) -> tuple[Any, Pullback | Exception, list[Any]]:
         """Returns ``y``, its pullback and the residuals. The pullback is an exception if the
         gradient function raises one, which is raised when the gradient is computed."""
         y, grad_fn = self.run(*arrays)
@@ -91,15 +91,15 @@ class AnnotatedCall:
                 f"the gradient function of {described(self.fun)} is called by gradient functions "
                 f"that call one another, {_LEVELS} deep: derivatives are defined up to that order"
             )
-            return y, RecursionError(text), RunResiduals([])
+            return y, RecursionError(text), []
         _tracing.depth += 1
         try:
             pullback, values = trace_pullback(self.fun, args, grad_fn, arrays, y)
         except Exception as error:
-            return y, error, RunResiduals([])
+            return y, error, []
         finally:
             _tracing.depth -= 1
-        return y, pullback, RunResiduals(values)
+        return y, pullback, values
 
 
 # ------------------------------------------------------------------------------------- the rule
@@ -153,20 +153,21 @@ def bind_traced(
         if not _jax.is_tracer(value) and isinstance(value, jax.Array) and _jax.has_gradient(value)
     )
     closed_over = len(values)
-    output = _make_output_rule(call.fun, pullback, captured, closed_over)
+    types = list(map(jax.typeof, (*arguments, *values)))
+    output = _make_output_rule(call.fun, pullback, captured, types, closed_over)
 
-    def forward(*inputs: Any) -> tuple[Any, RunResiduals]:
+    def forward(*inputs: Any) -> tuple[Any, list[Any]]:
         if isinstance(pullback, Exception):
             raise pullback
         if captured:
             perturbed = [each.perturbed for each in inputs]
             inputs = tuple(each.value for each in inputs)
-            if problem := explain_captured(captured, inputs, perturbed):
+            if problem := explain_captured(captured, types, perturbed):
                 raise ValueError(problem)
         y, residuals = evaluate(*inputs)
         return output(inputs, y, residuals), residuals
 
-    def backward(residuals: RunResiduals, dy: Any) -> tuple[Any, ...]:
+    def backward(residuals: list[Any], dy: Any) -> tuple[Any, ...]:
         return (*_compute_gradients(pullback, residuals, dy), *[None] * closed_over)
 
     attach_closed_over(backward, on_tapes)
@@ -180,8 +181,9 @@ def _make_output_rule(
     fun: Callable[..., Any],
     pullback: Pullback | Exception,
     captured: Sequence[Captured],
+    types: Sequence[Any],
     closed_over: int,
-) -> Callable[[Sequence[Any], Any, RunResiduals], Any]:
+) -> Callable[[Sequence[Any], Any, list[Any]], Any]:
     """Returns a function that gives the custom gradient to an output of the forward pass, without
     computing the output again.
 
@@ -189,21 +191,19 @@ def _make_output_rule(
     rule. Values that the gradient function closes over have their ordinary derivatives there.
     """
 
-    def primal(inputs: Sequence[Any], y: Any, residuals: RunResiduals) -> Any:
+    def primal(inputs: Sequence[Any], y: Any, residuals: list[Any]) -> Any:
         return y
 
-    def keep(operands: tuple[Any, ...], y: Any, perturbed: Sequence[bool]) -> RunResiduals:
-        inputs, _, residuals = operands
-        problem = explain_captured(captured, inputs, perturbed)
-        kept: RunResiduals = replace(residuals, problem=problem)
-        return kept
+    def keep(operands: tuple[Any, ...], y: Any) -> list[Any]:
+        _, _, residuals = operands
+        return residuals  # type: ignore[no-any-return]
 
-    def backward(residuals: RunResiduals, _: Any, dy: Any) -> Any:
+    def backward(residuals: list[Any], perturbed: Sequence[bool], dy: Any) -> Any:
         # The problem matters only if a cotangent reaches the output: most often, only the gradient
         # is used.
         used = any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(dy))
-        if residuals.problem is not None and used:
-            raise ValueError(residuals.problem)
+        if used and (problem := explain_captured(captured, types, perturbed)):
+            raise ValueError(problem)
         return (*_compute_gradients(pullback, residuals, dy), *[None] * closed_over), None, None
 
     run = take_users_name(fun, primal)
@@ -211,7 +211,7 @@ def _make_output_rule(
 
 
 def _compute_gradients(
-    pullback: Pullback | Exception, residuals: RunResiduals, dy: Any
+    pullback: Pullback | Exception, residuals: list[Any], dy: Any
 ) -> tuple[Any, ...]:
     assert isinstance(pullback, Pullback)
-    return tuple(pullback(residuals.values, jax.tree.leaves(dy)))
+    return tuple(pullback(residuals, jax.tree.leaves(dy)))

@@ -31,19 +31,6 @@ from tracegrad.tracing.leaves import leaves_with_paths
 from tracegrad.tracing.statics import is_none
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["values"],
-    meta_fields=["problem"],
-)
-@dataclass(frozen=True)
-class RunResiduals:
-    """The residuals of one run of the forward pass."""
-
-    values: Sequence[Any]
-    problem: str | None = None  # why the output has no gradient after all
-
-
 @dataclass(frozen=True)
 class Pullback:
     """A traced gradient function: from cotangents of the outputs to gradients of the inputs."""

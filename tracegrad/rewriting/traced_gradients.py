@@ -141,7 +141,7 @@ def with_traced_gradient(
         gradients = pullback(captured, inputs, outputs, instantiate_zeros(cotangents, outputs))
         return [*gradients, *[None] * (len(operands) - len(inputs))], None
 
-    def keep(args: Any, outputs: Any, _: Any) -> Any:
+    def keep(args: Any, outputs: Any) -> Any:
         operands, captured = args
         return captured, operands[:count], outputs
 
