@@ -99,8 +99,9 @@ def check_grads(
     Stopped values vary in differences, but not in derivatives: the error names their lines. If they
     are meant, pass ``deliberate="stop_gradient"``. JAX's derivative of samples of a gamma
     distribution (`jax.random.gamma`, `beta`, `dirichlet`, `t`) is implicit; differences of the
-    algorithm that draws them are not. So the check replaces such a sample by the parameter times a
-    constant sample.
+    algorithm that draws them are not. So outside of custom rules the check replaces such a sample
+    by the parameter times a constant sample. A rule that differs from its function is not judged if
+    the function draws such samples, and the whole function is checked without the rule.
 
     If there is doubt, there is no verdict: a derivative is not judged if the function has a kink or
     a jump nearby, if a `while` loop (outside of `jax.lax.custom_root`) does not end nearby (after
