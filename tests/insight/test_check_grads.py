@@ -350,6 +350,23 @@ def test_the_rest_of_a_function_of_samples_with_implicit_derivatives_is_judged()
         check_grads(lambda a, s: f(a, s, lambda s: wrong(s, 2 * s)), (1.5, X), order=1)
 
 
+@pytest.mark.both_jax
+def test_a_rule_around_a_sample_with_an_implicit_derivative_is_not_judged():
+    def draws(a, scale):
+        return jax.random.gamma(jax.random.key(0), a) * scale**2
+
+    right, wrong = jax.custom_vjp(draws), jax.custom_vjp(draws)
+    right.defvjp(lambda *args: jax.vjp(draws, *args), lambda pull, ct: pull(ct))
+    wrong.defvjp(lambda *args: (draws(*args), args), lambda args, ct: (None, ct * args[1]))
+    report = check_grads(lambda a: jnp.sum(jnp.sin(right(a, 3.0))), (jnp.array([0.7, 2.3]),))
+    assert statuses(report.rules) == ["not judged"]
+    assert set(statuses(report.leaves)) == {"right"}
+    assert "right, but 1 not judged" in str(report)
+    assert "implicit derivative of samples of a gamma distribution [not judged]" in str(report)
+    with pytest.raises(GradientError, match="draws, input 1"):  # only the scale is differentiated
+        check_grads(lambda scale: wrong(2.3, scale), (3.0,), order=1)
+
+
 def test_a_rule_that_repeats_the_mistake_of_a_rule_in_its_function_is_wrong():
     @jax.custom_vjp
     def doubled(x):

@@ -556,6 +556,29 @@ def test_functions_of_a_model_are_no_sources_unless_they_are_asked_about():
     assert asked.sources == ("model.activation",)
 
 
+def test_masks_and_counts_in_a_model_are_no_problem_unless_they_are_asked_about():
+    class Masked(eqx.Module):
+        mask: jax.Array
+        count: jax.Array
+        w: jax.Array
+
+    def loss(model):
+        return jnp.sum(jnp.where(model.mask, model.w, 0.0)) * model.count
+
+    model = Masked(jnp.array([True, False]), jnp.int32(2), jnp.ones(2))
+    found = explain(loss, model)
+    assert not found.problems
+    assert [note.what for note in found.notes] == [
+        "it is bool, which has no gradient",
+        "it is int32, which has no gradient",
+    ]
+    rows = [line.split()[0] for line in str(found).splitlines()[-3:]]
+    assert rows == ["model.w", "model.mask", "model.count"]
+    for asked in ("mask", lambda path, _: path != "count"):
+        (problem,) = explain(loss, model, wrt=asked).problems
+        assert (problem.cause, problem.sources) == ("no gradient", ("model.mask",))
+
+
 def test_collections_of_flax_that_are_not_trained_are_no_problem():
     def with_collections(variables, x):
         return jnp.sum(variables["params"]["w"] * x)

@@ -73,12 +73,13 @@ class Argument(Parted):
         pairs = zip(self.counted, self.kinds, strict=True)
         return replace(self, counted=[counts and kind in kinds for counts, kind in pairs])
 
-    def has_lost_leaf(self, before: Argument) -> bool:
-        """Whether a leaf that was meant to count in `before` does not count here. If a whole
-        argument is selected and holds floats and other leaves (a model has functions, counters,
-        flags), the other leaves are not meant to count."""
+    @property
+    def means_each_leaf(self) -> bool:
+        """Whether each leaf that counts is meant to have a gradient. If a whole argument is
+        selected and holds floats and other leaves (a model has functions, counters, flags), the
+        other leaves are not meant to have one."""
         has_floats = any(self.counted) and "inexact" in self.of_chosen(self.kinds)
-        return self.counted != before.counted and (self.is_by_predicate or not has_floats)
+        return self.is_by_predicate or not has_floats
 
     def answer(self, results: Iterator[Any], absent: Callable[[Any], Any]) -> Any:
         """Returns a tree like the argument, with a result for each leaf that counts. A leaf that is
@@ -168,14 +169,15 @@ class Partition:
         """Returns the call, in which only the leaves count that JAX can differentiate.
 
         The other selected leaves get None in the answer. Raises TypeError for a leaf that is meant
-        to have a gradient (see `Argument.has_lost_leaf`), unless `unconnected` is "none": then the
+        to have a gradient (`Argument.means_each_leaf`), unless `unconnected` is "none": then the
         caller accepts None. Leaves of the kinds `allowed` count as well, and get float0 zeros.
         """
         takes_none = unconnected == "none"
         kept: list[Kind] = ["inexact", *(() if takes_none else allowed)]
         arguments = tuple([each.restrict_to_kinds(kept) for each in self.arguments])
         for place, each in enumerate(arguments):
-            if each.has_lost_leaf(self.arguments[place]) and not takes_none:
+            has_lost_leaf = each.counted != self.arguments[place].counted
+            if has_lost_leaf and each.means_each_leaf and not takes_none:
                 raise TypeError(self._no_gradient_message(place, each, allowed))
         return replace(self, arguments=arguments)
 

@@ -21,7 +21,7 @@ from tracegrad.ir.nodes import CustomGradient, Node, Recompute
 
 Function = Callable[..., list[Any]]
 
-MOST_ITERATIONS = 100_000
+_MOST_ITERATIONS = 100_000
 
 
 def bind_functions(
@@ -80,7 +80,7 @@ def _while(node: Node, args: Sequence[Any], function_of: Callable[[str], Functio
 
     def goes_on(state: Any) -> Any:
         count, carry = state
-        more = jnp.any(runs_on(carry)) & (count < MOST_ITERATIONS)
+        more = jnp.any(runs_on(carry)) & (count < _MOST_ITERATIONS)
         return more & (is_nan_at_first | ~_has_nan(carry)) if is_nested else more
 
     def step(state: Any) -> Any:

@@ -79,9 +79,9 @@ def check_grads(
         name, several names, or a predicate on the name of the function that has the rule. The
         report lists these rules, but they do not fail; the check of the whole function uses the
         derivatives of their functions, without stops. ``"stop_gradient"`` stands for every
-        `stop_gradient`, and every rule whose function has one. The rules of
-        `tracegrad.grad_pass_through`, `rules.clip_gradient` and `rules.scale_gradient` are always
-        deliberate.
+        `stop_gradient`, and every rule whose function has one: these rules are not judged, however
+        wrong they are. The rules of `tracegrad.grad_pass_through`, `rules.clip_gradient` and
+        `rules.scale_gradient` are always deliberate.
       rtol: the largest allowed difference, relative to the larger number. Default: 1e-5, or more if
         a part of the function cannot run in double precision (a callback that returns float32).
         Pass more if the function itself, an iteration for example, is no more precise.
@@ -99,8 +99,9 @@ def check_grads(
     Stopped values vary in differences, but not in derivatives: the error names their lines. If they
     are meant, pass ``deliberate="stop_gradient"``. JAX's derivative of samples of a gamma
     distribution (`jax.random.gamma`, `beta`, `dirichlet`, `t`) is implicit; differences of the
-    algorithm that draws them are not. So the check replaces such a sample by the parameter times a
-    constant sample.
+    algorithm that draws them are not. So outside of custom rules the check replaces such a sample
+    by the parameter times a constant sample. A rule that differs from its function is not judged if
+    the function draws such samples, and the whole function is checked without the rule.
 
     If there is doubt, there is no verdict: a derivative is not judged if the function has a kink or
     a jump nearby, if a `while` loop (outside of `jax.lax.custom_root`) does not end nearby (after
@@ -134,10 +135,9 @@ def check_grads(
             f"order is 1 or more and modes are of {MODES}; got order={order!r}, modes={modes!r}"
         )
     require_function(fun, "check the derivatives of")
-    names = {deliberate} if isinstance(deliberate, str) else deliberate
 
     def check(double: bool) -> tuple[GradCheck, str]:
-        return _check(fun, args, order, tuple(modes), names, rtol, atol, seed, double)
+        return _check(fun, args, order, tuple(modes), deliberate, rtol, atol, seed, double)
 
     refused: Exception | None = None
     report, hint = None, ""
@@ -167,7 +167,7 @@ def _check(
     args: Sequence[Any],
     order: int,
     modes: tuple[str, ...],
-    deliberate: Collection[str] | Declared,
+    deliberate: str | Collection[str] | Declared,
     rtol: float | None,
     atol: float | None,
     seed: int,
@@ -222,6 +222,7 @@ def _hint_of(program: Graph) -> str:
         hint += (
             f"\nStopped values vary in finite differences, but are constants in derivatives: {STOP}"
             f'{stops}. If they are meant, deliberate="{STOP}" checks the function without stops'
+            ", and does not judge the rules whose functions have stops"
         )
     if calls := _places(program, is_host_call):
         hint += f"\nThese are checked with the whole function alone: numpy_function{calls}"

@@ -13,7 +13,7 @@ import numpy as np
 from tracegrad import _jax
 from tracegrad.insight.comparing import Comparison
 from tracegrad.insight.comparisons import Checked
-from tracegrad.insight.deliberate import Declared, is_meant
+from tracegrad.insight.deliberate import Declared, is_meant, is_sample
 from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.gradient_flow import RegionFlow, gradient_flow, is_among
@@ -25,6 +25,8 @@ from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.tracing.rule_errors import words_at
 
 Run = Callable[[Sequence[Any]], Any]
+
+_SAMPLES = "differences do not tell the implicit derivative of samples of a gamma distribution"
 
 
 def operands_in(
@@ -135,14 +137,21 @@ def _check_rule(
         comparison = Comparison(sides[0], sides[1], leaves, names, limits, random)
         for check in comparison.checks([mode], words=functools.partial(words_at, node)):
             # A rule that raises an error does so in the user's gradient too.
-            is_wrong = check.status == "wrong"
-            is_deliberate = is_wrong and not check.note and is_meant(node, declared)
+            if check.status == "wrong" and not check.note:
+                if is_meant(node, declared):
+                    check = dataclasses.replace(check, status="deliberate")
+                elif _has_varying_sample(node.primal, active):
+                    check = dataclasses.replace(check, status="not judged", note=_SAMPLES)
             yield dataclasses.replace(
-                check,
-                status="deliberate" if is_deliberate else check.status,
-                origin=rule.origin,
-                defined=function.place if function else "",
+                check, origin=rule.origin, defined=function.place if function else ""
             )
+
+
+def _has_varying_sample(graph: Graph, active: Sequence[int]) -> bool:
+    """Whether a graph draws samples with a parameter that varies with an active input."""
+    flow = gradient_flow(graph, active)
+    samples = graph.find(is_sample)
+    return any(is_among(o.node.inputs[1], flow.along(o.path).varying) for o in samples)
 
 
 def is_host_call(rule: Occurrence) -> bool:

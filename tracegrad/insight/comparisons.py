@@ -26,7 +26,7 @@ class Checked:
         report), ``"none"`` (the derivative does not exist) or ``"deliberate"``.
       origin: the user's line that calls the rule.
       defined: the place where the rule is defined.
-      note: why there is no derivative.
+      note: why there is no derivative, or no verdict.
     """
 
     what: str
@@ -87,7 +87,7 @@ class GradCheck:
         lines = [f"derivatives of {self.function}: {self._verdict}{said}"]
         marks = {"right": "✓", "wrong": "✗", "deliberate": "·", "none": "–"}
         for check in (*self.rules, *self.leaves):
-            why = _REASONS.get(check.status, "")
+            why = "" if check.note else _REASONS.get(check.status, "")
             name = "" if check.status in ("right", "wrong") else f" [{check.status}{why}]"
             lines.append(f"{marks.get(check.status, '?')} {check}{name}")
         return "\n".join(lines)

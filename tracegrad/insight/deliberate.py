@@ -44,6 +44,11 @@ def is_stop(found: Occurrence) -> bool:
     return isinstance(found.node, StopGradient) and author_of(found) != "jax"
 
 
+def is_sample(found: Occurrence) -> bool:
+    """Whether a node draws samples of a gamma distribution."""
+    return found.node.op in operations.IMPLICIT
+
+
 def is_meant(node: CustomGradient, declared: Declared) -> bool:
     """Whether a rule differs on purpose: it is declared, or its function has a declared
     `stop_gradient`, or this package inserted the rule in order to change a gradient."""
@@ -59,9 +64,9 @@ def _has_declared_stop(node: CustomGradient, declared: Declared) -> bool:
 
 
 def without_deliberate(program: Graph, declared: Declared, right: Collection[str]) -> Graph:
-    """Replaces each deliberate rule of a program by its function without `stop_gradient`s, each
-    declared `stop_gradient` by its operand, and each sample of a gamma distribution by the
-    parameter times a constant sample.
+    """Replaces each deliberate rule of a program, and each rule whose function draws samples of a
+    gamma distribution, by its function without `stop_gradient`s; each declared `stop_gradient` by
+    its operand, and each sample of a gamma distribution by the parameter times a constant sample.
 
     Args:
       right: the rules that are the derivatives of their functions: they stay, unless stops are
@@ -73,7 +78,7 @@ def without_deliberate(program: Graph, declared: Declared, right: Collection[str
         if not isinstance(node, CustomGradient) or is_jaxs_rule(node):
             return False
         is_right = node.name in right and not _has_declared_stop(node, declared)
-        return not is_right and is_meant(node, declared)
+        return not is_right and (is_meant(node, declared) or bool(node.primal.find(is_sample)))
 
     while rules := program.find(is_deliberate):
         nodes = {found.node for found in rules}
@@ -81,7 +86,7 @@ def without_deliberate(program: Graph, declared: Declared, right: Collection[str
         program = around_each(program, outermost, _function_of_rule).graph
     if declared(STOP):
         program = _without_stops(program)
-    return _replaced(program, lambda found: found.node.op in operations.IMPLICIT, _sample)
+    return _replaced(program, is_sample, _sample)
 
 
 def _replaced(

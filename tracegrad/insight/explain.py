@@ -15,6 +15,7 @@ from tracegrad.differentiation.checks import pair
 from tracegrad.differentiation.gradient_types import is_numeric, type_of
 from tracegrad.differentiation.partition import Partition
 from tracegrad.differentiation.wrt import Wrt, check_wrt, partition
+from tracegrad.insight.explaining.cut_off import type_without_gradient
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation
 from tracegrad.ir import Graph, Occurrence, dtype_of, is_reference
@@ -98,13 +99,19 @@ def explain(
         for name, i in call.sources.items()
         if i is not None or type_of(leaves[name]) is not None
     } or call.sources
+    is_meant = [each.means_each_leaf for each in selection.arguments for c in each.counted if c]
+    meant = {name for name, is_one in zip(selection.names, is_meant, strict=True) if is_one}
     return explain_graph(
         call.program,
         call.inputs,
         sources,
         _seeds(fun, call.program, call.count),
         name=function_name(fun),
-        unselectable={name: leaves[name] for name, i in sources.items() if i is None},
+        unselectable={
+            name: type_without_gradient(name, leaves[name], name in meant)
+            for name, i in sources.items()
+            if i is None
+        },
         others=call.others,
         untrained={leaf.name for leaf in selection.named if not leaf.is_trained},
     )

@@ -127,9 +127,10 @@ class SourceReport:
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool, float]:
-        """The sort key: the worst source first, then by the norm; state of the model last."""
-        is_state = self.reason == "state"
-        return is_state, self.is_finite, self.connected, self.zeros < 1, self.norm
+        """The sort key: the worst source first, then by the norm; state of the model, and types
+        without a gradient, last."""
+        is_last = self.reason in ("state", "no gradient")
+        return is_last, self.is_finite, self.connected, self.zeros < 1, self.norm
 
 
 @dataclass(frozen=True)

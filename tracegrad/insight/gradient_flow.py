@@ -9,7 +9,7 @@ gradient.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from operator import or_
@@ -88,8 +88,9 @@ class RegionFlow:
         return flow
 
 
-def gradient_flow(graph: Graph) -> RegionFlow:
-    """Returns the flow of gradients from the float outputs of a graph to its float inputs.
+def gradient_flow(graph: Graph, inputs: Collection[int] | None = None) -> RegionFlow:
+    """Returns the flow of gradients from the float outputs of a graph to its float inputs, or to
+    some `inputs` by their positions.
 
     Places that enter a region with the same `carrying`, `arriving` and `wanted` share a
     `RegionFlow`.
@@ -103,7 +104,10 @@ def gradient_flow(graph: Graph) -> RegionFlow:
     >>> flow.reached
     [True]
     """
-    carrying = [has_gradient(v) or is_reference(v) for v in graph.inputs]
+    if inputs is None:
+        carrying = [has_gradient(v) or is_reference(v) for v in graph.inputs]
+    else:
+        carrying = [i in inputs for i in range(len(graph.inputs))]
     wanted = list(map(has_gradient, graph.outputs))
     return _Flows().of(graph, carrying, wanted, wanted, recomputed=False)
 

@@ -139,10 +139,10 @@ def statement(graph: Graph, node: Node) -> str:
     """Returns a node as an assignment, ``y = dot_general(x, w)``."""
     results = ", ".join(graph.names[v] for v in node.outputs if v in graph.names) or "_"
     operands = operands_text(graph, node.inputs)
-    return f"{results} = {label(node)}({operands}){parameters(node)}"
+    return f"{results} = {_label(node)}({operands}){parameters(node)}"
 
 
-def label(node: Node) -> str:
+def _label(node: Node) -> str:
     """Returns a node's operation or annotation: ``mul``, ``◆ custom_gradient[vjp] clip``."""
     if isinstance(node, CustomGradient):
         return f"{CUSTOM} custom_gradient[{node.kind}] {node.name}"

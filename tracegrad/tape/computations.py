@@ -50,7 +50,7 @@ class Computation:
       is_run_once: whether a tape runs `forward` also inside a traced function, since XLA would not
         merge `fun` (a loop, a branch, a call of the host) with another run for the gradient.
       has_rules: whether a function in its programs has a custom derivative.
-      has_nones: whether such a derivative may return None for an operand.
+      has_nones: whether a custom VJP in its programs may return None, which zeros may hide.
       has_effects: whether it prints or calls the host.
       has_references: whether it uses a `jax.Ref`.
       is_simple: whether it closes over no arrays and has no effects.
@@ -258,7 +258,8 @@ def trace_operation(called: Fun, types: Sequence[Any], source_info: Any) -> Grap
 def links_of(called: Fun, types: Sequence[Any], active: Collection[int]) -> Sequence[int]:
     """Returns, for each result of an operation, the mask of the connected active operands.
 
-    (JAX's derivative of a program does not tell whether a rule returned None for an operand.)
+    (Where the derivative of a program runs a rule, as in a loop, JAX makes zeros of the rule's
+    None. If a rule is recorded by itself, `transpose_derivative` tells None from zeros.)
 
     Args:
       active: the positions of the active operands. A rule may refuse to be differentiated with

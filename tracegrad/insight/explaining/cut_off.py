@@ -210,18 +210,21 @@ def _closing_over(found: Occurrence) -> Finding:
     )
 
 
-def type_without_gradient(path: str, leaf: Any) -> Finding:
-    """Returns the finding on a source whose type has no gradient."""
+def type_without_gradient(path: str, leaf: Any, is_meant: bool) -> Finding:
+    """Returns the finding on a source whose type has no gradient. `is_meant`: whether the source is
+    meant to have a gradient, unlike a mask or a count of a model."""
     aval = type_of(leaf)
     kind = type(leaf).__name__ if aval is None else str(aval.dtype)
     if isinstance(leaf, Static):
         kind = f"the number {leaf!r} of an equinox module"
+    cure = "make it a float array"
+    cure = f"{cure}, or leave it out of wrt" if is_meant else f"if it is a parameter, {cure}"
     return Finding(
         "no gradient",
         f"it is {kind}, which has no gradient",
         (path,),
-        problem=is_numeric(leaf),
-        cure="make it a float array, or leave it out of wrt" if is_numeric(leaf) else "",
+        problem=is_numeric(leaf) and is_meant,
+        cure=cure if is_numeric(leaf) else "",
     )
 
 

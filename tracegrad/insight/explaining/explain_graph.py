@@ -17,7 +17,6 @@ from tracegrad.insight.explaining.cut_off import (
     cut_off,
     refusals,
     state_of_model,
-    type_without_gradient,
 )
 from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.not_finite import not_finite
@@ -49,7 +48,7 @@ def explain_graph(
     seeds: Sequence[Any],
     *,
     name: str,
-    unselectable: dict[str, Any],
+    unselectable: dict[str, Finding],
     others: Mapping[int, str],
     untrained: Collection[str],
 ) -> Explanation:
@@ -62,7 +61,7 @@ def explain_graph(
         source has no gradient.
       seeds: for each output of the graph a cotangent, or None.
       name: the name of the function.
-      unselectable: the values of the sources without an input, by their paths.
+      unselectable: the findings on the sources without an input, by their paths.
       others: the names of inputs that are not sources.
       untrained: the sources that are not expected to get a gradient.
     """
@@ -79,7 +78,7 @@ def explain_graph(
         elif path in untrained:
             findings.append(state_of_model(path))
         elif i is None:
-            findings.append(type_without_gradient(path, unselectable[path]))
+            findings.append(unselectable[path])
         else:
             cuts = cuts or smallest_cuts(program, targets, differentiated)
             findings += cut_off(program, inputs, path, i, cuts[i])
