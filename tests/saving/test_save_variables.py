@@ -19,7 +19,7 @@ from hypothesis import settings
 
 import tracegrad as tg
 from tracegrad import ArtefactError, load, load_variables, save, save_variables
-from tracegrad.saving import seal
+from tracegrad.saving import checkpoints, seal
 from tracegrad.saving.seal import SEAL
 from tracegrad.saving.variables import variables_of
 
@@ -332,3 +332,38 @@ def test_an_interrupt_behind_the_seal_leaves_the_new_state(tmp_path, monkeypatch
     tree["w"].assign(3.0)
     load_variables(tree, path)
     assert float(tree["w"]) == 2.0
+
+
+def test_a_newer_state_that_another_save_sealed_meanwhile_stays(tmp_path, monkeypatch):
+    tree, write_file = {"w": tg.Variable(1.0)}, seal.write_file
+    path = write(tmp_path / "state", tree)
+
+    def and_then_another(*args):
+        write_file(*args)
+        monkeypatch.undo()
+        save_variables({"w": tg.Variable(2.0)}, path)
+
+    monkeypatch.setattr(seal, "write_file", and_then_another)
+    save_variables(tree, path)
+    load_variables(tree, path)
+    assert float(tree["w"]) == 2.0
+    assert [step.name for step in path.iterdir()] == ["tracegrad-2"]
+
+
+def test_of_two_saves_that_chose_one_number_the_second_leaves_the_first_alone(
+    tmp_path, monkeypatch
+):
+    tree, digests = {"w": tg.Variable(1.0)}, checkpoints.digests_of_files
+    path = write(tmp_path / "state", {"w": tg.Variable(0.0)})
+
+    def while_another_begins(*args):
+        with pytest.raises(FileExistsError, match="tracegrad-1"):
+            save_variables({"w": tg.Variable(2.0)}, path)
+        return digests(*args)
+
+    monkeypatch.setattr(checkpoints, "next_step", lambda folder: 1)
+    monkeypatch.setattr(checkpoints, "digests_of_files", while_another_begins)
+    save_variables(tree, path)
+    tree["w"].assign(3.0)
+    load_variables(tree, path)
+    assert float(tree["w"]) == 1.0
