@@ -59,6 +59,13 @@ def bind_specs(name: str, fun: Function, specs: Any) -> inspect.BoundArguments:
     for parameter, spec in given.arguments.items():
         given.arguments[parameter] = spec = values_of(spec)
         check_leaves(spec, f"the argument {parameter}")
+    sizes = [size for spec in jax.tree.leaves(given.arguments) for size in jax.typeof(spec).shape]
+    if len({size.scope for size in sizes if jax.export.is_symbolic_dim(size)}) > 1:
+        raise TypeError(
+            f"the arguments of {name} cannot be saved: they have symbolic sizes from several calls "
+            "of jax.export.symbolic_shape, and to JAX, b from another call is another size: make "
+            'all sizes in one call, b, n = jax.export.symbolic_shape("b, n")'
+        )
     return given
 
 
@@ -119,7 +126,7 @@ def _is_array_or_type(leaf: Any) -> bool:
 
 def check_trees(arguments: Mapping[str, Any], result: Any, name: str) -> None:
     """Raises TypeError if `jax.export` cannot write the arguments or the result: for a container
-    of a class, or sizes of several scopes."""
+    of a class."""
     for where, trees in (("arguments", arguments), ("result", {"result": result})):
         try:
             types = jax.eval_shape(lambda trees: trees, trees)
@@ -155,8 +162,11 @@ def signature_text(
     result: Any,
 ) -> str:
     """Returns one line: ``score(x: f32[b,2]) -> f32[b]``."""
-    shown = [
+    return f"{name}({parameters_text(parameters, arguments)}) -> {_text_of(result)}"
+
+
+def parameters_text(parameters: Iterable[tuple[str, Kind]], arguments: Mapping[str, Any]) -> str:
+    return ", ".join(
         f"{kind if kind in ('*', '**') else ''}{parameter}: {_text_of(arguments[parameter])}"
         for parameter, kind in parameters
-    ]
-    return f"{name}({', '.join(shown)}) -> {_text_of(result)}"
+    )

@@ -166,20 +166,17 @@ class _Contents:
 
     def add(self, name: str, fun: Function, specs: Any) -> None:
         given = bind_specs(name, fun, specs)
-        arguments: Mapping[str, Any] = given.arguments
-        result = None
+        source = trace_to_save(self.modules.without_module(fun), given, name)
         programs = Programs(name, self.order, self.platforms)
         try:
-            source = trace_to_save(self.modules.without_module(fun), given, name)
-            arguments, result = source.arguments, source.result
             program = programs.write(source)
         except Exception:
-            check_trees(arguments, result, name)  # a container may be the cause
+            check_trees(source.arguments, source.result, name)  # a container may be the cause
             raise
         parameters = parameters_of(given)
         record = FunctionRecord(
             name=name,
-            signature=signature_text(name, parameters, arguments, result),
+            signature=signature_text(name, parameters, source.arguments, source.result),
             parameters=parameters,
             constraints=tuple(_jax.symbolic_constraints(source.avals)),
             reads=self._places(source.graph.variables),
