@@ -134,6 +134,8 @@ def test_a_loaded_function_is_copied_with_its_variables_and_not_pickled(path):
     other = copy.deepcopy(loaded)
     other.variables["v"].assign(5.0)
     assert (loaded(3.0), other(3.0), jax.grad(other)(3.0)) == (6, 15, 5)
+    assert copy.copy(other).variables["v"] is other.variables["v"]
+    assert copy.copy(other)(3.0) == 15
     with pytest.raises(TypeError, match=r"<loaded <lambda>.* cannot be pickled: call tracegrad.l"):
         pickle.dumps(loaded)
 
