@@ -83,6 +83,20 @@ def test_what_a_class_computes_is_not_looked_at():
     assert [float(v) for v in model.variables] == [3.0, 1.0, 2.0]
     assert list(variables_of([model])) == ["0.broken", "0._Model__hidden", "0.second"]
 
+    class Computed(Slotted):
+        __slots__ = ()
+
+        @property
+        def inner(self):
+            return tg.Variable(7.0)
+
+        def __getattr__(self, name):
+            return {"never": tg.Variable(8.0)}
+
+    computed, held = Computed.__new__(Computed), tg.Variable(1.0)
+    Slotted.inner.__set__(computed, held)
+    assert list(variables_of(computed).items()) == [("inner", held)]
+
 
 def test_each_variable_is_found_once_by_its_path():
     tree = network()
