@@ -489,7 +489,7 @@ def test_programs_for_other_platforms_are_written_here(path):
     loaded = saved(path, lambda x: jnp.tanh(x) @ x.T, [ROWS], platforms=("cpu", "cuda", "tpu"))
     assert loaded.platforms == ("cpu", "cuda", "tpu")
     assert loaded(X).shape == (2, 2)
-    elsewhere = saved(path, jnp.sin, [X], platforms=["tpu"])
+    elsewhere = saved(path, jnp.sin, [X], platforms={"tpu"})
     with pytest.raises(ValueError, match=r"tpu.*cpu"):
         elsewhere(X)
 

@@ -219,9 +219,9 @@ NOT_SPECS = [
     (same, {"y": X}, r"do not fit same\(x\): missing a required argument: 'x'"),
     (lambda x, y: x @ y, [X, X], "contracting dimensions"),
     (same, X, r"(?s)specs should be a list .*but is .*: write \[spec\] for one argument"),
-    (same, None, "specs should be a list .* but is None"),
+    (same, None, "the specs of same are missing: give a list with one array"),
     *[(lambda d: X, [argument], message) for argument, message in NO_ARRAYS],
-    (lambda x: (x, jnp.sin), [X], r"the result of <lambda>\.1 is .*arrays only"),
+    (lambda x: (x, jnp.sin), [X], r"the result of <lambda>\.1 is .*arrays only\. Let the function"),
     *[(fun, [ROWS, OTHER_ROWS], f"{ONE_CALL}$") for fun in (jnp.add, lambda x, y: (x, y))],
     (lambda m: m.w, [Model(X)], f"the arguments of <lambda> .*{CLASS.format('Model')}"),
     (lambda x: {"a": Model(x)}, [X], f"the result of <lambda> .*{CLASS.format('Model')}"),
@@ -230,8 +230,12 @@ NOT_SPECS = [
     (lambda x: {"\ud800": x}, [X], "the result of <lambda> cannot be saved: .* surrogates not all"),
     (3, [X], "expected a function to save, or a dictionary"),
     *[
-        (functions, specs, r"saved by save\(\{name: \(fun, specs\)\}, path\), with names")
-        for functions, specs in [({"f": jnp.sin}, None), ({"f": SIN}, [X]), ({3: SIN}, None)]
+        (functions, specs, rf"saved by save\(\{{name: \(fun, specs\)\}}, path\), .*but got {got}")
+        for functions, specs, got in [
+            ({"f": SIN, "g": jnp.sin}, None, "the entry 'g': <PjitFunction"),
+            ({"f": SIN}, [X], r"\{'f': (?s:.*) and specs=\["),
+            ({3: SIN}, None, r"the entry 3: \("),
+        ]
     ],
     ({}, None, r"but got \{\} and specs=None"),
 ]

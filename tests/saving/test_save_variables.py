@@ -213,8 +213,8 @@ def test_they_can_be_those_of_a_loaded_function(tmp_path):
 
 
 ZEROS, ONES, THREE = (np.full(n, value, np.float32) for n, value in ((2, 0), (2, 1), (3, 0)))
-OF_SHAPE = r"the array 'b' of .* has the shape \[3\], but <Variable b: .*> \[2\]"
-OF_DTYPE = "the array 'b' of .* has the dtype float64, but <Variable b: .*> float32"
+OF_SHAPE = r"the array 'b' of .* has the shape \[3\], but <Variable b: .*> has \[2\]"
+OF_DTYPE = "the array 'b' of .* has the dtype float64, but <Variable b: .*> has float32"
 
 
 @pytest.mark.parametrize(
@@ -329,6 +329,13 @@ def test_what_was_not_sealed_does_not_count(tmp_path):
     assert float(tree["w"]) == 1.0
     save_variables(tree, path)
     assert [step.name for step in path.iterdir()] == ["tracegrad-2"]
+
+
+def test_a_missing_file_is_one_that_the_seal_lists(tmp_path):
+    tree = {"w": tg.Variable(1.0)}
+    (write(tmp_path / "state", tree) / "tracegrad-0" / "_METADATA").unlink()
+    with pytest.raises(ArtefactError, match="_METADATA: the seal lists it, but it is missing"):
+        load_variables(tree, tmp_path / "state")
 
 
 def test_an_interrupt_behind_the_seal_leaves_the_new_state(tmp_path, monkeypatch):

@@ -290,10 +290,12 @@ def _check_records(
         record, what = records[name], f"the array {name!r} of {shown}"
         if record.shape != variable.shape:
             shape = list(variable.shape)
-            raise ValueError(f"{what} has the shape {list(record.shape)}, but {variable!r} {shape}")
+            raise ValueError(
+                f"{what} has the shape {list(record.shape)}, but {variable!r} has {shape}"
+            )
         if record.dtype != str(variable.dtype):
             dtype = variable.dtype
-            raise TypeError(f"{what} has the dtype {record.dtype}, but {variable!r} {dtype}")
+            raise TypeError(f"{what} has the dtype {record.dtype}, but {variable!r} has {dtype}")
 
 
 def _read_checkpoint(step: Path, variables: Mapping[str, Variable]) -> dict[str, Any]:

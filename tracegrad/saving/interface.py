@@ -39,6 +39,11 @@ def saved_name(fun: Any) -> str:
 def bind_specs(name: str, fun: Function, specs: Any) -> inspect.BoundArguments:
     """Returns the specs by parameters. The spec of ``*args`` is a tuple, the spec of ``**kwargs`` a
     dictionary. Raises TypeError if the specs do not fit the function."""
+    if specs is None:
+        raise TypeError(
+            f"the specs of {name} are missing: give a list with one array or jax.ShapeDtypeStruct "
+            "for each argument, or a dictionary of keyword arguments"
+        )
     if not isinstance(specs, (list, tuple, dict)) or hasattr(specs, "_fields"):
         raise TypeError(
             "specs should be a list with one array or jax.ShapeDtypeStruct for each argument, or a "
@@ -58,7 +63,7 @@ def bind_specs(name: str, fun: Function, specs: Any) -> inspect.BoundArguments:
         ) from None
     for parameter, spec in given.arguments.items():
         given.arguments[parameter] = spec = values_of(spec)
-        check_leaves(spec, f"the argument {parameter}")
+        check_leaves(spec, f"the argument {parameter}", _SPEC)
     sizes = [size for spec in jax.tree.leaves(given.arguments) for size in jax.typeof(spec).shape]
     if len({size.scope for size in sizes if jax.export.is_symbolic_dim(size)}) > 1:
         raise TypeError(
@@ -101,16 +106,21 @@ def tree_of_types(structure: Any, avals: Iterable[Any]) -> Any:
     return jax.tree.unflatten(structure, [_jax.struct(aval.shape, aval.dtype) for aval in avals])
 
 
-def check_leaves(tree: Any, where: str) -> None:
+_SPEC = (
+    ": as a spec, give an array or a jax.ShapeDtypeStruct, with sizes >= 0 or of "
+    'jax.export.symbolic_shape("batch, 3")'
+)
+
+
+def check_leaves(tree: Any, where: str, advice: str = "") -> None:
     """Raises TypeError, with the path, for a leaf that is neither an array nor the type of one."""
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_module):
         if not _is_array_or_type(leaf):
             raise TypeError(
                 f"{path_name(path, where)} is {brief(leaf)}. A saved function takes and returns "
-                "arrays only: as a spec, give an array or a jax.ShapeDtypeStruct, with sizes >= 0 "
-                'or of jax.export.symbolic_shape("batch, 3"). Let the function close over other '
-                "objects. Save a flax.nnx module itself, its method, or functools.partial(f, "
-                "module); put several modules, for example a model and its optimizer, into one"
+                f"arrays only{advice}. Let the function close over other objects. Save a flax.nnx "
+                "module itself, its method, or functools.partial(f, module); put several modules, "
+                "for example a model and its optimizer, into one"
             )
 
 

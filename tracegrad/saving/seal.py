@@ -85,5 +85,5 @@ def read_seal(step: Path) -> Seal:
     """
     with open_file(step / SEAL) as file:
         _, found, _ = read_header(file, Seal)
-    check_digests(digests_of_files(step, files_of(step)), found.digests, step)
+    check_digests(digests_of_files(step, files_of(step)), found.digests, step, "seal")
     return found
