@@ -61,6 +61,7 @@ def refusal(path: Path, data: bytes) -> ArtefactError:
     ("place", "value", "reason"),
     [
         ("functions.0.program.array", 3, r"functions\[(0\]\.program\.array|\.\.\.\])"),
+        ("functions", [], "it lists no functions"),
         ("functions.0.reads", [7], "the function 'score' is inconsistent"),
         ("variables.0.key_type", "xy", "Variable 'weights' cannot have random keys of 'xy': unrec"),
     ],

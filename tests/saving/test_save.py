@@ -134,6 +134,8 @@ def test_a_loaded_function_is_copied_with_its_variables_and_not_pickled(path):
     other = copy.deepcopy(loaded)
     other.variables["v"].assign(5.0)
     assert (loaded(3.0), other(3.0), jax.grad(other)(3.0)) == (6, 15, 5)
+    assert copy.copy(other).variables["v"] is other.variables["v"]
+    assert copy.copy(other)(3.0) == 15
     with pytest.raises(TypeError, match=r"<loaded <lambda>.* cannot be pickled: call tracegrad.l"):
         pickle.dumps(loaded)
 
@@ -487,7 +489,7 @@ def test_programs_for_other_platforms_are_written_here(path):
     loaded = saved(path, lambda x: jnp.tanh(x) @ x.T, [ROWS], platforms=("cpu", "cuda", "tpu"))
     assert loaded.platforms == ("cpu", "cuda", "tpu")
     assert loaded(X).shape == (2, 2)
-    elsewhere = saved(path, jnp.sin, [X], platforms=["tpu"])
+    elsewhere = saved(path, jnp.sin, [X], platforms={"tpu"})
     with pytest.raises(ValueError, match=r"tpu.*cpu"):
         elsewhere(X)
 

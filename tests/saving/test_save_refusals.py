@@ -212,16 +212,17 @@ NO_ARRAYS = [  # an argument, and how it is named
     ([nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))], r"argument d\.0.* is a Param"),
 ]
 CLASS = "unregistered type .*{}.*register_namedtuple_serialization.*convert it to a dictionary"
+ONE_CALL = r"^the arguments of .* cannot be saved: .*in one call, b, n = jax.*_shape\(\"b, n\"\)"
 NOT_SPECS = [
     (lambda x, y: x, [X], r"do not fit <lambda>\(x, y\): missing a required argument: 'y'"),
     (same, [X, X], r"do not fit same\(x\): too many positional arguments"),
     (same, {"y": X}, r"do not fit same\(x\): missing a required argument: 'x'"),
     (lambda x, y: x @ y, [X, X], "contracting dimensions"),
     (same, X, r"(?s)specs should be a list .*but is .*: write \[spec\] for one argument"),
-    (same, None, "specs should be a list .* but is None"),
+    (same, None, "the specs of same are missing: give a list with one array"),
     *[(lambda d: X, [argument], message) for argument, message in NO_ARRAYS],
-    (lambda x: (x, jnp.sin), [X], r"the result of <lambda>\.1 is .*arrays only"),
-    (jnp.add, [ROWS, OTHER_ROWS], "arguments of add cannot be saved: .* mixing of symbolic scopes"),
+    (lambda x: (x, jnp.sin), [X], r"the result of <lambda>\.1 is .*arrays only\. Let the function"),
+    *[(fun, [ROWS, OTHER_ROWS], f"{ONE_CALL}$") for fun in (jnp.add, lambda x, y: (x, y))],
     (lambda m: m.w, [Model(X)], f"the arguments of <lambda> .*{CLASS.format('Model')}"),
     (lambda x: {"a": Model(x)}, [X], f"the result of <lambda> .*{CLASS.format('Model')}"),
     (lambda d: d[1], [{1: X}], "the arguments of .* string keys. Found key 1"),
@@ -229,8 +230,12 @@ NOT_SPECS = [
     (lambda x: {"\ud800": x}, [X], "the result of <lambda> cannot be saved: .* surrogates not all"),
     (3, [X], "expected a function to save, or a dictionary"),
     *[
-        (functions, specs, r"saved by save\(\{name: \(fun, specs\)\}, path\), with names")
-        for functions, specs in [({"f": jnp.sin}, None), ({"f": SIN}, [X]), ({3: SIN}, None)]
+        (functions, specs, rf"saved by save\(\{{name: \(fun, specs\)\}}, path\), .*but got {got}")
+        for functions, specs, got in [
+            ({"f": SIN, "g": jnp.sin}, None, "the entry 'g': <PjitFunction"),
+            ({"f": SIN}, [X], r"\{'f': (?s:.*) and specs=\["),
+            ({3: SIN}, None, r"the entry 3: \("),
+        ]
     ],
     ({}, None, r"but got \{\} and specs=None"),
 ]
@@ -256,6 +261,21 @@ NOT_VALUES = [
 def test_requests_and_options_are_checked(fun, specs, options, error, message, path):
     with pytest.raises(error, match=message):
         save(fun, path, specs, **options)
+
+
+@pytest.mark.parametrize(
+    ("fun", "spec", "error", "types"),
+    [
+        (lambda x: x @ np.ones(4), X, TypeError, "x: f32[2,3]"),
+        (lambda f: f.x / (1 / 0), Folded(1.0), ZeroDivisionError, "f: Folded(x=f32[])"),
+    ],
+)
+def test_an_error_of_the_function_names_it_its_types_and_its_line(fun, spec, error, types, path):
+    with pytest.raises(error) as raised:
+        save({"good": SIN, "bad": (fun, [spec])}, path)
+    (note,) = [note for note in raised.value.__notes__ if "to be saved" in note]
+    assert note.endswith(f"\nwhile bad was traced to be saved, for ({types})")
+    assert f"{Path(__file__).name}:{fun.__code__.co_firstlineno} in <lambda>" in note
 
 
 @pytest.mark.both_jax

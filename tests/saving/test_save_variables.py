@@ -19,7 +19,7 @@ from hypothesis import settings
 
 import tracegrad as tg
 from tracegrad import ArtefactError, load, load_variables, save, save_variables
-from tracegrad.saving import seal
+from tracegrad.saving import checkpoints, seal
 from tracegrad.saving.seal import SEAL
 from tracegrad.saving.variables import variables_of
 
@@ -82,6 +82,20 @@ def test_what_a_class_computes_is_not_looked_at():
     model = Model()
     assert [float(v) for v in model.variables] == [3.0, 1.0, 2.0]
     assert list(variables_of([model])) == ["0.broken", "0._Model__hidden", "0.second"]
+
+    class Computed(Slotted):
+        __slots__ = ()
+
+        @property
+        def inner(self):
+            return tg.Variable(7.0)
+
+        def __getattr__(self, name):
+            return {"never": tg.Variable(8.0)}
+
+    computed, held = Computed.__new__(Computed), tg.Variable(1.0)
+    Slotted.inner.__set__(computed, held)
+    assert list(variables_of(computed).items()) == [("inner", held)]
 
 
 def test_each_variable_is_found_once_by_its_path():
@@ -199,8 +213,8 @@ def test_they_can_be_those_of_a_loaded_function(tmp_path):
 
 
 ZEROS, ONES, THREE = (np.full(n, value, np.float32) for n, value in ((2, 0), (2, 1), (3, 0)))
-OF_SHAPE = r"the array 'b' of .* has the shape \[3\], but <Variable b: .*> \[2\]"
-OF_DTYPE = "the array 'b' of .* has the dtype float64, but <Variable b: .*> float32"
+OF_SHAPE = r"the array 'b' of .* has the shape \[3\], but <Variable b: .*> has \[2\]"
+OF_DTYPE = "the array 'b' of .* has the dtype float64, but <Variable b: .*> has float32"
 
 
 @pytest.mark.parametrize(
@@ -317,6 +331,13 @@ def test_what_was_not_sealed_does_not_count(tmp_path):
     assert [step.name for step in path.iterdir()] == ["tracegrad-2"]
 
 
+def test_a_missing_file_is_one_that_the_seal_lists(tmp_path):
+    tree = {"w": tg.Variable(1.0)}
+    (write(tmp_path / "state", tree) / "tracegrad-0" / "_METADATA").unlink()
+    with pytest.raises(ArtefactError, match="_METADATA: the seal lists it, but it is missing"):
+        load_variables(tree, tmp_path / "state")
+
+
 def test_an_interrupt_behind_the_seal_leaves_the_new_state(tmp_path, monkeypatch):
     tree, remove = {"w": tg.Variable(1.0)}, seal.remove
     path = write(tmp_path / "state", tree)
@@ -332,3 +353,38 @@ def test_an_interrupt_behind_the_seal_leaves_the_new_state(tmp_path, monkeypatch
     tree["w"].assign(3.0)
     load_variables(tree, path)
     assert float(tree["w"]) == 2.0
+
+
+def test_a_newer_state_that_another_save_sealed_meanwhile_stays(tmp_path, monkeypatch):
+    tree, write_file = {"w": tg.Variable(1.0)}, seal.write_file
+    path = write(tmp_path / "state", tree)
+
+    def and_then_another(*args):
+        write_file(*args)
+        monkeypatch.undo()
+        save_variables({"w": tg.Variable(2.0)}, path)
+
+    monkeypatch.setattr(seal, "write_file", and_then_another)
+    save_variables(tree, path)
+    load_variables(tree, path)
+    assert float(tree["w"]) == 2.0
+    assert [step.name for step in path.iterdir()] == ["tracegrad-2"]
+
+
+def test_of_two_saves_that_chose_one_number_the_second_leaves_the_first_alone(
+    tmp_path, monkeypatch
+):
+    tree, digests = {"w": tg.Variable(1.0)}, checkpoints.digests_of_files
+    path = write(tmp_path / "state", {"w": tg.Variable(0.0)})
+
+    def while_another_begins(*args):
+        with pytest.raises(FileExistsError, match="tracegrad-1"):
+            save_variables({"w": tg.Variable(2.0)}, path)
+        return digests(*args)
+
+    monkeypatch.setattr(checkpoints, "next_step", lambda folder: 1)
+    monkeypatch.setattr(checkpoints, "digests_of_files", while_another_begins)
+    save_variables(tree, path)
+    tree["w"].assign(3.0)
+    load_variables(tree, path)
+    assert float(tree["w"]) == 1.0

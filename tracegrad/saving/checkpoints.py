@@ -65,7 +65,7 @@ def save_variables(tree: Any, path: PathLike) -> None:
       ValueError: there is no Variable in the tree, or the processes save different Variables.
       RuntimeError: another process failed (the message says which one, and has its error); or this
         is called in a function that is being traced.
-      OSError: the folder cannot be written.
+      OSError: the folder cannot be written, or another save wrote there meanwhile.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
     >>> import os, tempfile
@@ -99,7 +99,8 @@ def save_variables(tree: Any, path: PathLike) -> None:
     of_types = new / "array_metadatas"  # Orbax's other processes wait until process 0 makes it
 
     def make() -> None:
-        of_types.mkdir(parents=True)
+        new.mkdir()
+        of_types.mkdir()
 
     def write() -> None:
         if not of_types.is_dir():
@@ -115,8 +116,8 @@ def save_variables(tree: Any, path: PathLike) -> None:
         records = {n: ArrayRecord(str(v.dtype), tuple(v.shape)) for n, v in variables.items()}
         seal(new, records, digests_of_files(new, files_of(new)))
 
+    _on_first(make)  # if the folder exists, it is that of another save, which goes on
     try:
-        _on_first(make)
         _on_all(write)
         _on_first(finish)
     except BaseException:
@@ -289,10 +290,12 @@ def _check_records(
         record, what = records[name], f"the array {name!r} of {shown}"
         if record.shape != variable.shape:
             shape = list(variable.shape)
-            raise ValueError(f"{what} has the shape {list(record.shape)}, but {variable!r} {shape}")
+            raise ValueError(
+                f"{what} has the shape {list(record.shape)}, but {variable!r} has {shape}"
+            )
         if record.dtype != str(variable.dtype):
             dtype = variable.dtype
-            raise TypeError(f"{what} has the dtype {record.dtype}, but {variable!r} {dtype}")
+            raise TypeError(f"{what} has the dtype {record.dtype}, but {variable!r} has {dtype}")
 
 
 def _read_checkpoint(step: Path, variables: Mapping[str, Variable]) -> dict[str, Any]:

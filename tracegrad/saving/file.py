@@ -185,15 +185,18 @@ def read_header(file: BufferedReader, kind: type[M]) -> tuple[int, M, dict[str, 
     return size, manifest, spans
 
 
-def check_digests(found: Mapping[str, str], listed: Mapping[str, str], path: PathLike) -> None:
-    """Raises ArtefactError for a part of `path` that is missing, superfluous or changed."""
+def check_digests(
+    found: Mapping[str, str], listed: Mapping[str, str], path: PathLike, where: str
+) -> None:
+    """Raises ArtefactError for a part of `path` that is missing, superfluous or changed. `where`
+    names the list: the manifest, or the seal."""
     for name in sorted(found.keys() | listed.keys()):
         if name not in found:
-            reason = "the manifest lists it, but it is missing"
+            reason = f"the {where} lists it, but it is missing"
         elif name not in listed:
-            reason = "the manifest does not list it"
+            reason = f"the {where} does not list it"
         elif found[name] != listed[name]:
-            reason = f"its SHA-256 is {found[name]}, but the manifest has {listed[name]}"
+            reason = f"its SHA-256 is {found[name]}, but the {where} has {listed[name]}"
             reason = f"its contents were changed: {reason}"
         else:
             continue
@@ -213,7 +216,7 @@ def read_file(path: PathLike) -> Contents:
         for name, (first, end) in spans.items():
             file.seek(first)
             arrays[name] = _read_into_own_memory(file, end - first)
-    check_digests(digests_of(arrays), manifest.digests, path)
+    check_digests(digests_of(arrays), manifest.digests, path, "manifest")
     return Contents(path, manifest, arrays)
 
 

@@ -39,6 +39,11 @@ def saved_name(fun: Any) -> str:
 def bind_specs(name: str, fun: Function, specs: Any) -> inspect.BoundArguments:
     """Returns the specs by parameters. The spec of ``*args`` is a tuple, the spec of ``**kwargs`` a
     dictionary. Raises TypeError if the specs do not fit the function."""
+    if specs is None:
+        raise TypeError(
+            f"the specs of {name} are missing: give a list with one array or jax.ShapeDtypeStruct "
+            "for each argument, or a dictionary of keyword arguments"
+        )
     if not isinstance(specs, (list, tuple, dict)) or hasattr(specs, "_fields"):
         raise TypeError(
             "specs should be a list with one array or jax.ShapeDtypeStruct for each argument, or a "
@@ -58,7 +63,14 @@ def bind_specs(name: str, fun: Function, specs: Any) -> inspect.BoundArguments:
         ) from None
     for parameter, spec in given.arguments.items():
         given.arguments[parameter] = spec = values_of(spec)
-        check_leaves(spec, f"the argument {parameter}")
+        check_leaves(spec, f"the argument {parameter}", _SPEC)
+    sizes = [size for spec in jax.tree.leaves(given.arguments) for size in jax.typeof(spec).shape]
+    if len({size.scope for size in sizes if jax.export.is_symbolic_dim(size)}) > 1:
+        raise TypeError(
+            f"the arguments of {name} cannot be saved: they have symbolic sizes from several calls "
+            "of jax.export.symbolic_shape, and to JAX, b from another call is another size: make "
+            'all sizes in one call, b, n = jax.export.symbolic_shape("b, n")'
+        )
     return given
 
 
@@ -94,16 +106,21 @@ def tree_of_types(structure: Any, avals: Iterable[Any]) -> Any:
     return jax.tree.unflatten(structure, [_jax.struct(aval.shape, aval.dtype) for aval in avals])
 
 
-def check_leaves(tree: Any, where: str) -> None:
+_SPEC = (
+    ": as a spec, give an array or a jax.ShapeDtypeStruct, with sizes >= 0 or of "
+    'jax.export.symbolic_shape("batch, 3")'
+)
+
+
+def check_leaves(tree: Any, where: str, advice: str = "") -> None:
     """Raises TypeError, with the path, for a leaf that is neither an array nor the type of one."""
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_module):
         if not _is_array_or_type(leaf):
             raise TypeError(
                 f"{path_name(path, where)} is {brief(leaf)}. A saved function takes and returns "
-                "arrays only: as a spec, give an array or a jax.ShapeDtypeStruct, with sizes >= 0 "
-                'or of jax.export.symbolic_shape("batch, 3"). Let the function close over other '
-                "objects. Save a flax.nnx module itself, its method, or functools.partial(f, "
-                "module); put several modules, for example a model and its optimizer, into one"
+                f"arrays only{advice}. Let the function close over other objects. Save a flax.nnx "
+                "module itself, its method, or functools.partial(f, module); put several modules, "
+                "for example a model and its optimizer, into one"
             )
 
 
@@ -119,7 +136,7 @@ def _is_array_or_type(leaf: Any) -> bool:
 
 def check_trees(arguments: Mapping[str, Any], result: Any, name: str) -> None:
     """Raises TypeError if `jax.export` cannot write the arguments or the result: for a container
-    of a class, or sizes of several scopes."""
+    of a class."""
     for where, trees in (("arguments", arguments), ("result", {"result": result})):
         try:
             types = jax.eval_shape(lambda trees: trees, trees)
@@ -155,8 +172,11 @@ def signature_text(
     result: Any,
 ) -> str:
     """Returns one line: ``score(x: f32[b,2]) -> f32[b]``."""
-    shown = [
+    return f"{name}({parameters_text(parameters, arguments)}) -> {_text_of(result)}"
+
+
+def parameters_text(parameters: Iterable[tuple[str, Kind]], arguments: Mapping[str, Any]) -> str:
+    return ", ".join(
         f"{kind if kind in ('*', '**') else ''}{parameter}: {_text_of(arguments[parameter])}"
         for parameter, kind in parameters
-    ]
-    return f"{name}({', '.join(shown)}) -> {_text_of(result)}"
+    )

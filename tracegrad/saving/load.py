@@ -52,6 +52,8 @@ def load(path: str | os.PathLike[str]) -> Any:
     with _jax.at_top_level():  # also if `load` is called inside of a trace
         contents = read_file(path)
         manifest = contents.manifest
+        if not manifest.functions:
+            raise ArtefactError("manifest", "it lists no functions", path)
         exported = {
             name: _read_program(contents, name, calls)
             for record in manifest.functions
@@ -67,7 +69,7 @@ def load(path: str | os.PathLike[str]) -> Any:
             except Exception as error:
                 reason = f"the record of the function {record.name!r} is inconsistent: {error!r}"
                 raise ArtefactError("manifest", reason, path) from error
-    return functions[record.name] if manifest.single else functions
+    return functions[manifest.functions[0].name] if manifest.single else functions
 
 
 def _check_width(contents: Contents, exported: Mapping[str, Any]) -> None:

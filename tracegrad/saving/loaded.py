@@ -173,6 +173,11 @@ class LoadedFunction:
     def __reduce__(self) -> Any:
         raise TypeError(f"{self!r} cannot be pickled: call tracegrad.load in the other process")
 
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         other = object.__new__(type(self))
         vars(other).update(copy.deepcopy(vars(self), memo))

@@ -47,7 +47,7 @@ def save(
     specs: Any = None,
     *,
     gradient_order: int = 1,
-    platforms: Sequence[Platform] | None = None,
+    platforms: Collection[Platform] | None = None,
 ) -> None:
     """Writes a function with its Variables and its gradients to a file.
 
@@ -85,8 +85,9 @@ def save(
     Raises:
       ValueError: an operation cannot be saved (a callback, a print, an operation that exists in
         this process only, a loop that cannot be differentiated); the message names the operation
-        and its line. Also if `gradient_order`, `platforms` or a name is invalid.
-      TypeError: the specs do not fit the function, or a pytree has a container of a custom class.
+        and its line. Also if `gradient_order` or `platforms` is invalid.
+      TypeError: the specs do not fit the function, a pytree has a container of a custom class, or
+        a dictionary of functions is empty or has an entry that is not ``name: (fun, specs)``.
       OSError: the file cannot be written. No error leaves an incomplete file.
       ImportError: a package is missing: ``pip install 'tracegrad[save]'``.
 
@@ -112,7 +113,7 @@ def save(
     """
     needed("flatbuffers")  # jax.export needs it
     _check_options(gradient_order, platforms)
-    contents = _Contents(gradient_order, platforms)
+    contents = _Contents(gradient_order, None if platforms is None else sorted(platforms))
     for name, function, its_specs in _list_functions(fun, specs):
         contents.add(name, function, its_specs)
     contents.write(path, single=not isinstance(fun, Mapping))
@@ -121,8 +122,9 @@ def save(
 def _check_options(gradient_order: Any, platforms: Any) -> None:
     not_while_tracing("save")
     known = get_args(Platform)
-    is_list = isinstance(platforms, (list, tuple)) and bool(platforms)
-    if platforms is not None and not (is_list and all(each in known for each in platforms)):
+    is_list = isinstance(platforms, Collection) and not isinstance(platforms, str)
+    are_known = is_list and bool(platforms) and all(each in known for each in platforms)
+    if platforms is not None and not are_known:
         raise ValueError(f"platforms should be a list of names in {known}, but is {platforms!r}")
     if type(gradient_order) is not int or gradient_order < 0:
         raise ValueError(
@@ -135,14 +137,18 @@ def _list_functions(fun: Any, specs: Any) -> list[tuple[str, Any, Any]]:
     """Returns (name, function, specs) for each function to save."""
     if not isinstance(fun, Mapping):
         return [(saved_name(fun), fun, specs)]
-    pairs = {name: entry for name, entry in fun.items() if isinstance(name, str)}
-    are_pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs.values())
-    if not fun or specs is not None or len(pairs) < len(fun) or not are_pairs:
+    wrong = [
+        f"the entry {name!r}: {entry!r}"
+        for name, entry in fun.items()
+        if not (isinstance(name, str) and isinstance(entry, tuple) and len(entry) == 2)
+    ]
+    if not fun or specs is not None or wrong:
         raise TypeError(
             "several functions are saved by save({name: (fun, specs)}, path), with names that are "
-            f"strings and without other specs, but got {fun!r} and specs={specs!r}"
+            "strings and without other specs, but got "
+            + (wrong[0] if wrong else f"{fun!r} and specs={specs!r}")
         )
-    return [(name, *pair) for name, pair in pairs.items()]
+    return [(name, *pair) for name, pair in fun.items()]
 
 
 @dataclass
@@ -166,20 +172,17 @@ class _Contents:
 
     def add(self, name: str, fun: Function, specs: Any) -> None:
         given = bind_specs(name, fun, specs)
-        arguments: Mapping[str, Any] = given.arguments
-        result = None
+        source = trace_to_save(self.modules.without_module(fun), given, name)
         programs = Programs(name, self.order, self.platforms)
         try:
-            source = trace_to_save(self.modules.without_module(fun), given, name)
-            arguments, result = source.arguments, source.result
             program = programs.write(source)
         except Exception:
-            check_trees(arguments, result, name)  # a container may be the cause
+            check_trees(source.arguments, source.result, name)  # a container may be the cause
             raise
         parameters = parameters_of(given)
         record = FunctionRecord(
             name=name,
-            signature=signature_text(name, parameters, arguments, result),
+            signature=signature_text(name, parameters, source.arguments, source.result),
             parameters=parameters,
             constraints=tuple(_jax.symbolic_constraints(source.avals)),
             reads=self._places(source.graph.variables),

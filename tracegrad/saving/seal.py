@@ -63,10 +63,12 @@ def digests_of_files(step: Path, files: Sequence[str]) -> dict[str, str]:
 
 
 def seal(step: Path, arrays: Mapping[str, ArrayRecord], files: Mapping[str, str]) -> None:
-    """Also removes all other checkpoints. The files of this checkpoint must be written."""
+    """Also removes the checkpoints with lower numbers: those with higher ones are by newer saves.
+    The files of this checkpoint must be written."""
     versions = {"tracegrad": __version__, **_jax.versions()}
     write_file(step / SEAL, {}, Seal(versions, dict(files), dict(arrays)))
-    remove(each for each in _steps(step.parent).values() if each != step)
+    own = int(step.name.removeprefix("tracegrad-"))
+    remove(each for number, each in _steps(step.parent).items() if number < own)
 
 
 def remove(steps: Iterable[Path]) -> None:
@@ -83,5 +85,5 @@ def read_seal(step: Path) -> Seal:
     """
     with open_file(step / SEAL) as file:
         _, found, _ = read_header(file, Seal)
-    check_digests(digests_of_files(step, files_of(step)), found.digests, step)
+    check_digests(digests_of_files(step, files_of(step)), found.digests, step, "seal")
     return found

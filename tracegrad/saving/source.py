@@ -12,8 +12,17 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
+from tracegrad.ir.notes import add_note
+from tracegrad.ir.occurrence import line_of_error
 from tracegrad.ir.running import run_graph
-from tracegrad.saving.interface import Function, check_leaves, positional, tree_of_types
+from tracegrad.saving.interface import (
+    Function,
+    check_leaves,
+    parameters_of,
+    parameters_text,
+    positional,
+    tree_of_types,
+)
 from tracegrad.tracing.graphs import graph as trace_graph
 from tracegrad.tracing.graphs import graph_of_call
 
@@ -77,8 +86,14 @@ class ExportedFunction:
 
 def trace_to_save(fun: Function, given: inspect.BoundArguments, name: str) -> ExportedFunction:
     """Traces a function for its specs. Raises TypeError if a result is not an array."""
-    with _jax.tracing_apart("to be saved"):
-        graph = graph_of_call(positional(fun, given), tuple(given.arguments.values()), {})
+    try:
+        with _jax.tracing_apart("to be saved"):
+            graph = graph_of_call(positional(fun, given), tuple(given.arguments.values()), {})
+    except Exception as error:
+        specs = parameters_text(parameters_of(given), jax.eval_shape(dict, given.arguments))
+        text = f"while {name} was traced to be saved, for ({specs})"
+        add_note(error, text, line_of_error(error.__traceback__))
+        raise
     structure: Any = jax.tree.structure(tuple(given.arguments.values()))
     types = tree_of_types(structure, graph.in_avals[: structure.num_leaves])
     result = tree_of_types(graph.out_tree, graph.out_avals[: graph.result_count])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Set
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 import jax
@@ -79,10 +80,22 @@ def _iterate_items(item: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(item, LoadedFunction):
         yield from item.variables.items()
     elif not isinstance(item, _CLOSED) and kind.__module__.split(".")[0] not in _CLOSED_PACKAGES:
-        # No properties: they compute, and the code of a property may itself call `variables_of`.
-        state = object.__getstate__(item)
-        for values in state if isinstance(state, tuple) else (state,):  # attributes, and slots
-            yield from (values or {}).items()
+        yield from _attributes_and_slots(item).items()
+
+
+def _attributes_and_slots(item: Any) -> dict[str, Any]:
+    """Calls no property and no `__getattr__`: they compute, and their code may itself call
+    `variables_of`."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(AttributeError):  # it may have slots only
+        found.update(object.__getattribute__(item, "__dict__"))
+    for kind in type(item).__mro__:
+        members = vars(kind).items() if "__slots__" in vars(kind) else ()
+        for name, member in members:
+            if isinstance(member, MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # the slot may be empty
+                    found.setdefault(name, member.__get__(item))
+    return found
 
 
 def is_key(holder: Any) -> bool:
