@@ -13,6 +13,7 @@ from jax import lax
 
 import tracegrad as tg
 from tests.derivatives import value_by_tape
+from tracegrad._jax.caches import Cache, WeakCache
 from tracegrad.tape import known_computations
 
 pytestmark = pytest.mark.both_jax
@@ -68,6 +69,31 @@ def test_clearing_leaves_variables_and_traced_functions_that_hold_them():
     tg.clear_caches()
     step(2.0)
     assert float(count.value) == 3.0
+
+
+def test_a_cache_drops_what_came_first_and_keeps_what_another_thread_has_put():
+    squares = Cache(2)
+    for i in (3, 4, 3, 5):
+        squares.put(i, i * i)
+    assert dict(squares) == {4: 16, 5: 25}
+    assert squares.put(5, 0) == 25
+
+
+class Equal:
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+def test_a_weak_cache_is_bounded_tells_equal_objects_apart_and_lets_go_of_them():
+    names, (one, two, three) = WeakCache(2), (Equal() for _ in range(3))
+    for owner, name in ((one, "one"), (two, "two"), (three, "three")):
+        names.put(owner, name)
+    assert [names.get(owner) for owner in (one, two, three)] == [None, "two", "three"]
+    del two, owner
+    assert names.values() == ["three"]
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,14 @@ def test_xla_reads_all_of_a_view_that_a_recomputed_function_takes_before_it_writ
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+def test_an_alias_is_another_object_over_the_same_buffer():
+    x = jnp.ones(3)
+    alias = _jax.fresh_alias(x)
+    assert alias is not x
+    assert alias.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()
+    assert alias.committed == x.committed
+
+
 def test_a_row_of_aliases_of_aliases_comes_to_an_end():
     """JAX frees it by recursion: some ten thousand of them are more than a stack holds."""
     x = alias = jnp.arange(3.0)
@@ -294,3 +302,24 @@ def test_what_is_computed_anew_does_not_say_how_long_its_operand_is_needed():
     assert mul.until == 4  # one half of it was taken before, and now the other
     assert tanh.until == 7  # for its cosine, of which one half was written before
     assert (low.until, sub.until, high.until) == (2, 3, 4)  # results
+
+
+def test_a_replacement_that_could_not_be_made_is_made_for_the_next_user():
+    class Layer:
+        def call(self):
+            return "original"
+
+    def refused(original):
+        raise ValueError("not now")
+
+    def replaced(original):
+        return lambda self: f"replaced {original(self)}"
+
+    replacement = _jax.Replacement()
+    for places in ([(Layer, "call", refused)], [(Layer, "call", replaced), (Layer, "x", refused)]):
+        with pytest.raises(ValueError if len(places) == 1 else AttributeError):
+            replacement.put(places)
+        assert Layer().call() == "original"
+    with replacement.in_place([(Layer, "call", replaced)]):
+        assert Layer().call() == "replaced original"
+    assert Layer().call() == "original"

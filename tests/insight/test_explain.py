@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import linecache
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import equinox as eqx
@@ -75,6 +77,14 @@ def test_norms_and_zeros_are_those_of_jax():
         assert report.size == gradient.size
 
 
+def explained(caplog, loss, *args):
+    """And how many programs were compiled for it."""
+    caplog.clear()
+    with jax.log_compiles():
+        explanation = explain(loss, *args)
+    return explanation, caplog.text.count("Finished XLA compilation")
+
+
 def layers_that_are_alike(layers, x):
     for w in layers:
         h = jax.nn.relu(jax.jit(jnp.dot)(x, w["in"]) + w["bias"])
@@ -90,17 +100,66 @@ def test_layers_that_are_alike_share_their_programs_and_the_next_call_has_them(c
 
     def compiled(count):
         gradients = jax.tree.leaves(jax.grad(layers_that_are_alike)([one] * count, x))
-        caplog.clear()
-        with jax.log_compiles():
-            found = explain(layers_that_are_alike, [one] * count, x)
+        found, programs = explained(caplog, layers_that_are_alike, [one] * count, x)
         assert found.problems == ()
         norms = sorted(source.norm for source in found.sources)
         np.testing.assert_allclose(norms, sorted(map(jnp.linalg.norm, gradients)), rtol=1e-5)
-        return caplog.text.count("Finished XLA compilation")
+        return programs
 
     tg.clear_caches()
     assert compiled(12) <= compiled(6) + 8  # which have no more than the ends for themselves
     assert compiled(12) == 0
+
+
+def layers_that_draw_random_numbers(layers, x, count):  # nothing uses the last count
+    for w in layers:
+        noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), count), x.shape)
+        count = count + 1
+        x = x + noise * jnp.tanh(x @ w) * jnp.cos(x) / jnp.cosh(x)
+    return jnp.mean(x)
+
+
+def layers_few_of_which_are_alike(layers, x):
+    for w in layers:
+        for _ in range(2):
+            x = x + jnp.tanh(x @ w.T @ w) * jnp.cos(x) / jnp.cosh(x) + jnp.sin(x)
+        x = jnp.pad(x, ((0, 0), (0, 1)))
+    return jnp.mean(x)
+
+
+ALIKE = [0.1 * jnp.eye(8)] * 6, jnp.ones((4, 8)), jnp.uint32(3)
+OF_ALL_SIZES = [0.1 * jnp.eye(n) for n in range(4, 7)], jnp.ones((3, 4))
+
+
+# Four: to go forward, to come back, to come back to the weights alone, and what follows the layers.
+@pytest.mark.parametrize(
+    ("loss", "args", "programs"),
+    [(layers_that_draw_random_numbers, ALIKE, 4), (layers_few_of_which_are_alike, OF_ALL_SIZES, 1)],
+)
+def test_only_layers_that_are_alike_become_programs_of_their_own(caplog, loss, args, programs):
+    tg.clear_caches()
+    found, count = explained(caplog, loss, *args)
+    assert (found.problems, count) == ((), programs)
+
+
+def test_layers_that_are_cured_share_their_programs_and_the_next_problem_is_named(caplog):
+    def loss(ws, x):
+        for w in ws:
+            h = x @ w
+            x = x + 0.1 * jnp.where(h > 0, jnp.sqrt(h), 0.0) * jnp.tanh(h)
+        return jnp.mean(x) + jnp.sqrt(jnp.sum(0 * x))  # the next one
+
+    def compiled(count):
+        tg.clear_caches()
+        ws = list(jax.random.normal(jax.random.key(0), (count, 8, 8)) / 3)
+        x, cured = jnp.linspace(-1, 1, 32).reshape(4, 8), tg.rewrite(loss, tg.rules.strong_zero())
+        found, programs = explained(caplog, cured, ws, x)
+        (finding,) = found.problems
+        assert (finding.cause, finding.operation) == ("Inf in the reverse pass", "sqrt")
+        assert finding.origin.line == line_of(loss, 4)
+        return programs
+
+    assert compiled(6) <= compiled(3) + 2
 
 
 def test_numbers_that_single_precision_cannot_hold_are_told():
@@ -586,6 +645,25 @@ def test_collections_of_flax_that_are_not_trained_are_no_problem():
     collections = {"params": {"w": jnp.ones(3)}, "batch_stats": {"mean": jnp.zeros(3)}}
     (finding,) = explain(with_collections, collections, jnp.arange(3.0)).findings
     assert (finding.cause, finding.sources) == ("state", ("variables.batch_stats.mean",))
+
+
+def test_threads_may_explain_the_same_program_at_the_same_time():
+    def loss(x):
+        for _ in range(4):
+            x = jnp.sqrt(jnp.abs(x)) * jnp.where(x > 0, jnp.log(x), 0.0) + jnp.tanh(x)
+        return jnp.sum(x)
+
+    x = jnp.array([0.0, 2.0, 1.0])
+    alone = str(explain(loss, x))
+    assert "NaN in the reverse pass" in alone
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            texts = list(threads.map(lambda _: str(explain(loss, x)), range(12)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert set(texts) == {alone}
 
 
 @pytest.mark.filterwarnings("ignore:the Variable 'total' is read after it was assigned")

@@ -128,6 +128,16 @@ def test_the_softmax_of_a_masked_row_is_blamed_and_not_the_product_that_spreads_
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, right)
 
 
+def test_what_made_the_infinity_in_a_masked_product_of_matrices_is_blamed():
+    def loss(w, x):
+        powers = jnp.exp(x)
+        return jnp.sum(jnp.where(x[:, :1] < 50, powers @ w, 0.0))
+
+    (finding,) = explain(loss, jnp.ones((2, 2)), jnp.array([[1.0, 2.0], [100.0, 1.0]])).problems
+    assert (finding.cause, finding.operation) == ("Inf in the forward pass", "exp")
+    assert finding.origin.line == loss.__code__.co_firstlineno + 1
+
+
 def test_a_masked_logarithm_that_is_a_factor_is_blamed_and_cured_at_the_product():
     def loss(b, x):
         y = jnp.log(x)

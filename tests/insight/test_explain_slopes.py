@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tracegrad.insight import explain
 
@@ -173,6 +174,38 @@ def test_a_recurrence_of_which_the_last_stacked_state_is_read_is_told_as_by_its_
     # Discounted, the states of all steps are read: that is no slope of the recurrence.
     discounts = 0.2 ** jnp.arange(30.0)[:, None]
     assert explain(recurrence, start, xs, lambda _, states: states * discounts).problems == ()
+
+
+def test_a_recurrence_of_flax_of_which_the_last_state_is_read_vanishes():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.rnn = nnx.RNN(nnx.SimpleCell(2, 4, rngs=rngs))
+
+        def __call__(self, x):
+            return jnp.mean(self.rnn(x)[:, -1] ** 2)
+
+    x = 3 * jnp.ones((2, 200, 2))
+    found = explain(lambda model, x: model(x), Model(nnx.Rngs(0)), x)
+    assert [finding.cause for finding in found.problems] == ["vanishing"]
+    given = jax.grad(lambda x: Model(nnx.Rngs(0))(x))(x)
+    assert jnp.linalg.norm(given[:, 0]) < 1e-8 * jnp.linalg.norm(given[:, -1])
+
+
+def test_a_recurrence_in_a_branch_is_told_if_the_branch_is_taken():
+    def loss(h, xs, is_taken):
+        def step(h, x):
+            h = jnp.tanh(0.1 * h + x)
+            return h, h
+
+        def last(h):
+            return jax.lax.scan(step, h, xs)[1][-1]
+
+        return jnp.sum(jax.lax.cond(is_taken, last, lambda h: 2 * h, h))
+
+    h, xs = jnp.ones(3), jnp.full((30, 3), 0.1)
+    for is_taken in (True, False):
+        problems = explain(loss, h, xs, jnp.bool_(is_taken)).problems
+        assert [finding.cause for finding in problems] == ["vanishing"] * is_taken
 
 
 def test_an_iteration_vanishes_if_its_parameters_or_its_start_get_next_to_nothing():

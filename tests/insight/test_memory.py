@@ -125,6 +125,30 @@ def test_of_a_function_of_nnx_jit():
     assert report.total == tg.memory(lambda w, x: jnp.sum(jnp.sin(w @ x)), *arrays).total
 
 
+@pytest.mark.parametrize("compiled", [jax.jit, tg.trace])
+def test_static_arguments_are_no_arrays(compiled):
+    def step(n, w, x, mode="a"):
+        for _ in range(n):
+            w = w - 0.1 * jnp.sin(w @ x)
+        return w if mode == "a" else w[0] * 2
+
+    arrays, static = (f32(64, 64), f32(64, 64)), compiled(step, static_argnums=(0, 3))
+    for mode in ((), ("b",)):
+        plain = tg.memory(lambda w, x, mode=mode: step(3, w, x, *mode), *arrays)
+        assert tg.memory(static, 3, *arrays, *mode).total == plain.total
+
+
+def test_of_a_traced_method():
+    class Layer:
+        @tg.trace
+        def sum(self, w, x):
+            return jnp.sum(jnp.sin(w @ x))
+
+    arrays = f32(64, 64), f32(64, 64)
+    plain = tg.memory(lambda w, x: jnp.sum(jnp.sin(w @ x)), *arrays)
+    assert tg.memory(Layer().sum, *arrays).total == plain.total > 0
+
+
 def test_values_are_told_by_what_they_are_kept_for():
     _, fun, shapes = SEEDED["trained"]
     lines = tg.memory(fun, *shapes).lines
@@ -157,6 +181,7 @@ def blocks(ws: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
+@pytest.mark.both_jax
 def test_rules_of_a_traced_function_are_seen_with_the_scopes_of_the_program():
     shapes = ([WIDE] * 4, f32(512, 8))
     rule = tg.rules.recompute(tg.match.scope("block_*"))

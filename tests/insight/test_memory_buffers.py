@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,6 +192,15 @@ def test_of_a_function_that_jax_traced_for_another_program_lines_are_of_this_one
     assert places <= {f"test_memory_buffers.py:{first + k}" for k in range(len(lines))}
 
 
+def test_a_step_of_equinox_filter_jit_has_what_xla_holds():
+    def step(model: eqx.nn.MLP, x: jax.Array) -> eqx.nn.MLP:
+        return eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+
+    model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
+    report = tg.memory(eqx.filter_jit(step), model, jnp.ones((128, 8)))
+    assert any(line.kind == "residual" for line in report.lines)
+
+
 def test_arrays_that_are_written_into_the_program_are_told_beside():
     table = np.arange(64 * 4096, dtype=np.float32).reshape(64, 4096)
     report = tg.memory(lambda x: jnp.sort(x @ table), f32(4, 64))
@@ -274,3 +284,26 @@ def test_what_a_gpu_runs_aside_and_as_one_is_followed():
     told = flow.reading(read)
     assert told is not None
     assert (told.name, told.is_backward) == ("mul", True)
+
+
+def test_settings_of_jax_are_as_they_were_after_lines_are_kept():
+    before = jax.config.jax_traceback_in_locations_limit
+    inside = []
+
+    def fails() -> None:
+        with hlo.lines_kept():
+            inside.append(jax.config.jax_traceback_in_locations_limit)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert inside[0] > before
+    assert jax.config.jax_traceback_in_locations_limit == before
+    first, second = hlo.lines_kept(), hlo.lines_kept()  # as in two threads
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert jax.config.jax_traceback_in_locations_limit > before
+    second.__exit__(None, None, None)
+    assert jax.config.jax_traceback_in_locations_limit == before
+    assert not jax.config.jax_compilation_cache_include_metadata_in_key

@@ -51,6 +51,16 @@ def test_a_traced_function_is_shown_after_its_rules():
     assert "mul" not in str(show(traced.__wrapped__, 1.0))
 
 
+def test_a_method_and_keyword_arguments_are_taken():
+    class Model:
+        @tg.trace
+        def scale(self, x, *, factor):
+            return x * factor
+
+    jax.tree_util.register_static(Model)
+    assert "mul(x, factor)" in str(show(Model().scale, 1.0, factor=2.0))
+
+
 def test_a_graph_is_shown_as_it_is_and_takes_no_arguments_and_a_number_is_refused():
     graph = tg.graph(jnp.sin, 1.0)
     assert show(graph).graph is graph

@@ -277,6 +277,17 @@ def test_the_passes_of_a_derivative_are_the_outermost_folds():
     assert found[-1] == "add"
 
 
+def test_a_browser_lays_out_the_lines_of_a_long_graph_in_parts():
+    def long(x):
+        for _ in range(600):
+            x = jnp.sin(x)
+        return x
+
+    page = page_of(long, 1.0)
+    assert sum(attrs.get("class") == "chunk" for _, attrs in page.elements) == 3
+    assert len(page.program) == 600
+
+
 def test_seven_thousand_nodes_stay_small():
     """What a browser has to read grows with what differs, not with the number of calls."""
 

@@ -57,6 +57,17 @@ def refusal(path: Path, data: bytes) -> ArtefactError:
     return caught.value
 
 
+def test_each_array_is_needed_and_none_is_too_many(example: Path, tmp_path: Path):
+    artefact, path = take_apart(example), tmp_path / "bad"
+    more = {**artefact.arrays, "extra": np.ones(1, np.uint8)}
+    found = refusal(path, forge(more, artefact.manifest, digests=False))
+    assert (found.member, found.reason) == ("extra", "the manifest does not list it")
+    less = {name: array for name, array in artefact.arrays.items() if name != "weights"}
+    found = refusal(path, forge(less, artefact.manifest, digests=False))
+    reason = "the manifest lists it, but it is missing"
+    assert (found.member, found.reason) == ("weights", reason)
+
+
 @pytest.mark.parametrize(
     ("place", "value", "reason"),
     [

@@ -566,6 +566,19 @@ def test_a_variable_that_a_rule_closes_over_needs_a_stopped_gradient(path):
     np.testing.assert_array_equal(by_tape(loaded, x), [0.5, 2.5])
 
 
+def test_many_results_that_depend_on_different_arguments_have_right_gradients(path):
+    def f(*xs):  # more patterns than are kept apart
+        return [xs[i] * xs[(i + 1) % 6] for i in range(6)]
+
+    args = [float(i + 1) for i in range(6)]
+    loaded = saved(path, f, args)
+    weights = np.arange(1.0, 7.0)
+    found = jax.grad(lambda xs: sum(w * y for w, y in zip(weights, loaded(*xs), strict=True)))(args)
+    at = np.array(args)
+    expected = weights * np.roll(at, -1) + np.roll(weights * at, 1)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_the_same_program_is_written_once(path):
     def count(fun):
         save(fun, path, [X], gradient_order=1)
