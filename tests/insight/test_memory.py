@@ -138,9 +138,10 @@ def test_static_arguments_are_no_arrays(compiled):
         assert tg.memory(static, 3, *arrays, *mode).total == plain.total
 
 
-def test_of_a_traced_method():
+@pytest.mark.parametrize("compiled", [tg.trace, jax.jit], ids=["trace", "jit"])
+def test_of_a_compiled_method(compiled):
     class Layer:
-        @tg.trace
+        @compiled
         def sum(self, w, x):
             return jnp.sum(jnp.sin(w @ x))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -169,7 +170,8 @@ def memory(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> MemoryRepor
         program = graph_of_call(fun, args, kwargs)
     shardings = list(map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
     device, devices = _jax.device_of(shardings), _jax.device_count(shardings)
-    lowering: Any = fun if hasattr(fun, "lower") else trace(fun)
+    has_lower = hasattr(fun, "lower") and not inspect.ismethod(fun)  # a method's is the function's
+    lowering: Any = fun if has_lower else trace(fun)
     try:
         with lines_kept(), saying_why_not():
             compiled = lowering.lower(*args, **kwargs).compile()
