@@ -98,8 +98,11 @@ def save_variables(tree: Any, path: PathLike) -> None:
     new = step_folder(folder, int(_exchange(str(number))[0]))
     of_types = new / "array_metadatas"  # Orbax's other processes wait until process 0 makes it
 
+    made: list[Path] = []  # `new`, unless the folder is that of another save, which goes on
+
     def make() -> None:
         new.mkdir()
+        made.append(new)
         of_types.mkdir()
 
     def write() -> None:
@@ -116,14 +119,13 @@ def save_variables(tree: Any, path: PathLike) -> None:
         records = {n: ArrayRecord(str(v.dtype), tuple(v.shape)) for n, v in variables.items()}
         seal(new, records, digests_of_files(new, files_of(new)))
 
-    _on_first(make)  # if the folder exists, it is that of another save, which goes on
     try:
+        _on_first(make)
         _on_all(write)
         _on_first(finish)
     except BaseException:
-        # Once the new state has a seal, the old state may be gone.
-        if jax.process_index() == 0 and not (new / SEAL).exists():
-            remove([new])
+        if not (new / SEAL).exists():  # once the new state has a seal, the old state may be gone
+            remove(made)
         raise
 
 
