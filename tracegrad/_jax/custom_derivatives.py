@@ -54,21 +54,15 @@ def with_tangent(
     return rule  # type: ignore[no-any-return]
 
 
-def with_cotangent(
-    change: Callable[[Any], Any],
-    name: str,
-    *,
-    symbolic_zeros: bool = False,
-) -> Callable[[Any], Any]:
+def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
     """Returns an identity function whose VJP rule is ``change(cotangent)``.
 
     The forward pass does not call the function with the rule. So a second derivative
     differentiates a plain identity, and forward mode over reverse mode works.
 
     Args:
-      change: maps the cotangent of the result to the cotangent of the argument, or to None. With
-        `symbolic_zeros`, the cotangent may be a `SymbolicZero`. A mark on `change` also marks the
-        rule (see `ir.frames`).
+      change: maps the cotangent of the result to the cotangent of the argument, or to None. A mark
+        on `change` also marks the rule (see `ir.frames`).
       name: the function's name in traced programs.
     """
 
@@ -81,11 +75,7 @@ def with_cotangent(
 
     identity.__name__ = identity.__qualname__ = name
     rule = jax.custom_vjp(identity)
-    rule.defvjp(
-        lambda value: (value.value if symbolic_zeros else value, None),
-        backward,
-        symbolic_zeros=symbolic_zeros,
-    )
+    rule.defvjp(lambda value: (value, None), backward)
     return rule
 
 

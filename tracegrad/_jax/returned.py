@@ -3,8 +3,8 @@
 If a rule returns None, JAX makes a symbolic zero, and passes the symbolic zero on to the inputs of
 the callers: through `jax.jit`, `jax.vmap`, `jax.checkpoint`, branches and `jax.shard_map` (a loop
 makes an array of zeros). In the traced program a symbolic zero looks like any array of zeros, so a
-*witness* observes it while JAX differentiates: an identity function around each input, with a VJP
-rule that gets symbolic zeros.
+*witness* observes it while JAX differentiates: an identity function around each input, whose
+transpose JAX does not call for a symbolic zero.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.custom_derivatives import SymbolicZero
 
 from tracegrad._jax.arrays import has_gradient
-from tracegrad._jax.custom_derivatives import with_cotangent, with_tangent
+from tracegrad._jax.custom_derivatives import with_tangent
 from tracegrad._jax.derivatives import Run, jvp, of_some, vjp_of_some
+from tracegrad._jax.primitives import with_cotangent_alone
 
 
 def returned_gradients(
@@ -41,7 +41,7 @@ def returned_gradients(
     def backward(*args: Any) -> Any:
         def run_witnessed(operands: list[Any]) -> Any:
             for i in active:
-                operands[i] = _with_witness(operands[i], i, seen)
+                operands[i] = with_witness(operands[i], i, seen)
             return run(operands)
 
         results, pullback = vjp_of_some(run_witnessed, args, active, outputs)
@@ -55,19 +55,20 @@ def with_witnesses(values: Sequence[Any], first: int, seen: set[int]) -> list[An
     """Puts witnesses around the values. When the values are differentiated, the witnesses add to
     `seen` the positions, counted from `first`, of values whose cotangent is no symbolic zero."""
     return [
-        _with_witness(value, i, seen) if has_gradient(value) else value
+        with_witness(value, i, seen) if has_gradient(value) else value
         for i, value in enumerate(values, first)
     ]
 
 
-def _with_witness(value: Any, position: int, seen: set[int]) -> Any:
+def with_witness(value: Any, position: int, seen: set[int]) -> Any:
+    """Puts a witness around a value; the witness adds `position` to `seen` when a cotangent that is
+    no symbolic zero comes back to the value."""
+
     def observe(cotangent: Any) -> Any:
-        if isinstance(cotangent, SymbolicZero):
-            return None
         seen.add(position)
         return cotangent
 
-    return with_cotangent(observe, "witnessed", symbolic_zeros=True)(value)
+    return with_cotangent_alone(observe)(value)
 
 
 def written_tangents(run: Run, avals: Sequence[Any], active: Sequence[int]) -> set[int]:

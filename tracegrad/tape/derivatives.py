@@ -56,7 +56,7 @@ def pull_back_at_operands(
 
         def run(values: list[Any]) -> list[Any]:
             for k, i in enumerate(active):
-                values[i] = _with_witness(values[i], k, seen)
+                values[i] = _jax.with_witness(values[i], k, seen)
             return jax.tree.leaves(fun(*values))
 
         _, vjp = _jax.vjp_of_some(run, operands, active, list(cotangents))
@@ -106,7 +106,7 @@ def transpose_derivative(
     flowing, seen = list(cotangents), set[int]()
 
     def along(*tangents: Any) -> list[Any]:
-        outputs = derivative(*(_with_witness(t, k, seen) for k, t in enumerate(tangents)))
+        outputs = derivative(*(_jax.with_witness(t, k, seen) for k, t in enumerate(tangents)))
         return [outputs[k] for k in flowing]
 
     program = jax.make_jaxpr(along)(*types)
@@ -130,17 +130,6 @@ def transpose_derivative(
         transpose = jax.linear_transpose(linear, *types)
     found = list(transpose(converted))
     return {k: ct for k, ct in enumerate(found) if connected[k] and (is_whole or k in seen)}
-
-
-def _with_witness(value: Any, position: int, seen: set[int]) -> Any:
-    """Adds the position to `seen` when a cotangent that is no symbolic zero comes back to a value.
-    JAX makes a symbolic zero if a custom rule returns None."""
-
-    def observe(cotangent: Any) -> Any:
-        seen.add(position)
-        return cotangent
-
-    return _jax.with_cotangent_alone(observe)(value)
 
 
 def _inputs_that_matter(program: Any) -> list[bool]:
