@@ -95,3 +95,23 @@ def _forward_of_product(x, y):
 refuses_second.defvjp(
     _forward_of_product, lambda y, dz: (dz * y, jnp.zeros_like(y)), symbolic_zeros=True
 )
+
+
+@jax.custom_vjp
+def root(x, scale):
+    """A root whose derivative at 0 is infinite, and whose rule refuses a gradient of the scale."""
+    return jnp.sqrt(x) * scale
+
+
+def _forward_of_root(x, scale):
+    if scale.perturbed:
+        raise NotImplementedError("the scale has no gradient")
+    return root(x.value, scale.value), (x.value, scale.value)
+
+
+def _backward_of_root(kept, dy):
+    x, scale = kept
+    return dy * scale * 0.5 / jnp.sqrt(x), None
+
+
+root.defvjp(_forward_of_root, _backward_of_root, symbolic_zeros=True)

@@ -18,6 +18,7 @@ import pytest
 from flax import linen, nnx
 
 import tracegrad as tg
+from tests.derivatives import root
 from tracegrad.insight import explain
 
 X = jnp.array([0.3, -1.2, 2.0])
@@ -273,20 +274,6 @@ def test_a_branch_of_a_branch_is_gone_through_as_often_as_the_outer_one():
 
 
 def test_a_rule_that_asks_what_varies_is_measured_as_the_program_differentiates_it():
-    @jax.custom_vjp
-    def root(x, scale):
-        return jnp.sqrt(x) * scale
-
-    def forward(x, scale):
-        if scale.perturbed:
-            raise NotImplementedError("the scale has no gradient")
-        return root(x.value, scale.value), (x.value, scale.value)
-
-    def backward(kept, ct):
-        x, scale = kept
-        return ct * scale * 0.5 / jnp.sqrt(x), None
-
-    root.defvjp(forward, backward, symbolic_zeros=True)
     assert explain(lambda x: root(x, 2.0), 4.0).findings == ()
     (finding,) = explain(lambda x: root(x, 2.0), 0.0).problems
     assert finding.cause == "Inf in the reverse pass"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tests.derivatives import root
 from tracegrad import match, rules
 from tracegrad.ir import CustomGradient, operations
 
@@ -408,20 +409,6 @@ def test_a_rule_of_kind_vjp_keeps_its_forward_mode_and_happens_once():
 
 
 def test_a_rule_that_asks_what_varies_is_told_what_the_program_differentiates():
-    @jax.custom_vjp
-    def root(x, scale):
-        return jnp.sqrt(x) * scale
-
-    def forward(x, scale):
-        if scale.perturbed:
-            raise NotImplementedError("the scale has no gradient")
-        return root(x.value, scale.value), (x.value, scale.value)
-
-    def backward(kept, ct):
-        x, scale = kept
-        return ct * scale * 0.5 / jnp.sqrt(x), None
-
-    root.defvjp(forward, backward, symbolic_zeros=True)
     safe = tg.rewrite(root, rules.finite_derivative(match.call("root")))
     assert (jax.grad(safe)(4.0, 3.0), jax.grad(safe)(0.0, 3.0)) == (0.75, 0.0)
     with pytest.raises(NotImplementedError, match="the scale has no gradient"):
