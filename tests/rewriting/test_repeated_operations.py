@@ -1,5 +1,7 @@
 """Edited programs in which operations, and the identities of rules, are repeated."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad import match, rules
+from tracegrad.ir import Recompute
 from tracegrad.ir.editing import around_each
 
 pytestmark = pytest.mark.both_jax
@@ -177,3 +180,25 @@ def test_calls_that_are_recomputed_are_found_again_in_the_step_that_differentiat
 
     ours = tg.trace(step, rules=rules.recompute(match.call("gelu")))(X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, jax.jit(step)(X))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "jitted"])
+def test_a_function_with_a_loop_of_its_own_is_recomputed_at_each_call_in_a_loop(compiled):
+    def block(x, weights):
+        a, b = (jnp.tanh(x @ w) for w in weights)
+        return x + a * b
+
+    def loss(layers, x):
+        for weights in layers:
+            x = block(x, weights)
+        return jnp.sum(x**2)
+
+    def step(layers, x):
+        fun = jax.jit(loss) if compiled else loss
+        return jax.grad(lambda layers, x: fun(layers, x))(layers, x)
+
+    layers = [(jnp.eye(3) * 0.1 * k, jnp.eye(3) * 0.2) for k in range(1, 4)]
+    args = layers, X[:, :3]
+    traced = tg.trace(step, rules=rules.recompute(match.call("block")))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), traced(*args), step(*args))
+    assert sum(isinstance(o.node, Recompute) for o in tg.graph(traced, *args).walk()) == 3

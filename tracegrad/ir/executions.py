@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tracegrad.ir.errors import GraphError
 from tracegrad.ir.frames import Frame, Stack, has_loop_around, is_in_loop, stack_of
 from tracegrad.ir.nodes import Node
-from tracegrad.ir.occurrence import PACKAGE, Occurrence, Origin, Path, is_user_file
+from tracegrad.ir.occurrence import (
+    PACKAGE,
+    Occurrence,
+    Origin,
+    Path,
+    is_under_rules,
+    is_user_file,
+)
 from tracegrad.ir.selector import Group, Grouping, fits_any
 
 if TYPE_CHECKING:
@@ -49,7 +56,7 @@ class _ByFrame(Grouping):
         known: dict[int, bool] = {}
 
         def finish() -> None:
-            for members in self._split_executions(run):
+            for members in self._split_executions(run, path):
                 group = (
                     _short_qualname(members[0].inner[-1].code.co_qualname),
                     [b.node for b in members],
@@ -75,7 +82,7 @@ class _ByFrame(Grouping):
         finish()
         return groups
 
-    def _split_executions(self, run: Sequence[_FramedNode]) -> list[list[_FramedNode]]:
+    def _split_executions(self, run: Sequence[_FramedNode], path: Path) -> list[list[_FramedNode]]:
         """Splits successive nodes of the same code into its executions."""
         if not run:
             return []
@@ -92,7 +99,9 @@ class _ByFrame(Grouping):
             executions.append([now])
         if not unsure or _are_independent(executions):
             return executions
-        if not any(map(is_in_loop, run[0].outer)):  # only the code's own loop can go back
+        # Only the code's own loop can go back; or rules have acted here already, and do not again.
+        here = [Occurrence(path, framed.node) for framed in run]
+        if not any(map(is_in_loop, run[0].outer)) or all(map(is_under_rules, here)):
             return _join_unsure(executions, unsure)
         name = _short_qualname(run[0].inner[-1].code.co_qualname)
         raise GraphError(
