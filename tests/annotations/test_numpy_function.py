@@ -535,6 +535,8 @@ def test_python_numbers_take_every_dtype_that_has_them():
         (lambda x: np.zeros(3, np.float32), "float32", r"float32\[3\].*Tout says float32\[4\]"),
         (lambda x: np.float64(x), "float32", r"float64\[4\].*Tout says float32\[4\].*astype"),
         (lambda x: 1.5, jax.ShapeDtypeStruct((), "int32"), r"float64\[\].*Tout says int32\[\]"),
+        (lambda x: 1.5, jax.ShapeDtypeStruct((), "int4"), r"float64\[\].*Tout says int4\[\]"),
+        (lambda x: 2j, jax.ShapeDtypeStruct((), "bfloat16"), r"complex128\[\].*says bfloat16"),
         (lambda x: 300, jax.ShapeDtypeStruct((), "int8"), "returned 300 as the result: int8 has"),
         (lambda x: -1, jax.ShapeDtypeStruct((), "uint8"), "returned -1 as the result: uint8 has"),
         (lambda x: 2**40, jax.ShapeDtypeStruct((), "int32"), r"int32 has integers from -2"),

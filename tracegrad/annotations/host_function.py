@@ -284,9 +284,8 @@ def _convert_number(result: Any, dtype: Any) -> Any:
         if not int(limits.min) <= result <= int(limits.max):
             raise OverflowError(f"{dtype} has integers from {limits.min} to {limits.max} only")
         return np.asarray(result).astype(dtype)
-    kinds = {bool: "?", int: "i1", float: "f2", complex: "c8"}
-    kind = kinds.get(type(result))
-    if kind is None or not np.can_cast(kind, dtype, "safe" if kind == "?" else "same_kind"):
+    kinds = {bool: np.generic, int: np.number, float: np.inexact, complex: np.complexfloating}
+    if type(result) not in kinds or not jnp.issubdtype(dtype, kinds[type(result)]):
         return None
     return np.asarray(float(result) if type(result) is int else result).astype(dtype)
 
